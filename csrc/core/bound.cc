@@ -1,0 +1,126 @@
+#include "gradcast/bound.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <queue>
+#include <vector>
+
+#include "bound_of.h"
+#include "planner/relaxation.h"
+
+namespace gradcast {
+namespace {
+
+OpCost line_cost(double alpha_ns, double beta_ns_per_byte) {
+  return {{{kUnboundedBytes, alpha_ns, beta_ns_per_byte}}};
+}
+
+// The cheapest way to finish a byte, in one all-reduce or two operations, for the plain formula.
+LinkLine cheapest_line(const LinkModel& link, bool any_op) {
+  LinkLine line{link.all_reduce.alpha_ns_min(), link.all_reduce.beta_ns_per_byte_min()};
+  if (any_op && link.reduce_scatter.available() && link.all_gather.available()) {
+    line.alpha_ns = std::min(line.alpha_ns, link.reduce_scatter.alpha_ns_min() + link.all_gather.alpha_ns_min());
+    line.beta_ns_per_byte = std::min(
+        line.beta_ns_per_byte, link.reduce_scatter.beta_ns_per_byte_min() + link.all_gather.beta_ns_per_byte_min());
+  }
+  return line;
+}
+
+// Jackson's bound: the value of the preemptive schedule that always sends the most urgent ready bytes, plus one alpha.
+// Preemption is free in it, so it equals the maximum over ready times and needs in the definition, in O(N log N).
+double preemptive_ns(const Problem& problem, const LinkLine& line) {
+  std::vector<int32_t> by_ready(problem.tensor_count());
+  std::iota(by_ready.begin(), by_ready.end(), 0);
+  std::stable_sort(by_ready.begin(), by_ready.end(),
+                   [&](int32_t a, int32_t b) { return problem.ready_ns[a] < problem.ready_ns[b]; });
+  std::vector<double> left_ns(problem.tensor_count());
+  for (int32_t i = 0; i < problem.tensor_count(); ++i) {
+    left_ns[i] = line.beta_ns_per_byte * static_cast<double>(problem.bytes[i]);
+  }
+  // A lower index is needed earlier, so the index is the priority.
+  std::priority_queue<int32_t, std::vector<int32_t>, std::greater<>> available;
+  double bound_ns = problem.backward_ns + problem.forward_ns;
+  double clock_ns = 0;
+  size_t next = 0;
+  while (next < by_ready.size() || !available.empty()) {
+    if (available.empty()) {
+      clock_ns = std::max(clock_ns, problem.ready_ns[by_ready[next]]);
+    }
+    while (next < by_ready.size() && problem.ready_ns[by_ready[next]] <= clock_ns) {
+      available.push(by_ready[next++]);
+    }
+    const int32_t tensor = available.top();
+    const double until_ns = next < by_ready.size() ? problem.ready_ns[by_ready[next]] : kTimeMaxNs * kTimeMaxNs;
+    if (clock_ns + left_ns[tensor] > until_ns) {
+      left_ns[tensor] -= until_ns - clock_ns;
+      clock_ns = until_ns;
+      continue;
+    }
+    clock_ns += left_ns[tensor];
+    available.pop();
+    bound_ns = std::max(bound_ns, clock_ns + line.alpha_ns + problem.forward_ns - problem.need_ns[tensor]);
+  }
+  return bound_ns;
+}
+
+// Lines below the cost of an operation, for which the chain bound holds. A byte that is reduce-scattered and gathered takes
+// part in two operations, each inside its tensor's window, so each operation counts one alpha and the byte both betas.
+std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
+  const LinkModel& link = problem.link;
+  if (!any_op || !link.reduce_scatter.available() || !link.all_gather.available()) {
+    return minorants(link.all_reduce, problem.total_bytes);
+  }
+  LinkLine line = cheapest_line(link, any_op);
+  line.alpha_ns =
+      std::min({link.all_reduce.alpha_ns_min(), link.reduce_scatter.alpha_ns_min(), link.all_gather.alpha_ns_min()});
+  return {line};
+}
+
+double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::vector<Order>& orders) {
+  const OpCost cost = line_cost(line.alpha_ns, line.beta_ns_per_byte);
+  double bound_ns = 0;
+  for (const Order& order : orders) {
+    bound_ns = std::max(bound_ns, optimum(enlarged_chain(problem, order, cost)).bound_ns);
+  }
+  return bound_ns;
+}
+
+}  // namespace
+
+Bound bound(const Problem& problem, bool any_op) {
+  const bool nested = is_nested(problem);
+  const auto plain_ns = [&](const LinkLine& line) {
+    return nested ? plain_bound_ns(enlarged_chain(problem, candidate_orders(problem)[0],
+                                                  line_cost(line.alpha_ns, line.beta_ns_per_byte)))
+                  : preemptive_ns(problem, line);
+  };
+  Bound bound;
+  bound.plain_ns = plain_ns(cheapest_line(problem.link, any_op));
+  bound.best_ns = bound.plain_ns;
+  if (problem.in_flight > 1) {
+    return bound;  // blocks in flight hide each other's alpha: only one of them is sure to be paid
+  }
+  std::vector<Order> orders = candidate_orders(problem);
+  const bool chain = nested || problem.mode == Mode::kHook;
+  if (!chain) {
+    const size_t whole = orders.size();
+    for (size_t i = 0; i < whole; ++i) {
+      for (Order& part : sub_orders(problem, orders[i])) {
+        orders.push_back(std::move(part));
+      }
+    }
+  }
+  for (const LinkLine& line : chain_lines(problem, any_op)) {
+    bound.best_ns = std::max({bound.best_ns, chain_bound_ns(problem, line, orders), any_op ? 0.0 : plain_ns(line)});
+  }
+  const bool one_range = nested || problem.link.pack_ns_per_byte == 0;
+  bound.exact = chain && one_range && !any_op && problem.link.all_reduce.linear() && problem.buffer_count() == 1;
+  return bound;
+}
+
+Bound bound(const Profile& profile, const LinkModel& link, const BoundOptions& options) {
+  return bound(make_problem(profile, link, options.mode, options.in_flight), options.any_op);
+}
+
+}  // namespace gradcast

@@ -1,0 +1,35 @@
+// Words that every part of gradcast shares: the kinds of collective operation and the two modes of running a plan.
+//
+// Units everywhere: times are double nanoseconds (suffix `_ns`) inside the library and whole nanoseconds in JSON; sizes
+// are int64 bytes (suffix `_bytes`); rates are nanoseconds per byte (suffix `_ns_per_byte`).
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace gradcast {
+
+// Every size in a profile, and their sum, stays at or below 2^53: above it a JSON number (an IEEE double for most readers)
+// no longer names each byte.
+inline constexpr int64_t kBytesMax = int64_t{1} << 53;
+
+// Times above 2^53 ns (104 days) are refused: they are never meant, and JSON no longer holds each of them.
+inline constexpr double kTimeMaxNs = static_cast<double>(kBytesMax);
+
+// What a block does with its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later all-gather.
+enum class Op { kAllReduce, kReduceScatter, kAllGather };
+
+// kOverlap: forward starts when backward ends and waits for each parameter where it reads it. kHook: forward starts when
+// all gradients have arrived, as DDP does; no read ever waits.
+enum class Mode { kOverlap, kHook };
+
+// The names used in JSON and on the command line: "all_reduce", "reduce_scatter", "all_gather"; "overlap", "hook".
+std::string_view to_string(Op op);
+std::string_view to_string(Mode mode);
+// Throw Error{kInvalidOption} for any other word.
+Op op_from_string(std::string_view name);
+Mode mode_from_string(std::string_view name);
+
+}  // namespace gradcast
