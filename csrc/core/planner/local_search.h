@@ -1,0 +1,26 @@
+// Local search over openings: change one block of a plan at a time and keep what is faster.
+//
+// The exact planner does not cover piecewise costs, several buffers and windows that are not nested. There its plans are good
+// starts; moving, merging, splitting and resizing single blocks closes most of what is left.
+//
+// Source: docs/planner.md, "General windows". Thread safety: pure; any thread.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/refill.h"
+#include "problem.h"
+
+namespace gradcast {
+
+struct LocalSearchOptions {
+  int64_t evaluations = 0;  // changes to try
+  double target_ns = 0;     // stop here: nothing is faster
+};
+
+// The best openings found, starting from `openings`; never slower. Deterministic: the changes come from a fixed sequence.
+std::vector<Opening> local_search(const Problem& problem, Refill& refill, std::vector<Opening> openings,
+                                  const LocalSearchOptions& options);
+
+}  // namespace gradcast

@@ -1,0 +1,91 @@
+#include "planner/whole_tensors.h"
+
+#include <algorithm>
+#include <string>
+
+#include "gradcast/error.h"
+#include "policy/online.h"
+
+namespace gradcast {
+namespace {
+
+// Positions [first, last) in ready order.
+struct Bucket {
+  size_t first;
+  size_t last;
+};
+
+// Buckets in time order that all end by `end_ns`; none if that cannot be.
+std::vector<Bucket> fill(const Problem& problem, const std::vector<int32_t>& order, double end_ns) {
+  std::vector<Bucket> buckets;
+  size_t last = order.size();
+  while (last > 0) {
+    const double ready_ns = problem.ready_ns[order[last - 1]];
+    const int32_t buffer = problem.buffer[order[last - 1]];
+    size_t first = last;
+    int64_t size_bytes = 0;
+    double cost_ns = 0;
+    while (first > 0 && problem.buffer[order[first - 1]] == buffer) {
+      const int64_t grown_bytes = size_bytes + problem.bytes[order[first - 1]];
+      const double grown_ns = problem.link.all_reduce.cost_ns(grown_bytes);
+      if (ready_ns + grown_ns > end_ns) {
+        break;
+      }
+      size_bytes = grown_bytes;
+      cost_ns = grown_ns;
+      --first;
+    }
+    if (first == last) {
+      return {};
+    }
+    buckets.push_back({first, last});
+    end_ns -= cost_ns;
+    last = first;
+  }
+  std::reverse(buckets.begin(), buckets.end());
+  return buckets;
+}
+
+Block block_of(const Problem& problem, const std::vector<int32_t>& order, const Bucket& bucket) {
+  std::vector<Range> ranges;
+  for (size_t at = bucket.first; at < bucket.last; ++at) {
+    ranges.push_back(problem.range_of(order[at]));
+  }
+  Block block;
+  block.buffer = problem.buffer[order[bucket.first]];
+  block.ranges = joined(std::move(ranges));
+  block.reason =
+      "bucket of " + std::to_string(bucket.last - bucket.first) + " whole tensors that ends as the next begins";
+  return block;
+}
+
+}  // namespace
+
+std::vector<Block> whole_tensor_blocks(const Problem& problem) {
+  GC_CHECK(problem.mode == Mode::kHook);
+  constexpr double kBisectionWidth = 1e-10;
+  const std::vector<int32_t> order = by_ready(problem);
+  double low_ns = 0;
+  double high_ns = problem.backward_ns;
+  for (const int32_t tensor : order) {
+    high_ns += problem.link.all_reduce.cost_ns(problem.bytes[tensor]);
+  }
+  std::vector<Bucket> buckets = fill(problem, order, high_ns);
+  while (high_ns - low_ns > kBisectionWidth * high_ns) {
+    const double middle_ns = low_ns + (high_ns - low_ns) / 2;
+    std::vector<Bucket> found = fill(problem, order, middle_ns);
+    if (found.empty()) {
+      low_ns = middle_ns;
+    } else {
+      high_ns = middle_ns;
+      buckets = std::move(found);
+    }
+  }
+  std::vector<Block> blocks;
+  for (const Bucket& bucket : buckets) {
+    blocks.push_back(block_of(problem, order, bucket));
+  }
+  return blocks;
+}
+
+}  // namespace gradcast
