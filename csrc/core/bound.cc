@@ -16,11 +16,13 @@ OpCost line_cost(double alpha_ns, double beta_ns_per_byte) {
   return {{{kUnboundedBytes, alpha_ns, beta_ns_per_byte}}};
 }
 
-// The cheapest way to finish a byte, in one all-reduce or two operations, for the plain formula.
-LinkLine cheapest_line(const LinkModel& link, bool any_op) {
+// The cheapest way to finish a byte, in one all-reduce or two operations, for the plain formula. With several blocks in flight
+// the start-up of a gather may pass behind the bytes of other scatters: only that of the first operation is sure to be paid.
+LinkLine cheapest_line(const LinkModel& link, bool any_op, int32_t in_flight) {
   LinkLine line{link.all_reduce.alpha_ns_min(), link.all_reduce.beta_ns_per_byte_min()};
   if (any_op && link.reduce_scatter.available() && link.all_gather.available()) {
-    line.alpha_ns = std::min(line.alpha_ns, link.reduce_scatter.alpha_ns_min() + link.all_gather.alpha_ns_min());
+    const double gather_alpha_ns = in_flight == 1 ? link.all_gather.alpha_ns_min() : 0;
+    line.alpha_ns = std::min(line.alpha_ns, link.reduce_scatter.alpha_ns_min() + gather_alpha_ns);
     line.beta_ns_per_byte = std::min(
         line.beta_ns_per_byte, link.reduce_scatter.beta_ns_per_byte_min() + link.all_gather.beta_ns_per_byte_min());
   }
@@ -71,7 +73,7 @@ std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
   if (!any_op || !link.reduce_scatter.available() || !link.all_gather.available()) {
     return minorants(link.all_reduce, problem.total_bytes);
   }
-  LinkLine line = cheapest_line(link, any_op);
+  LinkLine line = cheapest_line(link, any_op, problem.in_flight);
   line.alpha_ns =
       std::min({link.all_reduce.alpha_ns_min(), link.reduce_scatter.alpha_ns_min(), link.all_gather.alpha_ns_min()});
   return {line};
@@ -96,7 +98,7 @@ Bound bound(const Problem& problem, bool any_op) {
                   : preemptive_ns(problem, line);
   };
   Bound bound;
-  bound.plain_ns = plain_ns(cheapest_line(problem.link, any_op));
+  bound.plain_ns = plain_ns(cheapest_line(problem.link, any_op, problem.in_flight));
   bound.best_ns = bound.plain_ns;
   if (problem.in_flight > 1) {
     return bound;  // blocks in flight hide each other's alpha: only one of them is sure to be paid

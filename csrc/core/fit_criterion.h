@@ -11,8 +11,8 @@
 
 namespace gradcast {
 
-// The Bayesian information criterion: -2 log likelihood + (number of parameters) ln (number of points); the number of pieces
-// with the smallest value wins.
+// The Bayesian information criterion: -2 log likelihood + (number of parameters) ln (number of points); the number of
+// pieces with the smallest value wins.
 class FitCriterion {
  public:
   // REQUIRES: at least three points, sizes ascending and different.

@@ -109,9 +109,14 @@ double Fields::number(const char* key, double min, double max, double otherwise)
 }
 
 int64_t Fields::integer(const char* key, int64_t min, int64_t max) {
+  const Json& json = required(key);
   const double value = number(key, static_cast<double>(min), static_cast<double>(max));
   if (value != std::floor(value)) {
     refuse(key, "is " + number_text(value) + "; a whole number is expected");
+  }
+  // As a double 2^53 + 1 passes for 2^53.
+  if (json.is_number_unsigned() && json.get<uint64_t>() > static_cast<uint64_t>(max)) {
+    refuse(key, "is " + shown(json) + "; it must be at most " + std::to_string(max));
   }
   return static_cast<int64_t>(value);
 }

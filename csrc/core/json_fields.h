@@ -53,7 +53,7 @@ class Fields {
   const Json* object_;
   std::string path_;
   ErrorCode code_;
-  std::vector<std::string_view> known_;
+  std::vector<std::string> known_;  // copies: callers may build a key that does not outlive the call
 };
 
 // Appends the fields of `extra_json` ("" or the text of an object) to `object`.

@@ -101,8 +101,8 @@ std::vector<Layer> layers_of(std::string_view csv, double scale) {
              std::to_string(row.cells.size()) + " cells where the header has " + std::to_string(rows[0].cells.size()));
     }
     const double parameter_bytes = number_in(row, bytes, "parameter_bytes");
-    if (parameter_bytes != std::floor(parameter_bytes) || parameter_bytes > static_cast<double>(kBytesMax)) {
-      refuse(row.line, "parameter_bytes is " + row.cells[bytes] + "; a whole number up to 2^53 is expected");
+    if (parameter_bytes != std::floor(parameter_bytes) || parameter_bytes >= static_cast<double>(kBytesMax)) {
+      refuse(row.line, "parameter_bytes is " + row.cells[bytes] + "; a whole number below 2^53 is expected");
     }
     layers.push_back({row.cells[name], number_in(row, forward, "forward_ms") * scale * kNsPerMs,
                       number_in(row, backward, "backward_ms") * scale * kNsPerMs,

@@ -106,9 +106,9 @@ FitLine robust_line(std::span<const FitPoint> points) {
     for (size_t j = i + 1; j < points.size(); ++j) {
       const double distance_bytes = points[j].size_bytes - points[i].size_bytes;
       const double slope = (points[j].time_ns - points[i].time_ns) / distance_bytes;
-      // Times have relative errors, so a pair shows its slope the better the farther its sizes are apart and the smaller
-      // its times. Of 500 lines with alpha 10 ms, 5 % noise and every fifth time an outlier, the worst beta is 9 % off
-      // with these weights and 54 % off without.
+      // Times have relative errors, so a pair shows its slope the better the farther its sizes are apart and the
+      // smaller its times. Of 500 lines with alpha 10 ms, 5 % noise and every fifth time an outlier, the worst beta is
+      // 9 % off with these weights and 54 % off without.
       const double precision = distance_bytes / (points[i].time_ns + points[j].time_ns);
       slopes.push_back({slope, precision * points[i].weight * points[j].weight});
     }

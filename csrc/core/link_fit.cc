@@ -18,10 +18,11 @@ namespace {
 
 // Two points always lie on a line; a third is the least that can speak against it.
 constexpr size_t kSizesPerPieceMin = 3;
-// The dynamic programme fits a line to each of n^2/2 ranges of sizes, from up to n^2/2 pairs: 64 take some 10 ms, and
-// are four sizes per doubling from 4 KB to 256 MB.
-constexpr size_t kPointsMax = 64;
+// The dynamic programme fits a line to each of n^2/2 ranges of sizes, from up to n^2/2 pairs: 48 sizes, three per
+// doubling from 4 KB to 256 MB, take some 10 ms.
+constexpr size_t kPointsMax = 48;
 constexpr int32_t kPiecesMax = 8;
+
 [[noreturn]] void refuse_sample(size_t index, const char* field, double value, const char* advice) {
   throw Error(ErrorCode::kInvalidLink,
               "samples[" + std::to_string(index) + "]." + field + " is " + number_text(value) + "; " + advice);
@@ -175,8 +176,9 @@ int64_t breakpoint_bytes(std::span<const FitPoint> points, size_t first_right, c
                          const FitLine& right) {
   const double crossing_bytes =
       (right.alpha_ns - left.alpha_ns) / (left.beta_ns_per_byte - right.beta_ns_per_byte);  // NaN where parallel
-  const bool close =
-      crossing_bytes > points[first_right - 2].size_bytes && crossing_bytes < points[first_right + 1].size_bytes;
+  // Grouped sizes may lie between bytes; whole ones keep the ends of pieces apart.
+  const bool close = crossing_bytes > std::ceil(points[first_right - 2].size_bytes) &&
+                     crossing_bytes < std::floor(points[first_right + 1].size_bytes);
   return static_cast<int64_t>(close ? crossing_bytes : points[first_right - 1].size_bytes);
 }
 
@@ -185,7 +187,7 @@ int64_t breakpoint_bytes(std::span<const FitPoint> points, size_t first_right, c
 void append_monotone(OpCost& cost, const FitLine& line, int64_t up_to_bytes) {
   if (!cost.pieces.empty()) {
     const int64_t begin_bytes = cost.pieces.back().up_to_bytes;
-    if (up_to_bytes <= begin_bytes) return;  // breakpoints of grouped sizes may round to the same byte
+    GC_CHECK(up_to_bytes > begin_bytes);
     const double level_ns = cost.cost_ns(begin_bytes);
     const OpCost above{{{kUnboundedBytes, line.alpha_ns, line.beta_ns_per_byte}}};
     // As in check_link: a fall of a rounding is none.

@@ -61,15 +61,12 @@ struct Published {
 
 constexpr const char* kMgwfbp =
     "S. Shi, X. Chu, B. Li, MG-WFBP, IEEE INFOCOM 2019: constants of their distributed_optimizer.py";
-// Other copies of that program multiply these start-up times by 3. A replay of the throughput measured on that cluster
-// is off by half with the factor, and by some percent without it.
+// Other copies of that program multiply these start-up times by 3. With the factor, a replay of the throughput measured
+// on that cluster is off by half.
 constexpr const char* kDdlBenchmarks =
-    "HKBU-HPML/ddl-benchmarks, distributed_optimizer.py (S. Shi et al., arXiv:2005.13247), start-up without the factor "
-    "3";
+    "HKBU-HPML/ddl-benchmarks (S. Shi et al., arXiv:2005.13247), distributed_optimizer.py, without the factor 3";
 constexpr const char* kVtrain =
-    "least-squares fit of the all-reduce tables of vTrain (J. Bang et al., arXiv:2312.12391), 1 to 128 MB, mean error "
-    "below "
-    "5 %";
+    "line through the all-reduce tables of vTrain (J. Bang et al., arXiv:2312.12391), 1 to 128 MB";
 
 constexpr const char* k10Gbe = "10 Gbit/s Ethernet, 4 GPUs per node";
 constexpr const char* k56Gbib = "56 Gbit/s InfiniBand, 4 GPUs per node";

@@ -189,13 +189,21 @@ void check_plan(const Plan& plan, const Profile& profile) {
 }
 
 uint64_t hash_plan(const Plan& plan, const Profile& profile) {
-  Hasher hasher;
-  hasher.add(profile.tensors.size());
+  // Buffer by buffer: how the tensors of different buffers alternate in urgency order changes no byte on the wire.
+  std::vector<const Tensor*> layout;
   for (const Tensor& tensor : profile.tensors) {
-    hasher.add(tensor.name);
-    hasher.add(static_cast<uint64_t>(tensor.bytes));
-    hasher.add(static_cast<uint64_t>(tensor.buffer));
-    hasher.add(static_cast<uint64_t>(tensor.element_bytes));
+    layout.push_back(&tensor);
+  }
+  std::stable_sort(layout.begin(), layout.end(),
+                   [](const Tensor* a, const Tensor* b) { return a->buffer < b->buffer; });
+
+  Hasher hasher;
+  hasher.add(layout.size());
+  for (const Tensor* tensor : layout) {
+    hasher.add(tensor->name);
+    hasher.add(static_cast<uint64_t>(tensor->bytes));
+    hasher.add(static_cast<uint64_t>(tensor->buffer));
+    hasher.add(static_cast<uint64_t>(tensor->element_bytes));
   }
   hasher.add(plan.blocks.size());
   for (const Block& block : plan.blocks) {

@@ -26,8 +26,9 @@ Range range_from(const Json& json, const std::string& path) {
   const auto whole = [](const Json& value) {
     return value.is_number_unsigned() && value.get<uint64_t>() <= static_cast<uint64_t>(kBytesMax);
   };
-  if (!json.is_array() || json.size() != 2 || !whole(json[0]) || !whole(json[1])) {
-    throw Error(ErrorCode::kInvalidPlan, path + " is no range; two whole numbers [lo, hi) are expected");
+  if (!json.is_array() || json.size() != 2 || !whole(json[0]) || !whole(json[1]) || json[0] >= json[1]) {
+    throw Error(ErrorCode::kInvalidPlan,
+                path + " is no range; two whole numbers [lo, hi) are expected, the first below the second");
   }
   return {json[0].get<int64_t>(), json[1].get<int64_t>()};
 }

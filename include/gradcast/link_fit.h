@@ -49,7 +49,7 @@ struct LinkFit {
 // falls at a breakpoint it stays level until the piece above reaches it: this may take one piece more than max_pieces
 // for each such place.
 //
-// Deterministic; the order of the samples does not count. O(n log n) in the samples: more than 64 sizes are grouped.
+// Deterministic; the order of the samples does not count. O(n log n) in the samples: more than 48 sizes are grouped.
 // Throws Error{kInvalidLink}: fewer than three different sizes, a size or time that is not positive and finite;
 // Error{kInvalidOption}: max_pieces.
 LinkFit fit_op_cost(std::span<const LinkSample> samples, const LinkFitOptions& options = {});

@@ -24,7 +24,7 @@ struct PolicyOptions {
   std::string policy{kDefaultPolicy};
   Mode mode = Mode::kOverlap;
   int32_t in_flight = 1;
-  std::map<std::string, double> parameters;  // by name; absent ones take the policy's default
+  std::map<std::string, double> parameters = {};  // by name; absent ones take the policy's default
 };
 
 struct PolicyParameter {

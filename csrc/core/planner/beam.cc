@@ -32,8 +32,10 @@ struct State {
 
 class Beam {
  public:
-  Beam(const Problem& problem, double iteration_ns, int32_t width)
+  // Stops, without a plan, when `extensions_left` is used up.
+  Beam(const Problem& problem, double iteration_ns, int32_t width, int64_t& extensions_left)
       : problem_(problem),
+        extensions_left_(extensions_left),
         iteration_ns_(iteration_ns),
         width_(width),
         alpha_ns_(problem.link.all_reduce.alpha_ns_min()),
@@ -44,7 +46,7 @@ class Beam {
     std::copy(problem_.bytes.begin(), problem_.bytes.end(), start.left_bytes.begin());
     states_.push_back(start);
     std::vector<int32_t> front = {0};
-    for (int32_t depth = 0; depth < kBlocksMax && !front.empty(); ++depth) {
+    for (int32_t depth = 0; depth < kBlocksMax && !front.empty() && extensions_left_ > 0; ++depth) {
       found_.clear();
       for (const int32_t at : front) {
         if (expand(at)) {
@@ -63,10 +65,13 @@ class Beam {
   bool expand(int32_t at) {
     const State state = states_[at];
     for (int32_t buffer = 0; buffer < problem_.buffer_count(); ++buffer) {
-      for (const double start_ns : starts_ns(state, buffer)) {
-        for (const int64_t size_bytes : sizes_bytes(state, buffer, start_ns)) {
-          if (send(state, at, buffer, start_ns, size_bytes)) {
-            return true;
+      for (const double now_ns : starts_ns(state, buffer)) {
+        for (const int32_t first : first_tensors(state, buffer, now_ns)) {
+          const Choice choice{buffer, first, now_ns};
+          for (const int64_t size_bytes : sizes_bytes(state, choice)) {
+            if (send(state, at, choice, size_bytes)) {
+              return true;
+            }
           }
         }
       }
@@ -81,6 +86,31 @@ class Beam {
         use(i);
       }
     }
+  }
+
+  // A block's content: the most urgent bytes of `buffer` that are ready at now_ns, from tensor `first` on.
+  struct Choice {
+    int32_t buffer;
+    int32_t first;
+    double now_ns;
+  };
+
+  bool offers(const Choice& choice, int32_t tensor) const {
+    return tensor >= choice.first && problem_.buffer[tensor] == choice.buffer &&
+           problem_.ready_ns[tensor] <= choice.now_ns;
+  }
+
+  // The most urgent first is best, unless joining bytes that lie apart costs a copy: then any tensor may begin a block.
+  std::vector<int32_t> first_tensors(const State& state, int32_t buffer, double now_ns) const {
+    std::vector<int32_t> firsts = {0};
+    if (problem_.link.pack_ns_per_byte > 0) {
+      for_each_left(state, [&](int32_t i) {
+        if (i > 0 && offers({buffer, 0, now_ns}, i)) {
+          firsts.push_back(i);
+        }
+      });
+    }
+    return firsts;
   }
 
   // Now, or when another tensor of the buffer joins.
@@ -98,18 +128,18 @@ class Beam {
 
   // Sizes that end a tensor, or make the block end when a tensor becomes ready or must have arrived, or fill a piece of the
   // cost.
-  std::vector<int64_t> sizes_bytes(const State& state, int32_t buffer, double start_ns) const {
+  std::vector<int64_t> sizes_bytes(const State& state, const Choice& choice) const {
     std::vector<int64_t> sizes;
     int64_t available_bytes = 0;
     for_each_left(state, [&](int32_t i) {
-      if (problem_.buffer[i] == buffer && problem_.ready_ns[i] <= start_ns) {
+      if (offers(choice, i)) {
         available_bytes += state.left_bytes[i];
         sizes.push_back(available_bytes);
       }
     });
     const auto end_at = [&](double end_ns) {
-      sizes.push_back(static_cast<int64_t>(
-          std::min(capacity_bytes(problem_.link.all_reduce, end_ns - start_ns), static_cast<double>(available_bytes))));
+      sizes.push_back(static_cast<int64_t>(std::min(capacity_bytes(problem_.link.all_reduce, end_ns - choice.now_ns),
+                                                    static_cast<double>(available_bytes))));
     };
     for_each_left(state, [&](int32_t i) {
       end_at(problem_.ready_ns[i]);
@@ -118,7 +148,7 @@ class Beam {
     for (const LinkPiece& piece : problem_.link.all_reduce.pieces) {
       sizes.push_back(std::min(piece.up_to_bytes, available_bytes));
     }
-    const int64_t element_bytes = problem_.element_bytes[buffer];
+    const int64_t element_bytes = problem_.element_bytes[choice.buffer];
     for (int64_t& size : sizes) {
       size = size / element_bytes * element_bytes;
     }
@@ -130,15 +160,16 @@ class Beam {
     return sizes;
   }
 
-  bool send(const State& from, int32_t parent, int32_t buffer, double now_ns, int64_t size_bytes) {
+  bool send(const State& from, int32_t parent, const Choice& choice, int64_t size_bytes) {
+    --extensions_left_;
     State state;
     state.left_bytes = from.left_bytes;
     state.parent = parent;
-    state.block.buffer = buffer;
+    state.block.buffer = choice.buffer;
     double start_ns = from.time_ns;
     int64_t room_bytes = size_bytes;
     for (int32_t i = 0; i < problem_.tensor_count() && room_bytes > 0; ++i) {
-      if (state.left_bytes[i] == 0 || problem_.buffer[i] != buffer || problem_.ready_ns[i] > now_ns) {
+      if (state.left_bytes[i] == 0 || !offers(choice, i)) {
         continue;
       }
       const int64_t take_bytes = std::min(room_bytes, state.left_bytes[i]);
@@ -237,6 +268,7 @@ class Beam {
   }
 
   const Problem& problem_;
+  int64_t& extensions_left_;
   double iteration_ns_;
   int32_t width_;
   double alpha_ns_;
@@ -254,9 +286,10 @@ std::vector<Block> beam_search(const Problem& problem, const BeamOptions& option
   std::vector<Block> best;
   double low_ns = options.bound_ns;
   double high_ns = options.best_ns;
-  for (int i = 0; i < kBisections && high_ns > low_ns * kCloseEnough; ++i) {
+  int64_t extensions_left = options.extensions_max;
+  for (int i = 0; i < kBisections && high_ns > low_ns * kCloseEnough && extensions_left > 0; ++i) {
     const double middle_ns = low_ns + (high_ns - low_ns) / 2;
-    std::vector<Block> blocks = Beam(problem, middle_ns, options.width).run();
+    std::vector<Block> blocks = Beam(problem, middle_ns, options.width, extensions_left).run();
     if (blocks.empty()) {
       low_ns = middle_ns;
       continue;

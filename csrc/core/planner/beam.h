@@ -14,12 +14,13 @@
 namespace gradcast {
 
 // Profiles of more tensors are refused: the states hold the bytes left of each.
-inline constexpr int32_t kBeamTensorsMax = 12;
+inline constexpr int32_t kBeamTensorsMax = 8;
 
 struct BeamOptions {
-  int32_t width = 24;
-  double bound_ns = 0;  // nothing is faster
-  double best_ns = 0;   // a plan that is known; only faster ones are of interest
+  int32_t width = 64;                // partial plans kept after each block
+  int64_t extensions_max = 100'000;  // blocks tried in all, a good fraction of a microsecond each
+  double bound_ns = 0;               // nothing is faster
+  double best_ns = 0;                // a plan that is known; only faster ones are of interest
 };
 
 // The best plan found that is faster than options.best_ns; no blocks if there is none.

@@ -11,8 +11,8 @@
 namespace gradcast {
 namespace {
 
-// A plan of more blocks than this is not worth searching around; what is left over travels at the end anyway.
-constexpr size_t kOpeningsMax = 10'000;
+// Cutting into more blocks than this is for costs that no network has, and would make every change of a search slow.
+constexpr int kTilesMax = 200;
 
 // The size of block with the lowest cost per byte: one of the breakpoints, or as large as possible.
 double cheapest_size_bytes(const Problem& problem) {
@@ -21,7 +21,8 @@ double cheapest_size_bytes(const Problem& problem) {
   double best_bytes = std::numeric_limits<double>::infinity();
   double best_ns = per_byte_ns(problem.total_bytes);
   for (const LinkPiece& piece : cost.pieces) {
-    if (piece.up_to_bytes < problem.total_bytes && per_byte_ns(piece.up_to_bytes) < best_ns) {
+    const double tiles = static_cast<double>(problem.total_bytes) / static_cast<double>(piece.up_to_bytes);
+    if (tiles > 1 && tiles <= kTilesMax && per_byte_ns(piece.up_to_bytes) < best_ns) {
       best_bytes = static_cast<double>(piece.up_to_bytes);
       best_ns = per_byte_ns(piece.up_to_bytes);
     }
@@ -36,7 +37,7 @@ std::vector<Opening> openings_of(const std::vector<Slot>& slots, double size_byt
   for (const Slot& slot : slots) {
     double start_ns = slot.side == Side::kForward ? 0 : slot.start_ns;
     double left_bytes = slot.hi_bytes - slot.lo_bytes;
-    while (left_bytes > 0 && openings.size() < kOpeningsMax) {
+    for (int tile = 0; left_bytes > 0 && tile < kTilesMax; ++tile) {
       openings.push_back({start_ns, std::min(left_bytes, size_bytes_max)});
       left_bytes -= size_bytes_max;
       start_ns = 0;

@@ -29,7 +29,7 @@ namespace {
 // spent on rounding.
 constexpr double kExactTolerance = 1e-7;
 // What cutting at whole elements may cost an exact plan.
-constexpr double kElementTolerance = 1e-6;
+constexpr double kElementTolerance = 1e-5;
 // Partial plans that the beam keeps: wide enough that 10,000 seeds of up to five tensors stay within 5 % of exhaustive search.
 constexpr double kBeamWidth = 64;
 // A plan this close to the bound needs no search.
@@ -106,7 +106,7 @@ std::vector<Assumption> assumptions_of(const Problem& problem) {
   if (!cost.linear()) {
     for (const LinkPiece& piece : cost.pieces) {
       assumptions.push_back({line(piece.alpha_ns, piece.beta_ns_per_byte), kNoLimit});
-      if (piece.up_to_bytes < problem.total_bytes) {
+      if (piece.up_to_bytes < problem.total_bytes) {  // openings_of limits how many blocks that makes
         const auto size_bytes = static_cast<double>(piece.up_to_bytes);
         assumptions.push_back({line(0, cost.cost_ns(piece.up_to_bytes) / size_bytes), size_bytes});
       }
@@ -177,24 +177,31 @@ bool all_reduce_only(const std::vector<Block>& blocks) {
   return std::all_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.op == Op::kAllReduce; });
 }
 
+// Improves the most promising starts, each by its share of the effort.
 void search(const Problem& problem, double bound_ns, double effort, std::vector<std::vector<Opening>> starts,
             Fastest& fastest) {
-  constexpr double kTensorVisits = 4e5;  // about 40 ms
-  constexpr double kEvaluationsMax = 600;
+  constexpr double kVisits = 4e5;  // of tensors and blocks, in all: about 40 ms
+  constexpr double kEvaluationsMax = 200;
   constexpr size_t kStarts = 3;
   Refill refill(problem);
   std::stable_sort(starts.begin(), starts.end(),
                    [&](const auto& a, const auto& b) { return refill.iteration_ns(a) < refill.iteration_ns(b); });
   starts.resize(std::min(starts.size(), kStarts));
-  const double evaluations =
-      effort * std::min(kEvaluationsMax, kTensorVisits / static_cast<double>(problem.tensor_count()));
   for (auto& start : starts) {
     if (fastest.iteration_ns_min() <= bound_ns * kGoodEnough) {
       return;
     }
-    const auto share = static_cast<int64_t>(evaluations / static_cast<double>(starts.size()));
-    fastest.consider(refill.blocks(local_search(problem, refill, std::move(start), {share, bound_ns})));
+    const auto visits = static_cast<double>(problem.bytes.size() + start.size());
+    const double evaluations = effort * std::min(kEvaluationsMax, kVisits / kStarts / visits);
+    const LocalSearchOptions options{static_cast<int64_t>(evaluations), bound_ns};
+    fastest.consider(refill.blocks(local_search(problem, refill, std::move(start), options)));
   }
+}
+
+// The beam grows with the cube of the tensors: three loops over events, starts and what is left.
+int32_t beam_width(const Problem& problem, double effort) {
+  const double size = std::max(1.0, static_cast<double>(problem.tensor_count()) / 5);
+  return static_cast<int32_t>(std::clamp(kBeamWidth * effort / (size * size * size), 1.0, 1000.0));
 }
 
 Candidate general_plan(const Problem& problem, const ForecastOptions& options, double bound_ns) {
@@ -207,8 +214,12 @@ Candidate general_plan(const Problem& problem, const ForecastOptions& options, d
   search(problem, bound_ns, options.effort, std::move(starts), fastest);
   const bool small = problem.tensor_count() <= kBeamTensorsMax && problem.in_flight == 1;
   if (small && options.effort > 0 && fastest.iteration_ns_min() > bound_ns * kGoodEnough) {
-    const auto width = static_cast<int32_t>(std::clamp(kBeamWidth * options.effort, 1.0, 1000.0));
-    std::vector<Block> found = beam_search(problem, {width, bound_ns, fastest.iteration_ns_min()});
+    BeamOptions beam;
+    beam.width = beam_width(problem, options.effort);
+    beam.extensions_max = static_cast<int64_t>(static_cast<double>(beam.extensions_max) * options.effort);
+    beam.bound_ns = bound_ns;
+    beam.best_ns = fastest.iteration_ns_min();
+    std::vector<Block> found = beam_search(problem, beam);
     if (!found.empty()) {
       fastest.consider(std::move(found));
     }
