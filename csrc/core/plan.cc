@@ -46,17 +46,19 @@ void check_block(const Block& block, size_t k, const std::vector<BufferLayout>& 
   int64_t previous_hi_bytes = -1;
   for (size_t r = 0; r < block.ranges.size(); ++r) {
     const auto [lo, hi] = block.ranges[r];
-    const std::string where =
-        place(k) + ".ranges[" + std::to_string(r) + "] = [" + std::to_string(lo) + ", " + std::to_string(hi) + "]";
+    // Built for a fault only: a plan may have a million ranges.
+    const auto where = [&, lo = lo, hi = hi] {
+      return place(k) + ".ranges[" + std::to_string(r) + "] = [" + std::to_string(lo) + ", " + std::to_string(hi) + "]";
+    };
     if (lo < 0 || hi <= lo || hi > layout.bytes) {
-      refuse(where + " is empty or outside its buffer of " + std::to_string(layout.bytes) +
+      refuse(where() + " is empty or outside its buffer of " + std::to_string(layout.bytes) +
              " bytes; the plan was made for another profile, or edited");
     }
     if (lo % layout.element_bytes != 0 || hi % layout.element_bytes != 0) {
-      refuse(where + " cuts an element of " + std::to_string(layout.element_bytes) + " bytes");
+      refuse(where() + " cuts an element of " + std::to_string(layout.element_bytes) + " bytes");
     }
     if (lo <= previous_hi_bytes) {
-      refuse(where + " overlaps or adjoins the range before it; ranges of a block are ascending, with gaps");
+      refuse(where() + " overlaps or adjoins the range before it; ranges of a block are ascending, with gaps");
     }
     previous_hi_bytes = hi;
   }

@@ -46,6 +46,7 @@ Block block_from(const Json& json, const std::string& path) {
   block.start_ns = fields.number("start_ns", 0, 1e300, 0);
   block.finish_ns = fields.number("finish_ns", 0, 1e300, 0);
   block.reason = fields.text("reason", "");
+  block.extra_json = fields.rest();
   return block;
 }
 
@@ -54,12 +55,14 @@ Json json_of(const Block& block) {
   for (const Range& range : block.ranges) {
     ranges.push_back({range.lo_bytes, range.hi_bytes});
   }
-  return {{"op", to_string(block.op)},
-          {"buffer", block.buffer},
-          {"ranges", std::move(ranges)},
-          {"start_ns", whole_ns(block.start_ns)},
-          {"finish_ns", whole_ns(block.finish_ns)},
-          {"reason", block.reason}};
+  Json json = {{"op", to_string(block.op)},
+               {"buffer", block.buffer},
+               {"ranges", std::move(ranges)},
+               {"start_ns", whole_ns(block.start_ns)},
+               {"finish_ns", whole_ns(block.finish_ns)},
+               {"reason", block.reason}};
+  add_rest(json, block.extra_json);
+  return json;
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ LinkPiece piece_from(const Json& json, const std::string& path) {
   piece.up_to_bytes = fields.integer("up_to_bytes", 1, kBytesMax, kUnboundedBytes);
   piece.alpha_ns = fields.number("alpha_ns", 0, kCostMax);
   piece.beta_ns_per_byte = fields.number("beta_ns_per_byte", 0, kCostMax);
+  piece.extra_json = fields.rest();
   return piece;
 }
 
@@ -54,9 +55,11 @@ Json json_of(const LinkModel& link) {
     Json pieces = Json::array();
     for (const LinkPiece& piece : link.of(op).pieces) {
       const bool unbounded = piece.up_to_bytes == kUnboundedBytes;
-      pieces.push_back({{"up_to_bytes", unbounded ? Json() : Json(piece.up_to_bytes)},
-                        {"alpha_ns", piece.alpha_ns},
-                        {"beta_ns_per_byte", piece.beta_ns_per_byte}});
+      Json row = {{"up_to_bytes", unbounded ? Json() : Json(piece.up_to_bytes)},
+                  {"alpha_ns", piece.alpha_ns},
+                  {"beta_ns_per_byte", piece.beta_ns_per_byte}};
+      add_rest(row, piece.extra_json);
+      pieces.push_back(std::move(row));
     }
     json[std::string(to_string(op))] = std::move(pieces);
   }

@@ -23,6 +23,7 @@ struct LinkPiece {
   int64_t up_to_bytes = kUnboundedBytes;
   double alpha_ns = 0;
   double beta_ns_per_byte = 0;
+  std::string extra_json{};  // unknown fields of the JSON object, kept; "" if none
 
   bool operator==(const LinkPiece&) const = default;
 };

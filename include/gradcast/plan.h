@@ -33,6 +33,7 @@ struct Block {
   double start_ns = 0;        // predicted launch, from the start of backward
   double finish_ns = 0;       // predicted, from the start of backward
   std::string reason;         // why these bytes and why now, for people: shown in traces and reports
+  std::string extra_json{};   // unknown fields of the JSON object, kept; "" if none
 
   int64_t size_bytes() const;
   bool operator==(const Block&) const = default;

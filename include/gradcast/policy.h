@@ -38,8 +38,8 @@ struct PolicyInfo {
   std::string summary;  // one line for --help
   std::string source;   // paper or code that it follows
   std::vector<PolicyParameter> parameters;
-  bool overlap_only = false;            // has no hook-mode form
-  bool needs_scatter_gather = false;    // needs the link's reduce_scatter and all_gather
+  bool overlap_only = false;          // has no hook-mode form
+  bool needs_scatter_gather = false;  // needs the link's reduce_scatter and all_gather
 };
 
 // Every policy, `forecast` first, then in the order of their publication.

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "gradcast/error.h"
+#include "pieces.h"
 #include "planner/zigzag.h"
-#include "policy/online.h"
 
 namespace gradcast {
 namespace {

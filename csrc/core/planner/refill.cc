@@ -3,10 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
-#include <string>
-
-#include "gradcast/error.h"
-#include "policy/online.h"
 
 namespace gradcast {
 namespace {
@@ -58,7 +54,8 @@ Refill::Refill(const Problem& problem)
     : problem_(problem),
       cheapest_bytes_(cheapest_size_bytes(problem)),
       by_ready_(by_ready(problem)),
-      available_(problem.buffer_bytes.size()) {}
+      available_(problem.buffer_bytes.size()),
+      link_(problem) {}
 
 double Refill::iteration_ns(const std::vector<Opening>& openings) {
   return run(openings, nullptr);
@@ -73,15 +70,14 @@ std::vector<Block> Refill::blocks(const std::vector<Opening>& openings) {
 double Refill::run(const std::vector<Opening>& openings, std::vector<Block>* blocks) {
   left_bytes_ = problem_.bytes;
   next_ready_ = 0;
-  launch_ns_.clear();
-  finish_ns_.clear();
-  free_ns_ = 0;
+  link_ = VirtualLink(problem_);
+  launches_ns_.clear();
   iteration_ns_ = problem_.backward_ns + problem_.forward_ns;
   for (auto& heap : available_) {
     heap.clear();
   }
   for (const Opening& opening : openings) {
-    double now_ns = std::max(free_ns_, opening.start_ns);
+    double now_ns = std::max(link_.free_ns(), opening.start_ns);
     release_ready(now_ns);
     if (nothing_available()) {
       if (next_ready_ == by_ready_.size()) {
@@ -131,10 +127,8 @@ void Refill::send(const Opening& opening, std::vector<Block>* blocks) {
   double room_bytes = std::max(opening.size_bytes, element_bytes);
   double ready_ns = 0;
   int64_t size_bytes = 0;
-  int64_t range_end_bytes = -1;
   bool packed = false;
-  std::vector<Range> ranges;
-  finished_.clear();
+  pieces_.clear();
   while (!heap.empty() && room_bytes >= element_bytes) {
     const int32_t tensor = heap[0];
     int64_t take_bytes = left_bytes_[tensor];
@@ -142,12 +136,9 @@ void Refill::send(const Opening& opening, std::vector<Block>* blocks) {
       take_bytes = static_cast<int64_t>(room_bytes / element_bytes) * problem_.element_bytes[buffer];
     }
     // What is left of a tensor is always its tail: pieces are taken from the front.
-    const int64_t lo_bytes = problem_.offset_bytes[tensor] + problem_.bytes[tensor] - left_bytes_[tensor];
-    packed = packed || (size_bytes > 0 && lo_bytes != range_end_bytes);
-    range_end_bytes = lo_bytes + take_bytes;
-    if (blocks != nullptr) {
-      ranges.push_back({lo_bytes, range_end_bytes});
-    }
+    const int64_t from_bytes = problem_.bytes[tensor] - left_bytes_[tensor];
+    packed = packed || (!pieces_.empty() && !adjoin(pieces_.back(), tensor, from_bytes));
+    pieces_.push_back({tensor, from_bytes, from_bytes + take_bytes});
     ready_ns = std::max(ready_ns, problem_.ready_ns[tensor]);
     size_bytes += take_bytes;
     room_bytes -= static_cast<double>(take_bytes);
@@ -155,33 +146,27 @@ void Refill::send(const Opening& opening, std::vector<Block>* blocks) {
     if (left_bytes_[tensor] > 0) {
       break;
     }
-    finished_.push_back(tensor);
     std::pop_heap(heap.begin(), heap.end(), std::greater<>());
     heap.pop_back();
   }
-  const double finish_ns = launch(ready_ns, size_bytes, packed);
-  for (const int32_t tensor : finished_) {
-    iteration_ns_ = std::max(iteration_ns_, finish_ns + problem_.forward_ns - problem_.need_ns[tensor]);
-  }
+  // As in play: the block starts when its content is ready, which may be before the opening that it was chosen for.
+  finish(link_.launch(ready_ns, size_bytes, Op::kAllReduce, packed));
   if (blocks != nullptr) {
-    Block block;
-    block.buffer = buffer;
-    block.ranges = joined(std::move(ranges));
-    block.reason = "the most urgent bytes that are ready, up to " + std::to_string(size_bytes) + " of them";
-    blocks->push_back(std::move(block));
+    blocks->push_back(joint_blocks(problem_, pieces_, "the most urgent bytes that are ready").front());
   }
 }
 
-double Refill::launch(double ready_ns, int64_t size_bytes, bool packed) {
-  // As in play: the block starts when its content is ready, which may be before the opening that it was chosen for.
-  const auto in_flight = static_cast<size_t>(problem_.in_flight);
-  const size_t k = finish_ns_.size();
-  const BlockCost cost = block_cost(problem_.link, Op::kAllReduce, size_bytes, packed);
-  const double launch_ns = std::max(free_ns_, ready_ns);
-  launch_ns_.push_back(launch_ns);
-  finish_ns_.push_back(std::max(launch_ns + cost.alpha_ns, k > 0 ? finish_ns_[k - 1] : 0) + cost.bytes_ns);
-  free_ns_ = std::max(launch_ns, k + 1 >= in_flight ? finish_ns_[k + 1 - in_flight] : 0);
-  return finish_ns_.back();
+bool Refill::adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const {
+  return problem_.offset_bytes[piece.tensor] + piece.to_bytes == problem_.offset_bytes[tensor] + from_bytes;
+}
+
+void Refill::finish(double finish_ns) {
+  launches_ns_.push_back(link_.launch_ns());
+  for (const Piece& piece : pieces_) {
+    if (left_bytes_[piece.tensor] == 0) {
+      iteration_ns_ = std::max(iteration_ns_, finish_ns + problem_.forward_ns - problem_.need_ns[piece.tensor]);
+    }
+  }
 }
 
 }  // namespace gradcast

@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "pieces.h"
 #include "planner/zigzag.h"
 #include "problem.h"
+#include "virtual_link.h"
 
 namespace gradcast {
 
@@ -39,7 +41,7 @@ class Refill {
   // The iteration time under play.
   double iteration_ns(const std::vector<Opening>& openings);
   // When each block of the last run was launched.
-  const std::vector<double>& launches_ns() const { return launch_ns_; }
+  const std::vector<double>& launches_ns() const { return launches_ns_; }
   // The same plan, written out.
   std::vector<Block> blocks(const std::vector<Opening>& openings);
 
@@ -49,7 +51,8 @@ class Refill {
   bool nothing_available() const;
   int32_t most_urgent_buffer() const;
   void send(const Opening& opening, std::vector<Block>* blocks);
-  double launch(double ready_ns, int64_t size_bytes, bool packed);
+  bool adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const;
+  void finish(double finish_ns);
 
   const Problem& problem_;
   double cheapest_bytes_;
@@ -57,10 +60,9 @@ class Refill {
   size_t next_ready_ = 0;
   std::vector<std::vector<int32_t>> available_;  // per buffer: a min-heap of tensors, by urgency
   std::vector<int64_t> left_bytes_;
-  std::vector<int32_t> finished_;  // tensors whose last bytes are in the block at hand
-  std::vector<double> launch_ns_;
-  std::vector<double> finish_ns_;
-  double free_ns_ = 0;  // when the next block may be launched
+  std::vector<Piece> pieces_;  // of the block at hand
+  VirtualLink link_;
+  std::vector<double> launches_ns_;
   double iteration_ns_ = 0;
 };
 

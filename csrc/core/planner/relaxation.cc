@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <numeric>
 #include <string>
 
-#include "gradcast/error.h"
-#include "policy/online.h"
+#include "pieces.h"
 
 namespace gradcast {
 namespace {
@@ -195,29 +193,17 @@ std::vector<Block> blocks_of(const Problem& problem, const Order& order, const s
 
   std::vector<Block> blocks;
   for (const Slot& slot : slots) {
-    std::map<int32_t, std::vector<Range>> ranges_of_buffer;
-    std::vector<int32_t> buffers;  // in order of urgency
+    std::vector<Piece> pieces;
     const auto first = std::upper_bound(begin_bytes.begin(), begin_bytes.end(), static_cast<int64_t>(slot.lo_bytes));
     for (auto at = static_cast<size_t>(first - begin_bytes.begin()) - 1;
          at < order.size() && static_cast<double>(begin_bytes[at]) < slot.hi_bytes; ++at) {
-      const int32_t tensor = order[at];
-      const int64_t lo_bytes = cut_in(tensor, begin_bytes[at], slot.lo_bytes);
-      const int64_t hi_bytes = cut_in(tensor, begin_bytes[at], slot.hi_bytes);
-      if (hi_bytes <= lo_bytes) {
-        continue;
+      const int64_t from_bytes = cut_in(order[at], begin_bytes[at], slot.lo_bytes);
+      const int64_t to_bytes = cut_in(order[at], begin_bytes[at], slot.hi_bytes);
+      if (to_bytes > from_bytes) {
+        pieces.push_back({order[at], from_bytes, to_bytes});
       }
-      auto& ranges = ranges_of_buffer[problem.buffer[tensor]];
-      if (ranges.empty()) {
-        buffers.push_back(problem.buffer[tensor]);
-      }
-      const int64_t offset_bytes = problem.offset_bytes[tensor];
-      ranges.push_back({offset_bytes + lo_bytes, offset_bytes + hi_bytes});
     }
-    for (const int32_t buffer : buffers) {
-      Block block;
-      block.buffer = buffer;
-      block.ranges = joined(std::move(ranges_of_buffer[buffer]));
-      block.reason = reason_of(slot, order[slot.tensor]);
+    for (Block& block : joint_blocks(problem, pieces, reason_of(slot, order[slot.tensor]))) {
       blocks.push_back(std::move(block));
     }
   }

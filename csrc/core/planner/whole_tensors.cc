@@ -4,7 +4,7 @@
 #include <string>
 
 #include "gradcast/error.h"
-#include "policy/online.h"
+#include "pieces.h"
 
 namespace gradcast {
 namespace {

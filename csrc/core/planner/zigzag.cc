@@ -142,7 +142,7 @@ double capacity_bytes(const OpCost& cost, double duration_ns) {
     const double room_ns = duration_ns - piece.alpha_ns;
     const auto up_to_bytes = static_cast<double>(piece.up_to_bytes);
     double bytes = 0;
-    if (room_ns > 0) {
+    if (room_ns >= 0) {  // 0 as well: where bytes cost nothing, no time is enough
       bytes = piece.beta_ns_per_byte > 0 ? std::min(room_ns / piece.beta_ns_per_byte, up_to_bytes) : up_to_bytes;
     }
     if (bytes > from_bytes) {

@@ -29,7 +29,7 @@ namespace {
 // spent on rounding.
 constexpr double kExactTolerance = 1e-7;
 // What cutting at whole elements may cost an exact plan.
-constexpr double kElementTolerance = 1e-5;
+constexpr double kElementTolerance = 1e-6;
 // Partial plans that the beam keeps: wide enough that 10,000 seeds of up to five tensors stay within 5 % of exhaustive search.
 constexpr double kBeamWidth = 64;
 // A plan this close to the bound needs no search.

@@ -1,4 +1,4 @@
-// What the policies of the literature share: pieces of tensors, and the queue's view of the link in virtual time.
+// What the policies of the literature share: the queue of what is ready, and limits on how finely they cut.
 //
 // A policy that its paper describes as a running scheduler is played over the profile: at each instant it sees the
 // tensors that are ready by then, picks what to send, and the wire takes its time. Between two events (a tensor
@@ -12,39 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "pieces.h"
 #include "problem.h"
+#include "virtual_link.h"
 
 namespace gradcast {
-
-// Bytes [from_bytes, to_bytes) of one tensor, counted from the tensor's start.
-struct Piece {
-  int32_t tensor = 0;
-  int64_t from_bytes = 0;
-  int64_t to_bytes = 0;
-
-  int64_t size_bytes() const { return to_bytes - from_bytes; }
-  bool operator==(const Piece&) const = default;
-};
-
-// Indices of the tensors by ready time; equal ones in backward's order, the less urgent first.
-std::vector<int32_t> by_ready(const Problem& problem);
-
-// The clock of the link while a policy decides, with play's rules: what is launched now, when it will finish.
-class VirtualLink {
- public:
-  explicit VirtualLink(const Problem& problem) : problem_(&problem) {}
-
-  // When the next block may be launched as far as the link is concerned: when fewer than in_flight blocks are
-  // unfinished.
-  double free_ns() const;
-  // Launches a block of one range at max(now_ns, free_ns()); returns its finish.
-  double launch(double now_ns, int64_t size_bytes, Op op = Op::kAllReduce);
-
- private:
-  const Problem* problem_;
-  double launch_ns_ = 0;
-  std::vector<double> finish_ns_;
-};
 
 // The bytes that are ready and not sent yet, the most urgent tensor on top; each tensor is sent from its front.
 class ReadyQueue {
@@ -83,13 +55,6 @@ int64_t whole_elements_bytes(const Problem& problem, int32_t tensor, int64_t uni
 // How many units of at most `unit_bytes` the tensors make, each tensor cut on its own.
 double unit_count(const Problem& problem, int64_t unit_bytes);
 
-// One all-reduce of a piece.
-Block piece_block(const Problem& problem, const Piece& piece, std::string reason);
-// All pieces together: one all-reduce per buffer, in the order in which the buffers first appear.
-std::vector<Block> joint_blocks(const Problem& problem, std::span<const Piece> pieces, const std::string& reason);
-// Joins ranges of one buffer as a Block wants them: ascending, adjacent ones merged. REQUIRES: they are disjoint.
-std::vector<Range> joined(std::vector<Range> ranges);
-
 // The iteration time of a plan that sends each piece as an all-reduce of its own: iteration_ns() of problem.h without
 // building the blocks, for tuners that compare many orders.
 double pieces_iteration_ns(const Problem& problem, std::span<const Piece> pieces);
@@ -99,8 +64,5 @@ double pieces_iteration_ns(const Problem& problem, std::span<const Piece> pieces
 inline constexpr double kBlockCountMax = 1'000'000;
 // Throws Error{kInvalidOption} naming the parameter to raise.
 void check_block_count(double block_count, const char* parameter);
-
-// A size for people, in decimal units: "37.6 kB".
-std::string bytes_text(int64_t size_bytes);
 
 }  // namespace gradcast

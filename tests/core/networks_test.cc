@@ -1,0 +1,169 @@
+// Derived and published link models, against numbers worked out by hand.
+#include "gradcast/networks.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <set>
+#include <string>
+
+#include "gradcast/error.h"
+
+namespace gradcast {
+namespace {
+
+// 50 us and 10 Gbit/s: 0.8 ns per byte.
+constexpr Hop kHop{50e3, 1.25e9};
+
+const LinkPiece& line_of(const OpCost& cost) {
+  EXPECT_TRUE(cost.linear());
+  return cost.pieces.front();
+}
+
+void expect_line(const OpCost& cost, double alpha_ns, double beta_ns_per_byte) {
+  EXPECT_NEAR(line_of(cost).alpha_ns, alpha_ns, 1e-9 * (1 + alpha_ns));
+  EXPECT_NEAR(line_of(cost).beta_ns_per_byte, beta_ns_per_byte, 1e-12);
+}
+
+std::string refusal_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidOption);
+    return error.what();
+  }
+  return "";
+}
+
+TEST(RingLink, ByHand) {
+  // 8 workers: 14 steps of 50 us, and 14/8 of the bytes at 0.8 ns.
+  const LinkModel eight = ring_link(kHop, 8);
+  expect_line(eight.all_reduce, 700e3, 1.4);
+  expect_line(eight.reduce_scatter, 350e3, 0.7);
+  expect_line(eight.all_gather, 350e3, 0.7);
+  const LinkModel two = ring_link(kHop, 2);
+  expect_line(two.all_reduce, 100e3, 0.8);
+  expect_line(ring_link(kHop, 64).all_reduce, 6.3e6, 1.575);
+}
+
+TEST(TreeLink, ByHand) {
+  // 8 workers: 3 steps down, 3 up.
+  expect_line(tree_link(kHop, 8).all_reduce, 300e3, 1.4);
+  expect_line(tree_link(kHop, 8).reduce_scatter, 150e3, 0.7);
+  // 5 workers need as many steps as 8, 9 need one more.
+  expect_line(tree_link(kHop, 5).all_reduce, 300e3, 1.28);
+  expect_line(tree_link(kHop, 9).all_reduce, 400e3, 0.8 * 16 / 9);
+  // Two workers are a ring and a tree at once.
+  EXPECT_EQ(tree_link(kHop, 2), ring_link(kHop, 2));
+}
+
+// As many bytes as the ring, never more latency.
+TEST(TreeLink, IsNeverSlowerThanTheRing) {
+  for (int32_t worker_count = 1; worker_count <= 300; ++worker_count) {
+    const LinkPiece ring = line_of(ring_link(kHop, worker_count).all_reduce);
+    const LinkPiece tree = line_of(tree_link(kHop, worker_count).all_reduce);
+    EXPECT_EQ(ring.beta_ns_per_byte, tree.beta_ns_per_byte);
+    EXPECT_LE(tree.alpha_ns, ring.alpha_ns);
+    // The steps reach everyone: 2^(steps) >= P, and one fewer would not.
+    const double steps = tree.alpha_ns / (2 * kHop.latency_ns);
+    EXPECT_GE(std::exp2(steps), worker_count);
+    EXPECT_LT(std::exp2(steps - 1), worker_count);
+  }
+}
+
+TEST(HierarchicalLink, ByHand) {
+  // 4 nodes of 8 GPUs: 5 us and 100 GB/s (0.01 ns per byte) inside, 50 us and 10 Gbit/s between.
+  // alpha 2 * 7 * 5 us + 2 * 3 * 50 us, beta 14/8 * 0.01 + 6/4 * 0.8.
+  const LinkModel link = hierarchical_link({{5e3, 100e9}, kHop, 4, 8});
+  expect_line(link.all_reduce, 370e3, 1.2175);
+  expect_line(link.reduce_scatter, 185e3, 0.60875);
+  expect_line(link.all_gather, 185e3, 0.60875);
+}
+
+TEST(HierarchicalLink, IsARingAtItsLimits) {
+  const Hop inside{5e3, 100e9};
+  EXPECT_EQ(hierarchical_link({inside, kHop, 16, 1}), ring_link(kHop, 16));
+  EXPECT_EQ(hierarchical_link({inside, kHop, 1, 8}), ring_link(inside, 8));
+}
+
+TEST(DerivedLink, OneWorkerCostsNothing) {
+  for (const LinkModel& link : {ring_link(kHop, 1), tree_link(kHop, 1), hierarchical_link({kHop, kHop, 1, 1})}) {
+    for (Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather}) {
+      EXPECT_EQ(link.of(op).cost_ns(1 << 30), 0);
+    }
+    EXPECT_NO_THROW(check_link(link));
+  }
+}
+
+// A reduce-scatter and an all-gather make an all-reduce, and every derived link is a valid one.
+TEST(DerivedLink, HalvesMakeTheWhole) {
+  for (int32_t worker_count : {1, 2, 3, 7, 8, 100, 4096}) {
+    for (const LinkModel& link : {ring_link(kHop, worker_count), tree_link(kHop, worker_count),
+                                  hierarchical_link({{1e3, 5e10}, kHop, worker_count, 8})}) {
+      EXPECT_NO_THROW(check_link(link));
+      for (int64_t size_bytes : {int64_t{1}, int64_t{1} << 20, kBytesMax}) {
+        const double halves_ns = link.reduce_scatter.cost_ns(size_bytes) + link.all_gather.cost_ns(size_bytes);
+        EXPECT_DOUBLE_EQ(link.all_reduce.cost_ns(size_bytes), halves_ns);
+      }
+    }
+  }
+}
+
+TEST(DerivedLink, RefusesWhatIsNoNetwork) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(refusal_of([] {
+              ring_link({50e3, 0}, 8);
+            }),
+            "the bandwidth of the link is 0 bytes per second; it must be from 1 to 1e18");
+  for (double bandwidth : {-1.0, nan, infinity}) {
+    EXPECT_NE(refusal_of([=] { tree_link({50e3, bandwidth}, 8); }).find("bandwidth"), std::string::npos);
+  }
+  for (double latency_ns : {-1.0, nan, infinity}) {
+    EXPECT_NE(refusal_of([=] { ring_link({latency_ns, 1e9}, 8); }).find("latency"), std::string::npos);
+  }
+  EXPECT_EQ(refusal_of([] { ring_link(kHop, 0); }), "the number of workers is 0; it must be at least 1");
+  EXPECT_NE(refusal_of([] { hierarchical_link({kHop, kHop, 0, 8}); }).find("nodes"), std::string::npos);
+  EXPECT_NE(refusal_of([] { hierarchical_link({kHop, kHop, 4, -1}); }).find("workers per node"), std::string::npos);
+  EXPECT_NE(refusal_of([] { hierarchical_link({{0, 0}, kHop, 4, 2}); }).find("inside a node"), std::string::npos);
+  EXPECT_NE(refusal_of([] { hierarchical_link({kHop, {0, 0}, 4, 2}); }).find("between nodes"), std::string::npos);
+}
+
+TEST(Networks, EveryOneIsValidAndNamedForItsSize) {
+  std::set<std::string> names;
+  for (const NamedNetwork& network : networks()) {
+    EXPECT_TRUE(names.insert(network.name).second) << network.name;
+    EXPECT_NO_THROW(check_link(network.link)) << network.name;
+    EXPECT_TRUE(network.name.ends_with("-" + std::to_string(network.world_size))) << network.name;
+    EXPECT_FALSE(network.summary.empty()) << network.name;
+    EXPECT_FALSE(network.source.empty()) << network.name;
+    // Only all-reduces were published.
+    EXPECT_FALSE(network.link.reduce_scatter.available()) << network.name;
+    EXPECT_FALSE(network.link.all_gather.available()) << network.name;
+    // Not a slip of units: 100 MB take between half a millisecond and 100 ms on each of them.
+    EXPECT_GT(network.link.all_reduce.cost_ns(100'000'000), 5e5) << network.name;
+    EXPECT_LT(network.link.all_reduce.cost_ns(100'000'000), 1e8) << network.name;
+  }
+  EXPECT_EQ(names.size(), 16u);
+}
+
+TEST(Networks, ByName) {
+  const NamedNetwork& ethernet = network("10gbe-8");
+  EXPECT_EQ(ethernet.world_size, 8);
+  expect_line(ethernet.link.all_reduce, 523e3, 0.8571);
+  expect_line(network("56gbib-64").link.all_reduce, 806.3e3, 0.58878);
+  expect_line(network("pcie-4").link.all_reduce, 42.04e3, 0.2059);
+  expect_line(network("nvlink-a100-8").link.all_reduce, 73.5e3, 0.007899);
+}
+
+TEST(Networks, AnUnknownNameListsTheKnownOnes) {
+  const std::string message = refusal_of([] { network("10gbe"); });
+  EXPECT_EQ(message.find("the network '10gbe' is unknown"), 0u);
+  for (const NamedNetwork& known : networks())
+    EXPECT_NE(message.find(known.name), std::string::npos) << known.name;
+}
+
+}  // namespace
+}  // namespace gradcast
