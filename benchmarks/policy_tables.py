@@ -1,17 +1,18 @@
 """Every policy on the bundled profiles over a grid of networks: the tables of docs/benchmarks.md.
 
-Times are predictions of ``play``; a cell is the iteration time over the bound of the policy's own kinds of operation, and
-in brackets over the plain bound. Run: python benchmarks/policy_tables.py [--refresh docs/benchmarks.md]
+Times are predictions of ``play``; a cell is the iteration time over the bound of the policy's own kinds of operation,
+and in brackets over the plain bound. Run: python benchmarks/policy_tables.py [--refresh docs/benchmarks.md]
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from tabulate import tabulate
+
 from gradcast import _core
 from gradcast.compare import Comparison, compare
 from gradcast.files import load_profile
-from tabulate import tabulate
 
 PROFILES = ("resnet50", "vgg16")
 # The published layer times are those of batch 128 on a V100; half of them stand for batch 64.

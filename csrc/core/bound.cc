@@ -6,8 +6,8 @@
 #include <queue>
 #include <vector>
 
-#include "bound_of.h"
 #include "planner/relaxation.h"
+#include "problem.h"
 
 namespace gradcast {
 namespace {

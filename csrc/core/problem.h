@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "gradcast/bound.h"
 #include "gradcast/link.h"
 #include "gradcast/plan.h"
 #include "gradcast/play.h"
@@ -77,5 +78,8 @@ BlockCost block_cost(const LinkModel& link, const Block& block);
 Timeline play(const Problem& problem, std::span<const Block> blocks);
 // The iteration time alone: what a search compares.
 double iteration_ns(const Problem& problem, std::span<const Block> blocks);
+
+// bound() on a problem (see gradcast/bound.h).
+Bound bound(const Problem& problem, bool any_op);
 
 }  // namespace gradcast

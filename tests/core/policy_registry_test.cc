@@ -5,7 +5,6 @@
 #include <limits>
 #include <string>
 
-#include "bound_of.h"
 #include "gradcast/play.h"
 #include "gradcast/policy.h"
 #include "policy_cases.h"

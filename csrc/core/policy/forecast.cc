@@ -4,7 +4,6 @@
 #include <functional>
 #include <limits>
 
-#include "bound_of.h"
 #include "gradcast/error.h"
 #include "planner/beam.h"
 #include "planner/local_search.h"
@@ -21,6 +20,7 @@
 #include "policy/p3.h"
 #include "policy/prophet.h"
 #include "policy/usbyte.h"
+#include "problem.h"
 
 namespace gradcast {
 namespace {

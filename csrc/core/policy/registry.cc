@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "bound_of.h"
 #include "gradcast/error.h"
 #include "gradcast/policy.h"
 #include "policy/bytescheduler.h"

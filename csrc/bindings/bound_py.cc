@@ -1,0 +1,28 @@
+// Lower bounds for Python.
+#include <string>
+
+#include "bindings.h"
+#include "gradcast/bound.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+Bound bound_of(const Profile& profile, const LinkModel& link, const std::string& mode, int32_t in_flight, bool any_op) {
+  return bound(profile, link, {mode_from_string(mode), in_flight, any_op});
+}
+
+}  // namespace
+
+void bind_bound(py::module_& module) {
+  py::class_<Bound>(module, "Bound")
+      .def_readonly("plain_ns", &Bound::plain_ns)
+      .def_readonly("best_ns", &Bound::best_ns)
+      .def_readonly("exact", &Bound::exact);
+
+  module.def("bound", &bound_of, py::arg("profile"), py::arg("link"), py::kw_only(), py::arg("mode") = "overlap",
+             py::arg("in_flight") = 1, py::arg("any_op") = false, ReleaseGil());
+}
+
+}  // namespace gradcast

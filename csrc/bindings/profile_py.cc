@@ -1,0 +1,86 @@
+// Profiles for Python.
+#include <pybind11/operators.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "gradcast/profile.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+Tensor make_tensor(std::string name, int64_t bytes, double ready_ns, double need_ns, double update_ns, int32_t buffer,
+                   int32_t element_bytes) {
+  Tensor tensor;
+  tensor.name = std::move(name);
+  tensor.bytes = bytes;
+  tensor.buffer = buffer;
+  tensor.element_bytes = element_bytes;
+  tensor.ready_ns = ready_ns;
+  tensor.need_ns = need_ns;
+  tensor.update_ns = update_ns;
+  return tensor;
+}
+
+// A profile that exists in Python is a checked one, in urgency order.
+Profile make_profile(std::string name, double forward_ns, double backward_ns, std::vector<Tensor> tensors,
+                     int32_t world_size, std::optional<LinkModel> link) {
+  Profile profile;
+  profile.name = std::move(name);
+  profile.world_size = world_size;
+  profile.forward_ns = forward_ns;
+  profile.backward_ns = backward_ns;
+  profile.tensors = std::move(tensors);
+  profile.link = link.value_or(LinkModel{});
+  check_profile(profile);
+  sort_by_urgency(profile);
+  return profile;
+}
+
+std::optional<LinkModel> link_of(const Profile& profile) {
+  return profile.link.all_reduce.available() ? std::optional(profile.link) : std::nullopt;
+}
+
+Profile from_layer_table(const std::string& csv, std::string name, double scale, int32_t world_size) {
+  return profile_from_layer_table(csv, {std::move(name), scale, world_size});
+}
+
+}  // namespace
+
+void bind_profile(py::module_& module) {
+  py::class_<Tensor>(module, "Tensor")
+      .def(py::init(&make_tensor), py::kw_only(), py::arg("name"), py::arg("bytes"), py::arg("ready_ns"),
+           py::arg("need_ns"), py::arg("update_ns") = 0.0, py::arg("buffer") = 0, py::arg("element_bytes") = 4)
+      .def_readonly("name", &Tensor::name)
+      .def_readonly("bytes", &Tensor::bytes)
+      .def_readonly("buffer", &Tensor::buffer)
+      .def_readonly("element_bytes", &Tensor::element_bytes)
+      .def_readonly("ready_ns", &Tensor::ready_ns)
+      .def_readonly("need_ns", &Tensor::need_ns)
+      .def_readonly("update_ns", &Tensor::update_ns)
+      .def(py::self == py::self);
+
+  py::class_<Profile> profile(module, "Profile");
+  def_tuple(profile, "tensors", &Profile::tensors);
+  profile
+      .def(py::init(&make_profile), py::kw_only(), py::arg("name"), py::arg("forward_ns"), py::arg("backward_ns"),
+           py::arg("tensors"), py::arg("world_size") = 1, py::arg("link") = py::none())
+      .def_readonly("name", &Profile::name)
+      .def_readonly("world_size", &Profile::world_size)
+      .def_readonly("forward_ns", &Profile::forward_ns)
+      .def_readonly("backward_ns", &Profile::backward_ns)
+      .def_property_readonly("link", &link_of)
+      .def_static("from_json", &profile_from_json, py::arg("text"), ReleaseGil())
+      .def_static("from_layer_table", &from_layer_table, py::kw_only(), py::arg("csv"), py::arg("name") = "profile",
+                  py::arg("scale") = 1.0, py::arg("world_size") = 1)
+      .def(
+          "to_json", [](const Profile& self) { return to_json(self); }, ReleaseGil())
+      .def(py::self == py::self);
+}
+
+}  // namespace gradcast

@@ -1,0 +1,8 @@
+"""``python -m gradcast``: the command line."""
+
+import sys
+
+from gradcast.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

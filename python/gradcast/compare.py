@@ -1,0 +1,125 @@
+"""Plans one profile with many policies and puts the results side by side."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gradcast import _core
+from gradcast.errors import Error
+
+BASELINE = "ddp"
+
+
+def ratio(time_ns: float, reference_ns: float) -> float:
+    """Nothing is as long as nothing: profiles without compute on links without cost are odd, but valid."""
+    if reference_ns == 0:
+        return 1.0 if time_ns == 0 else float("inf")
+    return time_ns / reference_ns
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy's plan, measured against its own bound and against DDP."""
+
+    plan: _core.Plan
+    speedup_over_ddp: float
+    # It uses reduce-scatter and all-gather, so another bound applies to it than to all-reduce plans.
+    other_ops: bool
+
+    @property
+    def policy(self) -> str:
+        return self.plan.policy
+
+    @property
+    def ratio_to_bound(self) -> float:
+        return ratio(self.plan.predicted_ns, self.plan.bound_ns)
+
+    @property
+    def ratio_to_plain_bound(self) -> float:
+        return ratio(self.plan.predicted_ns, self.plan.plain_bound_ns)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    compute_ns: float  # backward, forward and updates: no iteration is shorter
+    link_ns: float  # all gradients in one all-reduce
+    bound: _core.Bound  # over every plan that the link and the mode allow
+    all_reduce_bound: _core.Bound  # over plans of all-reduces
+    overlap_bound_ns: float  # what hook mode's bound would be if gradients might travel under forward
+    rows: list[Row]  # the fastest first
+    ddp: _core.Plan
+    skipped: dict[str, str] = field(default_factory=dict)  # policy: why it has no row
+
+
+def total_bytes(profile: _core.Profile) -> int:
+    return sum(tensor.bytes for tensor in profile.tensors)
+
+
+def compute_ns(profile: _core.Profile) -> float:
+    return profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors)
+
+
+def parse_policies(text: str) -> list[str]:
+    """The policies of ``all`` or ``forecast,ddp``, each known and named once."""
+    known = [info.name for info in _core.policies()]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return known
+    if not names:
+        raise Error(f"no policy is named; write all, or some of {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise Error(f"there is no policy {name}; there are {', '.join(known)} (and all)")
+    return list(dict.fromkeys(names))
+
+
+def has_scatter_gather(link: _core.LinkModel) -> bool:
+    return link.reduce_scatter.available and link.all_gather.available
+
+
+def _cannot_run(info: _core.PolicyInfo, link: _core.LinkModel, mode: str) -> str | None:
+    if info.overlap_only and mode == "hook":
+        return "it sends under the next forward pass, which hook mode does not have"
+    if info.needs_scatter_gather and not has_scatter_gather(link):
+        return "the link has no costs for reduce_scatter and all_gather"
+    return None
+
+
+def compare(
+    profile: _core.Profile, link: _core.LinkModel, policies: Iterable[str], *, mode: str = "overlap", in_flight: int = 1
+) -> Comparison:
+    """Rows for the policies that can run here, a reason for each that cannot. DDP, the yardstick, is always planned."""
+    infos = {info.name: info for info in _core.policies()}
+    ddp = _core.make_plan(profile, link, policy=BASELINE, mode=mode, in_flight=in_flight)
+    rows: list[Row] = []
+    skipped: dict[str, str] = {}
+    for name in policies:
+        reason = _cannot_run(infos[name], link, mode)
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        try:
+            plan = (
+                ddp if name == BASELINE else _core.make_plan(profile, link, policy=name, mode=mode, in_flight=in_flight)
+            )
+        except Error as error:
+            if error.code == "internal":
+                raise
+            skipped[name] = str(error)
+            continue
+        other_ops = any(block.op != "all_reduce" for block in plan.blocks)
+        rows.append(Row(plan, ratio(ddp.predicted_ns, plan.predicted_ns), other_ops))
+    scatter_gather = has_scatter_gather(link)
+    bound = _core.bound(profile, link, mode=mode, in_flight=in_flight, any_op=mode == "overlap" and scatter_gather)
+    overlap_bound = _core.bound(profile, link, in_flight=in_flight, any_op=scatter_gather)
+    # Equal to a microsecond is equal: fewer blocks first then, they are cheaper to follow.
+    rows.sort(key=lambda row: (round(row.plan.predicted_ns / 1e3), len(row.plan.blocks)))
+    return Comparison(
+        compute_ns=compute_ns(profile),
+        link_ns=link.all_reduce.cost_ns(total_bytes(profile)),
+        bound=bound,
+        all_reduce_bound=_core.bound(profile, link, mode=mode, in_flight=in_flight),
+        overlap_bound_ns=overlap_bound.best_ns,
+        rows=rows,
+        ddp=ddp,
+        skipped=skipped,
+    )

@@ -1,0 +1,98 @@
+"""Reading and writing profiles, plans and tables, with a sentence for everything that can be wrong with a file."""
+
+import json
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import TypeVar
+
+from gradcast._core import LinkModel, Plan, Profile
+from gradcast.errors import Error
+
+T = TypeVar("T")
+
+_DATA = resources.files("gradcast") / "data"
+
+
+def bundled_profiles() -> list[str]:
+    return sorted(Path(entry.name).stem for entry in _DATA.iterdir() if entry.name.endswith(".json"))
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def read_text(path: str, what: str) -> str:
+    """The text of a file that a user named. ``what`` is for the message: "profile"."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise Error(f"the {what} {path} does not exist; check the path") from None
+    except OSError as error:
+        raise Error(f"the {what} {path} cannot be read: {_reason(error)}") from None
+    except UnicodeDecodeError:
+        raise Error(f"the {what} {path} is not text in UTF-8; is it the right file?") from None
+
+
+def write_text(path: str, text: str, what: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Error(f"the {what} cannot be written to {path}: {_reason(error)}") from None
+
+
+def check_writable(path: str, what: str) -> None:
+    """Fails now for a path that cannot be written, before minutes of work end there."""
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir():
+        raise Error(f"the {what} cannot be written to {path}: it is a folder; name a file")
+    if not folder.is_dir():
+        raise Error(f"the {what} cannot be written to {path}: the folder {folder} does not exist; make it first")
+    if not os.access(folder, os.W_OK):
+        raise Error(f"the {what} cannot be written to {path}: the folder {folder} is not writable")
+
+
+def scaled_profile(profile: Profile, factor: float) -> Profile:
+    """Every time of the profile multiplied: another batch size or device. Unknown fields stay as they are."""
+    if factor == 1:
+        return profile
+    fields = json.loads(profile.to_json())
+    for key in ("forward_ns", "backward_ns"):
+        fields[key] = round(fields[key] * factor)
+    for tensor in fields["tensors"]:
+        for key in ("ready_ns", "need_ns", "update_ns"):
+            tensor[key] = round(tensor[key] * factor)
+    return Profile.from_json(json.dumps(fields))
+
+
+def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
+    """A profile by its bundled name ("resnet50") or from a JSON file."""
+    if name_or_path in bundled_profiles():
+        text = (_DATA / f"{name_or_path}.json").read_text(encoding="utf-8")
+    elif Path(name_or_path).suffix == "" and not Path(name_or_path).exists():
+        names = ", ".join(bundled_profiles())
+        raise Error(f"there is no profile {name_or_path}: neither a file nor one of the bundled ones ({names})")
+    else:
+        text = read_text(name_or_path, "profile")
+    return scaled_profile(_named(name_or_path, lambda: Profile.from_json(text)), scale)
+
+
+def load_plan(path: str) -> tuple[Plan, dict]:
+    """A plan and the fields of its file; ``gradcast plan`` notes there what the plan was made with."""
+    text = read_text(path, "plan")
+    plan = _named(path, lambda: Plan.from_json(text))
+    return plan, json.loads(text)
+
+
+def load_link(path: str) -> LinkModel:
+    text = read_text(path, "link")
+    return _named(path, lambda: LinkModel.from_json(text))
+
+
+def _named(path: str, read: Callable[[], T]) -> T:
+    """Puts the file's name before what is wrong inside it."""
+    try:
+        return read()
+    except Error as error:
+        raise Error(f"{path}: {error}", error.code) from None

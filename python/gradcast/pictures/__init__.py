@@ -1,0 +1,16 @@
+"""Pictures of plans and sweeps. Needs matplotlib, which is optional: import this only where a picture is asked for."""
+
+from gradcast.errors import Error
+
+try:
+    import matplotlib as _matplotlib
+except ImportError as error:
+    raise Error("pictures need matplotlib, which is not installed: pip install 'gradcast[plot]'") from error
+
+# Files only: a machine in a rack has no display.
+_matplotlib.use("Agg")
+
+from gradcast.pictures.lanes import draw_comparison, draw_plan
+from gradcast.pictures.sweep import draw_sweep
+
+__all__ = ["draw_comparison", "draw_plan", "draw_sweep"]

@@ -1,0 +1,27 @@
+"""What every picture shares."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from gradcast.errors import Error
+
+__all__ = ["bare", "plt", "save"]
+
+_DPI = 150
+
+
+def bare(axes: Any) -> None:
+    """Only the time axis keeps its line."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def save(figure: Any, path: str) -> None:
+    try:
+        figure.savefig(path, dpi=_DPI)
+    except (OSError, ValueError) as error:
+        raise Error(f"the picture cannot be written to {path}: {error}; name a file such as picture.png") from None
+    finally:
+        plt.close(figure)

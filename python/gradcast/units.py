@@ -1,0 +1,139 @@
+"""Quantities as people write and read them: ``10gbit``, ``25MiB``, ``3.2 ms``, ``50us``, ``10%``.
+
+Times and bandwidths need their unit, because a bare number is how a factor of 8 or 1000 gets lost; a bare size is
+bytes. Inside the library times are nanoseconds, sizes bytes, bandwidths bits per second.
+"""
+
+import re
+
+from gradcast.errors import Error
+
+_TIME_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# No sign, and neither "nan" nor "inf": none of them is a quantity that anything here can use.
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?"
+_QUANTITY = re.compile(rf"\s*({_NUMBER})\s*([^\d\s.].*?)?\s*", re.IGNORECASE | re.ASCII)
+_BANDWIDTH = re.compile(r"([kmgt]?i?)(bits?|[bB])(/s|ps)?", re.IGNORECASE)
+_SIZE = re.compile(r"([kmgt]?i?)b", re.IGNORECASE)
+# Above these nothing is meant: 2^53 bytes and nanoseconds are also the limits of the file formats.
+_MAX = 2.0**53
+
+
+def _split(text: str, what: str, example: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise Error(f"'{text}' is no {what}; write for instance {example}")
+    return float(match[1]), match[2] or ""
+
+
+def _checked(value: float, text: str, what: str) -> float:
+    if value > _MAX:
+        raise Error(f"'{text}' is too large for a {what}")
+    return value
+
+
+def parse_time_ns(text: str) -> float:
+    number, unit = _split(text, "time", "50us or 3.2ms")
+    if unit.lower() not in _TIME_NS:
+        raise Error(f"'{text}' has no unit of time that is known here; write ns, us, ms or s, for instance 50us")
+    return _checked(number * _TIME_NS[unit.lower()], text, "time")
+
+
+def parse_bandwidth_bits_per_s(text: str) -> float:
+    """Bits per second of ``10gbit``, ``10Gb/s``, ``10gbps`` (all the same) or ``1.25GB/s`` (capital B: bytes)."""
+    number, unit = _split(text, "bandwidth", "10gbit or 1.25GB/s")
+    match = _BANDWIDTH.fullmatch(unit)
+    if match is None or match[1].lower() not in _PREFIX:
+        raise Error(
+            f"'{text}' has no unit of bandwidth that is known here; write for instance 10gbit, 500mbit or 1.25GB/s"
+        )
+    bits = 8 if match[2] == "B" else 1
+    if bits == 8 and not match[3]:
+        raise Error(f"'{text}' is a size, not a bandwidth; write {text}/s for bytes per second, or 10gbit for bits")
+    if number == 0:
+        raise Error("the bandwidth is 0; write for instance 10gbit")
+    return _checked(number * _PREFIX[match[1].lower()] * bits, text, "bandwidth")
+
+
+def parse_size_bytes(text: str) -> int:
+    number, unit = _split(text, "size", "25MiB or 4MB")
+    match = _SIZE.fullmatch(unit) if unit else None
+    if unit and (match is None or match[1].lower() not in _PREFIX):
+        raise Error(f"'{text}' has no unit of size that is known here; write for instance 25MiB, 4MB or 512B")
+    return round(_checked(number * (_PREFIX[match[1].lower()] if match else 1), text, "size"))
+
+
+def parse_fraction(text: str) -> float:
+    """0.1 of ``10%`` or ``0.1``; at least 0 and below 1."""
+    number, unit = _split(text, "share", "10%")
+    if unit not in ("", "%"):
+        raise Error(f"'{text}' is no share; write for instance 10%")
+    fraction = number / 100 if unit else number
+    if fraction >= 1:
+        raise Error(f"'{text}' is 100 % or more; write a share below that, for instance 10%")
+    return fraction
+
+
+def parse_positive(text: str) -> float:
+    number, unit = _split(text, "number", "0.5")
+    if unit or number == 0:
+        raise Error(f"'{text}' is no number above 0; write for instance 0.5")
+    return _checked(number, text, "factor")
+
+
+def parse_parameter(text: str) -> tuple[str, float]:
+    """A policy's parameter, ``name=value``. The end of the name tells the unit: ``cap_bytes=25MiB``, ``gap_ns=2ms``."""
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals or not name or not value.strip():
+        raise Error(f"'{text}' is no parameter; write name=value, for instance cap_bytes=25MiB")
+    if name.endswith("_bytes"):
+        return name, float(parse_size_bytes(value))
+    if name.endswith("_ns"):
+        return name, parse_time_ns(value)
+    number, unit = _split(value, "number", f"{name}=4")
+    if unit not in ("", "%"):
+        raise Error(f"'{text}': {name} is a plain number; write it without a unit")
+    return name, number / 100 if unit else number
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and never fewer than the whole number has."""
+    if value == 0:
+        return "0"
+    if value >= 99.95:
+        return f"{value:.0f}"
+    if value >= 9.995:
+        return f"{value:.1f}".removesuffix(".0")
+    return f"{value:.3g}"
+
+
+def _format(value: float, steps: list[tuple[float, str]]) -> str:
+    for size, unit in steps:
+        # 999.6 us rounds to 1000: it belongs to the next larger unit.
+        if value >= 0.9995 * size:
+            return f"{_digits(value / size)} {unit}"
+    size, unit = steps[-1]
+    return f"{_digits(value / size)} {unit}"
+
+
+def format_time(time_ns: float) -> str:
+    return _format(time_ns, [(1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns")])
+
+
+def format_ms(time_ns: float) -> str:
+    """Milliseconds always: what stands under one another is compared."""
+    return f"{_digits(time_ns / 1e6)} ms"
+
+
+def format_size(size_bytes: float) -> str:
+    return _format(size_bytes, [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")])
+
+
+def format_bandwidth(bits_per_s: float) -> str:
+    return _format(bits_per_s, [(1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s")])
+
+
+def format_percent(fraction: float) -> str:
+    percent = 100 * fraction
+    return f"{percent:.0f} %" if percent >= 9.95 else f"{percent:.1f} %"

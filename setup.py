@@ -1,0 +1,82 @@
+"""Builds the extension module gradcast._core with CMake; everything else about the package is in pyproject.toml.
+
+The build needs a C++20 compiler and nothing of torch, so one build serves every torch version, and none.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    text = (ROOT / "include/gradcast/version.h").read_text()
+    return re.search(r'GRADCAST_VERSION "([^"]+)"', text).group(1)
+
+
+def build_tools() -> dict[str, str]:
+    """The tools and headers of the packages in [build-system].requires, as CMake cache entries.
+
+    All are given at each configuration: under build isolation they lie in a new folder each time, and a cached path
+    of the last one no longer exists.
+    """
+    import ninja
+    import nlohmann_json
+    import pybind11
+
+    json_include = nlohmann_json.get_include()
+    return {
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+        "NLOHMANN_JSON_HINT": str(json_include),
+        "NLOHMANN_JSON_INCLUDE_DIR": str(json_include),
+        "CMAKE_MAKE_PROGRAM": str(Path(ninja.BIN_DIR) / "ninja"),
+        "Python_EXECUTABLE": sys.executable,
+    }
+
+
+def cmake(*arguments: str) -> None:
+    try:
+        subprocess.run(["cmake", *arguments], check=True)
+    except FileNotFoundError:
+        sys.exit("gradcast: cmake is missing; without build isolation: pip install cmake ninja pybind11 nlohmann-json")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"gradcast: building the C++ part failed (cmake exit code {error.returncode}); its messages are above")
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, extension: Extension) -> None:
+        target = Path(self.get_ext_fullpath(extension.name)).resolve()
+        # The Makefile has a build folder of its own, with tests, and names it here: nothing is compiled twice. Its
+        # module lies in the tree.
+        shared_dir = os.environ.get("GRADCAST_BUILD_DIR")
+        if shared_dir:
+            cmake("--build", shared_dir, "--target", "_core")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / "python/gradcast" / target.name, target)
+            return
+        build_dir = str(Path(self.build_temp).resolve())
+        entries = {
+            **build_tools(),
+            "CMAKE_BUILD_TYPE": "Release",
+            # Each compiler warns of other things; that must not keep anyone from installing.
+            "GRADCAST_WERROR": "OFF",
+            "GRADCAST_BUILD_TESTS": "OFF",
+            "GRADCAST_BUILD_BENCHMARKS": "OFF",
+            "GRADCAST_PYTHON_OUTPUT_DIR": str(target.parent),
+        }
+        cmake("-S", str(ROOT), "-B", build_dir, "-G", "Ninja", *(f"-D{key}={value}" for key, value in entries.items()))
+        cmake("--build", build_dir, "--target", "_core")
+
+
+setup(
+    version=read_version(),
+    ext_modules=[Extension("gradcast._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,71 @@
+"""What the Python tests share: the command line in this process, and small profiles."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+
+import gradcast
+from gradcast import cli
+
+# The same cases on every run, and no judgement by the clock: a busy machine is no defect.
+settings.register_profile("gradcast", deadline=None, derandomize=True)
+settings.load_profile("gradcast")
+
+ROOT = Path(__file__).resolve().parents[2]
+# A network on which no two policies tie and nothing can be hidden.
+NETWORK = ["--bandwidth", "5gbit", "--workers", "8", "--latency", "50us"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `gradcast` in this process: run("simulate", …) -> code, out, err."""
+
+    def run_cli(*arguments):
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as exit_:  # argparse leaves that way
+            code = exit_.code
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
+
+    return run_cli
+
+
+@pytest.fixture
+def profile_fields():
+    """A valid profile as the fields of its JSON, to be broken or written to a file."""
+    return {
+        "version": 1,
+        "name": "small",
+        "world_size": 4,
+        "forward_ns": 3_000_000,
+        "backward_ns": 6_000_000,
+        "tensors": [
+            {"name": "first", "bytes": 4_000_000, "ready_ns": 6_000_000, "need_ns": 0},
+            {"name": "second", "bytes": 400, "ready_ns": 4_000_000, "need_ns": 1_000_000},
+            {"name": "third", "bytes": 8_000_000, "ready_ns": 1_000_000, "need_ns": 2_000_000},
+        ],
+        "link": {"all_reduce": [{"up_to_bytes": None, "alpha_ns": 100_000, "beta_ns_per_byte": 0.8}]},
+    }
+
+
+@pytest.fixture
+def profile(profile_fields):
+    return gradcast.Profile.from_json(json.dumps(profile_fields))
+
+
+@pytest.fixture
+def profile_path(profile_fields, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_fields))
+    return path
+
+
+@pytest.fixture
+def plan_path(profile_path, tmp_path, run):
+    path = tmp_path / "plan.json"
+    assert run("plan", profile_path, "-o", path).code == 0
+    return path

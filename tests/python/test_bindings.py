@@ -1,0 +1,220 @@
+"""The module _core: it says what C++ says, its objects do not change, and its stub describes exactly what is there."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradcast
+from gradcast import _core
+
+PACKAGE = Path(gradcast.__file__).parent
+
+
+def small_link(alpha_ns=100e3, beta_ns_per_byte=0.8):
+    return gradcast.LinkModel(all_reduce=[gradcast.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
+
+
+def test_a_profile_made_by_hand_equals_the_same_one_read(profile, profile_fields):
+    made = gradcast.Profile(
+        name="small",
+        world_size=4,
+        forward_ns=3e6,
+        backward_ns=6e6,
+        tensors=[
+            gradcast.Tensor(**{**tensor, "ready_ns": float(tensor["ready_ns"])}) for tensor in profile_fields["tensors"]
+        ],
+        link=small_link(),
+    )
+    assert made == profile
+    assert gradcast.Profile.from_json(made.to_json()) == made
+
+
+def test_a_profile_made_by_hand_is_checked_and_brought_into_urgency_order():
+    first = gradcast.Tensor(name="a", bytes=4, ready_ns=1, need_ns=0)
+    second = gradcast.Tensor(name="b", bytes=4, ready_ns=2, need_ns=0)
+    profile = gradcast.Profile(name="tie", forward_ns=5, backward_ns=5, tensors=[first, second])
+    # Equal needs: the later ready one is the more urgent.
+    assert [tensor.name for tensor in profile.tensors] == ["b", "a"]
+    assert profile.link is None
+    with pytest.raises(gradcast.Error, match="tensors"):
+        gradcast.Profile(name="empty", forward_ns=5, backward_ns=5, tensors=[])
+
+
+def test_unknown_fields_survive(profile_fields):
+    profile_fields["device"] = "a GPU"
+    profile_fields["tensors"][1]["shape"] = [10, 10]
+    written = json.loads(gradcast.Profile.from_json(json.dumps(profile_fields)).to_json())
+    assert written["device"] == "a GPU"
+    assert written["tensors"][1]["shape"] == [10, 10]
+
+
+def test_errors_are_one_class_with_a_code():
+    with pytest.raises(gradcast.Error) as caught:
+        gradcast.Profile.from_json("{")
+    assert caught.value.code == "invalid_profile"
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(gradcast.Error) as caught:
+        gradcast.LinkModel.from_json("{}")
+    assert caught.value.code == "invalid_link"
+    with pytest.raises(gradcast.Error) as caught:
+        gradcast.Plan.from_json("[]")
+    assert caught.value.code == "invalid_plan"
+
+
+def test_wrong_options_are_refused(profile):
+    for options in ({"policy": "nope"}, {"mode": "sideways"}, {"in_flight": 0}, {"parameters": {"nope": 1.0}}):
+        with pytest.raises(gradcast.Error) as caught:
+            gradcast.make_plan(profile, profile.link, **options)
+        assert caught.value.code == "invalid_option"
+
+
+def test_objects_do_not_change(profile):
+    for owner, attribute in ((profile, "name"), (profile.tensors[0], "bytes"), (profile.link, "all_reduce")):
+        with pytest.raises(AttributeError):
+            setattr(owner, attribute, 1)
+    assert isinstance(profile.tensors, tuple)
+
+
+@pytest.mark.parametrize("info", _core.policies(), ids=lambda info: info.name)
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_every_policy_plans_and_its_plan_plays_as_predicted(info, mode, profile):
+    if info.overlap_only and mode == "hook":
+        with pytest.raises(gradcast.Error):
+            gradcast.make_plan(profile, profile.link, policy=info.name, mode=mode)
+        return
+    link = _core.ring_link(_core.Hop(latency_ns=20e3, bandwidth_bytes_per_s=1.25e9), 8)
+    plan = gradcast.make_plan(profile, link, policy=info.name, mode=mode)
+    plan.check(profile)
+    assert (plan.policy, plan.mode) == (info.name, mode)
+    timeline = gradcast.play(profile, link, plan)
+    assert timeline.iteration_ns == pytest.approx(plan.predicted_ns, rel=1e-9)
+    assert plan.predicted_ns >= plan.bound_ns * (1 - 1e-9)
+    assert [times.finish_ns for times in timeline.blocks] == pytest.approx([block.finish_ns for block in plan.blocks])
+    assert timeline.exposed_ns == pytest.approx(timeline.iteration_ns - 9e6)
+    again = gradcast.Plan.from_json(plan.to_json())
+    assert again.hash(profile) == plan.hash(profile)
+    assert [block.ranges for block in again.blocks] == [block.ranges for block in plan.blocks]
+
+
+def test_a_plan_by_hand_plays_as_calculated(profile):
+    """Three blocks of one tensor each, in the order of readiness, each of 0.1 ms plus 0.8 ns per byte."""
+    blocks = [gradcast.Block(ranges=[(4_000_400, 12_000_400)]), gradcast.Block(ranges=[(4_000_000, 4_000_400)])]
+    plan = gradcast.Plan(blocks=[*blocks, gradcast.Block(ranges=[(0, 4_000_000)])])
+    timeline = gradcast.play(profile, profile.link, plan)
+    # The third tensor travels from 1 to 7.5 ms, the second until 7.60032 ms, the first until 10.90032 ms.
+    assert [times.finish_ns for times in timeline.blocks] == pytest.approx([7.5e6, 7.60032e6, 10.90032e6])
+    assert timeline.iteration_ns == pytest.approx(13.90032e6)
+    assert timeline.tensors[0].wait_ns == pytest.approx(4.90032e6)
+    assert timeline.tensors[2].wait_ns == 0
+
+
+def test_a_plan_of_another_profile_is_refused(profile):
+    other = gradcast.load_profile("vgg16")
+    plan = gradcast.make_plan(profile, profile.link)
+    with pytest.raises(gradcast.Error) as caught:
+        gradcast.play(other, profile.link, plan)
+    assert caught.value.code == "invalid_plan"
+    with pytest.raises(gradcast.Error):
+        plan.check(other)
+
+
+def test_bounds_are_never_above_the_best_plan_and_name_what_they_are(profile):
+    bound = gradcast.bound(profile, profile.link)
+    plan = gradcast.make_plan(profile, profile.link)
+    assert bound.plain_ns <= bound.best_ns <= plan.predicted_ns * (1 + 1e-9)
+    assert bound.exact  # later ready is more urgent in this profile, and the cost is one line
+    assert plan.bound_ns == pytest.approx(bound.best_ns)
+
+
+def test_link_costs(profile):
+    cost = profile.link.all_reduce
+    assert cost.cost_ns(1000) == pytest.approx(100_800)
+    assert cost.capacity_bytes(100_800) == pytest.approx(1000, abs=1)
+    assert cost.pieces[0].up_to_bytes is None
+    assert profile.link.scaled(2, 3).all_reduce.cost_ns(1000) == pytest.approx(202_400)
+    with pytest.raises(gradcast.Error, match="no cost"):
+        profile.link.reduce_scatter.cost_ns(1)
+
+
+def test_derived_networks():
+    hop = _core.Hop(latency_ns=50e3, bandwidth_bytes_per_s=1.25e9)
+    (piece,) = _core.ring_link(hop, 8).all_reduce.pieces
+    assert piece.alpha_ns == pytest.approx(14 * 50e3)
+    assert piece.beta_ns_per_byte == pytest.approx(2 * 7 / 8 * 0.8)
+    (piece,) = _core.tree_link(hop, 8).all_reduce.pieces
+    assert piece.alpha_ns == pytest.approx(6 * 50e3)
+    assert _core.hierarchical_link(intra_node=hop, inter_node=hop, node_count=1, workers_per_node=8) == _core.ring_link(
+        hop, 8
+    )
+    assert _core.network("10gbe-8").world_size == 8
+
+
+def test_a_fit_finds_the_line_behind_its_samples():
+    samples = [(size, 50e3 + 0.9 * size) for size in (4096 * 2**k for k in range(14))]
+    fit = _core.fit_op_cost(samples)
+    (piece,) = fit.cost.pieces
+    assert piece.alpha_ns == pytest.approx(50e3, rel=1e-6)
+    assert piece.beta_ns_per_byte == pytest.approx(0.9, rel=1e-6)
+    assert fit.relative_error_max < 1e-6
+    with pytest.raises(gradcast.Error, match="method"):
+        _core.fit_op_cost(samples, method="guess")
+
+
+def test_other_threads_run_while_a_plan_is_made():
+    """make_plan releases the GIL: two plans made at once by two threads are the plans made one by one."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    profile = gradcast.load_profile("resnet50")
+    links = [small_link(beta_ns_per_byte=beta) for beta in (1.0, 2.0, 3.0, 4.0)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda link: gradcast.make_plan(profile, link, policy="bytescheduler"), links))
+    alone = [gradcast.make_plan(profile, link, policy="bytescheduler") for link in links]
+    assert together == alone
+
+
+def test_torch_is_not_needed():
+    code = "import sys; sys.modules['torch'] = None; import gradcast; print(gradcast.__version__)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == gradcast.__version__
+
+
+def stub_members():
+    """Names in _core.pyi: functions and values by name, members of classes as Class.member."""
+    names = set()
+    for node in ast.parse((PACKAGE / "_core.pyi").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+    return {name for name in names if not name.endswith(".__init__")}
+
+
+def module_members():
+    names = set()
+    for name, value in vars(_core).items():
+        if name.startswith("_") and name != "__version__":
+            continue
+        names.add(name)
+        if isinstance(value, type):
+            names |= {f"{name}.{member}" for member in vars(value) if not member.startswith("_")}
+    return names
+
+
+def test_the_stub_describes_the_module():
+    assert stub_members() == module_members()
+
+
+def test_the_stub_knows_the_arguments():
+    """Keyword arguments of the stub's functions are accepted by the module: their names stand in its signatures."""
+    for node in ast.parse((PACKAGE / "_core.pyi").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            signature = getattr(_core, node.name).__doc__.splitlines()[0]
+            for argument in [*node.args.args, *node.args.kwonlyargs]:
+                assert f"{argument.arg}:" in signature, f"{node.name}({argument.arg}) is not in: {signature}"

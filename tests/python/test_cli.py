@@ -1,0 +1,287 @@
+"""The command line as a user meets it: what each command prints, writes and returns."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import gradcast
+from conftest import NETWORK
+from gradcast import _core
+
+PNG = b"\x89PNG\r\n"
+COMMANDS = ["simulate", "plan", "plot", "sweep", "profile", "policies", "networks", "link"]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["-m"]])
+def test_version(arguments, run):
+    if arguments == ["-m"]:
+        command = [sys.executable, "-m", "gradcast", "--version"]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    else:
+        result = run(*arguments)
+        assert result.code == 0
+        out = result.out
+    assert out.strip() == f"gradcast {gradcast.__version__}"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "profile import", "profile show", "link fit"])
+def test_every_command_has_help_with_an_example(command, run):
+    result = run(*command.split(), "--help")
+    assert result.code == 0
+    assert "example:\n  gradcast " + command.split()[0] in result.out
+
+
+def test_the_help_lists_every_command(run):
+    out = run("--help").out
+    assert all(f"    {command}" in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("name", gradcast.files.bundled_profiles())
+def test_bundled_profiles_are_their_imported_tables(name, run, tmp_path):
+    data = gradcast.files._DATA
+    table = tmp_path / f"layers_{name}.csv"
+    table.write_text((data / f"layers_{name}.csv").read_text())
+    result = run("profile", "import", table, "--name", name)
+    assert result.code == 0
+    assert result.out == (data / f"{name}.json").read_text()
+
+
+def test_scaling_at_import_and_at_use_are_the_same(run, tmp_path):
+    table = tmp_path / "layers.csv"
+    table.write_text((gradcast.files._DATA / "layers_vgg16.csv").read_text())
+    assert run("profile", "import", table, "--name", "vgg16", "--scale", "0.5", "-o", tmp_path / "half.json").code == 0
+    half, scaled = gradcast.load_profile(str(tmp_path / "half.json")), gradcast.load_profile("vgg16", 0.5)
+    assert len(half.tensors) == len(scaled.tensors) == 16
+    # Rounding to nanoseconds happens once in one and twice in the other.
+    assert half.backward_ns == pytest.approx(scaled.backward_ns, abs=len(half.tensors))
+    for one, other in zip(half.tensors, scaled.tensors, strict=True):
+        assert one.ready_ns == pytest.approx(other.ready_ns, abs=50)
+
+
+def test_show(run):
+    result = run("profile", "show", "resnet50")
+    assert result.code == 0
+    assert "107 tensors, 102 MB" in result.out
+    assert json.loads(run("profile", "show", "resnet50", "--json").out)["name"] == "resnet50"
+
+
+def test_simulate_compares_all_policies_best_first(run):
+    result = run("simulate", "resnet50", "--scale", "0.5", *NETWORK)
+    assert result.code == 0
+    assert result.err == ""
+    names = [info.name for info in _core.policies()]
+    rows = [line.replace("*", "").split() for line in result.out.splitlines()]
+    rows = [row for row in rows if row and row[0] in names and row[-1] == "x"]
+    assert sorted(row[0] for row in rows) == sorted(names)
+    times = [float(row[2]) for row in rows]
+    assert times == sorted(times)
+    assert rows[0][0] == "forecast"
+    assert "The network is the limit: no schedule can go below" in result.out
+    assert "forecast reaches" in result.out
+
+
+def test_simulate_json_has_what_the_table_has(run):
+    result = run("simulate", "resnet50", "--scale", "0.5", *NETWORK, "--json")
+    fields = json.loads(result.out)
+    rows = {row["policy"]: row for row in fields["policies"]}
+    assert set(rows) == {info.name for info in _core.policies()}
+    assert fields["skipped"] == {}
+    for row in rows.values():
+        assert row["predicted_ns"] >= row["bound_ns"] * (1 - 1e-9)
+        assert row["bound_ns"] >= row["plain_bound_ns"] * (1 - 1e-9)
+        assert row["ratio_to_bound"] == pytest.approx(row["predicted_ns"] / row["bound_ns"], rel=1e-6)
+        assert row["speedup_over_ddp"] == pytest.approx(rows["ddp"]["predicted_ns"] / row["predicted_ns"], rel=1e-6)
+    assert rows["dear"]["all_reduce_only"] is False
+    assert rows["ddp"]["all_reduce_only"] is True
+    assert fields["bound_ns"] <= fields["all_reduce_bound_ns"]
+
+
+def test_simulate_marks_plans_with_another_bound(run):
+    out = run("simulate", "resnet50", "--scale", "0.5", *NETWORK, "--policy", "dear,ddp").out
+    assert "dear *" in out
+    assert "* dear sends reduce-scatters and all-gathers here; its own bound is" in out
+
+
+def test_simulate_names_the_policies_that_cannot_run(run):
+    hook = run("simulate", "resnet50", *NETWORK, "--mode", "hook")
+    assert hook.code == 0
+    assert "dear is left out: it sends under the next forward pass" in hook.out
+    no_scatter = run("simulate", "resnet50", "--network", "10gbe-8")
+    assert no_scatter.code == 0
+    assert "dear is left out: the link has no costs for reduce_scatter and all_gather" in no_scatter.out
+
+
+def test_simulate_uses_the_profiles_own_link(run, profile_path):
+    result = run("simulate", profile_path, "--policy", "forecast,ddp")
+    assert result.code == 0
+    assert "the profile's own link: an all-reduce takes 100 us + 800 us per MB" in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bandwidth", "10gbit", "--workers", "8"], "ring of 8 workers, 10 Gbit/s, 50 us per hop"),
+        (["--bandwidth", "10gbit", "--workers", "1"], "ring of 1 worker,"),
+        (["--bandwidth", "1GB/s", "--workers", "8", "--topology", "tree"], "tree of 8 workers, 8 Gbit/s"),
+        (
+            [
+                "--bandwidth",
+                "10gbit",
+                "--workers",
+                "8",
+                "--topology",
+                "hierarchical",
+                "--workers-per-node",
+                "4",
+                "--intra-bandwidth",
+                "10GB/s",
+            ],
+            "2 nodes of 4 workers",
+        ),
+        (["--network", "56gbib-16"], "56gbib-16"),
+    ],
+)
+def test_networks_of_every_kind(options, words, run):
+    result = run("simulate", "vgg16", *options, "--policy", "forecast,fifo")
+    assert result.code == 0
+    assert words in result.out
+
+
+def test_a_profile_without_compute_on_a_link_without_cost(run, tmp_path):
+    """Every time is 0: nothing may be divided by it."""
+    tensor = gradcast.Tensor(name="a", bytes=400, ready_ns=0, need_ns=0)
+    path = tmp_path / "nothing.json"
+    path.write_text(gradcast.Profile(name="nothing", forward_ns=0, backward_ns=0, tensors=[tensor]).to_json())
+    options = ["--bandwidth", "1gbit", "--workers", "1"]
+    assert run("simulate", path, *options).code == 0
+    assert run("simulate", path, *options, "--json").code == 0
+    assert run("plan", path, *options, "-o", tmp_path / "plan.json").code == 0
+    assert run("plot", tmp_path / "plan.json", "-o", tmp_path / "plan.png").code == 0
+
+
+def test_several_blocks_in_flight(run):
+    out = run("simulate", "resnet50", "--scale", "0.5", *NETWORK, "--in-flight", "2", "--policy", "forecast,ddp").out
+    assert "up to 2 blocks in flight" in out
+
+
+def test_plan_writes_a_plan_that_fits_its_profile(run, profile_path, tmp_path, profile):
+    result = run("plan", profile_path, "--policy", "p3", "--set", "slice_elements=100000", "-o", tmp_path / "plan.json")
+    assert result.code == 0
+    assert "p3 (overlap mode)" in result.out
+    text = (tmp_path / "plan.json").read_text()
+    plan = gradcast.Plan.from_json(text)
+    plan.check(profile)
+    assert all(block.size_bytes <= 400_000 for block in plan.blocks)
+    assert json.loads(text)["made_with"]["profile"] == str(profile_path)
+
+
+def test_plan_json_is_the_plan(run, profile_path, profile):
+    result = run("plan", profile_path, "--mode", "hook", "--json")
+    plan = gradcast.Plan.from_json(result.out)
+    plan.check(profile)
+    assert plan.mode == "hook"
+    assert plan.policy == "forecast"
+
+
+def test_an_uncertain_link_gets_a_plan_of_its_own(run):
+    arguments = ["plan", "resnet50", "--scale", "0.5", *NETWORK, "--json"]
+    certain, uncertain = run(*arguments), run(*arguments, "--uncertainty", "10%")
+    assert uncertain.code == 0
+    best, careful = (gradcast.Plan.from_json(result.out) for result in (certain, uncertain))
+    # With the costs as given it cannot be better than the best plan.
+    assert careful.predicted_ns >= best.predicted_ns * (1 - 1e-6)
+
+
+def test_plot_needs_no_more_than_the_plan(run, plan_path, tmp_path):
+    result = run("plot", plan_path, "-o", tmp_path / "plan.png")
+    assert result.code == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("in_flight", ["1", "2"])
+def test_plot_of_every_kind_of_plan(mode, in_flight, run, tmp_path):
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    options = ["--mode", mode, "--in-flight", in_flight, "-o", plan]
+    assert run("plan", "resnet50", "--scale", "0.5", *NETWORK, *options).code == 0
+    arguments = ["plot", plan, "--profile", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8"]
+    assert run(*arguments, "-o", picture).code == 0
+    assert "<svg" in picture.read_text()
+
+
+def test_simulate_draws_the_comparison(run, tmp_path):
+    result = run("simulate", "vgg16", *NETWORK, "--plot", tmp_path / "all.png")
+    assert result.code == 0
+    assert (tmp_path / "all.png").read_bytes().startswith(PNG)
+
+
+def test_sweep_writes_a_line_per_network_and_policy(run, tmp_path):
+    result = run(
+        "sweep", "vgg16", "--bandwidths", "1gbit,10gbit", "--workers", "2,8", "--policies", "forecast,ddp",
+        "-o", tmp_path / "sweep.csv", "--plot", tmp_path / "sweep.png",
+    )  # fmt: skip
+    assert result.code == 0
+    assert "[4/4] 8 workers, 10 Gbit/s" in result.err
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").open()))
+    assert len(rows) == 8
+    assert {(row["workers"], row["bandwidth_gbit_per_s"]) for row in rows} == {
+        ("2", "1.0"), ("2", "10.0"), ("8", "1.0"), ("8", "10.0"),
+    }  # fmt: skip
+    for row in rows:
+        assert float(row["predicted_ms"]) >= float(row["bound_ms"]) - 1e-5
+        assert row["policy"] != "ddp" or float(row["speedup_over_ddp"]) == 1
+    assert (tmp_path / "sweep.png").read_bytes().startswith(PNG)
+
+
+def test_sweep_prints_where_no_file_is_named(run):
+    arguments = ["sweep", "vgg16", "--bandwidths", "1gbit", "--workers", "2", "--policies", "ddp"]
+    assert run(*arguments).out.startswith("profile,scale,mode,")
+
+
+def test_policies_are_listed_with_their_parameters(run):
+    out = run("policies").out
+    for info in _core.policies():
+        assert info.name in out
+        for parameter in info.parameters:
+            assert f"--set {parameter.name}=" in out
+    listed = json.loads(run("policies", "--json").out)
+    assert [info["name"] for info in listed] == [info.name for info in _core.policies()]
+
+
+def test_networks_are_listed(run):
+    out = run("networks").out
+    assert all(network.name in out for network in _core.networks())
+    listed = json.loads(run("networks", "--json").out)
+    assert all(network["source"] for network in listed)
+
+
+def test_link_fit_finds_the_costs_of_each_operation(run, tmp_path):
+    samples = tmp_path / "samples.csv"
+    lines = ["bytes,time_ns,op"]
+    for size in (4096 * 4**k for k in range(9)):
+        lines += [f"{size},{50_000 + 0.9 * size},all_reduce", f"{size},{30_000 + 0.6 * size},all_gather"]
+    samples.write_text("\n".join(lines) + "\n")
+    result = run("link", "fit", samples, "-o", tmp_path / "link.json")
+    assert result.code == 0
+    assert "all_reduce: 9 samples" in result.out
+    link = gradcast.LinkModel.from_json((tmp_path / "link.json").read_text())
+    assert link.all_reduce.pieces[0].beta_ns_per_byte == pytest.approx(0.9, rel=1e-6)
+    assert link.all_gather.pieces[0].alpha_ns == pytest.approx(30_000, rel=1e-6)
+    used = run("simulate", "vgg16", "--link", tmp_path / "link.json", "--policy", "forecast")
+    assert "50 us + 900 us per MB" in used.out
+    fields = json.loads(run("link", "fit", samples, "--method", "least_squares", "--json").out)
+    assert fields["all_gather"]["samples"] == 9
+
+
+def test_a_closed_pipe_is_no_error():
+    command = [sys.executable, "-m", "gradcast", "profile", "show", "resnet50", "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert process.stderr == ""
+    assert process.returncode == 0

@@ -1,0 +1,191 @@
+"""Reads the includes of every C++ file and fails where a layer reaches where it may not (docs/design.md, layers).
+
+The table below is the rule. A new folder under csrc needs a line in it.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+# Which layer a public header belongs to; every other one is the core's.
+PUBLIC_LAYER = {"engine.h": "engine", "transport.h": "transport", "sim.h": "sim"}
+# Public headers that carry nothing but words and errors, which even a transport may use.
+WORDS = {"gradcast/types.h", "gradcast/error.h"}
+
+# Standard headers that a pure layer has no use for: threads, clocks, randomness, printing, files.
+IMPURE = {
+    "atomic", "barrier", "chrono", "condition_variable", "ctime", "filesystem", "fstream", "future", "iostream",
+    "latch", "mutex", "ostream", "print", "random", "semaphore", "shared_mutex", "stop_token", "syncstream", "thread",
+}  # fmt: skip
+# Words that reach the environment, the clock or the terminal without a header of their own.
+IMPURE_WORDS = re.compile(r"\b(getenv|std::rand|srand|printf|fprintf|puts|std::cout|std::cerr|std::time)\b")
+
+
+@dataclass(frozen=True)
+class Layer:
+    public: frozenset[str]  # layers whose public headers it may include
+    vendors: tuple[str, ...] = ()  # beginnings of other libraries' headers
+    pure: bool = False
+    words_only: bool = False  # of the core's public headers, only WORDS
+    own: tuple[str, ...] = field(default=())  # folders whose private headers it may include besides its own
+
+
+LAYERS = {
+    "include/gradcast": Layer(frozenset({"core", "sim", "engine", "transport"})),
+    "csrc/core": Layer(frozenset({"core"}), ("nlohmann/",), pure=True),
+    "csrc/sim": Layer(frozenset({"core", "sim"}), pure=True),
+    "csrc/transport/inproc": Layer(frozenset({"core", "transport"}), words_only=True),
+    "csrc/transport/mpi": Layer(frozenset({"core", "transport"}), ("mpi.h",), words_only=True),
+    "csrc/transport/nccl": Layer(frozenset({"core", "transport"}), ("nccl.h", "cuda_runtime"), words_only=True),
+    "csrc/engine": Layer(frozenset({"core", "engine", "transport"})),
+    "csrc/cuda": Layer(frozenset({"core"}), ("cuda",)),
+    "csrc/bindings": Layer(frozenset({"core", "sim", "engine"}), ("pybind11/",)),
+    "csrc/torch": Layer(frozenset({"core", "engine", "transport"}), ("torch/", "c10/", "ATen/", "pybind11/")),
+    "tests/core": Layer(frozenset({"core"}), ("gtest/", "gmock/", "nlohmann/"), own=("csrc/core",)),
+    "tests/fuzz": Layer(frozenset({"core"}), ("fuzzer/",), own=("csrc/core",)),
+    "benchmarks": Layer(frozenset({"core"}), ("benchmark/",), own=("csrc/core", "tests/core")),
+}
+
+
+def layer_of(path: str) -> str | None:
+    """The longest folder of the table that holds the path."""
+    return max((folder for folder in LAYERS if path.startswith(folder + "/")), key=len, default=None)
+
+
+def faults(path: str, text: str) -> list[str]:
+    folder = layer_of(path)
+    if folder is None:
+        return [f"{path}: its folder is in no layer; add it to the table in {Path(__file__).name}"]
+    layer = LAYERS[folder]
+    found = []
+    for quote, name in INCLUDE.findall(text):
+        reason = _fault_of_include(path, folder, layer, quote, name)
+        if reason:
+            found.append(f"{path} includes {name}: {reason}")
+    if layer.pure:
+        found += [f"{path} uses {match[0]}: {folder} is pure" for match in IMPURE_WORDS.finditer(text)]
+    return found
+
+
+def _fault_of_include(path: str, folder: str, layer: Layer, quote: str, name: str) -> str | None:
+    if name.startswith("gradcast/"):
+        owner = PUBLIC_LAYER.get(name.removeprefix("gradcast/"), "core")
+        if owner not in layer.public:
+            return f"{folder} may not reach {owner}"
+        if owner == "core" and layer.words_only and name not in WORDS:
+            return f"{folder} may use of the core only {', '.join(sorted(WORDS))}"
+        return None
+    if any(name.startswith(vendor) for vendor in layer.vendors):
+        return None
+    if quote == '"':
+        own = [folder, *layer.own]
+        return None if any((ROOT / place / name).exists() for place in own) else f"it is in none of {', '.join(own)}"
+    if "/" in name or "." in name:
+        return f"{folder} may not use this library"
+    if layer.pure and name in IMPURE:
+        return f"{folder} is pure: no threads, clocks, randomness, files or printing"
+    return None
+
+
+def cxx_files() -> list[str]:
+    folders = ("include", "csrc", "tests", "benchmarks")
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in {".h", ".cc", ".cu", ".cuh"})
+
+
+def test_no_layer_reaches_where_it_may_not():
+    files = cxx_files()
+    assert len(files) > 30
+    found = [fault for path in files for fault in faults(path, (ROOT / path).read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("csrc/core/x.cc", "#include <chrono>"),
+        ("csrc/core/x.cc", "#include <thread>"),
+        ("csrc/core/x.cc", "#include <random>"),
+        ("csrc/core/x.cc", "#include <iostream>"),
+        ("csrc/core/x.cc", '  printf("%d", x);'),
+        ("csrc/core/x.cc", 'auto v = std::getenv("HOME");'),
+        ("csrc/core/x.cc", "#include <torch/extension.h>"),
+        ("csrc/core/x.cc", "#include <pybind11/pybind11.h>"),
+        ("csrc/core/x.cc", "#include <cuda_runtime.h>"),
+        ("csrc/core/x.cc", "#include <unistd.h>"),
+        ("csrc/core/x.cc", '#include "gradcast/engine.h"'),
+        ("csrc/core/policy/x.cc", '#include "bindings.h"'),
+        ("include/gradcast/x.h", "#include <nlohmann/json.hpp>"),
+        ("include/gradcast/x.h", '#include "problem.h"'),
+        ("csrc/sim/x.cc", '#include "gradcast/engine.h"'),
+        ("csrc/sim/x.cc", "#include <chrono>"),
+        ("csrc/engine/x.cc", '#include "gradcast/sim.h"'),
+        ("csrc/engine/x.cc", "#include <nccl.h>"),
+        ("csrc/engine/x.cc", "#include <torch/torch.h>"),
+        ("csrc/transport/mpi/x.cc", '#include "gradcast/plan.h"'),
+        ("csrc/transport/mpi/x.cc", "#include <nccl.h>"),
+        ("csrc/bindings/x.cc", "#include <torch/extension.h>"),
+        ("csrc/bindings/x.cc", '#include "problem.h"'),
+        ("csrc/novel/x.cc", "#include <vector>"),
+    ],
+)
+def test_the_rule_has_teeth(path, text):
+    assert faults(path, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "csrc/core/x.cc",
+            '#include <vector>\n#include <nlohmann/json.hpp>\n#include "gradcast/plan.h"\n#include "problem.h"',
+        ),
+        ("csrc/core/policy/x.cc", '#include "policy/online.h"'),
+        ("csrc/bindings/x.cc", '#include <pybind11/stl.h>\n#include "bindings.h"\n#include "gradcast/plan.h"'),
+        ("csrc/engine/x.cc", '#include <thread>\n#include "gradcast/transport.h"\n#include "gradcast/plan.h"'),
+        ("csrc/torch/x.cc", "#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
+        ("csrc/transport/mpi/x.cc", '#include <mpi.h>\n#include "gradcast/transport.h"\n#include "gradcast/error.h"'),
+        ("tests/core/x_test.cc", '#include <gtest/gtest.h>\n#include <chrono>\n#include "problem.h"'),
+        ("csrc/core/x.cc", 'std::snprintf(text, 5, "%d", 1);'),
+    ],
+)
+def test_the_rule_lets_through_what_it_should(path, text):
+    assert faults(path, text) == []
+
+
+# --- Every source is built: a test outside the build is dead. ---
+
+GLOB = re.compile(r"file\(GLOB\s+\w+\s+(?:CONFIGURE_DEPENDS\s+)?([^)]*)\)")
+SOURCE_NAME = re.compile(r"[\w./${}]+\.cc\b")
+
+
+def built_files() -> set[str]:
+    built: set[Path] = set()
+    for listfile in ROOT.rglob("CMakeLists.txt"):
+        if {".venv", "build"} & set(listfile.relative_to(ROOT).parts):
+            continue
+        folder, text = listfile.parent, re.sub(r"#.*", "", listfile.read_text())
+        for patterns in GLOB.findall(text):
+            for pattern in patterns.split():
+                built |= set(folder.glob(pattern))
+        built |= {folder / name for name in SOURCE_NAME.findall(GLOB.sub("", text))}
+    return {str(path.relative_to(ROOT)) for path in built if path.exists() and path.suffix == ".cc"}
+
+
+def test_every_source_is_in_the_build():
+    sources = {path for path in cxx_files() if path.endswith(".cc")}
+    missing = sorted(sources - built_files())
+    assert not missing, f"in no CMakeLists.txt: {missing}"
+
+
+def test_every_test_file_is_named_as_one():
+    """A file with TEST( that is not called *_test.cc hides from people who look for tests."""
+    for path in cxx_files():
+        if path.endswith(".cc") and re.search(r"^TEST(_F|_P)?\(", (ROOT / path).read_text(), re.MULTILINE):
+            assert path.endswith("_test.cc"), path

@@ -1,0 +1,43 @@
+#!/bin/sh
+# Makes sure that the system has what the build needs from outside: a C++20 compiler and Python's headers ("core"), and for
+# the tests also GoogleTest and Google Benchmark ("tests"). As root on a machine with apt it installs what is missing;
+# elsewhere it names it. Everything else comes from Python packages, into .venv.
+set -eu
+level=$1
+python=${PYTHON:-python3}
+missing=
+
+includes() {
+  printf '#include <%s>\nint main() {}\n' "$1" | ${CXX:-c++} -std=c++20 -fsyntax-only -x c++ - >/dev/null 2>&1
+}
+
+find_missing() {
+  missing=
+  includes span || missing="$missing g++"
+  "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing="$missing python3-venv"
+  "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' >/dev/null 2>&1 ||
+    missing="$missing python3-dev"
+  if [ "$level" = tests ]; then
+    includes gtest/gtest.h || missing="$missing libgtest-dev"
+    includes benchmark/benchmark.h || missing="$missing libbenchmark-dev"
+  fi
+}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+  echo "gradcast needs Python 3.10 or newer; name one with PYTHON=/path/to/python3 make ..." >&2
+  exit 1
+fi
+find_missing
+if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "installing system packages:$missing"
+  export DEBIAN_FRONTEND=noninteractive
+  # shellcheck disable=SC2086
+  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $missing; } </dev/null >/dev/null || true
+  find_missing
+fi
+if [ -n "$missing" ]; then
+  echo "These are missing on this machine (names as in Debian and Ubuntu):$missing" >&2
+  echo "Install them, for instance with: sudo apt-get install$missing" >&2
+  exit 1
+fi
