@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "number_text.h"
+
 namespace gradcast {
 namespace {
 
@@ -23,10 +25,6 @@ std::string shown(const Json& value) {
   std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
   constexpr size_t kShownMax = 40;
   return text.size() > kShownMax ? text.substr(0, kShownMax) + "…" : text;
-}
-
-std::string number_text(double value) {
-  return Json(value).dump();
 }
 
 }  // namespace
@@ -75,7 +73,7 @@ const Json* Fields::find(const char* key) {
 const Json& Fields::required(const char* key) {
   const Json* value = find(key);
   if (value == nullptr) {
-    refuse(key, "is missing");
+    refuse(key, "is missing; docs/formats.md lists the fields");
   }
   return *value;
 }

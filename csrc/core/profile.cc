@@ -6,19 +6,13 @@
 #include <vector>
 
 #include "gradcast/error.h"
+#include "number_text.h"
 
 namespace gradcast {
 namespace {
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorCode::kInvalidProfile, message);
-}
-
-std::string number_text(double value) {
-  if (value == std::round(value) && std::abs(value) <= kTimeMaxNs) {
-    return std::to_string(static_cast<int64_t>(value));
-  }
-  return std::to_string(value);
 }
 
 void check_time(const std::string& field, double time_ns, double max_ns, const char* max_name) {
@@ -57,7 +51,7 @@ void check_tensor(const Profile& profile, size_t index) {
     check_time(field("need_ns"), tensor.need_ns, profile.forward_ns, "the end of forward");
   }
   if (wrong(tensor.update_ns, kTimeMaxNs)) {
-    check_time(field("update_ns"), tensor.update_ns, kTimeMaxNs, "2^53");
+    check_time(field("update_ns"), tensor.update_ns, kTimeMaxNs, "the longest time accepted");
   }
   if (index > 0 && tensor.need_ns < profile.tensors[index - 1].need_ns) {
     refuse(field("need_ns") +
@@ -76,8 +70,8 @@ void check_profile(const Profile& profile) {
   if (profile.world_size < 1) {
     refuse("world_size is " + std::to_string(profile.world_size) + "; at least one worker trains");
   }
-  check_time("forward_ns", profile.forward_ns, kTimeMaxNs, "2^53");
-  check_time("backward_ns", profile.backward_ns, kTimeMaxNs, "2^53");
+  check_time("forward_ns", profile.forward_ns, kTimeMaxNs, "the longest time accepted");
+  check_time("backward_ns", profile.backward_ns, kTimeMaxNs, "the longest time accepted");
   if (profile.tensors.empty()) {
     refuse("tensors is empty; a profile has at least one tensor");
   }

@@ -105,7 +105,7 @@ void add_filtered(std::vector<Order>& orders, const Order& order, Keep keep) {
   }
 }
 
-std::string reason_of(const Slot& slot, int32_t tensor) {
+std::string reason_of(const Slot& slot, int32_t tensor, Mode mode) {
   const std::string name = "tensor " + std::to_string(tensor);
   switch (slot.side) {
     case Side::kBackward:
@@ -115,7 +115,8 @@ std::string reason_of(const Slot& slot, int32_t tensor) {
     case Side::kCentre:
       break;
   }
-  return "centre: starts with the last gradient, ends when forward begins to wait";
+  return mode == Mode::kHook ? "last: starts with the last gradient, forward starts when it ends"
+                             : "centre: starts with the last gradient, forward waits for it";
 }
 
 }  // namespace
@@ -203,7 +204,7 @@ std::vector<Block> blocks_of(const Problem& problem, const Order& order, const s
         pieces.push_back({order[at], from_bytes, to_bytes});
       }
     }
-    for (Block& block : joint_blocks(problem, pieces, reason_of(slot, order[slot.tensor]))) {
+    for (Block& block : joint_blocks(problem, pieces, reason_of(slot, order[slot.tensor], problem.mode))) {
       blocks.push_back(std::move(block));
     }
   }

@@ -59,7 +59,7 @@ void check_value(const std::string& policy, const Parameter<Options>& parameter,
   if (value >= parameter.min && value <= parameter.max && !(parameter.whole && value != std::floor(value))) {
     return;
   }
-  const std::string max = parameter.max == kSizeMax ? "2^53" : number_text(parameter.max);
+  const std::string max = number_text(parameter.max);
   throw Error(ErrorCode::kInvalidOption, "parameter " + std::string(parameter.name) + " of policy " + policy + " is " +
                                              number_text(value) + "; it must be a " +
                                              (parameter.whole ? "whole " : "") + "number from " +
