@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <queue>
 #include <vector>
 
+#include "pieces.h"
 #include "planner/relaxation.h"
 #include "problem.h"
 
@@ -32,10 +32,7 @@ LinkLine cheapest_line(const LinkModel& link, bool any_op, int32_t in_flight) {
 // Jackson's bound: the value of the preemptive schedule that always sends the most urgent ready bytes, plus one alpha.
 // Preemption is free in it, so it equals the maximum over ready times and needs in the definition, in O(N log N).
 double preemptive_ns(const Problem& problem, const LinkLine& line) {
-  std::vector<int32_t> by_ready(problem.tensor_count());
-  std::iota(by_ready.begin(), by_ready.end(), 0);
-  std::stable_sort(by_ready.begin(), by_ready.end(),
-                   [&](int32_t a, int32_t b) { return problem.ready_ns[a] < problem.ready_ns[b]; });
+  const std::vector<int32_t> arrivals = by_ready(problem);
   std::vector<double> left_ns(problem.tensor_count());
   for (int32_t i = 0; i < problem.tensor_count(); ++i) {
     left_ns[i] = line.beta_ns_per_byte * static_cast<double>(problem.bytes[i]);
@@ -45,15 +42,15 @@ double preemptive_ns(const Problem& problem, const LinkLine& line) {
   double bound_ns = problem.backward_ns + problem.forward_ns;
   double clock_ns = 0;
   size_t next = 0;
-  while (next < by_ready.size() || !available.empty()) {
+  while (next < arrivals.size() || !available.empty()) {
     if (available.empty()) {
-      clock_ns = std::max(clock_ns, problem.ready_ns[by_ready[next]]);
+      clock_ns = std::max(clock_ns, problem.ready_ns[arrivals[next]]);
     }
-    while (next < by_ready.size() && problem.ready_ns[by_ready[next]] <= clock_ns) {
-      available.push(by_ready[next++]);
+    while (next < arrivals.size() && problem.ready_ns[arrivals[next]] <= clock_ns) {
+      available.push(arrivals[next++]);
     }
     const int32_t tensor = available.top();
-    const double until_ns = next < by_ready.size() ? problem.ready_ns[by_ready[next]] : kTimeMaxNs * kTimeMaxNs;
+    const double until_ns = next < arrivals.size() ? problem.ready_ns[arrivals[next]] : kTimeMaxNs * kTimeMaxNs;
     if (clock_ns + left_ns[tensor] > until_ns) {
       left_ns[tensor] -= until_ns - clock_ns;
       clock_ns = until_ns;
@@ -79,11 +76,14 @@ std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
   return {line};
 }
 
-double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::vector<Order>& orders) {
+// The largest optimum of the chains along `orders`, if it is above `bound_ns`. One decision tells most of them that it is not.
+double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::vector<Order>& orders, double bound_ns) {
   const OpCost cost = line_cost(line.alpha_ns, line.beta_ns_per_byte);
-  double bound_ns = 0;
   for (const Order& order : orders) {
-    bound_ns = std::max(bound_ns, optimum(enlarged_chain(problem, order, cost)).bound_ns);
+    const Chain chain = enlarged_chain(problem, order, cost);
+    if (!reachable(chain, bound_ns)) {
+      bound_ns = std::max(bound_ns, optimum(chain).bound_ns);
+    }
   }
   return bound_ns;
 }
@@ -104,20 +104,20 @@ Bound bound(const Problem& problem, bool any_op) {
     return bound;  // blocks in flight hide each other's alpha: only one of them is sure to be paid
   }
   std::vector<Order> orders = candidate_orders(problem);
-  const bool chain = nested || problem.mode == Mode::kHook;
-  if (!chain) {
-    const size_t whole = orders.size();
-    for (size_t i = 0; i < whole; ++i) {
+  if (!nested && problem.mode == Mode::kOverlap) {
+    for (size_t i = 0, whole = orders.size(); i < whole; ++i) {
       for (Order& part : sub_orders(problem, orders[i])) {
         orders.push_back(std::move(part));
       }
     }
   }
   for (const LinkLine& line : chain_lines(problem, any_op)) {
-    bound.best_ns = std::max({bound.best_ns, chain_bound_ns(problem, line, orders), any_op ? 0.0 : plain_ns(line)});
+    if (!any_op) {
+      bound.best_ns = std::max(bound.best_ns, plain_ns(line));
+    }
+    bound.best_ns = chain_bound_ns(problem, line, orders, bound.best_ns);
   }
-  const bool one_range = nested || problem.link.pack_ns_per_byte == 0;
-  bound.exact = chain && one_range && !any_op && problem.link.all_reduce.linear() && problem.buffer_count() == 1;
+  bound.exact = !any_op && has_exact_plan(problem);
   return bound;
 }
 

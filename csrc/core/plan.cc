@@ -116,30 +116,37 @@ void check_gathers(const std::vector<Carried>& scatters, const std::vector<Carri
   }
 }
 
-void check_buffer(const Plan& plan, int32_t buffer, int64_t buffer_bytes) {
+// The ranges of one buffer, by what is done to them.
+struct BufferRanges {
   std::vector<Carried> reduced;  // by an all-reduce or a reduce-scatter: once each
   std::vector<Carried> scatters;
   std::vector<Carried> gathers;
+};
+
+std::vector<BufferRanges> ranges_by_buffer(const Plan& plan, size_t buffer_count) {
+  std::vector<BufferRanges> buffers(buffer_count);
   for (size_t k = 0; k < plan.blocks.size(); ++k) {
-    if (plan.blocks[k].buffer != buffer) {
-      continue;
-    }
-    for (const Range& range : plan.blocks[k].ranges) {
-      const Op op = plan.blocks[k].op;
-      (op == Op::kAllGather ? gathers : reduced).push_back({range, k});
-      if (op == Op::kReduceScatter) {
-        scatters.push_back({range, k});
+    const Block& block = plan.blocks[k];
+    BufferRanges& buffer = buffers[block.buffer];
+    for (const Range& range : block.ranges) {
+      (block.op == Op::kAllGather ? buffer.gathers : buffer.reduced).push_back({range, k});
+      if (block.op == Op::kReduceScatter) {
+        buffer.scatters.push_back({range, k});
       }
     }
   }
-  const int64_t reduced_bytes = check_disjoint(reduced, buffer, "reduced");
-  const int64_t scattered_bytes = check_disjoint(scatters, buffer, "reduced");
-  const int64_t gathered_bytes = check_disjoint(gathers, buffer, "gathered");
+  return buffers;
+}
+
+void check_buffer(BufferRanges& ranges, int32_t buffer, int64_t buffer_bytes) {
+  const int64_t reduced_bytes = check_disjoint(ranges.reduced, buffer, "reduced");
+  const int64_t scattered_bytes = check_disjoint(ranges.scatters, buffer, "reduced");
+  const int64_t gathered_bytes = check_disjoint(ranges.gathers, buffer, "gathered");
   if (reduced_bytes != buffer_bytes) {
-    refuse("byte " + std::to_string(first_gap_bytes(reduced)) + " of buffer " + std::to_string(buffer) +
+    refuse("byte " + std::to_string(first_gap_bytes(ranges.reduced)) + " of buffer " + std::to_string(buffer) +
            " is in no block; a plan carries every byte once");
   }
-  check_gathers(scatters, gathers, buffer);
+  check_gathers(ranges.scatters, ranges.gathers, buffer);
   if (gathered_bytes != scattered_bytes) {
     refuse("buffer " + std::to_string(buffer) + " has " + std::to_string(scattered_bytes - gathered_bytes) +
            " bytes that are reduce-scattered and never gathered");
@@ -185,8 +192,9 @@ void check_plan(const Plan& plan, const Profile& profile) {
   for (size_t k = 0; k < plan.blocks.size(); ++k) {
     check_block(plan.blocks[k], k, layouts);
   }
+  std::vector<BufferRanges> ranges = ranges_by_buffer(plan, layouts.size());
   for (size_t buffer = 0; buffer < layouts.size(); ++buffer) {
-    check_buffer(plan, static_cast<int32_t>(buffer), layouts[buffer].bytes);
+    check_buffer(ranges[buffer], static_cast<int32_t>(buffer), layouts[buffer].bytes);
   }
 }
 

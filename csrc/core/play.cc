@@ -5,6 +5,7 @@
 
 #include "gradcast/error.h"
 #include "problem.h"
+#include "virtual_link.h"
 
 namespace gradcast {
 namespace {
@@ -60,23 +61,17 @@ class Scattered {
   std::vector<std::vector<Piece>> pieces_;
 };
 
-// The link: launches, in order, at most in_flight unfinished at once, one wire.
 std::vector<BlockTimes> play_link(const Problem& problem, std::span<const Block> blocks) {
-  std::vector<BlockTimes> times(blocks.size());
+  std::vector<BlockTimes> times;
+  times.reserve(blocks.size());
   Scattered scattered(problem, blocks);
-  const auto in_flight = static_cast<size_t>(problem.in_flight);
-  double launch_ns = 0;
-  double wire_free_ns = 0;
-  for (size_t k = 0; k < blocks.size(); ++k) {
-    const Block& block = blocks[k];
+  VirtualLink link(problem);
+  for (const Block& block : blocks) {
     const double ready_ns = block.op == Op::kAllGather ? scattered.ready_ns(block) : block_ready_ns(problem, block);
-    const double credit_ns = k >= in_flight ? times[k - in_flight].finish_ns : 0;
-    const BlockCost cost = block_cost(problem.link, block);
-    launch_ns = std::max({launch_ns, credit_ns, ready_ns});
-    wire_free_ns = std::max(launch_ns + cost.alpha_ns, wire_free_ns) + cost.bytes_ns;
-    times[k] = {ready_ns, launch_ns, wire_free_ns};
+    const double finish_ns = link.launch(ready_ns, block.size_bytes(), block.op, block.ranges.size() > 1);
+    times.push_back({ready_ns, link.launch_ns(), finish_ns});
     if (block.op == Op::kReduceScatter) {
-      scattered.finish(block, wire_free_ns);
+      scattered.finish(block, finish_ns);
     }
   }
   return times;

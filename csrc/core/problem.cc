@@ -97,4 +97,8 @@ BlockCost block_cost(const LinkModel& link, const Block& block) {
   return block_cost(link, block.op, block.size_bytes(), block.ranges.size() > 1);
 }
 
+bool can_scatter_gather(const Problem& problem) {
+  return problem.link.reduce_scatter.available() && problem.link.all_gather.available();
+}
+
 }  // namespace gradcast

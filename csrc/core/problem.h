@@ -73,6 +73,9 @@ struct BlockCost {
 BlockCost block_cost(const LinkModel& link, Op op, int64_t size_bytes, bool packed);
 BlockCost block_cost(const LinkModel& link, const Block& block);
 
+// Whether the link has both operations that together make an all-reduce.
+bool can_scatter_gather(const Problem& problem);
+
 // play() on a problem (see gradcast/play.h), except that in hook mode, where a problem does not know when parameters are
 // read, read_ns is the start of forward. REQUIRES: the blocks pass check_plan.
 Timeline play(const Problem& problem, std::span<const Block> blocks);

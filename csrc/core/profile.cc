@@ -39,9 +39,9 @@ void check_tensor(const Profile& profile, size_t index) {
     refuse(field("element_bytes") + " is " + std::to_string(tensor.element_bytes) +
            "; it must be positive and divide the tensor's " + std::to_string(tensor.bytes) + " bytes");
   }
-  if (tensor.buffer < 0 || static_cast<size_t>(tensor.buffer) >= profile.tensors.size()) {
-    refuse(field("buffer") + " is " + std::to_string(tensor.buffer) +
-           "; buffers are numbered from 0, and there are no more of them than tensors");
+  if (tensor.buffer < 0 || tensor.buffer >= kBufferCountMax) {
+    refuse(field("buffer") + " is " + std::to_string(tensor.buffer) + "; buffers are numbered from 0 to " +
+           std::to_string(kBufferCountMax - 1) + ", one for each data type and device");
   }
   const auto wrong = [](double time_ns, double max_ns) { return !(time_ns >= 0 && time_ns <= max_ns); };
   if (wrong(tensor.ready_ns, profile.backward_ns)) {
@@ -76,7 +76,7 @@ void check_profile(const Profile& profile) {
     refuse("tensors is empty; a profile has at least one tensor");
   }
   int64_t total_bytes = 0;
-  std::vector<int32_t> element_bytes(profile.tensors.size(), 0);
+  std::vector<int32_t> element_bytes(kBufferCountMax, 0);
   for (size_t i = 0; i < profile.tensors.size(); ++i) {
     check_tensor(profile, i);
     const Tensor& tensor = profile.tensors[i];

@@ -1,4 +1,4 @@
-// The link in virtual time: when blocks would start and finish while a plan is still being made.
+// The link in virtual time: the rule by which play, and every policy that plans ahead, launches and finishes blocks.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace gradcast {
 
-// The clock of the link while a policy decides, with play's rules: what is launched now, when it will finish.
+// Blocks are launched in order, at most in_flight unfinished at once; their bytes pass one wire in that order.
 class VirtualLink {
  public:
   explicit VirtualLink(const Problem& problem) : problem_(&problem) {}

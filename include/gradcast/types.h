@@ -18,6 +18,9 @@ inline constexpr int64_t kBytesMax = int64_t{1} << 53;
 // Times above 2^53 ns (104 days) are refused: they are never meant, and JSON no longer holds each of them.
 inline constexpr double kTimeMaxNs = static_cast<double>(kBytesMax);
 
+// Buffers are one per data type and device; far fewer than this in any model.
+inline constexpr int32_t kBufferCountMax = 1024;
+
 // What a block does with its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later all-gather.
 enum class Op { kAllReduce, kReduceScatter, kAllGather };
 

@@ -83,7 +83,7 @@ TEST(Zigzag, SlotsHoldTheirBytesInsideTheirWindows) {
       const Slot& slot = slots[s];
       covered_bytes += slot.hi_bytes - slot.lo_bytes;
       EXPECT_LE(slot.hi_bytes - slot.lo_bytes,
-                capacity_bytes(chain.cost, slot.finish_ns - slot.start_ns) * (1 + 1e-9) + 1e-6);
+                divisible_capacity_bytes(chain.cost, slot.finish_ns - slot.start_ns) * (1 + 1e-9) + 1e-6);
       if (s > 0) {
         EXPECT_LE(slots[s - 1].finish_ns, slot.start_ns + rounding_ns);
       }

@@ -138,8 +138,9 @@ class Beam {
       }
     });
     const auto end_at = [&](double end_ns) {
-      sizes.push_back(static_cast<int64_t>(std::min(capacity_bytes(problem_.link.all_reduce, end_ns - choice.now_ns),
-                                                    static_cast<double>(available_bytes))));
+      sizes.push_back(
+          static_cast<int64_t>(std::min(divisible_capacity_bytes(problem_.link.all_reduce, end_ns - choice.now_ns),
+                                        static_cast<double>(available_bytes))));
     };
     for_each_left(state, [&](int32_t i) {
       end_at(problem_.ready_ns[i]);

@@ -97,7 +97,7 @@ class Changes {
   }
 
   void end_at_event(Opening& opening, double start_ns) {
-    const double bytes = capacity_bytes(problem_.link.all_reduce, nearby_ready_ns(start_ns) - start_ns);
+    const double bytes = divisible_capacity_bytes(problem_.link.all_reduce, nearby_ready_ns(start_ns) - start_ns);
     if (bytes > 0) {
       opening.size_bytes = std::min(bytes, static_cast<double>(problem_.total_bytes));
     }

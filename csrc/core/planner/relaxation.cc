@@ -109,20 +109,26 @@ std::string reason_of(const Slot& slot, int32_t tensor, Mode mode) {
   const std::string name = "tensor " + std::to_string(tensor);
   switch (slot.side) {
     case Side::kBackward:
-      return "backward: starts when " + name + " is ready, ends when the next block starts";
+      return "backward: sized to fill the link from when " + name + " is ready";
     case Side::kForward:
-      return "forward: arrives when " + name + " is read";
+      return "forward: sized to arrive when " + name + " is read";
     case Side::kCentre:
       break;
   }
-  return mode == Mode::kHook ? "last: starts with the last gradient, forward starts when it ends"
-                             : "centre: starts with the last gradient, forward waits for it";
+  return mode == Mode::kHook ? "last: what is left for when the last gradient is ready"
+                             : "centre: as much as forward can wait for when the last gradient is ready";
 }
 
 }  // namespace
 
 bool is_nested(const Problem& problem) {
   return std::is_sorted(problem.ready_ns.begin(), problem.ready_ns.end(), std::greater<>());
+}
+
+bool has_exact_plan(const Problem& problem) {
+  const bool nested = is_nested(problem);
+  const bool chain = nested || (problem.mode == Mode::kHook && problem.link.pack_ns_per_byte == 0);
+  return chain && problem.link.all_reduce.linear() && problem.in_flight == 1 && problem.buffer_count() == 1;
 }
 
 std::vector<Order> candidate_orders(const Problem& problem) {

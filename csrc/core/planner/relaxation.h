@@ -22,6 +22,11 @@ using Order = std::vector<int32_t>;
 // True if, in urgency order, ready never rises: every window lies inside the next, and the planner is exact.
 bool is_nested(const Problem& problem);
 
+// True if zigzag along the first candidate order gives the best plan and its proof: windows form a chain (in hook mode they
+// always do, by readiness), the cost is linear, one block is in flight, there is one buffer, and the plan needs no packing or
+// packing is free.
+bool has_exact_plan(const Problem& problem);
+
 // Orders worth trying, the most promising first: by need (the profile's own), by ready descending, and mixtures. One order
 // where the profile is nested; by ready alone in hook mode, where all needs are equal.
 std::vector<Order> candidate_orders(const Problem& problem);
@@ -32,7 +37,7 @@ Chain enlarged_chain(const Problem& problem, const Order& order, const OpCost& c
 Chain shrunk_chain(const Problem& problem, const Order& order, const OpCost& cost);
 
 // Parts of `order` on which enlarging costs less: the tensors that are needed early, those that are ready late, and the
-// heaviest subset that is a chain already. A bound for some of the tensors holds for all of them.
+// heaviest subset whose ready times fall along the order. A bound for some of the tensors holds for all of them.
 std::vector<Order> sub_orders(const Problem& problem, const Order& order);
 
 // The blocks of a plan: the bytes of each slot, cut at whole elements, one block per slot and buffer.

@@ -5,6 +5,7 @@
 
 #include "gradcast/error.h"
 #include "pieces.h"
+#include "planner/bisect.h"
 
 namespace gradcast {
 namespace {
@@ -63,26 +64,15 @@ Block block_of(const Problem& problem, const std::vector<int32_t>& order, const 
 
 std::vector<Block> whole_tensor_blocks(const Problem& problem) {
   GC_CHECK(problem.mode == Mode::kHook);
-  constexpr double kBisectionWidth = 1e-10;
   const std::vector<int32_t> order = by_ready(problem);
-  double low_ns = 0;
+  // A bucket per tensor, one after another, ends here at the latest.
   double high_ns = problem.backward_ns;
   for (const int32_t tensor : order) {
     high_ns += problem.link.all_reduce.cost_ns(problem.bytes[tensor]);
   }
-  std::vector<Bucket> buckets = fill(problem, order, high_ns);
-  while (high_ns - low_ns > kBisectionWidth * high_ns) {
-    const double middle_ns = low_ns + (high_ns - low_ns) / 2;
-    std::vector<Bucket> found = fill(problem, order, middle_ns);
-    if (found.empty()) {
-      low_ns = middle_ns;
-    } else {
-      high_ns = middle_ns;
-      buckets = std::move(found);
-    }
-  }
+  const Bracket end_ns = bisect(0, high_ns, [&](double ns) { return !fill(problem, order, ns).empty(); });
   std::vector<Block> blocks;
-  for (const Bucket& bucket : buckets) {
+  for (const Bucket& bucket : fill(problem, order, end_ns.accepted)) {
     blocks.push_back(block_of(problem, order, bucket));
   }
   return blocks;

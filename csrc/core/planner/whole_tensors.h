@@ -14,7 +14,8 @@
 
 namespace gradcast {
 
-// REQUIRES: problem.mode is kHook. Where several buffers are interleaved a bucket also ends at a change of buffer.
+// Best where the cost is linear, there is one buffer and packing is free. Elsewhere a good plan, or no blocks at all where
+// filling from the end fails. A bucket also ends at a change of buffer. REQUIRES: problem.mode is kHook.
 std::vector<Block> whole_tensor_blocks(const Problem& problem);
 
 }  // namespace gradcast

@@ -5,13 +5,13 @@
 #include <limits>
 
 #include "gradcast/error.h"
+#include "planner/bisect.h"
 
 namespace gradcast {
 namespace {
 
 // Deadlines are sums of a dozen doubles; a plan that meets them up to this share of T is one that meets them.
 constexpr double kRounding = 1e-12;
-constexpr double kBisectionWidth = 1e-10;
 constexpr int32_t kNone = -1;
 
 // An interval [ready of `left`, deadline of `right`] and the move that made it.
@@ -31,7 +31,7 @@ class Search {
 
   // The node with all bytes inside, after the fewest moves; kNone if there is none with at most `block_count_max` blocks.
   int32_t run(int32_t block_count_max) {
-    const double first_bytes = capacity_bytes(chain_.cost, deadline_ns(0) - chain_.ready_ns[0]);
+    const double first_bytes = divisible_capacity_bytes(chain_.cost, deadline_ns(0) - chain_.ready_ns[0]);
     if (first_bytes <= 0 || block_count_max < 1) {
       return kNone;
     }
@@ -88,8 +88,8 @@ class Search {
     for (const int32_t at : front) {
       const Node node = nodes_[at];
       const int32_t k = node.next;
-      const double left_bytes = capacity_bytes(chain_.cost, chain_.ready_ns[node.left] - chain_.ready_ns[k]);
-      const double right_bytes = capacity_bytes(chain_.cost, chain_.need_ns[k] - chain_.need_ns[node.right]);
+      const double left_bytes = divisible_capacity_bytes(chain_.cost, chain_.ready_ns[node.left] - chain_.ready_ns[k]);
+      const double right_bytes = divisible_capacity_bytes(chain_.cost, chain_.need_ns[k] - chain_.need_ns[node.right]);
       if (left_bytes > 0) {
         next.push_back(add(k, node.right, node.bytes + left_bytes, k, at, Side::kBackward));
       }
@@ -135,7 +135,7 @@ class Search {
 
 }  // namespace
 
-double capacity_bytes(const OpCost& cost, double duration_ns) {
+double divisible_capacity_bytes(const OpCost& cost, double duration_ns) {
   double best_bytes = 0;
   double from_bytes = 0;
   for (const LinkPiece& piece : cost.pieces) {
@@ -174,24 +174,22 @@ std::optional<std::vector<Slot>> zigzag(const Chain& chain, double iteration_ns,
   return search.slots(done);
 }
 
+bool reachable(const Chain& chain, double iteration_ns) {
+  return Search(chain, iteration_ns).run(std::numeric_limits<int32_t>::max()) != kNone;
+}
+
 ChainOptimum optimum(const Chain& chain) {
-  const auto reaches = [&](double iteration_ns) {
-    return Search(chain, iteration_ns).run(std::numeric_limits<int32_t>::max()) != kNone;
-  };
-  double low_ns = plain_bound_ns(chain);
-  if (reaches(low_ns)) {
+  const double low_ns = plain_bound_ns(chain);
+  if (reachable(chain, low_ns)) {
     return {low_ns, low_ns};
   }
   // One block of everything, after the last gradient, always works.
   const double tail_ns = chain.forward_ns - chain.need_ns[0];
   const LinkPiece& whole = chain.cost.piece(static_cast<int64_t>(std::ceil(chain.end_bytes.back())));
   const double one_block_ns = whole.alpha_ns + whole.beta_ns_per_byte * chain.end_bytes.back();
-  double high_ns = std::max(chain.backward_ns + chain.forward_ns, chain.ready_ns[0] + one_block_ns + tail_ns);
-  while (high_ns - low_ns > kBisectionWidth * high_ns) {
-    const double middle_ns = low_ns + (high_ns - low_ns) / 2;
-    (reaches(middle_ns) ? high_ns : low_ns) = middle_ns;
-  }
-  return {low_ns, high_ns};
+  const double high_ns = std::max(chain.backward_ns + chain.forward_ns, chain.ready_ns[0] + one_block_ns + tail_ns);
+  const Bracket bracket = bisect(low_ns, high_ns, [&](double iteration_ns) { return reachable(chain, iteration_ns); });
+  return {bracket.refused, bracket.accepted};
 }
 
 }  // namespace gradcast

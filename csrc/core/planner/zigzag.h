@@ -41,13 +41,17 @@ struct Slot {
   double hi_bytes = 0;
 };
 
+// Whether some sequence of moves reaches `iteration_ns`. Monotone in it for a linear cost. For a bent one it need not be: where
+// the interval is longer, one block may replace two that cost less.
+bool reachable(const Chain& chain, double iteration_ns);
+
 // The slots, in time order, of a plan with the fewest blocks that reaches `iteration_ns`; nothing if none with at most
 // `block_count_max` does. Among those with the fewest, the one with the most room to spare.
 std::optional<std::vector<Slot>> zigzag(const Chain& chain, double iteration_ns, int32_t block_count_max);
 
 struct ChainOptimum {
   double bound_ns = 0;    // proven: no plan is faster
-  double reached_ns = 0;  // zigzag() succeeds here; within 1e-9 of bound_ns
+  double reached_ns = 0;  // zigzag() succeeds here; within 1e-9 of bound_ns where the cost is linear
 };
 // The optimum T* of a chain, by bisection from its plain bound.
 ChainOptimum optimum(const Chain& chain);
@@ -55,7 +59,7 @@ ChainOptimum optimum(const Chain& chain);
 // max over i of ready[i] + cost of one block of all bytes up to i + what forward runs after need[i], and backward + forward.
 double plain_bound_ns(const Chain& chain);
 
-// The most bytes, as a real number, that one operation of `duration_ns` carries.
-double capacity_bytes(const OpCost& cost, double duration_ns);
+// The most bytes that one operation of `duration_ns` carries, bytes being divisible: OpCost::capacity_bytes() for proofs.
+double divisible_capacity_bytes(const OpCost& cost, double duration_ns);
 
 }  // namespace gradcast

@@ -18,12 +18,14 @@ namespace gradcast {
 struct ForecastOptions {
   // Share of the optimum to give up for fewer blocks: 0.002 takes the fewest blocks within 0.2 % of it. Exact plans only.
   double block_tolerance = 0;
-  // The plan with the smallest worst ratio to the optimum over alpha and beta multiplied by 1 - uncertainty … 1 + uncertainty.
+  // Plans for alpha and beta times 1 - uncertainty, 1 and 1 + uncertainty each, and takes of these nine plans the one whose
+  // worst ratio to the nine is smallest.
   double uncertainty = 0;
-  // How long to search where the plan is not exact: 1 is about 40 ms for 1,000 tensors, 0 no search. A count of steps, not a
-  // clock, so that a plan is a function of its profile.
+  // How long to search where the plan is not exact: 1 is about 40 ms for 1,000 tensors; 0 neither searches nor tries the other
+  // policies. A count of steps, not a clock, so that a plan is a function of its profile.
   double effort = 1;
-  // Hook mode only: the best plan of whole tensors in ready order, which stock DDP can follow by its bucket sizes.
+  // Hook mode only: a plan of whole tensors in ready order, which stock DDP can follow by its bucket sizes. The best one where
+  // the cost is linear, there is one buffer and packing is free.
   bool whole_tensors = false;
 };
 

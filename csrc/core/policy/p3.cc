@@ -13,6 +13,8 @@ int64_t slice_bytes(const Problem& problem, int32_t tensor, int64_t slice_elemen
   return std::min(slice_elements, problem.bytes[tensor] / element_bytes) * element_bytes;
 }
 
+}  // namespace
+
 double slice_count(const Problem& problem, int64_t slice_elements) {
   double count = 0;
   for (int32_t i = 0; i < problem.tensor_count(); ++i) {
@@ -20,8 +22,6 @@ double slice_count(const Problem& problem, int64_t slice_elements) {
   }
   return count;
 }
-
-}  // namespace
 
 std::vector<Block> p3(const Problem& problem, const P3Options& options) {
   const double count = slice_count(problem, options.slice_elements);

@@ -24,6 +24,9 @@ struct P3Options {
   int64_t slice_elements = 40'000;
 };
 
+// How many slices that makes.
+double slice_count(const Problem& problem, int64_t slice_elements);
+
 // Throws Error{kInvalidOption} for slices so small that there would be more than a million.
 std::vector<Block> p3(const Problem& problem, const P3Options& options);
 
