@@ -24,7 +24,8 @@ struct Bound {
   // The best proven bound, never below plain_ns: for one block in flight T* of the nested relaxations, which is the value of
   // the best plan itself where later ready means more urgent and the cost is linear.
   double best_ns = 0;
-  // best_ns is reached: the profile is nested, the cost linear, in_flight 1, one buffer, all-reduce only.
+  // best_ns is reached, up to whole elements: windows are nested (in hook mode always, if packing is free), the cost is linear,
+  // in_flight is 1, there is one buffer, and only all-reduces count.
   bool exact = false;
 };
 

