@@ -12,10 +12,6 @@
 namespace gradcast {
 namespace {
 
-OpCost line_cost(double alpha_ns, double beta_ns_per_byte) {
-  return {{{kUnboundedBytes, alpha_ns, beta_ns_per_byte}}};
-}
-
 // The cheapest way to finish a byte, in one all-reduce or two operations, for the plain formula. With several blocks in flight
 // the start-up of a gather may pass behind the bytes of other scatters: only that of the first operation is sure to be paid.
 LinkLine cheapest_line(const LinkModel& link, bool any_op, int32_t in_flight) {
@@ -78,7 +74,7 @@ std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
 
 // The largest optimum of the chains along `orders`, if it is above `bound_ns`. One decision tells most of them that it is not.
 double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::vector<Order>& orders, double bound_ns) {
-  const OpCost cost = line_cost(line.alpha_ns, line.beta_ns_per_byte);
+  const OpCost cost = linear_cost(line);
   for (const Order& order : orders) {
     const Chain chain = enlarged_chain(problem, order, cost);
     if (!reachable(chain, bound_ns)) {
@@ -93,8 +89,7 @@ double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::v
 Bound bound(const Problem& problem, bool any_op) {
   const bool nested = is_nested(problem);
   const auto plain_ns = [&](const LinkLine& line) {
-    return nested ? plain_bound_ns(enlarged_chain(problem, candidate_orders(problem)[0],
-                                                  line_cost(line.alpha_ns, line.beta_ns_per_byte)))
+    return nested ? plain_bound_ns(enlarged_chain(problem, candidate_orders(problem)[0], linear_cost(line)))
                   : preemptive_ns(problem, line);
   };
   Bound bound;

@@ -141,6 +141,10 @@ double OpCost::beta_ns_per_byte_min() const {
   return std::min_element(pieces.begin(), pieces.end(), less)->beta_ns_per_byte;
 }
 
+OpCost linear_cost(const LinkLine& line) {
+  return {{{kUnboundedBytes, line.alpha_ns, line.beta_ns_per_byte}}};
+}
+
 const OpCost& LinkModel::of(Op op) const {
   switch (op) {
     case Op::kAllReduce:

@@ -189,7 +189,7 @@ void append_monotone(OpCost& cost, const FitLine& line, int64_t up_to_bytes) {
     const int64_t begin_bytes = cost.pieces.back().up_to_bytes;
     GC_CHECK(up_to_bytes > begin_bytes);
     const double level_ns = cost.cost_ns(begin_bytes);
-    const OpCost above{{{kUnboundedBytes, line.alpha_ns, line.beta_ns_per_byte}}};
+    const OpCost above = linear_cost({line.alpha_ns, line.beta_ns_per_byte});
     // As in check_link: a fall of a rounding is none.
     if (above.cost_ns(begin_bytes + 1) < level_ns * (1 - 1e-12)) {
       const int64_t reached_bytes = above.capacity_bytes(level_ns);

@@ -42,9 +42,9 @@ double sent_share(int32_t count) {
 
 // An all-reduce that is a reduce-scatter followed by an all-gather that mirrors it.
 LinkModel of_halves(double half_alpha_ns, double half_beta_ns_per_byte) {
-  const OpCost half{{{kUnboundedBytes, half_alpha_ns, half_beta_ns_per_byte}}};
+  const OpCost half = linear_cost({half_alpha_ns, half_beta_ns_per_byte});
   LinkModel link;
-  link.all_reduce = {{{kUnboundedBytes, 2 * half_alpha_ns, 2 * half_beta_ns_per_byte}}};
+  link.all_reduce = linear_cost({2 * half_alpha_ns, 2 * half_beta_ns_per_byte});
   link.reduce_scatter = half;
   link.all_gather = half;
   check_link(link);
@@ -80,7 +80,7 @@ NamedNetwork named(const Published& published, const char* summary, const char* 
   network.summary = std::string(summary) + ", " + std::to_string(published.world_size) + " workers";
   network.source = source;
   network.world_size = published.world_size;
-  network.link.all_reduce = {{{kUnboundedBytes, published.alpha_s * 1e9, published.beta_s_per_byte * 1e9}}};
+  network.link.all_reduce = linear_cost({published.alpha_s * 1e9, published.beta_s_per_byte * 1e9});
   return network;
 }
 

@@ -51,6 +51,9 @@ struct LinkLine {
   double alpha_ns = 0;
   double beta_ns_per_byte = 0;
 };
+// A cost of that one line.
+OpCost linear_cost(const LinkLine& line);
+
 // The supporting lines of the cost over sizes 1 … size_bytes_max: those of its lower convex hull, alpha never negative,
 // and the mean of each two neighbours. Where one piece holds all sizes, that piece alone. Any of them gives a valid
 // lower bound for plans on this cost; a bound formula applied to the pieces themselves does not. REQUIRES:

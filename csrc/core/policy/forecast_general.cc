@@ -40,21 +40,18 @@ struct Assumption {
 // blocks of just that size; with several blocks in flight also a part of alpha, since the rest hides behind the block before.
 std::vector<Assumption> assumptions_of(const Problem& problem) {
   constexpr double kNoLimit = std::numeric_limits<double>::infinity();
-  const auto line = [](double alpha_ns, double beta_ns_per_byte) {
-    return OpCost{{{kUnboundedBytes, alpha_ns, beta_ns_per_byte}}};
-  };
   const OpCost& cost = problem.link.all_reduce;
   std::vector<Assumption> assumptions = {{cost, kNoLimit}};
   if (!cost.linear()) {
     for (const LinkPiece& piece : cost.pieces) {
-      assumptions.push_back({line(piece.alpha_ns, piece.beta_ns_per_byte), kNoLimit});
+      assumptions.push_back({linear_cost({piece.alpha_ns, piece.beta_ns_per_byte}), kNoLimit});
       if (piece.up_to_bytes < problem.total_bytes) {  // openings_of limits how many blocks that makes
         const auto size_bytes = static_cast<double>(piece.up_to_bytes);
-        assumptions.push_back({line(0, cost.cost_ns(piece.up_to_bytes) / size_bytes), size_bytes});
+        assumptions.push_back({linear_cost({0, cost.cost_ns(piece.up_to_bytes) / size_bytes}), size_bytes});
       }
     }
     for (const LinkLine& minorant : minorants(cost, problem.total_bytes)) {
-      assumptions.push_back({line(minorant.alpha_ns, minorant.beta_ns_per_byte), kNoLimit});
+      assumptions.push_back({linear_cost(minorant), kNoLimit});
     }
   }
   if (problem.in_flight > 1) {

@@ -95,7 +95,7 @@ std::vector<Entry> make_entries() {
           {parameter<&ForecastOptions::block_tolerance>("block_tolerance", 0, 1,
                                                         "share of the best iteration time to give up for fewer blocks"),
            parameter<&ForecastOptions::uncertainty>(
-               "uncertainty", 0, 0.9,
+               "uncertainty", 0, 0.99,
                "share by which link costs may be off; the plan with the smallest worst ratio within it"),
            parameter<&ForecastOptions::effort>(
                "effort", 0, 1000,
