@@ -47,7 +47,7 @@ test-python: core
 
 # Many more seeds of every randomized test, many more mutated files, a wheel built and used from nothing, and the fuzzers
 # where clang is at hand. Hours at most; SEED_FACTOR and FUZZ_SECONDS set how long.
-SEED_FACTOR ?= 20
+SEED_FACTOR ?= 10
 FUZZ_SECONDS ?= 60
 .PHONY: test-long
 test-long: all

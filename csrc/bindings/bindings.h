@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
 #include <vector>
 
 namespace gradcast {
@@ -30,6 +31,22 @@ template <typename Class, typename Owner, typename Element>
 void def_tuple(Class& bound_class, const char* name, std::vector<Element> Owner::*member) {
   bound_class.def_property_readonly(
       name, [member](const Owner& owner) { return pybind11::tuple(pybind11::cast(owner.*member)); });
+}
+
+// How Python shows the object: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it shows the
+// length: a plan with all its blocks would fill the screen.
+template <typename Class>
+void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
+  bound_class.def("__repr__", [attributes](const pybind11::object& self) {
+    std::string text;
+    for (const std::string& attribute : attributes) {
+      const pybind11::object value = self.attr(attribute.c_str());
+      const size_t size = pybind11::isinstance<pybind11::tuple>(value) ? pybind11::len(value) : 0;
+      text += (text.empty() ? "" : ", ") + attribute + "=";
+      text += size > 4 ? "<" + std::to_string(size) + " of them>" : std::string(pybind11::repr(value));
+    }
+    return pybind11::type::of(self).attr("__name__").template cast<std::string>() + "(" + text + ")";
+  });
 }
 
 }  // namespace gradcast

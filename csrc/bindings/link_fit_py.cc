@@ -30,10 +30,11 @@ LinkFit fit(const std::vector<std::pair<int64_t, double>>& samples, const std::s
 }  // namespace
 
 void bind_link_fit(py::module_& module) {
-  py::class_<LinkFit>(module, "LinkFit")
-      .def_readonly("cost", &LinkFit::cost)
+  py::class_<LinkFit> link_fit(module, "LinkFit");
+  link_fit.def_readonly("cost", &LinkFit::cost)
       .def_readonly("relative_error_median", &LinkFit::relative_error_median)
       .def_readonly("relative_error_max", &LinkFit::relative_error_max);
+  def_repr(link_fit, {"cost", "relative_error_median", "relative_error_max"});
 
   module.def("fit_op_cost", &fit, py::arg("samples"), py::kw_only(), py::arg("method") = "robust",
              py::arg("max_pieces") = LinkFitOptions{}.max_pieces, ReleaseGil());

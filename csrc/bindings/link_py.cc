@@ -47,16 +47,19 @@ const OpCost& require(const OpCost& cost) {
 }  // namespace
 
 void bind_link(py::module_& module) {
-  py::class_<LinkPiece>(module, "LinkPiece")
+  py::class_<LinkPiece> piece(module, "LinkPiece");
+  piece
       .def(py::init(&make_piece), py::kw_only(), py::arg("alpha_ns"), py::arg("beta_ns_per_byte"),
            py::arg("up_to_bytes") = py::none())
       .def_property_readonly("up_to_bytes", &end_of)
       .def_readonly("alpha_ns", &LinkPiece::alpha_ns)
       .def_readonly("beta_ns_per_byte", &LinkPiece::beta_ns_per_byte)
       .def(py::self == py::self);
+  def_repr(piece, {"alpha_ns", "beta_ns_per_byte", "up_to_bytes"});
 
   py::class_<OpCost> op_cost(module, "OpCost");
   def_tuple(op_cost, "pieces", &OpCost::pieces);
+  def_repr(op_cost, {"pieces"});
   op_cost.def_property_readonly("available", &OpCost::available)
       .def(
           "cost_ns", [](const OpCost& cost, int64_t size_bytes) { return require(cost).cost_ns(size_bytes); },
@@ -67,8 +70,8 @@ void bind_link(py::module_& module) {
           py::arg("duration_ns"))
       .def(py::self == py::self);
 
-  py::class_<LinkModel>(module, "LinkModel")
-      .def(py::init(&make_link), py::kw_only(), py::arg("all_reduce"),
+  py::class_<LinkModel> link(module, "LinkModel");
+  link.def(py::init(&make_link), py::kw_only(), py::arg("all_reduce"),
            py::arg("reduce_scatter") = std::vector<LinkPiece>{}, py::arg("all_gather") = std::vector<LinkPiece>{},
            py::arg("pack_ns_per_byte") = 0.0)
       .def_readonly("all_reduce", &LinkModel::all_reduce)
@@ -80,6 +83,7 @@ void bind_link(py::module_& module) {
           "from_json", [](const std::string& text) { return link_from_json(text); }, py::arg("text"))
       .def("to_json", [](const LinkModel& link) { return to_json(link); })
       .def(py::self == py::self);
+  def_repr(link, {"all_reduce", "reduce_scatter", "all_gather", "pack_ns_per_byte"});
 }
 
 }  // namespace gradcast

@@ -9,20 +9,22 @@ namespace py = pybind11;
 namespace gradcast {
 
 void bind_networks(py::module_& module) {
-  py::class_<Hop>(module, "Hop")
-      .def(py::init([](double latency_ns, double bandwidth_bytes_per_s) {
-             return Hop{latency_ns, bandwidth_bytes_per_s};
-           }),
-           py::kw_only(), py::arg("latency_ns"), py::arg("bandwidth_bytes_per_s"))
+  py::class_<Hop> hop(module, "Hop");
+  hop.def(py::init([](double latency_ns, double bandwidth_bytes_per_s) {
+            return Hop{latency_ns, bandwidth_bytes_per_s};
+          }),
+          py::kw_only(), py::arg("latency_ns"), py::arg("bandwidth_bytes_per_s"))
       .def_readonly("latency_ns", &Hop::latency_ns)
       .def_readonly("bandwidth_bytes_per_s", &Hop::bandwidth_bytes_per_s);
+  def_repr(hop, {"latency_ns", "bandwidth_bytes_per_s"});
 
-  py::class_<NamedNetwork>(module, "NamedNetwork")
-      .def_readonly("name", &NamedNetwork::name)
+  py::class_<NamedNetwork> named(module, "NamedNetwork");
+  named.def_readonly("name", &NamedNetwork::name)
       .def_readonly("summary", &NamedNetwork::summary)
       .def_readonly("source", &NamedNetwork::source)
       .def_readonly("world_size", &NamedNetwork::world_size)
       .def_readonly("link", &NamedNetwork::link);
+  def_repr(named, {"name", "summary", "world_size"});
 
   module.def("ring_link", &ring_link, py::arg("hop"), py::arg("worker_count"));
   module.def("tree_link", &tree_link, py::arg("hop"), py::arg("worker_count"));

@@ -46,7 +46,8 @@ Plan make_hand_plan(std::vector<Block> blocks, std::string policy, const std::st
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<Block>(module, "Block")
+  py::class_<Block> block(module, "Block");
+  block
       .def(py::init(&make_block), py::kw_only(), py::arg("ranges"), py::arg("op") = "all_reduce", py::arg("buffer") = 0,
            py::arg("reason") = "")
       .def_property_readonly("op", [](const Block& block) { return to_string(block.op); })
@@ -57,9 +58,11 @@ void bind_plan(py::module_& module) {
       .def_readonly("finish_ns", &Block::finish_ns)
       .def_readonly("reason", &Block::reason)
       .def(py::self == py::self);
+  def_repr(block, {"op", "buffer", "ranges", "start_ns", "finish_ns", "reason"});
 
   py::class_<Plan> plan(module, "Plan");
   def_tuple(plan, "blocks", &Plan::blocks);
+  def_repr(plan, {"policy", "mode", "in_flight", "predicted_ns", "bound_ns", "blocks"});
   plan.def(py::init(&make_hand_plan), py::kw_only(), py::arg("blocks"), py::arg("policy") = "by hand",
            py::arg("mode") = "overlap", py::arg("in_flight") = 1)
       .def_readonly("policy", &Plan::policy)

@@ -53,7 +53,8 @@ Profile from_layer_table(const std::string& csv, std::string name, double scale,
 }  // namespace
 
 void bind_profile(py::module_& module) {
-  py::class_<Tensor>(module, "Tensor")
+  py::class_<Tensor> tensor(module, "Tensor");
+  tensor
       .def(py::init(&make_tensor), py::kw_only(), py::arg("name"), py::arg("bytes"), py::arg("ready_ns"),
            py::arg("need_ns"), py::arg("update_ns") = 0.0, py::arg("buffer") = 0, py::arg("element_bytes") = 4)
       .def_readonly("name", &Tensor::name)
@@ -64,9 +65,11 @@ void bind_profile(py::module_& module) {
       .def_readonly("need_ns", &Tensor::need_ns)
       .def_readonly("update_ns", &Tensor::update_ns)
       .def(py::self == py::self);
+  def_repr(tensor, {"name", "bytes", "ready_ns", "need_ns", "update_ns", "buffer", "element_bytes"});
 
   py::class_<Profile> profile(module, "Profile");
   def_tuple(profile, "tensors", &Profile::tensors);
+  def_repr(profile, {"name", "world_size", "forward_ns", "backward_ns", "tensors"});
   profile
       .def(py::init(&make_profile), py::kw_only(), py::arg("name"), py::arg("forward_ns"), py::arg("backward_ns"),
            py::arg("tensors"), py::arg("world_size") = 1, py::arg("link") = py::none())

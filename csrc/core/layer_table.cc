@@ -23,8 +23,17 @@ struct Row {
   throw Error(ErrorCode::kInvalidProfile, "line " + std::to_string(line) + ": " + message);
 }
 
+std::string trimmed(const std::string& cell) {
+  const size_t first = cell.find_first_not_of(" \t");
+  return first == std::string::npos ? "" : cell.substr(first, cell.find_last_not_of(" \t") + 1 - first);
+}
+
 // RFC 4180: cells may be quoted, quotes inside are doubled, a quoted cell may hold commas and line breaks.
 std::vector<Row> rows_of(std::string_view csv) {
+  constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";  // spreadsheets write one
+  if (csv.starts_with(kByteOrderMark)) {
+    csv.remove_prefix(kByteOrderMark.size());
+  }
   std::vector<Row> rows;
   size_t line = 1;
   size_t at = 0;
@@ -50,6 +59,7 @@ std::vector<Row> rows_of(std::string_view csv) {
     }
     ++at;
     ++line;
+    std::transform(row.cells.begin(), row.cells.end(), row.cells.begin(), trimmed);
     if (row.cells.size() > 1 || !row.cells[0].empty()) {
       rows.push_back(std::move(row));
     }
@@ -60,8 +70,10 @@ std::vector<Row> rows_of(std::string_view csv) {
 size_t column_of(const Row& header, std::string_view name) {
   const auto at = std::find(header.cells.begin(), header.cells.end(), name);
   if (at == header.cells.end()) {
-    refuse(header.line, "the column " + std::string(name) +
-                            " is missing; a layer table has layer, forward_ms, backward_ms and parameter_bytes");
+    const bool other_separator = header.cells.size() == 1 && header.cells[0].find(';') != std::string::npos;
+    refuse(header.line, "the column " + std::string(name) + " is missing; " +
+                            (other_separator ? "cells are separated by commas, not by semicolons"
+                                             : "a layer table has layer, forward_ms, backward_ms and parameter_bytes"));
   }
   return static_cast<size_t>(at - header.cells.begin());
 }
@@ -111,6 +123,17 @@ std::vector<Layer> layers_of(std::string_view csv, double scale) {
   return layers;
 }
 
+// Tables do not say how large an element is: the largest of 4, 2 and 1 bytes that divides every layer.
+int32_t element_bytes_of(const std::vector<Layer>& layers) {
+  int32_t element_bytes = 4;
+  for (const Layer& layer : layers) {
+    while (layer.parameter_bytes % element_bytes != 0) {
+      element_bytes /= 2;
+    }
+  }
+  return element_bytes;
+}
+
 }  // namespace
 
 Profile profile_from_layer_table(std::string_view csv, const LayerTableOptions& options) {
@@ -118,6 +141,7 @@ Profile profile_from_layer_table(std::string_view csv, const LayerTableOptions& 
     throw Error(ErrorCode::kInvalidOption, "scale is " + std::to_string(options.scale) + "; it must be above 0");
   }
   const std::vector<Layer> layers = layers_of(csv, options.scale);
+  const int32_t element_bytes = element_bytes_of(layers);
   Profile profile;
   profile.name = options.name;
   profile.world_size = options.world_size;
@@ -133,12 +157,17 @@ Profile profile_from_layer_table(std::string_view csv, const LayerTableOptions& 
       Tensor tensor;
       tensor.name = layer.name;
       tensor.bytes = layer.parameter_bytes;
+      tensor.element_bytes = element_bytes;
       tensor.ready_ns = std::max(0.0, std::round(ready_ns));
       tensor.need_ns = std::round(forward_ns);
       profile.tensors.push_back(tensor);
     }
     ready_ns -= layer.backward_ns;
     forward_ns += layer.forward_ns;
+  }
+  if (profile.tensors.empty()) {
+    throw Error(ErrorCode::kInvalidProfile,
+                "no layer of the table has parameter_bytes above 0; there is nothing to send");
   }
   profile.forward_ns = std::round(forward_ns);
   profile.backward_ns = std::round(backward_ns);

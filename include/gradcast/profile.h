@@ -64,7 +64,8 @@ struct LayerTableOptions {
 };
 // A profile from a table of layers in forward order, CSV with the columns layer, forward_ms, backward_ms and
 // parameter_bytes (others are ignored). A layer with parameters is one tensor: ready when its own backward has run
-// (backward visits the layers in reverse), needed at the start of its own forward. Times are rounded to nanoseconds.
+// (backward visits the layers in reverse), needed at the start of its own forward. Times are rounded to nanoseconds;
+// elements are taken to be of 4 bytes, or 2 or 1 where some size is no multiple.
 // Throws Error{kInvalidProfile} with the line and the column.
 Profile profile_from_layer_table(std::string_view csv, const LayerTableOptions& options);
 

@@ -77,6 +77,7 @@ constexpr const char* kGapProfile =
 "link":{"all_reduce":[{"up_to_bytes":63670,"alpha_ns":35126.577419900015,"beta_ns_per_byte":2.0777506069989773},{"up_to_bytes":256906,"alpha_ns":127602.2253270967,"beta_ns_per_byte":0.6253295624380117},{"up_to_bytes":null,"alpha_ns":215501.8098160196,"beta_ns_per_byte":0.3580525996522463}]}})json";
 
 TEST(ForecastNested, ReachesTheProvenOptimumWithOneRangePerBlock) {
+  uint64_t exact_count = 0;
   for (uint64_t seed = 0; seed < seed_count(10'000); ++seed) {
     SCOPED_TRACE(seed);
     const Profile profile = nested_profile(seed);
@@ -88,11 +89,16 @@ TEST(ForecastNested, ReachesTheProvenOptimumWithOneRangePerBlock) {
     const double cuts_ns = element_ns * static_cast<double>(plan.blocks.size());
     ASSERT_NEAR(plan.predicted_ns, plan.bound_ns, std::max(1e-6 * plan.bound_ns, cuts_ns));
     ASSERT_GE(plan.predicted_ns, plan.bound_ns - rounding_ns(plan));
+    if (cuts_ns > 1e-6 * plan.bound_ns) {
+      continue;  // elements are coarse enough here for a search around the exact plan to gain on it, with other blocks
+    }
     for (const Block& block : plan.blocks) {
       ASSERT_EQ(block.ranges.size(), 1u);
     }
     ASSERT_LE(static_cast<int32_t>(plan.blocks.size()), fewest_blocks(profile, mode, plan.bound_ns));
+    ++exact_count;
   }
+  EXPECT_GT(exact_count, seed_count(10'000) * 9 / 10);
 }
 
 TEST(ForecastNested, TakesTheFewestBlocksWithinATolerance) {

@@ -120,6 +120,17 @@ TEST(LayerTable, BundledTablesAreNested) {
   }
 }
 
+// What spreadsheets make of a table: a byte order mark, spaces, line ends of two characters.
+TEST(LayerTable, ReadsWhatSpreadsheetsWrite) {
+  const Profile profile = profile_from_layer_table(
+      "\xef\xbb\xbflayer, forward_ms, backward_ms, parameter_bytes\r\n a , 1 , 2 , 6\r\nb,1,2,4\r\n", {});
+  ASSERT_EQ(profile.tensors.size(), 2U);
+  EXPECT_EQ(profile.tensors[0].name, "a");
+  EXPECT_EQ(profile.tensors[0].need_ns, 0);
+  // 6 bytes are no whole number of 4-byte elements.
+  EXPECT_EQ(profile.tensors[1].element_bytes, 2);
+}
+
 TEST(LayerTable, RefusesBadTables) {
   const std::string header = "layer,forward_ms,backward_ms,parameter_bytes\n";
   struct Case {
@@ -144,7 +155,8 @@ TEST(LayerTable, RefusesBadTables) {
       {header + "a,1,2,1e17\n", "line 2: parameter_bytes"},
       {header + "a,1,2,9007199254740993\n", "line 2: parameter_bytes"},
       {header + "a,1,2,many\n", "line 2: parameter_bytes"},
-      {header + "a,1,2,0\n", "tensors"},
+      {header + "a,1,2,0\n", "nothing to send"},
+      {"layer;forward_ms;backward_ms;parameter_bytes\na;1;2;4\n", "separated by commas"},
       {header + "\"a,1,2,4\n", "line 2"},
       {header + "a,1e300,2,4\n", "forward"},
       {std::string("\x89PNG\r\n\x1a\n\0\0\0\r", 12), "layer"},

@@ -109,9 +109,9 @@ std::string reason_of(const Slot& slot, int32_t tensor, Mode mode) {
   const std::string name = "tensor " + std::to_string(tensor);
   switch (slot.side) {
     case Side::kBackward:
-      return "backward: sized to fill the link from when " + name + " is ready";
+      return "backward: fills the link from when " + name + " is ready";
     case Side::kForward:
-      return "forward: sized to arrive when " + name + " is read";
+      return "forward: arrives when forward needs " + name;
     case Side::kCentre:
       break;
   }

@@ -55,8 +55,7 @@ Block block_of(const Problem& problem, const std::vector<int32_t>& order, const 
   Block block;
   block.buffer = problem.buffer[order[bucket.first]];
   block.ranges = joined(std::move(ranges));
-  block.reason =
-      "bucket of " + std::to_string(bucket.last - bucket.first) + " whole tensors that ends as the next begins";
+  block.reason = "whole tensors in ready order: " + std::to_string(bucket.last - bucket.first);
   return block;
 }
 

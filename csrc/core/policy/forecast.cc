@@ -24,7 +24,7 @@ namespace {
 // spent on rounding.
 constexpr double kExactTolerance = 1e-7;
 // What cutting at whole elements may cost an exact plan.
-constexpr double kElementTolerance = 1e-6;
+constexpr double kElementTolerance = 8e-7;
 
 // The fewest blocks within the tolerance of `optimum_ns`, and with that many the best plan. REQUIRES: a linear cost.
 std::vector<Slot> fewest_slots(const Chain& chain, double optimum_ns, double block_tolerance) {

@@ -135,11 +135,17 @@ std::vector<std::vector<Opening>> most_promising(Refill& refill, std::vector<std
   return best;
 }
 
+// Few enough tensors for the beam.
+bool is_small(const Problem& problem) {
+  return problem.tensor_count() <= kBeamTensorsMax && problem.in_flight == 1;
+}
+
 // Improves the most promising starts, each by its share of the effort.
 void search(const Problem& problem, double bound_ns, double effort, std::vector<std::vector<Opening>> starts,
             Fastest& fastest) {
   constexpr double kVisits = 4e5;  // of tensors and blocks, in all: about 40 ms
-  constexpr double kEvaluationsMax = 200;
+  // Few tensors are quick to try, and strongly bent costs have narrow optima.
+  const double evaluations_max = is_small(problem) ? 2000 : 200;
   constexpr size_t kStarts = 3;
   Refill refill(problem);
   for (auto& start : most_promising(refill, std::move(starts), kStarts)) {
@@ -147,15 +153,14 @@ void search(const Problem& problem, double bound_ns, double effort, std::vector<
       return;
     }
     const auto visits = static_cast<double>(problem.bytes.size() + start.size());
-    const double evaluations = effort * std::min(kEvaluationsMax, kVisits / kStarts / visits);
+    const double evaluations = effort * std::min(evaluations_max, kVisits / kStarts / visits);
     const LocalSearchOptions options{static_cast<int64_t>(evaluations), bound_ns};
     fastest.consider(refill.blocks(local_search(problem, refill, std::move(start), options)));
   }
 }
 
 void beam(const Problem& problem, double bound_ns, double effort, Fastest& fastest) {
-  const bool small = problem.tensor_count() <= kBeamTensorsMax && problem.in_flight == 1;
-  if (!small || effort == 0 || fastest.iteration_ns() <= bound_ns * kGoodEnough) {
+  if (!is_small(problem) || effort == 0 || fastest.iteration_ns() <= bound_ns * kGoodEnough) {
     return;
   }
   // The beam grows with the cube of the tensors: three loops over events, starts and what is left.

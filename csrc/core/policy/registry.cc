@@ -89,7 +89,8 @@ std::vector<Entry> make_entries() {
   return {
       entry<ForecastOptions>(
           {.name = "forecast",
-           .summary = "gradcast's own: the best plan for the predicted times, exact for sequential models",
+           .summary =
+               "gradcast's own: splits and fuses in one plan; proven best for sequential models on a linear cost",
            .source = "docs/planner.md"},
           &forecast,
           {parameter<&ForecastOptions::block_tolerance>("block_tolerance", 0, 1,
