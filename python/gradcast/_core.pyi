@@ -254,7 +254,9 @@ class Timeline:
     @property
     def exposed_ns(self) -> float: ...
 
-def play(profile: Profile, link: LinkModel, plan: Plan) -> Timeline: ...
+def play(profile: Profile, link: LinkModel, plan: Plan) -> Timeline:
+    """What happens when the plan is followed: when each block is launched and finished, when forward waits, and how
+    long the iteration takes. Raises if the plan does not fit the profile or the link lacks one of its operations."""
 
 @final
 class Bound:
@@ -269,7 +271,9 @@ class Bound:
 
 def bound(
     profile: Profile, link: LinkModel, *, mode: Mode = "overlap", in_flight: int = 1, any_op: bool = False
-) -> Bound: ...
+) -> Bound:
+    """Iteration times that no plan of this mode and in_flight can beat. ``any_op``: over plans with every kind of
+    operation that the link has, instead of plans of all-reduces alone."""
 
 @final
 class PolicyParameter:
@@ -295,7 +299,9 @@ class PolicyInfo:
     @property
     def needs_scatter_gather(self) -> bool: ...
 
-def policies() -> tuple[PolicyInfo, ...]: ...
+def policies() -> tuple[PolicyInfo, ...]:
+    """Every policy with its source and parameters, the default one first."""
+
 def make_plan(
     profile: Profile,
     link: LinkModel,
@@ -304,4 +310,9 @@ def make_plan(
     mode: Mode = "overlap",
     in_flight: int = 1,
     parameters: Mapping[str, float] = ...,
-) -> Plan: ...
+) -> Plan:
+    """Plans one iteration of the profile on the link; the plan is checked and has its predicted time and bounds.
+
+    ``mode``: "overlap" (gradients travel under the next forward too) or "hook" (all arrive before it). ``in_flight``:
+    blocks between launch and finish at the same time. ``parameters``: of the policy, by name; see ``policies()``.
+    """

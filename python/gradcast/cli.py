@@ -6,8 +6,10 @@ A user's mistake ends with one sentence on stderr and exit code 2. Exit code 1 i
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from gradcast import __version__
 from gradcast.commands import ALL
@@ -16,6 +18,8 @@ from gradcast.errors import Error
 EXIT_USER_ERROR = 2
 EXIT_DEFECT = 1
 _EXIT_INTERRUPTED = 130  # as shells report SIGINT
+_LONG_OPTION = re.compile(r"--[a-z-]+")
+_NEGATIVE = re.compile(r"-\.?\d")
 
 _DESCRIPTION = """\
 Plans the gradient traffic of data-parallel training: what every known schedule would make of a model on a network, what
@@ -29,6 +33,21 @@ example:
 
 class _Parser(argparse.ArgumentParser):
     """argparse with one sentence instead of the whole usage for a wrong argument."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """Refuses what it does not know itself: the parser above would point to its own --help."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse would pass over a full disk under --help and --version."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        sys.stdout.write(message)
+        sys.stdout.flush()
 
     def error(self, message: str) -> None:
         self.exit(EXIT_USER_ERROR, f"gradcast: error: {message}; see `{self.prog} --help`\n")
@@ -50,13 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(arguments)
     try:
+        if sys.stdout is None:
+            raise Error("cannot write to the standard output: it is closed")
+        args = build_parser().parse_args(_negative_values_joined(sys.argv[1:] if arguments is None else arguments))
         args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # `gradcast … | head` is no error; the interpreter's own flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("gradcast: interrupted", file=sys.stderr)
         return _EXIT_INTERRUPTED
@@ -65,9 +83,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _defect(error)
         print(f"gradcast: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except BrokenPipeError:
+        # `gradcast ... | head` has read what it wanted.
+        _discard_output()
+    except OSError as error:
+        # Files that a user names have sentences of their own; what has no name is the standard output.
+        return _defect(error) if error.filename is not None else _no_output(error)
     except Exception as error:
         return _defect(error)
     return 0
+
+
+def _negative_values_joined(arguments: Sequence[str]) -> list[str]:
+    """``--latency -5us`` as ``--latency=-5us``: argparse takes the value for an option, and gives no reason."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and _LONG_OPTION.fullmatch(joined[-1]) and _NEGATIVE.match(argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _discard_output() -> None:
+    # The interpreter flushes once more at exit, which must not fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _no_output(error: OSError) -> int:
+    _discard_output()
+    print(f"gradcast: error: cannot write to the standard output: {error.strerror}", file=sys.stderr)
+    return EXIT_USER_ERROR
 
 
 def _defect(error: Exception) -> int:

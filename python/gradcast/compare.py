@@ -7,6 +7,12 @@ from gradcast import _core
 from gradcast.errors import Error
 
 BASELINE = "ddp"
+_BOUND_TOLERANCE = 0.0005
+
+
+def has_other_ops(plan: _core.Plan) -> bool:
+    """Whether it sends reduce-scatters and all-gathers, so that the bound of all-reduces says nothing about it."""
+    return any(block.op != "all_reduce" for block in plan.blocks)
 
 
 def ratio(time_ns: float, reference_ns: float) -> float:
@@ -14,6 +20,11 @@ def ratio(time_ns: float, reference_ns: float) -> float:
     if reference_ns == 0:
         return 1.0 if time_ns == 0 else float("inf")
     return time_ns / reference_ns
+
+
+def same_bound(one_ns: float, other_ns: float) -> bool:
+    """Whether two bounds are too close for their difference to be worth a word."""
+    return abs(one_ns - other_ns) <= _BOUND_TOLERANCE * max(one_ns, other_ns)
 
 
 @dataclass(frozen=True)
@@ -106,8 +117,7 @@ def compare(
                 raise
             skipped[name] = str(error)
             continue
-        other_ops = any(block.op != "all_reduce" for block in plan.blocks)
-        rows.append(Row(plan, ratio(ddp.predicted_ns, plan.predicted_ns), other_ops))
+        rows.append(Row(plan, ratio(ddp.predicted_ns, plan.predicted_ns), has_other_ops(plan)))
     scatter_gather = has_scatter_gather(link)
     bound = _core.bound(profile, link, mode=mode, in_flight=in_flight, any_op=mode == "overlap" and scatter_gather)
     overlap_bound = _core.bound(profile, link, in_flight=in_flight, any_op=scatter_gather)

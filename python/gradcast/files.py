@@ -12,6 +12,8 @@ from gradcast.errors import Error
 
 T = TypeVar("T")
 
+_TELLING_FIELDS = {"plan": "blocks", "profile": "tensors", "link": "all_reduce"}
+_MAKERS = {"plan": "gradcast plan", "profile": "gradcast profile import", "link": "gradcast link fit"}
 _DATA = resources.files("gradcast") / "data"
 
 
@@ -33,6 +35,8 @@ def read_text(path: str, what: str) -> str:
         raise Error(f"the {what} {path} cannot be read: {_reason(error)}") from None
     except UnicodeDecodeError:
         raise Error(f"the {what} {path} is not text in UTF-8; is it the right file?") from None
+    except ValueError as error:  # a zero byte in the path
+        raise Error(f"the {what} {path!r} cannot be read: {error}") from None
 
 
 def write_text(path: str, text: str, what: str) -> None:
@@ -67,32 +71,54 @@ def scaled_profile(profile: Profile, factor: float) -> Profile:
 
 
 def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
-    """A profile by its bundled name ("resnet50") or from a JSON file."""
+    """A profile by its bundled name ("resnet50") or from a JSON file, every time of it multiplied by ``scale``."""
+    if not 0 < scale < float("inf"):
+        raise Error(f"scale is {scale}; it must be a number above 0, for instance 0.5")
     if name_or_path in bundled_profiles():
         text = (_DATA / f"{name_or_path}.json").read_text(encoding="utf-8")
-    elif Path(name_or_path).suffix == "" and not Path(name_or_path).exists():
+    elif Path(name_or_path).suffix == "" and not os.path.exists(name_or_path):
         names = ", ".join(bundled_profiles())
         raise Error(f"there is no profile {name_or_path}: neither a file nor one of the bundled ones ({names})")
     else:
         text = read_text(name_or_path, "profile")
-    return scaled_profile(_named(name_or_path, lambda: Profile.from_json(text)), scale)
+    return scaled_profile(_named(name_or_path, text, "profile", lambda: Profile.from_json(text)), scale)
 
 
 def load_plan(path: str) -> tuple[Plan, dict]:
     """A plan and the fields of its file; ``gradcast plan`` notes there what the plan was made with."""
     text = read_text(path, "plan")
-    plan = _named(path, lambda: Plan.from_json(text))
+    plan = _named(path, text, "plan", lambda: Plan.from_json(text))
     return plan, json.loads(text)
+
+
+def plan_hash(plan: Plan, profile: Profile) -> str:
+    """The hash that ranks compare, as text: JSON readers that take every number for a double would round it."""
+    return f"{plan.hash(profile):016x}"
 
 
 def load_link(path: str) -> LinkModel:
     text = read_text(path, "link")
-    return _named(path, lambda: LinkModel.from_json(text))
+    return _named(path, text, "link", lambda: LinkModel.from_json(text))
 
 
-def _named(path: str, read: Callable[[], T]) -> T:
-    """Puts the file's name before what is wrong inside it."""
+def _named(path: str, text: str, expected: str, read: Callable[[], T]) -> T:
+    """Puts the file's name before what is wrong inside it, and says so if it is a good file of another kind."""
     try:
         return read()
     except Error as error:
-        raise Error(f"{path}: {error}", error.code) from None
+        kind = _kind_of(text)
+        if kind is None or kind == expected:
+            raise Error(f"{path}: {error}", error.code) from None
+        message = f"{path}: this is a {kind}; a {expected} is expected: `{_MAKERS[expected]}` makes one"
+        raise Error(message, error.code) from None
+
+
+def _kind_of(text: str) -> str | None:
+    """What a JSON file seems to be, told by a field that only this kind has."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    return next((kind for kind, field in _TELLING_FIELDS.items() if field in fields), None)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import gradcast
 from conftest import NETWORK
 
 BIG = 2**53
@@ -96,7 +97,31 @@ def test_broken_plans(case, plan_path, tmp_path, run):
 
 def test_a_plan_of_another_profile(plan_path, tmp_path, run):
     result = run("plot", plan_path, "--profile", "vgg16", "-o", tmp_path / "x.png")
-    assert_refused(result, "does not fit the profile vgg16")
+    assert_refused(result, "does not fit the profile vgg16", "made for another profile")
+
+
+def test_a_plan_of_a_profile_of_the_same_size(profile_fields, plan_path, profile_path, tmp_path, run):
+    """All bytes fit, and would average the gradient of one tensor into another."""
+    profile_fields["tensors"][1]["bytes"], profile_fields["tensors"][2]["bytes"] = 8_000_000, 400
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(profile_fields))
+    result = run("plot", plan_path, "--profile", other, "-o", tmp_path / "x.png")
+    assert_refused(result, "made for another profile", str(profile_path), "give the one it was made for")
+    profile_path.write_text(other.read_text())
+    assert_refused(run("plot", plan_path, "-o", tmp_path / "x.png"), "has changed since the plan was made")
+
+
+def test_files_of_another_kind(profile_path, plan_path, tmp_path, run):
+    picture = tmp_path / "x.png"
+    assert_refused(run("plot", profile_path, "-o", picture), "this is a profile; a plan is expected: `gradcast plan`")
+    assert_refused(run("simulate", plan_path, *NETWORK), "this is a plan; a profile is expected: `gradcast profile")
+    assert_refused(run("simulate", "vgg16", "--link", plan_path), "this is a plan; a link is expected: `gradcast link")
+
+
+def test_a_scale_that_is_none():
+    for scale in (-1, 0, float("nan"), float("inf")):
+        with pytest.raises(gradcast.Error, match="scale is"):
+            gradcast.load_profile("vgg16", scale=scale)
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.3, 0.9, 0.99])
@@ -176,7 +201,10 @@ R = "resnet50"
         (["plan", R, *NETWORK, "--set", "nope"], ["name=value"]),
         (["plan", R, *NETWORK, "--policy", "p3", "--set", "slice_elements=0"], ["slice_elements"]),
         (["plan", R, *NETWORK, "--policy", "ddp", "--set", "cap_bytes=fast"], ["size"]),
-        (["plan", R, *NETWORK, "--policy", "ddp", "--uncertainty", "10%"], ["uncertainty"]),
+        (["plan", R, *NETWORK, "--policy", "ddp", "--uncertainty", "10%"], ["--uncertainty is for forecast only"]),
+        (["simulate", R, *NETWORK, "--latency", "-5us"], ["--latency", "-5us", "negative"]),
+        (["simulate", R, "--bandwith", "5gbit"], ["--bandwith", "`gradcast simulate --help`"]),
+        (["link", "fit", "samples.csv", "--jsn"], ["--jsn", "`gradcast link fit --help`"]),
         (["plan", R, *NETWORK, "--uncertainty", "100%"], ["--uncertainty"]),
         (["plan", R, *NETWORK, "-o", "/no/such/folder/plan.json"], ["/no/such/folder"]),
         (["plan", R, *NETWORK, "-o", "."], ["folder"]),

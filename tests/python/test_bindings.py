@@ -218,3 +218,18 @@ def test_the_stub_knows_the_arguments():
             signature = getattr(_core, node.name).__doc__.splitlines()[0]
             for argument in [*node.args.args, *node.args.kwonlyargs]:
                 assert f"{argument.arg}:" in signature, f"{node.name}({argument.arg}) is not in: {signature}"
+
+
+def test_objects_show_what_they_hold(profile):
+    assert repr(gradcast.LinkPiece(alpha_ns=5, beta_ns_per_byte=0.5)) == (
+        "LinkPiece(alpha_ns=5.0, beta_ns_per_byte=0.5, up_to_bytes=None)"
+    )
+    assert "pieces=(LinkPiece(" in repr(profile.link)
+    assert "op='all_reduce', buffer=0, ranges=((0, 4),)" in repr(gradcast.Block(ranges=[(0, 4)]))
+    assert repr(gradcast.load_profile("resnet50")).endswith("tensors=<107 of them>)")
+    assert repr(gradcast.make_plan(profile, profile.link)).startswith("Plan(policy='forecast', mode='overlap', ")
+
+
+@pytest.mark.parametrize("function", [gradcast.make_plan, gradcast.play, gradcast.bound, gradcast.policies])
+def test_functions_say_what_they_do(function):
+    assert len(function.__doc__.splitlines()) > 2  # more than the signature that pybind11 writes

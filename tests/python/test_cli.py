@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -104,6 +106,9 @@ def test_simulate_marks_plans_with_another_bound(run):
     out = run("simulate", "resnet50", "--scale", "0.5", *NETWORK, "--policy", "dear,ddp").out
     assert "dear *" in out
     assert "* dear sends reduce-scatters and all-gathers here; its own bound is" in out
+    # Where one block of everything is the best that can be done, the two bounds are the same, and one is enough.
+    out = run("simulate", "resnet50", "--scale", "0.5", "--bandwidth", "100gbit", "--workers", "2").out
+    assert "* dear sends reduce-scatters and all-gathers here." in out
 
 
 def test_simulate_names_the_policies_that_cannot_run(run):
@@ -194,6 +199,21 @@ def test_an_uncertain_link_gets_a_plan_of_its_own(run):
     best, careful = (gradcast.Plan.from_json(result.out) for result in (certain, uncertain))
     # With the costs as given it cannot be better than the best plan.
     assert careful.predicted_ns >= best.predicted_ns * (1 - 1e-6)
+    text = run(*arguments[:-1], "--uncertainty", "10%").out
+    worst, worst_usual = re.search(r"at worst ([\d.]+) x .* would be ([\d.]+) x", text).groups()
+    assert 1 <= float(worst) <= float(worst_usual)
+
+
+def test_forecast_says_whose_plan_it_took_over(run):
+    sentence = "It is dear's plan: halves of all-reduces end earlier on this link model"
+    assert sentence in run("plan", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8").out
+    assert sentence not in run("plan", "resnet50", "--scale", "0.5", *NETWORK, "--mode", "hook").out
+
+
+def test_one_worker_has_no_traffic(run):
+    for command in ("simulate", "plan"):
+        out = run(command, "vgg16", "--bandwidth", "10gbit", "--workers", "1").out
+        assert "ring of 1 worker, 10 Gbit/s, 50 us per hop: one worker has no traffic" in out
 
 
 def test_plot_needs_no_more_than_the_plan(run, plan_path, tmp_path):
@@ -211,6 +231,52 @@ def test_plot_of_every_kind_of_plan(mode, in_flight, run, tmp_path):
     arguments = ["plot", plan, "--profile", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8"]
     assert run(*arguments, "-o", picture).code == 0
     assert "<svg" in picture.read_text()
+
+
+def drawn_bounds_ms(monkeypatch):
+    """Where the dashed lines of the pictures are drawn from now on, and the words of the keys."""
+    from gradcast.pictures import lanes
+
+    bounds, words = [], []
+    draw_bound, draw_key = lanes._draw_bound, lanes._draw_key
+
+    def note_bound(axes, bound_ns):
+        bounds.append(bound_ns / 1e6)
+        draw_bound(axes, bound_ns)
+
+    def note_key(figure, axes, colours, *, plans, schedules):
+        words.append(schedules)
+        draw_key(figure, axes, colours, plans=plans, schedules=schedules)
+
+    monkeypatch.setattr(lanes, "_draw_bound", note_bound)
+    monkeypatch.setattr(lanes, "_draw_key", note_key)
+    return bounds, words
+
+
+def test_the_line_of_a_picture_is_the_bound_of_what_is_drawn(run, tmp_path, monkeypatch):
+    bounds, words = drawn_bounds_ms(monkeypatch)
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    for policy in ("ddp", "dear"):
+        assert run("plan", "vgg16", *NETWORK, "--policy", policy, "-o", plan).code == 0
+        assert run("plot", plan, "-o", picture).code == 0
+        assert run("plot", plan, "-o", picture, "--bandwidth", "50gbit", "--workers", "8").code == 0
+        noted_ms = gradcast.Plan.from_json(plan.read_text()).bound_ns / 1e6
+        assert bounds[-2] == pytest.approx(noted_ms)
+        assert bounds[-1] < 0.5 * noted_ms
+    assert words == ["schedule of all-reduces"] * 2 + ["schedule"] * 2
+
+
+def test_plot_finds_the_profile_beside_the_plan(run, profile_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", "profile.json", "-o", "plan.json").code == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run("plot", "../plan.json", "-o", "plan.png").code == 0
+    profile_path.unlink()
+    result = run("plot", "../plan.json", "-o", "plan.png")
+    assert result.code == 2
+    assert "../plan.json notes the profile profile.json, but" in result.err
+    assert "--profile names another" in result.err
 
 
 def test_simulate_draws_the_comparison(run, tmp_path):
@@ -273,15 +339,27 @@ def test_link_fit_finds_the_costs_of_each_operation(run, tmp_path):
     assert link.all_gather.pieces[0].alpha_ns == pytest.approx(30_000, rel=1e-6)
     used = run("simulate", "vgg16", "--link", tmp_path / "link.json", "--policy", "forecast")
     assert "50 us + 900 us per MB" in used.out
-    fields = json.loads(run("link", "fit", samples, "--method", "least_squares", "--json").out)
-    assert fields["all_gather"]["samples"] == 9
+    printed = run("link", "fit", samples, "--json").out
+    assert printed == (tmp_path / "link.json").read_text()
+    assert json.loads(printed)["fit"]["all_gather"]["samples"] == 9
 
 
-def test_a_closed_pipe_is_no_error():
-    command = [sys.executable, "-m", "gradcast", "profile", "show", "resnet50", "--json"]
+@pytest.mark.parametrize("arguments", [["profile", "show", "resnet50", "--json"], ["--help"], ["--version"]])
+def test_a_closed_pipe_is_no_error_and_a_full_disk_has_a_sentence(arguments):
+    command = [sys.executable, "-m", "gradcast", *arguments]
     reader, writer = os.pipe()
     os.close(reader)
-    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    closed = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert process.stderr == ""
-    assert process.returncode == 0
+    with open("/dev/full", "w") as full:
+        no_space = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (closed.stderr, closed.returncode) == ("", 0)
+    assert no_space.stderr == "gradcast: error: cannot write to the standard output: No space left on device\n"
+    assert no_space.returncode == 2
+
+
+def test_no_standard_output_at_all():
+    command = f"{shlex.quote(sys.executable)} -m gradcast policies >&-"
+    process = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert process.returncode == 2
+    assert process.stderr == "gradcast: error: cannot write to the standard output: it is closed\n"

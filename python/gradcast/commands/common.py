@@ -124,6 +124,9 @@ def describe_cost(cost: _core.OpCost) -> str:
     return ", ".join(lines)
 
 
-def describe_traffic(profile: _core.Profile, link: _core.LinkModel) -> str:
+def describe_traffic(profile: _core.Profile, link: _core.LinkModel, worker_count: int | None) -> str:
+    """``worker_count``: None where a link says nothing about it."""
+    if worker_count == 1:
+        return "one worker has no traffic"
     whole_ns = link.all_reduce.cost_ns(total_bytes(profile))
     return f"an all-reduce takes {describe_cost(link.all_reduce)}; all gradients in one take {format_ms(whole_ns)}"

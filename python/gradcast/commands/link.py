@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> None:
             fits[op] = _core.fit_op_cost(points, method=args.method, max_pieces=args.max_pieces)
         except Error as error:
             raise Error(f"{args.csv}, {op}: {error}", error.code) from None
-    link = _core.LinkModel(**{op: list(fit.cost.pieces) for op, fit in fits.items()}) if "all_reduce" in fits else None
+    fields = _as_json(fits, samples)
     if args.output:
-        if link is None:
+        if "all_reduce" not in fits:
             raise Error(f"{args.csv} has no samples of all_reduce, which every link needs; measure it too")
-        write_text(args.output, link.to_json(), "link")
+        write_text(args.output, json.dumps(fields, indent=1) + "\n", "link")
     if args.json:
-        common.print_json({op: _as_json(fit, len(samples[op])) for op, fit in fits.items()})
+        common.print_json(fields)
         return
     for op, fit in fits.items():
         _print(op, fit, len(samples[op]))
@@ -117,11 +117,19 @@ def _bandwidth(piece: _core.LinkPiece) -> str:
     return "-" if piece.beta_ns_per_byte == 0 else f"{format_size(1e9 / piece.beta_ns_per_byte)}/s"
 
 
-def _as_json(fit: _core.LinkFit, sample_count: int) -> dict[str, Any]:
-    link = _core.LinkModel(all_reduce=list(fit.cost.pieces))
-    return {
-        "samples": sample_count,
-        "pieces": json.loads(link.to_json())["all_reduce"],
-        "relative_error_median": fit.relative_error_median,
-        "relative_error_max": fit.relative_error_max,
+def _as_json(fits: dict[str, _core.LinkFit], samples: Samples) -> dict[str, Any]:
+    """A link as ``--link`` reads it, and how well it fits in a field that the reader of links keeps and ignores."""
+    fields: dict[str, Any] = {}
+    for op, fit in fits.items():
+        # Written as an all-reduce, because a link of this operation alone would be refused.
+        alone = _core.LinkModel(all_reduce=list(fit.cost.pieces))
+        fields[op] = json.loads(alone.to_json())["all_reduce"]
+    fields["fit"] = {
+        op: {
+            "samples": len(samples[op]),
+            "relative_error_median": fit.relative_error_median,
+            "relative_error_max": fit.relative_error_max,
+        }
+        for op, fit in fits.items()
     }
+    return fields

@@ -20,6 +20,7 @@ _DERIVED = ("workers", "latency", "topology", "workers_per_node", "intra_bandwid
 class Network:
     link: _core.LinkModel
     description: str
+    worker_count: int | None = None  # None: not known, the costs were given and not derived
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,9 @@ def derived_network(topology: str, worker_count: int, bandwidth_bits_per_s: floa
     link = formula(hop(bandwidth_bits_per_s, latency_ns), worker_count)
     workers = "1 worker" if worker_count == 1 else f"{worker_count} workers"
     return Network(
-        link, f"{topology} of {workers}, {format_bandwidth(bandwidth_bits_per_s)}, {format_time(latency_ns)} per hop"
+        link,
+        f"{topology} of {workers}, {format_bandwidth(bandwidth_bits_per_s)}, {format_time(latency_ns)} per hop",
+        worker_count,
     )
 
 
@@ -89,6 +92,7 @@ def _hierarchical(args: argparse.Namespace, worker_count: int, latency_ns: float
         link,
         f"hierarchical, {worker_count // per_node} nodes of {per_node} workers, {format_bandwidth(args.bandwidth)} and "
         f"{format_time(latency_ns)} between nodes, {format_bandwidth(args.intra_bandwidth)} inside",
+        worker_count,
     )
 
 

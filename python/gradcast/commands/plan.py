@@ -2,19 +2,24 @@
 
 import argparse
 import bisect
+import itertools
 import json
 from typing import Any
 
 from gradcast import _core
 from gradcast.commands import common
 from gradcast.commands.network_options import Network, add_network_options, network_from
-from gradcast.compare import ratio
+from gradcast.compare import has_other_ops, ratio
 from gradcast.errors import Error
-from gradcast.files import check_writable, write_text
-from gradcast.units import format_ms, format_size, parse_fraction, parse_parameter
+from gradcast.files import check_writable, plan_hash, write_text
+from gradcast.units import format_ms, format_percent, format_size, parse_fraction, parse_parameter
 
 _EXAMPLE = "gradcast plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json"
 _ROWS_SHOWN = 40
+_OTHER_OPS = (
+    "It is dear's plan: halves of all-reduces end earlier on this link model. On real libraries a reduce-scatter may "
+    "cost more than an all-reduce, so measure (docs/networks.md)."
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -62,6 +67,8 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.output, "plan")
     parameters = dict(args.set)
     if args.uncertainty > 0:
+        if args.policy != _core.DEFAULT_POLICY:
+            raise Error(f"--uncertainty is for {_core.DEFAULT_POLICY} only; leave it out for {args.policy}")
         parameters["uncertainty"] = args.uncertainty
     plan = _core.make_plan(
         profile,
@@ -71,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         in_flight=args.in_flight,
         parameters=parameters,
     )
-    text = with_origin(plan, args, network)
+    text = with_origin(plan, args, profile, network)
     if args.output:
         write_text(args.output, text, "plan")
     if args.json:
@@ -80,18 +87,24 @@ def run(args: argparse.Namespace) -> None:
         _print(args, profile, network, plan)
 
 
-def with_origin(plan: _core.Plan, args: argparse.Namespace, network: Network) -> str:
+def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
     """The plan as JSON, with a note of what it was made from: `gradcast plot` then needs no more than the plan."""
     text = plan.to_json()
     link = json.loads(network.link.to_json())
-    note = {"profile": args.profile, "scale": args.scale, "network": network.description, "link": link}
+    note = {
+        "profile": args.profile,
+        "scale": args.scale,
+        "network": network.description,
+        "link": link,
+        "hash": plan_hash(plan, profile),
+    }
     end = text.rindex("}")
     return f'{text[:end].rstrip()},\n"made_with": {json.dumps(note)}\n}}\n'
 
 
 def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> None:
     print(common.describe_profile(profile, args.scale))
-    print(f"{network.description}: {common.describe_traffic(profile, network.link)}")
+    print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     print()
     names = _Names(profile)
     rows = []
@@ -103,14 +116,36 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
     if len(plan.blocks) > _ROWS_SHOWN:
         print(f"… and {len(plan.blocks) - _ROWS_SHOWN} more blocks; -o writes them all to a file")
     print()
-    kinds = "of all-reduces " if all(block.op == "all_reduce" for block in plan.blocks) else ""
+    kinds = "" if has_other_ops(plan) else "of all-reduces "
     print(
         f"{plan.policy} ({plan.mode} mode): {len(plan.blocks)} block{'s' if len(plan.blocks) != 1 else ''}, "
         f"{format_ms(plan.predicted_ns)} per iteration, {ratio(plan.predicted_ns, plan.bound_ns):.3f} x the bound of "
         f"{format_ms(plan.bound_ns)} that no schedule {kinds}can beat."
     )
+    if plan.policy == _core.DEFAULT_POLICY and has_other_ops(plan):
+        print(_OTHER_OPS)
+    if args.uncertainty > 0:
+        print(_worst_case(args, profile, network, plan))
     if args.output:
         print(f"The plan is in {args.output}; `gradcast plot {args.output} -o plan.png` draws it.")
+
+
+def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:
+    """What --uncertainty bought: the worst of the nine links of that option, with it and without it."""
+    usual = _core.make_plan(profile, network.link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set))
+    factors = (1 - args.uncertainty, 1.0, 1 + args.uncertainty)
+    worst = worst_usual = 1.0
+    for alpha_factor, beta_factor in itertools.product(factors, factors):
+        link = network.link.scaled(alpha_factor, beta_factor)
+        best_ns = _core.make_plan(
+            profile, link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set)
+        ).predicted_ns
+        worst = max(worst, ratio(_core.play(profile, link, plan).iteration_ns, best_ns))
+        worst_usual = max(worst_usual, ratio(_core.play(profile, link, usual).iteration_ns, best_ns))
+    return (
+        f"With link costs off by up to {format_percent(args.uncertainty)}, this plan takes at worst {worst:.3f} x the "
+        f"time of the plan made for the true costs; without --uncertainty it would be {worst_usual:.3f} x."
+    )
 
 
 class _Names:

@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from gradcast import _core
 from gradcast.commands import common
 from gradcast.commands.network_options import Network, add_network_options, has_network, network_from
+from gradcast.compare import has_other_ops
 from gradcast.errors import Error
-from gradcast.files import check_writable, load_plan, load_profile
+from gradcast.files import bundled_profiles, check_writable, load_plan, load_profile, plan_hash
 from gradcast.units import parse_positive
 
 _EXAMPLE = "gradcast plot plan.json -o plan.png"
@@ -46,17 +49,58 @@ def run(args: argparse.Namespace) -> None:
     profile, scale = _profile(args, origin)
     network = _network(args, origin, profile)
     check_writable(args.output, "picture")
+    _check_layout(args, plan, origin, profile)
     try:
-        plan.check(profile)
         timeline = _core.play(profile, network.link, plan)
     except Error as error:
-        raise Error(f"{args.plan} does not fit the profile {profile.name}: {error}", error.code) from None
+        raise Error(f"{args.plan} does not fit {network.description}: {error}", error.code) from None
     from gradcast.pictures import draw_plan
 
     draw_plan(
-        args.output, profile, plan, timeline, title=f"{common.profile_name(profile, scale)}, {network.description}"
+        args.output,
+        profile,
+        plan,
+        timeline,
+        bound_ns=_bound_ns(plan, profile, network),
+        title=f"{common.profile_name(profile, scale)}, {network.description}",
     )
     print(f"The picture is in {args.output}.")
+
+
+def _bound_ns(plan: _core.Plan, profile: _core.Profile, network: Network) -> float:
+    """The bound of what is drawn: the plan's own one was for the profile, scale and network that it was made with."""
+    bound = _core.bound(profile, network.link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan))
+    return bound.best_ns
+
+
+def _check_layout(args: argparse.Namespace, plan: _core.Plan, origin: dict[str, Any], profile: _core.Profile) -> None:
+    """Refuses a profile with other tensors than the plan was made for, also where all its bytes happen to fit."""
+    try:
+        plan.check(profile)
+    except Error as error:
+        if args.profile is not None:
+            raise _made_for_another(args, origin, profile) from None
+        raise Error(f"{args.plan} does not fit the profile {profile.name}: {error}", error.code) from None
+    noted = origin.get("hash")
+    if noted is None or noted == plan_hash(plan, profile):
+        return
+    if args.profile is not None:
+        raise _made_for_another(args, origin, profile)
+    raise Error(
+        f"{args.plan} does not fit the profile {profile.name}: one of them has changed since the plan was made; "
+        "make the plan again",
+        "invalid_plan",
+    )
+
+
+def _made_for_another(args: argparse.Namespace, origin: dict[str, Any], profile: _core.Profile) -> Error:
+    noted = origin.get("profile")
+    name = f" ({noted})" if isinstance(noted, str) else ""
+    return Error(
+        f"{args.plan} does not fit the profile {profile.name}: the plan was made for another profile{name}; "
+        "give the one it was made for",
+        "invalid_plan",
+    )
 
 
 def _profile(args: argparse.Namespace, origin: dict[str, Any]) -> tuple[_core.Profile, float]:
@@ -70,7 +114,20 @@ def _profile(args: argparse.Namespace, origin: dict[str, Any]) -> tuple[_core.Pr
         scale = origin.get("scale", 1.0)
         if not isinstance(scale, int | float) or not 0 < scale < 1e9:
             raise Error(f"{args.plan}: made_with.scale is no number above 0; name the profile with --profile")
-    return load_profile(origin["profile"], scale), scale
+    return _noted_profile(args.plan, origin["profile"], scale), scale
+
+
+def _noted_profile(plan_path: str, noted: str, scale: float) -> _core.Profile:
+    """The profile that a plan notes: as noted, or, for a relative path from elsewhere, next to the plan."""
+    beside_plan = Path(plan_path).parent / noted
+    if noted not in bundled_profiles() and not os.path.exists(noted) and os.path.exists(beside_plan):
+        return load_profile(str(beside_plan), scale)
+    try:
+        return load_profile(noted, scale)
+    except Error as error:
+        raise Error(
+            f"{plan_path} notes the profile {noted}, but {error}; --profile names another", error.code
+        ) from None
 
 
 def _network(args: argparse.Namespace, origin: dict[str, Any], profile: _core.Profile) -> Network:

@@ -6,7 +6,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.commands import common
 from gradcast.commands.network_options import Network, add_network_options, network_from
-from gradcast.compare import Comparison, Row, compare, parse_policies
+from gradcast.compare import Comparison, Row, compare, parse_policies, same_bound
 from gradcast.errors import Error
 from gradcast.files import check_writable
 from gradcast.verdict import verdict
@@ -78,7 +78,7 @@ def _row_cells(row: Row) -> list[str]:
 
 def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, comparison: Comparison) -> None:
     print(common.describe_profile(profile, args.scale))
-    print(f"{network.description}: {common.describe_traffic(profile, network.link)}")
+    print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     if args.mode == "hook":
         print("hook mode: the next forward pass starts when all gradients have arrived")
     if args.in_flight > 1:
@@ -89,16 +89,20 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
     print()
     for row in comparison.rows:
         if row.other_ops:
-            own_ms, all_reduce_ms = row.plan.bound_ns / 1e6, comparison.all_reduce_bound.best_ns / 1e6
-            print(
-                f"* {row.policy} sends reduce-scatters and all-gathers here; its own bound is {own_ms:.1f} ms, "
-                f"that of all-reduces {all_reduce_ms:.1f} ms."
-            )
+            print(_footnote(row, comparison))
     for name, reason in comparison.skipped.items():
         print(f"{name} is left out: {reason}.")
     print(verdict(comparison))
     if args.plot:
         print(f"The picture is in {args.plot}.")
+
+
+def _footnote(row: Row, comparison: Comparison) -> str:
+    text = f"* {row.policy} sends reduce-scatters and all-gathers here"
+    own_ns, all_reduce_ns = row.plan.bound_ns, comparison.all_reduce_bound.best_ns
+    if same_bound(own_ns, all_reduce_ns):
+        return f"{text}."
+    return f"{text}; its own bound is {own_ns / 1e6:.1f} ms, that of all-reduces {all_reduce_ns / 1e6:.1f} ms."
 
 
 def _as_json(

@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.patches import Patch
 
 from gradcast import _core
-from gradcast.compare import Comparison
+from gradcast.compare import Comparison, has_other_ops, same_bound
 from gradcast.pictures.canvas import bare, plt, save
 
 _BACKWARD = "#b9c0c9"
@@ -21,6 +21,8 @@ _FORWARD = "#7fb6a2"
 _WAIT = "#d1495b"
 _BOUND = "#222222"
 _NEED_COLOURS = "viridis"
+_HATCH_COLOUR = "#888888"
+_HATCHES = {"reduce_scatter": "////", "all_gather": "...."}  # all-reduces, the usual kind, are plain
 _LANE_HEIGHT = 0.8
 _LANE_GAP = 0.08
 _SEAM_POINTS = 1.0
@@ -32,7 +34,16 @@ _LABEL_SHARE = 0.04
 _Span = tuple[float, float]  # start and length, ms
 
 
-def draw_plan(path: str, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, *, title: str) -> None:
+def draw_plan(
+    path: str,
+    profile: _core.Profile,
+    plan: _core.Plan,
+    timeline: _core.Timeline,
+    *,
+    bound_ns: float,
+    title: str,
+) -> None:
+    """``bound_ns`` is the bound of this profile and network over plans with the operations of this one."""
     figure, axes = plt.subplots(figsize=(11, 3.2), layout="constrained")
     end_ms = timeline.iteration_ns / 1e6
     axes.set_xlim(0, 1.02 * max(end_ms, 1e-6))  # never an empty axis
@@ -40,8 +51,7 @@ def draw_plan(path: str, profile: _core.Profile, plan: _core.Plan, timeline: _co
     colours = _need_colours(profile)
     _draw_lanes(axes, 0, profile, plan, timeline, colours)
     _label_blocks(axes, 0, profile, plan, timeline, colours)
-    if plan.bound_ns > 0:
-        _draw_bound(axes, plan.bound_ns)
+    _draw_bound(axes, bound_ns)
     middles = [_LANE_HEIGHT / 2, 1.5 * _LANE_HEIGHT + _LANE_GAP]
     axes.set_yticks(middles, ["link\n(blocks, MB)", "compute"])
     axes.set_xlabel("ms from the start of backward")
@@ -53,7 +63,8 @@ def draw_plan(path: str, profile: _core.Profile, plan: _core.Plan, timeline: _co
         loc="left",
     )
     bare(axes)
-    _draw_key(figure, axes, colours, bound=plan.bound_ns > 0)
+    schedules = "schedule" if has_other_ops(plan) else "schedule of all-reduces"
+    _draw_key(figure, axes, colours, plans=[plan], schedules=schedules)
     save(figure, path)
 
 
@@ -74,7 +85,9 @@ def draw_comparison(
         middles.append(middle)
         _draw_lanes(axes, y, profile, row.plan, _core.play(profile, link, row.plan), colours)
         end_ms = row.plan.predicted_ns / 1e6
-        text = f"{end_ms:.0f} ms, {row.ratio_to_bound:.2f} x {'its own ' if row.other_ops else ''}bound"
+        # The line is the bound over every kind of operation; a plan of all-reduces is measured against theirs.
+        kind = "bound" if same_bound(row.plan.bound_ns, comparison.bound.best_ns) else "all-reduce bound"
+        text = f"{end_ms:.0f} ms, {row.ratio_to_bound:.2f} x {kind}"
         axes.text(end_ms + 0.012 * slowest_ms, middle, text, va="center", fontsize=9)
     _draw_bound(axes, comparison.bound.best_ns)
     axes.set_yticks(middles, [row.policy for row in rows])
@@ -83,7 +96,8 @@ def draw_comparison(
     axes.set_xlabel("ms from the start of backward (upper lane: compute, lower lane: link)")
     axes.set_title(title, fontsize=10, loc="left")
     bare(axes)
-    _draw_key(figure, axes, colours, bound=True)
+    # The words of the sentence that `gradcast simulate` prints about the same bound.
+    _draw_key(figure, axes, colours, plans=[row.plan for row in rows], schedules="schedule")
     save(figure, path)
 
 
@@ -110,6 +124,15 @@ def _draw_lanes(
             edgecolors="white" if seamed else "none",
             linewidth=_SEAM_POINTS if seamed else 0,
         )
+    _draw_hatches(axes, lower, plan, spans)
+
+
+def _draw_hatches(axes: Any, lane: tuple[float, float], plan: _core.Plan, spans: list[_Span]) -> None:
+    """Tells the two halves of an all-reduce apart, over the colours that tell when they are needed."""
+    for op, hatch in _HATCHES.items():
+        chosen = [span for span, block in zip(spans, plan.blocks, strict=True) if block.op == op]
+        if chosen:
+            axes.broken_barh(chosen, lane, facecolor="none", edgecolor=_HATCH_COLOUR, hatch=hatch, linewidth=0)
 
 
 def _wire_spans(timeline: _core.Timeline) -> list[_Span]:
@@ -172,16 +195,25 @@ def _draw_bound(axes: Any, bound_ns: float) -> None:
     axes.axvline(bound_ns / 1e6, color=_BOUND, linestyle="--", linewidth=1.2)
 
 
-def _draw_key(figure: Any, axes: Any, colours: Any, *, bound: bool) -> None:
+def _draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], schedules: str) -> None:
+    """What colours, hatches and the dashed line mean; ``schedules`` says over which schedules the bound is."""
+    hook = all(plan.mode == "hook" for plan in plans)
     bar = figure.colorbar(colours, ax=axes, pad=0.015, fraction=0.025)
-    bar.set_label("ms of forward until\na block is needed", fontsize=8)
+    # In hook mode every block is needed at once, before forward; the colour still tells whose gradients it holds.
+    meaning = "ms of forward before\nits first use" if hook else "ms of forward until\na block is needed"
+    bar.set_label(meaning, fontsize=8)
     bar.ax.tick_params(labelsize=8)
     handles = [
         Patch(facecolor=_BACKWARD, label="backward"),
         Patch(facecolor=_FORWARD, label="forward"),
         Patch(facecolor=_WAIT, label="forward waits"),
     ]
-    if bound:
-        line = plt.Line2D([], [], color=_BOUND, linestyle="--", linewidth=1.2, label="no schedule can end earlier")
-        handles.append(line)
+    ops = {block.op for plan in plans for block in plan.blocks}
+    handles += [
+        Patch(facecolor="white", edgecolor=_HATCH_COLOUR, hatch=hatch, label=op.replace("_", "-"))
+        for op, hatch in _HATCHES.items()
+        if op in ops
+    ]
+    label = f"no {schedules} can end earlier"
+    handles.append(plt.Line2D([], [], color=_BOUND, linestyle="--", linewidth=1.2, label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

@@ -9,6 +9,8 @@ from gradcast.pictures.canvas import plt, save
 # Okabe and Ito's colours, which every kind of sight tells apart; the markers tell apart where they repeat.
 _COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 _MARKERS = ["o", "s", "^", "v", "D", "P", "X", "<", ">", "*"]
+_LOWEST_SPEEDUP = 0.5
+_MARGIN = 0.04
 
 
 def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
@@ -21,7 +23,10 @@ def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
         _draw_panel(axes, [row for row in rows if row["workers"] == workers], policies)
         axes.set_title(f"{workers} worker{'s' if workers != 1 else ''}", fontsize=10)
     panels[0][0].set_ylabel(f"speed-up over {BASELINE}")
-    panels[0][0].set_ylim(0, 1.06 * max(row["speedup_over_ddp"] for row in rows))
+    low, below = _lower_limit(rows, policies)
+    panels[0][0].set_ylim(low, max(row["speedup_over_ddp"] for row in rows) + _MARGIN)
+    if below:
+        figure.supxlabel(f"below the axis at some points: {', '.join(below)}", fontsize=8, wrap=True)
     figure.suptitle(title, fontsize=11)
     lines = {line.get_label(): line for axes in panels[0] for line in axes.get_lines()}
     shown = [policy for policy in policies if policy in lines]
@@ -34,6 +39,16 @@ def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
         handlelength=3,
     )
     save(figure, path)
+
+
+def _lower_limit(rows: list[dict[str, Any]], policies: list[str]) -> tuple[float, list[str]]:
+    """Where the axis begins, and the policies that fall below it; one that is far slower would flatten the others."""
+    slowest: dict[str, float] = {}
+    for row in rows:
+        policy, speedup = row["policy"], row["speedup_over_ddp"]
+        slowest[policy] = min(speedup, slowest.get(policy, speedup))
+    low = max(_LOWEST_SPEEDUP, min(slowest.values()) - _MARGIN)
+    return low, [policy for policy in policies if slowest[policy] < low]
 
 
 def _draw_panel(axes: Any, rows: list[dict[str, Any]], policies: list[str]) -> None:
