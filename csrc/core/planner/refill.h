@@ -26,8 +26,8 @@ struct Opening {
   static constexpr int32_t kMostUrgentBuffer = -1;  // the buffer of the most urgent bytes that are ready
 };
 
-// The openings of a zigzag's slots, none larger than `size_bytes_max`. Those of backward and the centre keep their place in
-// time; the others follow one another.
+// The openings of a zigzag's slots, none larger than `size_bytes_max`, at most 200 for a slot: the rest is left over. Those of
+// backward and the centre keep their place in time; the others follow one another.
 std::vector<Opening> openings_of(const std::vector<Slot>& slots, double size_bytes_max);
 // The openings that reproduce when and how much each block of a plan sends.
 std::vector<Opening> openings_of(const Problem& problem, const std::vector<Block>& blocks);

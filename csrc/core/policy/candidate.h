@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "gradcast/error.h"
 #include "problem.h"
 
 namespace gradcast {

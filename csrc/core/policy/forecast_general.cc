@@ -66,7 +66,7 @@ std::vector<Assumption> assumptions_of(const Problem& problem) {
   return assumptions;
 }
 
-// Openings from which the search starts: zigzag's slots on enlarged windows, with the cut that the true cost likes.
+// Openings from which the search starts: zigzag's slots on enlarged windows, as the assumption has them.
 std::vector<Opening> enlarged_openings(const Problem& problem, const Order& order, const Assumption& assumption) {
   Chain chain = enlarged_chain(problem, order, assumption.cost);
   if (problem.in_flight > 1) {
@@ -141,13 +141,12 @@ bool is_small(const Problem& problem) {
 }
 
 // Improves the most promising starts, each by its share of the effort.
-void search(const Problem& problem, double bound_ns, double effort, std::vector<std::vector<Opening>> starts,
-            Fastest& fastest) {
+void search(const Problem& problem, Refill& refill, double bound_ns, double effort,
+            std::vector<std::vector<Opening>> starts, Fastest& fastest) {
   constexpr double kVisits = 4e5;  // of tensors and blocks, in all: about 40 ms
   // Few tensors are quick to try, and strongly bent costs have narrow optima.
   const double evaluations_max = is_small(problem) ? 2000 : 200;
   constexpr size_t kStarts = 3;
-  Refill refill(problem);
   for (auto& start : most_promising(refill, std::move(starts), kStarts)) {
     if (fastest.iteration_ns() <= bound_ns * kGoodEnough) {
       return;
@@ -192,7 +191,7 @@ Candidate general_plan(const Problem& problem, double effort) {
       starts.push_back(openings_of(problem, fastest.best().blocks));
     }
     const double bound_ns = bound(problem, false).best_ns;
-    search(problem, bound_ns, effort, std::move(starts), fastest);
+    search(problem, refill, bound_ns, effort, std::move(starts), fastest);
     beam(problem, bound_ns, effort, fastest);
   }
   return fastest.best();
