@@ -12,6 +12,10 @@ std::string_view to_string(ErrorCode code) {
       return "invalid_link";
     case ErrorCode::kInvalidOption:
       return "invalid_option";
+    case ErrorCode::kInvalidUse:
+      return "invalid_use";
+    case ErrorCode::kCommunication:
+      return "communication";
     case ErrorCode::kInternal:
       return "internal";
   }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "gradcast/text.h"
 #include "problem.h"
 
 namespace gradcast {
@@ -31,8 +32,5 @@ Block piece_block(const Problem& problem, const Piece& piece, std::string reason
 std::vector<Block> joint_blocks(const Problem& problem, std::span<const Piece> pieces, const std::string& reason);
 // Joins ranges of one buffer as a Block wants them: ascending, adjacent ones merged. REQUIRES: they are disjoint.
 std::vector<Range> joined(std::vector<Range> ranges);
-
-// A size for people, in decimal units: "37.6 kB".
-std::string bytes_text(int64_t size_bytes);
 
 }  // namespace gradcast

@@ -17,10 +17,12 @@ enum class ErrorCode {
   kInvalidPlan,     // a plan, or a plan that belongs to another profile
   kInvalidLink,     // a link model, or a kind of operation that it does not know
   kInvalidOption,   // a policy name, a parameter, a mode
+  kInvalidUse,      // training code that gradcast cannot follow without giving wrong numbers
+  kCommunication,   // an operation on the network failed, or a peer is gone
   kInternal,        // a broken invariant: please report
 };
 
-// "invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "internal".
+// "invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "invalid_use", "communication", "internal".
 std::string_view to_string(ErrorCode code);
 
 class Error : public std::runtime_error {

@@ -16,15 +16,6 @@
 
 namespace gradcast {
 
-// Bytes [lo_bytes, hi_bytes) of one gradient buffer.
-struct Range {
-  int64_t lo_bytes = 0;
-  int64_t hi_bytes = 0;
-
-  int64_t size_bytes() const { return hi_bytes - lo_bytes; }
-  bool operator==(const Range&) const = default;
-};
-
 // What travels in one collective operation. One range travels in place; several are packed, which costs a copy.
 struct Block {
   Op op = Op::kAllReduce;

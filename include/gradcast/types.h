@@ -1,4 +1,5 @@
-// Words that every part of gradcast shares: the kinds of collective operation and the two modes of running a plan.
+// Words that every part of gradcast shares: the kinds of collective operation, ranges of bytes, and the two modes of
+// running a plan.
 //
 // Units everywhere: times are double nanoseconds (suffix `_ns`) inside the library and whole nanoseconds in JSON; sizes
 // are int64 bytes (suffix `_bytes`); rates are nanoseconds per byte (suffix `_ns_per_byte`).
@@ -27,6 +28,15 @@ enum class Op { kAllReduce, kReduceScatter, kAllGather };
 // kOverlap: forward starts when backward ends and waits for each parameter where it reads it. kHook: forward starts when
 // all gradients have arrived, as DDP does; no read ever waits.
 enum class Mode { kOverlap, kHook };
+
+// Bytes [lo_bytes, hi_bytes) of one gradient buffer.
+struct Range {
+  int64_t lo_bytes = 0;
+  int64_t hi_bytes = 0;
+
+  int64_t size_bytes() const { return hi_bytes - lo_bytes; }
+  bool operator==(const Range&) const = default;
+};
 
 // The names used in JSON and on the command line: "all_reduce", "reduce_scatter", "all_gather"; "overlap", "hook".
 std::string_view to_string(Op op);
