@@ -23,6 +23,9 @@ void bind_plan(pybind11::module_& module);
 void bind_play(pybind11::module_& module);
 void bind_bound(pybind11::module_& module);
 void bind_policy(pybind11::module_& module);
+void bind_engine(pybind11::module_& module);
+void bind_inproc(pybind11::module_& module);
+void bind_driver(pybind11::module_& module);
 
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 

@@ -316,3 +316,128 @@ def make_plan(
     ``mode``: "overlap" (gradients travel under the next forward too) or "hook" (all arrive before it). ``in_flight``:
     blocks between launch and finish at the same time. ``parameters``: of the policy, by name; see ``policies()``.
     """
+
+@final
+class BlockRecord:
+    """Times of the clock of ``Engine.now_ns``; 0 for what has not happened."""
+
+    @property
+    def ready_ns(self) -> int:
+        """Everything that it waits for existed: its gradients, or for an all-gather the sums of its reduce-scatter."""
+
+    @property
+    def launch_ns(self) -> int: ...
+    @property
+    def finish_ns(self) -> int: ...
+
+@final
+class IterationRecord:
+    """What happened in one iteration: when each gradient existed, and what each block did."""
+
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def plan_version(self) -> int: ...
+    @property
+    def ready_ns(self) -> tuple[int, ...]: ...
+    @property
+    def blocks(self) -> tuple[BlockRecord, ...]: ...
+
+@final
+class EngineCounters:
+    @property
+    def iterations(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def loop_ns(self) -> int:
+        """The engine thread's own work: without waiting, and without the transport's part."""
+
+    @property
+    def record_bytes(self) -> int: ...
+
+@final
+class Engine:
+    """Follows a plan: starts each block in plan order as soon as its gradients exist, and says what has arrived.
+
+    ``transport`` is a capsule of a transport, or an object with an attribute ``capsule``; the engine keeps it until
+    shutdown.
+    The first failure is raised by each later call that begins, waits or follows.
+    """
+
+    def __init__(self, transport: object, *, thread_name: str = "gradcast", timeline_iterations: int = 16) -> None: ...
+    def follow(self, profile: Profile, plan: Plan) -> int:
+        """Follows the plan from the next iteration on; returns its version, from 1."""
+
+    def begin(self) -> int:
+        """Opens an iteration; returns its number, from 0."""
+
+    def on_ready(self, tensor: int) -> None:
+        """The gradient of this tensor exists from now on; once per tensor and iteration."""
+
+    def wait(self, tensors: Sequence[int], timeout_ns: int = -1) -> bool:
+        """True when these tensors have arrived, False when the time is over first; a negative timeout has no end."""
+
+    def wait_all(self, timeout_ns: int = -1) -> bool: ...
+    def arrivals(self, position: int = 0) -> list[int]:
+        """The tensors that have arrived in this iteration, in the order of arrival, from the given position on."""
+
+    @property
+    def busy(self) -> bool: ...
+    def waiting_for(self) -> str:
+        """What an unfinished iteration is waiting for, for people; empty if nothing is open."""
+
+    def timeline(self) -> tuple[IterationRecord, ...]:
+        """The last iterations, oldest first, the open one included."""
+
+    def counters(self) -> EngineCounters: ...
+    def shutdown(self) -> None: ...
+    @staticmethod
+    def now_ns() -> int: ...
+
+@final
+class InprocTransport:
+    """One rank's transport in an InprocWorld."""
+
+    @property
+    def capsule(self) -> object: ...
+
+@final
+class InprocWorld:
+    """Ranks as threads of one process, for tests: an emulated wire, with scripted delays and failures."""
+
+    def __init__(self, world_size: int, *, alpha_ns: float = 0.0, beta_ns_per_byte: float = 0.0) -> None: ...
+    @property
+    def world_size(self) -> int: ...
+    def transport(self, rank: int, buffers: Sequence[object]) -> InprocTransport:
+        """The transport of one rank over writable, contiguous arrays of float32 or float64."""
+
+    def delay(self, rank: int, operation_index: int, delay_ns: int) -> None:
+        """This rank joins its n-th operation so much later than it starts it."""
+
+    def fail(self, rank: int, operation_index: int, message: str) -> None:
+        """This rank's n-th operation fails with this sentence; the other ranks wait for it."""
+
+@final
+class TransportDriver:
+    """Drives any transport by hand, one operation at a time."""
+
+    def __init__(self, transport: object) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def start(
+        self, ticket: int, ranges: Sequence[tuple[int, int]], *, op: Op = "all_reduce", buffer: int = 0
+    ) -> None: ...
+    def wait(self, ticket: int, timeout_ns: int) -> str | None:
+        """The error of its completion ("" for success), None if none came in time; a negative timeout has no end."""
+
+    def completions(self) -> list[tuple[int, str]]:
+        """All so far, in the order in which they came."""
+
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None:
+        """Aborts what is in flight, then ends the transport's threads."""

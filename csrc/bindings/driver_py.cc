@@ -1,0 +1,68 @@
+// The hand-driven transport for Python.
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "capsule.h"
+#include "transport_driver.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+// A driver and the Python object that its transport lives in.
+class BoundDriver {
+ public:
+  explicit BoundDriver(py::object transport)
+      : transport_(std::move(transport)), driver_(std::make_unique<TransportDriver>(transport_of(transport_))) {}
+
+  ~BoundDriver() {
+    const py::gil_scoped_release released;
+    if (!driver_->close()) {
+      // The transport may still complete what it holds back, into the driver.
+      static_cast<void>(driver_.release());
+    }
+  }
+
+  TransportDriver* operator->() { return driver_.get(); }
+
+ private:
+  py::object transport_;
+  std::unique_ptr<TransportDriver> driver_;
+};
+
+void start(BoundDriver& driver, int64_t ticket, const std::vector<std::pair<int64_t, int64_t>>& pairs,
+           const std::string& op, int32_t buffer) {
+  std::vector<Range> ranges;
+  for (const auto& [lo_bytes, hi_bytes] : pairs) {
+    ranges.push_back({lo_bytes, hi_bytes});
+  }
+  driver->start(ticket, std::move(ranges), op_from_string(op), buffer);
+}
+
+}  // namespace
+
+void bind_driver(py::module_& module) {
+  py::class_<BoundDriver>(module, "TransportDriver")
+      .def(py::init<py::object>(), py::arg("transport"))
+      .def_property_readonly("rank", [](BoundDriver& driver) { return driver->rank(); })
+      .def_property_readonly("world_size", [](BoundDriver& driver) { return driver->world_size(); })
+      .def("start", &start, py::arg("ticket"), py::arg("ranges"), py::kw_only(), py::arg("op") = "all_reduce",
+           py::arg("buffer") = 0, ReleaseGil())
+      .def(
+          "wait",
+          [](BoundDriver& driver, int64_t ticket, int64_t timeout_ns) { return driver->wait(ticket, timeout_ns); },
+          py::arg("ticket"), py::arg("timeout_ns"), ReleaseGil())
+      .def("completions", [](BoundDriver& driver) { return driver->completions(); })
+      .def(
+          "abort", [](BoundDriver& driver, const std::string& reason) { driver->abort(reason); }, py::arg("reason"),
+          ReleaseGil())
+      .def(
+          "close", [](BoundDriver& driver) { driver->close(); }, ReleaseGil());
+}
+
+}  // namespace gradcast

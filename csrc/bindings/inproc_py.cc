@@ -1,0 +1,84 @@
+// Ranks as threads for Python: the transport of tests without torch.
+#include "inproc.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "capsule.h"
+#include "gradcast/error.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+InprocBuffer buffer_of(const py::buffer_info& info) {
+  const bool is_float = info.item_type_is_equivalent_to<float>();
+  if (!is_float && !info.item_type_is_equivalent_to<double>()) {
+    throw Error(ErrorCode::kInvalidOption, "a buffer holds elements of format '" + info.format +
+                                               "'; the in-process transport takes float32 and float64");
+  }
+  py::ssize_t stride_bytes = info.itemsize;
+  for (py::ssize_t axis = info.ndim - 1; axis >= 0; --axis) {
+    if (info.shape[axis] > 1 && info.strides[axis] != stride_bytes) {
+      throw Error(ErrorCode::kInvalidOption, "a buffer is not contiguous; give flat arrays");
+    }
+    stride_bytes *= info.shape[axis];
+  }
+  return {info.ptr, info.size * info.itemsize, is_float ? InprocElement::kFloat32 : InprocElement::kFloat64};
+}
+
+// One rank's transport, and the Python arrays that it works on.
+class BoundInproc {
+ public:
+  BoundInproc(InprocWorld& world, int32_t rank, const std::vector<py::buffer>& arrays) {
+    std::vector<InprocBuffer> buffers;
+    for (const py::buffer& array : arrays) {
+      views_.push_back(array.request(/*writable=*/true));
+      buffers.push_back(buffer_of(views_.back()));
+    }
+    transport_ = world.transport(rank, std::move(buffers));
+  }
+
+  ~BoundInproc() {
+    const py::gil_scoped_release released;
+    transport_.reset();
+  }
+
+  Transport& transport() { return *transport_; }
+
+ private:
+  std::vector<py::buffer_info> views_;
+  std::unique_ptr<Transport> transport_;
+};
+
+std::unique_ptr<InprocWorld> make_world(int32_t world_size, double alpha_ns, double beta_ns_per_byte) {
+  return std::make_unique<InprocWorld>(world_size, InprocCost{alpha_ns, beta_ns_per_byte});
+}
+
+}  // namespace
+
+void bind_inproc(py::module_& module) {
+  py::class_<BoundInproc>(module, "InprocTransport")
+      .def_property_readonly("capsule", [](const py::object& self) {
+        return make_capsule(self.cast<BoundInproc&>().transport(), self);
+      });
+
+  py::class_<InprocWorld>(module, "InprocWorld")
+      .def(py::init(&make_world), py::arg("world_size"), py::kw_only(), py::arg("alpha_ns") = 0.0,
+           py::arg("beta_ns_per_byte") = 0.0)
+      .def_property_readonly("world_size", &InprocWorld::world_size)
+      .def(
+          "transport",
+          [](InprocWorld& world, int32_t rank, const std::vector<py::buffer>& buffers) {
+            return std::make_unique<BoundInproc>(world, rank, buffers);
+          },
+          py::arg("rank"), py::arg("buffers"))
+      .def("delay", &InprocWorld::delay, py::arg("rank"), py::arg("operation_index"), py::arg("delay_ns"))
+      .def("fail", &InprocWorld::fail, py::arg("rank"), py::arg("operation_index"), py::arg("message"));
+}
+
+}  // namespace gradcast

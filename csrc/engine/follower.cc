@@ -1,0 +1,162 @@
+#include "follower.h"
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "gradcast/error.h"
+
+namespace gradcast {
+namespace {
+
+constexpr size_t kNoReadyHelps = std::numeric_limits<size_t>::max();
+
+// The tensors of one buffer in the order in which they lie there.
+struct BufferTensors {
+  std::vector<int64_t> end_bytes;
+  std::vector<int32_t> tensors;
+};
+
+std::vector<BufferTensors> buffers_of(const Profile& profile) {
+  std::vector<BufferTensors> buffers;
+  for (size_t i = 0; i < profile.tensors.size(); ++i) {
+    const auto index = static_cast<size_t>(profile.tensors[i].buffer);
+    if (index >= buffers.size()) {
+      buffers.resize(index + 1);
+    }
+    BufferTensors& buffer = buffers[index];
+    const int64_t begin_bytes = buffer.end_bytes.empty() ? 0 : buffer.end_bytes.back();
+    buffer.end_bytes.push_back(begin_bytes + profile.tensors[i].bytes);
+    buffer.tensors.push_back(static_cast<int32_t>(i));
+  }
+  return buffers;
+}
+
+std::vector<int32_t> touched_by(const Block& block, const BufferTensors& buffer) {
+  std::vector<int32_t> touched;
+  for (const Range& range : block.ranges) {
+    const auto end = std::upper_bound(buffer.end_bytes.begin(), buffer.end_bytes.end(), range.lo_bytes);
+    for (auto at = static_cast<size_t>(end - buffer.end_bytes.begin()); at < buffer.tensors.size(); ++at) {
+      // Two ranges of a block may lie in one tensor.
+      if (touched.empty() || touched.back() != buffer.tensors[at]) {
+        touched.push_back(buffer.tensors[at]);
+      }
+      if (buffer.end_bytes[at] >= range.hi_bytes) {
+        break;
+      }
+    }
+  }
+  return touched;
+}
+
+// Who gathers what whom scattered: by block, -1 for an all-reduce.
+std::vector<int32_t> partners_of(const std::vector<Block>& blocks) {
+  std::vector<int32_t> partner(blocks.size(), -1);
+  std::map<std::pair<int32_t, int64_t>, size_t> scatters;  // by buffer and first byte, which no two scatters share
+  for (size_t k = 0; k < blocks.size(); ++k) {
+    const Block& block = blocks[k];
+    const auto place = std::pair(block.buffer, block.ranges.front().lo_bytes);
+    if (block.op == Op::kReduceScatter) {
+      scatters[place] = k;
+    } else if (block.op == Op::kAllGather) {
+      const auto found = scatters.find(place);
+      if (found == scatters.end() || blocks[found->second].ranges != block.ranges) {
+        throw Error(ErrorCode::kInvalidPlan,
+                    "blocks[" + std::to_string(k) +
+                        "] gathers other ranges than one block has reduce-scattered; to be followed, a plan gathers "
+                        "each reduce-scatter whole");
+      }
+      partner[k] = static_cast<int32_t>(found->second);
+      partner[found->second] = static_cast<int32_t>(k);
+    }
+  }
+  return partner;
+}
+
+}  // namespace
+
+FollowedPlan::FollowedPlan(const Profile& profile, const Plan& given)
+    : plan(given),
+      blocks_waiting(profile.tensors.size()),
+      arriving_count(profile.tensors.size(), 0),
+      partner(partners_of(given.blocks)) {
+  for (const Tensor& tensor : profile.tensors) {
+    tensor_names.push_back(tensor.name);
+  }
+  const std::vector<BufferTensors> buffers = buffers_of(profile);
+  for (int32_t k = 0; k < block_count(); ++k) {
+    const Block& block = plan.blocks[k];
+    touched.push_back(touched_by(block, buffers[block.buffer]));
+    for (const int32_t tensor : touched.back()) {
+      if (block.op != Op::kAllGather) {
+        blocks_waiting[tensor].push_back(k);
+      }
+      if (block.op != Op::kReduceScatter) {
+        ++arriving_count[tensor];
+      }
+    }
+  }
+}
+
+void Follower::begin(std::shared_ptr<const FollowedPlan> plan) {
+  GC_CHECK(in_flight_count_ == 0);
+  plan_ = std::move(plan);
+  next_block_ = 0;
+  states_.assign(plan_->plan.blocks.size(), BlockState::kWaiting);
+  missing_.resize(states_.size());
+  for (size_t k = 0; k < missing_.size(); ++k) {
+    const bool gathers = plan_->plan.blocks[k].op == Op::kAllGather;
+    missing_[k] = gathers ? 1 : static_cast<int32_t>(plan_->touched[k].size());
+  }
+  unfinished_ = plan_->arriving_count;
+}
+
+void Follower::on_ready(int32_t tensor) {
+  GC_CHECK(is_open());
+  for (const int32_t block : plan_->blocks_waiting[tensor]) {
+    GC_CHECK(missing_[block] > 0);
+    --missing_[block];
+  }
+}
+
+std::optional<int32_t> Follower::next() {
+  if (!is_open() || next_block_ == plan_->block_count() || in_flight_count_ == plan_->plan.in_flight ||
+      missing_[next_block_] > 0) {
+    return std::nullopt;
+  }
+  states_[next_block_] = BlockState::kInFlight;
+  ++in_flight_count_;
+  return next_block_++;
+}
+
+std::vector<int32_t> Follower::on_finish(int32_t block) {
+  GC_CHECK(is_in_flight(block));
+  states_[block] = BlockState::kFinished;
+  --in_flight_count_;
+  std::vector<int32_t> arrived;
+  if (plan_->plan.blocks[block].op == Op::kReduceScatter) {
+    --missing_[plan_->partner[block]];
+    return arrived;
+  }
+  for (const int32_t tensor : plan_->touched[block]) {
+    if (--unfinished_[tensor] == 0) {
+      arrived.push_back(tensor);
+    }
+  }
+  return arrived;
+}
+
+bool Follower::is_in_flight(int64_t block) const {
+  return is_open() && block >= 0 && block < plan_->block_count() && states_[block] == BlockState::kInFlight;
+}
+
+size_t Follower::ready_missing_min() const {
+  if (!is_open() || next_block_ == plan_->block_count() || in_flight_count_ == plan_->plan.in_flight ||
+      plan_->plan.blocks[next_block_].op == Op::kAllGather) {
+    return kNoReadyHelps;
+  }
+  return static_cast<size_t>(missing_[next_block_]);
+}
+
+}  // namespace gradcast

@@ -1,0 +1,76 @@
+// The follower: which block may start now, and which tensors have arrived. It is told what happens and keeps no time.
+//
+// Blocks start in the plan's order only, at most `in_flight` at a time: what a rank alone knows (its own gradients, its own
+// clock) may delay a block, never let another one pass it. That keeps the operations of all ranks matched.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradcast/plan.h"
+#include "gradcast/profile.h"
+
+namespace gradcast {
+
+// A plan with the question "who waits for whom" answered once. A value; iterations share it.
+struct FollowedPlan {
+  // REQUIRES: check_plan(plan, profile) passed. Throws Error{kInvalidPlan} where an all-gather does not carry exactly the
+  // ranges of one reduce-scatter: each rank owns a part of a *block*, so other cuts would gather what no rank has summed.
+  FollowedPlan(const Profile& profile, const Plan& plan);
+
+  int32_t tensor_count() const { return static_cast<int32_t>(tensor_names.size()); }
+  int32_t block_count() const { return static_cast<int32_t>(plan.blocks.size()); }
+
+  Plan plan;
+
+  // By tensor.
+  std::vector<std::string> tensor_names;
+  std::vector<std::vector<int32_t>> blocks_waiting;  // all-reduces and reduce-scatters that touch it: they wait for it
+  std::vector<int32_t> arriving_count;               // all-reduces and all-gathers that touch it: it waits for them
+
+  // By block.
+  std::vector<std::vector<int32_t>> touched;  // its tensors, by offset
+  std::vector<int32_t> partner;               // of a gather its scatter, of a scatter its gather; -1 for an all-reduce
+};
+
+class Follower {
+ public:
+  // Opens an iteration: no gradient exists, nothing has arrived. REQUIRES: none() in flight.
+  void begin(std::shared_ptr<const FollowedPlan> plan);
+
+  // REQUIRES: an iteration is open; once per tensor.
+  void on_ready(int32_t tensor);
+
+  // The block that starts now, if one may; it counts as in flight from this moment.
+  std::optional<int32_t> next();
+
+  // Returns the tensors that arrive by it. REQUIRES: in_flight(block).
+  std::vector<int32_t> on_finish(int32_t block);
+
+  // A started block that has not finished.
+  bool is_in_flight(int64_t block) const;
+  int32_t in_flight_count() const { return in_flight_count_; }
+  // So many calls of on_ready are missing at least until next() returns a block; without end if on_ready alone cannot help.
+  size_t ready_missing_min() const;
+
+  bool is_open() const { return plan_ != nullptr; }
+  const FollowedPlan& plan() const { return *plan_; }
+
+ private:
+  enum class BlockState : uint8_t { kWaiting, kInFlight, kFinished };
+
+  std::shared_ptr<const FollowedPlan> plan_;
+  int32_t next_block_ = 0;
+  int32_t in_flight_count_ = 0;
+  std::vector<BlockState> states_;
+  std::vector<int32_t> missing_;     // by block: gradients, or of a gather its scatter, that it still waits for
+  std::vector<int32_t> unfinished_;  // by tensor: blocks that it still waits for
+};
+
+}  // namespace gradcast

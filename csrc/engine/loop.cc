@@ -1,0 +1,222 @@
+// The engine's thread.
+#include "loop.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "sentences.h"
+
+namespace gradcast {
+namespace {
+
+// A transport completes everything within a second of abort(); what it still holds then, it will hold for good.
+constexpr int64_t kDrainNs = 1'500'000'000;
+// As a number of gradients: none is waited for.
+constexpr size_t kNoGradient = std::numeric_limits<size_t>::max();
+// The system refuses longer names instead of cutting them.
+constexpr size_t kThreadNameMax = 15;
+
+}  // namespace
+
+void Engine::Loop::run_on_loop() {
+  loop_id_ = std::this_thread::get_id();
+  pthread_setname_np(pthread_self(), thread_name_.substr(0, kThreadNameMax).c_str());
+  transport_.open(this);
+  while (!stopping_ || drain_deadline_ns_ != kNever) {
+    const size_t counted_min = is_draining() ? kNoGradient : follower_.ready_missing_min();
+    const Queue::Condition condition = queue_.pop_all(batch_, counted_min, drain_deadline_ns_);
+    turn_on_loop(condition);
+  }
+  leave_on_loop();
+}
+
+// One waking: everything that has come is taken in first, so that a block starts on the newest knowledge, and blocks start
+// before callers are told: the network must not stand idle.
+void Engine::Loop::turn_on_loop(const Queue::Condition& condition) {
+  GC_CHECK(on_loop());
+  const int64_t begin_ns = steady_now_ns();
+  start_ns_ = 0;
+  callers_due_ = false;
+  for (const Event& event : batch_) {
+    attempt_on_loop([&] { handle_on_loop(event); });
+  }
+  attempt_on_loop([&] { GC_CHECK(!condition.overflowed); });
+  if (condition.closed && !stopping_) {
+    stop_on_loop();
+  }
+  attempt_on_loop([&] { launch_on_loop(); });
+  if (is_draining() && (follower_.in_flight_count() == 0 || steady_now_ns() >= drain_deadline_ns_)) {
+    settle_on_loop();
+  }
+  if (callers_due_) {
+    changed_.notify_all();
+  }
+  MutexLock lock(mutex_);
+  counters_.loop_ns += steady_now_ns() - begin_ns - start_ns_;
+}
+
+// A broken invariant fails the engine like a broken network: nothing may end the process from inside its thread.
+template <typename Action>
+void Engine::Loop::attempt_on_loop(const Action& action) {
+  GC_CHECK(on_loop());
+  try {
+    action();
+  } catch (const Error& error) {
+    fail_on_loop(error.code(), error.what());
+  }
+}
+
+void Engine::Loop::handle_on_loop(const Event& event) {
+  GC_CHECK(on_loop());
+  switch (event.kind) {
+    case Event::Kind::kBegin:
+      if (!is_draining()) {
+        follower_.begin(event.plan);
+        first_ticket_ = started_count_;
+      }
+      break;
+    case Event::Kind::kReady:
+      if (!is_draining()) {
+        follower_.on_ready(static_cast<int32_t>(event.subject));
+      }
+      break;
+    case Event::Kind::kComplete:
+      complete_on_loop(event);
+      break;
+  }
+}
+
+void Engine::Loop::complete_on_loop(const Event& event) {
+  GC_CHECK(on_loop());
+  const int64_t block_index = event.subject - first_ticket_;
+  if (!follower_.is_in_flight(block_index)) {
+    throw Error(ErrorCode::kInternal, "the transport completed operation " + std::to_string(event.subject) +
+                                          ", which is not in flight; please report it");
+  }
+  const auto block = static_cast<int32_t>(block_index);
+  if (event.error && !is_draining()) {
+    const std::string text = block_text(follower_.plan(), block);
+    follower_.on_finish(block);
+    fail_on_loop(ErrorCode::kCommunication, text + " failed on rank " + std::to_string(transport_.rank()) + " of " +
+                                                std::to_string(transport_.world_size()) + ": " + *event.error);
+  } else if (event.error) {
+    follower_.on_finish(block);
+  } else {
+    finish_on_loop(block, event.time_ns);
+  }
+}
+
+void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
+  GC_CHECK(on_loop());
+  const std::vector<int32_t> arrived = follower_.on_finish(block);
+  const int64_t size_bytes = follower_.plan().plan.blocks[block].size_bytes();
+  MutexLock lock(mutex_);
+  recorder_.current().blocks[block].finish_ns = finish_ns;
+  for (const int32_t tensor : arrived) {
+    GC_CHECK(!arrived_[tensor]);
+    arrived_[tensor] = true;
+    arrivals_.push_back(tensor);
+  }
+  --unfinished_count_;
+  ++counters_.blocks;
+  counters_.bytes += size_bytes;
+  counters_.iterations += unfinished_count_ == 0 ? 1 : 0;
+  callers_due_ = callers_due_ || !arrived.empty() || unfinished_count_ == 0;
+}
+
+void Engine::Loop::launch_on_loop() {
+  GC_CHECK(on_loop());
+  while (!is_draining()) {
+    const std::optional<int32_t> block = follower_.next();
+    if (!block) {
+      return;
+    }
+    const Block& carried = follower_.plan().plan.blocks[*block];
+    const int64_t launch_ns = steady_now_ns();
+    record_launch_on_loop(*block, launch_ns);
+    ++started_count_;
+    GC_CHECK(started_count_ == first_ticket_ + *block + 1);
+    Operation operation;
+    operation.ticket = first_ticket_ + *block;
+    operation.op = carried.op;
+    operation.buffer = carried.buffer;
+    operation.ranges = carried.ranges.data();
+    operation.range_count = static_cast<int32_t>(carried.ranges.size());
+    const int64_t begin_ns = steady_now_ns();
+    transport_.start(operation);
+    start_ns_ += steady_now_ns() - begin_ns;
+  }
+}
+
+void Engine::Loop::record_launch_on_loop(int32_t block, int64_t launch_ns) {
+  GC_CHECK(on_loop());
+  const FollowedPlan& plan = follower_.plan();
+  MutexLock lock(mutex_);
+  IterationRecord& record = recorder_.current();
+  int64_t ready_ns = 0;
+  if (plan.plan.blocks[block].op == Op::kAllGather) {
+    ready_ns = record.blocks[plan.partner[block]].finish_ns;
+  } else {
+    for (const int32_t tensor : plan.touched[block]) {
+      ready_ns = std::max(ready_ns, record.ready_ns[tensor]);
+    }
+  }
+  record.blocks[block].ready_ns = ready_ns;
+  record.blocks[block].launch_ns = launch_ns;
+}
+
+void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
+  GC_CHECK(on_loop());
+  if (is_draining()) {
+    return;
+  }
+  failed_ = true;
+  {
+    MutexLock lock(mutex_);
+    failure_ = Failure{code, message};
+  }
+  // Also when nothing else is in flight: the peers must learn that this rank will not go on.
+  transport_.abort(message.c_str());
+  drain_deadline_ns_ = steady_now_ns() + kDrainNs;
+}
+
+void Engine::Loop::stop_on_loop() {
+  GC_CHECK(on_loop());
+  stopping_ = true;
+  if (follower_.in_flight_count() > 0) {
+    transport_.abort("the engine was shut down");
+  }
+  drain_deadline_ns_ = steady_now_ns() + kDrainNs;
+}
+
+// Callers hear of a failure, or of the end, only now: their buffers must not go while the transport still touches them.
+void Engine::Loop::settle_on_loop() {
+  GC_CHECK(on_loop());
+  drain_deadline_ns_ = kNever;
+  callers_due_ = true;
+  MutexLock lock(mutex_);
+  settled_ = true;
+}
+
+void Engine::Loop::leave_on_loop() {
+  GC_CHECK(on_loop());
+  // close() demands that everything has completed, and might wait for it without end.
+  is_abandoned_ = follower_.in_flight_count() > 0;
+  if (!is_abandoned_) {
+    transport_.close();
+  }
+}
+
+void Engine::Loop::complete(int64_t ticket, const char* error) noexcept {
+  Event event{Event::Kind::kComplete, ticket, steady_now_ns()};
+  if (error != nullptr) {
+    event.error = error;
+  }
+  // A full queue means that a transport completes what was never started; the queue itself remembers it for the thread.
+  queue_.push(std::move(event), Queue::Wake::kAtOnce);
+}
+
+}  // namespace gradcast

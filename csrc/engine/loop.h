@@ -1,0 +1,139 @@
+// The inside of the engine: one thread that owns the follower and the transport, and what callers share with it.
+//
+// Callers and the transport post events into one bounded queue; the thread answers by starting blocks and by writing down
+// what has happened, where callers look and wait. Three files: loop.cc is the thread, loop_calls.cc what callers run,
+// engine.cc the public face.
+//
+// Thread safety: any thread, except functions that end in _on_loop: loop thread only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "follower.h"
+#include "gradcast/engine.h"
+#include "gradcast/error.h"
+#include "gradcast/transport.h"
+#include "recorder.h"
+#include "sync.h"
+
+namespace gradcast {
+
+class Engine::Loop final : public CompletionSink {
+ public:
+  Loop(Transport& transport, const EngineOptions& options);
+  ~Loop() { shutdown(); }
+
+  // As in Engine.
+  int64_t follow(const Profile& profile, const Plan& plan) GC_EXCLUDES(mutex_);
+  int64_t begin() GC_EXCLUDES(mutex_);
+  void on_ready(int32_t tensor) GC_EXCLUDES(mutex_);
+  // Without tensors: for all of them.
+  bool wait(std::optional<std::span<const int32_t>> tensors, int64_t timeout_ns) GC_EXCLUDES(mutex_);
+  std::vector<int32_t> arrivals(int64_t position) const GC_EXCLUDES(mutex_);
+  bool busy() const GC_EXCLUDES(mutex_);
+  std::string waiting_for() const GC_EXCLUDES(mutex_);
+  std::vector<IterationRecord> timeline() const GC_EXCLUDES(mutex_);
+  EngineCounters counters() const GC_EXCLUDES(mutex_);
+  void shutdown() GC_EXCLUDES(mutex_, join_mutex_);
+
+  void complete(int64_t ticket, const char* error) noexcept override;
+
+  // After shutdown: the transport broke its promise and may still complete something, so this object must stay.
+  bool is_abandoned() const { return is_abandoned_; }
+
+ private:
+  struct Event {
+    enum class Kind { kBegin, kReady, kComplete };
+    Kind kind = Kind::kBegin;
+    int64_t subject = 0;  // of kReady the tensor, of kComplete the ticket
+    int64_t time_ns = 0;  // of kComplete
+    std::optional<std::string> error{};
+    std::shared_ptr<const FollowedPlan> plan{};  // of kBegin
+  };
+  using Queue = BoundedQueue<Event>;
+
+  // The thread.
+  void run_on_loop();
+  void turn_on_loop(const Queue::Condition& condition);
+  template <typename Action>
+  void attempt_on_loop(const Action& action);
+  void handle_on_loop(const Event& event);
+  void complete_on_loop(const Event& event);
+  void finish_on_loop(int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
+  void launch_on_loop();
+  void record_launch_on_loop(int32_t block, int64_t launch_ns) GC_EXCLUDES(mutex_);
+  void fail_on_loop(ErrorCode code, const std::string& message) GC_EXCLUDES(mutex_);
+  void stop_on_loop();
+  void settle_on_loop() GC_EXCLUDES(mutex_);
+  void leave_on_loop();
+  // After a failure and at the end: nothing is started any more.
+  bool is_draining() const { return failed_ || stopping_; }
+  bool on_loop() const { return std::this_thread::get_id() == loop_id_; }
+
+  // What callers share.
+  enum class Outcome { kArrived, kTimeout, kFailed };
+
+  void require_open() const GC_REQUIRES(mutex_);
+  void require_healthy() const GC_REQUIRES(mutex_);
+  void require_iteration() const GC_REQUIRES(mutex_);
+  void require_tensor(int32_t tensor) const GC_REQUIRES(mutex_);
+  [[noreturn]] void throw_latched() const GC_REQUIRES(mutex_);
+  bool is_busy() const GC_REQUIRES(mutex_);
+  bool has_arrived(std::optional<std::span<const int32_t>> tensors) const GC_REQUIRES(mutex_);
+  Outcome wait_until(std::optional<std::span<const int32_t>> tensors, int64_t deadline_ns) GC_REQUIRES(mutex_);
+
+  struct Failure {
+    ErrorCode code;
+    std::string message;
+  };
+
+  // Constant after construction.
+  Transport& transport_;
+  const std::string thread_name_;
+
+  // Loop only.
+  std::thread::id loop_id_;
+  Follower follower_;
+  std::vector<Event> batch_;
+  int64_t first_ticket_ = 0;   // of this iteration: block k has the ticket first_ticket_ + k
+  int64_t started_count_ = 0;  // tickets given away, in all iterations
+  bool failed_ = false;
+  bool stopping_ = false;
+  int64_t drain_deadline_ns_ = kNever;  // when the thread stops hoping that what is in flight completes
+  bool callers_due_ = false;            // what callers wait for has changed in this turn
+  int64_t start_ns_ = 0;                // time spent inside the transport's start() in this turn
+
+  // Has its own lock.
+  Queue queue_;
+
+  // Guarded. Whoever holds mutex_ may take the queue's lock, not the other way round.
+  mutable Mutex mutex_;
+  CondVar changed_;  // an arrival, a failure, the end
+  std::shared_ptr<const FollowedPlan> plan_ GC_GUARDED_BY(mutex_);       // of the last iteration
+  std::shared_ptr<const FollowedPlan> next_plan_ GC_GUARDED_BY(mutex_);  // of the next one
+  int64_t plan_version_ GC_GUARDED_BY(mutex_) = 0;
+  int64_t iteration_ GC_GUARDED_BY(mutex_) = -1;
+  int32_t unfinished_count_ GC_GUARDED_BY(mutex_) = 0;  // blocks
+  std::vector<bool> arrived_ GC_GUARDED_BY(mutex_);     // by tensor
+  std::vector<int32_t> arrivals_ GC_GUARDED_BY(mutex_);
+  Recorder recorder_ GC_GUARDED_BY(mutex_);
+  EngineCounters counters_ GC_GUARDED_BY(mutex_);
+  std::optional<Failure> failure_ GC_GUARDED_BY(mutex_);
+  bool settled_ GC_GUARDED_BY(mutex_) = false;  // after a failure or at the end: nothing is in flight any more
+  bool closed_ GC_GUARDED_BY(mutex_) = false;   // shutdown has begun
+  int32_t waiter_count_ GC_GUARDED_BY(mutex_) = 0;
+
+  // Written by the thread before it ends, read after it has been joined.
+  bool is_abandoned_ = false;
+
+  Mutex join_mutex_;  // taken before mutex_
+  std::thread thread_ GC_GUARDED_BY(join_mutex_);
+};
+
+}  // namespace gradcast

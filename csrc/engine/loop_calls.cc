@@ -1,0 +1,249 @@
+// What callers run, on their own threads.
+#include "loop.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "sentences.h"
+
+namespace gradcast {
+namespace {
+
+// Far more than anyone looks at; a wrong number here would only show when memory has run out.
+constexpr int32_t kTimelineIterationsMax = 1 << 20;
+// Room for what is no gradient and no completion: the beginning of an iteration.
+constexpr size_t kOtherEvents = 1;
+
+const EngineOptions& checked(const EngineOptions& options) {
+  if (options.thread_name.empty()) {
+    throw Error(ErrorCode::kInvalidOption, "thread_name is empty; name the engine's thread, for tools that show threads");
+  }
+  if (options.timeline_iterations < 1 || options.timeline_iterations > kTimelineIterationsMax) {
+    throw Error(ErrorCode::kInvalidOption, "timeline_iterations is " + std::to_string(options.timeline_iterations) +
+                                               "; it must be 1 to " + std::to_string(kTimelineIterationsMax));
+  }
+  return options;
+}
+
+int64_t deadline_of(int64_t timeout_ns) {
+  const int64_t now_ns = steady_now_ns();
+  return timeout_ns < 0 || timeout_ns > kNever - now_ns ? kNever : now_ns + timeout_ns;
+}
+
+}  // namespace
+
+Engine::Loop::Loop(Transport& transport, const EngineOptions& options)
+    : transport_(transport),
+      thread_name_(checked(options).thread_name),
+      queue_(kOtherEvents),
+      recorder_(options.timeline_iterations) {
+  MutexLock lock(join_mutex_);
+  thread_ = std::thread([this] { run_on_loop(); });
+}
+
+int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
+  check_profile(profile);
+  check_plan(plan, profile);
+  auto followed = std::make_shared<const FollowedPlan>(profile, plan);
+  MutexLock lock(mutex_);
+  require_healthy();
+  if (is_busy()) {
+    throw Error(ErrorCode::kInvalidUse, "a plan takes effect between iterations, and blocks of iteration " +
+                                            std::to_string(iteration_) + " are not finished; wait for all of them first");
+  }
+  // Of an iteration: one event for each gradient, one for each block.
+  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + plan.blocks.size());
+  next_plan_ = std::move(followed);
+  return ++plan_version_;
+}
+
+int64_t Engine::Loop::begin() {
+  MutexLock lock(mutex_);
+  require_healthy();
+  if (next_plan_ == nullptr) {
+    throw Error(ErrorCode::kInvalidUse, "an iteration was begun without a plan; call follow first");
+  }
+  if (is_busy()) {
+    throw Error(ErrorCode::kInvalidUse, "blocks of iteration " + std::to_string(iteration_) +
+                                            " are not finished; wait for all of them before the next one begins");
+  }
+  plan_ = next_plan_;
+  ++iteration_;
+  unfinished_count_ = plan_->block_count();
+  arrived_.assign(plan_->tensor_names.size(), false);
+  arrivals_.clear();
+  recorder_.begin(iteration_, plan_version_, plan_->tensor_names.size(), plan_->plan.blocks.size());
+  // Posted under the lock, so that no gradient of this iteration is posted before it.
+  Event event;
+  event.kind = Event::Kind::kBegin;
+  event.plan = plan_;
+  GC_CHECK(queue_.push(std::move(event), Queue::Wake::kAtOnce));
+  return iteration_;
+}
+
+void Engine::Loop::on_ready(int32_t tensor) {
+  {
+    MutexLock lock(mutex_);
+    require_open();
+    require_iteration();
+    require_tensor(tensor);
+    int64_t& ready_ns = recorder_.current().ready_ns[tensor];
+    if (ready_ns != 0) {
+      throw Error(ErrorCode::kInvalidUse, "the gradient of " + plan_->tensor_names[tensor] +
+                                              " was given twice in iteration " + std::to_string(iteration_) +
+                                              "; the first one may be on the network already");
+    }
+    ready_ns = steady_now_ns();
+  }
+  Event event;
+  event.kind = Event::Kind::kReady;
+  event.subject = tensor;
+  GC_CHECK(queue_.push(std::move(event), Queue::Wake::kCounted));
+}
+
+bool Engine::Loop::wait(std::optional<std::span<const int32_t>> tensors, int64_t timeout_ns) {
+  const int64_t deadline_ns = deadline_of(timeout_ns);
+  MutexLock lock(mutex_);
+  require_open();
+  if (!failure_) {
+    require_iteration();
+    for (const int32_t tensor : tensors.value_or(std::span<const int32_t>())) {
+      require_tensor(tensor);
+    }
+  }
+  ++waiter_count_;
+  const Outcome outcome = wait_until(tensors, deadline_ns);
+  --waiter_count_;
+  if (closed_) {
+    changed_.notify_all();
+  }
+  if (outcome == Outcome::kFailed) {
+    throw_latched();
+  }
+  return outcome == Outcome::kArrived;
+}
+
+Engine::Loop::Outcome Engine::Loop::wait_until(std::optional<std::span<const int32_t>> tensors, int64_t deadline_ns) {
+  const int64_t iteration = iteration_;
+  while (true) {
+    const bool ending = failure_ || closed_;
+    if (ending && settled_) {
+      return Outcome::kFailed;
+    }
+    // The next iteration begins only when all of this one has arrived, perhaps before this thread has woken.
+    if (!ending && (iteration_ != iteration || has_arrived(tensors))) {
+      return Outcome::kArrived;
+    }
+    if (steady_now_ns() >= deadline_ns) {
+      return Outcome::kTimeout;
+    }
+    changed_.wait_until(mutex_, deadline_ns);
+  }
+}
+
+std::vector<int32_t> Engine::Loop::arrivals(int64_t position) const {
+  MutexLock lock(mutex_);
+  require_open();
+  require_iteration();
+  if (position < 0) {
+    throw Error(ErrorCode::kInvalidUse,
+                "arrivals were asked for from position " + std::to_string(position) + "; positions count from 0");
+  }
+  return {arrivals_.begin() + std::min(position, static_cast<int64_t>(arrivals_.size())), arrivals_.end()};
+}
+
+bool Engine::Loop::busy() const {
+  MutexLock lock(mutex_);
+  require_open();
+  return is_busy();
+}
+
+std::string Engine::Loop::waiting_for() const {
+  MutexLock lock(mutex_);
+  require_open();
+  return is_busy() ? waiting_text(*plan_, recorder_.current(), steady_now_ns()) : "";
+}
+
+std::vector<IterationRecord> Engine::Loop::timeline() const {
+  MutexLock lock(mutex_);
+  return recorder_.timeline();
+}
+
+EngineCounters Engine::Loop::counters() const {
+  MutexLock lock(mutex_);
+  EngineCounters counters = counters_;
+  counters.record_bytes = recorder_.size_bytes();
+  return counters;
+}
+
+void Engine::Loop::shutdown() {
+  // Held to the end: a second caller returns when the first one does, and finds nothing left to do.
+  MutexLock join_lock(join_mutex_);
+  if (!thread_.joinable()) {
+    return;
+  }
+  {
+    MutexLock lock(mutex_);
+    closed_ = true;
+  }
+  queue_.close();
+  thread_.join();
+  // Waiters stand inside this object, which may be destroyed next.
+  MutexLock lock(mutex_);
+  while (waiter_count_ > 0) {
+    changed_.wait_until(mutex_, kNever);
+  }
+}
+
+void Engine::Loop::require_open() const {
+  if (closed_) {
+    throw Error(ErrorCode::kInvalidUse, "the engine has been shut down; make a new one to go on");
+  }
+}
+
+void Engine::Loop::require_healthy() const {
+  require_open();
+  if (failure_) {
+    throw_latched();
+  }
+}
+
+void Engine::Loop::require_iteration() const {
+  if (iteration_ < 0) {
+    throw Error(ErrorCode::kInvalidUse, "no iteration is open; call begin first");
+  }
+}
+
+void Engine::Loop::require_tensor(int32_t tensor) const {
+  if (tensor < 0 || tensor >= plan_->tensor_count()) {
+    throw Error(ErrorCode::kInvalidUse, "tensor " + std::to_string(tensor) + " does not exist; the profile has " +
+                                            std::to_string(plan_->tensor_count()) + " tensors, counted from 0");
+  }
+}
+
+// A new exception each time: threads must not share one that some of them may be printing.
+void Engine::Loop::throw_latched() const {
+  if (failure_) {
+    throw Error(failure_->code, failure_->message);
+  }
+  throw Error(ErrorCode::kCommunication, "the engine was shut down while iteration " + std::to_string(iteration_) +
+                                             " was waited for; wait for all gradients before shutting down");
+}
+
+bool Engine::Loop::is_busy() const {
+  return unfinished_count_ > 0 && !failure_;
+}
+
+bool Engine::Loop::has_arrived(std::optional<std::span<const int32_t>> tensors) const {
+  if (!tensors) {
+    return unfinished_count_ == 0;
+  }
+  for (const int32_t tensor : *tensors) {
+    if (!arrived_[tensor]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace gradcast

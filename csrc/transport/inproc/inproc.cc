@@ -1,0 +1,49 @@
+#include "inproc.h"
+
+#include <utility>
+
+#include "wire.h"
+
+namespace gradcast {
+
+class InprocWorld::RankTransport final : public Transport {
+ public:
+  RankTransport(std::shared_ptr<Wire> wire, int32_t rank) : wire_(std::move(wire)), rank_(rank) {}
+  // Buffers end with their transport; the wire must not touch them any more.
+  ~RankTransport() override { wire_->dismiss(rank_); }
+
+  int32_t rank() const noexcept override { return rank_; }
+  int32_t world_size() const noexcept override { return wire_->world_size(); }
+  void open(CompletionSink* sink) noexcept override { wire_->open(rank_, sink); }
+  void start(const Operation& operation) noexcept override { wire_->start(rank_, operation); }
+  void abort(const char* reason) noexcept override { wire_->abort(rank_, reason); }
+  void close() noexcept override { wire_->close(rank_); }
+
+ private:
+  const std::shared_ptr<Wire> wire_;
+  const int32_t rank_;
+};
+
+InprocWorld::InprocWorld(int32_t world_size, const InprocCost& cost)
+    : wire_(std::make_shared<Wire>(world_size, cost)) {}
+
+InprocWorld::~InprocWorld() = default;
+
+int32_t InprocWorld::world_size() const {
+  return wire_->world_size();
+}
+
+std::unique_ptr<Transport> InprocWorld::transport(int32_t rank, std::vector<InprocBuffer> buffers) {
+  wire_->admit(rank, std::move(buffers));
+  return std::make_unique<RankTransport>(wire_, rank);
+}
+
+void InprocWorld::delay(int32_t rank, int64_t operation_index, int64_t delay_ns) {
+  wire_->delay(rank, operation_index, delay_ns);
+}
+
+void InprocWorld::fail(int32_t rank, int64_t operation_index, std::string message) {
+  wire_->fail(rank, operation_index, std::move(message));
+}
+
+}  // namespace gradcast

@@ -1,0 +1,65 @@
+// Ranks as threads of one process: a transport for tests, with scripted delays and failures and an emulated wire.
+//
+// One thread per world is the wire. It takes the operations one after the other, each when all ranks have joined it: a rank
+// joins its n-th operation when it starts it, or so much later as delay() says. The wire is busy for
+// beta_ns_per_byte * bytes, after alpha_ns that may pass while the operation before is still on it; it sleeps meanwhile, so
+// slow networks can be emulated on few cores. Sums are taken in the order of ranks and are the same bits on every rank.
+//
+// A rank that aborts or closes leaves the world: what the others cannot finish without it fails with its name and reason.
+// Failures of one operation alone reach only their own rank, as on a real network; the others wait.
+//
+// Thread safety: any thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradcast/transport.h"
+#include "gradcast/types.h"
+
+namespace gradcast {
+
+enum class InprocElement { kFloat32, kFloat64 };
+
+// The memory of one gradient buffer. It must stay until the transport is closed.
+struct InprocBuffer {
+  void* data = nullptr;
+  int64_t size_bytes = 0;  // a multiple of the element's size
+  InprocElement element = InprocElement::kFloat32;
+};
+
+// What an operation costs on the emulated wire.
+struct InprocCost {
+  double alpha_ns = 0;
+  double beta_ns_per_byte = 0;
+};
+
+class InprocWorld {
+ public:
+  // Throws Error{kInvalidOption} unless world_size >= 1 and the costs are not negative.
+  explicit InprocWorld(int32_t world_size, const InprocCost& cost = {});
+  ~InprocWorld();
+  InprocWorld(const InprocWorld&) = delete;
+  InprocWorld& operator=(const InprocWorld&) = delete;
+
+  int32_t world_size() const;
+
+  // The transport of one rank, once for each. It may outlive the world. Of a reduce-scatter it sets the parts that belong
+  // to other ranks to NaN, so that nobody comes to rely on what is undefined.
+  // Throws Error{kInvalidOption} for a rank or a buffer that cannot be, or a rank that has its transport already.
+  std::unique_ptr<Transport> transport(int32_t rank, std::vector<InprocBuffer> buffers);
+
+  // `rank` joins its operation number `operation_index`, from 0, so much later than it starts it.
+  void delay(int32_t rank, int64_t operation_index, int64_t delay_ns);
+  // `rank` does not join its operation number `operation_index`, which fails there with this sentence.
+  void fail(int32_t rank, int64_t operation_index, std::string message);
+
+ private:
+  class Wire;
+  class RankTransport;
+  std::shared_ptr<Wire> wire_;
+};
+
+}  // namespace gradcast
