@@ -1,19 +1,26 @@
 """Builds the extension module gradcast._core with CMake; everything else about the package is in pyproject.toml.
 
-The build needs a C++20 compiler and nothing of torch, so one build serves every torch version, and none.
+The build needs a C++20 compiler and nothing of torch, so one build serves every torch version, and none. The part for
+torch (`_c10d`, csrc/torch) is shipped as source, which gradcast.training.extension compiles when training begins. Where
+torch can be seen already (pip install --no-build-isolation), it is compiled at once and put beside _core.
 """
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+# Modules of the package that can be loaded by themselves, before there is a package.
+TRAINING = ROOT / "python/gradcast/training"
 
 
 def read_version() -> str:
@@ -50,7 +57,52 @@ def cmake(*arguments: str) -> None:
         sys.exit(f"gradcast: building the C++ part failed (cmake exit code {error.returncode}); its messages are above")
 
 
+def load_alone(name: str) -> ModuleType:
+    """A module of gradcast.training without the package around it, which needs _core."""
+    spec = importlib.util.spec_from_file_location(name, TRAINING / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class SourcesToo(build_py):
+    """Copies what `_c10d` is compiled from into the package, as gradcast/native."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # there the tree itself is at hand
+            for source, target in self.native_files().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(str(source), target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *self.native_files().values()]
+
+    def native_files(self) -> dict[Path, str]:
+        native = Path(self.build_lib) / "gradcast" / "native"
+        files = load_alone("native_build").files(ROOT)
+        return {path: str(native / path.relative_to(ROOT)) for path in files}
+
+
 class CMakeBuild(build_ext):
+    def run(self) -> None:
+        super().run()
+        # An editable install has sources that change, and compiles them into the cache.
+        if not (self.inplace or self.editable_mode) and importlib.util.find_spec("torch"):
+            self.build_for_torch()
+
+    def build_for_torch(self) -> None:
+        import torch
+
+        native_build = load_alone("native_build")
+        target = Path(self.build_lib).resolve() / "gradcast" / native_build.installed_name(torch.__version__)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            native_build.build(ROOT, target)
+        except native_build.BuildError as error:
+            # Planning works without it, and training says the same sentence when it begins.
+            print(f"gradcast: warning: the part for torch was left out: {error}", file=sys.stderr)
+
     def build_extension(self, extension: Extension) -> None:
         target = Path(self.get_ext_fullpath(extension.name)).resolve()
         # The Makefile has a build folder of its own, with tests, and names it here: nothing is compiled twice. Its
@@ -78,5 +130,5 @@ class CMakeBuild(build_ext):
 setup(
     version=read_version(),
     ext_modules=[Extension("gradcast._core", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": SourcesToo},
 )

@@ -1,0 +1,219 @@
+#include "c10d_transport.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
+
+#include <functional>
+#include <stdexcept>
+#include <utility>
+
+#include "collective.h"
+#include "row.h"
+
+namespace gradcast {
+
+namespace {
+
+const char* name_of(Op op) {
+  switch (op) {
+    case Op::kAllReduce:
+      return "all_reduce";
+    case Op::kReduceScatter:
+      return "reduce_scatter";
+    case Op::kAllGather:
+      return "all_gather";
+  }
+  return "operation";
+}
+
+// The backend's own words, without the list of addresses that torch adds to them.
+std::string message_of(const std::exception_ptr& exception) {
+  std::string message = "an unknown error";
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    message = error.what();
+  } catch (...) {
+  }
+  while (!message.empty() && message.back() == '\n')
+    message.pop_back();
+  return message;
+}
+
+// The same elements for a backend. With a version counter of its own: autograd must not take an arriving sum for a change that
+// the user made. And on the host without a share of the memory: a backend's thread that is its last owner would give it back,
+// and asking Python for the GIL to do so, while the program ends, kills the process. The transport owns it long enough.
+at::Tensor lend(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return tensor.variable_data();
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().requires_grad(false));
+}
+
+}  // namespace
+
+// One operation under way. The callbacks that end it own it, and it must not own the process group: the last owner of a group
+// joins its threads, and the callbacks run on these.
+struct C10dTransport::Flight {
+  int64_t ticket;
+  std::string what_failed;
+  std::shared_ptr<Outstanding> outstanding;
+  Collective collective;
+
+  void complete(const std::exception_ptr& exception) const noexcept {
+    if (exception == nullptr) {
+      outstanding->complete(ticket, nullptr);
+    } else {
+      outstanding->complete(ticket, (what_failed + message_of(exception)).c_str());
+    }
+  }
+
+  void unpack_and_complete() const noexcept {
+    try {
+      if (collective.unpack) collective.unpack();
+      complete(nullptr);
+    } catch (...) {
+      complete(std::current_exception());
+    }
+  }
+
+  // The host's part is done; the rest is the device's.
+  static DeviceStream::Ending ending(std::shared_ptr<Flight> flight) {
+    const auto enqueue = [flight] {
+      flight->collective.work->wait();  // the stream waits, not the host
+      if (flight->collective.unpack) flight->collective.unpack();
+    };
+    const auto finished = [flight](const std::exception_ptr& exception) {
+      // A backend that gives an operation up lets its stream go on; only the work knows.
+      flight->complete(exception ? exception : flight->collective.work->exception());
+    };
+    return {enqueue, [flight] { return flight->outstanding->aborted(); }, finished};
+  }
+};
+
+C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers)
+    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {
+  for (const at::Tensor& tensor : buffers)
+    buffers_.push_back(make_buffer(tensor));
+}
+
+C10dTransport::~C10dTransport() {
+  abort("the transport was destroyed before this operation had finished");
+  close();
+}
+
+C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.dim() != 1 || !tensor.is_contiguous()) {
+    throw std::invalid_argument("a gradient buffer has to be a flat, contiguous tensor");
+  }
+  const c10::Device device = tensor.device();
+  Buffer buffer{tensor, lend(tensor), "", nullptr};
+  try {
+    buffer.backend = group_->getBackend(device.type())->getBackendName();
+  } catch (const c10::Error&) {
+    throw std::invalid_argument("the process group has no backend for tensors on " + device.str() +
+                                "; make it with one, for instance backend=\"cpu:gloo,cuda:nccl\"");
+  }
+  if (device.is_cpu()) return buffer;
+  for (const Buffer& other : buffers_) {
+    if (other.tensor.device() == device) buffer.stream = other.stream;
+  }
+  if (buffer.stream == nullptr) buffer.stream = std::make_shared<DeviceStream>(device);
+  return buffer;
+}
+
+const C10dTransport::Buffer& C10dTransport::buffer_at(int32_t index) const {
+  if (index < 0 || static_cast<size_t>(index) >= buffers_.size()) {
+    throw std::invalid_argument("there is no buffer " + std::to_string(index) + "; the transport has " +
+                                std::to_string(buffers_.size()));
+  }
+  return buffers_[static_cast<size_t>(index)];
+}
+
+void C10dTransport::open(CompletionSink* sink) noexcept {
+  outstanding_->open(sink);
+}
+
+void C10dTransport::start(const Operation& operation) noexcept {
+  if (!outstanding_->add(operation.ticket)) return;
+  try {
+    launch(operation);
+  } catch (...) {
+    const std::string error =
+        std::string(name_of(operation.op)) + " could not start: " + message_of(std::current_exception());
+    outstanding_->complete(operation.ticket, error.c_str());
+  }
+}
+
+void C10dTransport::launch(const Operation& operation) {
+  const Buffer& buffer = buffer_at(operation.buffer);
+  c10::OptionalStreamGuard guard;
+  if (buffer.stream != nullptr) {
+    for (int32_t i = 0; i < operation.range_count; ++i) {
+      buffer.stream->wait_for_writes(operation.buffer, operation.ranges[i]);
+    }
+    guard.reset_stream(buffer.stream->stream());
+  }
+  const Row row(buffer.tensor, operation.ranges, operation.range_count);
+  const auto flight =
+      std::make_shared<Flight>(operation.ticket, what_failed(operation, buffer), outstanding_, Collective{});
+  flight->collective = start_collective(*group_, operation.op, row);
+  const auto future = flight->collective.work->getFuture();
+  // A backend keeps a work alive while it runs. Where no stream is waited for, the flight must not own it as well: the
+  // work owns the future, and the future this callback.
+  if (buffer.stream == nullptr) flight->collective.work.reset();
+  future->addCallback(
+      [flight, stream = buffer.stream](c10::ivalue::Future& finished) noexcept {
+        if (finished.hasError()) {
+          flight->complete(finished.exception_ptr());
+        } else if (stream == nullptr) {
+          flight->unpack_and_complete();
+        } else {
+          stream->end(Flight::ending(flight));
+        }
+      },
+      /*uses_future=*/false);
+}
+
+std::string C10dTransport::what_failed(const Operation& operation, const Buffer& buffer) const {
+  int64_t size_bytes = 0;
+  for (int32_t i = 0; i < operation.range_count; ++i)
+    size_bytes += operation.ranges[i].size_bytes();
+  return std::string(name_of(operation.op)) + " of " + std::to_string(size_bytes) + " bytes failed on rank " +
+         std::to_string(rank_) + " of " + std::to_string(world_size_) + " (" + buffer.backend + "): ";
+}
+
+void C10dTransport::abort(const char* reason) noexcept {
+  struct Kept {
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    std::vector<Buffer> buffers;
+  };
+  // Copied here because the transport may be gone as soon as everything has completed.
+  auto kept = std::make_unique<Kept>(group_, buffers_);
+  if (outstanding_->abort(reason) == 0) return;
+  try {
+    kept->group->abort();
+  } catch (...) {
+    // The operations have their error, which is the first one; a backend that cannot abort has nothing to add.
+  }
+  // WORKAROUND(torch 2.11 to 2.15, Gloo): it has no abort. Its destructor waits for the operations that it can no longer
+  // finish, until the timeout of the group, half an hour, so that the program would not end; and until then its threads may
+  // write into the buffers. So neither the group nor the buffers are ever destroyed.
+  static_cast<void>(kept.release());
+}
+
+void C10dTransport::close() noexcept {
+  outstanding_->close();
+  for (const Buffer& buffer : buffers_) {
+    if (buffer.stream != nullptr) buffer.stream->close();
+  }
+}
+
+void C10dTransport::on_written(int32_t buffer, Range range) {
+  const Buffer& written = buffer_at(buffer);
+  if (written.stream != nullptr) written.stream->on_written(buffer, range);
+}
+
+}  // namespace gradcast

@@ -1,0 +1,23 @@
+// Starts one operation on a process group: what travels in place does, anything else is packed, padded and unpacked here.
+//
+// Thread safety: pure; any thread. A group is called by one thread at a time.
+#pragma once
+
+#include <functional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "gradcast/types.h"
+#include "row.h"
+
+namespace gradcast {
+
+struct Collective {
+  c10::intrusive_ptr<c10d::Work> work;
+  // To be called when `work` has succeeded, for instance on the backend's thread. Empty where the bytes are in place already.
+  std::function<void()> unpack;
+};
+
+// Throws what the backend throws, c10::Error for instance where it does not know the operation or the data type.
+Collective start_collective(c10d::ProcessGroup& group, Op op, const Row& row);
+
+}  // namespace gradcast

@@ -1,0 +1,78 @@
+// The Python module `_c10d`: a transport over torch.distributed, handed to the engine of `_core` as a capsule.
+//
+// Compiled for one version of torch; `_core` serves all of them, so nothing but the capsule passes between the two.
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "c10d_transport.h"
+#include "gradcast/transport.h"
+
+namespace gradcast {
+
+namespace {
+
+using SharedTransport = std::shared_ptr<C10dTransport>;
+
+// The last owner ends the transport's threads, which must not be waited for with the GIL held.
+SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                               const std::vector<at::Tensor>& buffers) {
+  if (!group) throw std::invalid_argument("a transport needs a process group, not None");
+  const auto destroy = [](C10dTransport* transport) {
+    if (PyGILState_Check() != 0) {
+      const py::gil_scoped_release release;
+      delete transport;
+    } else {
+      delete transport;
+    }
+  };
+  return SharedTransport(new C10dTransport(group, buffers), destroy);
+}
+
+// A capsule owns a share of the transport, so that whoever keeps the capsule keeps what it points to.
+py::capsule make_capsule(const SharedTransport& transport) {
+  auto share = std::make_unique<SharedTransport>(transport);
+  py::capsule capsule(static_cast<Transport*>(transport.get()), kTransportCapsule,
+                      [](PyObject* object) { delete static_cast<SharedTransport*>(PyCapsule_GetContext(object)); });
+  if (PyCapsule_SetContext(capsule.ptr(), share.get()) != 0) throw py::error_already_set();
+  share.release();
+  return capsule;
+}
+
+// Wrong arguments arrive in Python as gradcast.Error, like everything else that gradcast refuses.
+void raise_in_python(const std::invalid_argument& error) {
+  const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
+  const py::object exception = error_class(error.what(), "invalid_use");
+  PyErr_SetObject(error_class.ptr(), exception.ptr());
+}
+
+}  // namespace
+
+}  // namespace gradcast
+
+PYBIND11_MODULE(_c10d, module) {
+  using gradcast::C10dTransport;
+  module.doc() = "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed.";
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const std::invalid_argument& error) {
+      gradcast::raise_in_python(error);
+    }
+  });
+  py::class_<C10dTransport, gradcast::SharedTransport>(
+      module, "Transport",
+      "Carries blocks of these flat buffers over a process group that nobody else uses. For the engine: see `capsule`.")
+      .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"))
+      .def_property_readonly("capsule", &gradcast::make_capsule)
+      .def(
+          "on_written",
+          [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+            transport.on_written(buffer, {lo_bytes, hi_bytes});
+          },
+          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
+          "CUDA: this thread's current stream has just been given the kernels that write these bytes.");
+}
