@@ -8,6 +8,8 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from gradcast._core import (
     Block,
     Bound,
@@ -26,20 +28,48 @@ from gradcast._core import (
 from gradcast.errors import Error
 from gradcast.files import load_profile
 
+if TYPE_CHECKING:
+    from gradcast.training import Handle, HookState, Options, attach, comm_hook, verify
+
 __all__ = [
     "Block",
     "Bound",
     "Error",
+    "Handle",
+    "HookState",
     "LinkModel",
     "LinkPiece",
+    "Options",
     "Plan",
     "Profile",
     "Tensor",
     "Timeline",
     "__version__",
+    "attach",
     "bound",
+    "comm_hook",
     "load_profile",
     "make_plan",
     "play",
     "policies",
+    "verify",
 ]
+
+# These need torch, which the commands and the core do without: imported when first asked for.
+_TRAINING = frozenset({"Handle", "HookState", "Options", "attach", "comm_hook", "verify"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TRAINING:
+        raise AttributeError(f"module 'gradcast' has no attribute {name!r}")
+    try:
+        from gradcast import training
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise Error(
+            f"gradcast.{name} needs PyTorch, which is not installed: pip install torch", "invalid_use"
+        ) from None
+    value = getattr(training, name)
+    globals()[name] = value
+    return value

@@ -97,6 +97,7 @@ def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profi
         "network": network.description,
         "link": link,
         "hash": plan_hash(plan, profile),
+        "tensors": [tensor.name for tensor in profile.tensors],
     }
     end = text.rindex("}")
     return f'{text[:end].rstrip()},\n"made_with": {json.dumps(note)}\n}}\n'

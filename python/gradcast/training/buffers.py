@@ -1,0 +1,105 @@
+"""Flat gradient buffers: one per dtype, laid out in an agreed order, with a view per parameter.
+
+A block of a plan is a byte range of a buffer, so the layout decides what can travel together. The memory is allocated
+once; only the order of the views changes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a gradient lies: bytes ``[lo_bytes, hi_bytes)`` of a buffer."""
+
+    name: str
+    buffer: int
+    lo_bytes: int
+    hi_bytes: int
+    dtype: torch.dtype
+
+
+class Sizes:
+    """Which buffer each parameter's gradient belongs to, and how large it is: all that a profile needs to know."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
+        self.buffer_of = [self._dtypes.index(parameter.dtype) for parameter in parameters]
+
+    def bytes_of(self, index: int) -> int:
+        return self._parameters[index].numel() * self.element_bytes_of(index)
+
+    def element_bytes_of(self, index: int) -> int:
+        return self._parameters[index].element_size()
+
+
+class GradientBuffers(Sizes):
+    """``flats[b]`` is the b-th buffer, ``views[i]`` the gradient of the i-th parameter given, wherever it lies.
+
+    A view has its parameter's shape, dtype and, where the parameter is dense, its strides, as autograd makes gradients.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters)
+        self._names = list(names)
+        self.flats = []
+        for buffer, dtype in enumerate(self._dtypes):
+            members = [p for p, b in zip(parameters, self.buffer_of, strict=True) if b == buffer]
+            count = sum(parameter.numel() for parameter in members)
+            self.flats.append(torch.zeros(count, dtype=dtype, device=members[0].device))
+        self.views: list[torch.Tensor] = []
+        self.layout: tuple[Place, ...] = ()
+        self.lay_out(range(len(self._parameters)))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Gives every parameter a new place, in this order of their indices; the gradients move with them.
+
+        Makes new ``views``. Needs once the memory of the largest buffer. REQUIRES: nothing of the buffers travels.
+        """
+        old_views, self.views = self.views, [torch.Tensor()] * len(self._parameters)
+        places = []
+        offsets = [0] * len(self.flats)
+        for index in order:
+            parameter, buffer = self._parameters[index], self.buffer_of[index]
+            lo, size = offsets[buffer], parameter.numel()
+            offsets[buffer] = lo + size
+            self.views[index] = _view(self.flats[buffer], lo, parameter)
+            width = parameter.element_size()
+            places.append(Place(self._names[index], buffer, lo * width, (lo + size) * width, parameter.dtype))
+        self.layout = tuple(places)
+        if old_views:
+            self._move(old_views)
+
+    def _move(self, old_views: Sequence[torch.Tensor]) -> None:
+        for buffer, flat in enumerate(self.flats):
+            members = [index for index, b in enumerate(self.buffer_of) if b == buffer]
+            # The old views lie in the same memory as the new ones.
+            base = flat.clone()
+            kept = {
+                i: base.as_strided(v.size(), v.stride(), v.storage_offset()) for i in members for v in [old_views[i]]
+            }
+            for index, old in kept.items():
+                self.views[index].copy_(old)
+
+
+def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides visit each of numel() neighbouring elements once, in whatever order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

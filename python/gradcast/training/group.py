@@ -1,0 +1,117 @@
+"""The ranks that train together: a process group of gradcast's own, and what they tell each other between steps.
+
+A group of its own, because operations of one group must come in the same order on all ranks: on the user's group the
+user's own collectives and the blocks of a plan would mix (on Gloo: wrong sums without an error, or a dead process).
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcast.errors import Error
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements."""
+
+    rank: int
+    world_size: int
+    shared: Any = None
+    own: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._naming("the agreement between the ranks"):
+            dist.all_gather_object(values, value, group=self.own)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. Collective; nothing else of ``own`` may be in flight."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        with self._naming("the agreement between the ranks"):
+            dist.broadcast_object_list(values, src=dist.get_global_rank(self.own, 0), group=self.own)
+        return values[0]
+
+    def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Rank 0's values into these tensors of every rank, in one message per dtype. Uses ``shared``, as DDP does.
+
+        ``what`` they are is for an error: "the module's buffers".
+        """
+        source = dist.get_global_rank(self.shared, 0)
+        by_kind: dict[Any, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        with torch.no_grad(), self._naming(f"sending {what} from rank 0"):
+            for same_kind in by_kind.values():
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in same_kind])
+                dist.broadcast(flat, src=source, group=self.shared)
+                if self.rank == 0:
+                    continue
+                parts = flat.split([tensor.numel() for tensor in same_kind])
+                for tensor, part in zip(same_kind, parts, strict=True):
+                    tensor.detach().copy_(part.view(tensor.shape))
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Says what has failed, and where, when the network or a peer fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise Error(f"{what} failed on rank {self.rank} of {self.world_size}: {error}", "communication") from error
+
+
+def make_group(process_group: Any, device: torch.device, timeout_s: float | None) -> Group:
+    """Collective over ``process_group`` (None: the default group, or a single worker where none was made)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return _without_group(process_group)
+    shared = process_group if process_group is not None else dist.group.WORLD
+    rank, world_size = dist.get_rank(shared), dist.get_world_size(shared)
+    if rank < 0:
+        raise Error("this process is not in process_group; call attach only on its members", "invalid_use")
+    if world_size == 1:
+        return Group(0, 1, shared)
+    timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    own = dist.new_group(
+        ranks=dist.get_process_group_ranks(shared),
+        timeout=timeout,
+        backend=dist.get_backend_config(shared),
+        use_local_synchronization=True,
+        group_desc="gradcast",
+    )
+    return Group(rank, world_size, shared, own)
+
+
+def _without_group(process_group: Any) -> Group:
+    workers = os.environ.get("WORLD_SIZE", "1")
+    if process_group is not None or workers not in ("", "1"):
+        raise Error(
+            f"torch.distributed is not initialized, but {workers} workers were started; "
+            "call torch.distributed.init_process_group() before gradcast.attach()",
+            "invalid_use",
+        )
+    return Group(0, 1)
+
+
+def _timeout_of(group: Any, device: torch.device) -> datetime.timedelta | None:
+    """That of the user's group, which new_group() would not take over. None for a backend that does not tell it."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:
+        raise Error(
+            f"the process group has no backend for tensors on {device.type} (it has {dist.get_backend_config(group)}); "
+            f"for instance init_process_group('cpu:gloo,cuda:nccl') has both",
+            "invalid_use",
+        ) from None
+    return getattr(getattr(backend, "options", None), "_timeout", None)

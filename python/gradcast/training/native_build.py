@@ -1,0 +1,136 @@
+"""Compiles the module `_c10d` for the torch that is installed here. Used at install by setup.py, else by `extension`.
+
+Nothing of gradcast is imported, because setup.py runs before there is any; torch only inside functions.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+# What csrc/torch includes of the public headers; a test compares this list with the sources.
+PUBLIC_HEADERS = ("transport.h", "types.h")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
+_WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion")
+_LIBRARIES = ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python")
+# One file takes a quarter of a minute on a machine of today.
+_TIMEOUT_S = 600
+_SHOWN_LINES = 15
+
+
+class BuildError(Exception):
+    """A sentence: what is missing or what the compiler said, and what to do."""
+
+
+def files(root: Path) -> list[Path]:
+    """All that the module is made of: ``root`` is the source tree, or the copy of its parts in an installed package."""
+    headers = [root / "include" / "gradcast" / name for name in PUBLIC_HEADERS]
+    found = sorted((root / "csrc" / "torch").glob("*.cc")) + sorted((root / "csrc" / "torch").glob("*.h")) + headers
+    missing = [path for path in headers if not path.exists()]
+    if len(found) == len(headers) or missing:
+        raise BuildError(f"the sources of the part for torch are not in {root}; install gradcast again")
+    return found
+
+
+def installed_name(torch_version: str) -> str:
+    """The file name of a module that is built at install, beside _core: another torch does not find it."""
+    return f"_c10d.torch-{torch_version}{MODULE_SUFFIX}"
+
+
+def key(root: Path, torch_version: str) -> str:
+    """Names one build: the same for the same sources, flags, compiler, Python, torch and C library."""
+    digest = hashlib.sha256()
+    for path in files(root):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
+    for text in (*_FLAGS, *_WARNINGS, *_LIBRARIES, *_user_flags(), os.environ.get("CXX", ""), libc):
+        digest.update(text.encode() + b"\0")
+    return f"torch-{torch_version}{MODULE_SUFFIX.removesuffix('.so')}-{digest.hexdigest()[:16]}"
+
+
+def build(root: Path, target: Path) -> None:
+    """Compiles into ``target``, which appears whole or not at all. Raises BuildError."""
+    compiler, include_flags = _compiler(), _include_flags(root)
+    sources = [path for path in files(root) if path.suffix == ".cc"]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+        objects = [Path(folder) / f"{source.name}.o" for source in sources]
+        compile_ = [*compiler, *_FLAGS, *_WARNINGS, *_user_flags(), *include_flags, "-c"]
+        _run([[*compile_, str(source), "-o", str(object_)] for source, object_ in zip(sources, objects, strict=True)])
+        module = Path(folder) / target.name
+        # No path to these libraries is kept: the torch that imports this module has loaded them before.
+        link_flags = [f"-L{_torch_folder() / 'lib'}", *_LIBRARIES, "-Wl,-s"]
+        _run([[*compiler, "-shared", "-o", str(module), *map(str, objects), *link_flags]])
+        module.replace(target)
+
+
+def _user_flags() -> list[str]:
+    return shlex.split(os.environ.get("CXXFLAGS", ""))
+
+
+def _compiler() -> list[str]:
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen:
+        if shutil.which(chosen[0]) is None:
+            raise BuildError(f"the C++ compiler {chosen[0]}, which the environment variable CXX names, was not found")
+        return chosen
+    for name in _COMPILERS:
+        if shutil.which(name):
+            return [name]
+    raise BuildError(
+        f"no C++ compiler was found ({', '.join(_COMPILERS)}); install one that knows C++20, for instance g++, "
+        "or name it with the environment variable CXX"
+    )
+
+
+def _include_flags(root: Path) -> list[str]:
+    python_include = sysconfig.get_path("include")
+    if not (Path(python_include) / "Python.h").exists():
+        raise BuildError(
+            f"Python's headers are missing ({python_include}/Python.h); install them: "
+            "the package is called python3-dev on Debian and Ubuntu, python3-devel on Fedora"
+        )
+    # As system headers, so that the warnings are those of our own sources.
+    return [f"-I{root / 'include'}", "-isystem", str(_torch_folder() / "include"), "-isystem", python_include]
+
+
+def _torch_folder() -> Path:
+    # torch.utils.cpp_extension says the same, and also that there is no CUDA, on standard error, where there is none.
+    import torch
+
+    return Path(torch.__file__).resolve().parent
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Runs them side by side, as many as there are cores. Raises BuildError with the first failure's last lines."""
+    width = max(1, len(os.sched_getaffinity(0)))
+    for first in range(0, len(commands), width):
+        running = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for command in commands[first : first + width]
+        ]
+        try:
+            for process in running:
+                _finish(process)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+
+
+def _finish(process: subprocess.Popen) -> None:
+    try:
+        output = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the C++ compiler was not done after {_TIMEOUT_S} s: {shlex.join(process.args)}") from None
+    if process.returncode != 0:
+        last = "\n".join(output.splitlines()[-_SHOWN_LINES:])
+        raise BuildError(
+            f"compiling the part for torch failed (exit code {process.returncode} of {process.args[0]}); "
+            f"it needs a compiler that knows C++20. The last lines:\n{last}"
+        )

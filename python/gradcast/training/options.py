@@ -1,0 +1,59 @@
+"""What a user can set, checked when it is set."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from gradcast import _core
+from gradcast.errors import Error
+
+# Read only here.
+PLAN_VARIABLE = "GRADCAST_PLAN"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of ``attach``; the defaults need no change.
+
+    ``warmup_steps``: steps that are measured before the first plan, at least 3: in the first one memory is allocated,
+    so it is not counted, and the last one ends with the plan. ``plan``: a file with the plan to follow instead of one
+    made from the measurements; the variable GRADCAST_PLAN does the same. ``policy``, ``policy_parameters``,
+    ``in_flight``: as for ``gradcast plan``. ``timeout_s``: after so long an operation on the network fails (default:
+    that of the process group). ``stall_warning_s``: whoever waits longer says what for. ``timeline_steps``: how many
+    steps the record holds.
+    """
+
+    warmup_steps: int = 6
+    plan: str | None = None
+    policy: str = _core.DEFAULT_POLICY
+    policy_parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    in_flight: int = 1
+    timeout_s: float | None = None
+    stall_warning_s: float = 30.0
+    timeline_steps: int = 16
+
+    def __post_init__(self) -> None:
+        _require_int("warmup_steps", self.warmup_steps, 3)
+        _require_int("in_flight", self.in_flight, 1)
+        _require_int("timeline_steps", self.timeline_steps, 1)
+        _require_positive("stall_warning_s", self.stall_warning_s)
+        if self.timeout_s is not None:
+            _require_positive("timeout_s", self.timeout_s)
+        names = [policy.name for policy in _core.policies()]
+        if self.policy not in names:
+            raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")
+
+    @property
+    def plan_path(self) -> str | None:
+        """The plan file to follow, from the options or the environment."""
+        return self.plan or os.environ.get(PLAN_VARIABLE) or None
+
+
+def _require_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise Error(f"options.{name} is {value!r}; a whole number of at least {least} is expected")
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise Error(f"options.{name} is {value!r}; a number of seconds above 0 is expected")

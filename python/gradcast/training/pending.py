@@ -1,0 +1,141 @@
+"""Tensors that are not finished yet, and what happens to whoever touches one.
+
+A pending tensor keeps its identity and its memory; only its Python class is replaced, by a subclass whose
+``__torch_function__`` sees every operation that reads or writes it, in C++ and Python alike, before it runs. The
+operation waits until the owner has finished the tensor, which also restores the class, and then goes on as if nothing
+had been: clipping, ``state_dict``, ``deepcopy``, evaluation and modules that read their weights in unusual ways all see
+finished values. Questions about a tensor that do not depend on its values (shape, ``.grad``, …) do not wait.
+
+What PyTorch hands out without asking the class is not caught: DLPack, views and raw pointers taken before the tensor
+became pending.
+
+Thread safety: any thread; an owner serialises its own work.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+# Of these the answer is known while the values are not. Names of Tensor's attributes and methods.
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "names", "itemsize",
+    "nbytes", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_mkldnn", "is_nested", "is_quantized", "is_sparse",
+    "is_sparse_csr", "is_xla", "is_xpu", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous", "storage_offset",
+    "is_floating_point", "is_complex", "is_same_size", "get_device", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__len__", "__hash__",
+)  # fmt: skip
+_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_tensor)
+ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
+
+
+def _without_values() -> frozenset[Any]:
+    found: set[Any] = set(_FUNCTIONS)
+    for name in _ATTRIBUTES:
+        attribute = getattr(torch.Tensor, name, None)
+        for accessor in ("__get__", "__set__"):
+            if hasattr(attribute, accessor):
+                found.add(getattr(attribute, accessor))
+    found |= {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
+    return frozenset(found)
+
+
+_WITHOUT_VALUES = _without_values()
+
+
+class Owner(Protocol):
+    def touched(self, tensors: list[torch.Tensor], function: Any) -> bool:
+        """Finishes these pending tensors and calls ``clear`` for each, or raises. ``function`` is what uses them.
+
+        Returns False; or, where ``function`` is in ZEROING (then it is one tensor), True with the tensor still pending
+        if the owner zeroes it later.
+        """
+
+
+# By id, since a tensor's own attributes would travel with its copies. An entry lives from mark() to clear(), and the
+# owner holds the tensor in between.
+_owners: dict[int, tuple[Owner, type]] = {}
+
+
+class _Pending:
+    """Mixed into a tensor's own class: see the module's text."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in ZEROING:
+            return _zero(args[0], function)
+        if function not in _WITHOUT_VALUES:
+            finish((args, kwargs), function)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    # These two ask for type(self) before they read a value.
+    def __deepcopy__(self, memo: dict) -> Any:
+        finish((self,), "deepcopy")
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        finish((self,), "pickle")
+        return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _pending_class(original: type) -> type:
+    return type(original.__name__, (_Pending, original), {"__module__": original.__module__})
+
+
+def mark(tensor: torch.Tensor, owner: Owner) -> None:
+    """From now on whoever touches the tensor waits for ``owner``. It must not be pending yet."""
+    original = tensor.__class__
+    _owners[id(tensor)] = (owner, original)
+    tensor.__class__ = _pending_class(original)
+
+
+def clear(tensor: torch.Tensor) -> None:
+    """The tensor is finished. Does nothing to one that is not pending."""
+    entry = _owners.pop(id(tensor), None)
+    if entry is not None:
+        tensor.__class__ = entry[1]
+
+
+def is_pending(tensor: torch.Tensor) -> bool:
+    return id(tensor) in _owners
+
+
+def finish(values: Iterable[Any], function: Any) -> None:
+    """Finishes every pending tensor in ``values``, however deep in lists, tuples and dicts."""
+    by_owner: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
+    for tensor in _pending_in(values):
+        owner = _owners[id(tensor)][0]
+        by_owner.setdefault(id(owner), (owner, []))[1].append(tensor)
+    for owner, tensors in by_owner.values():
+        owner.touched(tensors, function)
+
+
+def _zero(tensors: Any, function: Any) -> Any:
+    """zero_grad(set_to_none=False): an owner that still needs the values zeroes them later, and nobody waits."""
+    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        entry = _owners.get(id(tensor))
+        if entry is None or not entry[0].touched([tensor], function):
+            tensor.zero_()
+    return tensors if isinstance(tensors, torch.Tensor) else None
+
+
+def _pending_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _Pending):
+            if id(value) in _owners:
+                found.append(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+    return found

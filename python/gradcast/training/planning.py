@@ -1,0 +1,208 @@
+"""From measurements to the plan that all ranks follow.
+
+Rank 0 decides, everybody checks: ranks that follow different plans average the wrong bytes without an error.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+
+from gradcast import _core
+from gradcast.errors import Error
+from gradcast.files import load_plan, plan_hash
+from gradcast.training.buffers import Sizes
+from gradcast.training.group import Group
+from gradcast.training.options import Options
+
+_MIB = 1 << 20
+# DDP's own cap, then smaller ones: warm-up costs little more than DDP, and the link model gets blocks of different
+# sizes, measured while the cores are as busy as in training, which an idle probe would miss (docs/training.md).
+_CAP_MAX_BYTES = 25 * _MIB
+_CAP_MIN_BYTES = 16 * 1024
+_CAP_SHARES = (1, 1, 4, 16, 2, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all ranks follow. ``profile`` has the tensors in the buffers' order, ``order`` their parameters' indices."""
+
+    profile: _core.Profile
+    plan: _core.Plan
+    order: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One rank's medians, ns; lists are by parameter. ``block_ns``: per warm-up step, per block of its plan."""
+
+    ready_ns: list[float]
+    need_ns: list[float]
+    backward_ns: float
+    forward_ns: float
+    update_ns: float
+    block_bytes: list[list[int]]
+    block_ns: list[list[float]]
+    pack_ns_per_byte: float
+
+
+def layout_profile(
+    names: Sequence[str], sizes: Sizes, order: Sequence[int], *, world_size: int, name: str
+) -> _core.Profile:
+    """Carries nothing but the order: tensors are needed one after the other and ready in reverse, one ns apart."""
+    count = len(order)
+    tensors = [
+        _tensor(names, sizes, index, ready_ns=count - 1 - place, need_ns=place, update_ns=0)
+        for place, index in enumerate(order)
+    ]
+    return _core.Profile(name=name, forward_ns=count, backward_ns=count, tensors=tensors, world_size=world_size)
+
+
+def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:
+    """Plain plans, DDP's buckets from the last tensor to the first, of several sizes."""
+    total = sum(tensor.bytes for tensor in profile.tensors)
+    link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
+    plans = []
+    for share in _CAP_SHARES:
+        cap = max(_CAP_MIN_BYTES, min(_CAP_MAX_BYTES, total // share))
+        parameters = {"first_bytes": min(cap, _MIB) if share == 1 else cap, "cap_bytes": cap}
+        plans.append(_core.make_plan(profile, link, policy="ddp", mode=mode, parameters=parameters))
+    return plans
+
+
+def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
+    """All ranks' measurements as one profile; ready on the slowest rank, since a block needs every rank's gradient."""
+    count = len(names)
+    backward_ns = max(rank.backward_ns for rank in ranks)
+    forward_ns = statistics.median(rank.forward_ns for rank in ranks)
+    update_ns = statistics.median(rank.update_ns for rank in ranks)
+    total = sum(sizes.bytes_of(index) for index in range(count))
+    tensors = []
+    for index in range(count):
+        ready_ns = max(rank.ready_ns[index] for rank in ranks)
+        need_ns = statistics.median(rank.need_ns[index] for rank in ranks)
+        tensors.append(
+            _tensor(
+                names,
+                sizes,
+                index,
+                ready_ns=round(min(ready_ns, backward_ns)),
+                need_ns=round(min(need_ns, forward_ns)),
+                update_ns=round(update_ns * sizes.bytes_of(index) / total),
+            )
+        )
+    profile = _core.Profile(
+        name=name,
+        forward_ns=math.ceil(forward_ns),
+        backward_ns=math.ceil(backward_ns),
+        tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
+        world_size=len(ranks),
+        link=measured_link(ranks),
+    )
+    # Through JSON, which rounds and sorts: what is planned with is then what a file of it holds.
+    return _core.Profile.from_json(profile.to_json())
+
+
+def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
+    """A block's cost is what the last rank to join it saw: the others' times also hold their waiting for that one."""
+    if len(ranks) == 1:
+        return None
+    pack_ns_per_byte = statistics.median(rank.pack_ns_per_byte for rank in ranks)
+    samples = []
+    for step, sizes in enumerate(ranks[0].block_bytes):
+        for block, size in enumerate(sizes):
+            samples.append((size, min(rank.block_ns[step][block] for rank in ranks)))
+    if len({size for size, _ in samples}) >= 3:
+        cost = _core.fit_op_cost(samples).cost
+        return _core.LinkModel(all_reduce=list(cost.pieces), pack_ns_per_byte=pack_ns_per_byte)
+    # A model so small that every block has nearly the same size: what it costs is then all there is to know.
+    alpha_ns = statistics.median(time for _, time in samples)
+    only = _core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=0)
+    return _core.LinkModel(all_reduce=[only], pack_ns_per_byte=pack_ns_per_byte)
+
+
+def decide(profile: _core.Profile, mode: str, options: Options) -> tuple[str, str]:
+    """Rank 0's plan of the measured profile, as JSON texts (profile, plan)."""
+    plan = _core.make_plan(
+        profile,
+        profile.link,
+        policy=options.policy,
+        mode=mode,
+        in_flight=options.in_flight,
+        parameters=dict(options.policy_parameters),
+    )
+    return profile.to_json(), plan.to_json()
+
+
+def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size: int) -> tuple[str, str]:
+    """A plan file and the layout that it was made for, as JSON texts (profile, plan); raises for another model's."""
+    plan, fields = load_plan(path)
+    note = fields.get("made_with")
+    tensors = note.get("tensors") if isinstance(note, dict) else None
+    if not isinstance(tensors, list):
+        raise Error(
+            f"{path} does not note the order of its tensors (made_with.tensors); make it with handle.save_plan() or, "
+            "from the file of handle.save_profile(), with `gradcast plan`",
+            "invalid_plan",
+        )
+    if sorted(map(str, tensors)) != sorted(names):
+        differing = sorted(set(map(str, tensors)) ^ set(names))
+        raise Error(f"{path} is a plan for another model: only one of the two has {differing[0]}", "invalid_plan")
+    if plan.mode != mode:
+        raise Error(f"{path} is a plan for {plan.mode} mode; this training is in {mode} mode", "invalid_plan")
+    index_of = {name: index for index, name in enumerate(names)}
+    order = [index_of[name] for name in tensors]
+    profile = layout_profile(names, sizes, order, world_size=world_size, name="pinned")
+    plan.check(profile)
+    if note.get("hash") != plan_hash(plan, profile):
+        raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")
+    return profile.to_json(), plan.to_json()
+
+
+def agree(group: Group, names: Sequence[str], proposal: tuple[str, str] | Error | None) -> Agreed:
+    """Rank 0's proposal, checked by every rank. Raises the same error on every rank if it does not hold on one."""
+    proposal = group.from_first(proposal)
+    if isinstance(proposal, Error):
+        raise proposal
+    profile = _core.Profile.from_json(proposal[0])
+    plan = _core.Plan.from_json(proposal[1])
+    try:
+        plan.check(profile)
+        answer = plan_hash(plan, profile)
+    except Error as error:
+        answer = f"refused: {error}"
+    answers = group.gather(answer)
+    for rank, other in enumerate(answers):
+        if other != answers[0] or other.startswith("refused"):
+            raise Error(
+                f"the ranks do not agree on the plan: rank 0 has {answers[0]}, rank {rank} has {other}", "invalid_plan"
+            )
+    index_of = {name: index for index, name in enumerate(names)}
+    return Agreed(profile, plan, tuple(index_of[tensor.name] for tensor in profile.tensors))
+
+
+def plan_text(plan: _core.Plan, profile: _core.Profile, profile_path: str | None) -> str:
+    """A plan file that names the order of its tensors, and its profile's file where there is one."""
+    fields = json.loads(plan.to_json())
+    note = {"hash": plan_hash(plan, profile), "tensors": [tensor.name for tensor in profile.tensors]}
+    if profile_path is not None:
+        note["profile"] = profile_path
+    if profile.link is not None:
+        note["network"] = "the measured network"
+        note["link"] = json.loads(profile.link.to_json())
+    return json.dumps({**fields, "made_with": note}, indent=1) + "\n"
+
+
+def _tensor(
+    names: Sequence[str], sizes: Sizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float
+) -> _core.Tensor:
+    return _core.Tensor(
+        name=names[index],
+        bytes=sizes.bytes_of(index),
+        buffer=sizes.buffer_of[index],
+        element_bytes=sizes.element_bytes_of(index),
+        ready_ns=ready_ns,
+        need_ns=need_ns,
+        update_ns=update_ns,
+    )

@@ -1,0 +1,44 @@
+"""Statistics of a session, as a plain dict."""
+
+from typing import Any
+
+from gradcast.training.trace import median_ms
+
+_KEYS = (
+    "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
+    "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
+    "engine_us_per_block",
+)  # fmt: skip
+
+
+def stats_of(session: Any) -> dict[str, Any]:
+    """``measured_ms``, ``exposed_ms`` and ``update_calls`` are medians over the recorded steps of the plan in force;
+    ``compute_ms`` is the warm-up's backward + forward + update; ``exposed_ms`` what the training thread waited."""
+    values: dict[str, Any] = dict.fromkeys(_KEYS)
+    values |= {"step": session.steps, "mode": session.mode, "world_size": session.group.world_size}
+    profile = session.profile
+    if profile is not None:
+        update_ns = sum(tensor.update_ns for tensor in profile.tensors)
+        values["compute_ms"] = (profile.backward_ns + profile.forward_ns + update_ns) / 1e6
+    if session.group.world_size == 1:
+        return values
+    plan, counters = session.plan, session.traffic.counters()
+    values |= {
+        "plan_version": session.traffic.plan_version,
+        "policy": plan.policy,
+        "blocks": len(plan.blocks),
+        "bytes": sum(block.size_bytes for block in plan.blocks),
+        "gradient_buffer_bytes": session.buffers.size_bytes,
+        "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
+        "record_bytes": counters.record_bytes,
+        "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
+    }
+    if profile is not None:
+        values |= {"predicted_ms": plan.predicted_ns / 1e6, "bound_ms": plan.bound_ns / 1e6}
+    records = session.trace.finished(plan)
+    values |= {
+        "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
+        "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
+        "update_calls": sorted(record.update_calls for record in records)[len(records) // 2] if records else None,
+    }
+    return values

@@ -1,0 +1,102 @@
+"""A single worker: nothing to send. The warm-up steps are measured, so that their profile can be planned with for more
+workers (``gradcast simulate``); after them nothing of gradcast is left in the training loop.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradcast import _core
+from gradcast.training import updates
+from gradcast.training.buffers import Sizes
+from gradcast.training.group import Group
+from gradcast.training.module_hooks import around_forward
+from gradcast.training.options import Options
+from gradcast.training.warmup import Warmup
+
+
+class SoloSession:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+    ) -> None:
+        self.mode = "overlap" if optimizers else "hook"
+        self.group = group
+        self.profile: _core.Profile | None = None
+        self.released = False
+        self.steps = 0
+        names, values = list(parameters), list(parameters.values())
+        self._count = len(values)
+        self._seen: set[int] = set()
+        self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options)
+        self._module = module
+        self._handles = around_forward(module, self._before_forward, self._after_forward)
+        for index, parameter in enumerate(values):
+            hook = functools.partial(self._on_gradient, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._interceptions = [
+            updates.StepInterception(opt, functools.partial(self._on_step, number))
+            for number, opt in enumerate(optimizers)
+        ]
+
+    def flush(self) -> None:
+        """Nothing is ever in flight."""
+
+    def no_sync(self, entering: bool) -> None:
+        """Nothing is ever sent."""
+
+    def release(self) -> None:
+        self._unhook()
+        self.released = True
+
+    def _unhook(self) -> None:
+        self._warmup.stop_watching()
+        for handle in self._handles:
+            handle.remove()
+        for interception in self._interceptions:
+            interception.remove()
+        self._handles, self._interceptions = [], []
+
+    def _before_forward(self, compiled: bool) -> None:
+        if not compiled and torch.is_grad_enabled() and self._module.training:
+            self._warmup.watch_reads()
+
+    def _after_forward(self, compiled: bool) -> None:
+        self._warmup.stop_watching()
+        self._warmup.stopwatch.forward_ended()
+
+    def _on_gradient(self, index: int, _: Any) -> None:
+        if not self._seen:
+            self._warmup.stopwatch.backward_started()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        self._seen.add(index)
+        self._warmup.stopwatch.ready(index)
+
+    def _on_backward_end(self) -> None:
+        if not self._seen:
+            return
+        self._warmup.stopwatch.backward_ended()
+        self._seen.clear()
+        if self.mode == "hook":
+            self._end_step()
+
+    def _on_step(self, number: int) -> None:
+        interception = self._interceptions[number]
+        with self._warmup.stopwatch.updating():
+            interception.run_whole()
+        if number == len(self._interceptions) - 1:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        if self._warmup.step_ended(None) is None:
+            self.profile = self._warmup.profile([])
+            self._unhook()

@@ -1,0 +1,130 @@
+"""The record of the last steps: what compute did, what the network did, and what that adds up to.
+
+Times are ns of the clock that the engine uses too (time.perf_counter_ns).
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from gradcast import _core
+
+_MS = 1e6
+_COMPUTE_LANE, _LINK_LANE = 1, 2
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """``iteration``: the engine's number of it. ``spans``: (category, start, end) of what the training thread did."""
+
+    step: int
+    iteration: int
+    plan: _core.Plan
+    profile: _core.Profile
+    start_ns: int
+    end_ns: int | None = None
+    update_calls: int = 0
+    spans: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+
+    def total_ns(self, category: str) -> int:
+        return sum(end - start for name, start, end in self.spans if name == category)
+
+
+class Trace:
+    """The last steps, bounded."""
+
+    def __init__(self, capacity: int) -> None:
+        self._records: collections.deque[StepRecord] = collections.deque(maxlen=capacity)
+
+    def begin(self, record: StepRecord) -> None:
+        if self._records:
+            self._records[-1].end_ns = record.start_ns
+        self._records.append(record)
+
+    @property
+    def current(self) -> StepRecord | None:
+        return self._records[-1] if self._records else None
+
+    def span(self, category: str, start_ns: int, end_ns: int) -> None:
+        if self._records:
+            self._records[-1].spans.append((category, start_ns, end_ns))
+
+    def count_update(self) -> None:
+        if self._records:
+            self._records[-1].update_calls += 1
+
+    def finished(self, plan: _core.Plan) -> list[StepRecord]:
+        """Complete steps that followed this plan."""
+        return [record for record in self._records if record.plan is plan and record.end_ns is not None]
+
+    def events(self, rank: int, iterations: Sequence[_core.IterationRecord]) -> list[dict[str, Any]]:
+        """Chrome trace events; both lanes of this rank, ts and dur in microseconds."""
+        by_number = {record.iteration: record for record in iterations}
+        events = [
+            _name(rank, 0, "process_name", f"rank {rank}"),
+            _name(rank, _COMPUTE_LANE, "thread_name", "compute"),
+            _name(rank, _LINK_LANE, "thread_name", "link"),
+        ]
+        for record in self._records:
+            for category, start_ns, end_ns in record.spans:
+                events.append(_event(rank, _COMPUTE_LANE, category, category, start_ns, end_ns, {"step": record.step}))
+            if record.iteration in by_number:
+                events += _block_events(rank, record, by_number[record.iteration])
+        return events
+
+
+def median_ms(values: Sequence[float]) -> float | None:
+    return statistics.median(values) / _MS if values else None
+
+
+def tensor_names(profile: _core.Profile, block: _core.Block) -> list[str]:
+    """The tensors that a block touches, in the order of the buffer."""
+    names, offset = [], 0
+    for tensor in profile.tensors:
+        if tensor.buffer != block.buffer:
+            continue
+        if any(lo < offset + tensor.bytes and offset < hi for lo, hi in block.ranges):
+            names.append(tensor.name)
+        offset += tensor.bytes
+    return names
+
+
+def _block_events(rank: int, record: StepRecord, iteration: _core.IterationRecord) -> list[dict[str, Any]]:
+    events = []
+    for index, (block, times) in enumerate(zip(record.plan.blocks, iteration.blocks, strict=True)):
+        if not times.finish_ns:
+            continue
+        names = tensor_names(record.profile, block)
+        title = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        arguments = {
+            "step": record.step,
+            "block": index,
+            "bytes": block.size_bytes,
+            "tensors": names,
+            "reason": block.reason,
+            "ready_us": times.ready_ns / 1e3,
+        }
+        name = f"block {index}: {title}"
+        events.append(_event(rank, _LINK_LANE, name, "block", times.launch_ns, times.finish_ns, arguments))
+    return events
+
+
+def _event(
+    rank: int, lane: int, name: str, category: str, start_ns: int, end_ns: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": lane,
+        "name": name,
+        "cat": category,
+        "ts": start_ns / 1e3,
+        "dur": (end_ns - start_ns) / 1e3,
+        "args": arguments,
+    }
+
+
+def _name(rank: int, lane: int, kind: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": lane, "name": kind, "args": {"name": name}}

@@ -1,0 +1,161 @@
+"""Updating parameters in parts: the user's own optimizer, on the parameters whose gradients have arrived.
+
+The step's hyper-parameters are those of the moment when the user called ``step()``; a scheduler that runs afterwards
+does not reach it. The optimizer's step is called with its own groups, each reduced to the part: state, foreach and
+fused forms are the optimizer's own, so parts give the numbers of a whole step, bit for bit, for every optimizer that
+treats its parameters one by one. Scalars that an optimizer keeps in a group (a count of steps) move once per step, not
+once per part.
+"""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from gradcast.errors import Error
+
+
+def refuse_unsplittable(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Error(
+            "LBFGS updates all parameters together and evaluates its closure several times, so its step cannot run in "
+            "parts; use hook mode: gradcast.attach(module) without the optimizer",
+            "invalid_use",
+        )
+
+
+class PartialStep:
+    """One call of ``optimizer.step()``, carried out in parts. REQUIRES: ``step()`` was called just now."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = _step_without_hooks(optimizer)
+        self._live_groups = list(optimizer.param_groups)
+        self._scalars = [_copied(group) for group in self._live_groups]
+        self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars as the last part left them
+
+    def run(self, parameters: Iterable[torch.Tensor], *, last: bool) -> None:
+        """Updates these parameters, each of which has its gradient in ``.grad``. ``last``: none of the step remain."""
+        part = {id(parameter) for parameter in parameters}
+        reduced = []
+        for index, live in enumerate(self._live_groups):
+            members = [parameter for parameter in live["params"] if id(parameter) in part]
+            if members:
+                group = {**_copied(self._scalars[index]), "params": members}
+                self._after[index] = group
+                reduced.append(group)
+        whole, self._optimizer.param_groups = self._optimizer.param_groups, reduced
+        try:
+            with _plain_context():
+                self._step(self._optimizer)
+        finally:
+            self._optimizer.param_groups = whole
+        if last:
+            for index, after in self._after.items():
+                _carry_over(self._live_groups[index], self._scalars[index], after)
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """The group's scalars as they are now. A tensor (a capturable learning rate) may be changed in place: copied."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
+    """What the step itself has changed in its group, into the user's group."""
+    for key, value in after.items():
+        if key == "params":
+            continue
+        if isinstance(value, torch.Tensor):
+            if not torch.equal(value, before[key]):
+                live[key].copy_(value)
+        elif value is not before.get(key):
+            live[key] = value
+
+
+@contextlib.contextmanager
+def _plain_context():
+    """As if at the user's own call of step(): a forward pass may have switched any of these."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def _step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's step, without what torch wraps around it to call step hooks: those run once per step."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def run_pre_hooks(optimizer: Optimizer) -> None:
+    for hook in [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]:
+        hook(optimizer, (optimizer,), {})
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+        hook(optimizer, (optimizer,), {})
+
+
+class StepInterception:
+    """Puts a function in the place of ``optimizer.step``; LR schedulers made before or after see what they expect."""
+
+    def __init__(self, optimizer: Optimizer, on_step: Callable[[], None]) -> None:
+        before = optimizer.__dict__.get("step")
+        if before is not None and not hasattr(before, "_wrapped_by_lr_sched"):
+            raise Error(
+                f"step() of this {type(optimizer).__name__} has been replaced by {before!r}, which gradcast would "
+                "bypass; call gradcast.attach() before whatever replaces it",
+                "invalid_use",
+            )
+        self._optimizer = optimizer
+        self._before = before
+        self._active = True
+        self._state_hooks: list[Any] = []
+
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if not self._active:
+                return type(self_).step(self_, closure) if closure is not None else type(self_).step(self_)
+            self_._opt_called = True
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            on_step()
+            return loss
+
+        # A scheduler asks for this mark; without it, it wraps (or warns about) a step that was replaced.
+        step._wrapped_by_lr_sched = True
+        self._method = types.MethodType(step, optimizer)
+        optimizer.step = self._method
+
+    def run_whole(self) -> None:
+        """The optimizer's own step on everything, hooks included."""
+        type(self._optimizer).step(self._optimizer)
+
+    def flush_before_state(self, flush: Callable[[], None]) -> None:
+        """The optimizer's state, given away or replaced, is that of a finished step."""
+        self._state_hooks = [
+            self._optimizer.register_state_dict_pre_hook(lambda _: flush()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda _optimizer, _state: flush()),
+        ]
+
+    def remove(self) -> None:
+        self._active = False
+        for hook in self._state_hooks:
+            hook.remove()
+        if self._optimizer.__dict__.get("step") is self._method:
+            if self._before is None:
+                del self._optimizer.__dict__["step"]
+            else:
+                self._optimizer.step = self._before

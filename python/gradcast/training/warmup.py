@@ -1,0 +1,108 @@
+"""The first steps: plain plans, everything waited for, and stamps taken; then the plan.
+
+Until it is over, training is what DDP would do. The plan of the measured profile takes effect on all ranks after the
+same step, because every rank counts its own steps and the agreement is a collective.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradcast import _core
+from gradcast.errors import Error
+from gradcast.training import pending, planning
+from gradcast.training.buffers import Sizes
+from gradcast.training.group import Group
+from gradcast.training.measure import Stopwatch
+from gradcast.training.options import Options
+from gradcast.training.planning import Agreed
+
+
+class Warmup:
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        sizes: Sizes,
+        group: Group,
+        mode: str,
+        options: Options,
+    ) -> None:
+        self._names = list(names)
+        self._parameters = list(parameters)
+        self._sizes = sizes
+        self._group = group
+        self._mode = mode
+        self._options = options
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._steps = 0
+        self._block_bytes: list[list[int]] = []
+        self._block_ns: list[list[float]] = []
+        order = range(len(names))
+        profile = planning.layout_profile(names, sizes, order, world_size=group.world_size, name="warm-up")
+        plans = planning.warmup_plans(profile, mode)
+        self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
+        self._profile = profile
+        self.stopwatch = Stopwatch(parameters[0].device, len(names))
+
+    def first(self) -> Agreed:
+        return planning.agree(self._group, self._names, (self._profile.to_json(), self._plans[0].to_json()))
+
+    def watch_reads(self) -> None:
+        """Before a forward pass: notes when each parameter is first read in it."""
+        for parameter in self._parameters:
+            if not pending.is_pending(parameter):
+                pending.mark(parameter, self)
+
+    def stop_watching(self) -> None:
+        for parameter in self._parameters:
+            pending.clear(parameter)
+
+    def touched(self, tensors: list[torch.Tensor], function: Any) -> bool:
+        for tensor in tensors:
+            self.stopwatch.read(self._index_of[id(tensor)])
+            pending.clear(tensor)
+        return False
+
+    def step_ended(self, iteration: _core.IterationRecord | None) -> Agreed | None:
+        """After a step in which everything was waited for. Returns what the next one follows, None after the last."""
+        plan = self._plans[self._steps]
+        # The first step is not counted: connections are made and memory is allocated in it.
+        if iteration is not None and self._steps > 0:
+            self._block_bytes.append([block.size_bytes for block in plan.blocks])
+            self._block_ns.append([float(block.finish_ns - block.launch_ns) for block in iteration.blocks])
+        self._steps += 1
+        if self._steps == self._options.warmup_steps:
+            return None
+        return Agreed(self._profile, self._plans[self._steps], tuple(range(len(self._names))))
+
+    def profile(self, flats: Sequence[torch.Tensor]) -> _core.Profile:
+        """All ranks' measurements; the same on every rank. ``flats``: the buffers, at rest. Collective."""
+        pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
+        ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._block_ns, pack_ns_per_byte))
+        text: Any = None
+        if self._group.rank == 0:
+            try:
+                text = planning.measured_profile(ranks, self._names, self._sizes, name="measured").to_json()
+            except Error as error:
+                text = error
+        text = self._group.from_first(text)
+        if isinstance(text, Error):
+            raise text
+        return _core.Profile.from_json(text)
+
+    def plan(self, profile: _core.Profile) -> Agreed:
+        """What all ranks follow from now on. Collective."""
+        proposal: Any = None
+        if self._group.rank == 0:
+            path = self._options.plan_path
+            try:
+                if path is None:
+                    proposal = planning.decide(profile, self._mode, self._options)
+                else:
+                    world_size = self._group.world_size
+                    proposal = planning.pinned(path, self._names, self._sizes, self._mode, world_size)
+            except Error as error:
+                proposal = error
+        return planning.agree(self._group, self._names, proposal)
