@@ -2,12 +2,17 @@
 # quick when repeated: a changed C++ file is compiled alone.
 PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-BIN := $(CURDIR)/.venv/bin
-BUILD := build
+# `make test TORCH=2.15.0` tests with another torch than the pinned one, in an environment and a build folder of its own.
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
+BUILD := build$(TORCH:%=-torch-%)
+BIN := $(CURDIR)/$(VENV)/bin
 # For setup.py, which is told to use the same build folder, and for the tests, which start `gradcast`.
 export PATH := $(BIN):$(PATH)
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where the part for torch is compiled into.
+export GRADCAST_CACHE_DIR := $(CURDIR)/$(BUILD)/cache
 
 CXX_FILES = $(shell find include csrc tests benchmarks -name '*.h' -o -name '*.cc')
 CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
@@ -17,22 +22,23 @@ CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
 
 .PHONY: help
 help:
-	@echo 'make demo       compare all policies on a bundled profile; writes demo.png'
-	@echo 'make test       everything that must pass: C++ and Python tests, lint'
+	@echo 'make demo       train on two workers over a slow link, with and without gradcast; writes demo.png'
+	@echo 'make test       everything that must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
 	@echo 'make test-long  what takes longer: many more seeds, fuzzers (make fuzz)'
-	@echo 'make benchmark  time the planner'
+	@echo 'make benchmark  time the planner and the engine'
 	@echo 'make lint       check style only;  make format  mend it'
 	@echo 'make clean      remove everything that make made'
 
 .PHONY: demo
 demo: core
-	gradcast simulate resnet50 --scale 0.5 --bandwidth 5gbit --workers 8 --latency 50us --policy all --plot demo.png
+	@tools/need.sh demo
+	python -m benchmarks.demo
 
 # All checks run, also after one has failed, so that one run shows everything there is to mend.
 .PHONY: test
 test: all
 	@status=0; \
-	for check in test-cpp test-python lint; do $(MAKE) --no-print-directory $$check || status=1; done; \
+	for check in test-cpp test-python $(if $(TORCH),,test-tsan test-asan) lint; do $(MAKE) --no-print-directory $$check || status=1; done; \
 	exit $$status
 
 .PHONY: test-cpp
@@ -45,6 +51,32 @@ test-python: core
 	@rm -f $(BUILD)/pytest.xml
 	pytest --junitxml=$(BUILD)/pytest.xml -m 'not long'
 
+# The C++ tests once more under the compilers' checkers: of threads on the engine, of memory and undefined behaviour on
+# everything. Clang where it is at hand: it builds them twice as fast, and checks the engine's locks while it compiles.
+, := ,
+SANITIZED = $(CONFIGURE) -DCMAKE_CXX_FLAGS_RELEASE='-O1 -g1' -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF \
+  -DGRADCAST_SANITIZE=$(1) $$(echo 'int main() {}' | clang++ -fsanitize=$(1) -x c++ -o /dev/null - 2>/dev/null && \
+    echo -DCMAKE_CXX_COMPILER=clang++)
+CTEST_SANITIZED = ctest --label-regex unit --no-tests=error --output-on-failure --parallel $(JOBS)
+.PHONY: test-sanitize
+test-sanitize: test-tsan test-asan
+
+.PHONY: test-tsan
+test-tsan: $(VENV)/tools.stamp
+	@tools/need.sh tests
+	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-tsan.xml
+	@$(call SANITIZED,thread) -B $(BUILD)-tsan >/dev/null
+	@cmake --build $(BUILD)-tsan --target engine_test --parallel $(JOBS)
+	$(CTEST_SANITIZED) --test-dir $(BUILD)-tsan --output-junit $(CURDIR)/$(BUILD)/ctest-tsan.xml
+
+.PHONY: test-asan
+test-asan: $(VENV)/tools.stamp
+	@tools/need.sh tests
+	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-asan.xml
+	@$(call SANITIZED,address$(,)undefined) -B $(BUILD)-asan >/dev/null
+	@cmake --build $(BUILD)-asan --target core_test engine_test --parallel $(JOBS)
+	GRADCAST_SEED_FACTOR=0.1 $(CTEST_SANITIZED) --test-dir $(BUILD)-asan --output-junit $(CURDIR)/$(BUILD)/ctest-asan.xml
+
 # Many more seeds of every randomized test, many more mutated files, a wheel built and used from nothing, and the fuzzers
 # where clang is at hand. Hours at most; SEED_FACTOR and FUZZ_SECONDS set how long.
 SEED_FACTOR ?= 10
@@ -56,7 +88,7 @@ test-long: all
 	@$(MAKE) --no-print-directory fuzz
 
 .PHONY: fuzz
-fuzz: .venv/tools.stamp
+fuzz: $(VENV)/tools.stamp
 	@command -v clang++ >/dev/null || { echo 'the fuzzers are left out: they need clang++, which is missing here'; exit 0; }; \
 	set -e; $(CONFIGURE) -B $(BUILD)-fuzz -DCMAKE_CXX_COMPILER=clang++ -DGRADCAST_BUILD_FUZZERS=ON \
 	  -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_TESTS=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF \
@@ -69,15 +101,16 @@ fuzz: .venv/tools.stamp
 .PHONY: benchmark
 benchmark: all
 	$(BUILD)/benchmarks/core_benchmark
+	$(BUILD)/benchmarks/engine_benchmark
 
 .PHONY: lint
-lint: .venv/tools.stamp
+lint: $(VENV)/tools.stamp
 	ruff check .
 	ruff format --check --quiet .
 	clang-format --dry-run --Werror $(CXX_FILES)
 
 .PHONY: format
-format: .venv/tools.stamp
+format: $(VENV)/tools.stamp
 	ruff check --quiet --fix .
 	ruff format --quiet .
 	clang-format -i $(CXX_FILES)
@@ -88,35 +121,36 @@ format: .venv/tools.stamp
 .PHONY: core
 core: $(BUILD)/core.stamp
 	@cmake --build $(BUILD) --target _core --parallel $(JOBS)
-	@$(MAKE) --no-print-directory .venv/package.stamp
+	@$(MAKE) --no-print-directory $(VENV)/package.stamp
 
 .PHONY: all
 all: $(BUILD)/all.stamp
 	@cmake --build $(BUILD) --parallel $(JOBS)
-	@$(MAKE) --no-print-directory .venv/package.stamp
+	@$(MAKE) --no-print-directory $(VENV)/package.stamp
 
 # Every pinned package of pyproject.toml: what builds, tests and checks.
-.venv/tools.stamp: pyproject.toml tools/need.sh
+$(VENV)/tools.stamp: pyproject.toml tools/need.sh
 	@tools/need.sh core
-	@echo 'making .venv'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet $$(grep -oE '"[A-Za-z0-9_.-]+==[^"]+"' pyproject.toml | tr -d '"') </dev/null
+	@echo 'making $(VENV)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet $$(grep -oE '"[A-Za-z0-9_.-]+==[^"]+"' pyproject.toml | tr -d '"' \
+	  $(if $(TORCH),| sed 's/^torch==.*/torch==$(TORCH)/')) </dev/null
 	@touch $@
 
-.venv/package.stamp: .venv/tools.stamp setup.py
+$(VENV)/package.stamp: $(VENV)/tools.stamp setup.py
 	@GRADCAST_BUILD_DIR=$(BUILD) python -m pip install --quiet --no-build-isolation --no-deps --editable . </dev/null
 	@touch $@
 
-$(BUILD)/core.stamp: .venv/tools.stamp
+$(BUILD)/core.stamp: $(VENV)/tools.stamp
 	@$(CONFIGURE) -DGRADCAST_BUILD_TESTS=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF >/dev/null
 	@touch $@
 
 # Newer than core.stamp always, so that a later `make demo` does not switch the tests off again.
-$(BUILD)/all.stamp: .venv/tools.stamp
+$(BUILD)/all.stamp: $(VENV)/tools.stamp
 	@tools/need.sh tests
 	@$(CONFIGURE) -DGRADCAST_BUILD_TESTS=ON -DGRADCAST_BUILD_BENCHMARKS=ON >/dev/null
 	@touch $(BUILD)/core.stamp $@
 
 .PHONY: clean
 clean:
-	rm -rf .venv $(BUILD) build-* dist demo.png python/*.egg-info python/gradcast/_core.*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build build-* dist demo.png python/*.egg-info python/gradcast/_core.*.so .pytest_cache .ruff_cache .hypothesis

@@ -71,6 +71,8 @@ class SourcesToo(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:  # there the tree itself is at hand
+            # The build folder may be that of an earlier build, which setuptools would pack as it is.
+            shutil.rmtree(Path(self.build_lib) / "gradcast" / "native", ignore_errors=True)
             for source, target in self.native_files().items():
                 self.mkpath(str(Path(target).parent))
                 self.copy_file(str(source), target)
@@ -87,8 +89,11 @@ class SourcesToo(build_py):
 class CMakeBuild(build_ext):
     def run(self) -> None:
         super().run()
-        # An editable install has sources that change, and compiles them into the cache.
-        if not (self.inplace or self.editable_mode) and importlib.util.find_spec("torch"):
+        if self.inplace or self.editable_mode:  # the sources will change; they are compiled into the cache
+            return
+        for left_over in Path(self.build_lib).glob("gradcast/_c10d.torch-*"):
+            left_over.unlink()
+        if importlib.util.find_spec("torch"):
             self.build_for_torch()
 
     def build_for_torch(self) -> None:

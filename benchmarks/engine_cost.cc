@@ -73,9 +73,8 @@ class InprocAlone {
 };
 
 void per_block(benchmark::State& state, int64_t block_count) {
-  state.counters["per_block"] = benchmark::Counter(static_cast<double>(block_count),
-                                                   benchmark::Counter::kIsIterationInvariantRate |
-                                                       benchmark::Counter::kInvert);
+  state.counters["per_block"] = benchmark::Counter(
+      static_cast<double>(block_count), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
 void run_iterations(benchmark::State& state, Transport& transport) {
@@ -161,9 +160,8 @@ void BM_OnReady(benchmark::State& state) {
     state.SetIterationTime(elapsed.count());
     engine.wait_all(-1);
   }
-  state.counters["per_call"] =
-      benchmark::Counter(static_cast<double>(kTensors), benchmark::Counter::kIsIterationInvariantRate |
-                                                            benchmark::Counter::kInvert);
+  state.counters["per_call"] = benchmark::Counter(
+      static_cast<double>(kTensors), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 BENCHMARK(BM_OnReady)->Arg(1)->Arg(16)->Arg(1024)->UseManualTime()->Unit(benchmark::kMicrosecond);
 

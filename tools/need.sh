@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes sure that the system has what the build needs from outside: a C++20 compiler and Python's headers ("core"), and for
-# the tests also GoogleTest and Google Benchmark ("tests"). As root on a machine with apt it installs what is missing;
+# Makes sure that the system has what the build needs from outside: a C++20 compiler and Python's headers ("core"), for the
+# tests also GoogleTest and Google Benchmark ("tests"), for root's demo the tools that make a slow link ("demo"). As root on a machine with apt it installs what is missing;
 # elsewhere it names it. Everything else comes from Python packages, into .venv.
 set -eu
 level=$1
@@ -22,6 +22,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     includes gtest/gtest.h || missing="$missing libgtest-dev"
     includes benchmark/benchmark.h || missing="$missing libbenchmark-dev"
   fi
+  if [ "$level" = demo ] && [ "$(id -u)" = 0 ] && [ "$(uname)" = Linux ]; then
+    { command -v ip && command -v tc; } >/dev/null || missing="$missing iproute2"
+  fi
 }
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
@@ -35,6 +38,10 @@ if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; the
   # shellcheck disable=SC2086
   { apt-get -qq update && apt-get -qq install -y --no-install-recommends $missing; } </dev/null >/dev/null || true
   find_missing
+fi
+if [ "$missing" = " iproute2" ]; then
+  echo "iproute2 (as it is named in Debian and Ubuntu) is missing on this machine: the demo will have no slow link" >&2
+  missing=
 fi
 if [ -n "$missing" ]; then
   echo "These are missing on this machine (names as in Debian and Ubuntu):$missing" >&2

@@ -1,6 +1,4 @@
 // Ranks as threads for Python: the transport of tests without torch.
-#include "inproc.h"
-
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,6 +7,7 @@
 #include "bindings.h"
 #include "capsule.h"
 #include "gradcast/error.h"
+#include "inproc.h"
 
 namespace py = pybind11;
 
@@ -62,10 +61,9 @@ std::unique_ptr<InprocWorld> make_world(int32_t world_size, double alpha_ns, dou
 }  // namespace
 
 void bind_inproc(py::module_& module) {
-  py::class_<BoundInproc>(module, "InprocTransport")
-      .def_property_readonly("capsule", [](const py::object& self) {
-        return make_capsule(self.cast<BoundInproc&>().transport(), self);
-      });
+  py::class_<BoundInproc>(module, "InprocTransport").def_property_readonly("capsule", [](const py::object& self) {
+    return make_capsule(self.cast<BoundInproc&>().transport(), self);
+  });
 
   py::class_<InprocWorld>(module, "InprocWorld")
       .def(py::init(&make_world), py::arg("world_size"), py::kw_only(), py::arg("alpha_ns") = 0.0,

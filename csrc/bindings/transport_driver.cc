@@ -34,9 +34,7 @@ void TransportDriver::start(int64_t ticket, std::vector<Range> ranges, Op op, in
 
 std::optional<std::string> TransportDriver::wait(int64_t ticket, int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
-  const auto find = [&] {
-    return std::ranges::find(completions_, ticket, &std::pair<int64_t, std::string>::first);
-  };
+  const auto find = [&] { return std::ranges::find(completions_, ticket, &std::pair<int64_t, std::string>::first); };
   const auto has_come = [&] { return find() != completions_.end(); };
   if (timeout_ns < 0) {
     completed_.wait(lock, has_come);

@@ -4,7 +4,8 @@
 
 namespace gradcast {
 
-Engine::Engine(Transport& transport, const EngineOptions& options) : loop_(std::make_unique<Loop>(transport, options)) {}
+Engine::Engine(Transport& transport, const EngineOptions& options)
+    : loop_(std::make_unique<Loop>(transport, options)) {}
 
 Engine::~Engine() {
   loop_->shutdown();

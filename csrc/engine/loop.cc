@@ -1,9 +1,8 @@
 // The engine's thread.
 #include "loop.h"
 
-#include <pthread.h>
-
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <utility>
 
@@ -16,14 +15,12 @@ namespace {
 constexpr int64_t kDrainNs = 1'500'000'000;
 // As a number of gradients: none is waited for.
 constexpr size_t kNoGradient = std::numeric_limits<size_t>::max();
-// The system refuses longer names instead of cutting them.
-constexpr size_t kThreadNameMax = 15;
 
 }  // namespace
 
 void Engine::Loop::run_on_loop() {
   loop_id_ = std::this_thread::get_id();
-  pthread_setname_np(pthread_self(), thread_name_.substr(0, kThreadNameMax).c_str());
+  name_this_thread(thread_name_);
   transport_.open(this);
   while (!stopping_ || drain_deadline_ns_ != kNever) {
     const size_t counted_min = is_draining() ? kNoGradient : follower_.ready_missing_min();
@@ -66,6 +63,8 @@ void Engine::Loop::attempt_on_loop(const Action& action) {
     action();
   } catch (const Error& error) {
     fail_on_loop(error.code(), error.what());
+  } catch (const std::exception& error) {
+    fail_on_loop(ErrorCode::kInternal, std::string("the engine cannot go on: ") + error.what());
   }
 }
 

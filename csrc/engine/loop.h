@@ -114,7 +114,7 @@ class Engine::Loop final : public CompletionSink {
 
   // Guarded. Whoever holds mutex_ may take the queue's lock, not the other way round.
   mutable Mutex mutex_;
-  CondVar changed_;  // an arrival, a failure, the end
+  CondVar changed_;                                                      // an arrival, a failure, the end
   std::shared_ptr<const FollowedPlan> plan_ GC_GUARDED_BY(mutex_);       // of the last iteration
   std::shared_ptr<const FollowedPlan> next_plan_ GC_GUARDED_BY(mutex_);  // of the next one
   int64_t plan_version_ GC_GUARDED_BY(mutex_) = 0;

@@ -1,9 +1,8 @@
 // What callers run, on their own threads.
-#include "loop.h"
-
 #include <algorithm>
 #include <utility>
 
+#include "loop.h"
 #include "sentences.h"
 
 namespace gradcast {
@@ -16,7 +15,8 @@ constexpr size_t kOtherEvents = 1;
 
 const EngineOptions& checked(const EngineOptions& options) {
   if (options.thread_name.empty()) {
-    throw Error(ErrorCode::kInvalidOption, "thread_name is empty; name the engine's thread, for tools that show threads");
+    throw Error(ErrorCode::kInvalidOption,
+                "thread_name is empty; name the engine's thread, for tools that show threads");
   }
   if (options.timeline_iterations < 1 || options.timeline_iterations > kTimelineIterationsMax) {
     throw Error(ErrorCode::kInvalidOption, "timeline_iterations is " + std::to_string(options.timeline_iterations) +
@@ -49,7 +49,8 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
   require_healthy();
   if (is_busy()) {
     throw Error(ErrorCode::kInvalidUse, "a plan takes effect between iterations, and blocks of iteration " +
-                                            std::to_string(iteration_) + " are not finished; wait for all of them first");
+                                            std::to_string(iteration_) +
+                                            " are not finished; wait for all of them first");
   }
   // Of an iteration: one event for each gradient, one for each block.
   queue_.raise_capacity(kOtherEvents + profile.tensors.size() + plan.blocks.size());

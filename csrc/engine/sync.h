@@ -1,4 +1,4 @@
-// Locks, waiting and the queue between threads: the only place in the engine that names a mutex.
+// Locks, waiting, the clock, and the queue between threads: the only place in the engine that names a mutex.
 //
 // The wrappers carry clang's thread-safety attributes, so that clang refuses code that touches a guarded field without its
 // lock (-Wthread-safety, an error in our builds). Compilers without them see plain code.
@@ -6,12 +6,15 @@
 // Thread safety: any thread.
 #pragma once
 
+#include <pthread.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,6 +35,16 @@ inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 inline int64_t steady_now_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// How the system shows the calling thread. Linux refuses longer names instead of cutting them.
+inline void name_this_thread(const std::string& name) {
+  constexpr size_t kNameMax = 15;
+#if defined(__APPLE__)
+  pthread_setname_np(name.substr(0, kNameMax).c_str());
+#else
+  pthread_setname_np(pthread_self(), name.substr(0, kNameMax).c_str());
+#endif
 }
 
 class GC_THREAD_ATTRIBUTE(capability("mutex")) Mutex {

@@ -7,6 +7,8 @@
 // After an abort the backend may still write into the bytes of operations that were in flight, since most backends, Gloo
 // among them, have no way to interrupt one. Group and buffers of such a transport are therefore kept until the process ends.
 //
+// With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside of each start(); nothing else changes.
+//
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
 

@@ -5,7 +5,8 @@
 // only, so all ranks that follow the same plan start the same operations in the same order whatever their own timing is.
 //
 // Errors: the first one is latched; the transport is aborted, every operation that was started is drained exactly once, and
-// the error is raised by each later call that begins, waits or follows. An engine that failed stays failed.
+// the error is raised by each later call that begins, waits or follows. Who waits hears of it when nothing is in flight any
+// more, since until then the transport may touch the buffers. An engine that failed stays failed.
 //
 // Thread safety: any thread, except where a function says otherwise.
 #pragma once
@@ -29,7 +30,7 @@ struct EngineOptions {
 
 // Times of the steady clock, ns; 0 for what has not happened.
 struct BlockRecord {
-  int64_t ready_ns = 0;   // the last gradient that the block touches existed
+  int64_t ready_ns = 0;   // what it waits for existed: its gradients, or of an all-gather the sums of its scatter
   int64_t launch_ns = 0;  // it was handed to the transport
   int64_t finish_ns = 0;  // its completion came
 };
@@ -42,11 +43,11 @@ struct IterationRecord {
 };
 
 struct EngineCounters {
-  int64_t iterations = 0;      // finished
-  int64_t blocks = 0;          // finished
-  int64_t bytes = 0;           // in finished blocks
-  int64_t loop_ns = 0;         // the engine thread's own work, waiting and the transport's start() left out
-  int64_t record_bytes = 0;    // held by the record of what happened
+  int64_t iterations = 0;    // finished
+  int64_t blocks = 0;        // finished
+  int64_t bytes = 0;         // in finished blocks
+  int64_t loop_ns = 0;       // the engine thread's own work, waiting and the transport's start() left out
+  int64_t record_bytes = 0;  // held by the record of what happened
 };
 
 class Engine {
@@ -59,7 +60,9 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Follows `plan` from the next iteration on. Returns its version: 1 for the first plan, one more for each.
-  // Throws Error{kInvalidPlan} unless check_plan(plan, profile) passes; Error{kInvalidUse} while an iteration is open.
+  // Throws Error{kInvalidPlan} unless check_plan(plan, profile) passes and each all-gather carries exactly the ranges of one
+  // reduce-scatter (a rank owns a part of a block, so other cuts would gather what nobody has summed); the error of
+  // check_profile; Error{kInvalidUse} while blocks of the last iteration are not finished.
   int64_t follow(const Profile& profile, const Plan& plan);
 
   // Opens an iteration: no gradient exists, nothing has arrived. Returns its number, from 0.
@@ -71,14 +74,15 @@ class Engine {
   void on_ready(int32_t tensor);
 
   // Returns true when all of these tensors (all tensors: wait_all) have arrived, false when the time is over first. A
-  // negative timeout waits without end. Throws the latched error.
+  // negative timeout waits without end. Throws the latched error; Error{kInvalidUse} for an unknown tensor or before the
+  // first begin().
   bool wait(std::span<const int32_t> tensors, int64_t timeout_ns);
   bool wait_all(int64_t timeout_ns);
 
   // The tensors that have arrived in this iteration, in the order of arrival, from the given position on. Never waits.
   std::vector<int32_t> arrivals(int64_t position) const;
 
-  // True while an iteration is open whose blocks are not all finished.
+  // True while an iteration is open whose blocks are not all finished and may still finish: not after a failure.
   bool busy() const;
 
   // What an unfinished iteration is waiting for, for people: "block 3 of 7 (layer4.conv2.weight … fc.bias, 12.4 MB) is on

@@ -25,7 +25,8 @@ struct Operation {
   int64_t ticket = 0;  // names the operation in its completion; ascending
   Op op = Op::kAllReduce;
   int32_t buffer = 0;
-  const Range* ranges = nullptr;  // ascending, disjoint; several are packed into one message. Valid until the completion
+  const Range* ranges =
+      nullptr;  // ascending, disjoint; several are packed into one message. Valid until the completion
   int32_t range_count = 0;
 };
 

@@ -45,7 +45,7 @@ Plan plan_with(const Profile& profile, const std::string& policy, Mode mode = Mo
 int32_t fewest_blocks(const Profile& profile, Mode mode, double iteration_ns) {
   const Problem problem = make_problem(profile, profile.link, mode, 1);
   const Chain chain = enlarged_chain(problem, candidate_orders(problem)[0], profile.link.all_reduce);
-  return static_cast<int32_t>(zigzag(chain, iteration_ns, kNoLimit)->size());
+  return static_cast<int32_t>(zigzag(chain, iteration_ns, kNoLimit).value().size());
 }
 
 // Sizes as models have them: elements are small against blocks, so that cutting at whole elements costs nothing.
@@ -95,7 +95,8 @@ TEST(ForecastNested, ReachesTheProvenOptimumWithOneRangePerBlock) {
     for (const Block& block : plan.blocks) {
       ASSERT_EQ(block.ranges.size(), 1u);
     }
-    ASSERT_LE(static_cast<int32_t>(plan.blocks.size()), fewest_blocks(profile, mode, plan.bound_ns));
+    // A time that zigzag reaches lies within 1e-9 of the bound.
+    ASSERT_LE(static_cast<int32_t>(plan.blocks.size()), fewest_blocks(profile, mode, plan.bound_ns * (1 + 1e-9)));
     ++exact_count;
   }
   EXPECT_GT(exact_count, seed_count(10'000) * 9 / 10);
@@ -299,7 +300,7 @@ TEST(ForecastUncertainty, LowersTheWorstRatioOverTheRange) {
     ASSERT_LE(robust, sure * (1 + 1e-6));
     lower += robust < sure * (1 - 1e-4);
   }
-  EXPECT_GT(lower, 30);
+  EXPECT_GT(lower, static_cast<int>(seed_count(300) / 10));
 }
 
 // The table of docs/planner.md, "Evidence": layer times of batch 64, communication and alpha as shares of compute.

@@ -181,7 +181,8 @@ TEST(MakePlan, RefusesInASentence) {
   };
   const Profile profile = profile_of({{4, 1}});
   for (const auto& [options, message] : refusals) {
-    expect_refused([&] { make_plan(profile, profile.link, options); }, ErrorCode::kInvalidOption, message);
+    expect_refused([&, options = options] { make_plan(profile, profile.link, options); }, ErrorCode::kInvalidOption,
+                   message);
   }
 }
 

@@ -1,8 +1,13 @@
 // Failures and the end: every operation is drained, the first error is raised by every later call, nobody waits for ever.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
+#include <functional>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
@@ -184,22 +189,21 @@ TEST(EngineShutdown, AnEngineThatNeverBeganEnds) {
   EXPECT_TRUE(transport.abort_reasons().empty());
 }
 
-// Threads that wait for an engine, and what they were told.
+// Threads that wait for an engine, and what they were told. Once this is made, all of them stand inside wait_all().
 class Waiters {
  public:
-  Waiters(Engine& engine, int count) {
+  Waiters(Engine& engine, int count) : ids_(static_cast<size_t>(count)) {
     for (int i = 0; i < count; ++i) {
-      threads_.emplace_back([this, &engine] {
-        ++waiting_;
+      threads_.emplace_back([this, &engine, i] {
+        ids_[i] = gettid();
         const std::string error = error_of([&] { engine.wait_all(-1); }, ErrorCode::kCommunication);
         EXPECT_NE(error.find("shut down while iteration 0 was waited for"), std::string::npos) << error;
       });
     }
-    while (waiting_ < count) {
-      std::this_thread::yield();
+    const int64_t deadline_ns = Engine::now_ns() + kPatienceNs;
+    while (!std::ranges::all_of(ids_, is_asleep) && Engine::now_ns() < deadline_ns) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    // Most of them stand inside wait_all by now; the others find it there a moment later.
-    std::this_thread::sleep_for(std::chrono::milliseconds(30));
   }
   ~Waiters() {
     for (std::thread& thread : threads_) {
@@ -208,14 +212,22 @@ class Waiters {
   }
 
  private:
-  std::atomic<int> waiting_ = 0;
+  // A thread that has said who it is has nothing else to sleep in than the engine.
+  static bool is_asleep(const std::atomic<pid_t>& id) {
+    std::ifstream file("/proc/self/task/" + std::to_string(id) + "/stat");
+    std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    const size_t name_end = text.rfind(')');  // the state follows the name
+    return name_end != std::string::npos && name_end + 2 < text.size() && text[name_end + 2] == 'S';
+  }
+
+  std::vector<std::atomic<pid_t>> ids_;
   std::vector<std::thread> threads_;
 };
 
 TEST(EngineShutdown, WaitersAreToldAlsoWhenTheEngineIsDestroyed) {
   Fixture fixture(2);
   ASSERT_TRUE(fixture.transport->await_started(1));
-  const Waiters waiters(*fixture.engine, 3);
+  const Waiters waiters(*fixture.engine, 100);
   fixture.engine.reset();
   EXPECT_TRUE(fixture.transport->closed());
 }
@@ -257,8 +269,8 @@ TEST_P(EngineFailureAt, TheRankThatFailsSaysSoAndTheOthersHearOfIt) {
       ranks.world.fail(failing, operation, "the cable is cut");
       const std::string block = "block " + std::to_string(operation % 3 + 1) + " of 3 (t" +
                                 std::to_string(2 - operation % 3) + ", 40 B) failed on rank ";
-      const std::string cause = block + std::to_string(failing) + " of " + std::to_string(world_size) +
-                                ": the cable is cut";
+      const std::string cause =
+          block + std::to_string(failing) + " of " + std::to_string(world_size) + ": the cable is cut";
       ranks.on_every_rank([&](int32_t rank) {
         Engine& engine = ranks.engine(rank);
         engine.follow(profile, block_per_tensor(profile, 2));

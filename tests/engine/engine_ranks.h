@@ -39,9 +39,9 @@ class EngineRanks {
       std::vector<InprocBuffer> buffers;
       for (size_t buffer = 0; buffer < buffer_bytes.size(); ++buffer) {
         std::vector<double>& memory = ranks_[rank]->memory.emplace_back(buffer_bytes[buffer] / 8 + 1);
-        buffers.push_back({memory.data(), buffer_bytes[buffer],
-                           element_bytes_of(static_cast<int32_t>(buffer)) == 4 ? InprocElement::kFloat32
-                                                                               : InprocElement::kFloat64});
+        buffers.push_back(
+            {memory.data(), buffer_bytes[buffer],
+             element_bytes_of(static_cast<int32_t>(buffer)) == 4 ? InprocElement::kFloat32 : InprocElement::kFloat64});
       }
       ranks_[rank]->transport = world.transport(rank, std::move(buffers));
       ranks_[rank]->engine = std::make_unique<Engine>(*ranks_[rank]->transport, options);
@@ -76,8 +76,8 @@ class EngineRanks {
       for (int32_t other = 0; other < world_size(); ++other) {
         sum += gradient(other, tensor, iteration, i);
       }
-      ASSERT_EQ(get(rank, tensor, i), sum) << "rank " << rank << ", tensor " << tensor << ", element " << i
-                                           << ", iteration " << iteration;
+      ASSERT_EQ(get(rank, tensor, i), sum)
+          << "rank " << rank << ", tensor " << tensor << ", element " << i << ", iteration " << iteration;
     }
   }
   void expect_all_sums(int32_t rank, int64_t iteration) {

@@ -56,8 +56,8 @@ TEST(Follower, ABlockStartsWhenAllItsTensorsAreReady) {
 }
 
 TEST(Follower, BlocksStartInPlanOrderHoweverReadyTheLaterOnesAre) {
-  Follower follower = begun(three_tensors(), plan_of({block_of({{10, 12}}), block_of({{4, 10}}), block_of({{0, 4}})},
-                                                     Mode::kOverlap, 3));
+  Follower follower = begun(
+      three_tensors(), plan_of({block_of({{10, 12}}), block_of({{4, 10}}), block_of({{0, 4}})}, Mode::kOverlap, 3));
   follower.on_ready(0);
   follower.on_ready(1);
   EXPECT_EQ(follower.next(), std::nullopt);
@@ -69,8 +69,8 @@ TEST(Follower, BlocksStartInPlanOrderHoweverReadyTheLaterOnesAre) {
 }
 
 TEST(Follower, NoMoreBlocksAreInFlightThanThePlanSays) {
-  Follower follower = begun(three_tensors(), plan_of({block_of({{10, 12}}), block_of({{4, 10}}), block_of({{0, 4}})},
-                                                     Mode::kOverlap, 2));
+  Follower follower = begun(
+      three_tensors(), plan_of({block_of({{10, 12}}), block_of({{4, 10}}), block_of({{0, 4}})}, Mode::kOverlap, 2));
   for (const int32_t tensor : {0, 1, 2}) {
     follower.on_ready(tensor);
   }
@@ -84,7 +84,8 @@ TEST(Follower, NoMoreBlocksAreInFlightThanThePlanSays) {
 }
 
 TEST(Follower, ATensorArrivesWithTheLastBlockThatTouchesIt) {
-  Follower follower = begun(three_tensors(), plan_of({block_of({{0, 2}, {6, 12}}), block_of({{2, 6}})}, Mode::kHook, 2));
+  Follower follower =
+      begun(three_tensors(), plan_of({block_of({{0, 2}, {6, 12}}), block_of({{2, 6}})}, Mode::kHook, 2));
   for (const int32_t tensor : {0, 1, 2}) {
     follower.on_ready(tensor);
   }
@@ -95,8 +96,8 @@ TEST(Follower, ATensorArrivesWithTheLastBlockThatTouchesIt) {
 }
 
 TEST(Follower, AGatherStartsAfterItsScatterAndOnlyThenTensorsArrive) {
-  const Plan plan = plan_of({block_of({{0, 12}}, Op::kReduceScatter), block_of({{0, 12}}, Op::kAllGather)},
-                            Mode::kOverlap, 2);
+  const Plan plan =
+      plan_of({block_of({{0, 12}}, Op::kReduceScatter), block_of({{0, 12}}, Op::kAllGather)}, Mode::kOverlap, 2);
   Follower follower = begun(three_tensors(), plan);
   for (const int32_t tensor : {0, 1, 2}) {
     follower.on_ready(tensor);
@@ -126,7 +127,8 @@ TEST(Follower, TheNextIterationStartsFromNothing) {
 TEST(Follower, SeveralBuffersHaveOffsetsOfTheirOwn) {
   // Buffer 0 holds tensors 0 and 2, buffer 1 tensor 1.
   const Profile profile = profile_of(0, 0, {{4, 0, 0, 0, 0}, {6, 0, 0, 0, 1}, {2, 0, 0, 0, 0}});
-  const FollowedPlan plan(profile, plan_of({block_of({{0, 4}}), block_of({{0, 6}}, Op::kAllReduce, 1), block_of({{4, 6}})}));
+  const FollowedPlan plan(profile,
+                          plan_of({block_of({{0, 4}}), block_of({{0, 6}}, Op::kAllReduce, 1), block_of({{4, 6}})}));
   EXPECT_EQ(plan.touched, std::vector<std::vector<int32_t>>({{0}, {1}, {2}}));
 }
 

@@ -22,9 +22,9 @@ inline constexpr int64_t kPatienceNs = 20'000'000'000;
 class HandTransport final : public Transport {
  public:
   enum class Manner {
-    kByHand,     // the test calls complete()
-    kAtOnce,     // start() completes its operation before it returns
-    kStubborn,   // by hand, and abort() completes nothing, against the contract
+    kByHand,    // the test calls complete()
+    kAtOnce,    // start() completes its operation before it returns
+    kStubborn,  // by hand, and abort() completes nothing, against the contract
   };
 
   explicit HandTransport(Manner manner = Manner::kByHand) : manner_(manner) {}

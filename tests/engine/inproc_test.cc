@@ -302,7 +302,8 @@ TEST(Inproc, ATransportMayGoInTheMiddleOfItsWorkAndAfterItsWorld) {
 
 TEST(Inproc, RefusesWorldsAndBuffersThatCannotBe) {
   expect_refused([] { InprocWorld(0); }, ErrorCode::kInvalidOption, "world_size is 0");
-  expect_refused([] { InprocWorld(1, {.alpha_ns = -1, .beta_ns_per_byte = 0}); }, ErrorCode::kInvalidOption, "alpha_ns");
+  expect_refused([] { InprocWorld(1, {.alpha_ns = -1, .beta_ns_per_byte = 0}); }, ErrorCode::kInvalidOption,
+                 "alpha_ns");
   expect_refused([] { InprocWorld(1, {.alpha_ns = 0, .beta_ns_per_byte = NAN}); }, ErrorCode::kInvalidOption,
                  "beta_ns_per_byte");
   InprocWorld world(2);
@@ -311,8 +312,11 @@ TEST(Inproc, RefusesWorldsAndBuffersThatCannotBe) {
   expect_refused([&] { world.transport(-1, {}); }, ErrorCode::kInvalidOption, "rank -1");
   expect_refused([&] { world.delay(5, 0, 1); }, ErrorCode::kInvalidOption, "rank 5");
   expect_refused([&] { world.fail(2, 0, "x"); }, ErrorCode::kInvalidOption, "rank 2");
-  expect_refused([&] { world.transport(0, {{floats.data(), 15, InprocElement::kFloat32}}); },
-                 ErrorCode::kInvalidOption, "cuts an element");
+  expect_refused(
+      [&] {
+        world.transport(0, {{floats.data(), 15, InprocElement::kFloat32}});
+      },
+      ErrorCode::kInvalidOption, "cuts an element");
   const auto transport = world.transport(0, {{floats.data(), 16, InprocElement::kFloat32}});
   expect_refused([&] { world.transport(0, {}); }, ErrorCode::kInvalidOption, "rank 0 has its transport already");
 }

@@ -51,7 +51,8 @@ TEST(Sentences, OrForTheOldestBlockOnTheNetwork) {
   EXPECT_EQ(waiting_text(two_blocks(), record, 7 + 31 * kSecondNs + kSecondNs / 5),
             "block 1 of 2 (t1 … t2, 8.4 MB) is on the network since 31.2 s");
   record.blocks[0].finish_ns = 9 * kSecondNs;
-  EXPECT_EQ(waiting_text(two_blocks(), record, 10 * kSecondNs), "block 2 of 2 (t0, 4.0 MB) is on the network since 2.0 s");
+  EXPECT_EQ(waiting_text(two_blocks(), record, 10 * kSecondNs),
+            "block 2 of 2 (t0, 4.0 MB) is on the network since 2.0 s");
 }
 
 TEST(Sentences, OrForNothing) {

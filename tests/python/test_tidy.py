@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 BYTES_MAX = 1_000_000
-SKIPPED_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
+SKIPPED_FOLDERS = re.compile(r"(\.git|\.venv.*|build|build-.*|dist|__pycache__|\.(pytest|ruff)_cache|\.hypothesis)")
 TEXT = {".py", ".pyi", ".cc", ".h", ".md", ".toml", ".txt", ".sh", ".json", ".csv", ".yml"}
 TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", ".clang-format", "run"}
 # Folders of one machine: nobody else has them. (Written so that the pattern does not match itself.)
@@ -25,8 +25,12 @@ def files() -> list[Path]:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
         paths = [ROOT / name for name in listed if name]
     except (OSError, subprocess.CalledProcessError):
-        paths = [path for path in ROOT.rglob("*") if not SKIPPED_FOLDERS & set(path.relative_to(ROOT).parts)]
+        paths = [path for path in ROOT.rglob("*") if not is_output(path)]
     return [path for path in paths if path.is_file()]
+
+
+def is_output(path: Path) -> bool:
+    return any(SKIPPED_FOLDERS.fullmatch(part) for part in path.relative_to(ROOT).parts)
 
 
 def texts() -> list[tuple[Path, str]]:

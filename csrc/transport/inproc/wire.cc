@@ -151,9 +151,8 @@ void InprocWorld::Wire::dismiss(int32_t rank) {
   abort(rank, "its transport is gone");
   std::unique_lock lock(mutex_);
   Member& member = members_[rank];
-  delivered_.wait(lock, [&] {
-    return member.delivery_count == 0 && std::ranges::all_of(member.started, &Started::completed);
-  });
+  delivered_.wait(
+      lock, [&] { return member.delivery_count == 0 && std::ranges::all_of(member.started, &Started::completed); });
 }
 
 std::optional<std::string> InprocWorld::Wire::fault_of(const Member& member, const Operation& operation) const {
@@ -175,7 +174,11 @@ std::optional<std::string> InprocWorld::Wire::fault_of(const Member& member, con
 }
 
 void InprocWorld::Wire::run() {
+#if defined(__APPLE__)
+  pthread_setname_np("gc-inproc");
+#else
   pthread_setname_np(pthread_self(), "gc-inproc");
+#endif
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     const int64_t time_ns = now_ns();

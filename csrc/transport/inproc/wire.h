@@ -83,9 +83,9 @@ class InprocWorld::Wire {
 
   // Guarded by mutex_.
   std::mutex mutex_;
-  std::condition_variable changed_;    // for the wire's thread
-  std::condition_variable delivered_;  // for transports that close
-  std::vector<Member> members_;        // by rank; their number is constant
+  std::condition_variable changed_;                        // for the wire's thread
+  std::condition_variable delivered_;                      // for transports that close
+  std::vector<Member> members_;                            // by rank; their number is constant
   std::map<std::pair<int32_t, int64_t>, Script> scripts_;  // by rank and operation
   int64_t first_index_ = 0;                                // of the operation that the wire takes next
   int64_t free_ns_ = 0;                                    // when the wire is done with the one before

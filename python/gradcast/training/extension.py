@@ -30,24 +30,19 @@ _module: ModuleType | None = None
 
 
 def load() -> ModuleType:
-    """The module. Raises Error "environment" with what to install, where it is missing and cannot be built."""
+    """The module. Raises Error with what to install, where it is missing and cannot be built."""
     global _module
     with _lock:
         if _module is None:
             version = _torch_version()
-            _module = _import(installed_path(_PACKAGE, version) or _cached(version))
+            _module = _import(_installed(version) or _cached(version))
         return _module
 
 
-def installed_path(package: Path, torch_version: str) -> Path | None:
-    path = package / native_build.installed_name(torch_version)
-    return path if path.exists() else None
-
-
-def sources_root(package: Path = _PACKAGE) -> Path:
+def sources_root() -> Path:
     """Where ``csrc/torch`` lies: in the installed package, else in the tree that the package is part of."""
-    shipped = package / "native"
-    return shipped if shipped.is_dir() else package.parents[1]
+    shipped = _PACKAGE / "native"
+    return shipped if shipped.is_dir() else _PACKAGE.parents[1]
 
 
 def cache_folder() -> Path:
@@ -62,10 +57,15 @@ def _torch_version() -> str:
     try:
         import torch
     except ImportError:
-        raise Error("training needs PyTorch, which is not installed here; pip install torch", "environment") from None
+        raise Error("training needs PyTorch, which is not installed here; pip install torch", "invalid_use") from None
     if not torch.distributed.is_available():
-        raise Error("this PyTorch was built without torch.distributed; install one that has it", "environment")
+        raise Error("this PyTorch was built without torch.distributed; install one that has it", "invalid_use")
     return torch.__version__
+
+
+def _installed(torch_version: str) -> Path | None:
+    path = _PACKAGE / native_build.installed_name(torch_version)
+    return path if path.exists() else None
 
 
 def _cached(torch_version: str) -> Path:
@@ -80,12 +80,12 @@ def _cached(torch_version: str) -> Path:
                     _say(f"building the part for torch {torch_version}, once, about 30 s ...")
                     native_build.build(root, path)
     except native_build.BuildError as error:
-        raise Error(str(error), "environment") from None
+        raise Error(str(error), "invalid_use") from None
     except OSError as error:
         raise Error(
             f"cannot write the part for torch into the cache ({error}); "
             "name a folder that can be written in GRADCAST_CACHE_DIR",
-            "environment",
+            "invalid_use",
         ) from None
     return path
 
@@ -105,7 +105,7 @@ def _only_one_builds(folder: Path) -> Iterator[None]:
                     raise Error(
                         f"another process has been building the part for torch for {_LOCK_TIMEOUT_S:.0f} s; "
                         f"end it (it holds {path}) and start again",
-                        "environment",
+                        "invalid_use",
                     ) from None
                 time.sleep(0.1)
         yield
@@ -120,7 +120,7 @@ def _import(path: Path) -> ModuleType:
         loader.exec_module(module)
     except ImportError as error:
         raise Error(
-            f"the part for torch was built but does not load ({error}); remove {path} and start again", "environment"
+            f"the part for torch was built but does not load ({error}); remove {path} and start again", "invalid_use"
         ) from None
     sys.modules[name] = module
     return module

@@ -1,0 +1,10 @@
+"""Several hosts on one machine: network namespaces joined by links of a chosen speed, and one worker process on each.
+
+``hosts`` makes and removes the network, ``workers`` runs the processes, with or without such a network.
+"""
+
+from benchmarks.lab.errors import LabError
+from benchmarks.lab.hosts import Network
+from benchmarks.lab.workers import run_workers
+
+__all__ = ["LabError", "Network", "run_workers"]

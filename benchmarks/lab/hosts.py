@@ -1,0 +1,172 @@
+"""Hosts as network namespaces, each joined to one switch by a link whose speed `tc` limits in both directions.
+
+The switch, a bridge, lives in a namespace too: nothing in the machine's own network changes, and what removes the
+namespaces removes everything. Their names say which process made them; whoever comes next removes those of dead ones.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from benchmarks.lab.errors import LabError
+from benchmarks.lab.owner import is_gone, own_name
+from benchmarks.lab.program import uninterrupted
+
+_PREFIX = "gradcast-lab"
+_SUBNET = "10.77.0"
+# What a link may send at once after a pause. Below 64 KiB the kernel would cut the segments that it hands on whole.
+_BURST_BYTES = 64 * 1024
+# What may queue before a link, so that a full window of TCP is never dropped: a loss would measure TCP's recovery.
+_QUEUE_BYTES = 4 * 1024 * 1024
+_COMMAND_TIMEOUT_S = 20
+_END_TIMEOUT_S = 5.0
+
+_serial = itertools.count()
+
+
+def obstacle() -> str | None:
+    """Why no network can be made here, as a sentence; None if nothing speaks against it."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root; run this as root (sudo)"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; install the Debian package iproute2 (apt-get install iproute2)"
+    return None
+
+
+class Network:
+    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``.
+
+    Remove it with ``close()`` or leave it as a context manager. What processes that died without doing so have left
+    behind is removed first. Raises LabError where no network can be made.
+    """
+
+    def __init__(self, host_count: int, rate_bits_per_s: float) -> None:
+        if reason := obstacle():
+            raise LabError(reason)
+        if not 1 <= host_count <= 250:
+            raise LabError(f"{host_count} hosts cannot be made; ask for 1 to 250")
+        remove_leftovers()
+        self.host_count = host_count
+        self.interface = "eth0"
+        self._name = f"{_PREFIX}-{own_name()}-{next(_serial)}"
+        try:
+            self._make(rate_bits_per_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, host: int) -> str:
+        return f"{_SUBNET}.{host + 1}"
+
+    def command(self, host: int, arguments: Sequence[str]) -> list[str]:
+        """The command that runs ``arguments`` on a host: it becomes that program, in one process."""
+        return ["ip", "netns", "exec", self._namespace(host), *arguments]
+
+    def set_rate(self, host: int, rate_bits_per_s: float) -> None:
+        """Both directions of the host's link, from now on."""
+        # One shaper at each end: what arrives cannot be shaped, only what is sent.
+        self._shape(self._namespace(host), self.interface, rate_bits_per_s)
+        self._shape(self._switch, f"host{host}", rate_bits_per_s)
+
+    def set_all_rates(self, rate_bits_per_s: float) -> None:
+        for host in range(self.host_count):
+            self.set_rate(host, rate_bits_per_s)
+
+    def close(self) -> None:
+        """Ends what still runs on the hosts and removes them. Idempotent."""
+        _remove([name for name in _namespaces() if name.startswith(f"{self._name}-")])
+
+    def __enter__(self) -> "Network":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-switch"
+
+    def _namespace(self, host: int) -> str:
+        return f"{self._name}-host{host}"
+
+    def _make(self, rate_bits_per_s: float) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
+        for host in range(self.host_count):
+            name, port = self._namespace(host), f"host{host}"
+            _run("ip", "netns", "add", name)
+            ends = ("name", port, "type", "veth", "peer", "name", self.interface, "netns", name)
+            _run("ip", "-n", self._switch, "link", "add", *ends)
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
+            _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", self.interface)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", self.interface, "up")
+            self.set_rate(host, rate_bits_per_s)
+
+    @staticmethod
+    def _shape(namespace: str, device: str, rate_bits_per_s: float) -> None:
+        shape = ("tbf", "rate", f"{round(rate_bits_per_s)}bit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
+        _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
+
+
+def remove_leftovers() -> None:
+    """Removes every network whose process is gone, and ends what still runs on its hosts."""
+    pattern = re.compile(rf"{_PREFIX}-(\d+-\d+)-\d+-\w+")
+    matches = [pattern.fullmatch(name) for name in _namespaces()]
+    _remove([match[0] for match in matches if match and is_gone(match[1])])
+
+
+def _namespaces() -> list[str]:
+    lines = _run("ip", "netns", "list").splitlines()
+    return [line.split()[0] for line in lines if line.strip()]  # an "(id: 0)" may follow the name
+
+
+def _remove(namespaces: list[str]) -> None:
+    with uninterrupted():
+        for name in namespaces:
+            try:
+                _end_processes(name)
+                _run("ip", "netns", "delete", name)
+            except LabError:
+                if name in _namespaces():  # otherwise somebody else has just removed the same leftovers
+                    raise
+
+
+def _end_processes(namespace: str) -> None:
+    """A namespace lives as long as a process in it does, whatever its name."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while pids := _run("ip", "netns", "pids", namespace).split():
+        if time.monotonic() > deadline:
+            raise LabError(f"processes {', '.join(pids)} on {namespace} do not end; end them by hand, then run again")
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.01)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise LabError(f"`{' '.join(command)}` did not end within {_COMMAND_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        raise LabError(
+            f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}; does this machine let root "
+            "make network namespaces and limit their links? Many containers do not"
+        )
+    return done.stdout

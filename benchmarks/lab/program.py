@@ -1,0 +1,40 @@
+"""How a program that uses the lab starts and ends: errors as one sentence, no clean-up cut short by a signal."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from benchmarks.lab.errors import LabError
+from gradcast import Error
+
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def run_program(main: Callable[[], int], name: str) -> int:
+    """The exit code of ``main``; a request to end (SIGTERM, a closed terminal) unwinds it as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, _unwind)
+    try:
+        return main()
+    except (LabError, Error) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _unwind(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Signals that end the program wait until the block is done. Whatever is in it must be bounded in time."""
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)

@@ -1,0 +1,163 @@
+"""Runs one process per rank, with the environment that torchrun would give it, and never leaves one behind."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from benchmarks.lab.errors import LabError
+from benchmarks.lab.hosts import Network
+from benchmarks.lab.program import uninterrupted
+
+_PORT = 29500  # on a host of its own nobody else has it
+_POLL_S = 0.05
+_TERMINATE_S = 3.0
+_LAST_LINES = 12
+_LAST_BYTES = 8192
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]  # has no name: whatever happens, it does not stay behind
+
+
+def run_workers(
+    arguments: Sequence[str],
+    worker_count: int,
+    *,
+    timeout_s: float,
+    network: Network | None = None,
+    output: IO[str] | None = None,
+    inherited: Sequence[IO[bytes]] = (),
+) -> None:
+    """Runs ``python arguments`` once per rank until all have ended, each on its host of ``network`` or all on loopback.
+
+    What rank 0 prints goes to ``output`` (standard output if None); what the others print, and all errors, are shown
+    only in the LabError that is raised when a worker fails or ``timeout_s`` is over. The workers find the open files
+    ``inherited`` under the same numbers.
+    """
+    port = _PORT if network else _free_port()
+    workers: list[_Worker] = []
+    try:
+        for rank in range(worker_count):
+            command = [sys.executable, *arguments]
+            if network:
+                command = network.command(rank, command)
+            log = tempfile.TemporaryFile()  # noqa: SIM115, closed by _end
+            process = _start(
+                command,
+                environment={**os.environ, **_environment(rank, worker_count, network, port)},
+                output=(output or sys.stdout) if rank == 0 else log,
+                errors=log,
+                inherited=inherited,
+            )
+            workers.append(_Worker(rank, process, log))
+        _wait(workers, timeout_s)
+    finally:
+        _end(workers)
+
+
+def _environment(rank: int, world_size: int, network: Network | None, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0" if network else str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": "1" if network else str(world_size),
+        "MASTER_ADDR": network.address(0) if network else "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": network.interface if network else "lo",
+        "OMP_NUM_THREADS": "1",  # as torchrun sets it: ranks share the cores
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(
+    command: list[str],
+    *,
+    environment: dict[str, str],
+    output: IO[Any],
+    errors: IO[bytes],
+    inherited: Sequence[IO[bytes]],
+) -> subprocess.Popen[bytes]:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+    def die_with_parent() -> None:
+        if prctl:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # A session of its own: Ctrl-C reaches the program that started it, which ends its workers in order.
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        pass_fds=[file.fileno() for file in inherited],
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+def _wait(workers: list[_Worker], timeout_s: float) -> None:
+    """Returns when all have ended well. The ranks that wait for a failed one fail as well, but later."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        codes = [worker.process.poll() for worker in workers]
+        if any(codes):
+            raise LabError("\n".join(_failure(worker) for worker in workers if worker.process.returncode))
+        if None not in codes:
+            return
+        if time.monotonic() > deadline:
+            raise LabError(_overdue(workers, timeout_s))
+        time.sleep(_POLL_S)
+
+
+def _overdue(workers: list[_Worker], timeout_s: float) -> str:
+    running = [worker for worker in workers if worker.process.poll() is None]
+    ranks = ", ".join(str(worker.rank) for worker in running)
+    return f"the run did not end within {timeout_s:g} s; still at work: rank {ranks}{_last_lines(running[0].log)}"
+
+
+def _failure(worker: _Worker) -> str:
+    code = worker.process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"rank {worker.rank} {how}{_last_lines(worker.log)}"
+
+
+def _last_lines(log: IO[bytes]) -> str:
+    # Not by seek() and read(), which would move the place where the worker, if it still runs, writes next.
+    size = os.fstat(log.fileno()).st_size
+    text = os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
+    lines = text.splitlines()[-_LAST_LINES:]
+    return "; the last that it wrote:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
+
+
+def _end(workers: list[_Worker]) -> None:
+    with uninterrupted():
+        for worker in workers:
+            if worker.process.poll() is None:
+                worker.process.terminate()
+        deadline = time.monotonic() + _TERMINATE_S
+        for worker in workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.log.close()

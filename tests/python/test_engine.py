@@ -1,0 +1,274 @@
+"""The engine and the in-process transport as Python sees them; what they do inside is tested in tests/engine."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import gradcast
+from gradcast import _core
+
+PATIENCE_NS = 20_000_000_000
+HOUR_NS = 3_600_000_000_000
+ELEMENTS = 8
+
+
+def float_profile(tensor_count=3, kind="f"):
+    size = array(kind).itemsize
+    tensors = [
+        gradcast.Tensor(name=f"t{i}", bytes=ELEMENTS * size, element_bytes=size, ready_ns=0, need_ns=0)
+        for i in range(tensor_count)
+    ]
+    return gradcast.Profile(name="floats", forward_ns=0, backward_ns=0, tensors=tensors)
+
+
+def block_per_tensor(profile, in_flight=1):
+    """The last tensor first, as backward makes them."""
+    size = profile.tensors[0].bytes
+    blocks = [gradcast.Block(ranges=[(i * size, (i + 1) * size)]) for i in reversed(range(len(profile.tensors)))]
+    return gradcast.Plan(blocks=blocks, in_flight=in_flight)
+
+
+class Ranks:
+    """Engines of several ranks over one buffer each, filled with the rank's number plus one."""
+
+    def __init__(self, world_size, profile=None, kind="f"):
+        self.world = _core.InprocWorld(world_size)
+        self.profile = profile or float_profile(kind=kind)
+        count = ELEMENTS * len(self.profile.tensors)
+        self.buffers = [array(kind, [rank + 1] * count) for rank in range(world_size)]
+        self.engines = [_core.Engine(self.world.transport(rank, [self.buffers[rank]])) for rank in range(world_size)]
+        for engine in self.engines:
+            engine.follow(self.profile, block_per_tensor(self.profile))
+
+    def give_all(self, rank):
+        self.engines[rank].begin()
+        for tensor in reversed(range(len(self.profile.tensors))):
+            self.engines[rank].on_ready(tensor)
+
+
+@pytest.mark.parametrize("kind", ["f", "d"])
+def test_ranks_as_threads_sum_their_gradients(kind):
+    ranks = Ranks(3, kind=kind)
+
+    def run(rank):
+        engine = ranks.engines[rank]
+        for iteration in range(20):
+            ranks.buffers[rank][:] = array(kind, [rank + iteration] * len(ranks.buffers[rank]))
+            ranks.give_all(rank)
+            assert engine.wait([0, 2], PATIENCE_NS)
+            assert engine.wait_all()
+            assert list(ranks.buffers[rank]) == [3 + 3 * iteration] * (3 * ELEMENTS)
+            assert engine.arrivals() == [2, 1, 0]
+            assert engine.arrivals(1) == [1, 0]
+            assert not engine.busy
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, range(3)))
+    counters = ranks.engines[0].counters()
+    assert (counters.iterations, counters.blocks) == (20, 60)
+    assert counters.bytes == 20 * 3 * ELEMENTS * array(kind).itemsize
+    timeline = ranks.engines[0].timeline()
+    assert [record.iteration for record in timeline] == list(range(4, 20))
+    for record in timeline:
+        assert record.plan_version == 1
+        for block, ready_ns in zip(record.blocks, reversed(record.ready_ns), strict=True):
+            assert 0 < ready_ns == block.ready_ns <= block.launch_ns <= block.finish_ns
+    assert repr(timeline[0].blocks[0]).startswith("BlockRecord(ready_ns=")
+
+
+def test_the_clock_is_that_of_perf_counter():
+    before_ns = time.perf_counter_ns()
+    now_ns = _core.Engine.now_ns()
+    assert before_ns <= now_ns <= time.perf_counter_ns()
+
+
+def test_other_threads_run_while_one_waits():
+    """Were the GIL held, the gradients would come only after the waiting is over."""
+    ranks = Ranks(2)
+    ranks.give_all(0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks.engines[0].wait_all, PATIENCE_NS)
+        ranks.give_all(1)
+        assert waiting.result()
+
+
+def test_a_plain_capsule_serves_as_a_transport_and_keeps_what_it_points_to():
+    world = _core.InprocWorld(1)
+    engine = _core.Engine(world.transport(0, [array("f", [1.0] * 3 * ELEMENTS)]).capsule)
+    del world
+    gc.collect()
+    profile = float_profile()
+    engine.follow(profile, block_per_tensor(profile))
+    engine.begin()
+    for tensor in range(3):
+        engine.on_ready(tensor)
+    assert engine.wait_all(PATIENCE_NS)
+
+
+@pytest.mark.parametrize("transport", [None, 3, "gradcast.Transport.1", object(), time.__dict__])
+def test_what_is_no_transport_is_refused(transport):
+    with pytest.raises(gradcast.Error, match="give a transport of this version") as caught:
+        _core.Engine(transport)
+    assert caught.value.code == "invalid_option"
+    with pytest.raises(gradcast.Error, match="give a transport of this version"):
+        _core.TransportDriver(transport)
+
+
+def test_wrong_use_is_refused():
+    ranks = Ranks(1)
+    engine = ranks.engines[0]
+    for call in (lambda: engine.on_ready(0), engine.arrivals, engine.wait_all):
+        with pytest.raises(gradcast.Error, match="call begin first") as caught:
+            call()
+        assert caught.value.code == "invalid_use"
+    assert engine.begin() == 0
+    assert engine.busy
+    assert engine.waiting_for() == "block 1 of 3 (t2, 32 B) waits for the gradient of t2"
+    assert not engine.wait([1], 0)
+    assert not engine.wait_all(1_000_000)
+    engine.on_ready(0)
+    with pytest.raises(gradcast.Error, match="the gradient of t0 was given twice in iteration 0"):
+        engine.on_ready(0)
+    with pytest.raises(gradcast.Error, match="are not finished"):
+        engine.begin()
+    with pytest.raises(gradcast.Error, match="timeline_iterations is 0"):
+        _core.Engine(_core.InprocWorld(1).transport(0, []), timeline_iterations=0)
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(gradcast.Error, match="has been shut down"):
+        engine.begin()
+    assert len(engine.timeline()) == 1
+
+
+def test_a_failure_names_its_block_and_reaches_the_other_rank():
+    ranks = Ranks(2)
+    ranks.world.fail(1, 1, "the cable is cut")
+
+    def run(rank):
+        ranks.give_all(rank)
+        with pytest.raises(gradcast.Error) as caught:
+            ranks.engines[rank].wait_all(PATIENCE_NS)
+        assert caught.value.code == "communication"
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        survivor, failed = pool.map(run, range(2))
+    assert failed == "block 2 of 3 (t1, 32 B) failed on rank 1 of 2: the cable is cut"
+    assert survivor == f"block 2 of 3 (t1, 32 B) failed on rank 0 of 2: rank 1 has left: {failed}"
+    with pytest.raises(gradcast.Error, match="the cable is cut"):
+        ranks.engines[0].begin()
+
+
+def test_an_engine_goes_in_the_middle_of_its_work():
+    ranks = Ranks(2)
+    ranks.world.delay(1, 0, HOUR_NS)
+    ranks.give_all(0)
+    ranks.give_all(1)
+    while "on the network" not in ranks.engines[1].waiting_for():
+        time.sleep(0.001)
+    del ranks.engines[1]
+    gc.collect()
+    with pytest.raises(gradcast.Error, match="rank 1 has left: the engine was shut down"):
+        ranks.engines[0].wait_all(PATIENCE_NS)
+
+
+def test_a_waiting_thread_hears_of_the_end():
+    ranks = Ranks(2)
+    ranks.give_all(0)
+    failures = []
+
+    def wait():
+        try:
+            ranks.engines[0].wait_all()
+        except gradcast.Error as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ranks.engines[0].shutdown()
+    thread.join(20)
+    assert len(failures) == 1
+    # In time, it was waiting; too late, the engine was gone.
+    assert failures[0].code in ("communication", "invalid_use")
+
+
+def test_a_program_may_end_with_everything_in_flight():
+    code = """if True:
+        from array import array
+        import gradcast
+        from gradcast import _core
+        world = _core.InprocWorld(2)
+        engine = _core.Engine(world.transport(0, [array("f", [1.0] * 8)]))
+        tensor = gradcast.Tensor(name="t", bytes=32, ready_ns=0, need_ns=0)
+        profile = gradcast.Profile(name="p", forward_ns=0, backward_ns=0, tensors=[tensor])
+        engine.follow(profile, gradcast.Plan(blocks=[gradcast.Block(ranges=[(0, 32)])]))
+        engine.begin()
+        engine.on_ready(0)
+        engine.wait_all(50_000_000)
+        print(engine.waiting_for().split("(")[0])
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "block 1 of 1 \n", "")
+
+
+def test_the_world_takes_flat_writable_floats():
+    world = _core.InprocWorld(2)
+    with pytest.raises(gradcast.Error, match="float32 and float64"):
+        world.transport(0, [array("i", [1, 2])])
+    with pytest.raises(gradcast.Error, match="not contiguous"):
+        world.transport(0, [memoryview(array("f", [1.0] * 8))[::2]])
+    with pytest.raises(BufferError):
+        world.transport(0, [memoryview(array("f", [1.0])).toreadonly()])
+    with pytest.raises(gradcast.Error, match="rank 2 does not exist"):
+        world.transport(2, [])
+    assert world.world_size == 2
+
+
+def test_a_driver_starts_operations_one_by_one():
+    world = _core.InprocWorld(2)
+    buffers = [array("f", [rank + 1.0] * 6) for rank in range(2)]
+    drivers = [_core.TransportDriver(world.transport(rank, [buffers[rank]])) for rank in range(2)]
+    assert [(driver.rank, driver.world_size) for driver in drivers] == [(0, 2), (1, 2)]
+    drivers[0].start(5, [(0, 8), (16, 20)])
+    assert drivers[0].wait(5, 0) is None
+    drivers[1].start(5, [(0, 8), (16, 20)])
+    for driver in drivers:
+        assert driver.wait(5, PATIENCE_NS) == ""
+    assert list(buffers[0]) == [3, 3, 1, 1, 3, 1]
+    for driver in drivers:
+        driver.start(6, [(0, 24)], op="reduce_scatter")
+        driver.start(7, [(0, 24)], op="all_gather")
+    for driver in drivers:
+        assert driver.wait(7, PATIENCE_NS) == ""
+        assert driver.completions() == [(5, ""), (6, ""), (7, "")]
+    assert list(buffers[0]) == list(buffers[1]) == [6, 6, 3, 3, 6, 3]
+
+
+def test_a_driver_refuses_what_it_cannot_start_and_ends_what_it_has():
+    driver = _core.TransportDriver(_core.InprocWorld(2).transport(0, [array("f", [1.0] * 4)]))
+    with pytest.raises(gradcast.Error, match="broadcast"):
+        driver.start(0, [(0, 4)], op="broadcast")
+    driver.start(0, [(0, 64)])
+    assert "not ascending whole elements of a buffer of 16 bytes" in driver.wait(0, PATIENCE_NS)
+    with pytest.raises(gradcast.Error, match="ticket 0 was started already"):
+        driver.start(0, [(0, 4)])
+    driver.start(1, [(0, 4)])
+    driver.abort("enough")
+    assert driver.wait(1, PATIENCE_NS) == "enough"
+    driver.start(2, [(0, 4)])
+    assert driver.wait(2, PATIENCE_NS) == "enough"
+    driver.close()
+    driver.close()
+    with pytest.raises(gradcast.Error, match="the driver is closed"):
+        driver.start(3, [(0, 4)])
+    # One that is forgotten ends by itself, also with an operation in flight.
+    forgotten = _core.TransportDriver(_core.InprocWorld(2).transport(0, [array("f", [1.0])]))
+    forgotten.start(0, [(0, 4)])
+    del forgotten
+    gc.collect()

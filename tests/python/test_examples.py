@@ -1,0 +1,54 @@
+"""The examples train, and every way of sending the gradients gives the same losses."""
+
+import re
+import sys
+import tempfile
+
+import pytest
+
+from conftest import ROOT
+
+pytest.importorskip("torch")
+
+WAIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def run_workers():
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.lab import run_workers
+    finally:
+        sys.path.remove(str(ROOT))
+    return run_workers
+
+
+def printed(run_workers, worker_count, *arguments) -> list[str]:
+    """The lines of rank 0, without how long a step took."""
+    with tempfile.TemporaryFile("w+") as output:
+        script = str(ROOT / "examples" / arguments[0])
+        run_workers([script, *arguments[1:]], worker_count, timeout_s=WAIT_S, output=output)
+        output.seek(0)
+        return [re.sub(r", [\d.]+ ms per step", "", line) for line in output.read().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("script", "length", "modes"),
+    [
+        ("digits.py", ["--epochs", "2"], ["hook", "overlap"]),
+        ("char_gpt.py", ["--steps", "20", "--batch", "2"], ["overlap"]),
+    ],
+)
+def test_all_ways_of_training_give_the_same_losses(run_workers, script, length, modes):
+    if script == "digits.py":
+        pytest.importorskip("sklearn")
+    stock = printed(run_workers, 2, script, "--gradcast", "off", *length)
+    assert stock
+    assert all("loss" in line for line in stock)
+    for mode in modes:
+        assert printed(run_workers, 2, script, "--gradcast", mode, *length) == stock
+
+
+def test_one_process_is_enough(run_workers):
+    pytest.importorskip("sklearn")
+    assert len(printed(run_workers, 1, "digits.py", "--gradcast", "overlap", "--epochs", "1")) == 1

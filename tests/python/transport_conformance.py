@@ -1,0 +1,305 @@
+"""What every transport must do, as cases that all ranks of a world run at the same time (include/gradcast/transport.h).
+
+A case is a function of a Rank. Buffers are flat NumPy arrays of small whole numbers: sums are exact in any order.
+`everywhere` lists the cases for a world of a given size; transport_worlds.py has the worlds.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gradcast import _core
+
+# How long a case waits for what must come, and for what must not come.
+LIMIT_NS = 20_000_000_000
+MOMENT_NS = 50_000_000
+
+
+class Rank:
+    """One rank of a world. Transports of one case are made by all ranks, in the same order."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def transport(self, buffers: Sequence[np.ndarray]) -> object:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        """Returns when all ranks have come here; carries no bytes of the transport."""
+        raise NotImplementedError
+
+    def drive(self, *buffers: np.ndarray) -> "_core.TransportDriver":
+        return _core.TransportDriver(self.transport(buffers))
+
+    def values(self, count: int, dtype: str = "float32") -> np.ndarray:
+        return self.values_of(self.rank, count, dtype)
+
+    def sums(self, count: int, dtype: str = "float32") -> np.ndarray:
+        return sum(self.values_of(rank, count, dtype) for rank in range(self.world_size))
+
+    @staticmethod
+    def values_of(rank: int, count: int, dtype: str = "float32") -> np.ndarray:
+        return (np.arange(count) % 101 + 1000 * rank).astype(dtype)
+
+
+Case = Callable[[Rank], None]
+
+
+def succeed(driver: "_core.TransportDriver", *tickets: int) -> None:
+    for ticket in tickets:
+        error = driver.wait(ticket, LIMIT_NS)
+        assert error == "", f"operation {ticket}: {'no completion' if error is None else error}"
+
+
+# --- Sums ---
+
+
+def knows_its_place(rank: Rank) -> None:
+    driver = rank.drive(rank.values(4))
+    assert (driver.rank, driver.world_size) == (rank.rank, rank.world_size)
+    driver.close()
+
+
+def sums_one_range_in_place_and_nothing_else(rank: Rank) -> None:
+    array, expected = rank.values(100), rank.values(100)
+    expected[10:60] = rank.sums(100)[10:60]
+    driver = rank.drive(array)
+    driver.start(0, [(40, 240)])
+    succeed(driver, 0)
+    np.testing.assert_array_equal(array, expected)
+    driver.close()
+
+
+def sums_several_ranges_in_one_message(rank: Rank) -> None:
+    array, expected = rank.values(100), rank.values(100)
+    for lo, hi in ((0, 1), (7, 30), (31, 32), (90, 100)):
+        expected[lo:hi] = rank.sums(100)[lo:hi]
+    driver = rank.drive(array)
+    driver.start(0, [(0, 4), (28, 120), (124, 128), (360, 400)])
+    succeed(driver, 0)
+    np.testing.assert_array_equal(array, expected)
+    driver.close()
+
+
+def sums_a_single_element(rank: Rank) -> None:
+    array = rank.values(1)
+    driver = rank.drive(array)
+    driver.start(0, [(0, 4)])
+    succeed(driver, 0)
+    np.testing.assert_array_equal(array, rank.sums(1))
+    driver.close()
+
+
+def sums_a_large_buffer(rank: Rank) -> None:
+    count = 4 << 20  # 16 MiB
+    array = rank.values(count)
+    driver = rank.drive(array)
+    driver.start(0, [(0, 4 * count)])
+    succeed(driver, 0)
+    np.testing.assert_array_equal(array, rank.sums(count))
+    driver.close()
+
+
+def keeps_buffers_and_their_types_apart(rank: Rank) -> None:
+    arrays = [rank.values(50, "float32"), rank.values(50, "float64"), rank.values(3, "float32")]
+    driver = rank.drive(*arrays)
+    driver.start(0, [(0, 400)], buffer=1)
+    driver.start(1, [(0, 200)], buffer=0)
+    succeed(driver, 0, 1)
+    np.testing.assert_array_equal(arrays[0], rank.sums(50, "float32"))
+    np.testing.assert_array_equal(arrays[1], rank.sums(50, "float64"))
+    np.testing.assert_array_equal(arrays[2], rank.values(3))
+    driver.close()
+
+
+def takes_what_is_in_the_buffer_at_the_start(rank: Rank) -> None:
+    """The same bytes again and again, written anew between two operations, as in training."""
+    array = np.zeros(256, "float32")
+    driver = rank.drive(array)
+    for ticket in range(200):
+        array[:] = rank.values(256) + ticket
+        driver.start(ticket, [(0, 1024)])
+        succeed(driver, ticket)
+        np.testing.assert_array_equal(array, rank.sums(256) + ticket * rank.world_size)
+    driver.close()
+
+
+def carries_many_in_flight(rank: Rank) -> None:
+    """Small and large ones mixed, in place and packed, all started before the first is waited for."""
+    count = 40_000
+    array = rank.values(count)
+    driver = rank.drive(array)
+    edges = [0, 1, 2, 500, 510, 20_000, 20_001, 39_000, count]
+    blocks = [[(4 * lo, 4 * hi)] for lo, hi in itertools.pairwise(edges)]
+    blocks = [blocks[0] + blocks[2], blocks[1], blocks[3], blocks[4] + blocks[6], blocks[5], blocks[7]]
+    for ticket, ranges in enumerate(blocks):
+        driver.start(ticket, ranges)
+    succeed(driver, *range(len(blocks)))
+    np.testing.assert_array_equal(array, rank.sums(count))
+    driver.close()
+
+
+def completes_each_operation_once(rank: Rank) -> None:
+    array = rank.values(64)
+    driver = rank.drive(array)
+    for ticket in range(5, 55):
+        driver.start(ticket, [(0, 128), (192, 256)] if ticket % 3 == 0 else [(0, 256)])
+    succeed(driver, *range(5, 55))
+    rank.barrier()
+    driver.close()
+    assert sorted(driver.completions()) == [(ticket, "") for ticket in range(5, 55)]
+
+
+# --- The halves of an all-reduce ---
+
+
+def part_of(rank: Rank, count: int) -> slice:
+    part = -(-count // rank.world_size)
+    return slice(min(count, rank.rank * part), min(count, (rank.rank + 1) * part))
+
+
+def scatters_each_rank_its_part_of_the_sum(rank: Rank) -> None:
+    for count in (1, rank.world_size, rank.world_size + 1, 100, 101, 1003):
+        array = rank.values(count + 2)
+        driver = rank.drive(array)
+        driver.start(0, [(4, 4 * count + 4)], op="reduce_scatter")
+        succeed(driver, 0)
+        own = part_of(rank, count)
+        inside, sums = array[1:-1], rank.sums(count + 2)[1:-1]
+        np.testing.assert_array_equal(inside[own], sums[own])
+        np.testing.assert_array_equal(array[[0, -1]], rank.values(count + 2)[[0, -1]])
+        driver.close()
+
+
+def gathers_the_parts(rank: Rank) -> None:
+    for count in (1, rank.world_size, rank.world_size + 1, 100, 101, 1003):
+        whole = np.arange(count, dtype="float32")
+        array = np.full(count, -1, "float32")
+        array[part_of(rank, count)] = whole[part_of(rank, count)]
+        driver = rank.drive(array)
+        driver.start(0, [(0, 4 * count)], op="all_gather")
+        succeed(driver, 0)
+        np.testing.assert_array_equal(array, whole)
+        driver.close()
+
+
+def scatter_and_gather_make_an_all_reduce(rank: Rank) -> None:
+    for ranges in ([(0, 4)], [(0, 400)], [(0, 4), (8, 20), (24, 404)], [(4, 8), (396, 400)]):
+        array, whole = rank.values(101), rank.values(101)
+        driver, other = rank.drive(array), rank.drive(whole)
+        driver.start(0, ranges, op="reduce_scatter")
+        succeed(driver, 0)
+        driver.start(1, ranges, op="all_gather")
+        other.start(0, ranges)
+        succeed(driver, 1)
+        succeed(other, 0)
+        np.testing.assert_array_equal(array, whole)
+        driver.close()
+        other.close()
+
+
+# --- Refusals, lateness, aborts, the end ---
+
+
+def refuses_what_cannot_begin(rank: Rank) -> None:
+    """By an error completion, not by an exception or a crash."""
+    array = rank.values(8)
+    driver = rank.drive(array)
+    wrong = [([(0, 36)], 0), ([(0, 6)], 0), ([(2, 8)], 0), ([(0, 32)], 1), ([(0, 32)], -1), ([], 0), ([(8, 8)], 0)]
+    for ticket, (ranges, buffer) in enumerate(wrong):
+        driver.start(ticket, ranges, buffer=buffer)
+        assert driver.wait(ticket, LIMIT_NS), f"{ranges} of buffer {buffer} did not fail"
+    np.testing.assert_array_equal(array, rank.values(8))
+    rank.barrier()
+    driver.close()
+
+
+def waits_for_a_late_rank(rank: Rank) -> None:
+    array = rank.values(1000)
+    driver = rank.drive(array)
+    is_late = rank.rank == rank.world_size - 1
+    if not is_late:
+        driver.start(0, [(0, 4000)])
+        assert driver.wait(0, MOMENT_NS) is None
+    rank.barrier()
+    if is_late:
+        driver.start(0, [(0, 4000)])
+    succeed(driver, 0)
+    np.testing.assert_array_equal(array, rank.sums(1000))
+    driver.close()
+
+
+def aborts_what_another_rank_never_joins(rank: Rank) -> None:
+    array = rank.values(1000)
+    driver = rank.drive(array)
+    if rank.rank == 0:
+        driver.start(0, [(0, 400)])
+        driver.start(1, [(400, 800), (1200, 1600)])
+        assert driver.wait(0, MOMENT_NS) is None
+        driver.abort("the model burnt down")
+        driver.abort("a second reason, which comes too late")
+        driver.start(2, [(0, 4000)])
+        for ticket in range(3):
+            assert driver.wait(ticket, LIMIT_NS) == "the model burnt down"
+        assert sorted(ticket for ticket, _ in driver.completions()) == [0, 1, 2]
+        driver.close()
+    rank.barrier()
+    driver.close()
+
+
+def keeps_what_had_finished_before_an_abort(rank: Rank) -> None:
+    array = rank.values(10)
+    driver = rank.drive(array)
+    driver.start(0, [(0, 40)])
+    succeed(driver, 0)
+    rank.barrier()
+    driver.abort("no more")
+    driver.start(1, [(0, 40)])
+    assert driver.wait(1, LIMIT_NS) == "no more"
+    assert driver.completions() == [(0, ""), (1, "no more")]
+    np.testing.assert_array_equal(array, rank.sums(10))
+    rank.barrier()
+    driver.close()
+
+
+def closes_without_any_operation(rank: Rank) -> None:
+    driver = rank.drive(rank.values(4))
+    driver.close()
+    driver.close()
+    assert driver.completions() == []
+
+
+def lives_as_long_as_its_capsule(rank: Rank) -> None:
+    array = rank.values(10)
+    driver = _core.TransportDriver(rank.transport([array]).capsule)
+    driver.start(0, [(0, 40)])
+    succeed(driver, 0)
+    np.testing.assert_array_equal(array, rank.sums(10))
+    driver.close()
+
+
+_ALONE: list[Case] = [
+    knows_its_place,
+    sums_one_range_in_place_and_nothing_else,
+    sums_several_ranges_in_one_message,
+    sums_a_single_element,
+    sums_a_large_buffer,
+    keeps_buffers_and_their_types_apart,
+    takes_what_is_in_the_buffer_at_the_start,
+    carries_many_in_flight,
+    completes_each_operation_once,
+    scatters_each_rank_its_part_of_the_sum,
+    gathers_the_parts,
+    scatter_and_gather_make_an_all_reduce,
+    refuses_what_cannot_begin,
+    keeps_what_had_finished_before_an_abort,
+    closes_without_any_operation,
+    lives_as_long_as_its_capsule,
+]
+_TOGETHER: list[Case] = [waits_for_a_late_rank, aborts_what_another_rank_never_joins]
+
+
+def everywhere(world_size: int) -> list[Case]:
+    return _ALONE if world_size == 1 else _ALONE + _TOGETHER

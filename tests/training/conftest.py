@@ -1,0 +1,21 @@
+"""Fixtures of the training tests."""
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _native_part():
+    """Compiled before any test starts a clock, where the cache has none for these sources."""
+    from gradcast.training import extension
+
+    extension.load()
+
+
+@pytest.fixture(scope="session")
+def ranks(_native_part):
+    """Runs a function on 1 to 4 processes: ranks.run(2, function, …) -> the results, by rank."""
+    from training.pool import Pool
+
+    pool = Pool(4)
+    yield pool
+    pool.end()

@@ -1,0 +1,81 @@
+"""Starts a program of programs.py on every rank, as torchrun would, and waits for all of them, but not without end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from training.pool import environment
+
+
+@dataclass
+class Ended:
+    """How the process of one rank left. ``code`` is None where it had to be killed."""
+
+    code: int | None
+    told: list[dict]
+    errors: str
+    left_behind: bool  # a process of its group was still there
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0) -> list[Ended]:
+    port = str(free_port())
+    processes = []
+    for rank in range(world_size):
+        job = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "training.programs", program, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment() | {name: str(value) for name, value in job.items()},
+                start_new_session=True,
+            )
+        )
+    deadline_s = time.monotonic() + limit_s
+    try:
+        return [_wait(process, deadline_s) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def _wait(process: subprocess.Popen, deadline_s: float) -> Ended:
+    code = None
+    try:
+        out, errors = process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints where every thread is
+        out, errors = process.communicate(timeout=10)
+    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return Ended(code, told, errors, _exists(process.pid))
+
+
+def _exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

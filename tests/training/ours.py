@@ -1,0 +1,73 @@
+"""Training with gradcast as the tests do it, and a way to know which plan a step followed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gradcast
+from training import optimizers
+from training.models import TASKS, Task
+from training.needs import torch
+
+nn = torch.nn
+
+
+@dataclass
+class Followed:
+    """What was in force when a backward pass began."""
+
+    plan_version: int
+    policy: str
+    layout: tuple
+    blocks: tuple
+
+
+class Ours:
+    """A task under gradcast: module, optimizer and handle. In overlap mode nothing is flushed between steps.
+
+    Every rank starts from parameters of its own: attach must make them rank 0's.
+    """
+
+    def __init__(
+        self,
+        task_name: str,
+        optimizer_name: str | Callable,
+        rank: int,
+        *,
+        mode: str = "overlap",
+        wrap: bool = False,
+        ddp_options: dict | None = None,
+        **options,
+    ) -> None:
+        self.task: Task = TASKS[task_name]
+        self.rank = rank
+        self.bare = self.task.module(seed=rank)
+        self.module: nn.Module = self.bare
+        if wrap:
+            self.module = nn.parallel.DistributedDataParallel(self.bare, **(ddp_options or {}))
+        self.recipe = optimizers.make(optimizer_name, self.bare)
+        self.optimizer = self.recipe.optimizer
+        self.warmup_steps = options.setdefault("warmup_steps", 3)
+        self.handle = gradcast.attach(
+            self.module, self.optimizer if mode == "overlap" else None, options=gradcast.Options(**options)
+        )
+        self.followed: list[Followed] = []
+
+    def backward(self, batch) -> float:
+        loss = self.task.loss(self.module, batch)
+        loss.register_hook(self._note_plan)
+        loss.backward()
+        return loss.item()
+
+    def _note_plan(self, gradient) -> None:
+        plan = self.handle.plan
+        self.followed.append(Followed(self.handle.plan_version, plan.policy, self.handle.layout, plan.blocks))
+
+    def step(self, number: int) -> float:
+        self.optimizer.zero_grad()
+        loss = self.backward(self.task.batch(self.rank, number))
+        self.optimizer.step()
+        self.recipe.after_step()
+        return loss
+
+    def train(self, steps: range) -> list[float]:
+        return [self.step(number) for number in steps]

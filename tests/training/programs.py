@@ -1,0 +1,221 @@
+"""Whole programs of one rank, started as torchrun starts them: python -m training.programs <name> <arguments>.
+
+Each prints one line of JSON that begins with what it has to tell; how it leaves is what the tests look at.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed, nn
+
+from training import compare
+from training.models import TASKS
+
+RANK = int(os.environ["RANK"])
+TIMEOUT_S = 5.0
+
+
+def tell(**values) -> None:
+    print(json.dumps(values), flush=True)
+
+
+class Training:
+    """``side`` is "ours" (attached, not flushed) or "theirs" (stock DDP)."""
+
+    def __init__(self, side: str, mode: str = "overlap", task: str = "plain") -> None:
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        self.task = TASKS[task]
+        self.module = self.task.module(seed=RANK)
+        self.forward = self.module
+        self.handle = None
+        if side == "theirs":
+            self.forward = nn.parallel.DistributedDataParallel(self.module)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+        if side == "ours":
+            import gradcast
+
+            self.handle = gradcast.attach(
+                self.module, self.optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3)
+            )
+
+    def loss(self, number: int) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        return self.task.loss(self.forward, self.task.batch(RANK, number))
+
+    def step(self, number: int) -> None:
+        self.loss(number).backward()
+        self.optimizer.step()
+
+    def steps(self, count: int) -> None:
+        for number in range(count):
+            self.step(number)
+
+
+def falls_off_the_end(side: str, mode: str) -> None:
+    """Nothing is read after the last step, and nothing is destroyed."""
+    Training(side, mode).steps(6)
+    tell(done=True)
+
+
+def reads_at_exit(side: str, registered: str) -> None:
+    """A handler that was registered before or after attach, as savers and loggers do."""
+    trained = []
+
+    def read() -> None:
+        tell(digest=compare.digest(trained[0].module))
+
+    if registered == "first":
+        atexit.register(read)
+    trained.append(Training(side))
+    if registered == "last":
+        atexit.register(read)
+    trained[0].steps(6)
+
+
+def destroys_group(side: str, mode: str) -> None:
+    """The usual end of a script; then the model is saved."""
+    training = Training(side, mode)
+    training.steps(6)
+    distributed.destroy_process_group()
+    tell(digest=compare.digest(training.module))
+
+
+def exits(side: str, how: str) -> None:
+    training = Training(side)
+    training.steps(6)
+    tell(done=True)
+    if how == "sys.exit":
+        sys.exit(7)
+    if how == "os._exit":
+        os._exit(7)
+    raise RuntimeError("the user's own error")
+
+
+def report_error(work) -> None:
+    """Tells of the error of gradcast, how long it took, and the threads that are left."""
+    start_s = time.monotonic()
+    try:
+        work()
+    except BaseException as error:
+        waited_s = time.monotonic() - start_s
+        tell(error=type(error).__name__, code=getattr(error, "code", None), message=str(error), waited_s=waited_s)
+        raise
+    tell(error=None)
+
+
+def loads_data_in_processes(side: str) -> None:
+    """Data comes from processes that are forked while gradients travel."""
+    training = Training(side)
+    training.steps(4)
+    numbers = torch.utils.data.TensorDataset(torch.arange(8))
+    for _ in range(2):
+        for (number,) in torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=2):
+            training.step(int(number))
+    tell(digest=compare.digest(training.module))
+
+
+class Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("the user's own error in backward")
+
+
+def fails_in_backward(mode: str, failing_rank: str) -> None:
+    """One rank raises when half of its gradients exist."""
+    training = Training("ours", mode)
+    training.steps(4)
+
+    def go_on():
+        if int(failing_rank) == RANK:
+            middle = training.module[4]
+            hook = middle.register_forward_hook(lambda module, inputs, output: Bomb.apply(output))
+            training.step(4)
+            hook.remove()
+        for number in range(4, 8):
+            training.step(number)
+        training.handle.flush()
+
+    report_error(go_on)
+
+
+def is_killed(mode: str, killed_rank: str, moment: str) -> None:
+    """One rank is gone from one moment to the next."""
+    training = Training("ours", mode)
+    training.steps(4)
+
+    def kill(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on():
+        if int(killed_rank) == RANK:
+            if moment == "backward":
+                training.module[4].register_full_backward_hook(kill)
+                training.step(4)
+            training.loss(4)
+            kill()
+        for number in range(4, 8):
+            training.step(number)
+        training.handle.flush()
+
+    report_error(go_on)
+
+
+def is_interrupted(mode: str, interrupted_rank: str) -> None:
+    """Ctrl-C on a rank that waits for another one, which does not come."""
+    training = Training("ours", mode)
+    training.steps(4)
+
+    def go_on():
+        if int(interrupted_rank) != RANK:
+            time.sleep(1.0)
+            return
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        training.step(4)
+        training.handle.flush()
+
+    report_error(go_on)
+
+
+def catches_and_leaves(mode: str, failing_rank: str) -> None:
+    """A survivor that catches the error detaches, which tells the error again, and then has an ordinary module."""
+    training = Training("ours", mode)
+    training.steps(4)
+    if int(failing_rank) == RANK:
+        os._exit(3)
+    try:
+        training.step(4)
+        training.handle.flush()
+    except ValueError as error:
+        tell(error=type(error).__name__, code=getattr(error, "code", None), message=str(error))
+    with contextlib.suppress(ValueError):
+        training.handle.detach()
+    training.loss(5).backward()
+    training.optimizer.step()
+    finite = all(bool(torch.isfinite(parameter).all()) for parameter in training.module.parameters())
+    ordinary = all(type(parameter) is nn.Parameter for parameter in training.module.parameters())
+    tell(finite=finite, ordinary=ordinary)
+
+
+PROGRAMS = {
+    function.__name__: function
+    for function in (
+        falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, fails_in_backward, is_killed,
+        is_interrupted, catches_and_leaves,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

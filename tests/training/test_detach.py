@@ -1,0 +1,144 @@
+"""detach() gives everything back: parameters finished, hooks gone, the optimizer's step and DDP as they were."""
+
+import gc
+from pathlib import Path
+
+import pytest
+
+import gradcast
+from training import compare
+from training.needs import torch
+from training.test_copies import hooks_of
+from training.twins import Twins
+
+
+def loop_threads():
+    """Names of threads of this process that belong to gradcast, as the system knows them."""
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name.startswith("gradcast")]
+
+
+def detach_while_pending(rank, mode, wrap):
+    twins = Twins(rank, "convnet", "adamw plain", mode=mode, wrap=wrap)
+    running = loop_threads()
+    twins.train(4)
+    if mode == "overlap":
+        twins.pending_step()
+    before = hooks_of(twins.ours.bare)
+    twins.handle.detach()
+    # Read through memory alone: nothing may be pending any more.
+    found = compare.modules(twins.ours.bare, twins.theirs.module)
+    found += compare.optimizers(twins.ours.optimizer, twins.recipe.optimizer)
+    found += [f"{kind} of {name}: {hook}" for name, kind, hook in hooks_of(twins.ours.bare)]
+    found += [f"thread {name} is left" for name in loop_threads()]
+    found += [f"{n} is a {type(p)}" for n, p in twins.ours.bare.named_parameters() if type(p) is not torch.nn.Parameter]
+    if "gradcast" in repr(vars(twins.ours.optimizer).get("step", "")):
+        found.append(f"the optimizer's step is {twins.ours.optimizer.step}")
+    if not running or not before:
+        found.append("nothing was there that could be given back")
+    return found
+
+
+@pytest.mark.parametrize(("mode", "wrap"), [("overlap", False), ("overlap", True), ("hook", False), ("hook", True)])
+def test_detach_leaves_nothing_behind(ranks, mode, wrap):
+    for found in ranks.run(2, detach_while_pending, mode, wrap):
+        assert found == []
+
+
+def train_after_detach(rank, wrap):
+    """Bare: each rank for itself from then on. Wrapped: DDP reduces again."""
+    twins = Twins(rank, "convnet", "adam plain", wrap=wrap)
+    twins.train(4)
+    twins.pending_step()
+    twins.handle.detach()
+    found = []
+    theirs = twins.theirs if wrap else twins.theirs.module
+    for number in range(4):
+        for forward, optimizer in ((theirs, twins.recipe.optimizer), (twins.ours.module, twins.ours.optimizer)):
+            optimizer.zero_grad()
+            twins.task.loss(forward, twins.task.batch(rank.index, 40 + number)).backward()
+            optimizer.step()
+    found += compare.modules(twins.ours.bare, twins.theirs.module)
+    digests = rank.gather("digest", compare.digest(twins.ours.bare))
+    if (digests[0] == digests[1]) != wrap:
+        found.append("the ranks are equal where they should not be, or the other way round")
+    return found
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_training_goes_on_without_gradcast(ranks, wrap):
+    for found in ranks.run(2, train_after_detach, wrap):
+        assert found == []
+
+
+def attach_again(rank):
+    twins = Twins(rank, "transformer", "adam plain")
+    twins.train(4)
+    twins.pending_step()
+    twins.handle.detach()
+    twins.ours.handle = gradcast.attach(
+        twins.ours.module, twins.ours.optimizer, options=gradcast.Options(warmup_steps=3)
+    )
+    twins.train(4)
+    twins.pending_step()
+    found = twins.differences()
+    twins.handle.detach()
+    twins.handle.detach()
+    return found
+
+
+def test_attach_after_detach_and_detach_twice(ranks):
+    for found in ranks.run(2, attach_again):
+        assert found == []
+
+
+def scheduler_after_detach(rank):
+    twins = Twins(rank, "plain", "adamw plain")
+    twins.train(4)
+    twins.handle.detach()
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for _, o, _ in twins.each()]
+    for number in range(4):
+        for (module, optimizer, _), scheduler in zip(twins.each(), schedulers, strict=True):
+            optimizer.zero_grad()
+            twins.task.loss(module, twins.task.batch(0, number)).backward()
+            optimizer.step()
+            scheduler.step()
+    return compare.modules(twins.ours.bare, twins.theirs.module)
+
+
+def test_schedulers_work_after_detach(ranks):
+    for found in ranks.run(2, scheduler_after_detach):
+        assert found == []
+
+
+def forget(rank):
+    """Nobody calls detach: the module, the optimizer and the handle go out of scope, as in a notebook."""
+    twins = Twins(rank, "plain")
+    twins.train(5)
+    twins.handle.flush()
+    expected = len(loop_threads())
+    del twins
+    gc.collect()
+    return expected, loop_threads()
+
+
+def test_a_forgotten_module_takes_its_thread_along(ranks):
+    for expected, left in ranks.run(2, forget):
+        assert expected == 1
+        assert left == []
+
+
+def finished_handle(rank):
+    twins = Twins(rank, "plain")
+    twins.train(4)
+    stats = twins.handle.stats()
+    twins.handle.detach()
+    twins.handle.flush()
+    return stats["step"], twins.handle.stats()["step"], type(twins.handle.timeline()).__name__
+
+
+def test_a_detached_handle_still_tells(ranks):
+    """What was recorded can be looked at after training, and flush() has nothing to do."""
+    for before, after, timeline in ranks.run(2, finished_handle):
+        assert before == after
+        assert timeline == "dict"

@@ -1,0 +1,119 @@
+"""30 steps with gradcast equal a plain loop that reduces the same blocks, bit for bit.
+
+The cases cover each model, kind and form of optimizer, number of ranks, mode, way to wrap, and kind of plan:
+
+    model         optimizer           ranks  mode     module  plan
+    ------------  ------------------  -----  -------  ------  ------------------------------------------
+    convnet       SGD momentum        2      overlap  bare    forecast
+    convnet       AdamW groups fused  3      overlap  DDP     p3: cuts every tensor
+    convnet_last  Adam                4      hook     bare    fifo: a block per tensor; channels last
+    transformer   Adam fused          4      overlap  bare    p3
+    transformer   AdamW groups        2      hook     DDP     forecast
+    transformer   SGD momentum        3      overlap  bare    bytescheduler, two blocks in flight
+    mixed64       Adam                3      hook     bare    p3
+    mixed64       AdamW groups        4      overlap  bare    forecast
+    mixed16       Adam fused          2      overlap  bare    fifo
+    mixed16       SGD momentum        3      hook     DDP     forecast
+    recurrent     SGD momentum        2      overlap  bare    p3, three blocks in flight
+    odd           Adam                3      overlap  bare    p3; a number, columns, gaps
+    large         SGD momentum        2      overlap  bare    forecast; in test_large.py
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from training import compare, optimizers
+from training.models import TASKS
+from training.ours import Ours
+from training.plain import PlainLoop
+
+STEPS = 30
+# Slices small enough that these small models are cut.
+SMALL_SLICES = {"slice_elements": 300}
+
+
+@dataclass(frozen=True)
+class Case:
+    task: str
+    optimizer: str
+    world_size: int
+    mode: str
+    wrap: bool = False
+    options: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.task}-{self.optimizer.replace(' ', '_')}-{self.world_size}-{self.mode}"
+
+
+CASES = [
+    Case("convnet", "sgd foreach", 2, "overlap"),
+    Case("convnet", "adamw fused", 3, "overlap", True, {"policy": "p3", "policy_parameters": SMALL_SLICES}),
+    Case("convnet_last", "adam plain", 4, "hook", False, {"policy": "fifo"}),
+    Case("transformer", "adam fused", 4, "overlap", False, {"policy": "p3", "policy_parameters": SMALL_SLICES}),
+    Case("transformer", "adamw foreach", 2, "hook", True),
+    Case("transformer", "sgd plain", 3, "overlap", False, {"policy": "bytescheduler", "in_flight": 2}),
+    Case("mixed64", "adam foreach", 3, "hook", False, {"policy": "p3", "policy_parameters": SMALL_SLICES}),
+    Case("mixed64", "adamw plain", 4, "overlap"),
+    Case("mixed16", "adam fused", 2, "overlap", False, {"policy": "fifo"}),
+    Case("mixed16", "sgd foreach", 3, "hook", True),
+    Case(
+        "recurrent",
+        "sgd fused",
+        2,
+        "overlap",
+        False,
+        {"policy": "p3", "policy_parameters": SMALL_SLICES, "in_flight": 3},
+    ),
+    Case("odd", "adam plain", 3, "overlap", False, {"policy": "p3", "policy_parameters": {"slice_elements": 50}}),
+]
+
+
+def train_both(rank, case, steps):
+    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, warmup_steps=6, **case.options)
+    task = TASKS[case.task]
+    reference = task.module(seed=0)
+    plain = PlainLoop(reference, optimizers.make(case.optimizer, reference), rank.size)
+    losses = []
+    for step in range(steps):
+        loss = ours.step(step)
+        followed = ours.followed[-1]
+        batch = task.batch(rank.index, step)
+        expected = plain.step(lambda module, batch=batch: task.loss(module, batch), followed.layout, followed.blocks)
+        losses.append((loss, expected))
+    ours.handle.flush()
+    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
+    ours.handle.detach()
+    return {
+        "differences": found,
+        "first_wrong_step": next((step for step, (ours, theirs) in enumerate(losses) if ours != theirs), None),
+        "versions": [followed.plan_version for followed in ours.followed],
+        "policies": [followed.policy for followed in ours.followed],
+        "block_counts": [len(followed.blocks) for followed in ours.followed],
+        "orders": [tuple(place.name for place in followed.layout) for followed in ours.followed],
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_a_plain_loop_bit_for_bit(ranks, case):
+    results = ranks.run(case.world_size, train_both, case, STEPS, timeout_s=120)
+    for result in results:
+        # A step's loss shows the parameters after the step before it.
+        assert result["first_wrong_step"] is None
+        assert result["differences"] == []
+    for key in ("versions", "policies", "block_counts", "orders"):
+        assert all(result[key] == results[0][key] for result in results), f"the ranks differ in {key}"
+    check_that_the_plan_was_followed(case, results[0])
+
+
+def check_that_the_plan_was_followed(case, result):
+    """Equality means little if training never left the warm-up, or if everything always went in one block."""
+    policy = case.options.get("policy", "forecast")
+    assert result["policies"][6:] == [policy] * (STEPS - 6)
+    assert policy not in result["policies"][:6]
+    assert len(set(result["versions"][6:])) == 1
+    assert result["versions"][6] > result["versions"][5]
+    if policy == "p3":
+        assert result["block_counts"][-1] > len(result["orders"][-1]), "no tensor was cut"
+    if policy == "fifo":
+        assert result["block_counts"][-1] == len(result["orders"][-1])

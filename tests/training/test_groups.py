@@ -1,0 +1,119 @@
+"""Process groups: a forgotten one, one of other workers, one for other devices, and a part of the workers."""
+
+import os
+
+import gradcast
+from training import compare, optimizers
+from training.models import TASKS
+from training.needs import torch
+
+nn = torch.nn
+
+
+def attach_without_group(rank):
+    """The program forgot init_process_group, but it was started as one of several workers."""
+    torch.distributed.destroy_process_group()
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        gradcast.attach(nn.Linear(3, 3))
+    except gradcast.Error as error:
+        return error.code, str(error)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    return None, "accepted"
+
+
+def test_a_forgotten_process_group_is_named(ranks):
+    for code, message in ranks.run(2, attach_without_group):
+        assert code == "invalid_use"
+        assert "init_process_group" in message
+
+
+def attach_outside_group(rank):
+    part = torch.distributed.new_group([0, 1])
+    if rank.index < 2:
+        ours = TASKS["plain"].module()
+        gradcast.attach(ours, process_group=part).detach()
+        return "invalid_use", "a member"
+    try:
+        gradcast.attach(nn.Linear(3, 3), process_group=part)
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "accepted"
+
+
+def test_a_rank_outside_the_group_is_refused(ranks):
+    for code, message in ranks.run(3, attach_outside_group):
+        assert code == "invalid_use", message
+
+
+def attach_with_other_backend(rank):
+    """A group whose one backend is for another kind of device."""
+    group = torch.distributed.new_group(backend="cuda:gloo")
+    try:
+        gradcast.attach(nn.Linear(3, 3), process_group=group)
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "accepted"
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused(ranks):
+    for code, message in ranks.run(2, attach_with_other_backend):
+        assert code == "invalid_use", message
+        assert "cpu" in message
+        assert "backend" in message
+
+
+def train_on_a_part(rank):
+    """Ranks 1 and 2 of three train together, in a group of their own, in which they are 0 and 1."""
+    part = torch.distributed.new_group([1, 2])
+    if rank.index == 0:
+        return []
+    task = TASKS["convnet"]
+    ours, theirs = task.module(seed=rank.index), task.module(seed=rank.index)
+    ddp = nn.parallel.DistributedDataParallel(theirs, process_group=part)
+    recipes = [optimizers.make("adam plain", module) for module in (theirs, ours)]
+    handle = gradcast.attach(ours, recipes[1].optimizer, process_group=part, options=gradcast.Options(warmup_steps=3))
+    for number in range(6):
+        for forward, recipe in zip((ddp, ours), recipes, strict=True):
+            recipe.optimizer.zero_grad()
+            task.loss(forward, task.batch(rank.index, number)).backward()
+            recipe.optimizer.step()
+    handle.flush()
+    found = compare.modules(ours, theirs) + compare.optimizers(recipes[1].optimizer, recipes[0].optimizer)
+    found += [] if (handle.rank, handle.world_size) == (rank.index - 1, 2) else ["rank or world size is wrong"]
+    handle.detach()
+    return found
+
+
+def test_a_part_of_the_workers_trains_together(ranks):
+    for found in ranks.run(3, train_on_a_part):
+        assert found == []
+
+
+def users_own_collectives(rank):
+    """The user's own operations on the default group, of other sizes and in between, while gradients travel."""
+    task = TASKS["plain"]
+    ours, theirs = task.module(seed=rank.index), task.module(seed=rank.index)
+    ddp = nn.parallel.DistributedDataParallel(theirs)
+    recipes = [optimizers.make("adam plain", module) for module in (theirs, ours)]
+    handle = gradcast.attach(ours, recipes[1].optimizer, options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    totals = []
+    for number in range(10):
+        for forward, recipe in zip((ddp, ours), recipes, strict=True):
+            recipe.optimizer.zero_grad()
+            task.loss(forward, task.batch(rank.index, number)).backward()
+            recipe.optimizer.step()
+            values = torch.arange(100.0 + number)
+            torch.distributed.all_reduce(values)
+            totals.append(bool((values == rank.size * torch.arange(100.0 + number)).all()))
+    handle.flush()
+    found = compare.modules(ours, theirs)
+    handle.detach()
+    return found, all(totals)
+
+
+def test_the_users_own_collectives_are_not_disturbed(ranks):
+    for found, right in ranks.run(2, users_own_collectives):
+        assert found == []
+        assert right

@@ -1,0 +1,136 @@
+"""Training code that gradcast cannot follow raises in the step in which it happens, and names the parameter."""
+
+import pytest
+
+from training.attached import Attached, error_of
+from training.needs import torch
+from training.ours import Ours
+from training.twins import Twins
+
+nn = torch.nn
+
+
+class ReadsAlias(torch.autograd.Function):
+    """x W^T with the values of W taken from memory that was exported before: no operation on W itself is seen."""
+
+    @staticmethod
+    def forward(ctx, x, weight, alias):
+        ctx.save_for_backward(x, alias)
+        return x @ alias.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, alias = ctx.saved_tensors
+        return gradient @ alias, gradient.T @ x, None
+
+
+def stale_read(rank, first_gradient):
+    """A gradient comes after a forward that ran while its parameter's update was pending: an old value was used.
+
+    "its own": it is the first gradient of its backward pass. "another's": it comes after one that belongs to a finished
+    parameter, by which time its own update has run, too late.
+    """
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    # One block for each parameter: the last layer's arrives first.
+    attached = Attached(module, policy="fifo")
+    for _ in range(4):
+        attached.step(torch.ones(2, 4))
+    attached.handle.flush()
+    weight = module[0].weight
+    alias = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach()))
+    if rank.index == 1:
+        between = module[0].register_forward_hook(
+            lambda module, inputs, output: output.register_hook(lambda gradient: rank.wait_for("forward")) and None
+        )
+        attached.step(torch.ones(2, 4))
+        between.remove()
+        attached.handle.flush()
+        return None
+    attached.step(torch.ones(2, 4))
+    hidden = ReadsAlias.apply(torch.ones(2, 4), weight, alias)
+    loss = (module[1](hidden) if first_gradient == "another's" else hidden).sum()
+    rank.signal("forward")
+    return error_of(loss.backward)
+
+
+@pytest.mark.parametrize("first_gradient", ["its own", "another's"])
+def test_a_stale_read_raises_when_its_gradient_comes(ranks, first_gradient):
+    code, message = ranks.run(2, stale_read, first_gradient)[0]
+    assert code == "invalid_use", message
+    assert "0.weight" in message
+    assert "flush()" in message
+
+
+def backward_twice(rank):
+    """In overlap mode. The first pass's gradients cannot have arrived: rank 1 has not even begun."""
+    twins = Twins(rank, "plain", "sgd plain")
+    twins.train(4)
+    if rank.index == 1:
+        rank.wait_for("refused")
+
+    def two_passes():
+        for part in range(2):
+            twins.task.loss(twins.ours.module, twins.task.batch(rank.index, part)).backward()
+
+    answer = error_of(two_passes)
+    rank.signal("refused")
+    return answer
+
+
+def test_a_second_backward_is_refused(ranks):
+    for code, message in ranks.run(2, backward_twice):
+        assert code == "invalid_use", message
+        assert "no_sync" in message
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("the user's own error")
+
+
+def go_on_after_failure(rank, mode):
+    """Backward fails half-way on every rank, is caught, and the loop goes on, as skipping a bad batch would."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    attached = Attached(module, mode, timeout_s=5.0)
+    for _ in range(4):
+        attached.step(torch.ones(2, 4))
+    attached.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="the user's own error"):
+        module[1](Fails.apply(module[0](torch.ones(2, 4)))).sum().backward()
+
+    def go_on():
+        for _ in range(2):
+            attached.step(torch.ones(2, 4))
+        attached.handle.flush()
+
+    return error_of(go_on)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_going_on_after_half_a_backward_is_refused(ranks, mode):
+    """Half of the gradients have been sent. (DDP refuses this too.)"""
+    for code, message in ranks.run(2, go_on_after_failure, mode):
+        assert code in ("invalid_use", "communication"), message
+
+
+def use_after_detach(rank):
+    ours = Ours("plain", "sgd plain", rank.index)
+    ours.train(range(3))
+    ours.handle.detach()
+
+    def enter():
+        with ours.handle.no_sync():
+            pass
+
+    return error_of(enter)
+
+
+def test_a_detached_handle_refuses_what_it_cannot_do(ranks):
+    for code, message in ranks.run(2, use_after_detach):
+        assert code == "invalid_use", message
+        assert "detached" in message

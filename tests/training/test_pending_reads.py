@@ -1,0 +1,132 @@
+"""Whoever reads a parameter while its update is pending sees the finished value, without knowing of gradcast.
+
+Each test reads on both sides of a pair of equal trainings (twins.py): on the side of gradcast at a moment when the
+update cannot have run yet, on the side of DDP at the same step. Afterwards both sides train on and must stay equal.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+
+from training import compare
+from training.needs import torch
+from training.twins import Twins
+
+
+def saved_and_loaded(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def evaluated(module, mode):
+    training = module.training
+    module.eval()
+    with mode():
+        inputs = torch.ones(3, 12)
+        result = module(inputs)
+    module.train(training)
+    return result.clone()
+
+
+def averaged(module, optimizer):
+    average = torch.optim.swa_utils.AveragedModel(
+        copy.deepcopy(module), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    average.update_parameters(module)
+    average.update_parameters(module)
+    return average.module.state_dict()
+
+
+def state_after_state_dict(module, optimizer):
+    optimizer.state_dict()
+    return [optimizer.state[parameter] for parameter in module.parameters()]
+
+
+READS = {
+    "state_dict": lambda module, optimizer: module.state_dict(),
+    "named_parameters": lambda module, optimizer: {n: p + 0 for n, p in module.named_parameters()},
+    "save_module": lambda module, optimizer: saved_and_loaded(module).state_dict(),
+    "save_state_dict": lambda module, optimizer: saved_and_loaded(module.state_dict()),
+    "save_optimizer": lambda module, optimizer: saved_and_loaded(optimizer.state_dict()),
+    "pickle_module": lambda module, optimizer: pickle.loads(pickle.dumps(module)).state_dict(),
+    "deepcopy_module": lambda module, optimizer: copy.deepcopy(module).state_dict(),
+    "deepcopy_parameter": lambda module, optimizer: copy.deepcopy(list(module.parameters())),
+    "evaluation_no_grad": lambda module, optimizer: evaluated(module, torch.no_grad),
+    "evaluation_inference_mode": lambda module, optimizer: evaluated(module, torch.inference_mode),
+    "evaluation_of_a_part": lambda module, optimizer: evaluated(module[0], torch.no_grad),
+    "functional_form": lambda module, optimizer: torch.nn.functional.linear(
+        torch.ones(1, 12), module[0].weight, module[0].bias
+    ).detach(),
+    "functional_call": lambda module, optimizer: torch.func.functional_call(
+        module, dict(module.named_parameters()), (torch.ones(1, 12),)
+    ).detach(),
+    "moving_average": averaged,
+    "parameters_to_vector": lambda module, optimizer: torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
+    "data": lambda module, optimizer: [p.data.clone() for p in module.parameters()],
+    "detach": lambda module, optimizer: [p.detach().clone() for p in module.parameters()],
+    "numpy": lambda module, optimizer: [torch.tensor(p.detach().numpy().copy()) for p in module.parameters()],
+    "numpy_of_data": lambda module, optimizer: [torch.tensor(p.data.numpy().copy()) for p in module.parameters()],
+    "tolist": lambda module, optimizer: [p.tolist() for p in module.parameters()],
+    "item": lambda module, optimizer: [p.flatten()[0].item() for p in module.parameters()],
+    "repr": lambda module, optimizer: [repr(p) for p in module.parameters()],
+    "norm": lambda module, optimizer: [p.norm().detach() for p in module.parameters()],
+    "foreach_norm": lambda module, optimizer: torch._foreach_norm([p.detach() for p in module.parameters()]),
+    "stack": lambda module, optimizer: torch.stack([p.sum() for p in module.parameters()]).detach(),
+    "cat_out": lambda module, optimizer: torch.cat([p.flatten() for p in module.parameters()]).detach(),
+    "copy_from": lambda module, optimizer: torch.zeros(12, 12).copy_(module[0].weight.detach()),
+    "index": lambda module, optimizer: module[0].weight[3:5, ::2].detach().clone(),
+    "gradients": lambda module, optimizer: [p.grad.clone() for p in module.parameters()],
+    "optimizer_state_dict": lambda module, optimizer: optimizer.state_dict(),
+    "optimizer_state": state_after_state_dict,
+    "optimizer_groups": lambda module, optimizer: [p.detach().clone() for p in optimizer.param_groups[0]["params"]],
+}
+
+
+def read_while_pending(rank, name):
+    twins = Twins(rank)
+    twins.train(4)
+    twins.pending_step()
+    values = [READS[name](module, optimizer) for module, optimizer, _ in twins.each()]
+    found = compare.trees(values[1], values[0])
+    twins.train(2)
+    twins.pending_step()
+    found += twins.differences()
+    twins.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_sees_the_finished_value(ranks, name):
+    for found in ranks.run(2, read_while_pending, name):
+        assert found == []
+
+
+def forward_while_pending(rank, task, mode):
+    twins = Twins(rank, task)
+    twins.train(4)
+    twins.pending_step()
+    inputs = twins.batch()[0]
+    values = []
+    for module, _, forward in twins.each():
+        if mode == "eval":
+            module.eval()
+        # A forward in training sends buffers; others are the rank's own business, unless they go through DDP.
+        with torch.no_grad() if mode != "train" else torch.enable_grad():
+            values.append((forward if mode == "train" else module)(inputs).detach())
+        module.train()
+    found = compare.trees(values[1], values[0])
+    found += twins.differences()
+    twins.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad", "eval"])
+@pytest.mark.parametrize("task", ["transformer", "recurrent", "functional", "convnet"])
+def test_a_forward_in_any_form_reads_finished_weights(ranks, task, mode):
+    """Attention and LSTM hand weights to functions; no hook of a module sees that."""
+    for found in ranks.run(2, forward_while_pending, task, mode):
+        assert found == []

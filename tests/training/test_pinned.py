@@ -1,0 +1,139 @@
+"""A plan file pins the plan: it is followed to the byte, or refused with a sentence on every rank."""
+
+import json
+import os
+from itertools import pairwise
+
+import pytest
+
+import gradcast
+from gradcast.files import plan_hash
+from training import compare, optimizers
+from training.models import TASKS
+from training.needs import torch
+from training.ours import Ours
+from training.plain import PlainLoop
+
+
+def save_plan(rank, folder, task, mode):
+    ours = Ours(task, "sgd plain", rank.index, mode=mode)
+    ours.train(range(4))
+    ours.handle.flush()
+    if rank.index == 0:
+        ours.handle.save_plan(f"{folder}/plan.json")
+        ours.handle.save_profile(f"{folder}/profile.json")
+    ours.handle.detach()
+
+
+def make_by_hand(folder, mode):
+    """A plan that no policy would make: blocks of two ranges, of one element, and in an order of nobody's use."""
+    fields = json.loads((folder / "plan.json").read_text())
+    profile = gradcast.load_profile(str(folder / "profile.json"))
+    blocks = []
+    for buffer in sorted({tensor.buffer for tensor in profile.tensors}):
+        members = [tensor for tensor in profile.tensors if tensor.buffer == buffer]
+        end, size = sum(tensor.bytes for tensor in members), members[0].element_bytes
+        cuts = [0, size, *(end * i // 7 // size * size for i in range(1, 7)), end]
+        ranges = list(pairwise(cuts))
+        for parts in ([6], [1, 3], [0], [5], [2, 4, 7]):
+            blocks.append(gradcast.Block(buffer=buffer, ranges=[ranges[part] for part in parts], reason="by hand"))
+    plan = gradcast.Plan(blocks=blocks, policy="by hand", mode=mode, in_flight=2)
+    plan.check(profile)
+    note = fields["made_with"] | {"hash": plan_hash(plan, profile)}
+    path = folder / "by_hand.json"
+    path.write_text(json.dumps({**json.loads(plan.to_json()), "made_with": note}))
+    return path, [(block.buffer, block.ranges) for block in plan.blocks]
+
+
+def follow_pinned(rank, path, by_variable, task_name, mode):
+    if by_variable:
+        os.environ["GRADCAST_PLAN"] = path
+    try:
+        ours = Ours(task_name, "adam plain", rank.index, mode=mode, plan=None if by_variable else path)
+        task = TASKS[task_name]
+        reference = task.module(seed=0)
+        plain = PlainLoop(reference, optimizers.make("adam plain", reference), rank.size)
+        for step in range(8):
+            ours.step(step)
+            followed = ours.followed[-1]
+            batch = task.batch(rank.index, step)
+            plain.step(lambda module, batch=batch: task.loss(module, batch), followed.layout, followed.blocks)
+    finally:
+        os.environ.pop("GRADCAST_PLAN", None)
+    ours.handle.flush()
+    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
+    stats = ours.handle.stats()
+    ours.handle.detach()
+    return found, followed.policy, [(block.buffer, block.ranges) for block in followed.blocks], stats["packed_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("by_variable", "mode", "world_size"), [(False, "overlap", 3), (True, "overlap", 2), (False, "hook", 2)]
+)
+def test_a_pinned_plan_is_followed_to_the_byte(ranks, tmp_path, by_variable, mode, world_size):
+    ranks.run(world_size, save_plan, str(tmp_path), "mixed64", mode)
+    path, blocks = make_by_hand(tmp_path, mode)
+    for found, policy, followed, packed_bytes in ranks.run(
+        world_size, follow_pinned, str(path), by_variable, "mixed64", mode
+    ):
+        assert found == []
+        assert policy == "by hand"
+        assert followed == blocks
+        assert packed_bytes > 0
+
+
+def refused(rank, path, task, mode):
+    """The error of attach or of a step, whichever comes, and after how many steps."""
+    step = 0
+    try:
+        ours = Ours(task, "adam plain", rank.index, mode=mode, plan=path)
+        for step in range(6):
+            ours.step(step)
+    except gradcast.Error as error:
+        torch.distributed.barrier()
+        return error.code, str(error)
+    return None, f"{step + 1} steps were taken"
+
+
+def refusal(ranks, path, task="mixed64", mode="overlap"):
+    answers = ranks.run(2, refused, str(path), task, mode)
+    assert answers[0] == answers[1], "the ranks say different things"
+    return answers[0]
+
+
+def test_a_plan_for_another_model_is_refused(ranks, tmp_path):
+    ranks.run(2, save_plan, str(tmp_path), "plain", "overlap")
+    code, message = refusal(ranks, tmp_path / "plan.json")
+    assert code == "invalid_plan"
+    assert "another model" in message
+
+
+def test_a_plan_for_the_other_mode_is_refused(ranks, tmp_path):
+    ranks.run(2, save_plan, str(tmp_path), "mixed64", "hook")
+    code, message = refusal(ranks, tmp_path / "plan.json")
+    assert code == "invalid_plan"
+    assert "mode" in message
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1, 2]", '{"version": 1, "blocks": []}'])
+def test_a_file_that_is_no_plan_is_refused(ranks, tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    code, message = refusal(ranks, path)
+    assert code == "invalid_plan"
+    assert "plan.json" in message
+
+
+def test_a_plan_that_is_not_there_is_refused(ranks, tmp_path):
+    code, message = refusal(ranks, tmp_path / "nowhere.json")
+    assert code is not None
+    assert "nowhere.json" in message
+
+
+def test_a_plan_whose_blocks_were_changed_is_refused(ranks, tmp_path):
+    ranks.run(2, save_plan, str(tmp_path), "mixed64", "overlap")
+    fields = json.loads((tmp_path / "plan.json").read_text())
+    fields["blocks"] = fields["blocks"][:-1]
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    code, _ = refusal(ranks, tmp_path / "plan.json")
+    assert code == "invalid_plan"

@@ -1,0 +1,58 @@
+"""The pool that runs the other tests: what goes wrong on a rank is told, and the next call is not disturbed."""
+
+import os
+import time
+
+import pytest
+
+from training.needs import torch
+from training.pool import RankError
+
+
+def add(rank, value):
+    total = torch.tensor([rank.index + value])
+    torch.distributed.all_reduce(total)
+    return rank.index, int(total), rank.gather("values", value + rank.index)
+
+
+def raises_on_one(rank):
+    if rank.index == 1:
+        raise ValueError("this one fails")
+    return "fine"
+
+
+def dies_on_one(rank):
+    if rank.index == 1:
+        os._exit(9)
+    return "fine"
+
+
+def hangs_on_one(rank):
+    if rank.index == 1:
+        time.sleep(100)
+    return "fine"
+
+
+def check_it_works(ranks):
+    assert ranks.run(3, add, 10) == [(rank, 33, [10, 11, 12]) for rank in range(3)]
+
+
+def test_results_come_by_rank(ranks):
+    check_it_works(ranks)
+    assert [answer[1] for answer in ranks.run(2, add, 1)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("function", "sign"),
+    [
+        (raises_on_one, "ValueError: this one fails"),
+        (dies_on_one, "ended with code 9"),
+        (hangs_on_one, "in hangs_on_one"),
+    ],
+)
+def test_a_failure_is_told_and_forgotten(ranks, function, sign):
+    with pytest.raises(RankError) as caught:
+        ranks.run(2, function, timeout_s=5)
+    assert sign in str(caught.value)
+    assert "--- rank 0 done" in str(caught.value)
+    check_it_works(ranks)

@@ -1,0 +1,199 @@
+"""Everything that training loops do around backward() and step() gives DDP's result, bit for bit with two ranks."""
+
+import contextlib
+
+import pytest
+
+from training import compare
+from training.needs import torch
+from training.twins import Twins
+
+
+def clip_norm(module, optimizer):
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def clip_value(module, optimizer):
+    torch.nn.utils.clip_grad_value_(module.parameters(), 1e-3)
+
+
+def scale_in_place(module, optimizer):
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def replace_gradient(module, optimizer):
+    for parameter in module.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def replace_unread(module, optimizer):
+    """Nobody asks for the old gradient, so nobody waits for it."""
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+
+
+def write_through_data(module, optimizer):
+    """``grad.data`` raises no version counter."""
+    for parameter in module.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def only_read(module, optimizer):
+    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
+
+
+def write_some(module, optimizer):
+    module[2].weight.grad.add_(1e-3)
+
+
+def decay_weights(module, optimizer):
+    """Decoupled weight decay by hand, as some recipes write it."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 - 1e-3)
+
+
+CHANGES = [
+    clip_norm, clip_value, scale_in_place, replace_gradient, replace_unread, write_through_data, only_read, write_some,
+    decay_weights,
+]  # fmt: skip
+
+
+def change_between(rank, name):
+    twins = Twins(rank, "plain", "sgd foreach")
+    change = {function.__name__: function for function in CHANGES}[name]
+    for _ in range(5):
+        twins.step(change)
+    # Every other step only, so that plain and changed steps follow each other.
+    for _ in range(2):
+        twins.step()
+        twins.step(change)
+    found = twins.differences()
+    twins.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("name", [change.__name__ for change in CHANGES])
+def test_gradients_can_be_read_and_changed_before_the_step(ranks, name):
+    for found in ranks.run(2, change_between, name):
+        assert found == []
+
+
+def zero_in_each_way(rank):
+    twins = Twins(rank, "plain", "adam plain")
+    forms = [
+        lambda module, optimizer: optimizer.zero_grad(),
+        lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda module, optimizer: module.zero_grad(),
+        lambda module, optimizer: module.zero_grad(set_to_none=False),
+        lambda module, optimizer: [setattr(p, "grad", None) for p in module.parameters()],
+        lambda module, optimizer: [p.grad.zero_() for p in module.parameters()],
+        lambda module, optimizer: torch._foreach_zero_([p.grad for p in module.parameters()]),
+    ]
+    for number in range(3 * len(forms)):
+        for module, optimizer, forward in twins.each():
+            if number:
+                forms[number % len(forms)](module, optimizer)
+            twins.task.loss(forward, twins.batch()).backward()
+            optimizer.step()
+        twins._after_step()
+    found = twins.differences()
+    twins.handle.detach()
+    return found
+
+
+def test_every_form_of_zeroing_gradients_works_and_forms_mix(ranks):
+    for found in ranks.run(2, zero_in_each_way):
+        assert found == []
+
+
+def zero_after_step(rank, set_to_none, optimizer_name):
+    """The order of many loops: backward, step, zero_grad; so the gradients are pending when they are zeroed."""
+    twins = Twins(rank, "plain", optimizer_name)
+    for _ in range(6):
+        twins.pending_step()
+        for _, optimizer, _ in twins.each():
+            optimizer.zero_grad(set_to_none=set_to_none)
+    found = twins.differences()
+    for module, _, _ in twins.each():
+        found += [f"{n}.grad is left" for n, p in module.named_parameters() if p.grad is not None and p.grad.any()]
+    twins.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adam plain", "adam foreach", "sgd fused"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroing_right_after_the_step_does_not_zero_what_travels(ranks, set_to_none, optimizer):
+    for found in ranks.run(2, zero_after_step, set_to_none, optimizer):
+        assert found == []
+
+
+def accumulate(rank, way, mode):
+    """Three backward passes to a step, the first two of them without communication."""
+    twins = Twins(rank, "convnet", "adam plain", mode=mode, wrap=way == "ddp")
+    for number in range(6):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            quiet = (
+                forward.no_sync
+                if isinstance(forward, torch.nn.parallel.DistributedDataParallel)
+                else twins.handle.no_sync
+            )
+            for part in range(3):
+                with quiet() if part < 2 else contextlib.nullcontext():
+                    twins.task.loss(forward, twins.task.batch(twins.rank.index, 3 * number + part)).backward()
+            optimizer.step()
+        twins._after_step()
+    found = twins.differences()
+    twins.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("way", ["handle", "ddp"])
+def test_gradients_accumulate_without_communication(ranks, way, mode):
+    for found in ranks.run(2, accumulate, way, mode):
+        assert found == []
+
+
+def accumulate_with_communication(rank):
+    """Two backward passes to a step and no no_sync(): DDP reduces the sum of what was reduced and what came new."""
+    twins = Twins(rank, "plain", "sgd foreach", mode="hook")
+    for number in range(6):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            for part in range(2):
+                twins.task.loss(forward, twins.task.batch(twins.rank.index, 2 * number + part)).backward()
+            optimizer.step()
+        twins._after_step()
+    found = twins.differences()
+    twins.handle.detach()
+    return found
+
+
+def test_gradients_accumulate_with_communication(ranks):
+    """In hook mode; for overlap mode see test_misuse.py."""
+    for found in ranks.run(2, accumulate_with_communication):
+        assert found == []
+
+
+def several_losses(rank):
+    """One backward over the sum of two forwards: each parameter's gradient comes once, though it is used twice."""
+    twins = Twins(rank, "plain", "adam plain")
+    for number in range(6):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            first = twins.task.loss(forward, twins.task.batch(twins.rank.index, number))
+            second = twins.task.loss(forward, twins.task.batch(twins.rank.index, number + 100))
+            (first + second).backward()
+            optimizer.step()
+        twins._after_step()
+    found = compare.modules(twins.ours.bare, twins.theirs.module) + twins.differences()
+    twins.handle.detach()
+    return found
+
+
+def test_two_forwards_before_one_backward(ranks):
+    for found in ranks.run(2, several_losses):
+        assert found == []

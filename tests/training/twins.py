@@ -1,0 +1,92 @@
+"""Two trainings side by side on two ranks, one with gradcast and one with stock DDP, equal bit for bit at each step.
+
+``pending_step`` leaves the gradcast side with a step that cannot have finished: rank 1's gradients come once rank 0
+has looked. Whoever reads a parameter then sees a stale value, unless gradcast makes it wait.
+"""
+
+from collections.abc import Callable
+
+from training import compare, optimizers
+from training.models import TASKS
+from training.needs import torch
+from training.ours import Ours
+
+nn = torch.nn
+
+
+class Twins:
+    def __init__(self, rank, task_name: str = "plain", optimizer_name="adam plain", **options) -> None:
+        assert rank.size == 2, "with more ranks the twins differ by rounding"
+        self.rank = rank
+        self.task = TASKS[task_name]
+        self.ours = Ours(task_name, optimizer_name, rank.index, **options)
+        self.theirs = nn.parallel.DistributedDataParallel(self.task.module(seed=rank.index))
+        self.recipe = optimizers.make(optimizer_name, self.theirs.module)
+        self.steps = 0
+        self.signals = 0
+
+    @property
+    def handle(self):
+        return self.ours.handle
+
+    def batch(self):
+        return self.task.batch(self.rank.index, self.steps)
+
+    def each(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer, nn.Module], ...]:
+        """(module, optimizer, module that runs forward) of DDP's side, then of gradcast's."""
+        return (
+            (self.theirs.module, self.recipe.optimizer, self.theirs),
+            (self.ours.bare, self.ours.optimizer, self.ours.module),
+        )
+
+    def step(self, between: Callable | None = None) -> None:
+        """One step on both sides; ``between(module, optimizer)`` runs after backward."""
+        for module, optimizer, forward in self.each():
+            optimizer.zero_grad()
+            self.task.loss(forward, self.batch()).backward()
+            if between is not None:
+                between(module, optimizer)
+            optimizer.step()
+        self._after_step()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def _after_step(self) -> None:
+        self.recipe.after_step()
+        self.ours.recipe.after_step()
+        self.steps += 1
+
+    def pending_step(self) -> None:
+        """One step on both sides; that of gradcast cannot have finished, unless it is of the warm-up, which waits."""
+        if self.steps < self.ours.warmup_steps:
+            self.step()
+            return
+        self._their_step()
+        self.ours.optimizer.zero_grad()
+        loss = self.task.loss(self.ours.module, self.batch())
+        # The one way to look that cannot be made to wait: memory whose address was taken while it was finished.
+        raw = [parameter.detach().numpy() for parameter in self.ours.bare.parameters()]
+        before = [values.copy() for values in raw]
+        self.signals += 1
+        if self.rank.index != 0:
+            self.rank.wait_for(f"looked{self.signals}")
+        loss.backward()
+        self.ours.optimizer.step()
+        if self.rank.index == 0:
+            moved = sum(not (new == old).all() for new, old in zip(raw, before, strict=True))
+            assert moved == 0, f"{moved} parameters were updated without the other rank's gradients"
+            self.rank.signal(f"looked{self.signals}")
+        self._after_step()
+
+    def _their_step(self) -> None:
+        self.recipe.optimizer.zero_grad()
+        self.task.loss(self.theirs, self.batch()).backward()
+        self.recipe.optimizer.step()
+
+    def differences(self) -> list[str]:
+        """Of everything, after a flush."""
+        self.handle.flush()
+        found = compare.modules(self.ours.bare, self.theirs.module)
+        return found + compare.optimizers(self.ours.optimizer, self.recipe.optimizer)

@@ -1,0 +1,77 @@
+"""The program of one process of the pool: python -m training.worker <pipe> <rank> <port of the store>."""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+from training.needs import torch
+
+PR_SET_PDEATHSIG = 1
+
+
+class Rank:
+    """What a function on a rank is given."""
+
+    def __init__(self, index: int, size: int, store) -> None:
+        self.index = index
+        self.size = size
+        self.store = store
+
+    def signal(self, name: str) -> None:
+        """Lets every rank pass that waits for this name."""
+        self.store.set(f"signal/{name}", "1")
+
+    def wait_for(self, name: str) -> None:
+        self.store.wait([f"signal/{name}"])
+
+    def gather(self, name: str, value) -> list:
+        """The value of each rank, on every rank; through the store, so that no collective of a test is disturbed."""
+        self.store.set(f"gather/{name}/{self.index}", pickle.dumps(value))
+        return [pickle.loads(self.store.get(f"gather/{name}/{rank}")) for rank in range(self.size)]
+
+
+def run(call: tuple, index: int, root_store) -> object:
+    number, world_size, module, function, arguments, timeout_s = call
+    # Shorter than the pool's own limit, so that a rank that waits in vain says where.
+    timeout = timedelta(seconds=0.5 * timeout_s)
+    store = torch.distributed.PrefixStore(f"call{number}", root_store)
+    store.set_timeout(timeout)
+    torch.distributed.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=timeout)
+    torch.manual_seed(1000 + index)
+    try:
+        target = getattr(importlib.import_module(module), function)
+        return target(Rank(index, world_size, torch.distributed.PrefixStore("test", store)), *arguments)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        gc.collect()
+
+
+def main(pipe_handle: int, index: int, port: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    pipe = Connection(pipe_handle)
+    store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = ("done", run(call, index, store))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))
