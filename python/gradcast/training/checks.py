@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,11 +15,15 @@ from gradcast.training.group import Group
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters with gradients by name, each once; names without the prefix that DDP's wrapper adds."""
+    if not isinstance(module, nn.Module):
+        raise _use(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     found = {}
     for name, parameter in inner.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise _use(f"{name} is not initialized yet; run one forward pass before attach")
+        if parameter.requires_grad and parameter.is_complex():
+            raise _use(f"{name} is complex; gradcast sends real gradients only")
         if parameter.requires_grad and parameter.numel() > 0:
             found[name] = parameter
     if not found:
@@ -68,6 +73,36 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
     missing = [name for key, name in names.items() if key not in owner] if optimizers else []
     if missing:
         raise _use(f"{missing[0]} is in none of the optimizers; give all optimizers of the module to attach, as a list")
+
+
+def check_same_call(process_group: Any, refusal: Error | None, mode: str, warmup_steps: int) -> None:
+    """Raises on every rank what one of them refuses, and where they call attach in different ways. Collective.
+
+    Over the user's group: gradcast's own cannot be made where one rank has left already.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
+        if refusal is not None:
+            raise refusal
+        return
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    mine = (None if refusal is None else (str(refusal), refusal.code), mode, warmup_steps)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    if refusal is not None:
+        raise refusal
+    for rank, (refused, *_) in enumerate(everyone):
+        if refused is not None:
+            raise Error(f"rank {rank} refuses to attach: {refused[0]}", refused[1])
+    for rank, (_, other_mode, other_steps) in enumerate(everyone):
+        if other_mode != everyone[0][1]:
+            raise _use(
+                f"rank 0 attaches in {everyone[0][1]} mode, rank {rank} in {other_mode} mode; give all ranks an "
+                "optimizer, or none"
+            )
+        if other_steps != everyone[0][2]:
+            raise _use(
+                f"options.warmup_steps is {everyone[0][2]} on rank 0 and {other_steps} on rank {rank}; "
+                "give all ranks the same"
+            )
 
 
 def check_same_model(group: Group, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:

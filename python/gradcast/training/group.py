@@ -93,6 +93,12 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     return Group(rank, world_size, shared, own)
 
 
+def require_backend(process_group: Any, device: torch.device) -> None:
+    """Raises where the group cannot send tensors of this device; the same on all ranks, since the group is."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0:
+        _backend(process_group if process_group is not None else dist.group.WORLD, device)
+
+
 def _without_group(process_group: Any) -> Group:
     workers = os.environ.get("WORLD_SIZE", "1")
     if process_group is not None or workers not in ("", "1"):
@@ -106,12 +112,15 @@ def _without_group(process_group: Any) -> Group:
 
 def _timeout_of(group: Any, device: torch.device) -> datetime.timedelta | None:
     """That of the user's group, which new_group() would not take over. None for a backend that does not tell it."""
+    return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
+
+
+def _backend(group: Any, device: torch.device) -> Any:
     try:
-        backend = group._get_backend(device)
+        return group._get_backend(device)
     except RuntimeError:
         raise Error(
             f"the process group has no backend for tensors on {device.type} (it has {dist.get_backend_config(group)}); "
             f"for instance init_process_group('cpu:gloo,cuda:nccl') has both",
             "invalid_use",
         ) from None
-    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -16,16 +16,17 @@ from torch.optim import Optimizer
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import write_text
-from gradcast.training import checks, ddp, planning
+from gradcast.training import checks, ddp, planning, updates
 from gradcast.training.buffers import Place
-from gradcast.training.group import make_group
+from gradcast.training.group import make_group, require_backend
 from gradcast.training.options import Options
 from gradcast.training.report import stats_of
 from gradcast.training.session import Session
 from gradcast.training.solo import SoloSession
 
 _log = logging.getLogger("gradcast")
-_attached: "weakref.WeakKeyDictionary[nn.Module, Handle]" = weakref.WeakKeyDictionary()
+# Modules alone: a handle holds its module, and would keep it here for ever.
+_attached: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def attach(
@@ -48,13 +49,17 @@ def attach(
     options = options or Options()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    if inner in _attached:
-        raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
-    parameters = checks.trainable(module)
-    checks.check_optimizers(optimizers, parameters)
+    refusal = None
+    parameters: dict[str, nn.Parameter] = {}
+    try:
+        parameters = _checked(module, inner, optimizers, process_group)
+    except Error as error:
+        refusal = error
     if isinstance(module, DistributedDataParallel):
-        checks.check_ddp(module, process_group)
         process_group = module.process_group
+    if parameters:
+        require_backend(process_group, next(iter(parameters.values())).device)
+    checks.check_same_call(process_group, refusal, "overlap" if optimizers else "hook", options.warmup_steps)
     group = make_group(process_group, next(iter(parameters.values())).device, options.timeout_s)
     checks.check_same_model(group, parameters, dict(inner.named_buffers()))
     if group.world_size == 1:
@@ -64,8 +69,23 @@ def attach(
             group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
         session = Session(module, parameters, optimizers, group, options)
     handle = Handle(module, session)
-    _attached[inner] = handle
+    _attached.add(inner)
     return handle
+
+
+def _checked(
+    module: nn.Module, inner: nn.Module, optimizers: Sequence[Optimizer], process_group: Any
+) -> dict[str, nn.Parameter]:
+    """What this rank can see by itself. The trainable parameters."""
+    parameters = checks.trainable(module)
+    if inner in _attached:
+        raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
+    checks.check_optimizers(optimizers, parameters)
+    for each in optimizers:
+        updates.refuse_unsplittable(each)
+    if isinstance(module, DistributedDataParallel):
+        checks.check_ddp(module, process_group)
+    return parameters
 
 
 class Handle:
@@ -117,7 +137,8 @@ class Handle:
 
         Needed only before parameters are read in ways that PyTorch's own checks do not see: DLPack, raw pointers.
         """
-        self._live.flush()
+        if not self._session.released:
+            self._session.flush()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -159,12 +180,18 @@ class Handle:
         """Finishes what is in flight and gives back module and optimizers as they were. Collective. Idempotent."""
         if self._session.released:
             return
-        self._session.flush()
+        try:
+            self._session.flush()
+        finally:
+            # Also where what is in flight never arrives: the module is then an ordinary one that can be read and saved.
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._session.release()
         module = self._module()
         if module is not None:
             inner = module.module if isinstance(module, DistributedDataParallel) else module
-            _attached.pop(inner, None)
+            _attached.discard(inner)
             if self._taken_over is not None:
                 ddp.give_back(module, self._taken_over)
 

@@ -42,6 +42,15 @@ class Options:
         names = [policy.name for policy in _core.policies()]
         if self.policy not in names:
             raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")
+        policy = next(policy for policy in _core.policies() if policy.name == self.policy)
+        if policy.needs_scatter_gather:
+            raise Error(
+                f"options.policy is {self.policy!r}, which needs other operations than all-reduce; choose another"
+            )
+        known = [parameter.name for parameter in policy.parameters]
+        for name in self.policy_parameters:
+            if name not in known:
+                raise Error(f"options.policy_parameters has {name!r}; {self.policy} knows {', '.join(known) or 'none'}")
 
     @property
     def plan_path(self) -> str | None:

@@ -22,6 +22,9 @@ _MIB = 1 << 20
 _CAP_MAX_BYTES = 25 * _MIB
 _CAP_MIN_BYTES = 16 * 1024
 _CAP_SHARES = (1, 1, 4, 16, 2, 64)
+# A packed block needs memory and time that a model knows only roughly. It has to promise more than noise.
+_NEVER_PACK_NS_PER_BYTE = 1e6
+_PACKING_GAIN = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +127,24 @@ def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
 
 def decide(profile: _core.Profile, mode: str, options: Options) -> tuple[str, str]:
     """Rank 0's plan of the measured profile, as JSON texts (profile, plan)."""
-    plan = _core.make_plan(
+    plan = _plan(profile, profile.link, mode, options)
+    if any(len(block.ranges) > 1 for block in plan.blocks):
+        link = json.loads(profile.link.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
+        in_place = _plan(profile, _core.LinkModel.from_json(json.dumps(link)), mode, options)
+        if in_place.predicted_ns <= plan.predicted_ns * _PACKING_GAIN:
+            plan = in_place
+    return profile.to_json(), plan.to_json()
+
+
+def _plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Options) -> _core.Plan:
+    return _core.make_plan(
         profile,
-        profile.link,
+        link,
         policy=options.policy,
         mode=mode,
         in_flight=options.in_flight,
         parameters=dict(options.policy_parameters),
     )
-    return profile.to_json(), plan.to_json()
 
 
 def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size: int) -> tuple[str, str]:

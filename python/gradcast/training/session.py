@@ -186,6 +186,7 @@ class Session:
         with self._lock:
             self._steps.finish_all()  # a second step() with the same gradients
             self._require_frozen()
+            self._steps.require_known(number)
             if not self._gradients.open:
                 self._steps.run_whole(number)
                 return

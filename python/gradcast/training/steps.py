@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
+from gradcast.errors import Error
 from gradcast.training import pending, updates
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
@@ -34,11 +35,10 @@ class Steps:
         tells: bool,
     ) -> None:
         """``tells``: this rank says what a user should know; one of them is enough."""
-        for optimizer in optimizers:
-            updates.refuse_unsplittable(optimizer)
         self._optimizers = list(optimizers)
         self._slots = [[slot for slot in slots if slot.owner == number] for number in range(len(optimizers))]
         self._buffers, self._traffic, self._gradients, self._trace = buffers, traffic, gradients, trace
+        self._counts = [_count(optimizer) for optimizer in optimizers]
         self._partial: dict[int, updates.PartialStep] = {}  # by optimizer, while updates of it remain
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()
@@ -59,6 +59,22 @@ class Steps:
     @property
     def waiting(self) -> list[Slot]:
         return [slot for slots in self._slots for slot in slots if slot.updating]
+
+    def require_known(self, number: int) -> None:
+        """Raises for a parameter that the optimizer has been given since attach: its gradient would not travel."""
+        optimizer = self._optimizers[number]
+        if _count(optimizer) == self._counts[number]:
+            return
+        known = {id(slot.parameter) for slot in self._slots[number]}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known and parameter.requires_grad and parameter.numel() > 0:
+                    raise Error(
+                        f"the optimizer has been given a parameter of shape {tuple(parameter.shape)} since attach, "
+                        "whose gradient would not travel; call handle.detach() and attach again",
+                        "invalid_use",
+                    )
+        self._counts[number] = _count(optimizer)
 
     def run_whole(self, number: int) -> None:
         """The optimizer's own step, on the gradients as they are."""
@@ -153,3 +169,7 @@ class Steps:
         if last:
             del self._partial[number]
         self._trace.count_update()
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
