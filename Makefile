@@ -75,7 +75,7 @@ test-asan: $(VENV)/tools.stamp
 	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-asan.xml
 	@$(call SANITIZED,address$(,)undefined) -B $(BUILD)-asan >/dev/null
 	@cmake --build $(BUILD)-asan --target core_test engine_test --parallel $(JOBS)
-	GRADCAST_SEED_FACTOR=0.1 $(CTEST_SANITIZED) --test-dir $(BUILD)-asan --output-junit $(CURDIR)/$(BUILD)/ctest-asan.xml
+	GRADCAST_SEED_FACTOR=0.05 $(CTEST_SANITIZED) --test-dir $(BUILD)-asan --output-junit $(CURDIR)/$(BUILD)/ctest-asan.xml
 
 # Many more seeds of every randomized test, many more mutated files, a wheel built and used from nothing, and the fuzzers
 # where clang is at hand. Hours at most; SEED_FACTOR and FUZZ_SECONDS set how long.

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes sure that the system has what the build needs from outside: a C++20 compiler and Python's headers ("core"), for the
-# tests also GoogleTest and Google Benchmark ("tests"), for root's demo the tools that make a slow link ("demo"). As root on a machine with apt it installs what is missing;
-# elsewhere it names it. Everything else comes from Python packages, into .venv.
+# tests also GoogleTest and Google Benchmark ("tests"), for root's demo the tools that make a slow link ("demo"). As root on
+# a machine with apt it installs what is missing; elsewhere it names it. Everything else comes from Python packages, into .venv.
 set -eu
 level=$1
 python=${PYTHON:-python3}

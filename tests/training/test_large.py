@@ -78,7 +78,9 @@ def both_peaks(rank):
 
 
 def test_memory_stays_that_of_ddp(ranks):
-    """That of the leanest DDP, which keeps gradients in its buckets."""
+    """That of the leanest DDP, which keeps gradients in its buckets. A second copy of them would be 100 MB more; what
+    the processes' allocators do differs by some 10 MB from run to run."""
+    ranks.end()  # new processes: memory that earlier tests have left to the allocator would be used again, unseen
     for theirs, ours in ranks.run(2, both_peaks, timeout_s=120):
         assert theirs > LARGE_BYTES, "the measurement does not see the gradients"
-        assert ours < theirs + LARGE_BYTES // 10
+        assert ours < theirs + LARGE_BYTES // 4
