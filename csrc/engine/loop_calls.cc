@@ -52,8 +52,9 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
                                             std::to_string(iteration_) +
                                             " are not finished; wait for all of them first");
   }
-  // Of an iteration: one event for each gradient, one for each block.
-  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + plan.blocks.size());
+  // One event for each gradient of an iteration, one for each block on the network.
+  const size_t in_flight_max = std::min(static_cast<size_t>(plan.in_flight), plan.blocks.size());
+  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + in_flight_max);
   next_plan_ = std::move(followed);
   return ++plan_version_;
 }

@@ -172,7 +172,7 @@ TEST(Engine, SaysWhatItWaitsFor) {
   EXPECT_EQ(fixture.engine.waiting_for(), "block 1 of 2 (t1, 40 B) waits for the gradient of t1");
   fixture.engine.on_ready(1);
   ASSERT_TRUE(fixture.transport.await_started(1));
-  EXPECT_EQ(fixture.engine.waiting_for().substr(0, 51), "block 1 of 2 (t1, 40 B) is on the network since 0.0");
+  EXPECT_TRUE(fixture.engine.waiting_for().starts_with("block 1 of 2 (t1, 40 B) is on the network since "));
   fixture.transport.complete(0);
   ASSERT_TRUE(fixture.engine.wait(std::vector<int32_t>{1}, kPatienceNs));
   EXPECT_EQ(fixture.engine.waiting_for(), "block 2 of 2 (t0, 40 B) waits for the gradient of t0");
