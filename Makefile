@@ -32,6 +32,7 @@ help:
 .PHONY: demo
 demo: core
 	@tools/need.sh demo
+	@python -c 'from gradcast.training import extension; extension.load()'
 	python -m benchmarks.demo
 
 # All checks run, also after one has failed, so that one run shows everything there is to mend.

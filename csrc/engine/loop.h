@@ -107,7 +107,7 @@ class Engine::Loop final : public CompletionSink {
   bool stopping_ = false;
   int64_t drain_deadline_ns_ = kNever;  // when the thread stops hoping that what is in flight completes
   bool callers_due_ = false;            // what callers wait for has changed in this turn
-  int64_t start_ns_ = 0;                // time spent inside the transport's start() in this turn
+  int64_t start_ns_ = 0;                // CPU time spent inside the transport's start() so far
 
   // Has its own lock.
   Queue queue_;

@@ -1,6 +1,5 @@
 """Starts a program of programs.py on every rank, as torchrun would, and waits for all of them, but not without end."""
 
-import contextlib
 import json
 import os
 import signal
@@ -56,9 +55,10 @@ def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0
         return [_wait(process, deadline_s) for process in processes]
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
+            # Once it has been waited for, its number may be another process's.
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+                process.wait(10)
 
 
 def _wait(process: subprocess.Popen, deadline_s: float) -> Ended:
@@ -69,8 +69,11 @@ def _wait(process: subprocess.Popen, deadline_s: float) -> Ended:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints where every thread is
         out, errors = process.communicate(timeout=10)
+    left_behind = _exists(process.pid)
+    if left_behind:
+        os.killpg(process.pid, signal.SIGKILL)
     told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return Ended(code, told, errors, _exists(process.pid))
+    return Ended(code, told, errors, left_behind)
 
 
 def _exists(group: int) -> bool:
