@@ -3,8 +3,8 @@
     python benchmarks/attach_overhead.py [--rounds 7] [--json]
 
 Per gradient: the hook, the engine's event and the pending mark, without the copy into the buffer, which DDP has to make
-too (shown beside it). One worker: a model of 150 tensors, plain and attached in turns; the ratio of their median steps,
-during the warm-up, when stamps are taken, and after it.
+too (shown beside it). One worker: a model of 150 tensors, plain and attached in turns, step by step; the ratio of their
+median steps, during the warm-up, when stamps are taken, and after it.
 """
 
 import argparse
@@ -85,34 +85,52 @@ def model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def steps_ms(attached: bool) -> tuple[list[float], list[float]]:
-    """Times of the steps during the warm-up, its first one left out, and after it."""
-    torch.manual_seed(0)
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-    if attached:
-        gradcast.attach(module, optimizer)
-    batch = torch.randn(512, 256)
-    times = []
-    for _ in range(_STEPS):
+class Training:
+    """One model, stepped and timed one step at a time."""
+
+    def __init__(self, attached: bool) -> None:
+        torch.manual_seed(0)
+        self._module = model()
+        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=0.01, momentum=0.9)
+        self._handle = gradcast.attach(self._module, self._optimizer) if attached else None
+        self.steps_ms: list[float] = []
+
+    def step(self, batch: torch.Tensor) -> None:
         start = time.perf_counter_ns()
-        optimizer.zero_grad()
-        module(batch).square().mean().backward()
-        optimizer.step()
-        times.append((time.perf_counter_ns() - start) / 1e6)
+        self._optimizer.zero_grad()
+        self._module(batch).square().mean().backward()
+        self._optimizer.step()
+        self.steps_ms.append((time.perf_counter_ns() - start) / 1e6)
+
+    def close(self) -> None:
+        if self._handle:
+            self._handle.detach()
+
+
+def round_ratios() -> dict[str, float]:
+    """Plain and attached by turns, step by step, so that whatever the machine does falls on both. The first step of
+    each, in which memory is new, is left out."""
+    batch = torch.randn(512, 256)
+    plain, attached = pair = Training(attached=False), Training(attached=True)
+    for step in range(_STEPS):
+        for training in pair if step % 2 else reversed(pair):
+            training.step(batch)
+    for training in pair:
+        training.close()
     warmup_steps = gradcast.Options().warmup_steps
-    return times[1:warmup_steps], times[warmup_steps:]
+    spans = {"during the warm-up": slice(1, warmup_steps), "after the warm-up": slice(warmup_steps, None)}
+    return {
+        name: statistics.median(attached.steps_ms[span]) / statistics.median(plain.steps_ms[span])
+        for name, span in spans.items()
+    }
 
 
 def one_worker(rounds: int) -> dict[str, dict[str, float]]:
-    ratios: dict[str, list[float]] = {"during the warm-up": [], "after the warm-up": []}
-    for _ in range(rounds):
-        plain, attached = steps_ms(False), steps_ms(True)
-        for name, before, after in zip(ratios, plain, attached, strict=True):
-            ratios[name].append(statistics.median(after) / statistics.median(before))
+    ratios = [round_ratios() for _ in range(rounds)]
+    by_name = {name: [ratio[name] for ratio in ratios] for name in ratios[0]}
     return {
         name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        for name, values in ratios.items()
+        for name, values in by_name.items()
     }
 
 
