@@ -13,7 +13,7 @@ nn = torch.nn
 
 @dataclass
 class Followed:
-    """What was in force when a backward pass began."""
+    """What was in force in a backward pass."""
 
     plan_version: int
     policy: str
@@ -54,11 +54,11 @@ class Ours:
 
     def backward(self, batch) -> float:
         loss = self.task.loss(self.module, batch)
-        loss.register_hook(self._note_plan)
         loss.backward()
+        self._note_plan()
         return loss.item()
 
-    def _note_plan(self, gradient) -> None:
+    def _note_plan(self) -> None:
         plan = self.handle.plan
         self.followed.append(Followed(self.handle.plan_version, plan.policy, self.handle.layout, plan.blocks))
 

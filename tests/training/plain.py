@@ -40,7 +40,9 @@ def _flat_buffers(layout: Sequence) -> dict[int, torch.Tensor]:
     ends: dict[int, int] = {}
     types = {}
     for place in layout:
-        ends[place.buffer] = max(ends.get(place.buffer, 0), place.hi_bytes)
+        # Behind each gradient lies its mark, one element, which travels too.
+        end = place.hi_bytes + element_bytes(place.dtype)
+        ends[place.buffer] = max(ends.get(place.buffer, 0), end)
         types[place.buffer] = place.dtype
     return {
         buffer: torch.zeros(end // element_bytes(types[buffer]), dtype=types[buffer]) for buffer, end in ends.items()

@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 
 from training import compare
+from training.bomb import Bomb
 from training.models import TASKS
 
 RANK = int(os.environ["RANK"])
@@ -120,16 +121,6 @@ def loads_data_in_processes(side: str) -> None:
         for (number,) in torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=2):
             training.step(int(number))
     tell(digest=compare.digest(training.module))
-
-
-class Bomb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("the user's own error in backward")
 
 
 def fails_in_backward(mode: str, failing_rank: str) -> None:

@@ -34,7 +34,8 @@ def follow(rank, mode, warmup_steps, steps):
         "hash": ours.handle.plan.hash(profile),
         "profile": profile.to_json(),
         "stats": ours.handle.stats(),
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in ours.bare.parameters()),
+        # With the mark of each.
+        "parameter_bytes": sum((p.numel() + 1) * p.element_size() for p in ours.bare.parameters()),
     }
     ours.handle.detach()
     return answer

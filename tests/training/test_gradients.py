@@ -11,13 +11,9 @@ Addition has no error of underflow. u is 2^-24 for float32, 2^-53 for float64 an
 """
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 
-import gradcast
-from gradcast.files import plan_hash
 from training import compare
 from training.models import TASKS
 from training.needs import torch
@@ -107,51 +103,3 @@ def test_gradients_of_a_step_are_those_of_ddp(ranks, task, mode, wrap, world_siz
         assert found == []
         assert largest == 0 or world_size > 2
         assert policies[-1] == "fifo"
-
-
-def arrival_order(task, module, batch):
-    """Names in the order in which backward makes gradients: the order of DDP's buckets from its second forward on."""
-    plain, order = copy.deepcopy(module), []
-    for name, parameter in plain.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    task.loss(plain, batch).backward()
-    return order
-
-
-def plan_like_ddp(module, order, path):
-    """A plan file of one block that has the gradients in this order: DDP's only bucket."""
-    parameters = dict(module.named_parameters())
-    tensors = [
-        gradcast.Tensor(name=name, bytes=4 * parameters[name].numel(), ready_ns=len(order) - place, need_ns=place)
-        for place, name in enumerate(order)
-    ]
-    profile = gradcast.Profile(name="bucket", forward_ns=len(order), backward_ns=len(order), tensors=tensors)
-    size_bytes = sum(tensor.bytes for tensor in tensors)
-    plan = gradcast.Plan(blocks=[gradcast.Block(ranges=[(0, size_bytes)])], policy="one bucket")
-    note = {"tensors": order, "hash": plan_hash(plan, profile)}
-    Path(path).write_text(json.dumps({**json.loads(plan.to_json()), "made_with": note}))
-
-
-def compare_same_layout(rank, task_name, path):
-    task = TASKS[task_name]
-    module = task.module(seed=0)
-    if rank.index == 0:
-        plan_like_ddp(module, arrival_order(task, module, task.batch(0, 0)), path)
-    ours = Ours(task_name, "sgd plain", rank.index, plan=path)
-    theirs = torch.nn.parallel.DistributedDataParallel(module)
-    found = []
-    for number in range(7):
-        # Before that, one of the two has another layout.
-        more, _ = one_step(rank, ours, theirs, number, exact=number > 3)
-        found += more
-    policy = ours.followed[-1].policy
-    ours.handle.detach()
-    return found, policy
-
-
-@pytest.mark.parametrize("world_size", [3, 4])
-@pytest.mark.parametrize("task", ["convnet", "transformer"])
-def test_the_same_layout_gives_the_same_bits(ranks, tmp_path, task, world_size):
-    for found, policy in ranks.run(world_size, compare_same_layout, task, str(tmp_path / "plan.json")):
-        assert found == []
-        assert policy == "one bucket"

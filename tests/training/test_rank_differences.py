@@ -51,7 +51,20 @@ def other_buffer(rank):
 
 
 # function: what both sides of the difference are called
+def other_strides(variant):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 4, 3))
+    return module.to(memory_format=torch.channels_last) if variant else module
+
+
+def other_frozen_shape(variant):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5 if variant else 4))
+    module[1].requires_grad_(False)
+    return module
+
+
 MODULES = {
+    other_strides: ("1.weight", "strides"),
+    other_frozen_shape: ("frozen 1.weight", "(4, 3)", "(5, 3)"),
     other_shape: ("1.weight", "(4, 3)", "(5, 3)"),
     other_name: ("second.weight", "other.weight"),
     other_dtype: ("1.weight", "float32", "float64"),

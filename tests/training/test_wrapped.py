@@ -10,6 +10,7 @@ VARIANTS = {
     "default": {},
     "bucket_view": {"gradient_as_bucket_view": True},
     "static_graph": {"static_graph": True},
+    "static_graph_and_views": {"static_graph": True, "gradient_as_bucket_view": True},
     "no_buffers": {"broadcast_buffers": False},
     "find_unused": {"find_unused_parameters": True},
     "small_buckets": {"bucket_cap_mb": 0.001},

@@ -60,7 +60,8 @@ class Twins:
 
     def pending_step(self) -> None:
         """One step on both sides; that of gradcast cannot have finished, unless it is of the warm-up, which waits."""
-        if self.steps < self.ours.warmup_steps:
+        # The ranks agree on the plan at the first step after the warm-up.
+        if self.steps <= self.ours.warmup_steps:
             self.step()
             return
         self._their_step()

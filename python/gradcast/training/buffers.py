@@ -2,6 +2,9 @@
 
 A block of a plan is a byte range of a buffer, so the layout decides what can travel together. The memory is allocated
 once; only the order of the views changes.
+
+Behind each gradient lies one element more, its **mark**: 1 where this rank has used the parameter, 0 where not. It
+travels with the gradient, so the sum tells whether anybody has used it, without an operation of its own.
 """
 
 import dataclasses
@@ -12,7 +15,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a gradient lies: bytes ``[lo_bytes, hi_bytes)`` of a buffer."""
+    """Where a gradient lies: bytes ``[lo_bytes, hi_bytes)`` of a buffer. Its mark is the element behind."""
 
     name: str
     buffer: int
@@ -30,7 +33,8 @@ class Sizes:
         self.buffer_of = [self._dtypes.index(parameter.dtype) for parameter in parameters]
 
     def bytes_of(self, index: int) -> int:
-        return self._parameters[index].numel() * self.element_bytes_of(index)
+        """What travels: the gradient and its mark."""
+        return (self._parameters[index].numel() + 1) * self.element_bytes_of(index)
 
     def element_bytes_of(self, index: int) -> int:
         return self._parameters[index].element_size()
@@ -48,9 +52,12 @@ class GradientBuffers(Sizes):
         self.flats = []
         for buffer, dtype in enumerate(self._dtypes):
             members = [p for p, b in zip(parameters, self.buffer_of, strict=True) if b == buffer]
-            count = sum(parameter.numel() for parameter in members)
+            count = sum(parameter.numel() + 1 for parameter in members)
             self.flats.append(torch.zeros(count, dtype=dtype, device=members[0].device))
         self.views: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._marks: list[torch.Tensor] = []  # by parameter: one element each
+        self._marked: list[torch.Tensor] = []  # by buffer: where its marks lie
         self.layout: tuple[Place, ...] = ()
         self.lay_out(range(len(self._parameters)))
 
@@ -58,22 +65,53 @@ class GradientBuffers(Sizes):
     def size_bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self.flats)
 
+    def mark_all(self) -> None:
+        """This rank uses every parameter, but those of ``unmark``. REQUIRES: nothing of the buffers travels."""
+        for flat, marked in zip(self.flats, self._marked, strict=True):
+            flat.index_fill_(0, marked, 1.0)
+
+    def unmark(self, index: int) -> None:
+        """This rank has not used this parameter."""
+        self._marks[index].zero_()
+
+    def used_anywhere(self, index: int) -> bool:
+        """Whether any rank has. REQUIRES: the gradient has arrived."""
+        return self._marks[index].item() > 0
+
+    def is_in_place(self, index: int) -> bool:
+        """Whether the view still lies in the buffer: ``grad.data = …`` gives it other memory."""
+        with torch._C.DisableTorchFunctionSubclass():  # of a gradient that is pending, too
+            return self.views[index].data_ptr() == self._addresses[index]
+
+    def renew(self, index: int) -> None:
+        """Makes the view anew, in the buffer."""
+        place = next(place for place in self.layout if place.name == self._names[index])
+        offset = place.lo_bytes // place.dtype.itemsize
+        self.views[index] = _view(self.flats[place.buffer], offset, self._parameters[index])
+
     def lay_out(self, order: Sequence[int]) -> None:
         """Gives every parameter a new place, in this order of their indices; the gradients move with them.
 
         Makes new ``views``. Needs once the memory of the largest buffer. REQUIRES: nothing of the buffers travels.
         """
         old_views, self.views = self.views, [torch.Tensor()] * len(self._parameters)
+        self._marks = [torch.Tensor()] * len(self._parameters)
         places = []
         offsets = [0] * len(self.flats)
         for index in order:
             parameter, buffer = self._parameters[index], self.buffer_of[index]
             lo, size = offsets[buffer], parameter.numel()
-            offsets[buffer] = lo + size
+            offsets[buffer] = lo + size + 1
             self.views[index] = _view(self.flats[buffer], lo, parameter)
+            self._marks[index] = self.flats[buffer][lo + size]
             width = parameter.element_size()
             places.append(Place(self._names[index], buffer, lo * width, (lo + size) * width, parameter.dtype))
+        self._addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(places)
+        ends: list[list[int]] = [[] for _ in self.flats]
+        for place in places:
+            ends[place.buffer].append(place.hi_bytes // place.dtype.itemsize)
+        self._marked = [torch.tensor(end, device=flat.device) for end, flat in zip(ends, self.flats, strict=True)]
         if old_views:
             self._move(old_views)
 

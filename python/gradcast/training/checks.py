@@ -13,15 +13,24 @@ from gradcast.errors import Error
 from gradcast.training.group import Group
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters with gradients by name, each once; names without the prefix that DDP's wrapper adds."""
     if not isinstance(module, nn.Module):
         raise _use(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
     found = {}
-    for name, parameter in inner.named_parameters():
+    for name, parameter in unwrapped(module).named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise _use(f"{name} is not initialized yet; run one forward pass before attach")
+        if parameter.requires_grad and type(parameter.detach()) is not torch.Tensor:
+            raise _use(
+                f"{name} is a {type(parameter.detach()).__name__}, a tensor that is more than its values; gradcast "
+                "reduces ordinary tensors only"
+            )
         if parameter.requires_grad and parameter.is_complex():
             raise _use(f"{name} is complex; gradcast sends real gradients only")
         if parameter.requires_grad and parameter.numel() > 0:
@@ -105,10 +114,10 @@ def check_same_call(process_group: Any, refusal: Error | None, mode: str, warmup
             )
 
 
-def check_same_model(group: Group, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
+def check_same_model(group: Group, module: nn.Module) -> None:
     """Raises on every rank, naming the first difference between rank 0's model and another's. Collective."""
-    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters.items()]
-    mine += [(f"buffer {name}", tuple(b.shape), str(b.dtype)) for name, b in buffers.items()]
+    mine = [_features(name if p.requires_grad else f"frozen {name}", p) for name, p in module.named_parameters()]
+    mine += [_features(f"buffer {name}", b) for name, b in module.named_buffers()]
     everyone = group.gather(mine)
     for rank, theirs in enumerate(everyone):
         difference = _first_difference(everyone[0], theirs)
@@ -127,8 +136,14 @@ def _first_difference(first: list, other: list) -> tuple[str, str] | None:
 def _describe(entry: list) -> str:
     if not entry:
         return "nothing more"
-    name, shape, dtype = entry[0]
-    return f"{name} of shape {shape} and type {dtype}"
+    name, shape, dtype, strides = entry[0]
+    return f"{name} of shape {shape}, type {dtype} and strides {strides}"
+
+
+def _features(name: str, tensor: torch.Tensor) -> tuple:
+    """What has to be the same. Gradients are summed as they lie in memory: strides count, where they mean anything."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return name, tuple(tensor.shape), str(tensor.dtype), tuple(strides)
 
 
 def _use(message: str) -> Error:

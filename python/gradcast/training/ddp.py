@@ -3,23 +3,85 @@
 DDP keeps what it does besides: buffers from rank 0 before forward, ``no_sync``, its forward. Only its reduction goes.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 
-def take_over(module: DistributedDataParallel) -> dict[str, Any]:
-    """DDP reduces nothing any more. Returns what give_back needs."""
-    before = {"find_unused_parameters": module.find_unused_parameters}
-    # It would make DDP's reducer count unused parameters as ready and reduce buckets by itself.
-    module.find_unused_parameters = False
-    module.reducer._remove_autograd_hooks()
-    return before
+class TakenOver:
+    """DDP reduces nothing any more, until ``give_back()``.
+
+    Where ranks run out of inputs (``ddp.join()``), those that have ended shadow DDP's own operations, which they alone
+    know. ``joining`` is called before the first one of such a run, ``joined`` after the last.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, joining: Callable[[], None], joined: Callable[[], None]) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._joining, self._joined = joining, joined
+        self._in_join = False
+        self._find_unused_parameters = ddp.find_unused_parameters
+        self.active = False
+        self.take()
+        join_hook = ddp.join_hook
+
+        def watched_join_hook(**options: Any) -> JoinHook:
+            self._in_join = True
+            return _WatchedJoin(join_hook(**options), self)
+
+        ddp.join_hook = watched_join_hook
+
+    def take(self) -> None:
+        ddp = self._ddp()
+        # It would make DDP's reducer count unused parameters as ready and reduce buckets by itself.
+        ddp.find_unused_parameters = False
+        ddp.reducer._remove_autograd_hooks()
+        # With a static graph DDP would reduce at the end of its first backward pass, whoever's gradients these are.
+        ddp._static_graph_delay_allreduce_enqueued = True
+        self.active = True
+
+    def before_forward(self) -> None:
+        """Calls ``joining`` in the first forward pass inside of ``join()``."""
+        if self._in_join and self.active and self._ddp()._join_config.enable:
+            self._joining()
+
+    def end_join(self) -> None:
+        self._in_join = False
+        self._joined()
+
+    def reduce_again(self) -> None:
+        """With a new reducer: the hooks of the old one are gone for good."""
+        ddp = self._ddp()
+        ddp.find_unused_parameters = self._find_unused_parameters
+        ddp._static_graph_delay_allreduce_enqueued = False
+        parameters, expect_sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+        self.active = False
+
+    def give_back(self) -> None:
+        """DDP is as it was."""
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        del ddp.join_hook
+        if self.active:
+            self.reduce_again()
 
 
-def give_back(module: DistributedDataParallel, before: dict[str, Any]) -> None:
-    """DDP reduces again, with a new reducer: the hooks of the old one are gone for good."""
-    module.find_unused_parameters = before["find_unused_parameters"]
-    parameters, expect_sparse = module._build_params_for_reducer()
-    names = module._build_debug_param_to_name_mapping(parameters)
-    module._ddp_init_helper(parameters, expect_sparse, names, module.static_graph)
+class _WatchedJoin(JoinHook):
+    """What DDP does for a rank without inputs, and when it begins and ends."""
+
+    def __init__(self, hook: JoinHook, taken_over: TakenOver) -> None:
+        self._hook, self._taken_over = hook, taken_over
+
+    def main_hook(self) -> None:
+        # Of a rank that had no input at all, DDP is not back at work yet.
+        self._taken_over.before_forward()
+        self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._hook.post_hook(is_last_joiner)
+        self._taken_over.end_join()

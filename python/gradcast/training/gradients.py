@@ -1,11 +1,15 @@
 """From autograd to the network: each gradient goes into its place in the buffer and is pending until it has arrived.
 
+A parameter that gets no gradient in a backward pass contributes what its ``.grad`` holds, or zero, and its mark says
+that this rank has not used it. Where no rank has, ``.grad`` stays what it was: DDP's find_unused_parameters.
+
 Thread safety: hooks run on autograd's threads, one backward pass at a time; everything else under the session's lock.
 """
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +17,10 @@ import torch
 from gradcast.errors import Error
 from gradcast.training import pending
 from gradcast.training.buffers import GradientBuffers
-from gradcast.training.slots import Slot, missing_gradient, stale_read
+from gradcast.training.slots import Absence, Slot, second_gradient, stale_read
 from gradcast.training.traffic import Traffic
+
+_NO_TASK = -1  # what autograd says outside of backward
 
 
 class Listener(Protocol):
@@ -24,6 +30,8 @@ class Listener(Protocol):
     def backward_begins(self) -> None: ...
     def gradient_ready(self, slot: Slot) -> None: ...
     def backward_ended(self) -> None: ...
+    def finish_gradients(self) -> None: ...
+    def views_changed(self) -> None: ...
     def touched(self, tensors: list[torch.Tensor], function: Any) -> bool: ...
 
 
@@ -36,7 +44,9 @@ class Gradients:
         self._traffic = traffic
         self._scale = 1.0 / world_size
         self._ready_count = 0
-        self._callback_queued = False
+        self._task = _NO_TASK  # the outermost backward pass that runs, where its end is awaited
+        self._open_task = _NO_TASK  # the one that the open gradients come from
+        self._used_before: set[int] = set()  # by backward passes that were not synchronized
         self.open = False
         self.used = False
 
@@ -54,62 +64,125 @@ class Gradients:
             slot.parameter.register_post_accumulate_grad_hook(functools.partial(hook, slot)) for slot in self._slots
         ]
 
-    def missing(self) -> list[Slot]:
-        return [slot for slot in self._slots if not slot.ready]
+    def watch(self, output: Any) -> None:
+        """Backward through what a forward pass has returned begins here, before any gradient exists.
+
+        Where backward goes another way (a loss that the module keeps to itself), the first gradient tells.
+        """
+        if torch._C._current_graph_task_id() == _NO_TASK:
+            self._task = _NO_TASK  # also where the last backward pass failed
+        me = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            gradients = me()
+            if gradients is not None:
+                gradients._on_backward_start()
+
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
 
     def in_place(self, slots: Sequence[Slot]) -> bool:
         """Whether ``.grad`` of each is what has travelled, not something that the user has put there."""
-        return all(slot.parameter.grad is self._buffers.views[slot.index] for slot in slots)
+        views = self._buffers.views
+        return all(slot.parameter.grad is views[slot.index] and self._buffers.is_in_place(slot.index) for slot in slots)
 
     def finish(self) -> None:
-        """Waits until all gradients of this step have arrived. Raises if one does not exist."""
-        if torch._C._current_graph_task_id() != -1 and self._ready_count < len(self._slots):
-            raise Error(
-                "a gradient is used inside backward, before those of all parameters exist; use it after backward",
-                "invalid_use",
-            )
+        """Waits until all gradients of this step have arrived. Those that backward has not made are contributed now."""
         if self._ready_count < len(self._slots):
-            raise missing_gradient(self.missing())
+            # After a backward pass that failed, or in the next one, the ranks complete what they had begun.
+            if torch._C._current_graph_task_id() != _NO_TASK and self._task == self._open_task:
+                raise Error(
+                    "a gradient is used inside backward, before those of all parameters exist; use it after backward",
+                    "invalid_use",
+                )
+            self._contribute_missing()
         self._traffic.wait_all()
         for slot in self._slots:
-            pending.clear(self._buffers.views[slot.index])
+            self.settle(slot)
+            # An update still needs the value: zero_grad() has to wait for it.
+            if not slot.updating:
+                pending.clear(self._buffers.views[slot.index])
+
+    def settle(self, slot: Slot) -> None:
+        """The gradient has arrived: ``.grad`` is what the ranks agree on, also where this one had nothing to add."""
+        view, absence = self._buffers.views[slot.index], slot.absence
+        if absence is None:
+            return
+        slot.absence = None
+        if self._buffers.used_anywhere(slot.index):
+            return
+        if absence.in_view:
+            with torch._C.DisableTorchFunctionSubclass():
+                view.copy_(absence.gradient)
+            return
+        slot.gradient = absence.gradient
+        if slot.parameter.grad is view:
+            slot.parameter.grad = absence.gradient
+
+    def forget(self) -> None:
+        """What backward passes have used while nothing was to be sent."""
+        self._used_before.clear()
+
+    def _on_backward_start(self) -> None:
+        listener = self._listener()
+        task = torch._C._current_graph_task_id()
+        if listener is None or task == self._task:
+            return
+        if listener.synchronizing():
+            self._await_end(task)
+        if self.open:
+            # A second backward pass before step(). What autograd adds to has to be here before it does.
+            listener.finish_gradients()
+
+    def _await_end(self, task: int) -> None:
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._on_backward_end, task))
 
     def _on_gradient(self, slot: Slot) -> None:
         if slot.updating or slot.stale:
             raise stale_read(slot)
         listener = self._listener()
         if not listener.synchronizing():
+            self._refuse_in_flight(slot)
+            self._used_before.add(slot.index)
             return
-        if not self.open or slot.ready:
+        if not self.open or slot.ready or self._task != self._open_task:
             self._begin(slot, listener)
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._collect(slot, listener)
+        self._report(slot, listener)
+
+    def _begin(self, slot: Slot, listener: Listener) -> None:
+        if self.open:
+            self._refuse_in_flight(slot)
+            listener.finish_gradients()
+        if self._task == _NO_TASK:
+            self._await_end(torch._C._current_graph_task_id())
+        listener.backward_begins()
+        self._buffers.mark_all()
+        for each in self._slots:
+            each.ready = False
+        self._ready_count, self.open, self.used, self._open_task = 0, True, False, self._task
+
+    def _refuse_in_flight(self, slot: Slot) -> None:
+        """Autograd has just added to this gradient: not where it travels."""
+        view = self._buffers.views[slot.index]
+        if self.open and pending.is_pending(view) and slot.parameter.grad is view:
+            raise second_gradient(slot)
+
+    def _report(self, slot: Slot, listener: Listener) -> None:
         slot.ready = True
         self._ready_count += 1
         listener.gradient_ready(slot)
         self._traffic.ready(slot.index)
 
-    def _begin(self, slot: Slot, listener: Listener) -> None:
-        view = self._buffers.views[slot.index]
-        if self.open:
-            # A second backward pass before step(): the sum travels once more, as with DDP, if it is intact.
-            if pending.is_pending(view) and slot.parameter.grad is view:
-                raise Error(
-                    f"{slot.name} got a second gradient while its first one was on the network, so both are lost; put "
-                    "all backward passes before step() but the last one under handle.no_sync()",
-                    "invalid_use",
-                )
-            self.finish()
-        listener.backward_begins()
-        for each in self._slots:
-            each.ready = False
-        self._ready_count, self.open, self.used = 0, True, False
-
     def _collect(self, slot: Slot, listener: Listener) -> None:
         """The gradient, divided by the number of workers as DDP does it, into its view, which becomes ``.grad``."""
-        gradient, view = slot.parameter.grad, self._buffers.views[slot.index]
+        gradient = slot.parameter.grad
+        if not self._buffers.is_in_place(slot.index):
+            self._buffers.renew(slot.index)
+            listener.views_changed()
+        view = self._buffers.views[slot.index]
         if gradient is view:
             view.mul_(self._scale)
         elif gradient.is_sparse or gradient.requires_grad:
@@ -118,10 +191,50 @@ class Gradients:
         else:
             torch.mul(gradient, self._scale, out=view)
             slot.parameter.grad = view
+        slot.gradient = view
         pending.mark(view, listener)
 
-    def _on_backward_end(self) -> None:
-        self._callback_queued = False
-        # Fewer: the inner pass of a checkpoint, or a gradient that never comes; whoever needs it says so.
-        if self.open and self._ready_count == len(self._slots):
-            self._listener().backward_ended()
+    def _contribute_missing(self) -> None:
+        listener = self._listener()
+        for slot in self._slots:
+            if not slot.ready:
+                if slot.index not in self._used_before:
+                    self._note_absence(slot)
+                if slot.parameter.grad is None:
+                    view = self._buffers.views[slot.index]
+                    slot.parameter.grad = view.zero_()
+                self._collect(slot, listener)
+                self._report(slot, listener)
+        self._used_before.clear()
+
+    def _note_absence(self, slot: Slot) -> None:
+        gradient, view = slot.parameter.grad, self._buffers.views[slot.index]
+        in_view = gradient is view
+        slot.absence = Absence(view.clone() if in_view else gradient, in_view)
+        self._buffers.unmark(slot.index)
+
+    def _on_backward_end(self, task: int) -> None:
+        if task != self._task:
+            return
+        self._task = _NO_TASK
+        if not self.open:
+            return
+        self._contribute_missing()
+        self._listener().backward_ended()
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """However deep in lists, tuples, dicts and dataclasses, as modules return them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, dict):
+        parts: Any = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).values()
+    else:
+        return
+    for part in parts:
+        yield from _tensors_in(part)

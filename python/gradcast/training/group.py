@@ -93,6 +93,13 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     return Group(rank, world_size, shared, own)
 
 
+def is_one_of_several(process_group: Any) -> bool:
+    """Whether this process is in the group, and others are too."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
+        return False
+    return dist.get_world_size(process_group) > 1
+
+
 def require_backend(process_group: Any, device: torch.device) -> None:
     """Raises where the group cannot send tensors of this device; the same on all ranks, since the group is."""
     if dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0:

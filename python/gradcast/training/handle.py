@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import write_text
-from gradcast.training import checks, ddp, planning, updates
+from gradcast.training import checks, extension, planning, updates
+from gradcast.training.attachment import Attachment
 from gradcast.training.buffers import Place
-from gradcast.training.group import make_group, require_backend
+from gradcast.training.disabled import DisabledSession, is_disabled
+from gradcast.training.group import is_one_of_several, make_group, require_backend
 from gradcast.training.options import Options
 from gradcast.training.report import stats_of
-from gradcast.training.session import Session
 from gradcast.training.solo import SoloSession
+from gradcast.training.splitting import require_splittable
 
 _log = logging.getLogger("gradcast")
 # Modules alone: a handle holds its module, and would keep it here for ever.
@@ -47,61 +49,76 @@ def attach(
     The training loop stays as it is. Raises gradcast.Error, on every rank, for what would give wrong numbers.
     """
     options = options or Options()
+    disabled = is_disabled()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    inner = checks.unwrapped(module)
     refusal = None
     parameters: dict[str, nn.Parameter] = {}
     try:
-        parameters = _checked(module, inner, optimizers, process_group)
+        parameters = _checked(module, inner, optimizers, process_group, options)
     except Error as error:
         refusal = error
     if isinstance(module, DistributedDataParallel):
         process_group = module.process_group
     if parameters:
         require_backend(process_group, next(iter(parameters.values())).device)
-    checks.check_same_call(process_group, refusal, "overlap" if optimizers else "hook", options.warmup_steps)
+    mode = "ddp" if disabled else "overlap" if optimizers else "hook"
+    checks.check_same_call(process_group, refusal, mode, options.warmup_steps)
     group = make_group(process_group, next(iter(parameters.values())).device, options.timeout_s)
-    checks.check_same_model(group, parameters, dict(inner.named_buffers()))
-    if group.world_size == 1:
-        session: Any = SoloSession(module, parameters, optimizers, group, options)
+    checks.check_same_model(group, inner)
+    if disabled:
+        attached: Any = DisabledSession(module, group)
+    elif group.world_size == 1:
+        attached = SoloSession(module, parameters, optimizers, group, options)
     else:
         if not isinstance(module, DistributedDataParallel):
             group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
-        session = Session(module, parameters, optimizers, group, options)
-    handle = Handle(module, session)
+        attached = Attachment(module, parameters, optimizers, group, options)
+    handle = Handle(inner, attached)
     _attached.add(inner)
     return handle
 
 
 def _checked(
-    module: nn.Module, inner: nn.Module, optimizers: Sequence[Optimizer], process_group: Any
+    module: nn.Module, inner: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, options: Options
 ) -> dict[str, nn.Parameter]:
     """What this rank can see by itself. The trainable parameters."""
     parameters = checks.trainable(module)
+    if options.max_grad_norm is not None and not optimizers:
+        raise Error(
+            "options.max_grad_norm clips inside of step(), so it needs the optimizer (overlap mode); in hook mode call "
+            "torch.nn.utils.clip_grad_norm_ yourself",
+            "invalid_use",
+        )
     if inner in _attached:
         raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
     checks.check_optimizers(optimizers, parameters)
     for each in optimizers:
-        updates.refuse_unsplittable(each)
+        updates.require_own_step(each)
+        require_splittable(each)
     if isinstance(module, DistributedDataParallel):
         checks.check_ddp(module, process_group)
+    if is_one_of_several(process_group):
+        extension.load()
     return parameters
 
 
 class Handle:
     """What ``attach`` returns. Need not be kept: training goes on without it."""
 
-    def __init__(self, module: nn.Module, session: Any) -> None:
-        self._session = session
+    def __init__(self, module: nn.Module, attached: Any) -> None:
+        """``module``: without DDP's wrapper. ``attached``: an Attachment, or with one worker a SoloSession."""
+        self._attached = attached
         self._module = weakref.ref(module)
-        self._taken_over = None
-        if isinstance(module, DistributedDataParallel) and session.group.world_size > 1:
-            self._taken_over = ddp.take_over(module)
-        _at_exit(session)
+        _at_exit(attached)
+
+    @property
+    def _session(self) -> Any:
+        return self._attached.session
 
     @property
     def mode(self) -> str:
-        """ "hook" or "overlap"."""
+        """ "hook" or "overlap"; "ddp" where GRADCAST_DISABLE leaves everything to it."""
         return self._session.mode
 
     @property
@@ -115,12 +132,12 @@ class Handle:
     @property
     def plan(self) -> _core.Plan | None:
         """The plan in force; during warm-up a plain one. None with a single worker."""
-        return None if self.world_size == 1 else self._live.plan
+        return self._live.plan if self._session.has_plan else None
 
     @property
     def plan_version(self) -> int:
         """Grows with each plan, the plain ones of the warm-up included."""
-        return 0 if self.world_size == 1 else self._live.traffic.plan_version
+        return self._live.traffic.plan_version if self._session.has_plan else 0
 
     @property
     def profile(self) -> _core.Profile | None:
@@ -130,7 +147,7 @@ class Handle:
     @property
     def layout(self) -> tuple[Place, ...]:
         """Where each gradient lies in the buffers, in the order of the plan's profile."""
-        return () if self.world_size == 1 else self._live.buffers.layout
+        return self._live.buffers.layout if self._session.has_plan else ()
 
     def flush(self) -> None:
         """Waits until every gradient in flight has arrived and every update that waits for it has run.
@@ -156,7 +173,7 @@ class Handle:
     def timeline(self) -> dict[str, Any]:
         """The last steps of this rank as a Chrome trace; ui.perfetto.dev opens it."""
         events = []
-        if self.world_size > 1:
+        if self._session.has_plan:
             events = self._session.trace.events(self.rank, self._session.traffic.timeline())
         return {"traceEvents": events, "distributedInfo": {"rank": self.rank, "world_size": self.world_size}}
 
@@ -171,10 +188,19 @@ class Handle:
 
     def save_plan(self, path: str, profile_path: str | None = None) -> None:
         """The plan in force; ``Options(plan=path)`` follows it again. ``profile_path``: noted for ``gradcast plot``."""
-        if self.world_size == 1:
-            raise Error("a single worker has no plan", "invalid_use")
+        if not self._session.has_plan:
+            raise Error("there is no plan: a single worker, or GRADCAST_DISABLE is set", "invalid_use")
         agreed = self._live.traffic.agreed
         write_text(path, planning.plan_text(agreed.plan, agreed.profile, profile_path), "plan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan and profile, for a checkpoint: a dict of strings and numbers."""
+        return self._live.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with the plan of a checkpoint instead of measuring, where model, mode and number of workers are the
+        same; otherwise the warm-up goes on. Collective; rank 0's state counts. Not between backward and step()."""
+        self._live.load_state_dict(state)
 
     def detach(self) -> None:
         """Finishes what is in flight and gives back module and optimizers as they were. Collective. Idempotent."""
@@ -187,13 +213,10 @@ class Handle:
             self._give_back()
 
     def _give_back(self) -> None:
-        self._session.release()
+        self._attached.release()
         module = self._module()
         if module is not None:
-            inner = module.module if isinstance(module, DistributedDataParallel) else module
-            _attached.discard(inner)
-            if self._taken_over is not None:
-                ddp.give_back(module, self._taken_over)
+            _attached.discard(module)
 
     @property
     def _live(self) -> Any:
@@ -202,20 +225,20 @@ class Handle:
         return self._session
 
 
-def _at_exit(session: Any) -> None:
-    reference = weakref.ref(session)
+def _at_exit(attached: Any) -> None:
+    reference = weakref.ref(attached)
 
     def leave() -> None:
-        session = reference()
-        if session is None or session.group.world_size == 1 or session.released:
+        attached = reference()
+        if attached is None or not attached.session.has_plan or attached.session.released:
             return
         try:
             # After an error the other ranks may never join in: give up what is in flight instead of waiting for them.
             if getattr(sys, "last_value", None) is None:
-                session.flush()
+                attached.session.flush()
         except Error as error:
             _log.error("at the end of the program: %s", error)
         finally:
-            session.traffic.shutdown()
+            attached.session.traffic.shutdown()
 
     atexit.register(leave)

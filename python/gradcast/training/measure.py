@@ -53,6 +53,11 @@ class _Step:
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     next_backward: Any = None
 
+    @property
+    def complete(self) -> bool:
+        """Not where backward has failed, or the next one has not begun."""
+        return self.backward_end is not None and self.next_backward is not None
+
 
 class Stopwatch:
     """Takes the stamps of one rank. One object per warm-up."""
@@ -99,10 +104,6 @@ class Stopwatch:
         if self._steps:
             self._steps[-1].need.setdefault(index, self._clock.stamp())
 
-    @property
-    def complete_steps(self) -> int:
-        return sum(step.next_backward is not None for step in self._steps)
-
     def pack_ns_per_byte(self, flats: Sequence[torch.Tensor]) -> float:
         """What it costs to pack and unpack a block of several ranges: to copy its bytes out and back."""
         if not flats:
@@ -117,7 +118,7 @@ class Stopwatch:
 
     def medians(self, block_bytes: list[list[int]], block_ns: list[list[float]], pack_ns_per_byte: float) -> Measured:
         """Of all complete steps but the first, in which memory is allocated. A median forgets a disturbed step."""
-        steps = [step for step in self._steps if step.next_backward is not None][1:]
+        steps = [step for step in self._steps if step.complete][1:]
         update_ns = [self._total_ns(step.updates) for step in steps]
         # Before forward reads anything: what is taken out of the time since backward.
         pause_ns = [self._total_ns(step.waits) + update for step, update in zip(steps, update_ns, strict=True)]

@@ -13,17 +13,18 @@ from torch import nn
 
 
 class UncopiedHook:
-    """Calls ``function(compiled)``: whether the forward pass runs inside torch.compile, which must not look into us."""
+    """Calls ``function(value, compiled)`` with the last of the hook's arguments, and whether the forward pass runs
+    inside torch.compile, which must not look into us."""
 
-    def __init__(self, function: Callable[[bool], None]) -> None:
+    def __init__(self, function: Callable[[Any, bool], None]) -> None:
         self._function = torch.compiler.disable(function)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         # While torch.compile traces, the first branch is the one that it sees and keeps.
         if torch.compiler.is_compiling():
-            self._function(True)
+            self._function(arguments[-1], True)
         else:
-            self._function(False)
+            self._function(arguments[-1], False)
 
     def __deepcopy__(self, memo: dict) -> Any:
         return contextlib.nullcontext().__exit__
@@ -32,8 +33,13 @@ class UncopiedHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
 
-def around_forward(module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None]) -> list[Any]:
-    """Calls the functions before and after each forward pass of this module. Returns the handles that remove them."""
+def around_forward(
+    module: nn.Module, before: Callable[[Any, bool], None], after: Callable[[Any, bool], None]
+) -> list[Any]:
+    """Calls the functions before and after each forward pass of this module, with its inputs and with its output.
+
+    Returns the handles that remove them.
+    """
     return [
         module.register_forward_pre_hook(UncopiedHook(before)),
         module.register_forward_hook(UncopiedHook(after)),

@@ -18,7 +18,10 @@ class Options:
     ``warmup_steps``: steps that are measured before the first plan, at least 3: in the first one memory is allocated,
     so it is not counted, and the last one ends with the plan. ``plan``: a file with the plan to follow instead of one
     made from the measurements; the variable GRADCAST_PLAN does the same. ``policy``, ``policy_parameters``,
-    ``in_flight``: as for ``gradcast plan``. ``timeout_s``: after so long an operation on the network fails (default:
+    ``in_flight``: as for ``gradcast plan``. ``max_grad_norm``: in overlap mode every step clips the gradients as
+    ``clip_grad_norm_(module.parameters(), max_grad_norm)`` before ``step()`` would. ``compare_every``: in every so many
+    steps the ranks compare what they have received, and raise where it differs; 0: never.
+    ``timeout_s``: after so long an operation on the network fails (default:
     that of the process group). ``stall_warning_s``: whoever waits longer says what for. ``timeline_steps``: how many
     steps the record holds.
     """
@@ -28,6 +31,8 @@ class Options:
     policy: str = _core.DEFAULT_POLICY
     policy_parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_flight: int = 1
+    max_grad_norm: float | None = None
+    compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
     timeline_steps: int = 16
@@ -37,8 +42,11 @@ class Options:
         _require_int("in_flight", self.in_flight, 1)
         _require_int("timeline_steps", self.timeline_steps, 1)
         _require_positive("stall_warning_s", self.stall_warning_s)
+        _require_int("compare_every", self.compare_every, 0)
         if self.timeout_s is not None:
             _require_positive("timeout_s", self.timeout_s)
+        if self.max_grad_norm is not None:
+            _require_positive("max_grad_norm", self.max_grad_norm)
         names = [policy.name for policy in _core.policies()]
         if self.policy not in names:
             raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")
@@ -65,4 +73,4 @@ def _require_int(name: str, value: object, least: int) -> None:
 
 def _require_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise Error(f"options.{name} is {value!r}; a number of seconds above 0 is expected")
+        raise Error(f"options.{name} is {value!r}; a number above 0 is expected")

@@ -65,6 +65,7 @@ class _Pending:
     """Mixed into a tensor's own class: see the module's text."""
 
     @classmethod
+    @torch.compiler.disable  # compiled code hands the operation back to Python
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in ZEROING:
@@ -111,8 +112,9 @@ def finish(values: Iterable[Any], function: Any) -> None:
     """Finishes every pending tensor in ``values``, however deep in lists, tuples and dicts."""
     by_owner: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
     for tensor in _pending_in(values):
-        owner = _owners[id(tensor)][0]
-        by_owner.setdefault(id(owner), (owner, []))[1].append(tensor)
+        entry = _owners.get(id(tensor))
+        if entry is not None:  # otherwise another thread has just finished it
+            by_owner.setdefault(id(entry[0]), (entry[0], []))[1].append(tensor)
     for owner, tensors in by_owner.values():
         owner.touched(tensors, function)
 

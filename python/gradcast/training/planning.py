@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from gradcast import _core
 from gradcast.errors import Error
@@ -170,6 +171,37 @@ def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size:
     if note.get("hash") != plan_hash(plan, profile):
         raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")
     return profile.to_json(), plan.to_json()
+
+
+def saved(agreed: Agreed, profile: _core.Profile | None, mode: str) -> dict[str, Any]:
+    """For a checkpoint: strings and numbers. Without a profile there is nothing yet that is worth keeping."""
+    state: dict[str, Any] = {"mode": mode, "world_size": agreed.profile.world_size, "profile": None, "plan": None}
+    if profile is not None:
+        # The plan's own profile has its layout; a pinned plan's carries nothing else.
+        state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
+    return state
+
+
+def reason_to_measure(
+    state: dict[str, Any], names: Sequence[str], sizes: Sizes, mode: str, world_size: int
+) -> str | None:
+    """Why what a checkpoint holds cannot be followed here; None where it can."""
+    try:
+        if state["plan"] is None:
+            return "it was saved before its plan was made"
+        if state["mode"] != mode:
+            return f"it is of {state['mode']} mode, this is {mode} mode"
+        if state["world_size"] != world_size:
+            return f"it is of {state['world_size']} workers, these are {world_size}"
+        layout = _core.Profile.from_json(state["layout"])
+        found = {tensor.name: (tensor.bytes, tensor.buffer) for tensor in layout.tensors}
+        own = {name: (sizes.bytes_of(index), sizes.buffer_of[index]) for index, name in enumerate(names)}
+        if found != own:
+            differing = sorted(name for name in {*found, *own} if found.get(name) != own.get(name))
+            return f"it is of another model: {differing[0]} differs"
+    except (KeyError, TypeError) as error:
+        raise Error(f"this is not what handle.state_dict() returned: {error!r}", "invalid_use") from None
+    return None
 
 
 def agree(group: Group, names: Sequence[str], proposal: tuple[str, str] | Error | None) -> Agreed:

@@ -7,7 +7,7 @@ from gradcast.training.trace import median_ms
 _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
-    "engine_us_per_block",
+    "engine_us_per_block", "grad_norm",
 )  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def stats_of(session: Any) -> dict[str, Any]:
     if profile is not None:
         update_ns = sum(tensor.update_ns for tensor in profile.tensors)
         values["compute_ms"] = (profile.backward_ns + profile.forward_ns + update_ns) / 1e6
-    if session.group.world_size == 1:
+    if not session.has_plan:
         return values
     plan, counters = session.plan, session.traffic.counters()
     values |= {
@@ -31,6 +31,7 @@ def stats_of(session: Any) -> dict[str, Any]:
         "gradient_buffer_bytes": session.buffers.size_bytes,
         "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
         "record_bytes": counters.record_bytes,
+        "grad_norm": session.grad_norm,
         "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
     }
     if profile is not None:

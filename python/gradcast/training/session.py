@@ -18,12 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast import _core
-from gradcast.errors import Error
-from gradcast.training import pending
+from gradcast.training import pending, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
 from gradcast.training.group import Group
-from gradcast.training.module_hooks import around_forward
 from gradcast.training.options import Options
 from gradcast.training.planning import Agreed
 from gradcast.training.slots import Slot
@@ -36,6 +34,8 @@ _log = logging.getLogger("gradcast")
 
 
 class Session:
+    has_plan = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -48,9 +48,10 @@ class Session:
         self.steps = 0
         self.profile: _core.Profile | None = None
         self.released = False
+        self._compare_every = options.compare_every
+        self.aside = False  # DDP reduces by itself for a while
         self._module = module
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._lock = threading.RLock()
         self._no_sync_depth = 0
         self._forward_ns = (0, 0)
@@ -63,18 +64,27 @@ class Session:
         self.buffers = GradientBuffers(names, values)
         self.traffic = Traffic(self.buffers, group, options)
         self.trace = Trace(options.timeline_steps)
-        self._module_buffers = [] if self._ddp is not None else list(module.buffers())
+        # A module may put another tensor into the place of a buffer.
+        self._buffer_dicts = None if self._ddp is not None else [each._buffers for each in module.modules()]
         self._gradients = Gradients(self._slots, self.buffers, self.traffic, group.world_size)
         self._steps = Steps(
-            optimizers, self._slots, self.buffers, self.traffic, self._gradients, self.trace, group.rank == 0
+            optimizers,
+            self._slots,
+            self.buffers,
+            self.traffic,
+            self._gradients,
+            self.trace,
+            tells=group.rank == 0,
+            max_norm=options.max_grad_norm,
         )
-        self._warmup: Warmup | None = Warmup(names, values, self.buffers, group, self.mode, options)
+        # No update can run before the norm of all gradients is known: all are needed before forward reads anything.
+        plan_mode = self.mode if options.max_grad_norm is None else "hook"
+        self._warmup: Warmup | None = Warmup(names, values, self.buffers, group, plan_mode, options)
         self._follow(self._warmup.first())
         self._handles = self._gradients.listen(self)
-        self._handles += around_forward(module, self._before_forward, self._after_forward)
         self._steps.intercept(self._on_step, self.flush)
 
-    # --- For the handle ---
+    # --- For the handle and the attachment ---
 
     @property
     def plan(self) -> _core.Plan:
@@ -90,6 +100,42 @@ class Session:
     def no_sync(self, entering: bool) -> None:
         self._no_sync_depth += 1 if entering else -1
 
+    def state_dict(self) -> dict[str, Any]:
+        return planning.saved(self.traffic.agreed, self.profile, self.mode)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
+        self.flush()
+        state = self.group.from_first(state)
+        names = [slot.name for slot in self._slots]
+        reason = planning.reason_to_measure(state, names, self.buffers, self.mode, self.group.world_size)
+        if reason is not None:
+            if self.group.rank == 0:
+                _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
+            return
+        self._stop_watching()
+        self._warmup = None
+        self.profile = _core.Profile.from_json(state["profile"])
+        self._follow(planning.agree(self.group, names, (state["layout"], state["plan"])))
+
+    def succeed(self, before: "Session") -> None:
+        """Goes on where another session of the same module has ended."""
+        self.steps, self._no_sync_depth = before.steps, before._no_sync_depth
+
+    def stand_aside(self, aside: bool) -> None:
+        """While ``aside``, gradients are not gradcast's business."""
+        self.flush()
+        self._gradients.forget()
+        self.aside = aside
+
+    def abandon(self) -> None:
+        """In a forked child: nothing waits for anything any more."""
+        self._lock = threading.RLock()
+        for slot in self._slots:
+            pending.clear(slot.parameter)
+            pending.clear(self.buffers.views[slot.index])
+        self.released = True
+
     def release(self) -> None:
         """Takes gradcast out of the module and its optimizers. Gradients move out of the buffers."""
         self._stop_watching()
@@ -104,6 +150,10 @@ class Session:
                 slot.parameter.grad = view.clone()
         self.traffic.shutdown()
         self.released = True
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self._steps.grad_norm
 
     # --- What pending tensors and gradients report ---
 
@@ -121,25 +171,33 @@ class Session:
             return False
 
     def synchronizing(self) -> bool:
-        return self._no_sync_depth == 0 and (self._ddp is None or self._ddp.require_backward_grad_sync)
+        if self.aside or self._no_sync_depth > 0:
+            return False
+        return self._ddp is None or self._ddp.require_backward_grad_sync
+
+    def views_changed(self) -> None:
+        self._slot_of = {id(slot.parameter): slot for slot in self._slots}
+        self._slot_of |= {id(self.buffers.views[slot.index]): slot for slot in self._slots}
+
+    def finish_gradients(self) -> None:
+        with self._lock:
+            self._gradients.finish()
 
     def backward_begins(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
-            for slot in self._slots:
-                slot.stale = False
+            self._send_buffers = True
             # Forward has not read these. If it did after all, in a way that nobody saw, their gradients will tell.
             for slot in self._steps.waiting:
                 slot.stale = True
-            self._steps.finish_all()
+            self._steps.backward_begins()
+            self._advance_warmup()
             forward_start_ns, forward_end_ns = self._forward_ns
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, forward_end_ns)
             agreed, iteration = self.traffic.agreed, self.traffic.begin()
             self.trace.begin(StepRecord(self.steps, iteration, agreed.plan, agreed.profile, forward_end_ns or now_ns))
             self._forward_ns = (0, 0)
-            if self._warmup is not None:
-                self._warmup.stopwatch.backward_started()
 
     def gradient_ready(self, slot: Slot) -> None:
         if self._warmup is not None:
@@ -155,28 +213,39 @@ class Session:
                 with self._warmup.stopwatch.waiting() if self._warmup is not None else contextlib.nullcontext():
                     self._gradients.finish()
                 self.trace.span("wait", now_ns, time.perf_counter_ns())
+                self._compare_if_due()
                 self._end_step()
 
     # --- Forward and step ---
 
-    def _before_forward(self, compiled: bool) -> None:
+    def before_forward(self, compiled: bool) -> None:
         if compiled:
             # Compiled code has decided which class its parameters have, and does not ask who may read them.
             self.flush()
         training = torch.is_grad_enabled() and self._module.training
-        if training and self._send_buffers and self._module_buffers:
-            self.group.copy_from_first(self._module_buffers, "the module's buffers")
-        if training:
-            self._send_buffers = self.synchronizing()
+        if training and self._send_buffers and self._buffer_dicts is not None:
+            # Once per step: a second forward pass before backward must not write into what backward needs.
+            self._send_buffers = False
+            self._send_module_buffers()
+        if torch._C._current_graph_task_id() == -1:
+            for slot in self._slots:
+                slot.stale = False  # what a forward pass reads from now on is up to date
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self._warmup is not None and training and not compiled:
             self._warmup.watch_reads()
 
-    def _after_forward(self, compiled: bool) -> None:
+    def _send_module_buffers(self) -> None:
+        held = [buffer for each in self._buffer_dicts for buffer in each.values() if buffer is not None]
+        buffers = list({id(buffer): buffer for buffer in held}.values())
+        if buffers:
+            self.group.copy_from_first(buffers, "the module's buffers")
+
+    def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
         if self._warmup is not None:
             self._stop_watching()
             self._warmup.stopwatch.forward_ended()
+        self._gradients.watch(output)
 
     def _stop_watching(self) -> None:
         if self._warmup is not None:
@@ -184,9 +253,7 @@ class Session:
 
     def _on_step(self, number: int) -> None:
         with self._lock:
-            self._steps.finish_all()  # a second step() with the same gradients
-            self._require_frozen()
-            self._steps.require_known(number)
+            self._steps.finish_updates_of(number)  # a second step() with the same gradients
             if not self._gradients.open:
                 self._steps.run_whole(number)
                 return
@@ -194,12 +261,22 @@ class Session:
                 self._end_step()
 
     def _take(self, number: int) -> bool:
+        if self._compare_is_due() and self._steps.untaken:
+            self._use_gradients()
+            self._compare_if_due()
         if self._warmup is None:
             return self._steps.take(number, self, at_once=False)
         with self._warmup.stopwatch.waiting():
             self._gradients.finish()
         with self._warmup.stopwatch.updating():
             return self._steps.take(number, self, at_once=True)
+
+    def _compare_is_due(self) -> bool:
+        return self._compare_every > 0 and self.steps % self._compare_every == self._compare_every - 1
+
+    def _compare_if_due(self) -> None:
+        if self._compare_is_due():
+            self.traffic.compare_ranks(self.steps)
 
     def _use_gradients(self) -> None:
         self._gradients.finish()
@@ -208,9 +285,16 @@ class Session:
     def _end_step(self) -> None:
         self._gradients.open = False
         self.steps += 1
+
+    def _advance_warmup(self) -> None:
+        """Where an iteration begins, which all ranks do equally often: a loop may leave step() out on one of them."""
         if self._warmup is None:
             return
-        agreed = self._warmup.step_ended(self.traffic.timeline()[-1])
+        self._warmup.stopwatch.backward_started()
+        ended = self.traffic.timeline()
+        if not ended:
+            return
+        agreed = self._warmup.step_ended(ended[-1])
         if agreed is None:
             self.profile = self._warmup.profile(self.buffers.flats)
             agreed = self._warmup.plan(self.profile)
@@ -225,17 +309,7 @@ class Session:
         for slot in self._slots:
             if slot.parameter.grad is not None and slot.parameter.grad is old_views[slot.index]:
                 slot.parameter.grad = self.buffers.views[slot.index]
-        self._slot_of = {id(slot.parameter): slot for slot in self._slots}
-        self._slot_of |= {id(self.buffers.views[slot.index]): slot for slot in self._slots}
-
-    def _require_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise Error(
-                    f"{name} was frozen at attach and is trainable now, so its gradient would not travel; call "
-                    "handle.detach() and attach again",
-                    "invalid_use",
-                )
+        self.views_changed()
 
     def _describe(self, plan: _core.Plan) -> str:
         return (

@@ -1,7 +1,9 @@
 """A parameter and the state of its gradient in the current step."""
 
+import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from gradcast.errors import Error
@@ -9,13 +11,35 @@ from gradcast.errors import Error
 _NAMES_SHOWN = 3
 
 
+@dataclasses.dataclass(frozen=True)
+class Absence:
+    """No backward pass of this step has used the parameter here. ``gradient``: what its ``.grad`` was, which it stays
+    if no other rank has used it either. ``in_view``: that was in the buffer, and this is a copy."""
+
+    gradient: torch.Tensor | None
+    in_view: bool
+
+
 class Slot:
-    __slots__ = ("index", "name", "owner", "parameter", "ready", "stale", "updating", "zero_after")
+    __slots__ = (
+        "absence",
+        "gradient",
+        "index",
+        "name",
+        "owner",
+        "parameter",
+        "ready",
+        "stale",
+        "updating",
+        "zero_after",
+    )
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter, owner: int | None) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
+        self.absence: Absence | None = None  # until the gradient has arrived
+        self.gradient: torch.Tensor | None = None  # what its update uses; None: nobody has used it
         self.owner = owner  # the number of its optimizer, None in hook mode
         self.ready = False  # its gradient is on its way, or has arrived
         self.updating = False  # step() was called and its update has not run
@@ -30,11 +54,11 @@ def names(slots: Sequence[Slot]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def missing_gradient(slots: Sequence[Slot]) -> Error:
-    few = "parameter has" if len(slots) == 1 else "parameters have"
+def second_gradient(slot: Slot) -> Error:
     return Error(
-        f"{len(slots)} {few} no gradient in this step: {names(slots)}; gradcast needs a gradient of every parameter "
-        "that was trainable at attach. Freeze what the loss does not use (requires_grad_(False)) before attach",
+        f"{slot.name} got a second gradient while its first one was on the network, so both are lost; put all backward "
+        "passes before step() but the last one under handle.no_sync(), and if the parameter is used in several "
+        "checkpointed parts of the model, call checkpoint() with use_reentrant=False",
         "invalid_use",
     )
 

@@ -20,6 +20,8 @@ from gradcast.training.warmup import Warmup
 
 
 class SoloSession:
+    has_plan = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -38,6 +40,9 @@ class SoloSession:
         self._seen: set[int] = set()
         self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options)
         self._module = module
+        self._watches = True  # during the warm-up
+        self._max_grad_norm = options.max_grad_norm
+        self._stepped: set[int] = set()
         self._handles = around_forward(module, self._before_forward, self._after_forward)
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)
@@ -46,6 +51,18 @@ class SoloSession:
             updates.StepInterception(opt, functools.partial(self._on_step, number))
             for number, opt in enumerate(optimizers)
         ]
+
+    @property
+    def session(self) -> "SoloSession":
+        """Nothing but itself stays on the module."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        profile = None if self.profile is None else self.profile.to_json()
+        return {"mode": self.mode, "world_size": 1, "profile": profile, "plan": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A single worker has no plan."""
 
     def flush(self) -> None:
         """Nothing is ever in flight."""
@@ -57,21 +74,24 @@ class SoloSession:
         self._unhook()
         self.released = True
 
-    def _unhook(self) -> None:
+    def _unhook(self, leave_steps: bool = False) -> None:
         self._warmup.stop_watching()
         for handle in self._handles:
             handle.remove()
-        for interception in self._interceptions:
-            interception.remove()
-        self._handles, self._interceptions = [], []
+        self._handles = []
+        if not leave_steps:
+            for interception in self._interceptions:
+                interception.remove()
+            self._interceptions = []
 
-    def _before_forward(self, compiled: bool) -> None:
+    def _before_forward(self, _: Any, compiled: bool) -> None:
         if not compiled and torch.is_grad_enabled() and self._module.training:
             self._warmup.watch_reads()
 
-    def _after_forward(self, compiled: bool) -> None:
+    def _after_forward(self, _output: Any, _compiled: bool) -> None:
         self._warmup.stop_watching()
         self._warmup.stopwatch.forward_ended()
+        self._seen.clear()  # where the last backward pass failed
 
     def _on_gradient(self, index: int, _: Any) -> None:
         if not self._seen:
@@ -90,13 +110,27 @@ class SoloSession:
 
     def _on_step(self, number: int) -> None:
         interception = self._interceptions[number]
-        with self._warmup.stopwatch.updating():
+        if self._max_grad_norm is not None:
+            self._clip_once(number)
+        if self._watches:
+            with self._warmup.stopwatch.updating():
+                interception.run_whole()
+        else:
             interception.run_whole()
-        if number == len(self._interceptions) - 1:
+        if self._watches and number == len(self._interceptions) - 1:
             self._end_step()
+
+    def _clip_once(self, number: int) -> None:
+        """Before the first of the optimizers takes the gradients."""
+        if not self._stepped:
+            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._max_grad_norm)
+        self._stepped.add(number)
+        if len(self._stepped) == len(self._interceptions):
+            self._stepped.clear()
 
     def _end_step(self) -> None:
         self.steps += 1
         if self._warmup.step_ended(None) is None:
             self.profile = self._warmup.profile([])
-            self._unhook()
+            self._watches = False
+            self._unhook(leave_steps=self._max_grad_norm is not None)

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.training import pending, updates
 from gradcast.training.buffers import GradientBuffers
+from gradcast.training.clipping import NormClipping
 from gradcast.training.gradients import Gradients
-from gradcast.training.slots import Slot, missing_gradient
+from gradcast.training.slots import Slot
 from gradcast.training.trace import Trace
 from gradcast.training.traffic import Traffic
 
@@ -33,16 +34,18 @@ class Steps:
         gradients: Gradients,
         trace: Trace,
         tells: bool,
+        max_norm: float | None,
     ) -> None:
-        """``tells``: this rank says what a user should know; one of them is enough."""
+        """``tells``: this rank says what a user should know; one of them is enough. ``max_norm``: gradients are clipped
+        to it before the first update."""
         self._optimizers = list(optimizers)
         self._slots = [[slot for slot in slots if slot.owner == number] for number in range(len(optimizers))]
         self._buffers, self._traffic, self._gradients, self._trace = buffers, traffic, gradients, trace
-        self._counts = [_count(optimizer) for optimizer in optimizers]
         self._partial: dict[int, updates.PartialStep] = {}  # by optimizer, while updates of it remain
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()
         self._interceptions: list[updates.StepInterception] = []
+        self._clipping = None if max_norm is None else NormClipping(slots, max_norm)
         self._tells = tells
         self._said: set[str] = set()
 
@@ -57,24 +60,21 @@ class Steps:
             interception.remove()
 
     @property
+    def untaken(self) -> bool:
+        """Whether no optimizer has taken the open gradients yet."""
+        return not self._stepped
+
+    @property
     def waiting(self) -> list[Slot]:
         return [slot for slots in self._slots for slot in slots if slot.updating]
 
-    def require_known(self, number: int) -> None:
-        """Raises for a parameter that the optimizer has been given since attach: its gradient would not travel."""
-        optimizer = self._optimizers[number]
-        if _count(optimizer) == self._counts[number]:
-            return
-        known = {id(slot.parameter) for slot in self._slots[number]}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known and parameter.requires_grad and parameter.numel() > 0:
-                    raise Error(
-                        f"the optimizer has been given a parameter of shape {tuple(parameter.shape)} since attach, "
-                        "whose gradient would not travel; call handle.detach() and attach again",
-                        "invalid_use",
-                    )
-        self._counts[number] = _count(optimizer)
+    def backward_begins(self) -> None:
+        """The gradients of the open step go; an optimizer that has not taken them never will."""
+        self.finish_all()
+        self._stepped.clear()
+        self._arrived.clear()
+        if self._clipping is not None:
+            self._clipping.begin()
 
     def run_whole(self, number: int) -> None:
         """The optimizer's own step, on the gradients as they are."""
@@ -85,26 +85,42 @@ class Steps:
 
         ``at_once``: all is waited for and updated now (warm-up); otherwise only where the user's code requires it.
         """
-        missing = [slot for slot in self._slots[number] if not slot.ready]
-        if missing:
-            raise missing_gradient(missing)
+        optimizer = self._optimizers[number]
+        updates.run_pre_hooks(optimizer)
+        if self._clipping is not None and getattr(optimizer, "grad_scale", None) is not None:
+            raise Error(
+                "options.max_grad_norm would clip gradients that a GradScaler has not unscaled yet; call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer)",
+                "invalid_use",
+            )
         reason = None if at_once else self._reason_to_wait(number)
         if at_once or reason is not None:
             self._take_at_once(number, reason)
         else:
             self._defer(number, owner)
+        updates.run_post_hooks(optimizer)
         self._stepped.add(number)
         if len(self._stepped) < len(self._optimizers):
             return False
         self._stepped.clear()
         return True
 
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step that was clipped, before clipping."""
+        norm = None if self._clipping is None else self._clipping.total_norm
+        return None if norm is None else norm.item()
+
     def finish(self, slots: Sequence[Slot]) -> None:
         """Waits for the gradients of these and updates them, with everything else that has arrived by then."""
         start_ns = time.perf_counter_ns()
-        self._traffic.wait([slot.index for slot in slots])
+        if self._clipping is None:
+            self._traffic.wait([slot.index for slot in slots])
+        else:
+            self._gradients.finish()
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
+        self._clip()
         self._arrived.update(self._traffic.newly_arrived())
         for number in list(self._partial):
             part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
@@ -112,10 +128,19 @@ class Steps:
                 self._update(number, part)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
+    def finish_updates_of(self, number: int) -> None:
+        remaining = [slot for slot in self._slots[number] if slot.updating]
+        if remaining:
+            self.finish(remaining)
+
     def finish_all(self) -> None:
         remaining = self.waiting
         if remaining:
             self.finish(remaining)
+
+    def _clip(self) -> None:
+        if self._clipping is not None and not self._clipping.done:
+            self._clipping.apply()
 
     def _reason_to_wait(self, number: int) -> str | None:
         optimizer = self._optimizers[number]
@@ -135,41 +160,37 @@ class Steps:
         self._gradients.finish()
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
-        self.run_whole(number)
+        self._clip()
+        updates.run_without_hooks(self._optimizers[number])
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
-        optimizer = self._optimizers[number]
-        updates.run_pre_hooks(optimizer)
-        if not self._stepped:
-            self._arrived.clear()
-        self._partial[number] = updates.PartialStep(optimizer)
+        self._partial[number] = updates.PartialStep(self._optimizers[number])
         for slot in self._slots[number]:
             slot.updating = True
             pending.mark(slot.parameter, owner)
-        updates.run_post_hooks(optimizer)
+        if self._clipping is not None:
+            self._arrived.update(self._traffic.newly_arrived())
+            self._clipping.take([slot for slot in self._slots[number] if slot.index in self._arrived])
 
     def _update(self, number: int, part: Sequence[Slot]) -> None:
         """One call of the optimizer. The user's ``.grad``, which zero_grad() may have emptied by now, is kept aside."""
-        views = [self._buffers.views[slot.index] for slot in part]
         kept = []
-        for slot, view in zip(part, views, strict=True):
+        for slot in part:
             slot.updating = False
             pending.clear(slot.parameter)
-            pending.clear(view)
+            self._gradients.settle(slot)
+            pending.clear(self._buffers.views[slot.index])
             kept.append(slot.parameter.grad)
-            slot.parameter.grad = view
+            slot.parameter.grad = slot.gradient
         last = not any(slot.updating for slot in self._slots[number])
-        self._partial[number].run([slot.parameter for slot in part], last=last)
-        for slot, view, gradient in zip(part, views, kept, strict=True):
+        self._partial[number].run([slot.parameter for slot in part if slot.gradient is not None], last=last)
+        for slot, gradient in zip(part, kept, strict=True):
             slot.parameter.grad = gradient
             if slot.zero_after:
-                view.zero_()
                 slot.zero_after = False
+                if slot.gradient is not None:
+                    slot.gradient.zero_()
         if last:
             del self._partial[number]
         self._trace.count_update()
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)

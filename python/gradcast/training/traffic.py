@@ -7,21 +7,27 @@ import logging
 import time
 from collections.abc import Sequence
 
+import torch
+
 from gradcast import _core
+from gradcast.errors import Error
 from gradcast.training import extension
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.group import Group
 from gradcast.training.options import Options
 from gradcast.training.planning import Agreed
+from gradcast.training.trace import tensor_names
 
 _log = logging.getLogger("gradcast")
 # Between two of these Python looks for Ctrl-C.
 _WAIT_SLICE_NS = 100_000_000
+_NAMES_SHOWN = 3
 
 
 class Traffic:
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self._buffers = buffers
+        self._group = group
         self._stall_warning_ns = options.stall_warning_s * 1e9
         self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self._transport = extension.load().Transport(group.own, buffers.flats)
@@ -51,7 +57,7 @@ class Traffic:
         place = self.place_of[index]
         if self._on_device:
             where = self._buffers.layout[place]
-            self._transport.on_written(where.buffer, where.lo_bytes, where.hi_bytes)
+            self._transport.on_written(where.buffer, where.lo_bytes, where.hi_bytes + where.dtype.itemsize)
         self._engine.on_ready(place)
 
     def wait(self, indices: Sequence[int]) -> int:
@@ -60,6 +66,35 @@ class Traffic:
 
     def wait_all(self) -> int:
         return self._wait(None)
+
+    def compare_ranks(self, step: int) -> None:
+        """Raises, on every rank, where the ranks have received different sums. Collective.
+
+        REQUIRES: everything has arrived, and nobody has written into the gradients since.
+        """
+        sums = [self._checksum(block) for block in self.agreed.plan.blocks]
+        for rank, theirs in enumerate(everyone := self._group.gather(sums)):
+            for number, (one, other) in enumerate(zip(everyone[0], theirs, strict=True)):
+                if one != other:
+                    names = tensor_names(self.agreed.profile, self.agreed.plan.blocks[number])
+                    raise Error(
+                        f"in step {step} rank 0 and rank {rank} have received different sums in block {number} "
+                        f"({', '.join(names[:_NAMES_SHOWN])}{', ...' if len(names) > _NAMES_SHOWN else ''}): the "
+                        "network or a library has damaged them; the parameters of these ranks are about to differ",
+                        "communication",
+                    )
+
+    def _checksum(self, block: _core.Block) -> int:
+        """Of the bytes, whatever their order says; modulo 2^64."""
+        flat = self._buffers.flats[block.buffer].view(torch.uint8)
+        total = 0
+        for lo, hi in block.ranges:
+            whole = lo + (hi - lo) // 8 * 8
+            # A sum of the words alone would not see two that have changed places.
+            words = flat[lo:whole].clone().view(torch.int64)
+            weights = torch.arange(1, words.numel() + 1, device=words.device)
+            total += int((words * weights).sum()) + int(flat[whole:hi].sum())
+        return total % (1 << 64)
 
     def newly_arrived(self) -> list[int]:
         """Parameters that have arrived since the last call in this iteration."""

@@ -15,17 +15,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradcast.errors import Error
-
-
-def refuse_unsplittable(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise Error(
-            "LBFGS updates all parameters together and evaluates its closure several times, so its step cannot run in "
-            "parts; use hook mode: gradcast.attach(module) without the optimizer",
-            "invalid_use",
-        )
 
 
 class PartialStep:
@@ -33,7 +26,7 @@ class PartialStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._step = _step_without_hooks(optimizer)
+        self._step = step_without_hooks(optimizer)
         self._live_groups = list(optimizer.param_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars as the last part left them
@@ -44,7 +37,8 @@ class PartialStep:
         reduced = []
         for index, live in enumerate(self._live_groups):
             members = [parameter for parameter in live["params"] if id(parameter) in part]
-            if members:
+            # A group of which nothing is updated still has its turn, as in a whole step.
+            if members or (last and index not in self._after):
                 group = {**_copied(self._scalars[index]), "params": members}
                 self._after[index] = group
                 reduced.append(group)
@@ -85,13 +79,16 @@ def _plain_context():
     """As if at the user's own call of step(): a forward pass may have switched any of these."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(_disable_current_modes())  # selective checkpointing, torch.device(...)
+        while _len_torch_function_stack() > 0:
+            stack.enter_context(_pop_mode_temporarily())
         for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
-def _step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The class's step, without what torch wraps around it to call step hooks: those run once per step."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -102,22 +99,34 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
         hook(optimizer, (optimizer,), {})
 
 
+def run_without_hooks(optimizer: Optimizer) -> None:
+    """A whole step."""
+    step_without_hooks(optimizer)(optimizer)
+
+
 def run_post_hooks(optimizer: Optimizer) -> None:
     for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
         hook(optimizer, (optimizer,), {})
 
 
+def require_own_step(optimizer: Optimizer) -> None:
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise Error(
+            f"step() of this {type(optimizer).__name__} has been replaced by {replaced!r}, which gradcast would "
+            "bypass; call gradcast.attach() before whatever replaces it",
+            "invalid_use",
+        )
+
+
 class StepInterception:
-    """Puts a function in the place of ``optimizer.step``; LR schedulers made before or after see what they expect."""
+    """Puts a function in the place of ``optimizer.step``; LR schedulers made before or after see what they expect.
+
+    REQUIRES: ``require_own_step`` has let the optimizer pass.
+    """
 
     def __init__(self, optimizer: Optimizer, on_step: Callable[[], None]) -> None:
         before = optimizer.__dict__.get("step")
-        if before is not None and not hasattr(before, "_wrapped_by_lr_sched"):
-            raise Error(
-                f"step() of this {type(optimizer).__name__} has been replaced by {before!r}, which gradcast would "
-                "bypass; call gradcast.attach() before whatever replaces it",
-                "invalid_use",
-            )
         self._optimizer = optimizer
         self._before = before
         self._active = True

@@ -1,0 +1,109 @@
+"""What stays on a module from ``attach`` to ``detach``: the hooks around its forward pass and the session of the day.
+
+A session is made for a set of parameters. When that changes (a layer is thawed or added), the next one begins, with a
+warm-up of its own. While ranks run out of inputs (``ddp.join()``), DDP reduces by itself.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradcast.errors import Error
+from gradcast.training import checks, forking
+from gradcast.training.compiled import CompiledBlocks
+from gradcast.training.ddp import TakenOver
+from gradcast.training.group import Group
+from gradcast.training.module_hooks import around_forward
+from gradcast.training.options import Options
+from gradcast.training.session import Session
+from gradcast.training.structure import Structure
+
+_log = logging.getLogger("gradcast")
+
+
+class Attachment:
+    """Of a module to two or more workers."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+    ) -> None:
+        self._module, self._optimizers, self._group, self._options = module, list(optimizers), group, options
+        self.session = Session(module, parameters, optimizers, group, options)
+        self._structure = Structure(module, optimizers)
+        self._compiled = CompiledBlocks(module)
+        self._taken_over = None
+        if isinstance(module, DistributedDataParallel):
+            self._taken_over = TakenOver(module, self._joining, self._joined)
+        self._hooks = around_forward(module, self._before_forward, self._after_forward)
+        forking.watch(self)
+
+    def release(self) -> None:
+        """The module, its optimizers and DDP are as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._compiled.release()
+        self.session.release()
+        if self._taken_over is not None:
+            self._taken_over.give_back()
+
+    def _before_forward(self, _: Any, compiled: bool) -> None:
+        if self.session.released:  # in a forked child
+            return
+        if self._taken_over is not None:
+            self._taken_over.before_forward()
+        if torch.is_grad_enabled() and self._structure.changed():
+            self._begin_again()
+        if not compiled:
+            self._compiled.find()
+        self.session.before_forward(compiled)
+
+    def _after_forward(self, output: Any, _: bool) -> None:
+        if self.session.released:
+            return
+        self.session.after_forward(output)
+
+    def _begin_again(self) -> None:
+        """With the parameters that the module has now. Collective: a model changes on all ranks alike."""
+        before = self.session
+        before.flush()
+        before.release()
+        parameters = checks.trainable(self._module)
+        checks.check_optimizers(self._optimizers, parameters)
+        inner = checks.unwrapped(self._module)
+        checks.check_same_model(self._group, inner)
+        # What is new may have been made from each rank's own random numbers.
+        self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
+        self.session = Session(self._module, parameters, self._optimizers, self._group, self._options)
+        self.session.succeed(before)
+        self._structure = Structure(self._module, self._optimizers)
+        self._compiled.release()
+        self._compiled = CompiledBlocks(self._module)
+        if self._group.rank == 0:
+            _log.info("the module's parameters have changed: measuring again, for %d steps", self._options.warmup_steps)
+
+    def _joining(self) -> None:
+        if self.session.mode == "overlap":
+            raise Error(
+                "ranks may run out of inputs in ddp.join(), and the updates of those that go on would be missing on "
+                "the others; leave join() out, or use hook mode: gradcast.attach(ddp) without the optimizer",
+                "invalid_use",
+            )
+        if self._group.rank == 0:
+            _log.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
+        self.session.stand_aside(True)
+        self._taken_over.reduce_again()
+
+    def _joined(self) -> None:
+        if self.session.aside:
+            self._taken_over.take()
+            self.session.stand_aside(False)

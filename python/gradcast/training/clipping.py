@@ -1,0 +1,56 @@
+"""Clipping by the norm of all gradients, inside of a step that is carried out later: torch's numbers.
+
+Every rank holds the same averaged gradients, so no rank has to ask another one. The norms of gradients that have
+arrived are taken while others are still travelling; the first update needs all of them, so nothing is hidden behind
+forward itself, only behind what comes before it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from gradcast.training.slots import Slot
+
+
+class NormClipping:
+    """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, piece by piece."""
+
+    def __init__(self, slots: Sequence[Slot], max_norm: float) -> None:
+        self._slots = list(slots)
+        self._max_norm = max_norm
+        self._norms: dict[int, torch.Tensor] = {}
+        self.total_norm: torch.Tensor | None = None  # of the last clipped step, before clipping
+        self.done = False
+
+    def begin(self) -> None:
+        """New gradients travel."""
+        self._norms.clear()
+        self.done = False
+
+    def take(self, slots: Sequence[Slot]) -> None:
+        """The norms of these, whose gradients have arrived but may still be pending."""
+        # A rank cannot know yet whether anybody has used what it has not.
+        missing = [slot for slot in slots if slot.index not in self._norms and slot.absence is None]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for slot in missing:
+                self._norms[slot.index] = torch.linalg.vector_norm(slot.gradient.detach())
+
+    def apply(self) -> None:
+        """Clips all gradients. REQUIRES: all have arrived and been settled."""
+        used = [slot for slot in self._slots if slot.gradient is not None]
+        self.take(used)
+        self.done = True
+        if not used:
+            return
+        gradients = [slot.gradient for slot in used]
+        norms = [self._norms[slot.index] for slot in _by_type(used)]
+        self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
+        factor = torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+
+
+def _by_type(slots: Sequence[Slot]) -> list[Slot]:
+    """The order in which torch sums: the types as they first appear."""
+    types = list(dict.fromkeys(slot.gradient.dtype for slot in slots))
+    return sorted(slots, key=lambda slot: types.index(slot.gradient.dtype))

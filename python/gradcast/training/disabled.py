@@ -1,0 +1,72 @@
+"""GRADCAST_DISABLE=1: ``attach`` leaves all to stock DDP, so that one variable tells whether gradcast is to blame."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcast.errors import Error
+from gradcast.training.group import Group
+from gradcast.training.module_hooks import around_forward
+
+# Read only here.
+VARIABLE = "GRADCAST_DISABLE"
+
+
+def is_disabled() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise Error(f"{VARIABLE} is {value!r}; 1 (stock DDP) or 0 is expected", "invalid_use")
+    return value == "1"
+
+
+class DisabledSession:
+    """A DDP module is left alone. A bare one gets the hooks of a DDP module that wraps it, out of sight."""
+
+    has_plan = False
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self.mode = "ddp"
+        self.group = group
+        self.profile = None
+        self.released = False
+        self.steps = 0
+        self._hooks: list[Any] = []
+        self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        if self._ddp is None and group.world_size > 1:
+            # Also for a step that leaves parameters out, which attach lets pass.
+            self._ddp = DistributedDataParallel(module, process_group=group.shared, find_unused_parameters=True)
+            self._hooks = around_forward(module, self._before_forward, self._after_forward)
+
+    @property
+    def session(self) -> "DisabledSession":
+        return self
+
+    def flush(self) -> None:
+        """DDP waits at the end of backward."""
+
+    def no_sync(self, entering: bool) -> None:
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = not entering
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mode": self.mode, "world_size": self.group.world_size, "profile": None, "plan": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is no plan."""
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            self._ddp.reducer._remove_autograd_hooks()
+        self.released = True
+
+    def _before_forward(self, _: Any, _compiled: bool) -> None:
+        self._ddp._pre_forward()
+
+    def _after_forward(self, output: Any, _: bool) -> None:
+        if torch.is_grad_enabled():
+            self._ddp._post_forward(output)

@@ -1,0 +1,154 @@
+"""options.max_grad_norm: torch's clipping, inside of a step that is carried out later, bit for bit on two ranks."""
+
+import pytest
+
+import gradcast
+from training import compare, optimizers
+from training.models import TASKS
+from training.needs import torch
+from training.test_graph_changes import USES, Branches
+from training.twins import Twins
+
+nn = torch.nn
+MAX_NORM = 0.05
+
+
+def clip(module):
+    return torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+
+
+def clipped(rank, task, optimizer, max_norm):
+    twins = Twins(rank, task, optimizer, max_grad_norm=max_norm)
+    norms, found = [], []
+    for number in range(10):
+        for module, step, forward in twins.each():
+            step.zero_grad()
+            twins.task.loss(forward, twins.batch()).backward()
+            if module is twins.theirs.module:
+                norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+            step.step()
+        twins._after_step()
+        if number % 4 == 3:
+            twins.handle.flush()
+            norms.append((norm.item(), twins.handle.stats()["grad_norm"]))
+            found += compare.trees(
+                {name: p.grad for name, p in twins.ours.bare.named_parameters()},
+                {name: p.grad for name, p in twins.theirs.module.named_parameters()},
+                "grad",
+            )
+    return found + twins.differences(), norms, twins.handle.stats()["update_calls"]
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["clips", "does not clip"])
+@pytest.mark.parametrize(
+    ("task", "optimizer"), [("plain", "adam plain"), ("mixed64", "adamw fused"), ("odd", "sgd foreach")]
+)
+def test_it_equals_torch(ranks, task, optimizer, max_norm):
+    for found, norms, update_calls in ranks.run(2, clipped, task, optimizer, max_norm):
+        assert found == []
+        assert norms
+        assert all(ours == theirs for theirs, ours in norms)
+        assert update_calls == 1, "the step was not taken at once, but in one part, later"
+
+
+def clipped_with_unused(rank):
+    """The norm leaves out what nobody has used."""
+    torch.manual_seed(0)
+    theirs = Branches()
+    torch.manual_seed(0)
+    ours = Branches()
+    recipes = [optimizers.make("adamw foreach", module) for module in (theirs, ours)]
+    ddp = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
+    gradcast_options = gradcast.Options(warmup_steps=3, max_grad_norm=MAX_NORM)
+    handle = gradcast.attach(ours, recipes[1].optimizer, options=gradcast_options)
+    for number in range(18):
+        inputs, targets = TASKS["plain"].batch(rank.index, number)
+        for forward, recipe in ((ddp, recipes[0]), (ours, recipes[1])):
+            recipe.optimizer.zero_grad()
+            output = forward(inputs, USES[number % len(USES)][rank.index])
+            nn.functional.cross_entropy(output, targets).backward()
+            if forward is ddp:
+                clip(theirs)
+            recipe.optimizer.step()
+    handle.flush()
+    return compare.modules(ours, theirs) + compare.optimizers(recipes[1].optimizer, recipes[0].optimizer)
+
+
+def test_with_parameters_that_a_step_does_not_use(ranks):
+    for found in ranks.run(2, clipped_with_unused):
+        assert found == []
+
+
+def clipped_with_scaler(rank, unscale):
+    twins = Twins(rank, "plain", "sgd fused", max_grad_norm=MAX_NORM)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for _ in range(8):
+        for (module, optimizer, forward), scaler in zip(twins.each(), scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(twins.task.loss(forward, twins.batch())).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            if module is twins.theirs.module:
+                clip(module)
+            scaler.step(optimizer)
+            scaler.update()
+        twins._after_step()
+    return twins.differences()
+
+
+def test_with_a_scaler(ranks):
+    for found in ranks.run(2, clipped_with_scaler, True):
+        assert found == []
+
+
+def scaler_that_scales_inside(rank):
+    try:
+        clipped_with_scaler(rank, False)
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "no error"
+
+
+def test_scaled_gradients_are_not_clipped(ranks):
+    """A fused optimizer unscales inside of its step, after the norm would have been taken."""
+    for code, message in ranks.run(2, scaler_that_scales_inside):
+        assert code == "invalid_use"
+        assert "unscale_" in message
+
+
+def alone(rank):
+    """One worker: nothing is sent, and clipping stays."""
+    task = TASKS["plain"]
+    theirs, ours = task.module(), task.module()
+    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
+    handle = gradcast.attach(ours, adams[1], options=gradcast.Options(warmup_steps=3, max_grad_norm=MAX_NORM))
+    for number in range(8):
+        for module, adam in ((theirs, adams[0]), (ours, adams[1])):
+            adam.zero_grad()
+            task.loss(module, task.batch(0, number)).backward()
+            if module is theirs:
+                clip(module)
+            adam.step()
+    found = compare.modules(ours, theirs)
+    handle.detach()
+    return found, "step" in vars(adams[1])
+
+
+def test_one_worker(ranks):
+    for found, intercepted in ranks.run(1, alone):
+        assert found == []
+        assert not intercepted, "detach gives the step back"
+
+
+def in_hook_mode(rank):
+    try:
+        gradcast.attach(nn.Linear(2, 2), options=gradcast.Options(max_grad_norm=1.0))
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "no error"
+
+
+def test_hook_mode_refuses_it(ranks):
+    for code, message in ranks.run(2, in_hook_mode):
+        assert code == "invalid_use"
+        assert "clip_grad_norm_" in message

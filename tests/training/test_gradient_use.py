@@ -1,0 +1,222 @@
+"""Whoever reads or replaces gradients between backward and the end of the step, in ways that are easily overlooked."""
+
+import pytest
+
+import gradcast
+from training import compare
+from training.models import TASKS
+from training.needs import torch
+from training.twins import Twins
+
+nn = torch.nn
+
+
+def clip_in_hook(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(parameters, 0.05) and None)
+
+
+def replace_in_hook(optimizer):
+    def replace(*_):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.full_like(p, 1e-3)
+
+    optimizer.register_step_pre_hook(replace)
+
+
+def count_after(optimizer):
+    optimizer.calls = 0
+
+    def count(*_):
+        optimizer.calls += 1
+
+    optimizer.register_step_post_hook(count)
+
+
+HOOKS = {function.__name__: function for function in (clip_in_hook, replace_in_hook, count_after)}
+
+
+def step_hooks(rank, name, set_to_none):
+    twins = Twins(rank, "plain", "adam foreach")
+    for _, optimizer, _ in twins.each():
+        HOOKS[name](optimizer)
+    for _ in range(8):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad(set_to_none=set_to_none)
+            twins.task.loss(forward, twins.batch()).backward()
+            optimizer.step()
+        twins._after_step()
+    calls = [getattr(optimizer, "calls", 8) for _, optimizer, _ in twins.each()]
+    return twins.differences(), calls
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", HOOKS)
+def test_step_hooks_see_and_change_what_the_step_uses(ranks, name, set_to_none):
+    for found, calls in ranks.run(2, step_hooks, name, set_to_none):
+        assert found == []
+        assert calls == [8, 8]
+
+
+def swap_memory(rank, mode, when):
+    """``grad.data = …`` gives a gradient other memory, which is not the buffer's."""
+    twins = Twins(rank, "plain", "adam plain", mode=mode)
+    for number in range(10):
+        for module, optimizer, forward in twins.each():
+            optimizer.zero_grad(set_to_none=number % 4 == 3)
+            if when == "before backward" and number in (2, 6):
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.data = parameter.grad.data.clone()
+            twins.task.loss(forward, twins.batch()).backward()
+            if when == "after backward" and number in (2, 6):
+                for parameter in module.parameters():
+                    parameter.grad.data = parameter.grad.data.clamp(-1e-3, 1e-3)
+            optimizer.step()
+        twins._after_step()
+    return twins.differences()
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_gradients_that_are_given_other_memory(ranks, mode, when):
+    for found in ranks.run(2, swap_memory, mode, when):
+        assert found == []
+
+
+def add_without_sync(rank):
+    """A pass that stays here after one that travels: DDP adds this rank's own gradient to the average."""
+    twins = Twins(rank, "plain", "sgd foreach")
+    for _ in range(8):
+        for (_, optimizer, forward), no_sync in zip(
+            twins.each(), (twins.theirs.no_sync, twins.handle.no_sync), strict=True
+        ):
+            optimizer.zero_grad()
+            twins.task.loss(forward, twins.batch()).backward()
+            with no_sync():
+                twins.task.loss(forward, twins.task.batch(5, twins.steps)).backward()
+            optimizer.step()
+        twins._after_step()
+    return twins.differences()
+
+
+def test_a_pass_without_sync_after_one_with(ranks):
+    for found in ranks.run(2, add_without_sync):
+        assert found == []
+
+
+def skip_on_one_rank(rank, mode):
+    """Rank 1 leaves one step() out in the warm-up: its own numbers change, the order of what travels must not."""
+    task = TASKS["plain"]
+    module = task.module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    handle = gradcast.attach(
+        module, optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=4, policy="fifo")
+    )
+    versions = []
+    for number in range(9):
+        optimizer.zero_grad()
+        task.loss(module, task.batch(rank.index, number)).backward()
+        if (rank.index, number) not in ((1, 1), (1, 3), (0, 6)):
+            optimizer.step()
+        handle.flush()
+        versions.append(handle.plan_version)
+    return versions
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_step_that_one_rank_leaves_out_does_not_change_its_plan(ranks, mode):
+    versions = ranks.run(2, skip_on_one_rank, mode)
+    assert versions[0] == versions[1]
+    assert versions[0][-1] == 5, "four of the warm-up, and the plan"
+
+
+def disjoint_parts(rank):
+    """Two losses of two halves of the module, each with its own forward, before one step."""
+    torch.manual_seed(0)
+    theirs = nn.ModuleList([nn.Linear(12, 10), nn.Linear(12, 10)])
+    torch.manual_seed(0)
+    ours = nn.ModuleList([nn.Linear(12, 10), nn.Linear(12, 10)])
+
+    class Part(nn.Module):
+        def __init__(self, parts):
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x, part):
+            return self.parts[part](x)
+
+    modules = [Part(theirs), Part(ours)]
+    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
+    handle = gradcast.attach(modules[1], adams[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    for number in range(9):
+        inputs, targets = TASKS["plain"].batch(rank.index, number)
+        for side, (module, adam) in enumerate(zip(modules, adams, strict=True)):
+            adam.zero_grad()
+            for part in range(2):
+                nn.functional.cross_entropy(module(inputs, part), targets).backward()
+            if side == 0:
+                for parameter in module.parameters():
+                    parameter.grad.mul_(0.5)
+                    torch.distributed.all_reduce(parameter.grad)
+            adam.step()
+    handle.flush()
+    return compare.modules(modules[1], modules[0])
+
+
+def test_parts_of_a_model_by_turns(ranks):
+    for found in ranks.run(2, disjoint_parts):
+        assert found == []
+
+
+def other_buffer_object(rank):
+    """A module that puts a new tensor into the place of a buffer, as vector quantization does."""
+
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(12, 10)
+            self.register_buffer("codes", torch.full((3,), float(rank.index)))
+
+        def forward(self, x):
+            self.codes = self.codes + 1.0 + rank.index
+            return self.linear(x) + self.codes.sum() * 0.0
+
+    module = Codebook()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
+    for number in range(6):
+        inputs, targets = TASKS["plain"].batch(rank.index, number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(inputs), targets).backward()
+        optimizer.step()
+    handle.flush()
+    return module.codes.tolist()
+
+
+def test_buffers_that_a_module_replaces(ranks):
+    """Before each forward pass they are rank 0's: it counts by one, so after six passes it has 6, and rank 1 5 + 2."""
+    assert ranks.run(2, other_buffer_object) == [[6.0] * 3, [7.0] * 3]
+
+
+def two_forwards_with_buffers(rank, mode):
+    twins = Twins(rank, "convnet", "adam plain", mode=mode)
+    twins.theirs.broadcast_buffers = False
+    for _ in range(6):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            losses = [twins.task.loss(forward, twins.task.batch(rank.index, twins.steps + part)) for part in (0, 50)]
+            sum(losses).backward()
+            optimizer.step()
+        twins._after_step()
+    twins.handle.flush()
+    parameters = [dict(module.named_parameters()) for module, _, _ in twins.each()]
+    return compare.trees(parameters[1], parameters[0])
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_two_forward_passes_of_a_module_with_batch_norm(ranks, mode):
+    """With DDP this needs broadcast_buffers=False: what it sends before the second one backward still needs."""
+    for found in ranks.run(2, two_forwards_with_buffers, mode):
+        assert found == []

@@ -1,0 +1,244 @@
+"""Backward passes that do not reach every parameter, and sets of parameters that change: DDP's result, bit for bit.
+
+DDP's side runs with find_unused_parameters, and is wrapped anew where its parameters change.
+"""
+
+import pytest
+
+import gradcast
+from training import compare, optimizers
+from training.models import TASKS
+from training.needs import torch
+
+nn = torch.nn
+WARMUP_STEPS = 3
+
+
+class Branches(nn.Module):
+    """``use`` names the branches that a pass goes through; the trunk is always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(12, 12)
+        self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x, use=("left", "right")):
+        x = torch.tanh(self.trunk(x))
+        for name in use:
+            x = x + torch.tanh(getattr(self, name)(x))
+        return self.head(x)
+
+
+class Sides:
+    """The same module twice: DDP's, which ``wrap`` wraps, and gradcast's."""
+
+    def __init__(self, rank, mode, optimizer="adam plain", make=Branches):
+        self.rank = rank
+        self.modules = []
+        for _ in range(2):
+            torch.manual_seed(rank.index)
+            self.modules.append(make())
+        self.recipes = [optimizers.make(optimizer, module) for module in self.modules]
+        self.wrap()
+        self.handle = gradcast.attach(
+            self.modules[1],
+            self.recipes[1].optimizer if mode == "overlap" else None,
+            options=gradcast.Options(warmup_steps=WARMUP_STEPS, policy="fifo"),
+        )
+
+    def wrap(self):
+        self.ddp = nn.parallel.DistributedDataParallel(self.modules[0], find_unused_parameters=True)
+
+    def each(self):
+        """(module that runs forward, bare module, optimizer) of either side."""
+        forwards = (self.ddp, self.modules[1])
+        return [(f, m, r.optimizer) for f, m, r in zip(forwards, self.modules, self.recipes, strict=True)]
+
+    def loss(self, forward, number, *arguments):
+        inputs, targets = TASKS["plain"].batch(self.rank.index, number)
+        return nn.functional.cross_entropy(forward(inputs, *arguments), targets)
+
+    def step(self, number, *arguments, set_to_none=True):
+        for forward, _, optimizer in self.each():
+            optimizer.zero_grad(set_to_none=set_to_none)
+            self.loss(forward, number, *arguments).backward()
+            optimizer.step()
+
+    def differences(self):
+        self.handle.flush()
+        found = compare.modules(self.modules[1], self.modules[0])
+        found += compare.optimizers(self.recipes[1].optimizer, self.recipes[0].optimizer)
+        found += compare.trees(*[{n: p.grad for n, p in m.named_parameters()} for m in reversed(self.modules)], "grad")
+        return found
+
+
+# What each rank uses, step by step: everything, on one rank only, on the other only, on none.
+USES = [
+    (("left", "right"), ("left", "right")),
+    (("left", "right"), ("left",)),
+    (("right",), ("left",)),
+    (("left",), ("left",)),
+    ((), ()),
+    (("right", "left"), ()),
+]
+
+
+def unused(rank, mode, optimizer, set_to_none):
+    sides = Sides(rank, mode, optimizer)
+    found = []
+    for number in range(4 * len(USES)):
+        sides.step(number, USES[(number * 5 + number // 6) % len(USES)][rank.index], set_to_none=set_to_none)
+        if number % 7 == 6:
+            found += sides.differences()
+    return found + sides.differences()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd foreach", "adamw fused"])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_parameters_that_a_step_does_not_use(ranks, mode, optimizer, set_to_none):
+    """The optimizers decay weights: a parameter that no rank has used must not be updated, with zeros neither."""
+    for found in ranks.run(2, unused, mode, optimizer, set_to_none):
+        assert found == []
+
+
+def unused_three(rank):
+    """Zeros of two ranks of three, and of all; DDP's order of summation may differ, so within its rounding."""
+    sides = Sides(rank, "overlap", "sgd foreach")
+    for number in range(12):
+        sides.step(number, ("left",) if rank.index == number % 3 else ("right",) if number % 4 == 0 else ())
+    sides.handle.flush()
+    return compare.largest(*sides.modules)
+
+
+def test_unused_on_two_ranks_of_three(ranks):
+    for largest in ranks.run(3, unused_three):
+        assert largest < 1e-6
+
+
+def frozen_later(rank, mode):
+    sides = Sides(rank, mode)
+    for number in range(12):
+        if number in (5, 8):
+            for module in sides.modules:
+                module.left.requires_grad_(number == 8)
+        sides.step(number)
+    return sides.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_parameters_that_are_frozen_for_a_while(ranks, mode):
+    for found in ranks.run(2, frozen_later, mode):
+        assert found == []
+
+
+def thawed_later(rank, mode):
+    def make():
+        module = Branches()
+        module.left.requires_grad_(False)
+        return module
+
+    sides = Sides(rank, mode, make=make)
+    version = 0
+    for number in range(12):
+        if number == 5:
+            version = sides.handle.plan_version
+            for module in sides.modules:
+                module.left.requires_grad_(True)
+            sides.wrap()
+        sides.step(number)
+    planned = len(sides.handle.plan.blocks)
+    return sides.differences(), version, planned, sides.handle.stats()["step"]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_parameters_that_are_thawed_later(ranks, mode):
+    for found, version, planned, steps in ranks.run(2, thawed_later, mode):
+        assert found == []
+        assert version > WARMUP_STEPS - 1
+        assert planned == 8, "fifo sends every tensor alone: all eight travel now"
+        assert steps == 12
+
+
+def added_later(rank, mode):
+    sides = Sides(rank, mode)
+    for number in range(12):
+        if number == 5:
+            for module, recipe in zip(sides.modules, sides.recipes, strict=True):
+                torch.manual_seed(7)
+                module.more = nn.Linear(12, 12)
+                recipe.optimizer.add_param_group({"params": list(module.more.parameters()), "lr": 0.03})
+            sides.wrap()
+        sides.step(number, ("left", "more") if number >= 5 else ("left", "right"))
+    return sides.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_parameters_that_are_added_later(ranks, mode):
+    for found in ranks.run(2, added_later, mode):
+        assert found == []
+
+
+def replaced_later(rank):
+    """The module gets another head, which the optimizer does not know."""
+    sides = Sides(rank, "overlap")
+    for number in range(5):
+        sides.step(number)
+    sides.modules[1].head = nn.Linear(12, 10)
+    try:
+        sides.step(5)
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "no error"
+
+
+def test_a_parameter_without_optimizer_is_named(ranks):
+    for code, message in ranks.run(2, replaced_later):
+        assert code == "invalid_use"
+        assert "head.weight" in message or "not in the module" in message
+
+
+def accumulated_before_unused(rank, mode):
+    """Used in the first micro-batch, which stays here, but not in the last: DDP counts it as used."""
+    sides = Sides(rank, mode)
+    contexts = (sides.ddp.no_sync, sides.handle.no_sync)
+    for number in range(10):
+        for (forward, _, optimizer), no_sync in zip(sides.each(), contexts, strict=True):
+            optimizer.zero_grad()
+            with no_sync():
+                sides.loss(forward, 2 * number, ("left",) if rank.index else ("left", "right")).backward()
+            sides.loss(forward, 2 * number + 1, ()).backward()
+            optimizer.step()
+    return sides.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_use_in_an_earlier_micro_batch_counts(ranks, mode):
+    for found in ranks.run(2, accumulated_before_unused, mode):
+        assert found == []
+
+
+def caught_failure(rank, mode):
+    """All ranks fail in the middle of backward, catch it and go on with the next batch."""
+    from training.bomb import Bomb
+
+    sides = Sides(rank, mode)
+    found = []
+    for number in range(10):
+        if number in (1, 6):
+            forward, module, optimizer = sides.each()[1]
+            optimizer.zero_grad()
+            hook = module.left.register_forward_hook(lambda *call: Bomb.apply(call[2]))
+            with pytest.raises(RuntimeError, match="in backward"):
+                sides.loss(forward, number).backward()
+            hook.remove()
+        else:
+            sides.step(number)
+    return found + sides.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_failure_in_backward_that_all_ranks_catch(ranks, mode):
+    for found in ranks.run(2, caught_failure, mode):
+        assert found == []

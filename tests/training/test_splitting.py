@@ -1,0 +1,131 @@
+"""Which optimizers may update in parts is tried on a copy: per-parameter ones pass, those that look at all do not."""
+
+import pytest
+
+import gradcast
+from gradcast.training.splitting import require_splittable
+from training.needs import torch
+
+nn = torch.nn
+optim = torch.optim
+
+
+class Normalized(optim.Optimizer):
+    """A step along the gradient, of a length that is the same for all parameters together."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        length = torch.stack([p.grad.norm() for p in everything]).norm()
+        for p in everything:
+            p.sub_(0.1 * p.grad / length)
+
+
+class Noisy(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.randn_like(p))
+        return super().step()
+
+
+class Counting(optim.Optimizer):
+    """Third-party style: a count per group and a state per parameter, no foreach."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
+                p.sub_(group["lr"] / (1 + group["k"]) * state["mean"])
+            group["k"] += 1
+
+
+def module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def matrices(parameters):
+    return [p for p in parameters if p.ndim == 2]
+
+
+SPLITTABLE = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD maximize": lambda p: optim.SGD(p, lr=0.1, maximize=True, weight_decay=0.1),
+    "Adam fused": lambda p: optim.Adam(p, fused=True),
+    "Adam with a tensor as learning rate": lambda p: optim.Adam(p, lr=torch.tensor(0.1), foreach=False),
+    "AdamW amsgrad": lambda p: optim.AdamW(p, amsgrad=True, foreach=True),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adamax": optim.Adamax,
+    "Adadelta": optim.Adadelta,
+    "Adagrad": optim.Adagrad,
+    "Adafactor": optim.Adafactor,
+    "ASGD": optim.ASGD,
+    "RMSprop": lambda p: optim.RMSprop(p, centered=True, momentum=0.1),
+    "Rprop": optim.Rprop,
+    "Muon": lambda p: optim.Muon(matrices(p)),
+    "third party": Counting,
+}
+UNSPLITTABLE = {
+    "LBFGS": optim.LBFGS,
+    "SparseAdam": optim.SparseAdam,
+    "a norm over all": Normalized,
+    "noise": Noisy,
+}
+
+
+def steps(optimizer, parameters, count):
+    for number in range(count):
+        torch.manual_seed(number)
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "in mid-run"])
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_optimizers_that_update_per_parameter_pass(name, fresh):
+    parameters = list(module().parameters())
+    optimizer = SPLITTABLE[name](parameters)
+    if not fresh:
+        steps(optimizer, parameters, 2)
+    require_splittable(optimizer)
+
+
+@pytest.mark.parametrize("name", UNSPLITTABLE)
+def test_others_are_refused_with_the_reason(name):
+    optimizer = UNSPLITTABLE[name](list(module().parameters()))
+    with pytest.raises(
+        gradcast.Error, match=f"the updates of {type(optimizer).__name__} cannot run in parts"
+    ) as caught:
+        require_splittable(optimizer)
+    assert caught.value.code == "invalid_use"
+    assert "hook mode" in str(caught.value)
+
+
+def test_the_check_leaves_everything_as_it_was():
+    parameters = list(module().parameters())
+    optimizer = optim.Adam(parameters)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook of the user ran"))
+    before = [p.clone() for p in parameters]
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    require_splittable(optimizer)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+    assert not optimizer.state
+    assert all(p.grad is None for p in parameters)
+    assert scheduler.last_epoch == 0
