@@ -123,6 +123,27 @@ def loads_data_in_processes(side: str) -> None:
     tell(digest=compare.digest(training.module))
 
 
+def forks(mode: str) -> None:
+    """Children that read parameters whose update is pending, and leave as a program does, destructors and all."""
+    training = Training("ours", mode)
+    training.steps(6)
+    for number in range(6, 9):
+        training.step(number)
+        child = os.fork()
+        if child == 0:
+            with torch.no_grad():
+                training.module(training.task.batch(RANK, 0)[0])
+            ordinary = all(type(parameter) is nn.Parameter for parameter in training.module.parameters())
+            tell(child=compare.digest(training.module), ordinary=ordinary)
+            sys.exit(0)
+        deadline_s = time.monotonic() + 10
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+        tell(parent=compare.digest(training.module), code=ended[1] if ended[0] else "hangs")
+
+
 def fails_in_backward(mode: str, failing_rank: str) -> None:
     """One rank raises when half of its gradients exist."""
     training = Training("ours", mode)
@@ -202,8 +223,8 @@ def catches_and_leaves(mode: str, failing_rank: str) -> None:
 PROGRAMS = {
     function.__name__: function
     for function in (
-        falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, fails_in_backward, is_killed,
-        is_interrupted, catches_and_leaves,
+        falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, forks, fails_in_backward,
+        is_killed, is_interrupted, catches_and_leaves,
     )
 }  # fmt: skip
 

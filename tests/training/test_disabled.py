@@ -1,0 +1,77 @@
+"""GRADCAST_DISABLE=1: the same script, with stock DDP."""
+
+import os
+
+import pytest
+
+import gradcast
+from training import compare, optimizers
+from training.models import TASKS
+from training.needs import torch
+
+nn = torch.nn
+
+
+def disabled(rank, mode, wrap):
+    os.environ["GRADCAST_DISABLE"] = "1"
+    try:
+        task = TASKS["convnet"]
+        modules = [task.module(seed=rank.index) for _ in range(2)]
+        theirs = nn.parallel.DistributedDataParallel(modules[0])
+        ours = nn.parallel.DistributedDataParallel(modules[1]) if wrap else modules[1]
+        recipes = [optimizers.make("adam plain", module) for module in modules]
+        handle = gradcast.attach(ours, recipes[1].optimizer if mode == "overlap" else None)
+        for number in range(8):
+            for forward, recipe, no_sync in zip((theirs, ours), recipes, (theirs.no_sync, handle.no_sync), strict=True):
+                recipe.optimizer.zero_grad()
+                with no_sync():
+                    task.loss(forward, task.batch(rank.index, 100 + number)).backward()
+                task.loss(forward, task.batch(rank.index, number)).backward()
+                recipe.optimizer.step()
+        handle.flush()
+        found = compare.modules(modules[1], modules[0])
+        facts = (handle.mode, handle.plan, handle.profile, handle.stats()["mode"], handle.layout, handle.plan_version)
+        handle.load_state_dict(handle.state_dict())
+        handle.detach()
+        # An ordinary module again: this rank's own gradients.
+        before = [p.grad.clone() for p in modules[1].parameters()]
+        task.loss(modules[1], task.batch(rank.index, 50)).backward()
+        local = torch.autograd.grad(task.loss(modules[1], task.batch(rank.index, 50)), list(modules[1].parameters()))
+        added = [p.grad - b for p, b in zip(modules[1].parameters(), before, strict=True)]
+        alone = wrap or all(torch.allclose(a, b, atol=1e-5) for a, b in zip(added, local, strict=True))
+        return found, facts, alone
+    finally:
+        del os.environ["GRADCAST_DISABLE"]
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_everything_is_left_to_ddp(ranks, mode, wrap):
+    for found, facts, alone in ranks.run(2, disabled, mode, wrap):
+        assert found == []
+        assert facts == ("ddp", None, None, "ddp", (), 0)
+        assert alone
+
+
+def on_one_rank(rank):
+    if rank.index == 1:
+        os.environ["GRADCAST_DISABLE"] = "1"
+    try:
+        gradcast.attach(nn.Linear(2, 2))
+    except gradcast.Error as error:
+        return error.code, str(error)
+    finally:
+        os.environ.pop("GRADCAST_DISABLE", None)
+    return None, "no error"
+
+
+def test_on_one_rank_alone_it_is_refused(ranks):
+    for code, message in ranks.run(2, on_one_rank):
+        assert code == "invalid_use"
+        assert "ddp mode" in message
+
+
+def test_another_value_is_refused(monkeypatch):
+    monkeypatch.setenv("GRADCAST_DISABLE", "yes")
+    with pytest.raises(gradcast.Error, match="GRADCAST_DISABLE is 'yes'"):
+        gradcast.attach(nn.Linear(2, 2))

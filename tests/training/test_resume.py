@@ -1,0 +1,140 @@
+"""Plan and profile in a checkpoint, and comparing what the ranks have received."""
+
+import copy
+import json
+
+import pytest
+
+import gradcast
+from training.needs import torch
+from training.ours import Ours
+from training.twins import Twins
+
+
+def save(rank, mode, path):
+    ours = Ours("plain", "adam plain", rank.index, mode=mode, policy="fifo")
+    ours.train(range(6))
+    state = {
+        "module": ours.bare.state_dict(),
+        "optimizer": ours.optimizer.state_dict(),
+        "gradcast": ours.handle.state_dict(),
+    }
+    if rank.index == 0:
+        torch.save(state, path)
+    json.dumps(state["gradcast"])
+    hash_ = ours.handle.plan.hash(ours.handle.profile)
+    ours.handle.detach()
+    return hash_
+
+
+def load(rank, mode, path):
+    """Goes on from the checkpoint, beside DDP that does the same."""
+    twins = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo") if rank.size == 2 else None
+    ours = twins.ours if twins else Ours("plain", "adam plain", rank.index, mode=mode, policy="fifo")
+    state = torch.load(path)
+    for module, optimizer, _ in twins.each() if twins else [(ours.bare, ours.optimizer, None)]:
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share its tensors
+    before = ours.handle.plan_version
+    ours.handle.load_state_dict(state["gradcast"])
+    followed = ours.handle.plan.hash(ours.handle.profile) if ours.handle.profile else None
+    for number in range(4):
+        if twins:
+            twins.step()
+        elif rank.size > 1:
+            ours.step(number)
+    found = twins.differences() if twins else []
+    version = ours.handle.plan_version
+    ours.handle.detach()
+    return found, followed, version - before
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_the_plan_of_a_checkpoint_is_followed_at_once(ranks, tmp_path, mode):
+    path = str(tmp_path / "checkpoint.pt")
+    saved = ranks.run(2, save, mode, path)
+    for found, followed, versions in ranks.run(2, load, mode, path):
+        assert found == []
+        assert followed == saved[0]
+        assert versions == 1, "one plan, no warm-up"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_workers_measure_again(ranks, tmp_path, world_size):
+    path = str(tmp_path / "checkpoint.pt")
+    ranks.run(2, save, "overlap", path)
+    for _, followed, versions in ranks.run(world_size, load, "overlap", path):
+        assert followed is None
+        assert versions == (3 if world_size > 1 else 0), "two more plans of the warm-up, then one of its own"
+
+
+def load_wrong(rank, change):
+    ours = Ours("plain", "adam plain", rank.index, policy="fifo")
+    ours.train(range(5))
+    state = ours.handle.state_dict()
+    if change == "another model":
+        ours = Ours("transformer", "adam plain", rank.index, policy="fifo")
+    elif change == "another mode":
+        ours = Ours("plain", "adam plain", rank.index, mode="hook")
+    elif change == "too early":
+        state = ours.handle.state_dict() | {"plan": None}
+    else:
+        state = {"step": 3}
+    try:
+        ours.handle.load_state_dict(state)
+    except gradcast.Error as error:
+        return "error", error.code, str(error)
+    return "measures", None, ours.handle.plan.policy
+
+
+@pytest.mark.parametrize("change", ["another model", "another mode", "too early", "something else"])
+def test_a_checkpoint_that_does_not_fit(ranks, change):
+    for outcome, code, text in ranks.run(2, load_wrong, change):
+        if change == "something else":
+            assert (outcome, code) == ("error", "invalid_use")
+            assert "state_dict" in text
+        else:
+            assert outcome == "measures"
+
+
+def damage(rank, mode, where):
+    """What rank 1 has received is changed in its memory before the ranks compare it."""
+    ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
+    traffic, buffers = ours.handle._session.traffic, ours.handle._session.buffers
+    compare_ranks = traffic.compare_ranks
+
+    def compare_damaged(step):
+        if rank.index == 1 and step == 11:
+            buffers.flats[0][where] += 1e-3
+        compare_ranks(step)
+
+    traffic.compare_ranks = compare_damaged
+    try:
+        ours.train(range(12))
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "no error"
+
+
+@pytest.mark.parametrize("where", [0, 150, -1])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_ranks_that_have_received_different_sums(ranks, mode, where):
+    for code, message in ranks.run(2, damage, mode, where):
+        assert code == "communication", message
+        assert "step 11" in message
+        assert "rank 1" in message
+        assert "block" in message
+        assert "weight" in message or "bias" in message
+
+
+def compared(rank, mode):
+    twins = Twins(rank, "mixed64", "adamw fused", mode=mode, compare_every=2)
+    for _ in range(9):
+        twins.step()
+    return twins.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_comparing_changes_nothing(ranks, mode):
+    for found in ranks.run(2, compared, mode):
+        assert found == []
