@@ -83,6 +83,10 @@ class Network:
         for host in range(self.host_count):
             self.set_rate(host, rate_bits_per_s)
 
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Cuts the host off, or brings it back; what has been sent meanwhile, TCP sends again."""
+        _run("ip", "-n", self._switch, "link", "set", f"host{host}", "up" if up else "down")
+
     def close(self) -> None:
         """Ends what still runs on the hosts and removes them. Idempotent."""
         _remove([name for name in _namespaces() if name.startswith(f"{self._name}-")])

@@ -11,6 +11,14 @@ def _native_part():
     extension.load()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _dumps_folder(tmp_path_factory):
+    """Where what failing ranks write down goes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("dumps")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks(_native_part):
     """Runs a function on 1 to 4 processes: ranks.run(2, function, …) -> the results, by rank."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from training.pool import environment
@@ -28,7 +29,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0) -> list[Ended]:
+def launch(
+    world_size: int,
+    program: str,
+    *arguments: str,
+    limit_s: float = 60.0,
+    network=None,
+    during: Callable[[list[subprocess.Popen]], None] | None = None,
+) -> list[Ended]:
+    """``network``: each rank on a host of its own. ``during`` is called with the processes while they run."""
     port = str(free_port())
     processes = []
     for rank in range(world_size):
@@ -36,12 +45,14 @@ def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": world_size,
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": network.address(0) if network else "127.0.0.1",
             "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": network.interface if network else "lo",
         }
+        command = [sys.executable, "-m", "training.programs", program, *arguments]
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "training.programs", program, *arguments],
+                network.command(rank, command) if network else command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -52,6 +63,8 @@ def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0
         )
     deadline_s = time.monotonic() + limit_s
     try:
+        if during is not None:
+            during(processes)
         return [_wait(process, deadline_s) for process in processes]
     finally:
         for process in processes:

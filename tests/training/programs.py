@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import distributed, nn
@@ -21,7 +22,7 @@ from training.bomb import Bomb
 from training.models import TASKS
 
 RANK = int(os.environ["RANK"])
-TIMEOUT_S = 5.0
+TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "5"))
 
 
 def tell(**values) -> None:
@@ -144,6 +145,50 @@ def forks(mode: str) -> None:
         tell(parent=compare.digest(training.module), code=ended[1] if ended[0] else "hangs")
 
 
+def is_disturbed(mode: str, task: str, steps: str, marker: str) -> None:
+    """Makes the file ``marker`` when the plan is in force; what happens from then on is the test's business."""
+    training = Training("ours", mode, task)
+
+    def go_on():
+        for number in range(int(steps)):
+            if number == 6 and RANK == 0:
+                Path(marker).touch()
+            training.step(number)
+            time.sleep(0.02)
+        training.handle.flush()
+        tell(digest=compare.digest(training.module))
+
+    report_error(go_on)
+
+
+def is_slow(mode: str, slow_rank: str, factor: str) -> None:
+    """One rank takes so many times as long to compute, from some step on."""
+    training = Training("ours", mode, "convnet")
+    for number in range(16):
+        start_s = time.monotonic()
+        training.step(number)
+        if number >= 6 and int(slow_rank) == RANK:
+            time.sleep((float(factor) - 1) * (time.monotonic() - start_s))
+    training.handle.flush()
+    tell(digest=compare.digest(training.module))
+
+
+def runs_one_more(mode: str, other_rank: str) -> None:
+    """One rank has a batch more than the others, which have ended in order."""
+    training = Training("ours", mode)
+    training.steps(6)
+    training.handle.flush()
+
+    def go_on():
+        if int(other_rank) == RANK:
+            training.step(6)
+            training.handle.flush()
+        else:
+            time.sleep(TIMEOUT_S + 4)
+
+    report_error(go_on)
+
+
 def fails_in_backward(mode: str, failing_rank: str) -> None:
     """One rank raises when half of its gradients exist."""
     training = Training("ours", mode)
@@ -223,8 +268,8 @@ def catches_and_leaves(mode: str, failing_rank: str) -> None:
 PROGRAMS = {
     function.__name__: function
     for function in (
-        falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, forks, fails_in_backward,
-        is_killed, is_interrupted, catches_and_leaves,
+        falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, forks, is_disturbed, is_slow,
+        runs_one_more, fails_in_backward, is_killed, is_interrupted, catches_and_leaves,
     )
 }  # fmt: skip
 

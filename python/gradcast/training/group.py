@@ -25,6 +25,7 @@ class Group:
     world_size: int
     shared: Any = None
     own: Any = None
+    timeout_s: float | None = None  # of an operation on ``own``, where it is known
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
@@ -90,7 +91,7 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
         use_local_synchronization=True,
         group_desc="gradcast",
     )
-    return Group(rank, world_size, shared, own)
+    return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds())
 
 
 def is_one_of_several(process_group: Any) -> bool:

@@ -15,15 +15,19 @@ PLAN_VARIABLE = "GRADCAST_PLAN"
 class Options:
     """Settings of ``attach``; the defaults need no change.
 
-    ``warmup_steps``: steps that are measured before the first plan, at least 3: in the first one memory is allocated,
-    so it is not counted, and the last one ends with the plan. ``plan``: a file with the plan to follow instead of one
-    made from the measurements; the variable GRADCAST_PLAN does the same. ``policy``, ``policy_parameters``,
-    ``in_flight``: as for ``gradcast plan``. ``max_grad_norm``: in overlap mode every step clips the gradients as
-    ``clip_grad_norm_(module.parameters(), max_grad_norm)`` before ``step()`` would. ``compare_every``: in every so many
-    steps the ranks compare what they have received, and raise where it differs; 0: never.
-    ``timeout_s``: after so long an operation on the network fails (default:
-    that of the process group). ``stall_warning_s``: whoever waits longer says what for. ``timeline_steps``: how many
-    steps the record holds.
+    * ``warmup_steps``: steps that are measured before the first plan, at least 3: in the first one memory is allocated,
+      so it is not counted.
+    * ``plan``: a file with the plan to follow instead of one made from the measurements; the variable GRADCAST_PLAN
+      does the same.
+    * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast plan``.
+    * ``max_grad_norm``: in overlap mode every step clips the gradients as ``clip_grad_norm_(module.parameters(),
+      max_grad_norm)`` before ``step()`` would.
+    * ``compare_every``: in every so many steps the ranks compare what they have received, and raise where it differs;
+      0: never.
+    * ``timeout_s``: after so long an operation on the network fails (default: that of the process group).
+    * ``stall_warning_s``: whoever waits longer, or longer than a quarter of the timeout, says what for.
+    * ``dump_dir``: where the last events of all ranks go when one fails (default: the folder for temporary files).
+    * ``timeline_steps``: how many steps the record holds.
     """
 
     warmup_steps: int = 6
@@ -35,6 +39,7 @@ class Options:
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
+    dump_dir: str | None = None
     timeline_steps: int = 16
 
     def __post_init__(self) -> None:

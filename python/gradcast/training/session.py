@@ -237,7 +237,9 @@ class Session:
     def _send_module_buffers(self) -> None:
         held = [buffer for each in self._buffer_dicts for buffer in each.values() if buffer is not None]
         buffers = list({id(buffer): buffer for buffer in held}.values())
-        if buffers:
+        if not buffers:
+            return
+        with self.traffic.watch.waiting("the module's buffers from rank 0"):
             self.group.copy_from_first(buffers, "the module's buffers")
 
     def after_forward(self, output: Any) -> None:
@@ -296,8 +298,9 @@ class Session:
             return
         agreed = self._warmup.step_ended(ended[-1])
         if agreed is None:
-            self.profile = self._warmup.profile(self.buffers.flats)
-            agreed = self._warmup.plan(self.profile)
+            with self.traffic.watch.waiting("the agreement on the plan"):
+                self.profile = self._warmup.profile(self.buffers.flats)
+                agreed = self._warmup.plan(self.profile)
             self._warmup = None
         self._follow(agreed)
         if self._warmup is None and self.group.rank == 0:

@@ -3,7 +3,6 @@
 Thread safety: ``ready`` from any thread; everything else from the training thread, or under its owner's lock.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -17,8 +16,8 @@ from gradcast.training.group import Group
 from gradcast.training.options import Options
 from gradcast.training.planning import Agreed
 from gradcast.training.trace import tensor_names
+from gradcast.training.watch import Watch
 
-_log = logging.getLogger("gradcast")
 # Between two of these Python looks for Ctrl-C.
 _WAIT_SLICE_NS = 100_000_000
 _NAMES_SHOWN = 3
@@ -28,10 +27,10 @@ class Traffic:
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self._buffers = buffers
         self._group = group
-        self._stall_warning_ns = options.stall_warning_s * 1e9
         self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self._transport = extension.load().Transport(group.own, buffers.flats)
         self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
+        self.watch = Watch(group, options, self._engine)
         self.place_of: list[int] = []  # of each parameter, its tensor in the profile in force
         self.agreed: Agreed | None = None
         self.plan_version = 0
@@ -50,7 +49,10 @@ class Traffic:
     def begin(self) -> int:
         """Opens an iteration; returns the engine's number of it."""
         self._seen = 0
-        return self._engine.begin()
+        try:
+            return self._engine.begin()
+        except Error as error:
+            raise self.watch.explain(error) from None
 
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
@@ -58,7 +60,10 @@ class Traffic:
         if self._on_device:
             where = self._buffers.layout[place]
             self._transport.on_written(where.buffer, where.lo_bytes, where.hi_bytes + where.dtype.itemsize)
-        self._engine.on_ready(place)
+        try:
+            self._engine.on_ready(place)
+        except Error as error:
+            raise self.watch.explain(error) from None
 
     def wait(self, indices: Sequence[int]) -> int:
         """Waits until these have arrived. Returns how long it waited, ns; raises what failed on the network."""
@@ -73,7 +78,9 @@ class Traffic:
         REQUIRES: everything has arrived, and nobody has written into the gradients since.
         """
         sums = [self._checksum(block) for block in self.agreed.plan.blocks]
-        for rank, theirs in enumerate(everyone := self._group.gather(sums)):
+        with self.watch.waiting("comparing what the ranks have received"):
+            everyone = self._group.gather(sums)
+        for rank, theirs in enumerate(everyone):
             for number, (one, other) in enumerate(zip(everyone[0], theirs, strict=True)):
                 if one != other:
                     names = tensor_names(self.agreed.profile, self.agreed.plan.blocks[number])
@@ -114,18 +121,17 @@ class Traffic:
         return self._engine.counters()
 
     def shutdown(self) -> None:
+        self.watch.close()
         self._engine.shutdown()
 
     def _wait(self, places: list[int] | None) -> int:
         start_ns = time.perf_counter_ns()
-        warn_ns = start_ns + self._stall_warning_ns
-        while True:
-            done = (
-                self._engine.wait_all(_WAIT_SLICE_NS) if places is None else self._engine.wait(places, _WAIT_SLICE_NS)
-            )
-            now_ns = time.perf_counter_ns()
-            if done:
-                return now_ns - start_ns
-            if now_ns > warn_ns:
-                _log.warning("waiting for %.0f s: %s", (now_ns - start_ns) / 1e9, self._engine.waiting_for())
-                warn_ns = now_ns + self._stall_warning_ns
+        with self.watch.waiting():
+            while not self._wait_slice(places):
+                pass
+        return time.perf_counter_ns() - start_ns
+
+    def _wait_slice(self, places: list[int] | None) -> bool:
+        if places is None:
+            return self._engine.wait_all(_WAIT_SLICE_NS)
+        return self._engine.wait(places, _WAIT_SLICE_NS)

@@ -1,0 +1,218 @@
+"""Who waits for whom: said when a step does not go on, and when it has failed.
+
+Ranks that wait write into the process group's store what they wait for. That needs no help of a rank that hangs or is
+gone, and whoever has written nothing is the one that the others wait for. The lowest rank that has written speaks for
+all, so that one paragraph appears and not one per rank.
+
+Thread safety: the training thread, and one thread that looks from time to time how long it has been waiting. The store
+is asked where waiting for it does no harm.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from gradcast import _core
+from gradcast.errors import Error
+from gradcast.training.group import Group
+from gradcast.training.options import Options
+
+_log = logging.getLogger("gradcast")
+# How long a rank listens for the others, and how long it bears with a store that does not answer.
+_LISTEN_S = 1.5
+_STORE_S = 3.0
+_POLL_S = 0.1
+_TIMEOUT_SHARE = 0.25
+_LOOKS = 4  # before a wait counts as long
+_RECORDS_DUMPED = 2
+
+
+class Watch:
+    """Of one rank."""
+
+    def __init__(self, group: Group, options: Options, engine: _core.Engine) -> None:
+        self._group = group
+        self._engine = engine
+        limit_s = options.stall_warning_s
+        self._warn_after_s = limit_s if group.timeout_s is None else min(limit_s, _TIMEOUT_SHARE * group.timeout_s)
+        self._folder = options.dump_dir or tempfile.gettempdir()
+        self._store: Any = None
+        self._failure: Error | None = None
+        self._waiting: _Waiting | None = None
+        self._over = threading.Event()
+        threading.Thread(target=_look, args=(weakref.ref(self), self._over), name="gradcast-watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str | None = None) -> Iterator[None]:
+        """Around everything that waits for other ranks. ``what``: for people; None: what the engine waits for."""
+        waiting = self._waiting = _Waiting(what, time.monotonic())
+        try:
+            yield
+        except Error as error:
+            raise self.explain(error) from None
+        finally:
+            self._waiting = None
+            if waiting.said:
+                self._ask(lambda: self._store.set(self._key("stall", self._group.rank), "null"))
+
+    def close(self) -> None:
+        self._over.set()
+
+    def look(self) -> float:
+        """Says what is waited for, once, if that has taken long. Returns in how many seconds to look again."""
+        waiting = self._waiting
+        if waiting is not None and not waiting.said:
+            left_s = waiting.since_s + self._warn_after_s - time.monotonic()
+            if left_s > 0:
+                return left_s
+            self._say(waiting)
+        return self._warn_after_s / _LOOKS
+
+    def _say(self, waiting: "_Waiting") -> None:
+        text = waiting.what or self._engine.waiting_for()
+        waited_s = time.monotonic() - waiting.since_s
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
+        waiting.said = True
+        entry = {"iteration": self._engine.counters().iterations, "text": text}
+        heard = self._ask(lambda: self._exchange("stall", entry))
+        if heard is not None and min(heard) != self._group.rank:
+            return
+        who = "The store of the process group does not answer." if heard is None else self._who(heard)
+        if self._waiting is waiting:
+            _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, who)
+
+    def explain(self, error: Error) -> Error:
+        """The error of the network with what the other ranks say, told once; the last events of all go to a file."""
+        if error.code != "communication":
+            return error
+        if self._failure is None:
+            entry = {
+                "iteration": self._engine.counters().iterations,
+                "error": str(error),
+                "waiting_for": self._engine.waiting_for(),
+                "iterations": self._records(),
+            }
+            reached = self._ask(lambda: self._exchange("failure", entry))
+            self._failure = Error(f"{error}. {self._verdict(reached, entry)}", error.code)
+        return self._failure
+
+    def _verdict(self, reached: dict[int, Any] | None, own: dict[str, Any]) -> str:
+        if reached is None:
+            words = "The store of the process group does not answer either: its host, rank 0 of the job, may be gone."
+            reached = {self._group.rank: own}
+        else:
+            words = self._who(reached, "failed")
+        if min(reached) != self._group.rank:
+            return words
+        try:
+            return f"{words} The last events of {_ranks(sorted(reached))} are in {self._dump(reached)}"
+        except OSError as error:
+            return f"{words} (Their last events could not be written: {error})"
+
+    def _dump(self, reached: dict[int, Any]) -> str:
+        handle, path = tempfile.mkstemp(prefix="gradcast-failure-", suffix=".json", dir=self._folder)
+        with os.fdopen(handle, "w") as file:
+            silent = [rank for rank in range(self._group.world_size) if rank not in reached]
+            json.dump({"world_size": self._group.world_size, "silent": silent, "ranks": reached}, file, indent=1)
+        return path
+
+    def _who(self, heard: dict[int, Any], doing: str = "waiting") -> str:
+        """Of which ranks anything was heard, in sentences."""
+        silent = [rank for rank in range(self._group.world_size) if rank not in heard]
+        words = f"{doing.capitalize()}: {_ranks(sorted(heard))}"
+        own = heard[self._group.rank].get("iteration")
+        for rank, entry in heard.items():
+            if entry.get("iteration") != own:
+                words += f", rank {rank} in another step ({entry['iteration']} against {own})"
+        if not silent:
+            return f"{words}."
+        return f"{words}; nothing was heard of {_ranks(silent)}: stopped, slow, gone, or elsewhere in the program."
+
+    def _exchange(self, kind: str, entry: dict[str, Any]) -> dict[int, Any]:
+        """Writes this rank's entry and listens for the others': by rank, the own one included."""
+        if self._store is None:
+            self._store = distributed_c10d._get_process_group_store(self._group.own).clone()
+        self._store.set(self._key(kind, self._group.rank), json.dumps(entry))
+        heard: dict[int, Any] = {self._group.rank: entry}
+        deadline_s = time.monotonic() + _LISTEN_S
+        while len(heard) < self._group.world_size and time.monotonic() < deadline_s:
+            for rank in range(self._group.world_size):
+                if rank not in heard and self._store.check([self._key(kind, rank)]):
+                    said = json.loads(self._store.get(self._key(kind, rank)))
+                    if said is not None:
+                        heard[rank] = said
+            time.sleep(_POLL_S)
+        return heard
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """The answer of the store; None where it has none in time."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                _log.debug("the store of the process group: %s", error)
+
+        thread = threading.Thread(target=ask, name="gradcast-watch", daemon=True)
+        thread.start()
+        thread.join(_STORE_S)
+        return answers[0] if answers else None
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"gradcast/{kind}/{rank}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        """The last iterations: per block when it was ready, started and finished, in ms before now."""
+        now_ns = time.perf_counter_ns()
+
+        def before_ms(time_ns: int) -> float | None:
+            return round((now_ns - time_ns) / 1e6, 3) if time_ns else None
+
+        return [
+            {
+                "iteration": record.iteration,
+                "plan_version": record.plan_version,
+                "gradients_ready": sum(1 for ready in record.ready_ns if ready),
+                "gradients": len(record.ready_ns),
+                "blocks_ms_ago": [
+                    [before_ms(block.ready_ns), before_ms(block.launch_ns), before_ms(block.finish_ns)]
+                    for block in record.blocks
+                ],
+            }
+            for record in self._engine.timeline()[-_RECORDS_DUMPED:]
+        ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+@dataclasses.dataclass
+class _Waiting:
+    what: str | None
+    since_s: float
+    said: bool = False
+
+
+def _look(watch: "weakref.ref[Watch]", over: threading.Event) -> None:
+    """The thread. It does not keep the session alive."""
+    pause_s = 0.0
+    while not over.wait(pause_s):
+        watched = watch()
+        if watched is None:
+            return
+        pause_s = watched.look()
+        del watched
