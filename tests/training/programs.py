@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -189,6 +190,64 @@ def runs_one_more(mode: str, other_rank: str) -> None:
     report_error(go_on)
 
 
+def _held() -> dict[str, int]:
+    """What a process must not have more and more of."""
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident_kib": resident_pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def soaks(steps: str, folder: str) -> None:
+    """Long training beside DDP, in double precision: stragglers, evaluation, checkpoints, plan changes."""
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    import gradcast
+
+    task = TASKS["plain"]
+    ours, theirs = task.module().double(), task.module().double()
+    ddp = nn.parallel.DistributedDataParallel(theirs)
+    sgds = [torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9) for module in (theirs, ours)]
+    handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(warmup_steps=5, compare_every=50))
+    chance = random.Random(RANK)
+    plans, held, largest = [], [], 0.0
+    for number in range(int(steps)):
+        inputs, targets = task.batch(RANK, number)
+        for forward, sgd in ((ddp, sgds[0]), (ours, sgds[1])):
+            if chance.random() < 0.03:
+                time.sleep(chance.uniform(0.0, 0.1))
+            sgd.zero_grad(set_to_none=number % 3 > 0)
+            nn.functional.cross_entropy(forward(inputs.double()), targets).backward()
+            sgd.step()
+        if number % 100 == 20:
+            # Between two plans by turns, and through a file, as a checkpoint.
+            plans = [*plans[-1:], handle.state_dict()]
+            path = Path(folder) / f"rank{RANK}.pt"
+            torch.save({"module": ours.state_dict(), "optimizer": sgds[1].state_dict(), "gradcast": plans[0]}, path)
+            state = torch.load(path)
+            ours.load_state_dict(state["module"])
+            sgds[1].load_state_dict(state["optimizer"])
+            handle.load_state_dict(state["gradcast"])
+        if number % 70 == 30:
+            ours.eval()
+            with torch.no_grad():
+                ours(inputs.double())
+            ours.train()
+        if number % 400 == 200:
+            handle.detach()
+            policy = ("fifo", "forecast")[number // 400 % 2]
+            handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(warmup_steps=5, policy=policy))
+        if number % 100 == 99:
+            handle.flush()
+            largest = max(largest, compare.largest(ours, theirs))
+            held.append(_held())
+            if RANK == 0:
+                Path(folder, "progress").write_text(str(number + 1))
+    handle.flush()
+    tell(largest=largest, held=held, digest=compare.digest(ours))
+
+
 def fails_in_backward(mode: str, failing_rank: str) -> None:
     """One rank raises when half of its gradients exist."""
     training = Training("ours", mode)
@@ -269,7 +328,7 @@ PROGRAMS = {
     function.__name__: function
     for function in (
         falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, forks, is_disturbed, is_slow,
-        runs_one_more, fails_in_backward, is_killed, is_interrupted, catches_and_leaves,
+        soaks, runs_one_more, fails_in_backward, is_killed, is_interrupted, catches_and_leaves,
     )
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ def run(folder, mode, killed_step):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run(
         [*command, str(PROGRAM), str(folder), mode, str(killed_step)],
-        # Without it, torch 2.11 starts the group again on the store of its first life, and Gloo meets dead addresses there
+        # Without it, torch 2.11 starts the group again on the store of its first life, where Gloo finds dead addresses
         # (a program of three lines without gradcast fails in the same way).
         env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdin=subprocess.DEVNULL,

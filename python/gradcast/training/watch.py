@@ -1,11 +1,10 @@
 """Who waits for whom: said when a step does not go on, and when it has failed.
 
-Ranks that wait write into the process group's store what they wait for. That needs no help of a rank that hangs or is
-gone, and whoever has written nothing is the one that the others wait for. The lowest rank that has written speaks for
-all, so that one paragraph appears and not one per rank.
+Ranks that wait write what they wait for on rank 0's board. That needs no help of a rank that hangs or is gone, and
+whoever has written nothing is the one that the others wait for. The lowest rank that has written speaks for all, so
+that one paragraph appears and not one per rank.
 
-Thread safety: the training thread, and one thread that looks from time to time how long it has been waiting. The store
-is asked where waiting for it does no harm.
+Thread safety: the training thread, and one thread that looks from time to time how long it has been waiting.
 """
 
 import contextlib
@@ -17,20 +16,18 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from torch.distributed import distributed_c10d
 
 from gradcast import _core
 from gradcast.errors import Error
+from gradcast.training.board import ask, open_board
 from gradcast.training.group import Group
 from gradcast.training.options import Options
 
 _log = logging.getLogger("gradcast")
-# How long a rank listens for the others, and how long it bears with a store that does not answer.
+# How long a rank listens for the others.
 _LISTEN_S = 1.5
-_STORE_S = 3.0
 _POLL_S = 0.1
 _TIMEOUT_SHARE = 0.25
 _LOOKS = 4  # before a wait counts as long
@@ -46,11 +43,12 @@ class Watch:
         limit_s = options.stall_warning_s
         self._warn_after_s = limit_s if group.timeout_s is None else min(limit_s, _TIMEOUT_SHARE * group.timeout_s)
         self._folder = options.dump_dir or tempfile.gettempdir()
-        self._store: Any = None
+        self._board, self._address = open_board(group)
         self._failure: Error | None = None
         self._waiting: _Waiting | None = None
         self._over = threading.Event()
-        threading.Thread(target=_look, args=(weakref.ref(self), self._over), name="gradcast-watch", daemon=True).start()
+        looking = (weakref.ref(self), self._over)
+        threading.Thread(target=_look, args=looking, name="gradcast-watch", daemon=True).start()
 
     @contextlib.contextmanager
     def waiting(self, what: str | None = None) -> Iterator[None]:
@@ -62,11 +60,14 @@ class Watch:
             raise self.explain(error) from None
         finally:
             self._waiting = None
-            if waiting.said:
-                self._ask(lambda: self._store.set(self._key("stall", self._group.rank), "null"))
+            if waiting.said and self._address is not None:
+                ask(self._address, "stall", self._group.rank, None)
 
     def close(self) -> None:
+        """Idempotent."""
         self._over.set()
+        if self._board is not None:
+            self._board.close()
 
     def look(self) -> float:
         """Says what is waited for, once, if that has taken long. Returns in how many seconds to look again."""
@@ -84,10 +85,10 @@ class Watch:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
         waiting.said = True
         entry = {"iteration": self._engine.counters().iterations, "text": text}
-        heard = self._ask(lambda: self._exchange("stall", entry))
+        heard = self._exchange("stall", entry)
         if heard is not None and min(heard) != self._group.rank:
             return
-        who = "The store of the process group does not answer." if heard is None else self._who(heard)
+        who = "Rank 0, which knows who else waits, does not answer." if heard is None else self._who(heard)
         if self._waiting is waiting:
             _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, who)
 
@@ -102,13 +103,13 @@ class Watch:
                 "waiting_for": self._engine.waiting_for(),
                 "iterations": self._records(),
             }
-            reached = self._ask(lambda: self._exchange("failure", entry))
+            reached = self._exchange("failure", entry)
             self._failure = Error(f"{error}. {self._verdict(reached, entry)}", error.code)
         return self._failure
 
     def _verdict(self, reached: dict[int, Any] | None, own: dict[str, Any]) -> str:
         if reached is None:
-            words = "The store of the process group does not answer either: its host, rank 0 of the job, may be gone."
+            words = "Rank 0, which knows who else failed, does not answer: it has ended, or is cut off."
             reached = {self._group.rank: own}
         else:
             words = self._who(reached, "failed")
@@ -138,39 +139,15 @@ class Watch:
             return f"{words}."
         return f"{words}; nothing was heard of {_ranks(silent)}: stopped, slow, gone, or elsewhere in the program."
 
-    def _exchange(self, kind: str, entry: dict[str, Any]) -> dict[int, Any]:
-        """Writes this rank's entry and listens for the others': by rank, the own one included."""
-        if self._store is None:
-            self._store = distributed_c10d._get_process_group_store(self._group.own).clone()
-        self._store.set(self._key(kind, self._group.rank), json.dumps(entry))
-        heard: dict[int, Any] = {self._group.rank: entry}
+    def _exchange(self, kind: str, entry: dict[str, Any]) -> dict[int, Any] | None:
+        """Writes this rank's entry and listens for the others': by rank, its own included. None without an answer."""
         deadline_s = time.monotonic() + _LISTEN_S
-        while len(heard) < self._group.world_size and time.monotonic() < deadline_s:
-            for rank in range(self._group.world_size):
-                if rank not in heard and self._store.check([self._key(kind, rank)]):
-                    said = json.loads(self._store.get(self._key(kind, rank)))
-                    if said is not None:
-                        heard[rank] = said
+        while self._address is not None:
+            heard = ask(self._address, kind, self._group.rank, entry)
+            if heard is None or len(heard) == self._group.world_size or time.monotonic() > deadline_s:
+                return heard
             time.sleep(_POLL_S)
-        return heard
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """The answer of the store; None where it has none in time."""
-        answers: list[Any] = []
-
-        def ask() -> None:
-            try:
-                answers.append(question())
-            except RuntimeError as error:
-                _log.debug("the store of the process group: %s", error)
-
-        thread = threading.Thread(target=ask, name="gradcast-watch", daemon=True)
-        thread.start()
-        thread.join(_STORE_S)
-        return answers[0] if answers else None
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"gradcast/{kind}/{rank}"
+        return None
 
     def _records(self) -> list[dict[str, Any]]:
         """The last iterations: per block when it was ready, started and finished, in ms before now."""

@@ -1,0 +1,109 @@
+"""A board on rank 0 on which ranks in trouble write what they see, and read what the others have written.
+
+Not the process group's store: asking it cannot be bounded in time when its host is stopped or cut off. Here every rank
+opens a connection for one question, with a timeout for each step of it. Whether the board can be reached at all is
+tried when it is made.
+
+Thread safety: ``Board`` has a thread of its own; ``ask`` may be called from any.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import threading
+from typing import Any
+
+from gradcast.training.group import Group
+
+_TIMEOUT_S = 2.0
+_LONGEST_BYTES = 1 << 20
+_BACKLOG = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where the board is, and what a writer has to show."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Board:
+    """Entries by kind and rank; the last one of a rank counts."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
+        self._token = secrets.token_hex(16)
+        self._entries: dict[str, dict[int, Any]] = {}
+        self.address = Address(_own_host(), self._socket.getsockname()[1], self._token)
+        threading.Thread(target=self._serve, name="gradcast-board", daemon=True).start()
+
+    def close(self) -> None:
+        # Wakes the thread that waits in accept().
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                connection.settimeout(_TIMEOUT_S)
+                question = json.loads(_received(connection))
+                if secrets.compare_digest(question["token"], self._token):
+                    entries = self._entries.setdefault(question["kind"], {})
+                    entries[question["rank"]] = question["entry"]
+                    connection.sendall(json.dumps(list(entries.items())).encode())
+
+
+def open_board(group: Group) -> tuple[Board | None, Address | None]:
+    """Rank 0's board and, where this rank can reach it, its address. Collective."""
+    board = None
+    if group.rank == 0:
+        with contextlib.suppress(OSError):
+            board = Board()
+    address = group.from_first(None if board is None else board.address)
+    if address is not None and ask(address, "hello", group.rank, None) is None:
+        address = None
+    return board, address
+
+
+def ask(address: Address, kind: str, rank: int, entry: Any) -> dict[int, Any] | None:
+    """Writes this rank's entry, None to take it back; returns everybody's. None where the board does not answer."""
+    question = {"token": address.token, "kind": kind, "rank": rank, "entry": entry}
+    try:
+        with socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S) as connection:
+            connection.sendall(json.dumps(question).encode())
+            connection.shutdown(socket.SHUT_WR)
+            entries = json.loads(_received(connection))
+    except (OSError, ValueError):
+        return None
+    return {rank: said for rank, said in entries if said is not None}
+
+
+def _received(connection: socket.socket) -> bytes:
+    """Everything up to the end that the other side makes."""
+    parts: list[bytes] = []
+    size = 0
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > _LONGEST_BYTES:
+            raise ValueError("too long")
+    return b"".join(parts)
+
+
+def _own_host() -> str:
+    """This host's address in the network that the job uses."""
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return probe.getsockname()[0]
