@@ -25,7 +25,7 @@ help:
 	@echo 'make demo       train on two workers over a slow link, with and without gradcast; writes demo.png'
 	@echo 'make test       everything that must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
 	@echo 'make test-long  what takes longer: many more seeds, fuzzers (make fuzz)'
-	@echo 'make benchmark  time the planner and the engine'
+	@echo 'make benchmark  time the planner, the engine and the simulator'
 	@echo 'make lint       check style only;  make format  mend it'
 	@echo 'make clean      remove everything that make made'
 
@@ -75,7 +75,7 @@ test-asan: $(VENV)/tools.stamp
 	@tools/need.sh tests
 	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-asan.xml
 	@$(call SANITIZED,address$(,)undefined) -B $(BUILD)-asan >/dev/null
-	@cmake --build $(BUILD)-asan --target core_test engine_test --parallel $(JOBS)
+	@cmake --build $(BUILD)-asan --target core_test engine_test sim_test --parallel $(JOBS)
 	GRADCAST_SEED_FACTOR=0.05 $(CTEST_SANITIZED) --test-dir $(BUILD)-asan --output-junit $(CURDIR)/$(BUILD)/ctest-asan.xml
 
 # Many more seeds of every randomized test, many more mutated files, a wheel built and used from nothing, and the fuzzers
@@ -103,6 +103,7 @@ fuzz: $(VENV)/tools.stamp
 benchmark: all
 	$(BUILD)/benchmarks/core_benchmark
 	$(BUILD)/benchmarks/engine_benchmark
+	$(BUILD)/benchmarks/sim_benchmark
 
 .PHONY: lint
 lint: $(VENV)/tools.stamp

@@ -1,0 +1,150 @@
+// Many ranks in virtual time: each follows its plan by the follower that the live engine runs, over a network that is only
+// arithmetic. It shows what no machine at hand can: thousands of ranks, and events that come late or never.
+//
+// What holds is checked while it runs, by code of its own (SimRule); the first fault ends the run. Where something never comes
+// the run ends too, with one sentence for each rank that stands still. Every draw is a function of the seed and of what is
+// drawn (rank, iteration, tensor or block), never of the order of events: one scenario is one run, on every machine.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gradcast/plan.h"
+#include "gradcast/profile.h"
+
+namespace gradcast {
+
+// How far a run is from the profile. All 0, as by default: it is `play`, iteration for iteration. Draws are uniform.
+struct SimJitter {
+  double compute_share = 0;          // a rank computes an iteration up to this share slower
+  double straggler_probability = 0;  // by rank and iteration: that it computes …
+  double straggler_factor_max = 1;   // … slower by a factor of up to this
+  double ready_ns_max = 0;       // each gradient exists up to so much later, so that its order differs between ranks
+  double link_share = 0;         // an operation takes up to this share longer
+  double completion_ns_max = 0;  // a rank hears of the end of an operation up to so much later
+  double late_probability = 0;   // by gradient and by completion: that its event comes …
+  double late_ns_max = 0;        // … up to so much later still
+};
+
+// One thing that goes wrong.
+struct SimFault {
+  enum class Kind {
+    kLoseReady,         // the event of a gradient never comes; subject: the tensor
+    kLoseCompletion,    // the end of an operation is never told to this rank; subject: the block
+    kRepeatCompletion,  // it is told twice; subject: the block
+    kKeepOldPlan,       // in this iteration the rank follows the plan of the iteration before
+    kLeave,             // the rank is gone from time_ns on, and operations on the network at that time fail with it
+  };
+  Kind kind = Kind::kLeave;
+  int32_t rank = 0;
+  int32_t iteration = 0;
+  int32_t subject = 0;
+  double time_ns = 0;  // of kLeave, from the start of the first iteration
+};
+
+// From this iteration on, plans[plan] is in force.
+struct SimPlanChange {
+  int32_t iteration = 0;
+  int32_t plan = 0;
+};
+
+struct SimScenario {
+  Profile profile;  // with the link; its world_size does not count
+  // The first is in force from the start. They are not checked against the profile, because finding a byte that travels twice
+  // is the simulator's own task.
+  std::vector<Plan> plans;
+  std::vector<SimPlanChange> changes;  // ascending
+  int32_t rank_count = 2;
+  int32_t iteration_count = 1;
+  uint64_t seed = 0;
+  SimJitter jitter;
+  std::vector<SimFault> faults;
+  bool keep_launches = false;  // SimRankResult.launches: of small runs, for tests and pictures
+};
+
+// What holds in every run.
+enum class SimRule {
+  kSameOperation,  // the k-th operation carries the same bytes of the same iteration on every rank
+  kPlanOrder,      // a rank starts the blocks of its plan one after the other, from the first to the last
+  kStart,          // it starts the next one at once when the two rules below allow it
+  kReady,          // a block starts after all gradients that it carries exist; a gather after its scatter
+  kInFlight,       // at most in_flight blocks of a rank are unfinished
+  kOneEnd,         // an operation ends once on a rank, and after the rank has started it
+  kArrival,        // a tensor arrives once, when all blocks that bring it have ended
+  kEveryByte,      // every byte is reduced exactly once and finished exactly once per iteration
+  kEnds,           // a run has no more events than its iterations, tensors and blocks can cause
+  kFollower,       // the follower's own checks
+};
+// "same_operation" and so on.
+std::string_view to_string(SimRule rule);
+
+// A broken rule. -1 where it concerns no rank or block in particular.
+struct SimFinding {
+  SimRule rule = SimRule::kEnds;
+  int32_t rank = -1;
+  int32_t other_rank = -1;  // of kSameOperation: who started the operation first
+  int32_t iteration = -1;
+  int32_t block = -1;
+  std::string text;  // for people
+};
+
+// A rank that has not finished when nothing can happen any more: its oldest unfinished block, and what that waits for.
+struct SimStandstill {
+  enum class Wait {
+    kGradient,    // of `tensor`, and of nobody else
+    kRanks,       // that have not started the operation, or have left while it was on the network
+    kCompletion,  // the operation has ended; this rank was not told
+  };
+  int32_t rank = 0;
+  int32_t iteration = 0;
+  int32_t block = 0;
+  Wait wait = Wait::kGradient;
+  int32_t tensor = -1;
+  std::vector<int32_t> missing_ranks;  // of kRanks, ascending; the first 8
+  int32_t missing_count = 0;
+  std::string text;  // for people
+};
+
+struct SimLaunch {
+  int32_t iteration = 0;
+  int32_t block = 0;
+  bool operator==(const SimLaunch&) const = default;
+};
+
+struct SimRankResult {
+  enum class Outcome {
+    kFinished,    // all iterations
+    kStoodStill,  // see standstills
+    kLeft,
+    kStopped,  // by a broken rule
+  };
+  Outcome outcome = Outcome::kStopped;
+  int64_t launch_count = 0;
+  uint64_t order_hash = 0;            // of what was launched, in order: equal on all ranks that finished
+  int64_t reduced_bytes = 0;          // by ended all-reduces and reduce-scatters, all iterations
+  double finish_ns = 0;               // of its last iteration that ended
+  std::vector<SimLaunch> launches{};  // if kept
+};
+
+struct SimResult {
+  std::vector<SimRankResult> ranks;
+  std::vector<double> iteration_end_ns;  // on the last rank, of the iterations that ended on all
+  std::optional<SimFinding> finding;
+  std::vector<SimStandstill> standstills;  // by rank
+  double end_ns = 0;                       // of the last event
+  int64_t event_count = 0;
+  int64_t operation_count = 0;  // that all ranks started
+  int64_t queue_peak = 0;       // events that waited at once
+  int64_t operation_peak = 0;   // operations that were open at once
+};
+
+// Throws Error: kInvalidOption for a scenario that makes no sense (the field is named), kInvalidProfile, kInvalidLink (also a
+// kind of operation of a plan that the link does not know), kInvalidPlan (a plan that no follower can follow).
+SimResult simulate(const SimScenario& scenario);
+
+}  // namespace gradcast

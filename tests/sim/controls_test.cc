@@ -1,0 +1,196 @@
+// Every check can fail: runs that break a rule on purpose, and the judge of a rank told of a follower that breaks its own.
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <vector>
+
+#include "event_queue.h"
+#include "gradcast/error.h"
+#include "gradcast/sim.h"
+#include "hand_scenarios.h"
+#include "ledger.h"
+#include "watch.h"
+
+namespace gradcast {
+namespace {
+
+using Kind = SimFault::Kind;
+using sim::Ledger;
+using sim::Watch;
+
+SimFinding finding_of(const SimScenario& scenario) {
+  const SimResult result = simulate(scenario);
+  EXPECT_TRUE(result.finding);
+  EXPECT_TRUE(result.standstills.empty());
+  return result.finding.value_or(SimFinding());
+}
+
+TEST(Controls, ARankThatKeepsTheOldPlanIsFound) {
+  SimScenario scenario = scenario_of(three_layers(), {layer_by_layer(), layer_by_layer()}, 4, 3);
+  scenario.plans[1].blocks = {block_of({{30, 60}}), block_of({{0, 30}})};
+  scenario.changes = {{1, 1}};
+  EXPECT_FALSE(simulate(scenario).finding);
+  scenario.faults = {{Kind::kKeepOldPlan, 2, 1, 0, 0}};
+  const SimFinding finding = finding_of(scenario);
+  EXPECT_EQ(finding.rule, SimRule::kSameOperation);
+  EXPECT_EQ(finding.iteration, 1);
+  EXPECT_EQ(finding.block, 1);
+  EXPECT_TRUE(finding.rank == 2 || finding.other_rank == 2) << finding.text;
+  EXPECT_NE(finding.text.find("operation 4 is block 2 of"), std::string::npos) << finding.text;
+}
+
+TEST(Controls, BytesThatTravelTwiceOrNeverAreFound) {
+  const std::vector<std::vector<Range>> wrong = {{{30, 60}, {10, 30}, {0, 11}}, {{30, 60}, {11, 30}, {0, 10}}};
+  const char* texts[] = {"byte 10 of buffer 0 is reduced more than once", "byte 10 of buffer 0 is never reduced"};
+  for (size_t i = 0; i < wrong.size(); ++i) {
+    Plan plan;
+    for (const Range& range : wrong[i]) {
+      plan.blocks.push_back(block_of({range}));
+    }
+    const SimFinding finding = finding_of(scenario_of(three_layers(), {plan}, 2, 1));
+    EXPECT_EQ(finding.rule, SimRule::kEveryByte);
+    EXPECT_EQ(finding.iteration, 0);
+    EXPECT_NE(finding.text.find(texts[i]), std::string::npos) << finding.text;
+  }
+}
+
+TEST(Controls, AnEndThatIsToldTwiceIsFound) {
+  for (const int32_t block : {0, 2}) {
+    SimScenario scenario = scenario_of(three_layers(), {layer_by_layer()}, 3, 2);
+    scenario.faults = {{Kind::kRepeatCompletion, 1, 0, block, 0}};
+    const SimFinding finding = finding_of(scenario);
+    EXPECT_EQ(finding.rule, SimRule::kOneEnd);
+    EXPECT_EQ(finding.rank, 1);
+  }
+}
+
+// --- The books ---
+
+TEST(LedgerControls, GathersAndScattersAreBookedApart) {
+  Ledger ledger(three_layers());
+  const auto enter = [&](Range range, Op op) { ledger.enter(block_of({range}, op)); };
+  enter({0, 40}, Op::kReduceScatter);
+  enter({40, 60}, Op::kAllReduce);
+  enter({0, 40}, Op::kAllGather);
+  EXPECT_EQ(ledger.close(), std::nullopt);
+  enter({0, 40}, Op::kReduceScatter);
+  enter({40, 60}, Op::kAllReduce);
+  enter({0, 39}, Op::kAllGather);
+  EXPECT_EQ(ledger.close(), "byte 39 of buffer 0 is never finished");
+  enter({0, 61}, Op::kAllReduce);
+  EXPECT_EQ(ledger.close(), "byte 60 of buffer 0 does not exist");
+  EXPECT_EQ(ledger.close(), "byte 0 of buffer 0 is never reduced");
+}
+
+// --- The judge of a rank, and followers that the real one is not ---
+
+class WatchControls : public testing::Test {
+ protected:
+  static FollowedPlan followed(const Plan& plan) { return {three_layers(), plan}; }
+
+  void begin(const FollowedPlan& plan, const std::vector<int32_t>& ready) {
+    watch_.begin(plan);
+    for (const int32_t tensor : ready) {
+      watch_.on_ready(tensor);
+    }
+  }
+
+  Watch watch_;
+};
+
+TEST_F(WatchControls, AnIterationByTheRules) {
+  const FollowedPlan plan = followed(layer_by_layer());
+  begin(plan, {2, 1, 0});
+  for (const int32_t block : {0, 1, 2}) {
+    EXPECT_TRUE(watch_.next_may_start());
+    EXPECT_EQ(watch_.on_launch(block), std::nullopt);
+    EXPECT_FALSE(watch_.next_may_start());
+    EXPECT_EQ(watch_.oldest_unfinished(), block);
+    EXPECT_EQ(watch_.on_finish(block, {2 - block}), std::nullopt);
+  }
+  EXPECT_TRUE(watch_.all_finished());
+}
+
+TEST_F(WatchControls, ABlockOutOfTurn) {
+  const FollowedPlan plan = followed(layer_by_layer(3));
+  begin(plan, {2, 1, 0});
+  EXPECT_EQ(watch_.on_launch(1), SimRule::kPlanOrder);
+  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(0), SimRule::kPlanOrder);
+  EXPECT_EQ(watch_.on_launch(-1), SimRule::kPlanOrder);
+}
+
+TEST_F(WatchControls, ABlockAfterTheLast) {
+  const FollowedPlan plan = followed(plan_of({block_of({{0, 60}})}));
+  begin(plan, {2, 1, 0});
+  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(1), SimRule::kPlanOrder);
+}
+
+TEST_F(WatchControls, ABlockWithoutAllItsGradients) {
+  const FollowedPlan plan = followed(plan_of({block_of({{5, 60}}), block_of({{0, 5}})}));
+  begin(plan, {2, 1});
+  EXPECT_FALSE(watch_.next_may_start());
+  EXPECT_EQ(watch_.on_launch(0), SimRule::kReady);
+}
+
+TEST_F(WatchControls, AGatherBeforeItsScatterHasEnded) {
+  const FollowedPlan plan = followed(
+      plan_of({block_of({{0, 60}}, Op::kReduceScatter), block_of({{0, 60}}, Op::kAllGather)}, Mode::kOverlap, 2));
+  begin(plan, {2, 1, 0});
+  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(1), SimRule::kReady);
+  EXPECT_EQ(watch_.on_finish(0, {}), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(1), std::nullopt);
+}
+
+TEST_F(WatchControls, OneBlockTooManyInFlight) {
+  const FollowedPlan plan = followed(layer_by_layer(2));
+  begin(plan, {2, 1, 0});
+  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(1), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(2), SimRule::kInFlight);
+}
+
+TEST_F(WatchControls, AnEndTwiceOrBeforeTheStart) {
+  const FollowedPlan plan = followed(layer_by_layer());
+  begin(plan, {2, 1, 0});
+  EXPECT_EQ(watch_.on_finish(0, {}), SimRule::kOneEnd);
+  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
+  EXPECT_EQ(watch_.on_finish(0, {2}), std::nullopt);
+  EXPECT_EQ(watch_.on_finish(0, {}), SimRule::kOneEnd);
+  EXPECT_EQ(watch_.on_finish(-1, {}), SimRule::kOneEnd);
+}
+
+TEST_F(WatchControls, ATensorTwiceTooEarlyOrNever) {
+  const FollowedPlan plan = followed(plan_of({block_of({{5, 60}}), block_of({{0, 5}})}));
+  const auto after_first = [&](const std::vector<int32_t>& arrived) {
+    begin(plan, {2, 1, 0});
+    EXPECT_EQ(watch_.on_launch(0), std::nullopt);
+    return watch_.on_finish(0, arrived);
+  };
+  EXPECT_EQ(after_first({1, 2, 0}), SimRule::kArrival);
+  EXPECT_EQ(after_first({1, 1}), SimRule::kArrival);
+  EXPECT_EQ(after_first({1}), std::nullopt);
+  EXPECT_EQ(watch_.on_launch(1), std::nullopt);
+  EXPECT_EQ(watch_.on_finish(1, {0}), SimRule::kArrival);
+}
+
+// --- Time ---
+
+TEST(EventQueueControls, EventsComeInTheOrderOfTimeAndThenOfPushing) {
+  sim::EventQueue queue;
+  for (const int32_t rank : {0, 1, 2, 3}) {
+    queue.push({rank == 2 ? 1.0 : 5.0, 0, 0, rank, sim::Event::Kind::kBegin});
+  }
+  std::vector<int32_t> ranks;
+  while (!queue.empty()) {
+    ranks.push_back(queue.pop().rank);
+  }
+  EXPECT_EQ(ranks, std::vector<int32_t>({2, 0, 1, 3}));
+  EXPECT_EQ(queue.size_peak(), 4);
+  EXPECT_THROW(queue.push({4.0, 0, 0, 0, sim::Event::Kind::kBegin}), Error);
+}
+
+}  // namespace
+}  // namespace gradcast
