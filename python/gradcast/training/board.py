@@ -40,13 +40,15 @@ class Board:
         self._token = secrets.token_hex(16)
         self._entries: dict[str, dict[int, Any]] = {}
         self.address = Address(_own_host(), self._socket.getsockname()[1], self._token)
-        threading.Thread(target=self._serve, name="gradcast-board", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="gradcast-board", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         # Wakes the thread that waits in accept().
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._thread.join()
 
     def _serve(self) -> None:
         while True:

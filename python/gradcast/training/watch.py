@@ -48,7 +48,8 @@ class Watch:
         self._waiting: _Waiting | None = None
         self._over = threading.Event()
         looking = (weakref.ref(self), self._over)
-        threading.Thread(target=_look, args=looking, name="gradcast-watch", daemon=True).start()
+        self._thread = threading.Thread(target=_look, args=looking, name="gradcast-watch", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def waiting(self, what: str | None = None) -> Iterator[None]:
@@ -68,6 +69,8 @@ class Watch:
         self._over.set()
         if self._board is not None:
             self._board.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()  # at most as long as it listens to the others
 
     def look(self) -> float:
         """Says what is waited for, once, if that has taken long. Returns in how many seconds to look again."""
