@@ -55,7 +55,7 @@ class GradientBuffers(Sizes):
             count = sum(parameter.numel() + 1 for parameter in members)
             self.flats.append(torch.zeros(count, dtype=dtype, device=members[0].device))
         self.views: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self.addresses: list[int] = []  # of the views, when they were made: `grad.data = …` gives one other memory
         self._marks: list[torch.Tensor] = []  # by parameter: one element each
         self._marked: list[torch.Tensor] = []  # by buffer: where its marks lie
         self.layout: tuple[Place, ...] = ()
@@ -79,9 +79,9 @@ class GradientBuffers(Sizes):
         return self._marks[index].item() > 0
 
     def is_in_place(self, index: int) -> bool:
-        """Whether the view still lies in the buffer: ``grad.data = …`` gives it other memory."""
+        """Whether the view still lies in the buffer."""
         with torch._C.DisableTorchFunctionSubclass():  # of a gradient that is pending, too
-            return self.views[index].data_ptr() == self._addresses[index]
+            return self.views[index].data_ptr() == self.addresses[index]
 
     def renew(self, index: int) -> None:
         """Makes the view anew, in the buffer."""
@@ -106,7 +106,7 @@ class GradientBuffers(Sizes):
             self._marks[index] = self.flats[buffer][lo + size]
             width = parameter.element_size()
             places.append(Place(self._names[index], buffer, lo * width, (lo + size) * width, parameter.dtype))
-        self._addresses = [view.data_ptr() for view in self.views]
+        self.addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(places)
         ends: list[list[int]] = [[] for _ in self.flats]
         for place in places:

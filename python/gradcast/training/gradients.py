@@ -179,10 +179,11 @@ class Gradients:
     def _collect(self, slot: Slot, listener: Listener) -> None:
         """The gradient, divided by the number of workers as DDP does it, into its view, which becomes ``.grad``."""
         gradient = slot.parameter.grad
-        if not self._buffers.is_in_place(slot.index):
+        view = self._buffers.views[slot.index]
+        if view.data_ptr() != self._buffers.addresses[slot.index]:
             self._buffers.renew(slot.index)
             listener.views_changed()
-        view = self._buffers.views[slot.index]
+            view = self._buffers.views[slot.index]
         if gradient is view:
             view.mul_(self._scale)
         elif gradient.is_sparse or gradient.requires_grad:
