@@ -1,4 +1,5 @@
-"""Starts a program of programs.py on every rank, as torchrun would, and waits for all of them, but not without end."""
+"""Starts a program of programs.py (or of another module) on every rank, as torchrun would, and waits for all of them,
+but not without end."""
 
 import json
 import os
@@ -28,7 +29,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0) -> list[Ended]:
+def launch(
+    world_size: int, program: str, *arguments: str, module: str = "training.programs", limit_s: float = 60.0
+) -> list[Ended]:
     port = str(free_port())
     processes = []
     for rank in range(world_size):
@@ -41,7 +44,7 @@ def launch(world_size: int, program: str, *arguments: str, limit_s: float = 60.0
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "training.programs", program, *arguments],
+                [sys.executable, "-m", module, program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
