@@ -47,7 +47,8 @@ def make_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
 
 
-def train(watch: Watch, *, attach=None, **arguments) -> GPT2LMHeadModel:
+def train(watch: Watch, *, attach=None, resume: bool = False, **arguments) -> GPT2LMHeadModel:
+    """``resume``: in the middle the model and its Trainer are thrown away and made anew from the checkpoint."""
     model = make_model()
     texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
