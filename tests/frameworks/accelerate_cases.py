@@ -1,4 +1,4 @@
-"""Trainings with Accelerate, all of the same small model: python -m frameworks.accelerate_cases all"""
+"""Trainings with Accelerate, all of the same small model: python -m frameworks.accelerate_cases FOLDER"""
 
 import functools
 

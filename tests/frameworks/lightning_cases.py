@@ -1,11 +1,14 @@
-"""Trainings with Lightning, all of the same small model: python -m frameworks.lightning_cases all"""
+"""Trainings with Lightning, all of the same small model: python -m frameworks.lightning_cases FOLDER"""
 
 import functools
 import logging
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -78,29 +81,44 @@ class NotesHooks(Callback):
 
 def train(
     watch: Watch, *, strategy=DDPStrategy, hook=False, attach: AttachCallback | None = None, manual=False, **more
-):
+) -> Net:
     module = Net(manual)
     hooks = {"ddp_comm_hook": gradcast.comm_hook, "ddp_comm_state": gradcast.HookState()} if hook else {}
+    fit(watch, module, strategy(process_group_backend="gloo", **hooks), attach, **more)
+    return module
+
+
+def resumed(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
+    """Trains to the end with a checkpoint in the middle, then goes on from that with a new model in a new Trainer."""
+    folder = Path(sys.argv[1]) / ("stock" if attach is None else "attached")  # of both ranks
+    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=BATCHES, save_top_k=-1)
+    fit(watch, Net(manual=False), DDPStrategy(process_group_backend="gloo"), attach, keep)
+    module = Net(manual=False)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    fit(watch, module, strategy, attach, resume=folder / f"step={BATCHES}.ckpt")
+    return module
+
+
+def fit(watch, module, strategy, attach, keep: ModelCheckpoint | None = None, resume: Path | None = None, **more):
     numbers = torch.randn(2 * EPOCHS * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(numbers, numbers[:, :4].argmax(1))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy(process_group_backend="gloo", **hooks),
+        strategy=strategy,
         max_epochs=EPOCHS,
         limit_train_batches=BATCHES,
         limit_val_batches=1,
-        callbacks=[Steps(watch), NotesHooks(watch), *([attach] if attach else [])],
+        callbacks=[Steps(watch), NotesHooks(watch), *filter(None, [attach, keep])],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=keep is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
         **more,
     )
-    trainer.fit(module, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH))
+    trainer.fit(module, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH), ckpt_path=resume)
     if attach is not None:
         watch.notes["mode"] = attach.handle.mode
-    return module
 
 
 def callback(way: str) -> AttachCallback | None:
@@ -120,6 +138,8 @@ CASES = {
 } | {
     "strategy": functools.partial(train, strategy=HooksOnAnyDevice, hook=True),
     "strategy on cpu": functools.partial(train, hook=True),
+    "resumed stock": resumed,
+    "resumed overlap": functools.partial(resumed, attach=callback("overlap")),
     "clipped inside": functools.partial(train, attach=AttachCallback(options=CLIPPING)),
 }
 

@@ -54,3 +54,9 @@ def test_the_hook_of_the_strategy(told):
 def test_lightning_leaves_the_hook_of_the_strategy_out_on_cpu(told):
     """docs/frameworks.md says so; where this fails, Lightning has learned it."""
     assert [rank["hooks"] for rank in told["strategy on cpu"]] == [[], []]
+
+
+def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_travelled(told):
+    assert digests(told, "resumed overlap") == digests(told, "resumed stock")
+    # The second half has a warm-up of its own.
+    assert [rank["deferred"] for rank in told["resumed overlap"]] == [12, 12]

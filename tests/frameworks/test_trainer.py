@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
+pytest.importorskip("accelerate", reason="the Trainer needs Accelerate, which is not installed: pip install accelerate")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 
 MODULE = "frameworks.trainer_cases"
@@ -60,3 +62,9 @@ def test_without_the_callback_the_norm_for_the_log_takes_the_overlap(told):
     assert told["norm in any case"][0]["norm logged"]
     assert not told["plain overlap"][0]["norm logged"]
     assert told["plain hook"][0]["norm logged"]
+
+
+def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_travelled(told):
+    assert digests(told, "resumed overlap") == digests(told, "resumed stock")
+    # The second half has a warm-up of its own.
+    assert [rank["deferred"] for rank in told["resumed overlap"]] == [9, 9]

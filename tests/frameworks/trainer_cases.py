@@ -1,7 +1,9 @@
-"""Trainings with the Trainer of Hugging Face, all of the same small GPT-2: python -m frameworks.trainer_cases all"""
+"""Trainings with the Trainer of Hugging Face, all of the same small GPT-2: python -m frameworks.trainer_cases FOLDER"""
 
 import functools
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, logging
@@ -47,31 +49,41 @@ def make_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
 
 
-def train(watch: Watch, *, attach=None, resume: bool = False, **arguments) -> GPT2LMHeadModel:
-    """``resume``: in the middle the model and its Trainer are thrown away and made anew from the checkpoint."""
+def train(watch: Watch, *, attach=None, **arguments) -> GPT2LMHeadModel:
+    with tempfile.TemporaryDirectory() as folder:
+        return fit(watch, folder, attach, save_strategy="no", **arguments)
+
+
+def resumed(watch: Watch, *, attach=None) -> GPT2LMHeadModel:
+    """Trains to the end with a checkpoint in the middle, then goes on from that with a new model in a new Trainer."""
+    folder = str(Path(sys.argv[1]) / ("stock" if attach is None else "attached"))  # of both ranks
+    fit(watch, folder, attach, save_steps=STEPS // 2, max_grad_norm=0.0)
+    checkpoint = f"{folder}/checkpoint-{STEPS // 2}"
+    return fit(watch, folder, attach, resume=checkpoint, save_strategy="no", max_grad_norm=0.0)
+
+
+def fit(watch: Watch, folder: str, attach, resume: str | None = None, **arguments) -> GPT2LMHeadModel:
     model = make_model()
     texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            folder,
-            use_cpu=True,
-            max_steps=STEPS,
-            per_device_train_batch_size=BATCH,
-            learning_rate=0.01,
-            save_strategy="no",
-            eval_strategy="steps",
-            eval_steps=STEPS // 2,
-            logging_steps=2,
-            report_to=[],
-            disable_tqdm=True,
-            **arguments,
-        )
-        trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data[:8], callbacks=[Steps(watch)])
-        trainer.remove_callback(PrinterCallback)  # standard output is the test's
-        if attach is not None:
-            trainer.add_callback(callback := attach(trainer))
-        trainer.train()
+    settings = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=0.01,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        logging_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        **arguments,
+    )
+    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data[:8], callbacks=[Steps(watch)])
+    trainer.remove_callback(PrinterCallback)  # standard output is the test's
+    if attach is not None:
+        trainer.add_callback(callback := attach(trainer))
+    trainer.train(resume_from_checkpoint=resume)
     if attach is not None:
         watch.notes["mode"] = callback.handle.mode
         assert "_get_grad_norm" not in vars(trainer)
@@ -97,6 +109,8 @@ CASES = {
     "clipped inside": functools.partial(
         train, attach=functools.partial(AttachCallback, options=CLIPPING), max_grad_norm=0.0
     ),
+    "resumed stock": resumed,
+    "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
     "norm in any case": functools.partial(train, attach=PlainAttach, max_grad_norm=0.0),
 }
 

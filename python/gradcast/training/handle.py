@@ -43,8 +43,9 @@ def attach(
     ``module``: bare or wrapped in DistributedDataParallel, every trainable parameter on one device. With ``optimizer``
     (one, or a list of all that update the module): overlap mode, gradients of a step travel while the next forward pass
     runs, and each parameter is updated before it is read. Without: hook mode, all gradients have arrived when backward
-    ends, as with DDP. A bare module gets rank 0's parameters and buffers now, and its buffers before each training
-    forward pass, like DDP's. ``process_group``: the workers (default: all, or those of the DDP module).
+    ends, as with DDP. A framework's wrapper around an optimizer will do: the optimizer inside is taken. A bare module
+    gets rank 0's parameters and buffers now, and its buffers before each training forward pass, like DDP's.
+    ``process_group``: the workers (default: all, or those of the DDP module).
 
     The training loop stays as it is. Raises gradcast.Error, on every rank, for what would give wrong numbers.
     """
