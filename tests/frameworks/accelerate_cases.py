@@ -30,7 +30,7 @@ def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: i
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     numbers = torch.randn(2 * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(numbers, numbers[:, :4].argmax(1)), BATCH, shuffle=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(module, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(watch.of(module), optimizer, loader, scheduler)
     handle = attach(model, optimizer) if attach is not None else None
     for _ in range(EPOCHS):
         for inputs, targets in loader:
@@ -40,7 +40,7 @@ def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: i
                     accelerator.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
                 if accelerator.sync_gradients:
-                    watch.after_step(module)
+                    watch.after_step()
                 scheduler.step()
                 optimizer.zero_grad()
     if handle is not None:

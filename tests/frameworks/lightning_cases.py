@@ -58,8 +58,9 @@ class Steps(Callback):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
-    def on_train_batch_end(self, trainer, module, *_) -> None:
-        self.watch.after_step(module)
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.watch.after_step()
 
 
 class HooksOnAnyDevice(DDPStrategy):
@@ -116,7 +117,7 @@ def fit(watch, module, strategy, attach, keep: ModelCheckpoint | None = None, re
         enable_model_summary=False,
         **more,
     )
-    trainer.fit(module, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH), ckpt_path=resume)
+    trainer.fit(watch.of(module), DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH), ckpt_path=resume)
     if attach is not None:
         watch.notes["mode"] = attach.handle.mode
 

@@ -23,8 +23,8 @@ class Steps(TrainerCallback):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
-    def on_optimizer_step(self, args, state, control, model, **_) -> None:
-        self.watch.after_step(model)
+    def on_optimizer_step(self, *_, **__) -> None:
+        self.watch.after_step()
 
     def on_log(self, args, state, control, logs, **_) -> None:
         self.watch.notes["norm logged"] = self.watch.notes.get("norm logged", False) or "grad_norm" in logs
@@ -63,7 +63,7 @@ def resumed(watch: Watch, *, attach=None) -> GPT2LMHeadModel:
 
 
 def fit(watch: Watch, folder: str, attach, resume: str | None = None, **arguments) -> GPT2LMHeadModel:
-    model = make_model()
+    model = watch.of(make_model())
     texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
     settings = TrainingArguments(
