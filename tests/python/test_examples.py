@@ -11,6 +11,12 @@ from conftest import ROOT
 pytest.importorskip("torch")
 
 WAIT_S = 120
+NEEDED = {
+    "digits.py": ["sklearn"],
+    "char_gpt.py": [],
+    "lightning_digits.py": ["sklearn", "lightning"],
+    "trainer_gpt.py": ["transformers", "accelerate"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +43,15 @@ def printed(run_workers, worker_count, *arguments) -> list[str]:
     [
         ("digits.py", ["--epochs", "2"], ["hook", "overlap"]),
         ("char_gpt.py", ["--steps", "20", "--batch", "2"], ["overlap"]),
+        ("lightning_digits.py", ["--epochs", "2"], ["overlap"]),
+        ("trainer_gpt.py", ["--steps", "20", "--batch", "2", "--clip", "0.5"], ["overlap"]),
+        pytest.param("lightning_digits.py", ["--epochs", "2"], ["hook"], marks=pytest.mark.long),
+        pytest.param("trainer_gpt.py", ["--steps", "20", "--batch", "2"], ["hook", "overlap"], marks=pytest.mark.long),
     ],
 )
 def test_all_ways_of_training_give_the_same_losses(run_workers, script, length, modes):
-    if script == "digits.py":
-        pytest.importorskip("sklearn")
+    for package in NEEDED[script]:
+        pytest.importorskip(package)
     stock = printed(run_workers, 2, script, "--gradcast", "off", *length)
     assert stock
     assert all("loss" in line for line in stock)
@@ -49,6 +59,15 @@ def test_all_ways_of_training_give_the_same_losses(run_workers, script, length, 
         assert printed(run_workers, 2, script, "--gradcast", mode, *length) == stock
 
 
-def test_one_process_is_enough(run_workers):
-    pytest.importorskip("sklearn")
-    assert len(printed(run_workers, 1, "digits.py", "--gradcast", "overlap", "--epochs", "1")) == 1
+@pytest.mark.parametrize(
+    ("script", "length"),
+    [
+        ("digits.py", ["--epochs", "1"]),
+        pytest.param("lightning_digits.py", ["--epochs", "1"], marks=pytest.mark.long),
+        pytest.param("trainer_gpt.py", ["--steps", "20", "--batch", "2", "--clip", "0.5"], marks=pytest.mark.long),
+    ],
+)
+def test_one_process_is_enough(run_workers, script, length):
+    for package in NEEDED[script]:
+        pytest.importorskip(package)
+    assert len(printed(run_workers, 1, script, "--gradcast", "overlap", *length)) == 1

@@ -1,4 +1,5 @@
-"""Starts a program of programs.py on every rank, as torchrun would, and waits for all of them, but not without end."""
+"""Starts a program of programs.py (or of another module) on every rank, as torchrun would, and waits for all of them,
+but not without end."""
 
 import json
 import os
@@ -33,6 +34,7 @@ def launch(
     world_size: int,
     program: str,
     *arguments: str,
+    module: str = "training.programs",
     limit_s: float = 60.0,
     network=None,
     during: Callable[[list[subprocess.Popen]], None] | None = None,
@@ -49,7 +51,7 @@ def launch(
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": network.interface if network else "lo",
         }
-        command = [sys.executable, "-m", "training.programs", program, *arguments]
+        command = [sys.executable, "-m", module, program, *arguments]
         processes.append(
             subprocess.Popen(
                 network.command(rank, command) if network else command,

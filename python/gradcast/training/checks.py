@@ -18,6 +18,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The one whose step() updates, inside of a framework's wrapper (Accelerate's, Lightning's), which has no parameter
+    groups of its own. What the wrapper does before and after that step goes on as before."""
+    while isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters with gradients by name, each once; names without the prefix that DDP's wrapper adds."""
     if not isinstance(module, nn.Module):
@@ -59,6 +70,23 @@ def check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
         raise _use("DDP's mixed_precision reduces gradients in its own way; use torch.autocast with gradcast")
     if getattr(ddp, "_delay_all_reduce_params", None):
         raise _use("DDP's delay_all_reduce_named_params is not supported; make the DDP module without it")
+
+
+def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
+    """``given``: the optimizers as the user has them, wrapped or not."""
+    if max_grad_norm is None:
+        return
+    if not given:
+        raise _use(
+            "options.max_grad_norm clips inside of step(), so it needs the optimizer (overlap mode); in hook mode call "
+            "torch.nn.utils.clip_grad_norm_ yourself"
+        )
+    # Accelerate keeps the step() from before attach and lets the scaler call that one, which does not clip.
+    if any(isinstance(getattr(each, "scaler", None), torch.amp.GradScaler) for each in given):
+        raise _use(
+            "options.max_grad_norm does not reach the steps of an optimizer whose framework drives it with a "
+            "GradScaler; let the framework clip, or use bf16, which needs no scaler"
+        )
 
 
 def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Parameter]) -> None:

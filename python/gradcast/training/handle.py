@@ -43,19 +43,22 @@ def attach(
     ``module``: bare or wrapped in DistributedDataParallel, every trainable parameter on one device. With ``optimizer``
     (one, or a list of all that update the module): overlap mode, gradients of a step travel while the next forward pass
     runs, and each parameter is updated before it is read. Without: hook mode, all gradients have arrived when backward
-    ends, as with DDP. A bare module gets rank 0's parameters and buffers now, and its buffers before each training
-    forward pass, like DDP's. ``process_group``: the workers (default: all, or those of the DDP module).
+    ends, as with DDP. A framework's wrapper around an optimizer will do: the optimizer inside is taken. A bare module
+    gets rank 0's parameters and buffers now, and its buffers before each training forward pass, like DDP's.
+    ``process_group``: the workers (default: all, or those of the DDP module).
 
     The training loop stays as it is. Raises gradcast.Error, on every rank, for what would give wrong numbers.
     """
     options = options or Options()
     disabled = is_disabled()
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
+    optimizers = [checks.unwrapped_optimizer(each) for each in given]
     inner = checks.unwrapped(module)
     refusal = None
     parameters: dict[str, nn.Parameter] = {}
     try:
-        parameters = _checked(module, inner, optimizers, process_group, options)
+        checks.check_clipping(options.max_grad_norm, given)
+        parameters = _checked(module, inner, optimizers, process_group)
     except Error as error:
         refusal = error
     if isinstance(module, DistributedDataParallel):
@@ -80,16 +83,10 @@ def attach(
 
 
 def _checked(
-    module: nn.Module, inner: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, options: Options
+    module: nn.Module, inner: nn.Module, optimizers: Sequence[Optimizer], process_group: Any
 ) -> dict[str, nn.Parameter]:
     """What this rank can see by itself. The trainable parameters."""
     parameters = checks.trainable(module)
-    if options.max_grad_norm is not None and not optimizers:
-        raise Error(
-            "options.max_grad_norm clips inside of step(), so it needs the optimizer (overlap mode); in hook mode call "
-            "torch.nn.utils.clip_grad_norm_ yourself",
-            "invalid_use",
-        )
     if inner in _attached:
         raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
     checks.check_optimizers(optimizers, parameters)

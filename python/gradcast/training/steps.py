@@ -70,6 +70,12 @@ class Steps:
 
     def backward_begins(self) -> None:
         """The gradients of the open step go; an optimizer that has not taken them never will."""
+        if self._gradients.open and any(each.replaced for each in self._interceptions):
+            self._say(
+                "step() of the optimizer is called in a way that goes past gradcast, as Accelerate does with a "
+                "GradScaler: such steps wait for all gradients, without overlap with the next forward pass"
+                + ("" if self._clipping is None else ", and options.max_grad_norm does not reach them")
+            )
         self.finish_all()
         self._stepped.clear()
         self._arrived.clear()
@@ -153,9 +159,8 @@ class Steps:
         return None
 
     def _take_at_once(self, number: int, reason: str | None) -> None:
-        if reason is not None and reason not in self._said and self._tells:
-            self._said.add(reason)
-            _log.warning("%s: such steps wait for all gradients, without overlap with the next forward pass", reason)
+        if reason is not None:
+            self._say(f"{reason}: such steps wait for all gradients, without overlap with the next forward pass")
         start_ns = time.perf_counter_ns()
         self._gradients.finish()
         arrived_ns = time.perf_counter_ns()
@@ -163,6 +168,11 @@ class Steps:
         self._clip()
         updates.run_without_hooks(self._optimizers[number])
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said and self._tells:
+            self._said.add(sentence)
+            _log.warning("%s", sentence)
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
         self._partial[number] = updates.PartialStep(self._optimizers[number])

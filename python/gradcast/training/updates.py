@@ -148,6 +148,11 @@ class StepInterception:
         self._method = types.MethodType(step, optimizer)
         optimizer.step = self._method
 
+    @property
+    def replaced(self) -> bool:
+        """Whether somebody has put another function into the place of ours, which need not call it."""
+        return self._optimizer.__dict__.get("step") is not self._method
+
     def run_whole(self) -> None:
         """The optimizer's own step on everything, hooks included."""
         type(self._optimizer).step(self._optimizer)

@@ -1,0 +1,92 @@
+"""Trainings with Accelerate, all of the same small model: python -m frameworks.accelerate_cases FOLDER"""
+
+import functools
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradcast
+from frameworks.watch import WARMUP_STEPS, Watch, run
+
+EPOCHS, BATCHES, BATCH = 2, 6, 4
+CLIPPED_NORM = 0.05
+
+
+def options(**more) -> gradcast.Options:
+    return gradcast.Options(warmup_steps=WARMUP_STEPS, **more)
+
+
+def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: int = 1, scaler=False) -> nn.Module:
+    """The loop of Accelerate's own documentation. ``attach(model, optimizer)`` gets what ``prepare`` has returned."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    if scaler:
+        # What Accelerate does for fp16, which it refuses without a GPU.
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**8), True
+    module = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    numbers = torch.randn(2 * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(numbers, numbers[:, :4].argmax(1)), BATCH, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(watch.of(module), optimizer, loader, scheduler)
+    handle = attach(model, optimizer) if attach is not None else None
+    for _ in range(EPOCHS):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(cross_entropy(model(inputs), targets))
+                if clip is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    watch.after_step()
+                scheduler.step()
+                optimizer.zero_grad()
+    if handle is not None:
+        watch.notes["mode"] = handle.mode
+        handle.detach()
+    watch.notes["rate"] = scheduler.get_last_lr()
+    return module
+
+
+def register(model: nn.Module, _) -> None:
+    model.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)
+
+
+def refused(watch: Watch) -> nn.Module:
+    """Clipping inside would not happen in the scaler's steps."""
+    try:
+        return train(watch, attach=WAYS_TO_CLIP["overlap"], scaler=True)
+    except gradcast.Error as error:
+        watch.notes["refused"] = str(error)
+        return nn.Linear(1, 1)
+
+
+WAYS = {
+    "stock": None,
+    "registered": register,
+    "hook": lambda model, _: gradcast.attach(model, options=options()),
+    "overlap": lambda model, optimizer: gradcast.attach(model, optimizer, options=options()),
+    "inner": lambda model, optimizer: gradcast.attach(model, optimizer.optimizer, options=options()),
+}
+WAYS_TO_CLIP = {
+    "overlap": lambda model, optimizer: gradcast.attach(model, optimizer, options=options(max_grad_norm=CLIPPED_NORM)),
+}
+KINDS = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "clipped": {"clip": CLIPPED_NORM},
+    "scaler": {"scaler": True},
+}
+CASES = {
+    f"{kind} {way}": functools.partial(train, attach=attach, **more)
+    for kind, more in KINDS.items()
+    for way, attach in WAYS.items()
+} | {
+    "clipped inside": functools.partial(train, attach=WAYS_TO_CLIP["overlap"]),
+    "scaler refused": refused,
+}
+
+if __name__ == "__main__":
+    run(CASES)

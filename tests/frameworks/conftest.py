@@ -1,0 +1,34 @@
+"""A framework's cases run one after another in one pair of processes: importing the framework takes longest."""
+
+import pytest
+
+from training.conftest import _native_part  # noqa: F401, a fixture
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _offline():
+    """Nothing here may ask the network for a model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("ACCELERATE_USE_CPU", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def trainings(tmp_path_factory):
+    """trainings("frameworks.lightning_cases") -> what both ranks told, by case."""
+    from training.launch import launch  # needs torch, without which all of this is skipped
+
+    told: dict[str, dict[str, list[dict]]] = {}
+
+    def run(module: str) -> dict[str, list[dict]]:
+        if module not in told:
+            ranks = launch(2, str(tmp_path_factory.mktemp("run")), module=module, limit_s=150.0)
+            said = "\n".join(ended.errors[-4000:] for ended in ranks)
+            assert [ended.code for ended in ranks] == [0, 0], said
+            told[module] = {line["case"]: [line] for line in ranks[0].told}
+            for line in ranks[1].told:
+                told[module][line["case"]].append(line)
+        return told[module]
+
+    return run

@@ -1,0 +1,150 @@
+"""Trainings with Lightning, all of the same small model: python -m frameworks.lightning_cases FOLDER"""
+
+import functools
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradcast
+from frameworks.watch import WARMUP_STEPS, Watch, run
+from gradcast.frameworks.lightning import AttachCallback
+
+EPOCHS, BATCHES, BATCH = 2, 6, 4
+CLIPPED_NORM = 0.05
+OPTIONS = gradcast.Options(warmup_steps=WARMUP_STEPS)
+CLIPPING = gradcast.Options(warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
+
+
+class Net(LightningModule):
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.layers = nn.Sequential(
+            nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch, index: int) -> torch.Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch, index: int) -> None:
+        self.log("validation", cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Steps(Callback):
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.watch.after_step()
+
+
+class HooksOnAnyDevice(DDPStrategy):
+    """Lightning registers the strategy's hook on CUDA alone. This is what it does there."""
+
+    def _register_ddp_hooks(self) -> None:
+        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+
+class NotesHooks(Callback):
+    """The names of the hooks on the DDP module."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def on_train_start(self, trainer, module) -> None:
+        self.watch.notes["hooks"] = [hook.__name__ for hook, _ in trainer.strategy.model._comm_hooks]
+
+
+def train(
+    watch: Watch, *, strategy=DDPStrategy, hook=False, attach: AttachCallback | None = None, manual=False, **more
+) -> Net:
+    module = Net(manual)
+    hooks = {"ddp_comm_hook": gradcast.comm_hook, "ddp_comm_state": gradcast.HookState()} if hook else {}
+    fit(watch, module, strategy(process_group_backend="gloo", **hooks), attach, **more)
+    return module
+
+
+def resumed(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
+    """Trains to the end with a checkpoint in the middle, then goes on from that with a new model in a new Trainer."""
+    folder = Path(sys.argv[1]) / ("stock" if attach is None else "attached")  # of both ranks
+    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=BATCHES, save_top_k=-1)
+    fit(watch, Net(manual=False), DDPStrategy(process_group_backend="gloo"), attach, keep)
+    module = Net(manual=False)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    fit(watch, module, strategy, attach, resume=folder / f"step={BATCHES}.ckpt")
+    return module
+
+
+def fit(watch, module, strategy, attach, keep: ModelCheckpoint | None = None, resume: Path | None = None, **more):
+    numbers = torch.randn(2 * EPOCHS * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(numbers, numbers[:, :4].argmax(1))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        limit_train_batches=BATCHES,
+        limit_val_batches=1,
+        callbacks=[Steps(watch), NotesHooks(watch), *filter(None, [attach, keep])],
+        logger=False,
+        enable_checkpointing=keep is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+    trainer.fit(watch.of(module), DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH), ckpt_path=resume)
+    if attach is not None:
+        watch.notes["mode"] = attach.handle.mode
+
+
+def callback(way: str) -> AttachCallback | None:
+    return None if way == "stock" else AttachCallback(overlap=way == "overlap", options=OPTIONS)
+
+
+KINDS = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": CLIPPED_NORM},
+    "manual": {"manual": True},
+}
+CASES = {
+    f"{kind} {way}": functools.partial(train, attach=callback(way), **options)
+    for kind, options in KINDS.items()
+    for way in ("stock", "hook", "overlap")
+} | {
+    "strategy": functools.partial(train, strategy=HooksOnAnyDevice, hook=True),
+    "strategy on cpu": functools.partial(train, hook=True),
+    "resumed stock": resumed,
+    "resumed overlap": functools.partial(resumed, attach=callback("overlap")),
+    "clipped inside": functools.partial(train, attach=AttachCallback(options=CLIPPING)),
+}
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    run(CASES)

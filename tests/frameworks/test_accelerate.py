@@ -1,0 +1,52 @@
+"""Under Accelerate, every way of sending the gradients ends where its own DDP ends, bit for bit on two ranks."""
+
+import pytest
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install accelerate")
+
+MODULE = "frameworks.accelerate_cases"
+# Of 12 steps, with accumulation 6: not the 3 of the warm-up, and not the last one, which no forward pass follows.
+DEFERRED = {"plain": 8, "accumulated": 2, "clipped": 0, "scaler": 0}
+
+
+@pytest.fixture(scope="module")
+def told(trainings):
+    return trainings(MODULE)
+
+
+def digests(told, case) -> set[str]:
+    return {rank["digest"] for rank in told[case]}
+
+
+@pytest.mark.parametrize("kind", DEFERRED)
+@pytest.mark.parametrize("way", ["registered", "hook", "overlap", "inner"])
+def test_prepared_objects_give_the_numbers_of_ddp(told, kind, way):
+    """ "inner": attached to the optimizer inside of Accelerate's, which is what gradcast makes of the outer one."""
+    stock = told[f"{kind} stock"]
+    assert len(digests(told, f"{kind} stock")) == 1
+    assert digests(told, f"{kind} {way}") == digests(told, f"{kind} stock")
+    for rank in told[f"{kind} {way}"]:
+        assert rank["deferred"] == (DEFERRED[kind] if way in ("overlap", "inner") else 0)
+        assert rank["rate"] == stock[0]["rate"], "the scheduler has made another number of steps"
+
+
+def test_the_kinds_of_training_differ(told):
+    """Otherwise clipping, for instance, would have nothing to clip."""
+    assert len({tuple(digests(told, f"{kind} stock")) for kind in DEFERRED}) == len(DEFERRED)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("clipped", "as clipping does"), ("scaler", "with a GradScaler")])
+def test_rank_0_says_once_why_nothing_overlaps(told, kind, words):
+    counts = [[words in line for line in rank["warnings"]] for rank in told[f"{kind} overlap"]]
+    assert sorted(counts) == [[], [True]]
+
+
+def test_clipping_inside_gives_the_same_numbers_and_leaves_the_updates_to_forward(told):
+    assert digests(told, "clipped inside") == digests(told, "clipped stock")
+    assert [rank["deferred"] for rank in told["clipped inside"]] == [8, 8]
+
+
+def test_clipping_inside_is_refused_where_a_scaler_would_go_past_it(told):
+    for rank in told["scaler refused"]:
+        assert "GradScaler" in rank["refused"]
+        assert rank["steps"] == 0

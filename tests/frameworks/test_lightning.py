@@ -1,0 +1,62 @@
+"""Under Lightning, every way of sending the gradients ends where Lightning's own DDP ends, bit for bit on two ranks."""
+
+import pytest
+
+pytest.importorskip("lightning", reason="Lightning is not installed: pip install lightning")
+
+MODULE = "frameworks.lightning_cases"
+# Of 12 steps, with accumulation 6, of which 3 are the warm-up's; a validation follows the last one.
+DEFERRED = {"plain": 9, "accumulated": 3, "manual": 9, "clipped": 0}
+
+
+@pytest.fixture(scope="module")
+def told(trainings):
+    return trainings(MODULE)
+
+
+def digests(told, case) -> set[str]:
+    return {rank["digest"] for rank in told[case]}
+
+
+@pytest.mark.parametrize("kind", DEFERRED)
+@pytest.mark.parametrize("way", ["hook", "overlap"])
+def test_the_callback_gives_the_numbers_of_ddp(told, kind, way):
+    assert len(digests(told, f"{kind} stock")) == 1
+    assert digests(told, f"{kind} {way}") == digests(told, f"{kind} stock")
+    for rank in told[f"{kind} {way}"]:
+        assert rank["mode"] == way
+        assert rank["deferred"] == (DEFERRED[kind] if way == "overlap" else 0)
+
+
+def test_the_kinds_of_training_differ(told):
+    """Otherwise clipping, for instance, would have nothing to clip."""
+    assert len({tuple(digests(told, f"{kind} stock")) for kind in DEFERRED}) == len(DEFERRED)
+
+
+def test_lightnings_clipping_takes_the_overlap_and_rank_0_says_so(told):
+    first, second = told["clipped overlap"]
+    assert len(first["warnings"]) == 1
+    assert "as clipping does" in first["warnings"][0]
+    assert second["warnings"] == []
+
+
+def test_clipping_inside_gives_the_same_numbers_and_leaves_the_updates_to_forward(told):
+    assert digests(told, "clipped inside") == digests(told, "clipped stock")
+    assert [rank["deferred"] for rank in told["clipped inside"]] == [9, 9]
+    assert [rank["warnings"] for rank in told["clipped inside"]] == [[], []]
+
+
+def test_the_hook_of_the_strategy(told):
+    assert digests(told, "strategy") == digests(told, "plain stock")
+    assert [rank["hooks"] for rank in told["strategy"]] == [["comm_hook"], ["comm_hook"]]
+
+
+def test_lightning_leaves_the_hook_of_the_strategy_out_on_cpu(told):
+    """docs/frameworks.md says so; where this fails, Lightning has learned it."""
+    assert [rank["hooks"] for rank in told["strategy on cpu"]] == [[], []]
+
+
+def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_travelled(told):
+    assert digests(told, "resumed overlap") == digests(told, "resumed stock")
+    # Two steps end in a checkpoint, which waits for them; the second half has a warm-up of its own.
+    assert [rank["deferred"] for rank in told["resumed overlap"]] == [9 - 2 + 3] * 2

@@ -1,0 +1,119 @@
+"""Trainings with the Trainer of Hugging Face, all of the same small GPT-2: python -m frameworks.trainer_cases FOLDER"""
+
+import functools
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, logging
+from transformers.trainer_callback import PrinterCallback
+
+import gradcast
+from frameworks.watch import WARMUP_STEPS, Watch, run
+from gradcast.frameworks.transformers import AttachCallback
+
+STEPS, BATCH = 10, 2
+CLIPPED_NORM = 0.5
+OPTIONS = gradcast.Options(warmup_steps=WARMUP_STEPS)
+CLIPPING = gradcast.Options(warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
+
+
+class Steps(TrainerCallback):
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def on_optimizer_step(self, *_, **__) -> None:
+        self.watch.after_step()
+
+    def on_log(self, args, state, control, logs, **_) -> None:
+        self.watch.notes["norm logged"] = self.watch.notes.get("norm logged", False) or "grad_norm" in logs
+
+
+class PlainAttach(TrainerCallback):
+    """What a user would write who does not know that the Trainer computes the norm of the gradients in any case."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_, **__) -> None:
+        self.handle = gradcast.attach(self.trainer.model_wrapped, self.trainer.optimizer, options=OPTIONS)
+
+    def on_train_end(self, *_, **__) -> None:
+        self.handle.detach()
+
+
+def make_model() -> GPT2LMHeadModel:
+    """Its dropout is left on: gradcast must not draw from the random numbers of the training."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+
+
+def train(watch: Watch, *, attach=None, **arguments) -> GPT2LMHeadModel:
+    with tempfile.TemporaryDirectory() as folder:
+        return fit(watch, folder, attach, save_strategy="no", **arguments)
+
+
+def resumed(watch: Watch, *, attach=None) -> GPT2LMHeadModel:
+    """Trains to the end with a checkpoint in the middle, then goes on from that with a new model in a new Trainer."""
+    folder = str(Path(sys.argv[1]) / ("stock" if attach is None else "attached"))  # of both ranks
+    fit(watch, folder, attach, save_steps=STEPS // 2, max_grad_norm=0.0)
+    checkpoint = f"{folder}/checkpoint-{STEPS // 2}"
+    return fit(watch, folder, attach, resume=checkpoint, save_strategy="no", max_grad_norm=0.0)
+
+
+def fit(watch: Watch, folder: str, attach, resume: str | None = None, **arguments) -> GPT2LMHeadModel:
+    model = watch.of(make_model())
+    texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    settings = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=0.01,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        logging_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        **arguments,
+    )
+    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data[:8], callbacks=[Steps(watch)])
+    trainer.remove_callback(PrinterCallback)  # standard output is the test's
+    if attach is not None:
+        trainer.add_callback(callback := attach(trainer))
+    trainer.train(resume_from_checkpoint=resume)
+    if attach is not None:
+        watch.notes["mode"] = callback.handle.mode
+        assert "_get_grad_norm" not in vars(trainer)
+    return model
+
+
+WAYS = {
+    "stock": None,
+    "hook": functools.partial(AttachCallback, overlap=False, options=OPTIONS),
+    "overlap": functools.partial(AttachCallback, options=OPTIONS),
+}
+KINDS = {
+    "plain": {"max_grad_norm": 0.0},
+    "accumulated": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2},
+    "clipped": {"max_grad_norm": CLIPPED_NORM},
+    "bf16": {"max_grad_norm": 0.0, "bf16": True},
+}
+CASES = {
+    f"{kind} {way}": functools.partial(train, attach=attach, **options)
+    for kind, options in KINDS.items()
+    for way, attach in WAYS.items()
+} | {
+    "clipped inside": functools.partial(
+        train, attach=functools.partial(AttachCallback, options=CLIPPING), max_grad_norm=0.0
+    ),
+    "resumed stock": resumed,
+    "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
+    "norm in any case": functools.partial(train, attach=PlainAttach, max_grad_norm=0.0),
+}
+
+if __name__ == "__main__":
+    logging.set_verbosity_error()
+    run(CASES)

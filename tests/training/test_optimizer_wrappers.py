@@ -1,0 +1,85 @@
+"""Frameworks wrap optimizers. gradcast takes the one inside, and says so where a wrapper goes past it."""
+
+import logging
+
+import pytest
+
+import gradcast
+from gradcast.training import checks
+from training.attached import error_of
+from training.needs import torch
+from training.twins import Twins
+
+nn = torch.nn
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer by name, whose parts are those of another one."""
+
+    def __init__(self, optimizer, scaler=None):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class Averaging(torch.optim.SGD):
+    """Has an optimizer inside, but updates by itself."""
+
+    def __init__(self, parameters, optimizer):
+        super().__init__(parameters, lr=0.1)
+        self.optimizer = optimizer
+
+
+def sgd():
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def test_the_innermost_optimizer_is_taken():
+    inner = sgd()
+    assert checks.unwrapped_optimizer(Wrapper(Wrapper(inner))) is inner
+    assert checks.unwrapped_optimizer(inner) is inner
+
+
+def test_what_updates_by_itself_is_no_wrapper():
+    outer = Averaging(nn.Linear(2, 2).parameters(), sgd())
+    assert checks.unwrapped_optimizer(outer) is outer
+    empty = Wrapper(None)
+    assert checks.unwrapped_optimizer(empty) is empty
+    assert checks.unwrapped_optimizer("adam") == "adam"
+
+
+def test_clipping_inside_is_refused_where_a_scaler_drives_the_wrapper():
+    module = nn.Linear(2, 2)
+    wrapper = Wrapper(torch.optim.SGD(module.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
+    options = gradcast.Options(max_grad_norm=1.0)
+    code, message = error_of(lambda: gradcast.attach(module, wrapper, options=options))
+    assert code == "invalid_use"
+    assert "GradScaler" in message
+
+
+def goes_past(rank, from_step):
+    """Somebody calls the step() that the optimizer had before attach. Right, at once, and said on rank 0, once."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("gradcast").addHandler(handler)
+    twins = Twins(rank)
+    twins.train(from_step)
+    original = type(twins.ours.optimizer).step
+    twins.ours.optimizer.step = lambda: original(twins.ours.optimizer)
+    twins.train(6)
+    logging.getLogger("gradcast").removeHandler(handler)
+    return twins.differences(), said
+
+
+@pytest.mark.parametrize("from_step", [0, 5])
+def test_a_step_that_goes_past_gradcast_is_right_and_said_once(ranks, from_step):
+    (differences, said), (others_differences, others_said) = ranks.run(2, goes_past, from_step)
+    assert differences == others_differences == []
+    assert ["goes past gradcast" in line for line in said] == [True]
+    assert others_said == []
