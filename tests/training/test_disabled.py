@@ -53,6 +53,35 @@ def test_everything_is_left_to_ddp(ranks, mode, wrap):
         assert alone
 
 
+def clipped(rank):
+    """What gradcast was asked to do in the step, it still does."""
+    os.environ["GRADCAST_DISABLE"] = "1"
+    try:
+        task = TASKS["plain"]
+        modules = [task.module() for _ in range(2)]
+        theirs = nn.parallel.DistributedDataParallel(modules[0])
+        adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
+        handle = gradcast.attach(modules[1], adams[1], options=gradcast.Options(max_grad_norm=0.05))
+        for number in range(5):
+            for forward, adam in ((theirs, adams[0]), (modules[1], adams[1])):
+                adam.zero_grad()
+                task.loss(forward, task.batch(rank.index, number)).backward()
+                if forward is theirs:
+                    torch.nn.utils.clip_grad_norm_(modules[0].parameters(), 0.05)
+                adam.step()
+        found = compare.modules(modules[1], modules[0])
+        handle.detach()
+        return found, "step" in vars(adams[1])
+    finally:
+        del os.environ["GRADCAST_DISABLE"]
+
+
+def test_clipping_inside_stays(ranks):
+    for found, intercepted in ranks.run(2, clipped):
+        assert found == []
+        assert not intercepted
+
+
 def on_one_rank(rank):
     if rank.index == 1:
         os.environ["GRADCAST_DISABLE"] = "1"

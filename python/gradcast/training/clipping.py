@@ -8,8 +8,25 @@ forward itself, only behind what comes before it.
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from gradcast.training.slots import Slot
+
+
+class ClipOnce:
+    """torch's own clipping, before the first of several optimizers takes the gradients of a step."""
+
+    def __init__(self, module: nn.Module, max_norm: float, optimizer_count: int) -> None:
+        self._module, self._max_norm, self._optimizer_count = module, max_norm, optimizer_count
+        self._stepped: set[int] = set()
+
+    def before_step(self, number: int) -> None:
+        """``number``: of the optimizer."""
+        if not self._stepped:
+            nn.utils.clip_grad_norm_(self._module.parameters(), self._max_norm)
+        self._stepped.add(number)
+        if len(self._stepped) == self._optimizer_count:
+            self._stepped.clear()
 
 
 class NormClipping:

@@ -1,15 +1,21 @@
 """GRADCAST_DISABLE=1: ``attach`` leaves all to stock DDP, so that one variable tells whether gradcast is to blame."""
 
+import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradcast.errors import Error
+from gradcast.training.clipping import ClipOnce
 from gradcast.training.group import Group
 from gradcast.training.module_hooks import around_forward
+from gradcast.training.options import Options
+from gradcast.training.updates import StepInterception
 
 # Read only here.
 VARIABLE = "GRADCAST_DISABLE"
@@ -27,13 +33,21 @@ class DisabledSession:
 
     has_plan = False
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
         self.mode = "ddp"
         self.group = group
         self.profile = None
         self.released = False
         self.steps = 0
         self._hooks: list[Any] = []
+        self._interceptions: list[StepInterception] = []
+        if options.max_grad_norm is not None:
+            # What the user asked of gradcast in DDP's place, stays.
+            self._clip = ClipOnce(module, options.max_grad_norm, len(optimizers))
+            self._interceptions = [
+                StepInterception(optimizer, functools.partial(self._on_step, number))
+                for number, optimizer in enumerate(optimizers)
+            ]
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         if self._ddp is None and group.world_size > 1:
             # Also for a step that leaves parameters out, which attach lets pass.
@@ -58,11 +72,15 @@ class DisabledSession:
         """There is no plan."""
 
     def release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for removable in [*self._hooks, *self._interceptions]:
+            removable.remove()
         if self._hooks:
             self._ddp.reducer._remove_autograd_hooks()
         self.released = True
+
+    def _on_step(self, number: int) -> None:
+        self._clip.before_step(number)
+        self._interceptions[number].run_whole()
 
     def _before_forward(self, _: Any, _compiled: bool) -> None:
         self._ddp._pre_forward()

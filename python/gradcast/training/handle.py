@@ -70,7 +70,7 @@ def attach(
     group = make_group(process_group, next(iter(parameters.values())).device, options.timeout_s)
     checks.check_same_model(group, inner)
     if disabled:
-        attached: Any = DisabledSession(module, group)
+        attached: Any = DisabledSession(module, optimizers, group, options)
     elif group.world_size == 1:
         attached = SoloSession(module, parameters, optimizers, group, options)
     else:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradcast import _core
 from gradcast.training import updates
 from gradcast.training.buffers import Sizes
+from gradcast.training.clipping import ClipOnce
 from gradcast.training.group import Group
 from gradcast.training.module_hooks import around_forward
 from gradcast.training.options import Options
@@ -41,8 +42,9 @@ class SoloSession:
         self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options)
         self._module = module
         self._watches = True  # during the warm-up
-        self._max_grad_norm = options.max_grad_norm
-        self._stepped: set[int] = set()
+        self._clip = None
+        if options.max_grad_norm is not None:
+            self._clip = ClipOnce(module, options.max_grad_norm, len(optimizers))
         self._handles = around_forward(module, self._before_forward, self._after_forward)
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)
@@ -110,8 +112,8 @@ class SoloSession:
 
     def _on_step(self, number: int) -> None:
         interception = self._interceptions[number]
-        if self._max_grad_norm is not None:
-            self._clip_once(number)
+        if self._clip is not None:
+            self._clip.before_step(number)
         if self._watches:
             with self._warmup.stopwatch.updating():
                 interception.run_whole()
@@ -120,17 +122,9 @@ class SoloSession:
         if self._watches and number == len(self._interceptions) - 1:
             self._end_step()
 
-    def _clip_once(self, number: int) -> None:
-        """Before the first of the optimizers takes the gradients."""
-        if not self._stepped:
-            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._max_grad_norm)
-        self._stepped.add(number)
-        if len(self._stepped) == len(self._interceptions):
-            self._stepped.clear()
-
     def _end_step(self) -> None:
         self.steps += 1
         if self._warmup.step_ended(None) is None:
             self.profile = self._warmup.profile([])
             self._watches = False
-            self._unhook(leave_steps=self._max_grad_norm is not None)
+            self._unhook(leave_steps=self._clip is not None)
