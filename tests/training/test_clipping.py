@@ -152,3 +152,59 @@ def test_hook_mode_refuses_it(ranks):
     for code, message in ranks.run(2, in_hook_mode):
         assert code == "invalid_use"
         assert "clip_grad_norm_" in message
+
+
+def replaced(rank, how):
+    """The user puts other gradients into the place of some that have arrived, or takes one away."""
+    twins = Twins(rank, "plain", "adam plain", max_grad_norm=MAX_NORM)
+    for number in range(9):
+        for module, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            twins.task.loss(forward, twins.batch()).backward()
+            if number % 2:
+                weight = module[2].weight
+                weight.grad = weight.grad * 3 if how == "replaced" else None
+            if module is twins.theirs.module:
+                clip(module)
+            optimizer.step()
+        twins._after_step()
+    return twins.differences()
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_gradients_that_the_user_replaces(ranks, how):
+    for found in ranks.run(2, replaced, how):
+        assert found == []
+
+
+def one_of_two(rank, world_size):
+    """Two optimizers; one leaves steps out, and its gradients are zeroed before the other's update has run."""
+    task = TASKS["plain"]
+    sides = []
+    for _ in range(2):
+        module = task.module()
+        parameters = list(module.parameters())
+        sides.append((module, [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.SGD(parameters[4:], lr=0.1)]))
+    options = gradcast.Options(warmup_steps=3, policy="fifo", max_grad_norm=MAX_NORM)
+    handle = gradcast.attach(*sides[1], options=options)
+    theirs = nn.parallel.DistributedDataParallel(sides[0][0]) if world_size > 1 else sides[0][0]
+    for number in range(10):
+        inputs, targets = task.batch(rank.index, number)
+        for forward, (module, both) in zip((theirs, sides[1][0]), sides, strict=True):
+            for optimizer in both:
+                optimizer.zero_grad(set_to_none=False)
+            nn.functional.cross_entropy(forward(inputs), targets).backward()
+            if forward is theirs:
+                clip(module)
+            both[0].step()
+            if number % 3 != 1:
+                both[1].step()
+            both[1].zero_grad(set_to_none=False)
+    handle.flush()
+    return compare.modules(sides[1][0], sides[0][0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers_of_which_one_leaves_steps_out(ranks, world_size):
+    for found in ranks.run(world_size, one_of_two, world_size):
+        assert found == []

@@ -118,6 +118,93 @@ def test_compiled_modules(ranks, what, mode):
         assert what == "functions" or compilations == 0
 
 
+class Twice(nn.Module):
+    """A checkpointed part that is used twice."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.middle = nn.Sequential(nn.Tanh(), nn.Linear(12, 12))
+        self.last = nn.Linear(12, 10)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint.checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def recompute_twice(rank, reentrant, mode):
+    sides = Sides(rank, lambda: Twice(reentrant), mode)
+    try:
+        sides.train(8)
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, sides.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_checkpointed_part_that_is_used_twice(ranks, mode):
+    for code, found in ranks.run(2, recompute_twice, False, mode):
+        assert code is None, found
+        assert found == []
+
+
+def recompute_twice_reentrant(rank, mode):
+    """DDP refuses this, so there is no other side."""
+    torch.manual_seed(0)
+    module = Twice(True)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    gradcast.attach(module, sgd if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
+    inputs, targets = TASKS["plain"].batch(rank.index, 0)
+    try:
+        nn.functional.cross_entropy(module(inputs.requires_grad_()), targets).backward()
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "no error"
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_part_used_twice_under_reentrant_checkpointing_is_refused(ranks, mode):
+    for code, message in ranks.run(2, recompute_twice_reentrant, mode):
+        assert code == "invalid_use"
+        assert "middle.1" in message
+        assert "use_reentrant=False" in message
+
+
+def lbfgs(rank):
+    """In hook mode, where every evaluation of its closure is reduced."""
+    sides = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        sides.append(TASKS["plain"].make())
+    forwards = (nn.parallel.DistributedDataParallel(sides[0]), sides[1])
+    optimizers_ = [torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4) for module in sides]
+    handle = gradcast.attach(sides[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    for number in range(4):
+        inputs, targets = TASKS["plain"].batch(rank.index, number)
+        for forward, optimizer in zip(forwards, optimizers_, strict=True):
+
+            def closure(forward=forward, optimizer=optimizer, inputs=inputs, targets=targets):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(forward(inputs), targets)
+                loss.backward()
+                torch.distributed.all_reduce(loss.detach())  # the ranks have to agree on where to stop
+                return loss
+
+            optimizer.step(closure)
+    plan = handle.plan.policy
+    handle.detach()
+    return compare.modules(sides[1], sides[0]), plan
+
+
+def test_lbfgs_in_hook_mode(ranks):
+    for found, plan in ranks.run(2, lbfgs):
+        assert found == []
+        assert plan == "fifo", "more evaluations than the warm-up has"
+
+
 def frozen(rank, mode):
     def make():
         module = TASKS["plain"].make()

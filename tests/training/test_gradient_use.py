@@ -1,11 +1,14 @@
 """Whoever reads or replaces gradients between backward and the end of the step, in ways that are easily overlooked."""
 
+import threading
+
 import pytest
 
 import gradcast
 from training import compare
 from training.models import TASKS
 from training.needs import torch
+from training.ours import Ours
 from training.twins import Twins
 
 nn = torch.nn
@@ -220,3 +223,148 @@ def test_two_forward_passes_of_a_module_with_batch_norm(ranks, mode):
     """With DDP this needs broadcast_buffers=False: what it sends before the second one backward still needs."""
     for found in ranks.run(2, two_forwards_with_buffers, mode):
         assert found == []
+
+
+def step_again(rank):
+    """Two optimizers; one takes a second step with the same gradients, which are then zeroed in place."""
+    task = TASKS["plain"]
+    sides = []
+    for _ in range(2):
+        module = task.module()
+        parameters = list(module.parameters())
+        sides.append((module, [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.SGD(parameters[4:], lr=0.1)]))
+    handle = gradcast.attach(*sides[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    theirs = nn.parallel.DistributedDataParallel(sides[0][0])
+    for number in range(8):
+        inputs, targets = task.batch(rank.index, number)
+        for forward, (module, both) in zip((theirs, sides[1][0]), sides, strict=True):
+            for optimizer in both:
+                optimizer.zero_grad(set_to_none=False)
+            nn.functional.cross_entropy(forward(inputs), targets).backward()
+            both[1].step()
+            float(module[8].weight.sum())
+            both[1].step()
+            both[1].zero_grad(set_to_none=False)
+            both[0].step()
+    handle.flush()
+    return compare.modules(sides[1][0], sides[0][0])
+
+
+def test_a_second_step_of_one_optimizer(ranks):
+    for found in ranks.run(2, step_again):
+        assert found == []
+
+
+def state_from_a_thread(rank):
+    """A thread asks for the optimizer's state while backward runs, on one rank only."""
+    twins = Twins(rank, "plain", "adam plain")
+    middle = twins.ours.bare[4]
+
+    def ask(*_):
+        if rank.index == 0:
+            thread = threading.Thread(target=lambda: (twins.ours.optimizer.state_dict(), twins.handle.flush()))
+            thread.start()
+            thread.join()
+
+    for number in range(10):
+        hook = middle.register_full_backward_hook(ask) if number % 3 == 2 else None
+        twins.step()
+        if hook is not None:
+            hook.remove()
+    return twins.differences()
+
+
+def test_a_thread_that_flushes_in_the_middle_of_backward(ranks):
+    for found in ranks.run(2, state_from_a_thread):
+        assert found == []
+
+
+def again_without_optimizer(rank):
+    """A layer that no optimizer knows, on one rank or all: an error in every step, not in the first one alone."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=3))
+    codes = []
+    for number in range(6):
+        if number == 3:
+            module.append(nn.Linear(1, 1))
+            if rank.index == 1:
+                sgd.add_param_group({"params": list(module[2].parameters())})
+        try:
+            module(torch.ones(2, 4)).sum().backward()
+            sgd.step()
+            codes.append(None)
+        except gradcast.Error as error:
+            codes.append(error.code)
+    return codes
+
+
+def test_a_new_parameter_that_one_rank_refuses(ranks):
+    for codes in ranks.run(2, again_without_optimizer):
+        assert codes == [None] * 3 + ["invalid_use"] * 3
+
+
+def compare_with_left_out_steps(rank, mode):
+    """Rank 1 leaves a step out, and passes without sync write into what has arrived: no false alarm, no hang."""
+    task = TASKS["plain"]
+    module = task.module()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.01)
+    options = gradcast.Options(warmup_steps=3, policy="fifo", compare_every=3)
+    handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=options)
+    for number in range(12):
+        sgd.zero_grad()
+        task.loss(module, task.batch(rank.index, number)).backward()
+        with handle.no_sync():
+            task.loss(module, task.batch(rank.index, 50 + number)).backward()
+        if (rank.index, number) != (1, 4):
+            sgd.step()
+    handle.flush()
+    return handle.stats()["step"]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_comparing_goes_by_iterations(ranks, mode):
+    steps = ranks.run(2, compare_with_left_out_steps, mode)
+    assert steps == ([12, 11] if mode == "overlap" else [12, 12])
+
+
+def other_options(rank, name):
+    value = {"compare_every": 5 * rank.index, "max_grad_norm": 1.0 + rank.index}[name]
+    module = nn.Linear(2, 2)
+    try:
+        gradcast.attach(module, torch.optim.SGD(module.parameters()), options=gradcast.Options(**{name: value}))
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, "no error"
+
+
+@pytest.mark.parametrize("name", ["compare_every", "max_grad_norm"])
+def test_options_that_differ_between_ranks(ranks, name):
+    for code, message in ranks.run(2, other_options, name):
+        assert code == "invalid_use"
+        assert f"options.{name} is" in message
+        assert "rank 1" in message
+
+
+def injected_plan(rank):
+    """One rank comes to another plan than the others, as by a fault of memory."""
+    from gradcast.training import planning
+
+    if rank.index == 1:
+        true_hash = planning.plan_hash
+        planning.plan_hash = lambda plan, profile: "0" + true_hash(plan, profile)[1:]
+    try:
+        Ours("plain", "sgd plain", rank.index)
+    except gradcast.Error as error:
+        return error.code, str(error)
+    finally:
+        if rank.index == 1:
+            planning.plan_hash = true_hash
+    return None, "no error"
+
+
+def test_a_plan_that_differs_on_one_rank(ranks):
+    for code, message in ranks.run(3, injected_plan):
+        assert code == "invalid_plan"
+        assert "the ranks do not agree on the plan" in message
+        assert "rank 1" in message

@@ -103,10 +103,10 @@ def damage(rank, mode, where):
     traffic, buffers = ours.handle._session.traffic, ours.handle._session.buffers
     compare_ranks = traffic.compare_ranks
 
-    def compare_damaged(step):
-        if rank.index == 1 and step == 11:
+    def compare_damaged(iteration):
+        if rank.index == 1 and iteration == 11:
             buffers.flats[0][where] += 1e-3
-        compare_ranks(step)
+        compare_ranks(iteration)
 
     traffic.compare_ranks = compare_damaged
     try:
@@ -121,7 +121,7 @@ def damage(rank, mode, where):
 def test_ranks_that_have_received_different_sums(ranks, mode, where):
     for code, message in ranks.run(2, damage, mode, where):
         assert code == "communication", message
-        assert "step 11" in message
+        assert "iteration 11" in message
         assert "rank 1" in message
         assert "block" in message
         assert "weight" in message or "bias" in message

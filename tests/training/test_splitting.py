@@ -129,3 +129,31 @@ def test_the_check_leaves_everything_as_it_was():
     assert not optimizer.state
     assert all(p.grad is None for p in parameters)
     assert scheduler.last_epoch == 0
+
+
+class ClipsHigh(optim.SGD):
+    """A norm over all gradients that only large ones reach."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"] if p.grad is not None], 100.0)
+        return super().step()
+
+
+class CountsCalls(optim.SGD):
+    """Looks ahead at every tenth call, as far as it counts them itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step()
+
+
+@pytest.mark.parametrize("make", [lambda p: ClipsHigh(p, lr=0.1), CountsCalls])
+def test_what_shows_late_is_found(make):
+    with pytest.raises(gradcast.Error, match="cannot run in parts"):
+        require_splittable(make(list(module().parameters())))

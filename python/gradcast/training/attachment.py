@@ -39,6 +39,7 @@ class Attachment:
     ) -> None:
         self._module, self._optimizers, self._group, self._options = module, list(optimizers), group, options
         self.session = Session(module, parameters, optimizers, group, options)
+        self._failure: Exception | None = None  # in beginning again; nothing synchronizes the module since
         self._structure = Structure(module, optimizers)
         self._compiled = CompiledBlocks(module)
         self._taken_over = None
@@ -57,6 +58,8 @@ class Attachment:
             self._taken_over.give_back()
 
     def _before_forward(self, _: Any, compiled: bool) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self.session.released:  # in a forked child
             return
         if self._taken_over is not None:
@@ -74,16 +77,26 @@ class Attachment:
 
     def _begin_again(self) -> None:
         """With the parameters that the module has now. Collective: a model changes on all ranks alike."""
+        refusal, parameters = None, {}
+        try:
+            parameters = checks.trainable(self._module)
+            checks.check_optimizers(self._optimizers, parameters)
+        except Error as error:
+            refusal = error
+        # Until all ranks agree, the session stays: whoever goes on after an error meets it again.
+        checks.check_same_call(self._group.shared, refusal, self.session.mode, self._options)
+        inner = checks.unwrapped(self._module)
+        checks.check_same_model(self._group, inner)
         before = self.session
         before.flush()
         before.release()
-        parameters = checks.trainable(self._module)
-        checks.check_optimizers(self._optimizers, parameters)
-        inner = checks.unwrapped(self._module)
-        checks.check_same_model(self._group, inner)
-        # What is new may have been made from each rank's own random numbers.
-        self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
-        self.session = Session(self._module, parameters, self._optimizers, self._group, self._options)
+        try:
+            # What is new may have been made from each rank's own random numbers.
+            self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
+            self.session = Session(self._module, parameters, self._optimizers, self._group, self._options)
+        except Exception as error:
+            self._failure = error
+            raise
         self.session.succeed(before)
         self._structure = Structure(self._module, self._optimizers)
         self._compiled.release()

@@ -14,12 +14,13 @@ import os
 import secrets
 import socket
 import threading
+import weakref
 from typing import Any
 
 from gradcast.training.group import Group
 
 _TIMEOUT_S = 2.0
-_LONGEST_BYTES = 1 << 20
+_LONGEST_BYTES = 16 << 20
 _BACKLOG = 1024
 
 
@@ -33,36 +34,43 @@ class Address:
 
 
 class Board:
-    """Entries by kind and rank; the last one of a rank counts."""
+    """Entries by kind and rank; the last one of a rank counts. Ends with ``close()``, or when nobody holds it."""
 
     def __init__(self) -> None:
-        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
-        self._token = secrets.token_hex(16)
-        self._entries: dict[str, dict[int, Any]] = {}
-        self.address = Address(_own_host(), self._socket.getsockname()[1], self._token)
-        self._thread = threading.Thread(target=self._serve, name="gradcast-board", daemon=True)
+        server = socket.create_server(("", 0), backlog=_BACKLOG)
+        token = secrets.token_hex(16)
+        self.address = Address(_own_host(), server.getsockname()[1], token)
+        self._thread = threading.Thread(target=_serve, args=(server, token), name="gradcast-board", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, _close, server)
 
     def close(self) -> None:
-        # Wakes the thread that waits in accept().
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._end()
         self._thread.join()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection.settimeout(_TIMEOUT_S)
-                question = json.loads(_received(connection))
-                if secrets.compare_digest(question["token"], self._token):
-                    entries = self._entries.setdefault(question["kind"], {})
-                    entries[question["rank"]] = question["entry"]
-                    connection.sendall(json.dumps(list(entries.items())).encode())
+
+def _close(server: socket.socket) -> None:
+    # Wakes the thread that waits in accept().
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+def _serve(server: socket.socket, token: str) -> None:
+    """The thread. It does not keep the board alive."""
+    boards: dict[str, dict[int, Any]] = {}
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            connection.settimeout(_TIMEOUT_S)
+            question = json.loads(_received(connection))
+            if secrets.compare_digest(question["token"], token):
+                entries = boards.setdefault(question["kind"], {})
+                entries[question["rank"]] = question["entry"]
+                connection.sendall(json.dumps(list(entries.items())).encode())
 
 
 def open_board(group: Group) -> tuple[Board | None, Address | None]:
@@ -105,7 +113,7 @@ def _received(connection: socket.socket) -> bytes:
 def _own_host() -> str:
     """This host's address in the network that the job uses."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, target = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
         return probe.getsockname()[0]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training.group import Group
+from gradcast.training.options import Options
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -112,7 +113,11 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
         raise _use(f"{missing[0]} is in none of the optimizers; give all optimizers of the module to attach, as a list")
 
 
-def check_same_call(process_group: Any, refusal: Error | None, mode: str, warmup_steps: int) -> None:
+# Options in which the ranks would do different things: wait for each other at different places, or compute differently.
+_SAME_OPTIONS = ("warmup_steps", "compare_every", "max_grad_norm")
+
+
+def check_same_call(process_group: Any, refusal: Error | None, mode: str, options: Options) -> None:
     """Raises on every rank what one of them refuses, and where they call attach in different ways. Collective.
 
     Over the user's group: gradcast's own cannot be made where one rank has left already.
@@ -122,24 +127,27 @@ def check_same_call(process_group: Any, refusal: Error | None, mode: str, warmup
             raise refusal
         return
     everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    mine = (None if refusal is None else (str(refusal), refusal.code), mode, warmup_steps)
+    settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
+    mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings)
     dist.all_gather_object(everyone, mine, group=process_group)
     if refusal is not None:
         raise refusal
     for rank, (refused, *_) in enumerate(everyone):
         if refused is not None:
             raise Error(f"rank {rank} refuses to attach: {refused[0]}", refused[1])
-    for rank, (_, other_mode, other_steps) in enumerate(everyone):
-        if other_mode != everyone[0][1]:
+    _, first_mode, first_settings = everyone[0]
+    for rank, (_, other_mode, other_settings) in enumerate(everyone):
+        if other_mode != first_mode:
             raise _use(
-                f"rank 0 attaches in {everyone[0][1]} mode, rank {rank} in {other_mode} mode; give all ranks an "
+                f"rank 0 attaches in {first_mode} mode, rank {rank} in {other_mode} mode; give all ranks an "
                 "optimizer, or none"
             )
-        if other_steps != everyone[0][2]:
-            raise _use(
-                f"options.warmup_steps is {everyone[0][2]} on rank 0 and {other_steps} on rank {rank}; "
-                "give all ranks the same"
-            )
+        for name in _SAME_OPTIONS:
+            if other_settings[name] != first_settings[name]:
+                raise _use(
+                    f"options.{name} is {first_settings[name]} on rank 0 and {other_settings[name]} on rank {rank}; "
+                    "give all ranks the same"
+                )
 
 
 def check_same_model(group: Group, module: nn.Module) -> None:

@@ -10,23 +10,28 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from gradcast.training.module_hooks import UncopiedHook
 from gradcast.training.slots import Slot
 
 
 class ClipOnce:
     """torch's own clipping, before the first of several optimizers takes the gradients of a step."""
 
-    def __init__(self, module: nn.Module, max_norm: float, optimizer_count: int) -> None:
-        self._module, self._max_norm, self._optimizer_count = module, max_norm, optimizer_count
+    def __init__(self, module: nn.Module, max_norm: float) -> None:
+        self._module, self._max_norm = module, max_norm
         self._stepped: set[int] = set()
+
+        # The next step's gradients come after a forward pass.
+        self._hook = module.register_forward_pre_hook(UncopiedHook(lambda *_: self._stepped.clear()))
+
+    def remove(self) -> None:
+        self._hook.remove()
 
     def before_step(self, number: int) -> None:
         """``number``: of the optimizer."""
         if not self._stepped:
             nn.utils.clip_grad_norm_(self._module.parameters(), self._max_norm)
         self._stepped.add(number)
-        if len(self._stepped) == self._optimizer_count:
-            self._stepped.clear()
 
 
 class NormClipping:
@@ -51,6 +56,11 @@ class NormClipping:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for slot in missing:
                 self._norms[slot.index] = torch.linalg.vector_norm(slot.gradient.detach())
+
+    def apply_to_replaced(self) -> None:
+        """Where the user has put other gradients into the place of those that have arrived."""
+        self.done = True
+        self.total_norm = nn.utils.clip_grad_norm_([slot.parameter for slot in self._slots], self._max_norm)
 
     def apply(self) -> None:
         """Clips all gradients. REQUIRES: all have arrived and been settled."""

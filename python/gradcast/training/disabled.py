@@ -41,13 +41,15 @@ class DisabledSession:
         self.steps = 0
         self._hooks: list[Any] = []
         self._interceptions: list[StepInterception] = []
+        self._hooks_of_clip: list[ClipOnce] = []
         if options.max_grad_norm is not None:
             # What the user asked of gradcast in DDP's place, stays.
-            self._clip = ClipOnce(module, options.max_grad_norm, len(optimizers))
+            self._clip = ClipOnce(module, options.max_grad_norm)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
                 for number, optimizer in enumerate(optimizers)
             ]
+            self._hooks_of_clip = [self._clip]
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         if self._ddp is None and group.world_size > 1:
             # Also for a step that leaves parameters out, which attach lets pass.
@@ -72,7 +74,7 @@ class DisabledSession:
         """There is no plan."""
 
     def release(self) -> None:
-        for removable in [*self._hooks, *self._interceptions]:
+        for removable in [*self._hooks, *self._interceptions, *self._hooks_of_clip]:
             removable.remove()
         if self._hooks:
             self._ddp.reducer._remove_autograd_hooks()

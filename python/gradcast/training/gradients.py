@@ -8,6 +8,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ class Gradients:
         self._task = _NO_TASK  # the outermost backward pass that runs, where its end is awaited
         self._open_task = _NO_TASK  # the one that the open gradients come from
         self._used_before: set[int] = set()  # by backward passes that were not synchronized
+        self._running_on: int | None = None  # the thread of the backward pass that makes the open gradients
         self.open = False
         self.used = False
 
@@ -70,7 +72,7 @@ class Gradients:
         Where backward goes another way (a loss that the module keeps to itself), the first gradient tells.
         """
         if torch._C._current_graph_task_id() == _NO_TASK:
-            self._task = _NO_TASK  # also where the last backward pass failed
+            self._task, self._running_on = _NO_TASK, None  # also where the last backward pass failed
         me = weakref.ref(self)
 
         def hook(_: torch.Tensor) -> None:
@@ -91,7 +93,8 @@ class Gradients:
         """Waits until all gradients of this step have arrived. Those that backward has not made are contributed now."""
         if self._ready_count < len(self._slots):
             # After a backward pass that failed, or in the next one, the ranks complete what they had begun.
-            if torch._C._current_graph_task_id() != _NO_TASK and self._task == self._open_task:
+            inside = torch._C._current_graph_task_id() != _NO_TASK and self._task == self._open_task
+            if inside or self.runs_elsewhere():
                 raise Error(
                     "a gradient is used inside backward, before those of all parameters exist; use it after backward",
                     "invalid_use",
@@ -103,6 +106,10 @@ class Gradients:
             # An update still needs the value: zero_grad() has to wait for it.
             if not slot.updating:
                 pending.clear(self._buffers.views[slot.index])
+
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread is in the backward pass of the open gradients, as far as this one can know."""
+        return self._running_on is not None and self._running_on != threading.get_ident()
 
     def settle(self, slot: Slot) -> None:
         """The gradient has arrived: ``.grad`` is what the ranks agree on, also where this one had nothing to add."""
@@ -163,6 +170,7 @@ class Gradients:
         for each in self._slots:
             each.ready = False
         self._ready_count, self.open, self.used, self._open_task = 0, True, False, self._task
+        self._running_on = threading.get_ident()
 
     def _refuse_in_flight(self, slot: Slot) -> None:
         """Autograd has just added to this gradient: not where it travels."""
@@ -221,6 +229,7 @@ class Gradients:
         if not self.open:
             return
         self._contribute_missing()
+        self._running_on = None
         self._listener().backward_ended()
 
 

@@ -66,7 +66,7 @@ def attach(
     if parameters:
         require_backend(process_group, next(iter(parameters.values())).device)
     mode = "ddp" if disabled else "overlap" if optimizers else "hook"
-    checks.check_same_call(process_group, refusal, mode, options.warmup_steps)
+    checks.check_same_call(process_group, refusal, mode, options)
     group = make_group(process_group, next(iter(parameters.values())).device, options.timeout_s)
     checks.check_same_model(group, inner)
     if disabled:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast import _core
+from gradcast.errors import Error
 from gradcast.training import pending, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
@@ -49,6 +50,8 @@ class Session:
         self.profile: _core.Profile | None = None
         self.released = False
         self._compare_every = options.compare_every
+        self._iteration = 0  # the engine's number of the open one
+        self._damage: Error | None = None
         self.aside = False  # DDP reduces by itself for a while
         self._module = module
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
@@ -56,6 +59,7 @@ class Session:
         self._no_sync_depth = 0
         self._forward_ns = (0, 0)
         self._send_buffers = True
+        self._said_compiled = False
         owner = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
         self._slots = [Slot(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
         self._slot_of: dict[int, Slot] = {}
@@ -94,7 +98,8 @@ class Session:
         """Everything that is in flight arrives, every update that waits for it runs."""
         with self._lock:
             self._steps.finish_all()
-            if self._gradients.open:
+            # Another thread's backward pass goes on; its gradients are nobody else's business yet.
+            if self._gradients.open and not self._gradients.runs_elsewhere():
                 self._use_gradients()
 
     def no_sync(self, entering: bool) -> None:
@@ -166,6 +171,8 @@ class Session:
                 return True
             if updating:
                 self._steps.finish(updating)
+            if self._steps.must_clip_first:
+                self._steps.finish_all()
             if any(pending.is_pending(tensor) for tensor in tensors):
                 self._use_gradients()
             return False
@@ -195,8 +202,11 @@ class Session:
             forward_start_ns, forward_end_ns = self._forward_ns
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, forward_end_ns)
-            agreed, iteration = self.traffic.agreed, self.traffic.begin()
-            self.trace.begin(StepRecord(self.steps, iteration, agreed.plan, agreed.profile, forward_end_ns or now_ns))
+            if self._damage is not None:
+                raise self._damage
+            agreed, start_ns = self.traffic.agreed, forward_end_ns or now_ns
+            self._iteration = self.traffic.begin()
+            self.trace.begin(StepRecord(self.steps, self._iteration, agreed.plan, agreed.profile, start_ns))
             self._forward_ns = (0, 0)
 
     def gradient_ready(self, slot: Slot) -> None:
@@ -209,11 +219,11 @@ class Session:
             self.trace.span("backward", self.trace.current.start_ns, now_ns)
             if self._warmup is not None:
                 self._warmup.stopwatch.backward_ended()
+            self._compare_if_due()
             if self.mode == "hook":
                 with self._warmup.stopwatch.waiting() if self._warmup is not None else contextlib.nullcontext():
                     self._gradients.finish()
                 self.trace.span("wait", now_ns, time.perf_counter_ns())
-                self._compare_if_due()
                 self._end_step()
 
     # --- Forward and step ---
@@ -221,6 +231,7 @@ class Session:
     def before_forward(self, compiled: bool) -> None:
         if compiled:
             # Compiled code has decided which class its parameters have, and does not ask who may read them.
+            self._say_compiled()
             self.flush()
         training = torch.is_grad_enabled() and self._module.training
         if training and self._send_buffers and self._buffer_dicts is not None:
@@ -233,6 +244,14 @@ class Session:
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self._warmup is not None and training and not compiled:
             self._warmup.watch_reads()
+
+    def _say_compiled(self) -> None:
+        if self.mode == "overlap" and not self._said_compiled and self.group.rank == 0:
+            self._said_compiled = True
+            _log.warning(
+                "the model is compiled as a whole, so its forward pass waits for all parameters; compile its blocks "
+                "instead (block.compile()), and traffic goes on under forward"
+            )
 
     def _send_module_buffers(self) -> None:
         held = [buffer for each in self._buffer_dicts for buffer in each.values() if buffer is not None]
@@ -263,9 +282,6 @@ class Session:
                 self._end_step()
 
     def _take(self, number: int) -> bool:
-        if self._compare_is_due() and self._steps.untaken:
-            self._use_gradients()
-            self._compare_if_due()
         if self._warmup is None:
             return self._steps.take(number, self, at_once=False)
         with self._warmup.stopwatch.waiting():
@@ -273,12 +289,18 @@ class Session:
         with self._warmup.stopwatch.updating():
             return self._steps.take(number, self, at_once=True)
 
-    def _compare_is_due(self) -> bool:
-        return self._compare_every > 0 and self.steps % self._compare_every == self._compare_every - 1
-
     def _compare_if_due(self) -> None:
-        if self._compare_is_due():
-            self.traffic.compare_ranks(self.steps)
+        """At the end of a backward pass, before anybody can write into what has arrived; counted by iterations, which
+        all ranks have in common."""
+        if self._compare_every == 0 or self._iteration % self._compare_every < self._compare_every - 1:
+            return
+        self.traffic.wait_all()
+        try:
+            self.traffic.compare_ranks(self._iteration)
+        except Error as error:
+            self._damage = error
+            raise
+        self._use_gradients()
 
     def _use_gradients(self) -> None:
         self._gradients.finish()

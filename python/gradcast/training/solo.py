@@ -44,7 +44,7 @@ class SoloSession:
         self._watches = True  # during the warm-up
         self._clip = None
         if options.max_grad_norm is not None:
-            self._clip = ClipOnce(module, options.max_grad_norm, len(optimizers))
+            self._clip = ClipOnce(module, options.max_grad_norm)
         self._handles = around_forward(module, self._before_forward, self._after_forward)
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)
@@ -74,6 +74,8 @@ class SoloSession:
 
     def release(self) -> None:
         self._unhook()
+        if self._clip is not None:
+            self._clip.remove()
         self.released = True
 
     def _unhook(self, leave_steps: bool = False) -> None:

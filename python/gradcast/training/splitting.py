@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.training.updates import PartialStep, step_without_hooks
 
-_STEPS = 3
+# Scales of gradients, each for some steps: thresholds and counters of an optimizer are to be met.
+_SCALES = (1.0, 1e6, 1e-6)
+_STEPS_PER_SCALE = 4
 _MOST_PER_GROUP = 6
 _LARGEST_SIDE = 3
 # Of a copy these are made new: hooks and schedulers are the user's.
@@ -21,17 +23,18 @@ def require_splittable(optimizer: Optimizer) -> None:
     """Raises where a step in parts does not give, bit for bit, what a whole step gives.
 
     An optimizer that treats its parameters one by one passes. One that looks at all of them together (a norm over all
-    gradients, one step size for all, a line search) does not. Global random numbers are left as they were.
+    gradients, one step size for all, a line search) does not. What shows only after more steps than are tried, or only
+    with gradients of a special kind, is not found. Global random numbers are left as they were.
     """
     name = type(optimizer).__name__
     try:
         # What a broken or exotic optimizer raises here says more than a message of ours could.
         with torch.random.fork_rng(devices=[]):
             whole, parts = _Trial(optimizer), _Trial(optimizer)
-            for step in range(_STEPS):
-                whole.step(step, [whole.parameters])
-                middle = (len(parts.parameters) + 1) // 2
-                parts.step(step, [parts.parameters[middle:], parts.parameters[:middle]])
+            for step in range(_STEPS_PER_SCALE * len(_SCALES)):
+                scale = _SCALES[step // _STEPS_PER_SCALE]
+                whole.step(step, scale, [whole.parameters])
+                parts.step(step, scale, _uneven_parts(parts.parameters))
     except Exception as error:
         raise _refusal(name, f"a step on a small copy of it fails: {type(error).__name__}: {error}") from error
     if not whole.equals(parts):
@@ -74,10 +77,10 @@ class _Trial:
         self._optimizer.state = state
         self._optimizer.param_groups = groups
 
-    def step(self, number: int, parts: list[list[torch.Tensor]]) -> None:
+    def step(self, number: int, scale: float, parts: list[list[torch.Tensor]]) -> None:
         generator = torch.Generator().manual_seed(1 + number)
         for parameter in self.parameters:
-            parameter.grad = _random(parameter, generator)
+            parameter.grad = _random(parameter, generator) * scale
         if len(parts) == 1:
             step_without_hooks(self._optimizer)(self._optimizer)
             return
@@ -96,7 +99,14 @@ class _Trial:
             values += [entry for key in sorted(state, key=str) for entry in (key, state[key])]
         for group in self._optimizer.param_groups:
             values += [value for key, value in sorted(group.items()) if key != "params"]
+        values += [value for key, value in sorted(vars(self._optimizer).items()) if key not in _LEFT_OUT]
         return values
+
+
+def _uneven_parts(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Three, from the last to the first, as gradients arrive."""
+    first, second = len(parameters) // 6, len(parameters) // 2
+    return [part for part in (parameters[second:], parameters[first:second], parameters[:first]) if part]
 
 
 def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -130,7 +140,9 @@ def _empty(hooks: Any) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        # Both may have run into infinity.
+        same = one.dtype == other.dtype and torch.equal(one.isnan(), other.isnan())
+        return same and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict):

@@ -45,6 +45,7 @@ class Steps:
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()
         self._interceptions: list[updates.StepInterception] = []
+        self._all_slots = list(slots)
         self._clipping = None if max_norm is None else NormClipping(slots, max_norm)
         self._tells = tells
         self._said: set[str] = set()
@@ -58,11 +59,6 @@ class Steps:
     def release(self) -> None:
         for interception in self._interceptions:
             interception.remove()
-
-    @property
-    def untaken(self) -> bool:
-        """Whether no optimizer has taken the open gradients yet."""
-        return not self._stepped
 
     @property
     def waiting(self) -> list[Slot]:
@@ -99,6 +95,8 @@ class Steps:
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)",
                 "invalid_use",
             )
+        # A second step with the same gradients finds them arrived, and nothing guards them any more.
+        at_once = at_once or number in self._stepped
         reason = None if at_once else self._reason_to_wait(number)
         if at_once or reason is not None:
             self._take_at_once(number, reason)
@@ -148,13 +146,18 @@ class Steps:
         if self._clipping is not None and not self._clipping.done:
             self._clipping.apply()
 
+    @property
+    def must_clip_first(self) -> bool:
+        """Whether a step that was taken still needs the norm of all gradients, as they are."""
+        return self._clipping is not None and not self._clipping.done and bool(self.waiting)
+
     def _reason_to_wait(self, number: int) -> str | None:
         optimizer = self._optimizers[number]
         if self._gradients.used:
             return "gradients are used between backward and step(), as clipping does"
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return "a GradScaler drives the optimizer"
-        if not self._gradients.in_place(self._slots[number]):
+        if not self._gradients.in_place(self._slots[number] if self._clipping is None else self._all_slots):
             return "gradients are replaced between backward and step()"
         return None
 
@@ -165,6 +168,8 @@ class Steps:
         self._gradients.finish()
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
+        if self._clipping is not None and not self._clipping.done and not self._gradients.in_place(self._all_slots):
+            self._clipping.apply_to_replaced()
         self._clip()
         updates.run_without_hooks(self._optimizers[number])
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
@@ -179,6 +184,9 @@ class Steps:
         for slot in self._slots[number]:
             slot.updating = True
             pending.mark(slot.parameter, owner)
+            view = self._buffers.views[slot.index]
+            if not pending.is_pending(view):
+                pending.mark(view, owner)  # it has arrived, and the update still needs it
         if self._clipping is not None:
             self._arrived.update(self._traffic.newly_arrived())
             self._clipping.take([slot for slot in self._slots[number] if slot.index in self._arrived])

@@ -72,7 +72,7 @@ class Traffic:
     def wait_all(self) -> int:
         return self._wait(None)
 
-    def compare_ranks(self, step: int) -> None:
+    def compare_ranks(self, iteration: int) -> None:
         """Raises, on every rank, where the ranks have received different sums. Collective.
 
         REQUIRES: everything has arrived, and nobody has written into the gradients since.
@@ -85,9 +85,9 @@ class Traffic:
                 if one != other:
                     names = tensor_names(self.agreed.profile, self.agreed.plan.blocks[number])
                     raise Error(
-                        f"in step {step} rank 0 and rank {rank} have received different sums in block {number} "
-                        f"({', '.join(names[:_NAMES_SHOWN])}{', ...' if len(names) > _NAMES_SHOWN else ''}): the "
-                        "network or a library has damaged them; the parameters of these ranks are about to differ",
+                        f"in iteration {iteration} rank 0 and rank {rank} have received different sums in block "
+                        f"{number} ({', '.join(names[:_NAMES_SHOWN])}{', ...' if len(names) > _NAMES_SHOWN else ''}): "
+                        "the network or a library has damaged them; the parameters of these ranks are about to differ",
                         "communication",
                     )
 

@@ -32,6 +32,7 @@ _POLL_S = 0.1
 _TIMEOUT_SHARE = 0.25
 _LOOKS = 4  # before a wait counts as long
 _RECORDS_DUMPED = 2
+_BLOCKS_DUMPED = 64
 
 
 class Watch:
@@ -88,12 +89,15 @@ class Watch:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
         waiting.said = True
         entry = {"iteration": self._engine.counters().iterations, "text": text}
-        heard = self._exchange("stall", entry)
+        heard = self._exchange("stall", entry, waiting)
+        if self._waiting is not waiting:
+            if self._address is not None:
+                ask(self._address, "stall", self._group.rank, None)
+            return
         if heard is not None and min(heard) != self._group.rank:
             return
         who = "Rank 0, which knows who else waits, does not answer." if heard is None else self._who(heard)
-        if self._waiting is waiting:
-            _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, who)
+        _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, who)
 
     def explain(self, error: Error) -> Error:
         """The error of the network with what the other ranks say, told once; the last events of all go to a file."""
@@ -142,12 +146,13 @@ class Watch:
             return f"{words}."
         return f"{words}; nothing was heard of {_ranks(silent)}: stopped, slow, gone, or elsewhere in the program."
 
-    def _exchange(self, kind: str, entry: dict[str, Any]) -> dict[int, Any] | None:
+    def _exchange(self, kind: str, entry: dict[str, Any], during: "_Waiting | None" = None) -> dict[int, Any] | None:
         """Writes this rank's entry and listens for the others': by rank, its own included. None without an answer."""
         deadline_s = time.monotonic() + _LISTEN_S
         while self._address is not None:
             heard = ask(self._address, kind, self._group.rank, entry)
-            if heard is None or len(heard) == self._group.world_size or time.monotonic() > deadline_s:
+            ended = during is not None and self._waiting is not during
+            if heard is None or ended or len(heard) == self._group.world_size or time.monotonic() > deadline_s:
                 return heard
             time.sleep(_POLL_S)
         return None
@@ -167,7 +172,7 @@ class Watch:
                 "gradients": len(record.ready_ns),
                 "blocks_ms_ago": [
                     [before_ms(block.ready_ns), before_ms(block.launch_ns), before_ms(block.finish_ns)]
-                    for block in record.blocks
+                    for block in record.blocks[:_BLOCKS_DUMPED]
                 ],
             }
             for record in self._engine.timeline()[-_RECORDS_DUMPED:]
