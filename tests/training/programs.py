@@ -234,10 +234,14 @@ def soaks(steps: str, folder: str) -> None:
             with torch.no_grad():
                 ours(inputs.double())
             ours.train()
-        if number % 400 == 200:
-            handle.detach()
-            policy = ("fifo", "forecast")[number // 400 % 2]
-            handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(warmup_steps=5, policy=policy))
+        if number == int(steps) // 8:
+            # The model changes: measured again, early, before what is held is compared.
+            for module, sgd in ((theirs, sgds[0]), (ours, sgds[1])):
+                torch.manual_seed(5)
+                module.append(nn.Linear(10, 10).double())
+                sgd.add_param_group({"params": list(module[-1].parameters())})
+            ddp = nn.parallel.DistributedDataParallel(theirs)
+            plans = []
         if number % 100 == 99:
             handle.flush()
             largest = max(largest, compare.largest(ours, theirs))
