@@ -34,7 +34,14 @@ class Training:
     """``side`` is "ours" (attached, not flushed) or "theirs" (stock DDP)."""
 
     def __init__(self, side: str, mode: str = "overlap", task: str = "plain") -> None:
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        # A store of the test's own, where it gives one: then no rank is its host.
+        port = os.environ.get("TEST_STORE_PORT")
+        store = None
+        if port:
+            store = distributed.TCPStore("127.0.0.1", int(port), is_master=False)
+            store = distributed.PrefixStore(os.environ["MASTER_PORT"], store)  # another one for each launch
+        ranks = {"store": store, "rank": RANK, "world_size": int(os.environ["WORLD_SIZE"])} if store else {}
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **ranks)
         self.task = TASKS[task]
         self.module = self.task.module(seed=RANK)
         self.forward = self.module

@@ -8,12 +8,13 @@ import re
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from training import needs  # noqa: F401
 from training.launch import launch
+from training.needs import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lab import LabError, Network
@@ -188,3 +189,36 @@ def test_a_rank_that_runs_one_step_more(mode):
     assert re.search(r"block \d+ of \d+", told["message"])
     assert "nothing was heard of ranks 0 and 2" in told["message"]
     assert all(end.code is not None and not end.left_behind for end in ends)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store in this process, which a test can take away."""
+    held = [
+        torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+    ]
+    monkeypatch.setenv("TEST_STORE_PORT", str(held[0].port))
+    return held
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_store_that_is_gone_is_not_missed(tmp_path, undisturbed, mode, store):
+    digest = undisturbed(mode)  # on this store, too
+    check_recovered(disturbed(tmp_path, mode, lambda _: store.clear()), digest)
+
+
+def test_a_killed_rank_without_a_store(tmp_path, store):
+    def take_away_and_kill(processes):
+        store.clear()
+        processes[1].kill()
+
+    ends = disturbed(tmp_path, "overlap", take_away_and_kill, world_size=3)
+    assert [end.code for end in ends] == [1, -9, 1]
+    for rank in (0, 2):
+        told = ends[rank].told[-1]
+        assert (told["error"], told["code"]) == ("Error", "communication"), told
+        assert re.search(r"block \d+ of \d+", told["message"]), told
+        assert "nothing was heard of rank" in told["message"] or "Rank 0, which knows" in told["message"]
+        assert not ends[rank].left_behind
