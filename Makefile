@@ -24,7 +24,7 @@ CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
 help:
 	@echo 'make demo       train on two workers over a slow link, with and without gradcast; writes demo.png'
 	@echo 'make test       everything that must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
-	@echo 'make test-long  what takes longer: many more seeds, fuzzers (make fuzz)'
+	@echo 'make test-long  what takes longer: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
 	@echo 'make benchmark  time the planner, the engine and the simulator'
 	@echo 'make lint       check style only;  make format  mend it'
 	@echo 'make clean      remove everything that make made'
@@ -86,7 +86,15 @@ FUZZ_SECONDS ?= 60
 test-long: all
 	GRADCAST_SEED_FACTOR=$(SEED_FACTOR) ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --timeout 14400
 	pytest -m long
+	@$(MAKE) --no-print-directory test-valgrind
 	@$(MAKE) --no-print-directory fuzz
+
+# The bindings under valgrind, where it is at hand: what crosses between Python and C++.
+.PHONY: test-valgrind
+test-valgrind: core
+	@command -v valgrind >/dev/null || { echo 'left out: valgrind is missing here (apt-get install valgrind)'; exit 0; }; \
+	set -e; PYTHONMALLOC=malloc valgrind --log-file=$(BUILD)/valgrind.log python -m pytest -q -p no:cacheprovider \
+	  tests/python/test_bindings.py tests/python/test_engine.py; python tools/check_valgrind.py $(BUILD)/valgrind.log
 
 .PHONY: fuzz
 fuzz: $(VENV)/tools.stamp
