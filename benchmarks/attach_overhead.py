@@ -36,6 +36,8 @@ class Listener:
     def backward_begins(self) -> None: ...
     def gradient_ready(self, slot: Slot) -> None: ...
     def backward_ended(self) -> None: ...
+    def finish_gradients(self) -> None: ...
+    def views_changed(self) -> None: ...
     def touched(self, tensors: list[torch.Tensor], function: object) -> bool:
         raise AssertionError("nothing reads a gradient here")
 
@@ -54,8 +56,8 @@ def hook_us() -> tuple[float, float]:
     slots = [Slot(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]
     gradients = Gradients(slots, buffers, traffic, world_size=2)
     handles = gradients.listen(listener)
-    # The engine takes the end of backward for an autograd pass; here nobody runs one.
-    gradients._callback_queued = True
+    # The end of a backward pass is awaited already, as from its start at the module's output; here nobody runs one.
+    gradients._task = 1
     values = [torch.randn(1000) for _ in range(_TENSORS)]
     whole, copies = [], []
     for _ in range(200):
