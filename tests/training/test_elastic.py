@@ -17,18 +17,23 @@ LIMIT_S = 120
 def run(folder, mode, killed_step):
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run(
+    with subprocess.Popen(
         [*command, str(PROGRAM), str(folder), mode, str(killed_step)],
         # Without it, torch 2.11 starts the group again on the store of its first life, where Gloo finds dead addresses
         # (a program of three lines without gradcast fails in the same way).
         env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    ) as torchrun:
+        try:
+            _, errors = torchrun.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            torchrun.terminate()  # it ends its workers, which a killed one would leave behind
+            _, errors = torchrun.communicate(timeout=60)
+            pytest.fail(f"torchrun did not end within {LIMIT_S} s\n{errors}")
+    assert torchrun.returncode == 0, errors
     return json.loads((folder / "facts.json").read_text())
 
 
