@@ -5,6 +5,14 @@ import pytest
 from training.conftest import _native_part  # noqa: F401, a fixture
 
 
+class Told(dict):
+    """By case, what both ranks told."""
+
+    def digests(self, case: str) -> set[str]:
+        """Of the parameters: one, where the ranks agree."""
+        return {rank["digest"] for rank in self[case]}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _offline():
     """Nothing here may ask the network for a model."""
@@ -19,14 +27,14 @@ def trainings(tmp_path_factory):
     """trainings("frameworks.lightning_cases") -> what both ranks told, by case."""
     from training.launch import launch  # needs torch, without which all of this is skipped
 
-    told: dict[str, dict[str, list[dict]]] = {}
+    told: dict[str, Told] = {}
 
-    def run(module: str) -> dict[str, list[dict]]:
+    def run(module: str) -> Told:
         if module not in told:
             ranks = launch(2, str(tmp_path_factory.mktemp("run")), module=module, limit_s=150.0)
             said = "\n".join(ended.errors[-4000:] for ended in ranks)
             assert [ended.code for ended in ranks] == [0, 0], said
-            told[module] = {line["case"]: [line] for line in ranks[0].told}
+            told[module] = Told({line["case"]: [line] for line in ranks[0].told})
             for line in ranks[1].told:
                 told[module][line["case"]].append(line)
         return told[module]

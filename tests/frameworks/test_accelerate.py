@@ -14,17 +14,13 @@ def told(trainings):
     return trainings(MODULE)
 
 
-def digests(told, case) -> set[str]:
-    return {rank["digest"] for rank in told[case]}
-
-
 @pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize("way", ["registered", "hook", "overlap", "inner"])
 def test_prepared_objects_give_the_numbers_of_ddp(told, kind, way):
     """ "inner": attached to the optimizer inside of Accelerate's, which is what gradcast makes of the outer one."""
     stock = told[f"{kind} stock"]
-    assert len(digests(told, f"{kind} stock")) == 1
-    assert digests(told, f"{kind} {way}") == digests(told, f"{kind} stock")
+    assert len(told.digests(f"{kind} stock")) == 1
+    assert told.digests(f"{kind} {way}") == told.digests(f"{kind} stock")
     for rank in told[f"{kind} {way}"]:
         assert rank["deferred"] == (DEFERRED[kind] if way in ("overlap", "inner") else 0)
         assert rank["rate"] == stock[0]["rate"], "the scheduler has made another number of steps"
@@ -32,7 +28,7 @@ def test_prepared_objects_give_the_numbers_of_ddp(told, kind, way):
 
 def test_the_kinds_of_training_differ(told):
     """Otherwise clipping, for instance, would have nothing to clip."""
-    assert len({tuple(digests(told, f"{kind} stock")) for kind in DEFERRED}) == len(DEFERRED)
+    assert len(set().union(*(told.digests(f"{kind} stock") for kind in DEFERRED))) == len(DEFERRED)
 
 
 @pytest.mark.parametrize(("kind", "words"), [("clipped", "as clipping does"), ("scaler", "with a GradScaler")])
@@ -42,7 +38,7 @@ def test_rank_0_says_once_why_nothing_overlaps(told, kind, words):
 
 
 def test_clipping_inside_gives_the_same_numbers_and_leaves_the_updates_to_forward(told):
-    assert digests(told, "clipped inside") == digests(told, "clipped stock")
+    assert told.digests("clipped inside") == told.digests("clipped stock")
     assert [rank["deferred"] for rank in told["clipped inside"]] == [8, 8]
 
 

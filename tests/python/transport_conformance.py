@@ -4,6 +4,7 @@ A case is a function of a Rank. Buffers are flat NumPy arrays of small whole num
 `everywhere` lists the cases for a world of a given size; transport_worlds.py has the worlds.
 """
 
+import abc
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -16,19 +17,20 @@ LIMIT_NS = 20_000_000_000
 MOMENT_NS = 50_000_000
 
 
-class Rank:
+class Rank(abc.ABC):
     """One rank of a world. Transports of one case are made by all ranks, in the same order."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
 
+    @abc.abstractmethod
     def transport(self, buffers: Sequence[np.ndarray]) -> object:
-        raise NotImplementedError
+        """A new one of the kind under test, over these buffers."""
 
+    @abc.abstractmethod
     def barrier(self) -> None:
         """Returns when all ranks have come here; carries no bytes of the transport."""
-        raise NotImplementedError
 
     def drive(self, *buffers: np.ndarray) -> "_core.TransportDriver":
         return _core.TransportDriver(self.transport(buffers))

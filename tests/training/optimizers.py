@@ -22,6 +22,12 @@ class Recipe:
             self.scheduler.step()
 
 
+def two_halves(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """One optimizer for the first four parameters, one for the others."""
+    parameters = list(module.parameters())
+    return [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.SGD(parameters[4:], lr=0.1)]
+
+
 def make(name: str | Callable[[nn.Module], Recipe], module: nn.Module) -> Recipe:
     """``<kind> <form>``: kind is sgd, adam or adamw (two groups and a scheduler), form is plain, foreach or fused.
 

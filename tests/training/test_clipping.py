@@ -4,6 +4,7 @@ import pytest
 
 import gradcast
 from training import compare, optimizers
+from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
 from training.test_graph_changes import USES, Branches
@@ -102,11 +103,7 @@ def test_with_a_scaler(ranks):
 
 
 def scaler_that_scales_inside(rank):
-    try:
-        clipped_with_scaler(rank, False)
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "no error"
+    return error_of(lambda: clipped_with_scaler(rank, False))
 
 
 def test_scaled_gradients_are_not_clipped(ranks):
@@ -141,11 +138,7 @@ def test_one_worker(ranks):
 
 
 def in_hook_mode(rank):
-    try:
-        gradcast.attach(nn.Linear(2, 2), options=gradcast.Options(max_grad_norm=1.0))
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "no error"
+    return error_of(lambda: gradcast.attach(nn.Linear(2, 2), options=gradcast.Options(max_grad_norm=1.0)))
 
 
 def test_hook_mode_refuses_it(ranks):
@@ -180,11 +173,7 @@ def test_gradients_that_the_user_replaces(ranks, how):
 def one_of_two(rank, world_size):
     """Two optimizers; one leaves steps out, and its gradients are zeroed before the other's update has run."""
     task = TASKS["plain"]
-    sides = []
-    for _ in range(2):
-        module = task.module()
-        parameters = list(module.parameters())
-        sides.append((module, [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.SGD(parameters[4:], lr=0.1)]))
+    sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
     options = gradcast.Options(warmup_steps=3, policy="fifo", max_grad_norm=MAX_NORM)
     handle = gradcast.attach(*sides[1], options=options)
     theirs = nn.parallel.DistributedDataParallel(sides[0][0]) if world_size > 1 else sides[0][0]

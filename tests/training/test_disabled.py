@@ -6,6 +6,7 @@ import pytest
 
 import gradcast
 from training import compare, optimizers
+from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
 
@@ -86,12 +87,9 @@ def on_one_rank(rank):
     if rank.index == 1:
         os.environ["GRADCAST_DISABLE"] = "1"
     try:
-        gradcast.attach(nn.Linear(2, 2))
-    except gradcast.Error as error:
-        return error.code, str(error)
+        return error_of(lambda: gradcast.attach(nn.Linear(2, 2)))
     finally:
         os.environ.pop("GRADCAST_DISABLE", None)
-    return None, "no error"
 
 
 def test_on_one_rank_alone_it_is_refused(ranks):

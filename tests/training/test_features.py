@@ -1,9 +1,12 @@
 """Features of torch that change how backward, forward or the module run, with DDP's result bit for bit."""
 
+import logging
+
 import pytest
 
 import gradcast
 from training import compare, optimizers
+from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
 from training.twins import Twins
@@ -118,6 +121,25 @@ def test_compiled_modules(ranks, what, mode):
         assert what == "functions" or compilations == 0
 
 
+def warnings_of_compiling(rank, what):
+    said = []
+    logger = logging.getLogger("gradcast")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        assert compiled(rank, what, "overlap")[0] == []
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in said if "compiled as a whole" in line]
+
+
+@pytest.mark.parametrize(("what", "lines"), [("module", 1), ("layers", 0)])
+def test_that_a_whole_model_keeps_forward_waiting_is_said_once(ranks, what, lines):
+    first, second = ranks.run(2, warnings_of_compiling, what, timeout_s=120)
+    assert (len(first), len(second)) == (lines, 0)
+
+
 class Twice(nn.Module):
     """A checkpointed part that is used twice."""
 
@@ -137,17 +159,13 @@ class Twice(nn.Module):
 
 def recompute_twice(rank, reentrant, mode):
     sides = Sides(rank, lambda: Twice(reentrant), mode)
-    try:
-        sides.train(8)
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, sides.differences()
+    sides.train(8)
+    return sides.differences()
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_a_checkpointed_part_that_is_used_twice(ranks, mode):
-    for code, found in ranks.run(2, recompute_twice, False, mode):
-        assert code is None, found
+    for found in ranks.run(2, recompute_twice, False, mode):
         assert found == []
 
 
@@ -158,11 +176,7 @@ def recompute_twice_reentrant(rank, mode):
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     gradcast.attach(module, sgd if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
     inputs, targets = TASKS["plain"].batch(rank.index, 0)
-    try:
-        nn.functional.cross_entropy(module(inputs.requires_grad_()), targets).backward()
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "no error"
+    return error_of(nn.functional.cross_entropy(module(inputs.requires_grad_()), targets).backward)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 import gradcast
-from training import compare
+from training import compare, optimizers
+from training.attached import Attached, error_of
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
@@ -228,11 +229,7 @@ def test_two_forward_passes_of_a_module_with_batch_norm(ranks, mode):
 def step_again(rank):
     """Two optimizers; one takes a second step with the same gradients, which are then zeroed in place."""
     task = TASKS["plain"]
-    sides = []
-    for _ in range(2):
-        module = task.module()
-        parameters = list(module.parameters())
-        sides.append((module, [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.SGD(parameters[4:], lr=0.1)]))
+    sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
     handle = gradcast.attach(*sides[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
     theirs = nn.parallel.DistributedDataParallel(sides[0][0])
     for number in range(8):
@@ -330,12 +327,7 @@ def test_comparing_goes_by_iterations(ranks, mode):
 
 def other_options(rank, name):
     value = {"compare_every": 5 * rank.index, "max_grad_norm": 1.0 + rank.index}[name]
-    module = nn.Linear(2, 2)
-    try:
-        gradcast.attach(module, torch.optim.SGD(module.parameters()), options=gradcast.Options(**{name: value}))
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "no error"
+    return error_of(lambda: Attached(nn.Linear(2, 2), **{name: value}))
 
 
 @pytest.mark.parametrize("name", ["compare_every", "max_grad_norm"])
@@ -354,13 +346,10 @@ def injected_plan(rank):
         true_hash = planning.plan_hash
         planning.plan_hash = lambda plan, profile: "0" + true_hash(plan, profile)[1:]
     try:
-        Ours("plain", "sgd plain", rank.index)
-    except gradcast.Error as error:
-        return error.code, str(error)
+        return error_of(lambda: Ours("plain", "sgd plain", rank.index))
     finally:
         if rank.index == 1:
             planning.plan_hash = true_hash
-    return None, "no error"
 
 
 def test_a_plan_that_differs_on_one_rank(ranks):

@@ -7,6 +7,7 @@ import pytest
 
 import gradcast
 from training import compare, optimizers
+from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
 
@@ -186,11 +187,7 @@ def replaced_later(rank):
     for number in range(5):
         sides.step(number)
     sides.modules[1].head = nn.Linear(12, 10)
-    try:
-        sides.step(5)
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "no error"
+    return error_of(lambda: sides.step(5))
 
 
 def test_a_parameter_without_optimizer_is_named(ranks):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 import gradcast
+from training.attached import error_of
 from training.needs import torch
 from training.ours import Ours
 from training.twins import Twins
@@ -109,11 +110,7 @@ def damage(rank, mode, where):
         compare_ranks(iteration)
 
     traffic.compare_ranks = compare_damaged
-    try:
-        ours.train(range(12))
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "no error"
+    return error_of(lambda: ours.train(range(12)))
 
 
 @pytest.mark.parametrize("where", [0, 150, -1])
@@ -137,4 +134,32 @@ def compared(rank, mode):
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_comparing_changes_nothing(ranks, mode):
     for found in ranks.run(2, compared, mode):
+        assert found == []
+
+
+def loaded_before_the_step(rank):
+    """A plan with another layout comes between backward and a step that clips: the gradients move."""
+    first = Ours("transformer", "sgd plain", rank.index, policy="fifo")
+    first.train(range(5))
+    state = first.handle.state_dict()
+    planned = [place.name for place in first.handle.layout]
+    first.handle.detach()
+    twins = Twins(rank, "transformer", "sgd plain", max_grad_norm=0.05)
+    moved = planned != [place.name for place in twins.handle.layout]
+    for number in range(4):
+        for module, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            twins.task.loss(forward, twins.batch()).backward()
+            if module is twins.theirs.module:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+            elif number == 1:
+                twins.handle.load_state_dict(state)
+            optimizer.step()
+        twins._after_step()
+    return twins.differences(), moved
+
+
+def test_a_plan_that_is_loaded_between_backward_and_step(ranks):
+    for found, moved in ranks.run(2, loaded_before_the_step):
+        assert moved, "the layouts are the same, so nothing is shown"
         assert found == []

@@ -6,6 +6,7 @@ forward itself, only behind what comes before it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +20,20 @@ class ClipOnce:
 
     def __init__(self, module: nn.Module, max_norm: float) -> None:
         self._module, self._max_norm = module, max_norm
-        self._stepped: set[int] = set()
-
+        self._due = True
         # The next step's gradients come after a forward pass.
-        self._hook = module.register_forward_pre_hook(UncopiedHook(lambda *_: self._stepped.clear()))
+        self._hook = module.register_forward_pre_hook(UncopiedHook(self._on_forward))
 
     def remove(self) -> None:
         self._hook.remove()
 
-    def before_step(self, number: int) -> None:
-        """``number``: of the optimizer."""
-        if not self._stepped:
+    def before_step(self) -> None:
+        if self._due:
             nn.utils.clip_grad_norm_(self._module.parameters(), self._max_norm)
-        self._stepped.add(number)
+        self._due = False
+
+    def _on_forward(self, _inputs: Any, _compiled: bool) -> None:
+        self._due = True
 
 
 class NormClipping:

@@ -39,9 +39,7 @@ class DisabledSession:
         self.profile = None
         self.released = False
         self.steps = 0
-        self._hooks: list[Any] = []
-        self._interceptions: list[StepInterception] = []
-        self._hooks_of_clip: list[ClipOnce] = []
+        self._removables: list[Any] = []
         if options.max_grad_norm is not None:
             # What the user asked of gradcast in DDP's place, stays.
             self._clip = ClipOnce(module, options.max_grad_norm)
@@ -49,12 +47,13 @@ class DisabledSession:
                 StepInterception(optimizer, functools.partial(self._on_step, number))
                 for number, optimizer in enumerate(optimizers)
             ]
-            self._hooks_of_clip = [self._clip]
+            self._removables += [self._clip, *self._interceptions]
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        if self._ddp is None and group.world_size > 1:
+        self._wraps = self._ddp is None and group.world_size > 1
+        if self._wraps:
             # Also for a step that leaves parameters out, which attach lets pass.
             self._ddp = DistributedDataParallel(module, process_group=group.shared, find_unused_parameters=True)
-            self._hooks = around_forward(module, self._before_forward, self._after_forward)
+            self._removables += around_forward(module, self._before_forward, self._after_forward)
 
     @property
     def session(self) -> "DisabledSession":
@@ -74,14 +73,14 @@ class DisabledSession:
         """There is no plan."""
 
     def release(self) -> None:
-        for removable in [*self._hooks, *self._interceptions, *self._hooks_of_clip]:
+        for removable in self._removables:
             removable.remove()
-        if self._hooks:
+        if self._wraps:
             self._ddp.reducer._remove_autograd_hooks()
         self.released = True
 
     def _on_step(self, number: int) -> None:
-        self._clip.before_step(number)
+        self._clip.before_step()
         self._interceptions[number].run_whole()
 
     def _before_forward(self, _: Any, _compiled: bool) -> None:

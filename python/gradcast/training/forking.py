@@ -17,8 +17,6 @@ _attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 def watch(attachment: Any) -> None:
     """From now on forks take care of this one."""
-    if not _attached:
-        _register_once()
     _attached.add(attachment)
 
 
@@ -37,11 +35,4 @@ def _in_child() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(attachment.session.traffic))
 
 
-_registered = False
-
-
-def _register_once() -> None:
-    global _registered
-    if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before, after_in_child=_in_child)
-        _registered = True
+os.register_at_fork(before=_before, after_in_child=_in_child)

@@ -23,6 +23,7 @@ from gradcast.training import pending, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
 from gradcast.training.group import Group
+from gradcast.training.module_buffers import ModuleBuffers
 from gradcast.training.options import Options
 from gradcast.training.planning import Agreed
 from gradcast.training.slots import Slot
@@ -58,7 +59,6 @@ class Session:
         self._lock = threading.RLock()
         self._no_sync_depth = 0
         self._forward_ns = (0, 0)
-        self._send_buffers = True
         self._said_compiled = False
         owner = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
         self._slots = [Slot(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
@@ -68,8 +68,7 @@ class Session:
         self.buffers = GradientBuffers(names, values)
         self.traffic = Traffic(self.buffers, group, options)
         self.trace = Trace(options.timeline_steps)
-        # A module may put another tensor into the place of a buffer.
-        self._buffer_dicts = None if self._ddp is not None else [each._buffers for each in module.modules()]
+        self._module_buffers = None if self._ddp is not None else ModuleBuffers(module, group, self.traffic.watch)
         self._gradients = Gradients(self._slots, self.buffers, self.traffic, group.world_size)
         self._steps = Steps(
             optimizers,
@@ -193,7 +192,8 @@ class Session:
     def backward_begins(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
-            self._send_buffers = True
+            if self._module_buffers is not None:
+                self._module_buffers.step_begins()
             # Forward has not read these. If it did after all, in a way that nobody saw, their gradients will tell.
             for slot in self._steps.waiting:
                 slot.stale = True
@@ -234,10 +234,8 @@ class Session:
             self._say_compiled()
             self.flush()
         training = torch.is_grad_enabled() and self._module.training
-        if training and self._send_buffers and self._buffer_dicts is not None:
-            # Once per step: a second forward pass before backward must not write into what backward needs.
-            self._send_buffers = False
-            self._send_module_buffers()
+        if training and self._module_buffers is not None:
+            self._module_buffers.send()
         if torch._C._current_graph_task_id() == -1:
             for slot in self._slots:
                 slot.stale = False  # what a forward pass reads from now on is up to date
@@ -252,14 +250,6 @@ class Session:
                 "the model is compiled as a whole, so its forward pass waits for all parameters; compile its blocks "
                 "instead (block.compile()), and traffic goes on under forward"
             )
-
-    def _send_module_buffers(self) -> None:
-        held = [buffer for each in self._buffer_dicts for buffer in each.values() if buffer is not None]
-        buffers = list({id(buffer): buffer for buffer in held}.values())
-        if not buffers:
-            return
-        with self.traffic.watch.waiting("the module's buffers from rank 0"):
-            self.group.copy_from_first(buffers, "the module's buffers")
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
@@ -334,6 +324,8 @@ class Session:
         for slot in self._slots:
             if slot.parameter.grad is not None and slot.parameter.grad is old_views[slot.index]:
                 slot.parameter.grad = self.buffers.views[slot.index]
+            if slot.gradient is old_views[slot.index]:
+                slot.gradient = self.buffers.views[slot.index]
         self.views_changed()
 
     def _describe(self, plan: _core.Plan) -> str:

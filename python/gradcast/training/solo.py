@@ -115,7 +115,7 @@ class SoloSession:
     def _on_step(self, number: int) -> None:
         interception = self._interceptions[number]
         if self._clip is not None:
-            self._clip.before_step(number)
+            self._clip.before_step()
         if self._watches:
             with self._warmup.stopwatch.updating():
                 interception.run_whole()

@@ -142,8 +142,13 @@ class Steps:
         if remaining:
             self.finish(remaining)
 
-    def _clip(self) -> None:
-        if self._clipping is not None and not self._clipping.done:
+    def _clip(self, as_they_are: bool = False) -> None:
+        """Once per step. ``as_they_are``: what ``.grad`` holds now, which the user may have put there."""
+        if self._clipping is None or self._clipping.done:
+            return
+        if as_they_are and not self._gradients.in_place(self._all_slots):
+            self._clipping.apply_to_replaced()
+        else:
             self._clipping.apply()
 
     @property
@@ -168,9 +173,7 @@ class Steps:
         self._gradients.finish()
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
-        if self._clipping is not None and not self._clipping.done and not self._gradients.in_place(self._all_slots):
-            self._clipping.apply_to_replaced()
-        self._clip()
+        self._clip(as_they_are=True)
         updates.run_without_hooks(self._optimizers[number])
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 

@@ -1,0 +1,29 @@
+"""The buffers of a bare module, rank 0's on all ranks, as DDP keeps them. (A DDP module sends its own.)"""
+
+from torch import nn
+
+from gradcast.training.group import Group
+from gradcast.training.watch import Watch
+
+
+class ModuleBuffers:
+    def __init__(self, module: nn.Module, group: Group, watch: Watch) -> None:
+        # Not the buffers themselves: a module may put another tensor into the place of one.
+        self._held = [each._buffers for each in module.modules()]
+        self._group, self._watch = group, watch
+        self._due = True
+
+    def step_begins(self) -> None:
+        """The next forward pass is another step's."""
+        self._due = True
+
+    def send(self) -> None:
+        """Before a forward pass; once per step, since a second one must not write into what backward still needs."""
+        if not self._due:
+            return
+        self._due = False
+        held = [buffer for each in self._held for buffer in each.values() if buffer is not None]
+        buffers = list({id(buffer): buffer for buffer in held}.values())
+        if buffers:
+            with self._watch.waiting("the module's buffers from rank 0"):
+                self._group.copy_from_first(buffers, "the module's buffers")
