@@ -12,9 +12,9 @@ from benchmarks.demo.report import draw, report
 from benchmarks.demo.results import TOLERANCE, disagreeing, rows
 from benchmarks.demo.run import choose_rate, train
 from benchmarks.demo.settings import Settings
-from benchmarks.lab import LabError, Network
-from benchmarks.lab.program import run_program
 from gradcast.files import check_writable
+from gradcast.lab import LabError, Network
+from gradcast.lab.program import run_program
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
 
 _UNLIMITED_BITS_PER_S = 10e9  # until the speed is known

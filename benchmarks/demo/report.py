@@ -7,9 +7,10 @@ from tabulate import tabulate
 
 import gradcast
 from benchmarks.demo import lanes
-from benchmarks.demo.results import BASELINE, COMPUTE, Row, as_cells, disagreeing
+from benchmarks.demo.modes import MODES
+from benchmarks.demo.results import Row, as_cells, disagreeing
 from benchmarks.demo.settings import Settings
-from benchmarks.lab.modes import MODES
+from gradcast.lab.variants import BASELINE, COMPUTE
 
 _SHOWN = "overlap"
 

@@ -4,10 +4,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.lab.modes import MODES
+from benchmarks.demo.modes import MODES
+from gradcast.lab.variants import COMPUTE
 
-BASELINE = "ddp"
-COMPUTE = "alone"
 # With two ranks a sum has two numbers, whose order does not matter: every mode adds the same bits, and any difference
 # would be a wrong number. This much could come from an arithmetic that rounds otherwise; more is an error.
 TOLERANCE = 1e-6

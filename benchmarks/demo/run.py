@@ -6,7 +6,7 @@ import tempfile
 from typing import Any
 
 from benchmarks.demo.settings import Settings
-from benchmarks.lab import Network, run_workers
+from gradcast.lab import Network, run_workers
 
 _TIMEOUT_S = 600
 _RATES_BITS_PER_S = (10e6, 5e9)

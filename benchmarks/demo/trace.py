@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.lab.trainer import Batch, Loss
+from gradcast.lab.trainer import Batch, Loss
 
 
 def trace_ddp(module: torch.nn.Module, loss: Loss, batches: list[Batch], learning_rate: float) -> list[dict[str, Any]]:

@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.demo.data import Digits
+from benchmarks.demo.modes import MODES
 from benchmarks.demo.settings import Settings
 from benchmarks.demo.trace import trace_ddp
-from benchmarks.lab.modes import MODES
-from benchmarks.lab.trainer import Trainer
-
-REFERENCE = "ddp"
-
+from gradcast.lab.trainer import Trainer
+from gradcast.lab.variants import BASELINE, COMPUTE, variant
 
 _COMPUTE_STEPS = 12
 _FIRST_STEPS = 4  # slower than the others: memory and threads are new
@@ -39,27 +37,34 @@ def main(task: str, settings: Settings, results_path: Path) -> None:
 
 def _compute(settings: Settings) -> dict[str, Any]:
     digits = Digits(settings)
-    trainer = Trainer("alone", digits.model(), cross_entropy, learning_rate=settings.learning_rate)
+    trainer = _trainer(COMPUTE, digits, settings)
     dist.barrier()
-    steps_ms = trainer.steps(digits.batches(0, _COMPUTE_STEPS))
+    steps_ms = list(trainer.steps(digits.batches(0, _COMPUTE_STEPS)))
     return {
         "compute_ms": statistics.median(steps_ms[_FIRST_STEPS:]),
         "parameter_bytes": _parameter_bytes(trainer),
     }
 
 
+def _trainer(mode: str, digits: Digits, settings: Settings) -> Trainer:
+    module = digits.model()
+    # SGD, because Adam enlarges differences of rounding.
+    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=0.9)
+    return Trainer(variant(mode), module, optimizer, cross_entropy)
+
+
 def _train(settings: Settings) -> dict[str, Any]:
     digits = Digits(settings)
-    trainers = [Trainer(mode, digits.model(), cross_entropy, learning_rate=settings.learning_rate) for mode in MODES]
+    trainers = [_trainer(mode, digits, settings) for mode in MODES]
     rounds = [_round(settings, digits, trainers, number) for number in range(settings.rounds)]
     batches = digits.batches(0, settings.traced_steps)
     trace = trace_ddp(digits.model(), cross_entropy, batches, settings.learning_rate)
     results = {
         "parameter_bytes": _parameter_bytes(trainers[0]),
         "rounds": rounds,
-        "accuracy": {trainer.mode: digits.accuracy(trainer.module) for trainer in trainers},
+        "accuracy": {trainer.variant.name: digits.accuracy(trainer.module) for trainer in trainers},
         "ddp_trace": trace,
-        "gradcast": {trainer.mode: _facts(trainer) for trainer in trainers if trainer.handle},
+        "gradcast": {trainer.variant.name: _facts(trainer) for trainer in trainers if trainer.handle},
     }
     for trainer in trainers:
         trainer.detach()
@@ -73,19 +78,21 @@ def _round(settings: Settings, digits: Digits, trainers: list[Trainer], number: 
     steps_ms = {}
     for trainer in trainers:
         dist.barrier()
-        steps_ms[trainer.mode] = trainer.steps(batches)
-        _tell(f"  {MODES[trainer.mode]} {statistics.median(steps_ms[trainer.mode]):.0f}", end="")
+        mode = trainer.variant.name
+        steps_ms[mode] = list(trainer.steps(batches))
+        trainer.finish()
+        _tell(f"  {MODES[mode]} {statistics.median(steps_ms[mode]):.0f}", end="")
     _tell("  (warm-up)" if number == 0 else "")
     return {"steps_ms": steps_ms, "differences": _differences(trainers)}
 
 
 def _differences(trainers: list[Trainer]) -> dict[str, float]:
     """The largest difference of any parameter to DDP's, on any rank."""
-    reference = next(trainer for trainer in trainers if trainer.mode == REFERENCE)
-    compared = [trainer for trainer in trainers if trainer.mode not in (REFERENCE, "alone")]
+    reference = next(trainer for trainer in trainers if trainer.variant.name == BASELINE)
+    compared = [trainer for trainer in trainers if trainer.variant.name not in (BASELINE, COMPUTE)]
     largest = torch.tensor([_difference(trainer, reference) for trainer in compared])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return {trainer.mode: float(value) for trainer, value in zip(compared, largest, strict=True)}
+    return {trainer.variant.name: float(value) for trainer, value in zip(compared, largest, strict=True)}
 
 
 def _difference(one: Trainer, other: Trainer) -> float:

@@ -97,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _negative_values_joined(arguments: Sequence[str]) -> list[str]:
     """``--latency -5us`` as ``--latency=-5us``: argparse takes the value for an option, and gives no reason."""
     joined: list[str] = []
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return [*joined, *arguments[index:]]  # a script's own
         if joined and _LONG_OPTION.fullmatch(joined[-1]) and _NEGATIVE.match(argument):
             joined[-1] += f"={argument}"
         else:

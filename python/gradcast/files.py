@@ -57,16 +57,19 @@ def check_writable(path: str, what: str) -> None:
         raise Error(f"the {what} cannot be written to {path}: the folder {folder} is not writable")
 
 
-def scaled_profile(profile: Profile, factor: float) -> Profile:
-    """Every time of the profile multiplied: another batch size or device. Unknown fields stay as they are."""
-    if factor == 1:
+def scaled_profile(profile: Profile, factor: float, *, backward_factor: float | None = None) -> Profile:
+    """Every time of the profile multiplied: another batch size or device. Unknown fields stay as they are.
+
+    ``backward_factor``: of the times of backward, where it is another one.
+    """
+    factors = {"forward_ns": factor, "need_ns": factor, "update_ns": factor}
+    factors |= dict.fromkeys(("backward_ns", "ready_ns"), factor if backward_factor is None else backward_factor)
+    if set(factors.values()) == {1}:
         return profile
     fields = json.loads(profile.to_json())
-    for key in ("forward_ns", "backward_ns"):
-        fields[key] = round(fields[key] * factor)
-    for tensor in fields["tensors"]:
-        for key in ("ready_ns", "need_ns", "update_ns"):
-            tensor[key] = round(tensor[key] * factor)
+    for owner in (fields, *fields["tensors"]):
+        for key in factors.keys() & owner.keys():
+            owner[key] = round(owner[key] * factors[key])
     return Profile.from_json(json.dumps(fields))
 
 

@@ -15,7 +15,7 @@ from conftest import NETWORK
 from gradcast import _core
 
 PNG = b"\x89PNG\r\n"
-COMMANDS = ["simulate", "plan", "plot", "sweep", "profile", "policies", "networks", "link"]
+COMMANDS = ["simulate", "plan", "plot", "sweep", "profile", "policies", "networks", "link", "lab"]
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["-m"]])
@@ -30,7 +30,7 @@ def test_version(arguments, run):
     assert out.strip() == f"gradcast {gradcast.__version__}"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "profile import", "profile show", "link fit"])
+@pytest.mark.parametrize("command", [*COMMANDS, "profile import", "profile show", "link fit", "lab run", "lab train"])
 def test_every_command_has_help_with_an_example(command, run):
     result = run(*command.split(), "--help")
     assert result.code == 0

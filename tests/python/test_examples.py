@@ -1,12 +1,12 @@
 """The examples train, and every way of sending the gradients gives the same losses."""
 
 import re
-import sys
 import tempfile
 
 import pytest
 
 from conftest import ROOT
+from gradcast.lab import run_workers
 
 pytest.importorskip("torch")
 
@@ -19,17 +19,7 @@ NEEDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def run_workers():
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.lab import run_workers
-    finally:
-        sys.path.remove(str(ROOT))
-    return run_workers
-
-
-def printed(run_workers, worker_count, *arguments) -> list[str]:
+def printed(worker_count, *arguments) -> list[str]:
     """The lines of rank 0, without how long a step took."""
     with tempfile.TemporaryFile("w+") as output:
         script = str(ROOT / "examples" / arguments[0])
@@ -49,14 +39,14 @@ def printed(run_workers, worker_count, *arguments) -> list[str]:
         pytest.param("trainer_gpt.py", ["--steps", "20", "--batch", "2"], ["hook", "overlap"], marks=pytest.mark.long),
     ],
 )
-def test_all_ways_of_training_give_the_same_losses(run_workers, script, length, modes):
+def test_all_ways_of_training_give_the_same_losses(script, length, modes):
     for package in NEEDED[script]:
         pytest.importorskip(package)
-    stock = printed(run_workers, 2, script, "--gradcast", "off", *length)
+    stock = printed(2, script, "--gradcast", "off", *length)
     assert stock
     assert all("loss" in line for line in stock)
     for mode in modes:
-        assert printed(run_workers, 2, script, "--gradcast", mode, *length) == stock
+        assert printed(2, script, "--gradcast", mode, *length) == stock
 
 
 @pytest.mark.parametrize(
@@ -67,7 +57,7 @@ def test_all_ways_of_training_give_the_same_losses(run_workers, script, length, 
         pytest.param("trainer_gpt.py", ["--steps", "20", "--batch", "2", "--clip", "0.5"], marks=pytest.mark.long),
     ],
 )
-def test_one_process_is_enough(run_workers, script, length):
+def test_one_process_is_enough(script, length):
     for package in NEEDED[script]:
         pytest.importorskip(package)
-    assert len(printed(run_workers, 1, script, "--gradcast", "overlap", *length)) == 1
+    assert len(printed(1, script, "--gradcast", "overlap", *length)) == 1

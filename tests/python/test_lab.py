@@ -10,37 +10,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from conftest import ROOT
+from gradcast import cli
+from gradcast.lab import LabError, Network, hosts, owner, run_workers
 
 WAIT_S = 30
 
 
-@pytest.fixture(scope="module")
-def lab():
-    """The modules of benchmarks/lab, which is no part of the package."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.lab import LabError, Network, hosts, owner, run_workers
-    finally:
-        sys.path.remove(str(ROOT))
-    return SimpleNamespace(LabError=LabError, Network=Network, hosts=hosts, owner=owner, run_workers=run_workers)
-
-
 @pytest.fixture
-def network(lab):
+def network():
     """Two hosts joined by 20 Mbit/s."""
-    with made_network(lab, 20e6) as made:
+    with made_network(20e6) as made:
         yield made
 
 
-def made_network(lab, rate_bits_per_s):
+def made_network(rate_bits_per_s):
     try:
-        return lab.Network(2, rate_bits_per_s)
-    except lab.LabError as error:
+        return Network(2, rate_bits_per_s)
+    except LabError as error:
         pytest.skip(f"no hosts can be made here: {error}")
 
 
@@ -102,19 +91,19 @@ def test_a_link_is_not_faster_than_asked_for(network, receiver):
     assert 8 * size_bytes / float(seconds) < 1.5 * 20e6
 
 
-def test_a_network_comes_and_goes(lab):
+def test_a_network_comes_and_goes():
     before = set(namespaces()) if shutil.which("ip") else set()
-    with made_network(lab, 1e9) as network:
+    with made_network(1e9) as network:
         made = set(namespaces()) - before
         assert len(made) == 3  # two hosts and the switch
-        with lab.Network(2, 1e9) as other:  # two at a time are none too many
+        with Network(2, 1e9) as other:  # two at a time are none too many
             assert other.address(1) == network.address(1)
         assert made <= set(namespaces())
     assert not made & set(namespaces())
 
 
-def test_closing_ends_what_runs_on_the_hosts(lab):
-    with made_network(lab, 1e9) as network:
+def test_closing_ends_what_runs_on_the_hosts():
+    with made_network(1e9) as network:
         process = run_on(network, 0, "import time; print('on', flush=True); time.sleep(600)")
         assert process.stdout.readline() == "on\n"
     assert process.wait(WAIT_S) == -signal.SIGKILL
@@ -123,8 +112,7 @@ def test_closing_ends_what_runs_on_the_hosts(lab):
 
 OWNER = """
 import subprocess, sys, time
-sys.path.insert(0, sys.argv[1])
-from benchmarks.lab import Network
+from gradcast.lab import Network
 network = Network(2, 1e9)
 worker = subprocess.Popen(network.command(0, [sys.executable, "-c", "import time; time.sleep(600)"]))
 print(worker.pid, network.command(0, [])[3], flush=True)
@@ -132,34 +120,34 @@ time.sleep(600)
 """
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(lab):
-    made_network(lab, 1e9).close()
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(ROOT)], stdout=subprocess.PIPE, text=True)
+def test_what_a_killed_run_left_is_removed_by_the_next():
+    made_network(1e9).close()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     worker_pid, namespace = owner.stdout.readline().split()
-    lab.hosts.remove_leftovers()
+    hosts.remove_leftovers()
     assert namespace in namespaces(), "its owner is alive"
     owner.kill()
     owner.wait(WAIT_S)
     assert namespace in namespaces()
-    lab.Network(1, 1e9).close()
+    Network(1, 1e9).close()
     assert namespace not in namespaces()
     wait_until(lambda: not is_running(int(worker_pid)))
 
 
-def test_a_later_process_with_the_same_number_is_not_the_owner(lab):
-    pid, start = lab.owner.own_name().split("-")
-    assert not lab.owner.is_gone(f"{pid}-{start}")
-    assert lab.owner.is_gone(f"{pid}-{int(start) - 1}")
+def test_a_later_process_with_the_same_number_is_not_the_owner():
+    pid, start = owner.own_name().split("-")
+    assert not owner.is_gone(f"{pid}-{start}")
+    assert owner.is_gone(f"{pid}-{int(start) - 1}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_told_to_end_leaves_nothing(lab, tmp_path, number, code):
-    made_network(lab, 1e9).close()
+def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
+    made_network(1e9).close()
     before = namespaces()
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    command = [sys.executable, "-m", "benchmarks.lab", "--rate", "1gbit", "--", str(script)]
-    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "gradcast", "lab", "run", "--rate", "1gbit", "--", str(script)]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     worker_pid = int(program.stdout.readline())
     assert namespaces() != before
     program.send_signal(number)
@@ -176,28 +164,53 @@ def test_a_run_that_is_told_to_end_leaves_nothing(lab, tmp_path, number, code):
         ("sys.platform", "darwin", "need Linux"),
     ],
 )
-def test_where_no_network_can_be_made_it_says_why(lab, monkeypatch, patched, value, sentence):
+def test_where_no_network_can_be_made_it_says_why(monkeypatch, patched, value, sentence):
     for name, usual in {"os.geteuid": lambda: 0, "shutil.which": lambda name: name, "sys.platform": "linux"}.items():
         monkeypatch.setattr(name, usual)
     monkeypatch.setattr(patched, value)
-    with pytest.raises(lab.LabError, match=sentence):
-        lab.Network(2, 1e9)
+    with pytest.raises(LabError, match=sentence):
+        Network(2, 1e9)
 
 
-def test_the_program_fails_with_a_sentence():
-    command = [sys.executable, "-m", "benchmarks.lab", "--rate", "fast", "--", "script.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("lab: 'fast' is no bandwidth")
-    assert "Traceback" not in done.stderr
+def test_a_script_runs_on_every_host(tmp_path, capfd):
+    made_network(1e9).close()
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n")
+    assert cli.main(["lab", "run", "--hosts", "2", "--rate", "1gbit", "--", str(script), "--shift", "-1"]) == 0
+    assert capfd.readouterr().out == "2 --shift -1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rate", "fast", "--", "script.py"], "'fast' is no bandwidth"),
+        (["--hosts", "0", "--", "script.py"], "--hosts"),
+        (["--hosts", "2"], "SCRIPT"),
+        (["--", "/no/such/script.py"], "does not exist"),
+    ],
+)
+def test_the_command_fails_with_a_sentence(run, arguments, words):
+    result = run("lab", "run", *arguments)
+    assert result.code == 2
+    assert result.err.startswith("gradcast: error: ")
+    assert words in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_command_says_what_it_needs(run, monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setattr("sys.platform", "darwin")
+    result = run("lab", "run", "--", script)
+    assert (result.code, result.err) == (2, "gradcast: error: network namespaces need Linux\n")
 
 
 # --- Workers ---
 
 
-def test_workers_get_what_torchrun_would_give_them(lab, tmp_path):
+def test_workers_get_what_torchrun_would_give_them(tmp_path):
     code = "import os, json, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
-    lab.run_workers(["-c", code, str(tmp_path / "rank")], 2, timeout_s=WAIT_S, output=sys.__stderr__)
+    run_workers(["-c", code, str(tmp_path / "rank")], 2, timeout_s=WAIT_S, output=sys.__stderr__)
     import json
 
     first, second = (json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
@@ -208,7 +221,7 @@ def test_workers_get_what_torchrun_would_give_them(lab, tmp_path):
     assert first["WORLD_SIZE"] == "2"
 
 
-def test_a_failing_worker_is_named_and_the_others_are_ended(lab, tmp_path):
+def test_a_failing_worker_is_named_and_the_others_are_ended(tmp_path):
     code = (
         "import os, pathlib, sys, time\n"
         "pathlib.Path(sys.argv[1] + os.environ['RANK']).write_text(str(os.getpid()))\n"
@@ -216,35 +229,33 @@ def test_a_failing_worker_is_named_and_the_others_are_ended(lab, tmp_path):
         "if os.environ['RANK'] == '1': raise RuntimeError('the disk is on fire')\n"
         "time.sleep(600)"
     )
-    with pytest.raises(lab.LabError, match=r"rank 1 failed with exit code 1.*\n(.*\n)*.*the disk is on fire"):
-        lab.run_workers(["-c", code, str(tmp_path / "rank")], 2, timeout_s=WAIT_S)
+    with pytest.raises(LabError, match=r"rank 1 failed with exit code 1.*\n(.*\n)*.*the disk is on fire"):
+        run_workers(["-c", code, str(tmp_path / "rank")], 2, timeout_s=WAIT_S)
     assert not is_running(int((tmp_path / "rank0").read_text()))
 
 
-def test_a_worker_that_a_signal_ended_is_named(lab):
+def test_a_worker_that_a_signal_ended_is_named():
     code = "import os; os.kill(os.getpid(), 9)"
-    with pytest.raises(lab.LabError, match=r"rank 0 was ended by SIGKILL"):
-        lab.run_workers(["-c", code], 1, timeout_s=WAIT_S)
+    with pytest.raises(LabError, match=r"rank 0 was ended by SIGKILL"):
+        run_workers(["-c", code], 1, timeout_s=WAIT_S)
 
 
-def test_a_run_is_bounded_in_time(lab, tmp_path):
+def test_a_run_is_bounded_in_time(tmp_path):
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
-    with pytest.raises(lab.LabError, match=r"did not end within 2 s; still at work: rank 0"):
-        lab.run_workers(["-c", code, str(tmp_path / "pid")], 1, timeout_s=2)
+    with pytest.raises(LabError, match=r"did not end within 2 s; still at work: rank 0"):
+        run_workers(["-c", code, str(tmp_path / "pid")], 1, timeout_s=2)
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 PARENT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from benchmarks.lab import run_workers
+from gradcast.lab import run_workers
 run_workers(["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"], 1, timeout_s=600)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_workers_end_with_a_killed_parent():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(ROOT)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     worker_pid = int(parent.stdout.readline())
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(WAIT_S)

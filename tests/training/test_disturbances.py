@@ -6,19 +6,16 @@ On hosts of the laboratory, which needs root; what does not need a link of its o
 import json
 import re
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from gradcast.lab import LabError, Network
+from gradcast.lab.hosts import obstacle
 from training.launch import launch
 from training.needs import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.lab import LabError, Network
-from benchmarks.lab.hosts import obstacle
 
 STEPS = 24
 RATE_BITS_PER_S = 100e6

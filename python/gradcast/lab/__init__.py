@@ -3,8 +3,8 @@
 ``hosts`` makes and removes the network, ``workers`` runs the processes, with or without such a network.
 """
 
-from benchmarks.lab.errors import LabError
-from benchmarks.lab.hosts import Network
-from benchmarks.lab.workers import run_workers
+from gradcast.lab.errors import LabError
+from gradcast.lab.hosts import Network
+from gradcast.lab.workers import run_workers
 
 __all__ = ["LabError", "Network", "run_workers"]

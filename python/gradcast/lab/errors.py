@@ -1,5 +1,7 @@
 """The one exception of the lab."""
 
+from gradcast.errors import Error
 
-class LabError(RuntimeError):
+
+class LabError(Error):
     """What is wrong, and what to do: a sentence for the user."""

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from benchmarks.lab.errors import LabError
-from benchmarks.lab.owner import is_gone, own_name
-from benchmarks.lab.program import uninterrupted
+from gradcast.lab.errors import LabError
+from gradcast.lab.owner import is_gone, own_name
+from gradcast.lab.program import uninterrupted
 
 _PREFIX = "gradcast-lab"
 _SUBNET = "10.77.0"

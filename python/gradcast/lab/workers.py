@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from benchmarks.lab.errors import LabError
-from benchmarks.lab.hosts import Network
-from benchmarks.lab.program import uninterrupted
+from gradcast.lab.errors import LabError
+from gradcast.lab.hosts import Network
+from gradcast.lab.program import uninterrupted
 
 _PORT = 29500  # on a host of its own nobody else has it
 _POLL_S = 0.05

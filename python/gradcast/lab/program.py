@@ -6,20 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from benchmarks.lab.errors import LabError
-from gradcast import Error
+from gradcast.errors import Error
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-def run_program(main: Callable[[], int], name: str) -> int:
-    """The exit code of ``main``; a request to end (SIGTERM, a closed terminal) unwinds it as Ctrl-C does."""
+def unwind_when_told_to_end() -> None:
+    """From now on a request to end (SIGTERM, a closed terminal) unwinds this process as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, _unwind)
+
+
+def run_program(main: Callable[[], int], name: str) -> int:
+    """The exit code of ``main``."""
+    unwind_when_told_to_end()
     try:
         return main()
-    except (LabError, Error) as error:
+    except Error as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,0 +1,95 @@
+"""What ``gradcast lab train`` says on the terminal."""
+
+from tabulate import tabulate
+
+from gradcast.lab.results import Row, Table
+from gradcast.lab.settings import Settings
+from gradcast.lab.variants import COMPUTE
+from gradcast.units import format_bandwidth, format_percent, format_size
+
+_HEADERS = [
+    "", "ms per step", "80 % of steps", "speed-up over\nbest DDP", "time /\nbound", "exposed\nms", "blocks",
+    "predicted\nms", "cores\nbusy", "difference\nto ddp",
+]  # fmt: skip
+
+
+def network_words(settings: Settings) -> str:
+    rates = settings.rates_bits_per_s
+    if len(set(rates)) == 1:
+        return f"{settings.hosts} hosts with links of {format_bandwidth(rates[0])}"
+    return f"{settings.hosts} hosts with links of {', '.join(map(format_bandwidth, rates))}"
+
+
+def model_words(settings: Settings, parameter_bytes: int) -> str:
+    size = format_size(parameter_bytes)
+    if not settings.stand_in:
+        return f"{settings.model} ({size} of gradients)"
+    return f"a timed stand-in for {settings.model} on an accelerator ({size} of gradients)"
+
+
+def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
+    """The table, how it was measured, and what it says."""
+    cells = [_cells(row) for row in table.rows]
+    text = tabulate(cells, _HEADERS, tablefmt="simple", stralign="right", colalign=("left",), disable_numparse=True)
+    counted = settings.rounds * (settings.steps - 1)
+    bounds = table.bounds
+    notes = (
+        f"{model_words(settings, parameter_bytes)}, {network_words(settings)}.\n"
+        f"ms per step: the median of {counted} steps on rank 0, from {settings.rounds} rounds of all in turns.\n"
+        "exposed: what communication adds to the step of alone, which sends nothing. blocks: operations of a step;\n"
+        "DDP's are buckets. predicted: from the profile and the link that gradcast measured in its warm-up. cores\n"
+        "busy: of this machine, on which all hosts are. difference: the largest of a parameter on any rank, relative.\n"
+        f"bound: no schedule can take less than {bounds['overlap'].best_ms:.1f} ms on this link ("
+        f"{bounds['overlap'].plain_ms:.1f} ms where only one\noperation pays its start-up), and none that is done "
+        f"before the next forward, as DDP's, less than {bounds['hook'].best_ms:.1f} ms."
+    )
+    return f"\n{text}\n\n{notes}\n\n{_verdict(table, settings)}"
+
+
+def _cells(row: Row) -> list[str]:
+    alone = row.name == COMPUTE
+    predicted = "-"
+    if row.predicted_ms is not None and row.prediction_error is not None:
+        predicted = f"{row.predicted_ms:.1f} ({row.prediction_error:+.1%})"
+    return [
+        row.name,
+        f"{row.step_ms:.1f}",
+        f"{row.low_ms:.0f} to {row.high_ms:.0f}",
+        "-" if alone else f"{row.ratio_to_best_ddp:.2f} x",
+        "-" if alone else f"{row.ratio_to_bound:.3f}",
+        "-" if row.exposed_ms is None else f"{row.exposed_ms:.1f}",
+        "-" if row.blocks is None else str(row.blocks),
+        predicted,
+        "-" if row.cores_busy is None else format_percent(row.cores_busy),
+        "-" if row.difference is None else f"{row.difference:.1g}",
+    ]
+
+
+def _verdict(table: Table, settings: Settings) -> str:
+    sentences = []
+    by_gradcast = [row for row in table.rows if row.mode in ("hook", "overlap") and ":" not in row.name]
+    if by_gradcast:
+        best, ddp = min(by_gradcast, key=lambda row: row.step_ms), table.best_ddp
+        above = best.step_ms / table.bound_ms - 1
+        away = f"{above:.1%} above the bound" if above >= 0 else f"{-above:.1%} below the bound, as exact as both are"
+        sentences.append(
+            f"gradcast's {best.name} takes {best.step_ms:.1f} ms per step, {away}; the best DDP ({ddp.name}) takes "
+            f"{ddp.step_ms:.1f} ms: {best.ratio_to_best_ddp:.2f} x."
+        )
+    sentences.append(_equality(table))
+    if settings.stand_in:
+        sentences.append(
+            "The stand-in waits where an accelerator would compute: this compares schedules, not accelerators."
+        )
+    return "\n".join(sentences)
+
+
+def _equality(table: Table) -> str:
+    compared = [row for row in table.rows if row.difference is not None]
+    if table.wrong:
+        return f"The parameters of {', '.join(row.name for row in table.wrong)} are NOT those of ddp."
+    if not compared:
+        return "Nothing but ddp was trained: there are no parameters to compare."
+    if all(row.difference == 0 for row in compared):
+        return "The parameters of all are those of ddp, bit for bit."
+    return "The parameters of all are those of ddp up to the rounding of sums."

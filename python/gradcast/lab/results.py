@@ -1,0 +1,133 @@
+"""From what rank 0 measured to the table: one row per variant."""
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from gradcast import _core
+from gradcast.lab import forecasts
+from gradcast.lab.forecasts import Bounds
+from gradcast.lab.settings import Settings
+from gradcast.lab.variants import COMPUTE, Variant, variant
+
+# Blocks of other sizes round sums of three or more numbers differently: 1e-7 is seen, a wrong number is far larger.
+TOLERANCE = 1e-6
+# A real model's training enlarges such differences of rounding from step to step, with two hosts there are none.
+_TOLERANCE_REAL = 1e-3
+_SUMS_WITHOUT_ORDER = 2  # hosts: a sum of two numbers has no order
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    mode: str
+    step_ms: float  # median of the counted steps on rank 0
+    low_ms: float  # a tenth of the steps is faster
+    high_ms: float  # a tenth is slower
+    steps_ms: list[float]
+    ratio_to_best_ddp: float  # of the best DDP's median to this one's: above 1 is faster
+    ratio_to_bound: float  # of this median to the bound
+    exposed_ms: float | None  # what communication adds: the median less the one without
+    blocks: int | None  # operations of a step; None where nothing travels
+    predicted_ms: float | None
+    prediction_error: float | None  # predicted by the measured median, less 1
+    cores_busy: float | None  # of the whole machine, during the counted steps
+    difference: float | None  # the largest of a parameter to ddp's on any rank, relative
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: list[Row]
+    bounds: dict[str, Bounds]  # by mode: over all schedules, and over those that are done before the next forward
+    tolerance: float
+
+    @property
+    def compute_ms(self) -> float:
+        return self.row(COMPUTE).step_ms
+
+    @property
+    def best_ddp(self) -> Row:
+        return min((row for row in self.rows if row.mode == "ddp"), key=lambda row: row.step_ms)
+
+    @property
+    def bound_ms(self) -> float:
+        return self.bounds["overlap"].best_ms
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """The rows whose parameters are not DDP's; a NaN is one."""
+        return [row for row in self.rows if row.difference is not None and not row.difference <= self.tolerance]
+
+
+def table_of(results: dict[str, Any], settings: Settings) -> Table:
+    rounds = results["rounds"]
+    names = list(rounds[0]["steps_ms"])
+    steps_ms = {name: [ms for entry in rounds for ms in entry["steps_ms"][name]] for name in names}
+    medians_ms = {name: statistics.median(steps_ms[name]) for name in names}
+    profile = _core.Profile.from_json(json.dumps(results["profile"]))
+    bounds = {
+        mode: forecasts.bounds(profile, medians_ms[COMPUTE], mode, settings.in_flight) for mode in ("overlap", "hook")
+    }
+    best_ddp_ms = min(ms for name, ms in medians_ms.items() if _variant(name).mode == "ddp")
+
+    def row(name: str) -> Row:
+        tenths = statistics.quantiles(steps_ms[name], n=10, method="inclusive")
+        facts = results["variants"][name]
+        busy = [entry["cores_busy"][name] for entry in rounds if entry["cores_busy"][name] is not None]
+        ms, predicted_ms = medians_ms[name], facts["predicted_ms"]
+        return Row(
+            name=name,
+            mode=_variant(name).mode,
+            step_ms=ms,
+            low_ms=tenths[0],
+            high_ms=tenths[-1],
+            steps_ms=steps_ms[name],
+            ratio_to_best_ddp=best_ddp_ms / ms,
+            ratio_to_bound=ms / bounds["overlap"].best_ms,
+            exposed_ms=None if name == COMPUTE else ms - medians_ms[COMPUTE],
+            blocks=facts["blocks"],
+            predicted_ms=predicted_ms,
+            prediction_error=None if predicted_ms is None else predicted_ms / ms - 1,
+            cores_busy=statistics.mean(busy) if busy else None,
+            difference=results["differences"].get(name),
+            details={key: value for key, value in facts.items() if key not in ("blocks", "predicted_ms")},
+        )
+
+    exact = settings.stand_in or settings.hosts <= _SUMS_WITHOUT_ORDER
+    return Table([row(name) for name in names], bounds, TOLERANCE if exact else _TOLERANCE_REAL)
+
+
+def as_json(table: Table, results: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    fields = dataclasses.asdict(settings)
+    fields.pop("profile")
+    link = results["profile"]["link"]
+    return {
+        "version": 1,
+        "settings": fields,
+        "model": settings.model,
+        "stand_in": settings.stand_in,
+        "hosts": settings.hosts,
+        "rates_bits_per_s": list(settings.rates_bits_per_s),
+        "torch": results["torch"],
+        "parameter_bytes": results["parameter_bytes"],
+        "link": link,
+        "profile": results["profile"],
+        "compute_ms": table.compute_ms,
+        "bounds_ms": {
+            mode: {"plain": bounds.plain_ms, "best": bounds.best_ms} for mode, bounds in table.bounds.items()
+        },
+        "best_ddp": table.best_ddp.name,
+        "tolerance": table.tolerance,
+        "parameters_equal": not table.wrong,
+        "rows": [dataclasses.asdict(row) for row in table.rows],
+    }
+
+
+def _variant(name: str) -> Variant:
+    return Variant(name, "ddp") if name.startswith("ddp") else variant(name)

@@ -1,0 +1,38 @@
+"""What ``gradcast lab train`` trains, on which hosts and for how long: made by the command, read by its workers."""
+
+import dataclasses
+import json
+
+# Programs of examples/ whose model is trained for real.
+REAL_MODELS = ("digits", "char_gpt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    model: str  # as the user named it
+    profile: str | None  # of the stand-in, as JSON; None: a real model
+    rates_bits_per_s: tuple[float, ...]  # of each host's link
+    names: tuple[str, ...]  # of what is compared, see variants.py
+    scale_size: float = 1.0  # of the stand-in's tensors
+    width: int | None = None  # of a real model; None: its example's
+    batch: int = 8  # of a real model, per host and step
+    rounds: int = 5
+    steps: int = 4  # per round and variant; the first one is not counted
+    in_flight: int = 1
+
+    @property
+    def hosts(self) -> int:
+        return len(self.rates_bits_per_s)
+
+    @property
+    def stand_in(self) -> bool:
+        return self.profile is not None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Settings":
+        fields = json.loads(text)
+        lists = {name: tuple(fields[name]) for name in ("rates_bits_per_s", "names")}
+        return Settings(**{**fields, **lists})

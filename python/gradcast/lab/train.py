@@ -1,0 +1,59 @@
+"""Starts the workers of ``gradcast lab train`` on hosts made for them, and reads what they measured."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from gradcast import _core
+from gradcast.lab.errors import LabError
+from gradcast.lab.hosts import Network
+from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_workers
+
+# Of each tensor: parameter, gradient, momentum, and what the gradient travels in.
+_COPIES = 4
+_PROCESS_BYTES = 400e6  # a Python with torch, per host
+
+
+def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
+    """What rank 0 measured, see worker.py; progress goes to ``output``."""
+    _check_memory(settings)
+    rates = settings.rates_bits_per_s
+    with Network(settings.hosts, rates[0]) as network, tempfile.TemporaryFile() as file:
+        for host, rate in enumerate(rates):
+            network.set_rate(host, rate)
+        run_workers(
+            ["-m", "gradcast.lab.worker", settings.to_json(), f"/dev/fd/{file.fileno()}"],
+            settings.hosts,
+            timeout_s=timeout_s,
+            network=network,
+            output=output,
+            inherited=[file],
+        )
+        file.seek(0)
+        return json.load(file)
+
+
+def _check_memory(settings: Settings) -> None:
+    """Before the kernel ends whom it likes, in the middle of a run."""
+    if settings.profile is None:
+        return
+    tensors = _core.Profile.from_json(settings.profile).tensors
+    model_bytes = settings.scale_size * sum(tensor.bytes for tensor in tensors)
+    needed = settings.hosts * (_PROCESS_BYTES + _COPIES * model_bytes * len(settings.names))
+    available = _available_bytes()
+    if needed > available:
+        raise LabError(
+            f"{settings.hosts} hosts with {len(settings.names)} models of {model_bytes / 1e6:.0f} MB each need about "
+            f"{needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are free; make --scale-size smaller or "
+            "compare less"
+        )
+
+
+def _available_bytes() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), float("inf"))

@@ -1,0 +1,86 @@
+"""One model that is trained in one of the ways that are compared, step by step and with the time of each step."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcast
+from gradcast.lab.variants import Variant
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Trainer:
+    """A model with its optimizer and, where it sends gradients, who sends them. Collective."""
+
+    def __init__(
+        self, variant: Variant, module: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, *, in_flight: int = 1
+    ) -> None:
+        self.variant = variant
+        self.module = module
+        self.handle: Any = None  # of gradcast
+        self.step_count = 0
+        self._loss = loss
+        self._optimizer = optimizer
+        self._model = module
+        if variant.mode == "ddp":
+            self._model = DistributedDataParallel(module, **_bucket_options(variant))
+        elif variant.by_gradcast:
+            options = _options(variant, in_flight)
+            self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
+        """Trains on each batch and yields the ms of each step.
+
+        A step that leaves something in flight ends before that has arrived, and the next one waits for it: in a row of
+        steps, each but the first has one step's work in it.
+        """
+        start = time.perf_counter()
+        for inputs, targets in batches:
+            self._optimizer.zero_grad()
+            self._loss(self._model(inputs), targets).backward()
+            self._optimizer.step()
+            self.step_count += 1
+            end = time.perf_counter()
+            yield 1e3 * (end - start)
+            start = end
+
+    def finish(self) -> None:
+        """Waits for all that is in flight, and gives back the memory of gradients."""
+        if self.handle:
+            self.handle.flush()
+        self._optimizer.zero_grad()
+
+    def bucket_count(self) -> int | None:
+        """Of DDP, as it says itself; None where it does not."""
+        if not isinstance(self._model, DistributedDataParallel):
+            return None
+        facts = self._model._get_ddp_logging_data()
+        sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes")
+        return len(str(sizes).split(",")) if sizes else None
+
+    def detach(self) -> None:
+        if self.handle:
+            self.handle.detach()
+
+
+def _bucket_options(variant: Variant) -> dict[str, Any]:
+    if len(variant.caps_mib) > 1:
+        # Said to be whole numbers, but multiplied by 2^20 and cut to bytes: any number of bytes can be given.
+        return {"bucket_cap_mb_list": list(variant.caps_mib)}
+    return {"bucket_cap_mb": variant.caps_mib[0]} if variant.caps_mib else {}
+
+
+def _options(variant: Variant, in_flight: int) -> gradcast.Options:
+    fields: dict[str, Any] = {"in_flight": in_flight}
+    if variant.policy is not None:
+        fields["policy"] = variant.policy
+    if not variant.adapt and any(field.name == "adapt" for field in dataclasses.fields(gradcast.Options)):
+        fields["adapt"] = False
+    return gradcast.Options(**fields)

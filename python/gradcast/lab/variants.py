@@ -1,0 +1,96 @@
+"""The ways of sending gradients that ``gradcast lab train`` compares, and the names by which people ask for them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gradcast import _core
+from gradcast.lab.errors import LabError
+
+COMPUTE = "alone"  # sends nothing: what compute takes; its ranks drift apart
+BASELINE = "ddp"
+DDP_NEAR, DDP_MGWFBP = "ddp-near", "ddp-mgwfbp"
+SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
+
+_SWEEP = tuple(f"ddp:{cap}" for cap in SWEPT_CAPS_MIB)
+_POLICIES = tuple(f"overlap:{policy}" for policy in ("p3", "bytescheduler", "prophet", "dcredit", "mgwfbp"))
+# What one name stands for.
+_GROUPS = {
+    "ddp-sweep": _SWEEP,
+    "policies": _POLICIES,
+    "all": (BASELINE, *_SWEEP, DDP_MGWFBP, "hook", "overlap", *_POLICIES),
+}
+_MODES = ("overlap", "hook")
+_FIXED = "-fixed"
+EXAMPLES = "ddp, ddp:8, ddp-sweep, ddp-near, ddp-mgwfbp, hook, overlap, overlap-fixed, overlap:p3, policies, all"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of sending gradients. ``mode``: "alone", "ddp", "hook" or "overlap"."""
+
+    name: str
+    mode: str
+    caps_mib: tuple[float, ...] = ()  # of DDP's buckets: one for all, or one per bucket; none: torch's own
+    policy: str | None = None  # None: gradcast's own
+    adapt: bool = True  # whether gradcast may change its plan, and its mind, while it trains
+
+    @property
+    def by_gradcast(self) -> bool:
+        return self.mode in _MODES
+
+
+def names_of(text: str) -> list[str]:
+    """What is to be compared, groups replaced by their members, each once. Raises for a name that is not known.
+
+    "ddp" and "alone", which the others are measured against, always belong to it. ``ddp-near`` and ``ddp-mgwfbp``
+    stay: what they stand for is known when a training has been measured.
+    """
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    if not asked:
+        raise LabError(f"nothing is named that could be compared; write some of {EXAMPLES}")
+    names = [member for name in asked for member in _GROUPS.get(name, (name,))]
+    for name in names:
+        if name not in (DDP_NEAR, DDP_MGWFBP):
+            variant(name)
+    return list(dict.fromkeys([COMPUTE, BASELINE, *names]))
+
+
+def variant(name: str) -> Variant:
+    """REQUIRES: none of the names that a measurement has to fill in."""
+    base, colon, detail = name.partition(":")
+    if base == BASELINE:
+        return Variant(name, "ddp", caps_mib=(_cap_mib(name, detail),) if colon else ())
+    if base in _MODES and colon:
+        _check_policy(name, detail)
+        # A policy is followed whatever it costs: it is what the row is about.
+        return Variant(name, base, policy=detail, adapt=False)
+    if base.removesuffix(_FIXED) in _MODES and not colon:
+        return Variant(name, base.removesuffix(_FIXED), adapt=not base.endswith(_FIXED))
+    if name == COMPUTE:
+        return Variant(name, COMPUTE)
+    raise LabError(f"there is nothing called '{name}' to compare; there are {EXAMPLES}")
+
+
+def ddp_variants(caps_mib: Iterable[float]) -> list[Variant]:
+    return [variant(f"ddp:{cap:g}") for cap in caps_mib]
+
+
+def bucket_list(caps_mib: Iterable[float]) -> Variant:
+    """DDP with a list of caps, one per bucket."""
+    return Variant(DDP_MGWFBP, "ddp", caps_mib=tuple(caps_mib))
+
+
+def _cap_mib(name: str, text: str) -> float:
+    try:
+        cap = float(text)
+    except ValueError:
+        cap = 0.0
+    if not 0 < cap <= 1e6:
+        raise LabError(f"'{name}': the size of DDP's buckets is given in MiB; write for instance ddp:8")
+    return cap
+
+
+def _check_policy(name: str, policy: str) -> None:
+    usable = [info.name for info in _core.policies() if not info.needs_scatter_gather]
+    if policy not in usable:
+        raise LabError(f"'{name}': no policy {policy} can be followed here; there are {', '.join(usable)}")

@@ -1,0 +1,167 @@
+"""One rank of ``gradcast lab train``: ``python -m gradcast.lab.worker SETTINGS RESULTS``, with torchrun's environment.
+
+Trains one model per variant, the variants in turns, so that whatever else the machine does falls on all of them alike.
+Rank 0 prints the progress and writes what it measured to the file RESULTS.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradcast
+from gradcast import _core
+from gradcast.lab import forecasts
+from gradcast.lab.cores import BusyCores
+from gradcast.lab.models import make_task
+from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Trainer
+from gradcast.lab.variants import BASELINE, COMPUTE, DDP_MGWFBP, DDP_NEAR, Variant, bucket_list, ddp_variants, variant
+
+# After gradcast's warm-up: its plan's first steps have new buffers. DDP lays out its buckets anew after one step.
+_SETTLING_STEPS = 4
+_MEASURING = Variant("overlap (to measure)", "overlap")
+
+
+def main(settings: Settings, results_path: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = Training(settings).run()
+    if dist.get_rank() == 0:
+        results_path.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+class Training:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._task = make_task(settings, dist.get_rank())
+        self._prepared_steps = gradcast.Options().warmup_steps + _SETTLING_STEPS
+
+    def run(self) -> dict[str, Any]:
+        settings = self._settings
+        known = [variant(name) for name in settings.names if name not in (DDP_NEAR, DDP_MGWFBP)]
+        by_gradcast = [self._prepared(each) for each in known if each.by_gradcast]
+        profile = self._measured(by_gradcast)
+        as_ddp_counts = forecasts.with_sizes(profile, _parameter_bytes(self._task.module()))
+        found = [each for name in settings.names for each in _resolved(name, as_ddp_counts)]
+        others = [self._prepared(each) for each in dict.fromkeys(found) if not each.by_gradcast]
+        trainers = sorted([*by_gradcast, *others], key=lambda trainer: found.index(trainer.variant))
+        rounds = [self._round(trainers, number) for number in range(settings.rounds)]
+        results = {
+            "torch": torch.__version__,
+            "parameter_bytes": sum(_parameter_bytes(trainers[0].module).values()),
+            "profile": json.loads(profile.to_json()),
+            "rounds": rounds,
+            "differences": _differences(trainers),
+            "variants": {trainer.variant.name: _facts(trainer, as_ddp_counts) for trainer in trainers},
+        }
+        for trainer in trainers:
+            trainer.detach()
+        return results
+
+    def _prepared(self, each: Variant) -> Trainer:
+        module = self._task.module()
+        optimizer = self._task.optimizer(module)
+        trainer = Trainer(each, module, optimizer, self._task.loss, in_flight=self._settings.in_flight)
+        dist.barrier()
+        steps_ms = list(trainer.steps(self._task.batches(0, self._prepared_steps)))
+        trainer.finish()
+        _tell(f"prepared {each.name}: {len(steps_ms)} steps, the last of {steps_ms[-1]:.0f} ms")
+        return trainer
+
+    def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
+        """What gradcast has measured, the same on every rank; best in overlap mode, where forward is as it will be."""
+        chosen = sorted(by_gradcast, key=lambda trainer: trainer.variant.mode != "overlap")[:1]
+        for trainer in chosen or [self._prepared(_MEASURING)]:
+            profile = trainer.handle.profile
+            if not chosen:
+                trainer.detach()
+        return profile
+
+    def _round(self, trainers: list[Trainer], number: int) -> dict[str, Any]:
+        """Every variant trains on the same batches. Its first step is not counted: caches and TCP's windows are those
+        that another one has left."""
+        _tell(f"round {number + 1} of {self._settings.rounds}, ms per step:", end="")
+        steps_ms, busy = {}, {}
+        for trainer in trainers:
+            name = trainer.variant.name
+            batches = self._task.batches(trainer.step_count, self._settings.steps)
+            dist.barrier()
+            times = trainer.steps(batches)
+            next(times)
+            cores = BusyCores()
+            steps_ms[name] = list(times)
+            busy[name] = cores.share()
+            trainer.finish()
+            _tell(f"  {name} {statistics.median(steps_ms[name]):.0f}", end="")
+        _tell("")
+        return {"steps_ms": steps_ms, "cores_busy": busy}
+
+
+def _resolved(name: str, profile: _core.Profile) -> list[Variant]:
+    if name == DDP_NEAR:
+        return ddp_variants(forecasts.near_best_caps_mib(profile))
+    if name == DDP_MGWFBP:
+        return [bucket_list(forecasts.mgwfbp_caps_mib(profile))]
+    return [variant(name)]
+
+
+def _differences(trainers: list[Trainer]) -> dict[str, float]:
+    """The largest difference of a parameter to DDP's, in units of that tensor's largest value, on any rank."""
+    reference = next(trainer for trainer in trainers if trainer.variant.name == BASELINE)
+    compared = [trainer for trainer in trainers if trainer.variant.name not in (BASELINE, COMPUTE)]
+    if not compared:
+        return {}
+    largest = torch.tensor([_difference(trainer, reference) for trainer in compared], dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return {trainer.variant.name: float(value) for trainer, value in zip(compared, largest, strict=True)}
+
+
+def _difference(one: Trainer, reference: Trainer) -> float:
+    pairs = zip(one.module.parameters(), reference.module.parameters(), strict=True)
+    # By torch's maximum, which a NaN does not escape.
+    return torch.stack([_relative_difference(mine.detach(), its.detach()) for mine, its in pairs]).max().item()
+
+
+def _relative_difference(one: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    return (one - reference).abs().max() / reference.abs().max().clamp_min(torch.finfo(reference.dtype).tiny)
+
+
+def _parameter_bytes(module: torch.nn.Module) -> dict[str, int]:
+    return {name: parameter.numel() * parameter.element_size() for name, parameter in module.named_parameters()}
+
+
+def _facts(trainer: Trainer, profile: _core.Profile) -> dict[str, Any]:
+    """How many operations a step has and what was predicted of it, both None where nothing travels."""
+    if trainer.variant.mode == "ddp":
+        plan = forecasts.ddp_plan(profile, trainer.variant)
+        return {
+            "blocks": trainer.bucket_count(),
+            "planned_blocks": len(plan.blocks),
+            "predicted_ms": plan.predicted_ns / 1e6,
+            "caps_mib": trainer.variant.caps_mib,
+        }
+    if trainer.handle is None:
+        return {"blocks": None, "predicted_ms": None}
+    plan = trainer.handle.plan
+    return {
+        "blocks": len(plan.blocks),
+        "predicted_ms": plan.predicted_ns / 1e6,
+        "policy": plan.policy,
+        "plan_version": trainer.handle.plan_version,
+        "stats": trainer.handle.stats(),
+    }
+
+
+def _tell(text: str, end: str = "\n") -> None:
+    if dist.get_rank() == 0:
+        print(text, end=end, flush=True)
+
+
+if __name__ == "__main__":
+    main(Settings.from_json(sys.argv[1]), Path(sys.argv[2]))
