@@ -24,6 +24,7 @@ void bind_play(pybind11::module_& module);
 void bind_bound(pybind11::module_& module);
 void bind_policy(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_monitor(pybind11::module_& module);
 void bind_inproc(pybind11::module_& module);
 void bind_driver(pybind11::module_& module);
 

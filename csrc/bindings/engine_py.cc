@@ -85,9 +85,10 @@ void bind_records(py::module_& module) {
   counters.def_readonly("iterations", &EngineCounters::iterations)
       .def_readonly("blocks", &EngineCounters::blocks)
       .def_readonly("bytes", &EngineCounters::bytes)
+      .def_readonly("link_ns", &EngineCounters::link_ns)
       .def_readonly("loop_ns", &EngineCounters::loop_ns)
       .def_readonly("record_bytes", &EngineCounters::record_bytes);
-  def_repr(counters, {"iterations", "blocks", "bytes", "loop_ns", "record_bytes"});
+  def_repr(counters, {"iterations", "blocks", "bytes", "link_ns", "loop_ns", "record_bytes"});
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ void raise_in_python(const gradcast::Error& error) {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() =
-      "The core of gradcast: profiles, links, networks, plans, play, bounds and policies, and the engine that follows "
-      "plans. "
-      "Described in _core.pyi.";
+      "The core of gradcast: profiles, links, networks, plans, play, bounds, policies and the monitor, and the engine "
+      "that "
+      "follows plans. Described in _core.pyi.";
   module.attr("__version__") = GRADCAST_VERSION;
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -40,6 +40,7 @@ PYBIND11_MODULE(_core, module) {
   gradcast::bind_bound(module);
   gradcast::bind_policy(module);
   gradcast::bind_engine(module);
+  gradcast::bind_monitor(module);
   gradcast::bind_inproc(module);
   gradcast::bind_driver(module);
 }

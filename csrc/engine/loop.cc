@@ -129,6 +129,9 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   --unfinished_count_;
   ++counters_.blocks;
   counters_.bytes += size_bytes;
+  if (--on_network_count_ == 0) {
+    counters_.link_ns += finish_ns - on_network_since_ns_;
+  }
   counters_.iterations += unfinished_count_ == 0 ? 1 : 0;
   callers_due_ = callers_due_ || !arrived.empty() || unfinished_count_ == 0;
 }
@@ -172,6 +175,9 @@ void Engine::Loop::record_launch_on_loop(int32_t block, int64_t launch_ns) {
   }
   record.blocks[block].ready_ns = ready_ns;
   record.blocks[block].launch_ns = launch_ns;
+  if (on_network_count_++ == 0) {
+    on_network_since_ns_ = launch_ns;
+  }
 }
 
 void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {

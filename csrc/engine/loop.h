@@ -124,6 +124,8 @@ class Engine::Loop final : public CompletionSink {
   std::vector<int32_t> arrivals_ GC_GUARDED_BY(mutex_);
   Recorder recorder_ GC_GUARDED_BY(mutex_);
   EngineCounters counters_ GC_GUARDED_BY(mutex_);
+  int32_t on_network_count_ GC_GUARDED_BY(mutex_) = 0;  // blocks; after a failure it counts no more
+  int64_t on_network_since_ns_ GC_GUARDED_BY(mutex_) = 0;
   std::optional<Failure> failure_ GC_GUARDED_BY(mutex_);
   bool settled_ GC_GUARDED_BY(mutex_) = false;  // after a failure or at the end: nothing is in flight any more
   bool closed_ GC_GUARDED_BY(mutex_) = false;   // shutdown has begun

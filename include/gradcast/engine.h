@@ -46,6 +46,7 @@ struct EngineCounters {
   int64_t iterations = 0;    // finished
   int64_t blocks = 0;        // finished
   int64_t bytes = 0;         // in finished blocks
+  int64_t link_ns = 0;       // in which at least one of them was on the network
   int64_t loop_ns = 0;       // CPU time of the engine's thread, the transport's start() left out
   int64_t record_bytes = 0;  // held by the record of what happened
 };

@@ -352,6 +352,9 @@ class EngineCounters:
     @property
     def bytes(self) -> int: ...
     @property
+    def link_ns(self) -> int:
+        """In which at least one block was on the network."""
+    @property
     def loop_ns(self) -> int:
         """The engine thread's own work: without waiting, and without the transport's part."""
 
@@ -396,6 +399,76 @@ class Engine:
     def shutdown(self) -> None: ...
     @staticmethod
     def now_ns() -> int: ...
+
+@final
+class RankFacts:
+    """What one rank saw of one iteration, ns; ``busy_ns``: not waiting for gradients."""
+
+    def __init__(self, *, step_ns: float, busy_ns: float, link_ns: float) -> None: ...
+    @property
+    def step_ns(self) -> float: ...
+    @property
+    def busy_ns(self) -> float: ...
+    @property
+    def link_ns(self) -> float: ...
+
+@final
+class Change:
+    """``cause``: "compute", "network" or ""; ``rank``: whose compute has changed, -1 for most ranks' or the network."""
+
+    @property
+    def cause(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def before_ns(self) -> float: ...
+    @property
+    def after_ns(self) -> float: ...
+
+@final
+class Decision:
+    @property
+    def plain(self) -> bool: ...
+    @property
+    def measure(self) -> bool: ...
+    @property
+    def stepped_aside(self) -> bool: ...
+    @property
+    def change(self) -> Change: ...
+
+@final
+class Comparison:
+    """Medians of iterations with the plan and with the plain one; ``noise`` of their ratio: two standard errors."""
+
+    @property
+    def plan_ns(self) -> float: ...
+    @property
+    def plain_ns(self) -> float: ...
+    @property
+    def plan_count(self) -> int: ...
+    @property
+    def plain_count(self) -> int: ...
+    @property
+    def noise(self) -> float: ...
+
+@final
+class Monitor:
+    """Whether the plan in force still holds, and whether it is worth anything; see include/gradcast/monitor.h."""
+
+    def __init__(
+        self,
+        rank_count: int,
+        *,
+        busy_ns: float = ...,
+        link_ns: float = ...,
+        has_plain: bool = ...,
+        begins_plain: bool = ...,
+        hold_iterations: int = ...,
+    ) -> None: ...
+    def on_iteration(self, plain: bool, ranks: Sequence[RankFacts]) -> Decision: ...
+    def comparison(self) -> Comparison: ...
+    @property
+    def slowest_rank(self) -> int: ...
 
 @final
 class InprocTransport:

@@ -16,7 +16,7 @@ CLIPPED_NORM = 0.05
 
 
 def options(**more) -> gradcast.Options:
-    return gradcast.Options(warmup_steps=WARMUP_STEPS, **more)
+    return gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, **more)
 
 
 def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: int = 1, scaler=False) -> nn.Module:

@@ -21,8 +21,8 @@ from gradcast.frameworks.lightning import AttachCallback
 
 EPOCHS, BATCHES, BATCH = 2, 6, 4
 CLIPPED_NORM = 0.05
-OPTIONS = gradcast.Options(warmup_steps=WARMUP_STEPS)
-CLIPPING = gradcast.Options(warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
+OPTIONS = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS)
+CLIPPING = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
 
 
 class Net(LightningModule):

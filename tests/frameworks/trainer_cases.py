@@ -15,8 +15,8 @@ from gradcast.frameworks.transformers import AttachCallback
 
 STEPS, BATCH = 10, 2
 CLIPPED_NORM = 0.5
-OPTIONS = gradcast.Options(warmup_steps=WARMUP_STEPS)
-CLIPPING = gradcast.Options(warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
+OPTIONS = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS)
+CLIPPING = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
 
 
 class Steps(TrainerCallback):

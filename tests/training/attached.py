@@ -9,7 +9,9 @@ class Attached:
         self.module = module
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         self.handle = gradcast.attach(
-            module, self.optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3, **options)
+            module,
+            self.optimizer if mode == "overlap" else None,
+            options=gradcast.Options(adapt=False, warmup_steps=3, **options),
         )
 
     def step(self, *inputs):

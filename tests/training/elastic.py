@@ -28,7 +28,9 @@ def main(folder: Path, mode: str, killed_step: int) -> None:
     module = task.module(seed=rank)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     handle = gradcast.attach(
-        module, optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3, policy="fifo")
+        module,
+        optimizer if mode == "overlap" else None,
+        options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"),
     )
     path, first = folder / "checkpoint.pt", 0
     if path.exists():

@@ -47,6 +47,7 @@ class Ours:
         self.recipe = optimizers.make(optimizer_name, self.bare)
         self.optimizer = self.recipe.optimizer
         self.warmup_steps = options.setdefault("warmup_steps", 3)
+        options.setdefault("adapt", False)
         self.handle = gradcast.attach(
             self.module, self.optimizer if mode == "overlap" else None, options=gradcast.Options(**options)
         )

@@ -17,7 +17,7 @@ def element_bytes(dtype: torch.dtype) -> int:
 def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blocks: Sequence, world_size: int) -> None:
     """Replaces every gradient by its mean over the ranks: scaled, then summed block after block.
 
-    ``layout`` has the fields of gradcast's places: name, buffer, lo_bytes, hi_bytes, dtype.
+    ``layout`` has the fields of gradcast's places: name, buffer, lo_bytes, hi_bytes, end_bytes, dtype.
     """
     buffers = _flat_buffers(layout)
     views = {}
@@ -40,9 +40,8 @@ def _flat_buffers(layout: Sequence) -> dict[int, torch.Tensor]:
     ends: dict[int, int] = {}
     types = {}
     for place in layout:
-        # Behind each gradient lies its mark, one element, which travels too.
-        end = place.hi_bytes + element_bytes(place.dtype)
-        ends[place.buffer] = max(ends.get(place.buffer, 0), end)
+        # With what lies behind each gradient and travels, too.
+        ends[place.buffer] = max(ends.get(place.buffer, 0), place.end_bytes)
         types[place.buffer] = place.dtype
     return {
         buffer: torch.zeros(end // element_bytes(types[buffer]), dtype=types[buffer]) for buffer, end in ends.items()

@@ -53,7 +53,9 @@ class Training:
             import gradcast
 
             self.handle = gradcast.attach(
-                self.module, self.optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3)
+                self.module,
+                self.optimizer if mode == "overlap" else None,
+                options=gradcast.Options(adapt=False, warmup_steps=3),
             )
 
     def loss(self, number: int) -> torch.Tensor:
@@ -216,7 +218,7 @@ def soaks(steps: str, folder: str) -> None:
     ours, theirs = task.module().double(), task.module().double()
     ddp = nn.parallel.DistributedDataParallel(theirs)
     sgds = [torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9) for module in (theirs, ours)]
-    handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(warmup_steps=5, compare_every=50))
+    handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(adapt=False, warmup_steps=5, compare_every=50))
     chance = random.Random(RANK)
     plans, held, largest = [], [], 0.0
     for number in range(int(steps)):

@@ -7,6 +7,7 @@ import pytest
 
 import gradcast
 from gradcast import cli
+from gradcast.training.buffers import NOTE_ELEMENTS
 from training.needs import torch
 from training.ours import Ours
 
@@ -34,8 +35,8 @@ def follow(rank, mode, warmup_steps, steps):
         "hash": ours.handle.plan.hash(profile),
         "profile": profile.to_json(),
         "stats": ours.handle.stats(),
-        # With the mark of each.
-        "parameter_bytes": sum((p.numel() + 1) * p.element_size() for p in ours.bare.parameters()),
+        # Behind each gradient its mark, behind one of them the notes.
+        "parameter_bytes": sum((p.numel() + 1) * p.element_size() for p in ours.bare.parameters()) + 4 * NOTE_ELEMENTS,
     }
     ours.handle.detach()
     return answer

@@ -60,7 +60,7 @@ def clipped_with_unused(rank):
     ours = Branches()
     recipes = [optimizers.make("adamw foreach", module) for module in (theirs, ours)]
     ddp = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
-    gradcast_options = gradcast.Options(warmup_steps=3, max_grad_norm=MAX_NORM)
+    gradcast_options = gradcast.Options(adapt=False, warmup_steps=3, max_grad_norm=MAX_NORM)
     handle = gradcast.attach(ours, recipes[1].optimizer, options=gradcast_options)
     for number in range(18):
         inputs, targets = TASKS["plain"].batch(rank.index, number)
@@ -118,7 +118,9 @@ def alone(rank):
     task = TASKS["plain"]
     theirs, ours = task.module(), task.module()
     adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
-    handle = gradcast.attach(ours, adams[1], options=gradcast.Options(warmup_steps=3, max_grad_norm=MAX_NORM))
+    handle = gradcast.attach(
+        ours, adams[1], options=gradcast.Options(adapt=False, warmup_steps=3, max_grad_norm=MAX_NORM)
+    )
     for number in range(8):
         for module, adam in ((theirs, adams[0]), (ours, adams[1])):
             adam.zero_grad()
@@ -174,7 +176,7 @@ def one_of_two(rank, world_size):
     """Two optimizers; one leaves steps out, and its gradients are zeroed before the other's update has run."""
     task = TASKS["plain"]
     sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
-    options = gradcast.Options(warmup_steps=3, policy="fifo", max_grad_norm=MAX_NORM)
+    options = gradcast.Options(adapt=False, warmup_steps=3, policy="fifo", max_grad_norm=MAX_NORM)
     handle = gradcast.attach(*sides[1], options=options)
     theirs = nn.parallel.DistributedDataParallel(sides[0][0]) if world_size > 1 else sides[0][0]
     for number in range(10):

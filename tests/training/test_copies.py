@@ -130,7 +130,7 @@ def copies_in_turn(rank):
     twins.train(3)
     second = copy.deepcopy(copy.deepcopy(twins.ours.bare))
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-    handle = gradcast.attach(second, optimizer, options=gradcast.Options(warmup_steps=3))
+    handle = gradcast.attach(second, optimizer, options=gradcast.Options(adapt=False, warmup_steps=3))
     theirs = copy.deepcopy(twins.theirs.module)
     ddp = torch.nn.parallel.DistributedDataParallel(theirs)
     their_optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)

@@ -78,7 +78,7 @@ def attach_again(rank):
     twins.pending_step()
     twins.handle.detach()
     twins.ours.handle = gradcast.attach(
-        twins.ours.module, twins.ours.optimizer, options=gradcast.Options(warmup_steps=3)
+        twins.ours.module, twins.ours.optimizer, options=gradcast.Options(adapt=False, warmup_steps=3)
     )
     twins.train(4)
     twins.pending_step()

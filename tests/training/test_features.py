@@ -44,7 +44,7 @@ class Sides:
         self.handle = gradcast.attach(
             self.ours,
             self.recipes[1].optimizer if mode == "overlap" else None,
-            options=gradcast.Options(warmup_steps=3, policy="fifo"),
+            options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"),
         )
 
     def train(self, steps, forward=lambda module, inputs: module(inputs)):
@@ -174,7 +174,7 @@ def recompute_twice_reentrant(rank, mode):
     torch.manual_seed(0)
     module = Twice(True)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    gradcast.attach(module, sgd if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
+    gradcast.attach(module, sgd if mode == "overlap" else None, options=gradcast.Options(adapt=False, warmup_steps=3))
     inputs, targets = TASKS["plain"].batch(rank.index, 0)
     return error_of(nn.functional.cross_entropy(module(inputs.requires_grad_()), targets).backward)
 
@@ -195,7 +195,7 @@ def lbfgs(rank):
         sides.append(TASKS["plain"].make())
     forwards = (nn.parallel.DistributedDataParallel(sides[0]), sides[1])
     optimizers_ = [torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4) for module in sides]
-    handle = gradcast.attach(sides[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    handle = gradcast.attach(sides[1], options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"))
     for number in range(4):
         inputs, targets = TASKS["plain"].batch(rank.index, number)
         for forward, optimizer in zip(forwards, optimizers_, strict=True):

@@ -116,7 +116,9 @@ def skip_on_one_rank(rank, mode):
     module = task.module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     handle = gradcast.attach(
-        module, optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=4, policy="fifo")
+        module,
+        optimizer if mode == "overlap" else None,
+        options=gradcast.Options(adapt=False, warmup_steps=4, policy="fifo"),
     )
     versions = []
     for number in range(9):
@@ -153,7 +155,7 @@ def disjoint_parts(rank):
 
     modules = [Part(theirs), Part(ours)]
     adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
-    handle = gradcast.attach(modules[1], adams[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    handle = gradcast.attach(modules[1], adams[1], options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"))
     for number in range(9):
         inputs, targets = TASKS["plain"].batch(rank.index, number)
         for side, (module, adam) in enumerate(zip(modules, adams, strict=True)):
@@ -189,7 +191,7 @@ def other_buffer_object(rank):
 
     module = Codebook()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(adapt=False, warmup_steps=3))
     for number in range(6):
         inputs, targets = TASKS["plain"].batch(rank.index, number)
         optimizer.zero_grad()
@@ -230,7 +232,7 @@ def step_again(rank):
     """Two optimizers; one takes a second step with the same gradients, which are then zeroed in place."""
     task = TASKS["plain"]
     sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
-    handle = gradcast.attach(*sides[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    handle = gradcast.attach(*sides[1], options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"))
     theirs = nn.parallel.DistributedDataParallel(sides[0][0])
     for number in range(8):
         inputs, targets = task.batch(rank.index, number)
@@ -280,7 +282,7 @@ def again_without_optimizer(rank):
     """A layer that no optimizer knows, on one rank or all: an error in every step, not in the first one alone."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=3))
+    gradcast.attach(module, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
     codes = []
     for number in range(6):
         if number == 3:
@@ -306,7 +308,7 @@ def compare_with_left_out_steps(rank, mode):
     task = TASKS["plain"]
     module = task.module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.01)
-    options = gradcast.Options(warmup_steps=3, policy="fifo", compare_every=3)
+    options = gradcast.Options(adapt=False, warmup_steps=3, policy="fifo", compare_every=3)
     handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=options)
     for number in range(12):
         sgd.zero_grad()

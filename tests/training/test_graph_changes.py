@@ -45,7 +45,7 @@ class Sides:
         self.handle = gradcast.attach(
             self.modules[1],
             self.recipes[1].optimizer if mode == "overlap" else None,
-            options=gradcast.Options(warmup_steps=WARMUP_STEPS, policy="fifo"),
+            options=gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, policy="fifo"),
         )
 
     def wrap(self):

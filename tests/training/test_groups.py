@@ -73,7 +73,9 @@ def train_on_a_part(rank):
     ours, theirs = task.module(seed=rank.index), task.module(seed=rank.index)
     ddp = nn.parallel.DistributedDataParallel(theirs, process_group=part)
     recipes = [optimizers.make("adam plain", module) for module in (theirs, ours)]
-    handle = gradcast.attach(ours, recipes[1].optimizer, process_group=part, options=gradcast.Options(warmup_steps=3))
+    handle = gradcast.attach(
+        ours, recipes[1].optimizer, process_group=part, options=gradcast.Options(adapt=False, warmup_steps=3)
+    )
     for number in range(6):
         for forward, recipe in zip((ddp, ours), recipes, strict=True):
             recipe.optimizer.zero_grad()
@@ -97,7 +99,9 @@ def users_own_collectives(rank):
     ours, theirs = task.module(seed=rank.index), task.module(seed=rank.index)
     ddp = nn.parallel.DistributedDataParallel(theirs)
     recipes = [optimizers.make("adam plain", module) for module in (theirs, ours)]
-    handle = gradcast.attach(ours, recipes[1].optimizer, options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    handle = gradcast.attach(
+        ours, recipes[1].optimizer, options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo")
+    )
     totals = []
     for number in range(10):
         for forward, recipe in zip((ddp, ours), recipes, strict=True):

@@ -19,7 +19,7 @@ def uneven(rank, counts):
     """Steps together, then as many per rank as ``counts`` says inside of join(), then together again."""
     modules = [TASKS["plain"].module() for _ in range(2)]
     ddps = [nn.parallel.DistributedDataParallel(module) for module in modules]
-    handle = gradcast.attach(ddps[1], options=gradcast.Options(warmup_steps=3, policy="fifo"))
+    handle = gradcast.attach(ddps[1], options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"))
     sgds = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in modules]
 
     def train(ddp, sgd, count):
@@ -53,7 +53,7 @@ def overlap(rank, enable):
     module = TASKS["plain"].module()
     ddp = nn.parallel.DistributedDataParallel(module)
     sgd = torch.optim.SGD(module.parameters(), lr=0.05)
-    gradcast.attach(ddp, sgd, options=gradcast.Options(warmup_steps=3))
+    gradcast.attach(ddp, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
     try:
         with ddp.join(enable=enable):
             for inputs, targets in batches(rank, 2):

@@ -9,7 +9,7 @@ from training.needs import torch
 
 nn = torch.nn
 functional = nn.functional
-OPTIONS = {"warmup_steps": 3, "policy": "fifo"}
+OPTIONS = {"adapt": False, "warmup_steps": 3, "policy": "fifo"}
 
 
 def pair(rank, make, seed=0):

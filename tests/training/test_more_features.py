@@ -82,7 +82,9 @@ def synchronized_norm(rank, mode):
     ddp = nn.parallel.DistributedDataParallel(theirs)
     adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
     handle = gradcast.attach(
-        ours, adams[1] if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3, policy="fifo")
+        ours,
+        adams[1] if mode == "overlap" else None,
+        options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"),
     )
     for number in range(9):
         inputs, targets = TASKS["plain"].batch(rank.index, number)
@@ -110,7 +112,7 @@ def muon_and_adamw(rank, mode):
         others = [p for p in module.parameters() if p.ndim != 2]
         sides.append((module, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]))
     ddp = nn.parallel.DistributedDataParallel(sides[0][0])
-    options = gradcast.Options(warmup_steps=3, policy="fifo")
+    options = gradcast.Options(adapt=False, warmup_steps=3, policy="fifo")
     handle = gradcast.attach(sides[1][0], sides[1][1] if mode == "overlap" else None, options=options)
     for number in range(9):
         inputs, targets = task.batch(rank.index, number)
@@ -210,7 +212,7 @@ def two_by_two(rank, mode):
         ours,
         adams[1] if mode == "overlap" else None,
         process_group=replicas[shard],
-        options=gradcast.Options(warmup_steps=3, policy="fifo"),
+        options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"),
     )
     for number in range(9):
         inputs, targets = TASKS["plain"].batch(replica, number)
@@ -236,7 +238,7 @@ def assigned_state(rank, mode):
     """load_state_dict(assign=True) puts other parameters into the module."""
     module = TASKS["plain"].module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    options = gradcast.Options(warmup_steps=3)
+    options = gradcast.Options(adapt=False, warmup_steps=3)
     gradcast.attach(module, optimizer if mode == "overlap" else None, options=options)
     task = TASKS["plain"]
     task.loss(module, task.batch(rank.index, 0)).backward()

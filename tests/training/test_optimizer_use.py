@@ -200,7 +200,7 @@ def two_optimizers(rank):
         parameters = list(module.parameters())
         sides.append([torch.optim.SGD(parameters[:4], lr=0.1, momentum=0.9), torch.optim.Adam(parameters[4:], lr=1e-2)])
     ddp = torch.nn.parallel.DistributedDataParallel(theirs)
-    handle = gradcast.attach(ours, sides[1], options=gradcast.Options(warmup_steps=3))
+    handle = gradcast.attach(ours, sides[1], options=gradcast.Options(adapt=False, warmup_steps=3))
     for number in range(6):
         for forward, optimizers in ((ddp, sides[0]), (ours, sides[1])):
             for optimizer in optimizers:

@@ -10,7 +10,7 @@ from training.models import TASKS
 from training.needs import torch
 from training.plain import PlainLoop, element_bytes
 
-Place = namedtuple("Place", "name buffer lo_bytes hi_bytes dtype")
+Place = namedtuple("Place", "name buffer lo_bytes hi_bytes end_bytes dtype")
 FakeBlock = namedtuple("FakeBlock", "buffer ranges")
 
 
@@ -22,7 +22,8 @@ def layout_of(module):
             types.append(parameter.dtype)
         lo = ends.get(parameter.dtype, 0)
         ends[parameter.dtype] = lo + parameter.numel() * element_bytes(parameter.dtype)
-        places.append(Place(name, types.index(parameter.dtype), lo, ends[parameter.dtype], parameter.dtype))
+        end = ends[parameter.dtype]
+        places.append(Place(name, types.index(parameter.dtype), lo, end, end, parameter.dtype))
     return places
 
 

@@ -116,7 +116,7 @@ def policy_of_other_operations(rank):
 
 
 def too_few_warmup_steps(rank):
-    gradcast.Options(warmup_steps=0)
+    gradcast.Options(adapt=False, warmup_steps=0)
 
 
 def wrong_type_of_option(rank):

@@ -19,7 +19,7 @@ def train_alone(rank, mode, with_group, optimizer_name):
     recipes = [optimizers.make(optimizer_name, module) for module in (theirs, ours)]
     initial, step_before = copy.deepcopy(ours), vars(recipes[1].optimizer).get("step")
     handle = gradcast.attach(
-        ours, recipes[1].optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3)
+        ours, recipes[1].optimizer if mode == "overlap" else None, options=gradcast.Options(adapt=False, warmup_steps=3)
     )
     hooks = [len(hooks_of(ours))]
     found = compare.modules(ours, initial)

@@ -4,7 +4,8 @@ A block of a plan is a byte range of a buffer, so the layout decides what can tr
 once; only the order of the views changes.
 
 Behind each gradient lies one element more, its **mark**: 1 where this rank has used the parameter, 0 where not. It
-travels with the gradient, so the sum tells whether anybody has used it, without an operation of its own.
+travels with the gradient, so the sum tells whether anybody has used it, without an operation of its own. Behind the
+mark of the largest gradient lie the **notes**, by which the ranks tell each other how their last step went.
 """
 
 import dataclasses
@@ -12,15 +13,19 @@ from collections.abc import Sequence
 
 import torch
 
+# However many workers there are, so that a plan fits them all.
+NOTE_ELEMENTS = 192
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a gradient lies: bytes ``[lo_bytes, hi_bytes)`` of a buffer. Its mark is the element behind."""
+    """Where a gradient lies: bytes ``[lo_bytes, hi_bytes)`` of a buffer. What travels with it ends at ``end_bytes``."""
 
     name: str
     buffer: int
     lo_bytes: int
     hi_bytes: int
+    end_bytes: int
     dtype: torch.dtype
 
 
@@ -31,10 +36,14 @@ class Sizes:
         self._parameters = list(parameters)
         self._dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self._dtypes.index(parameter.dtype) for parameter in parameters]
+        self.notes_at = max(range(len(self._parameters)), key=lambda index: self._parameters[index].numel())
+
+    def elements_of(self, index: int) -> int:
+        """What travels: the gradient, its mark, and of one the notes."""
+        return self._parameters[index].numel() + 1 + (NOTE_ELEMENTS if index == self.notes_at else 0)
 
     def bytes_of(self, index: int) -> int:
-        """What travels: the gradient and its mark."""
-        return (self._parameters[index].numel() + 1) * self.element_bytes_of(index)
+        return self.elements_of(index) * self.element_bytes_of(index)
 
     def element_bytes_of(self, index: int) -> int:
         return self._parameters[index].element_size()
@@ -51,13 +60,14 @@ class GradientBuffers(Sizes):
         self._names = list(names)
         self.flats = []
         for buffer, dtype in enumerate(self._dtypes):
-            members = [p for p, b in zip(parameters, self.buffer_of, strict=True) if b == buffer]
-            count = sum(parameter.numel() + 1 for parameter in members)
-            self.flats.append(torch.zeros(count, dtype=dtype, device=members[0].device))
+            members = [index for index, b in enumerate(self.buffer_of) if b == buffer]
+            count = sum(self.elements_of(index) for index in members)
+            self.flats.append(torch.zeros(count, dtype=dtype, device=parameters[members[0]].device))
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []  # of the views, when they were made: `grad.data = …` gives one other memory
         self._marks: list[torch.Tensor] = []  # by parameter: one element each
         self._marked: list[torch.Tensor] = []  # by buffer: where its marks lie
+        self.notes = torch.Tensor()  # NOTE_ELEMENTS elements
         self.layout: tuple[Place, ...] = ()
         self.lay_out(range(len(self._parameters)))
 
@@ -101,11 +111,14 @@ class GradientBuffers(Sizes):
         for index in order:
             parameter, buffer = self._parameters[index], self.buffer_of[index]
             lo, size = offsets[buffer], parameter.numel()
-            offsets[buffer] = lo + size + 1
+            end = offsets[buffer] = lo + self.elements_of(index)
             self.views[index] = _view(self.flats[buffer], lo, parameter)
             self._marks[index] = self.flats[buffer][lo + size]
+            if index == self.notes_at:
+                self.notes = self.flats[buffer][lo + size + 1 : end]
             width = parameter.element_size()
-            places.append(Place(self._names[index], buffer, lo * width, (lo + size) * width, parameter.dtype))
+            ends_bytes = (lo + size) * width, end * width
+            places.append(Place(self._names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
         self.addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(places)
         ends: list[list[int]] = [[] for _ in self.flats]

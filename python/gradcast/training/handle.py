@@ -50,6 +50,7 @@ def attach(
     The training loop stays as it is. Raises gradcast.Error, on every rank, for what would give wrong numbers.
     """
     options = options or Options()
+    _make_log_visible()
     disabled = is_disabled()
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
     optimizers = [checks.unwrapped_optimizer(each) for each in given]
@@ -80,6 +81,17 @@ def attach(
     handle = Handle(inner, attached)
     _attached.add(inner)
     return handle
+
+
+def _make_log_visible() -> None:
+    """Where the program has set up no logging, what gradcast expects and decides goes to standard error."""
+    if _log.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("gradcast: %(message)s"))
+    _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
 
 
 def _checked(
@@ -134,7 +146,7 @@ class Handle:
     @property
     def plan_version(self) -> int:
         """Grows with each plan, the plain ones of the warm-up included."""
-        return self._live.traffic.plan_version if self._session.has_plan else 0
+        return self._live.live.version if self._session.has_plan else 0
 
     @property
     def profile(self) -> _core.Profile | None:
@@ -187,8 +199,8 @@ class Handle:
         """The plan in force; ``Options(plan=path)`` follows it again. ``profile_path``: noted for ``gradcast plot``."""
         if not self._session.has_plan:
             raise Error("there is no plan: a single worker, or GRADCAST_DISABLE is set", "invalid_use")
-        agreed = self._live.traffic.agreed
-        write_text(path, planning.plan_text(agreed.plan, agreed.profile, profile_path), "plan")
+        agreed = self._live.live.agreed
+        write_text(path, planning.plan_text(self._session.plan, agreed.profile, profile_path), "plan")
 
     def state_dict(self) -> dict[str, Any]:
         """Plan and profile, for a checkpoint: a dict of strings and numbers."""
@@ -205,6 +217,7 @@ class Handle:
             return
         try:
             self._session.flush()
+            _tell_summary(self._session)
         finally:
             # Also where what is in flight never arrives: the module is then an ordinary one that can be read and saved.
             self._give_back()
@@ -222,6 +235,12 @@ class Handle:
         return self._session
 
 
+def _tell_summary(session: Any) -> None:
+    summary = session.live.summary() if session.has_plan and session.group.rank == 0 else None
+    if summary is not None:
+        _log.info("%s", summary)
+
+
 def _at_exit(attached: Any) -> None:
     reference = weakref.ref(attached)
 
@@ -233,6 +252,7 @@ def _at_exit(attached: Any) -> None:
             # After an error the other ranks may never join in: give up what is in flight instead of waiting for them.
             if getattr(sys, "last_value", None) is None:
                 attached.session.flush()
+                _tell_summary(attached.session)
         except Error as error:
             _log.error("at the end of the program: %s", error)
         finally:

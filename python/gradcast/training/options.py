@@ -20,6 +20,8 @@ class Options:
     * ``plan``: a file with the plan to follow instead of one made from the measurements; the variable GRADCAST_PLAN
       does the same.
     * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast plan``.
+    * ``adapt``: measures and plans again when the network or the compute has changed, tries DDP's way from time to time
+      and stays with it where it is as fast. Off: the first plan is followed, whatever it brings.
     * ``max_grad_norm``: in overlap mode every step clips the gradients as ``clip_grad_norm_(module.parameters(),
       max_grad_norm)`` before ``step()`` would.
     * ``compare_every``: in every so many steps the ranks compare what they have received, and raise where it differs;
@@ -35,6 +37,7 @@ class Options:
     policy: str = _core.DEFAULT_POLICY
     policy_parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_flight: int = 1
+    adapt: bool = True
     max_grad_norm: float | None = None
     compare_every: int = 0
     timeout_s: float | None = None

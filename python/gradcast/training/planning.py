@@ -14,6 +14,7 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
 from gradcast.training.buffers import Sizes
+from gradcast.training.expectation import Expectation
 from gradcast.training.group import Group
 from gradcast.training.options import Options
 
@@ -28,13 +29,33 @@ _NEVER_PACK_NS_PER_BYTE = 1e6
 _PACKING_GAIN = 1.02
 
 
+# DDP's bucket caps that are tried for the plain plan: its own, and around it.
+_PLAIN_CAPS_BYTES = tuple(mib * _MIB for mib in (1, 4, 8, 25, 50, 100))
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What rank 0 wants all ranks to follow, as JSON texts. ``plain``: the plan to compare with, as DDP would send."""
+
+    profile: str
+    plan: str
+    plain: str | None = None
+    expectation: Expectation | None = None
+    hold_iterations: int = 0  # for so long nothing is to be measured again
+
+
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """What all ranks follow. ``profile`` has the tensors in the buffers' order, ``order`` their parameters' indices."""
+    """What all ranks follow. ``profile`` has the tensors in the buffers' order, ``order`` their parameters' indices.
+    ``steps_aside``: they follow ``plain``, since the plan gains too little."""
 
     profile: _core.Profile
     plan: _core.Plan
     order: tuple[int, ...]
+    plain: _core.Plan | None = None
+    expectation: Expectation | None = None
+    steps_aside: bool = False
+    hold_iterations: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +134,7 @@ def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
     if len(ranks) == 1:
         return None
     pack_ns_per_byte = statistics.median(rank.pack_ns_per_byte for rank in ranks)
-    samples = []
-    for step, sizes in enumerate(ranks[0].block_bytes):
-        for block, size in enumerate(sizes):
-            samples.append((size, min(rank.block_ns[step][block] for rank in ranks)))
+    samples = _block_samples(ranks)
     if len({size for size, _ in samples}) >= 3:
         cost = _core.fit_op_cost(samples).cost
         return _core.LinkModel(all_reduce=list(cost.pieces), pack_ns_per_byte=pack_ns_per_byte)
@@ -126,15 +144,44 @@ def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
     return _core.LinkModel(all_reduce=[only], pack_ns_per_byte=pack_ns_per_byte)
 
 
-def decide(profile: _core.Profile, mode: str, options: Options) -> tuple[str, str]:
-    """Rank 0's plan of the measured profile, as JSON texts (profile, plan)."""
+def _block_samples(ranks: Sequence[Measured]) -> list[tuple[int, float]]:
+    return [
+        (size, min(rank.block_ns[step][block] for rank in ranks))
+        for step, sizes in enumerate(ranks[0].block_bytes)
+        for block, size in enumerate(sizes)
+    ]
+
+
+def link_spread(ranks: Sequence[Measured], link: _core.LinkModel) -> tuple[float, float]:
+    """What nine tenths of the measured blocks take at least, and at most, as a share of what the link model says."""
+    shares = sorted(time / link.all_reduce.cost_ns(size) for size, time in _block_samples(ranks))
+    return shares[len(shares) // 10], shares[-1 - len(shares) // 10]
+
+
+def decide(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
+    """Rank 0's plan of the measured profile."""
     plan = _plan(profile, profile.link, mode, options)
     if any(len(block.ranges) > 1 for block in plan.blocks):
         link = json.loads(profile.link.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
         in_place = _plan(profile, _core.LinkModel.from_json(json.dumps(link)), mode, options)
         if in_place.predicted_ns <= plan.predicted_ns * _PACKING_GAIN:
             plan = in_place
-    return profile.to_json(), plan.to_json()
+    return plan
+
+
+def plain_plan(profile: _core.Profile) -> _core.Plan:
+    """DDP's buckets, all waited for, with the cap that is best on this profile. REQUIRES: it has a link."""
+    plans = [
+        _core.make_plan(
+            profile,
+            profile.link,
+            policy="ddp",
+            mode="hook",
+            parameters={"first_bytes": min(cap, _MIB), "cap_bytes": cap},
+        )
+        for cap in _PLAIN_CAPS_BYTES
+    ]
+    return min(plans, key=lambda plan: plan.predicted_ns)
 
 
 def _plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Options) -> _core.Plan:
@@ -148,8 +195,8 @@ def _plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Opt
     )
 
 
-def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size: int) -> tuple[str, str]:
-    """A plan file and the layout that it was made for, as JSON texts (profile, plan); raises for another model's."""
+def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size: int) -> Proposal:
+    """A plan file and the layout that it was made for; raises for another model's."""
     plan, fields = load_plan(path)
     note = fields.get("made_with")
     tensors = note.get("tensors") if isinstance(note, dict) else None
@@ -170,7 +217,7 @@ def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size:
     plan.check(profile)
     if note.get("hash") != plan_hash(plan, profile):
         raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")
-    return profile.to_json(), plan.to_json()
+    return Proposal(profile.to_json(), plan.to_json())
 
 
 def saved(agreed: Agreed, profile: _core.Profile | None, mode: str) -> dict[str, Any]:
@@ -204,26 +251,33 @@ def reason_to_measure(
     return None
 
 
-def agree(group: Group, names: Sequence[str], proposal: tuple[str, str] | Error | None) -> Agreed:
+def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None) -> Agreed:
     """Rank 0's proposal, checked by every rank. Raises the same error on every rank if it does not hold on one."""
     proposal = group.from_first(proposal)
     if isinstance(proposal, Error):
         raise proposal
-    profile = _core.Profile.from_json(proposal[0])
-    plan = _core.Plan.from_json(proposal[1])
+    profile = _core.Profile.from_json(proposal.profile)
+    plan = _core.Plan.from_json(proposal.plan)
+    plain = None if proposal.plain is None else _core.Plan.from_json(proposal.plain)
     try:
-        plan.check(profile)
-        answer = plan_hash(plan, profile)
+        answer = ""
+        for each in (plan, plain):
+            if each is not None:
+                each.check(profile)
+                answer += f" {plan_hash(each, profile)}"
     except Error as error:
-        answer = f"refused: {error}"
+        answer = f" refused: {error}"
     answers = group.gather(answer)
     for rank, other in enumerate(answers):
-        if other != answers[0] or other.startswith("refused"):
+        if other != answers[0] or other.startswith(" refused"):
             raise Error(
-                f"the ranks do not agree on the plan: rank 0 has {answers[0]}, rank {rank} has {other}", "invalid_plan"
+                f"the ranks do not agree on the plan: rank 0 has{answers[0]}, rank {rank} has{other}", "invalid_plan"
             )
     index_of = {name: index for index, name in enumerate(names)}
-    return Agreed(profile, plan, tuple(index_of[tensor.name] for tensor in profile.tensors))
+    order = tuple(index_of[tensor.name] for tensor in profile.tensors)
+    expectation = proposal.expectation
+    steps_aside = expectation is not None and not expectation.is_worth_it
+    return Agreed(profile, plan, order, plain, expectation, steps_aside, proposal.hold_iterations)
 
 
 def plan_text(plan: _core.Plan, profile: _core.Profile, profile_path: str | None) -> str:

@@ -7,13 +7,15 @@ from gradcast.training.trace import median_ms
 _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
-    "engine_us_per_block", "grad_norm",
+    "engine_us_per_block", "grad_norm", "runs_as_ddp", "expected_gain", "measured_gain", "slowest_rank",
 )  # fmt: skip
 
 
 def stats_of(session: Any) -> dict[str, Any]:
     """``measured_ms``, ``exposed_ms`` and ``update_calls`` are medians over the recorded steps of the plan in force;
-    ``compute_ms`` is the warm-up's backward + forward + update; ``exposed_ms`` what the training thread waited."""
+    ``compute_ms`` is the warm-up's backward + forward + update; ``exposed_ms`` what the training thread waited.
+    ``expected_gain`` and ``measured_gain``: how many times as fast as DDP with its best bucket size; ``runs_as_ddp``:
+    that gains nothing, so gradients travel as DDP sends them; ``slowest_rank``: computes at least a tenth longer."""
     values: dict[str, Any] = dict.fromkeys(_KEYS)
     values |= {"step": session.steps, "mode": session.mode, "world_size": session.group.world_size}
     profile = session.profile
@@ -24,7 +26,7 @@ def stats_of(session: Any) -> dict[str, Any]:
         return values
     plan, counters = session.plan, session.traffic.counters()
     values |= {
-        "plan_version": session.traffic.plan_version,
+        "plan_version": session.live.version,
         "policy": plan.policy,
         "blocks": len(plan.blocks),
         "bytes": sum(block.size_bytes for block in plan.blocks),
@@ -36,6 +38,14 @@ def stats_of(session: Any) -> dict[str, Any]:
     }
     if profile is not None:
         values |= {"predicted_ms": plan.predicted_ns / 1e6, "bound_ms": plan.bound_ns / 1e6}
+    live = session.live
+    expectation, compared = live.agreed.expectation, live.comparison
+    values |= {
+        "runs_as_ddp": live.agreed.steps_aside,
+        "expected_gain": None if expectation is None else expectation.gain,
+        "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
+        "slowest_rank": live.slowest_rank,
+    }
     records = session.trace.finished(plan)
     values |= {
         "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),

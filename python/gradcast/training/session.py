@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,13 @@ from gradcast.training import pending, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
 from gradcast.training.group import Group
+from gradcast.training.live_plan import LivePlan
 from gradcast.training.module_buffers import ModuleBuffers
 from gradcast.training.options import Options
-from gradcast.training.planning import Agreed
 from gradcast.training.slots import Slot
 from gradcast.training.steps import Steps
 from gradcast.training.trace import StepRecord, Trace
 from gradcast.training.traffic import Traffic
-from gradcast.training.warmup import Warmup
 
 _log = logging.getLogger("gradcast")
 
@@ -48,7 +47,6 @@ class Session:
     ) -> None:
         self.mode = "overlap" if optimizers else "hook"
         self.steps = 0
-        self.profile: _core.Profile | None = None
         self.released = False
         self._compare_every = options.compare_every
         self._iteration = 0  # the engine's number of the open one
@@ -82,8 +80,8 @@ class Session:
         )
         # No update can run before the norm of all gradients is known: all are needed before forward reads anything.
         plan_mode = self.mode if options.max_grad_norm is None else "hook"
-        self._warmup: Warmup | None = Warmup(names, values, self.buffers, group, plan_mode, options)
-        self._follow(self._warmup.first())
+        self.live = LivePlan(names, values, self.buffers, group, self.traffic, self.trace, plan_mode, options)
+        self.views_changed()
         self._handles = self._gradients.listen(self)
         self._steps.intercept(self._on_step, self.flush)
 
@@ -91,7 +89,11 @@ class Session:
 
     @property
     def plan(self) -> _core.Plan:
-        return self.traffic.agreed.plan
+        return self.live.in_force
+
+    @property
+    def profile(self) -> _core.Profile | None:
+        return self.live.profile
 
     def flush(self) -> None:
         """Everything that is in flight arrives, every update that waits for it runs."""
@@ -105,7 +107,7 @@ class Session:
         self._no_sync_depth += 1 if entering else -1
 
     def state_dict(self) -> dict[str, Any]:
-        return planning.saved(self.traffic.agreed, self.profile, self.mode)
+        return planning.saved(self.live.agreed, self.profile, self.mode)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
@@ -117,10 +119,7 @@ class Session:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
             return
-        self._stop_watching()
-        self._warmup = None
-        self.profile = _core.Profile.from_json(state["profile"])
-        self._follow(planning.agree(self.group, names, (state["layout"], state["plan"])))
+        self._changing_layout(lambda: self.live.adopt(state))
 
     def succeed(self, before: "Session") -> None:
         """Goes on where another session of the same module has ended."""
@@ -198,30 +197,31 @@ class Session:
             for slot in self._steps.waiting:
                 slot.stale = True
             self._steps.backward_begins()
-            self._advance_warmup()
             forward_start_ns, forward_end_ns = self._forward_ns
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, forward_end_ns)
+            start_ns = forward_end_ns or now_ns
+            self._changing_layout(lambda: self.live.next(start_ns))
             if self._damage is not None:
                 raise self._damage
-            agreed, start_ns = self.traffic.agreed, forward_end_ns or now_ns
+            agreed = self.traffic.agreed
             self._iteration = self.traffic.begin()
             self.trace.begin(StepRecord(self.steps, self._iteration, agreed.plan, agreed.profile, start_ns))
             self._forward_ns = (0, 0)
 
     def gradient_ready(self, slot: Slot) -> None:
-        if self._warmup is not None:
-            self._warmup.stopwatch.ready(slot.index)
+        if self.live.warmup is not None:
+            self.live.warmup.stopwatch.ready(slot.index)
 
     def backward_ended(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
             self.trace.span("backward", self.trace.current.start_ns, now_ns)
-            if self._warmup is not None:
-                self._warmup.stopwatch.backward_ended()
+            if self.live.warmup is not None:
+                self.live.warmup.stopwatch.backward_ended()
             self._compare_if_due()
             if self.mode == "hook":
-                with self._warmup.stopwatch.waiting() if self._warmup is not None else contextlib.nullcontext():
+                with self.live.warmup.stopwatch.waiting() if self.live.warmup is not None else contextlib.nullcontext():
                     self._gradients.finish()
                 self.trace.span("wait", now_ns, time.perf_counter_ns())
                 self._end_step()
@@ -240,8 +240,8 @@ class Session:
             for slot in self._slots:
                 slot.stale = False  # what a forward pass reads from now on is up to date
         self._forward_ns = (time.perf_counter_ns(), 0)
-        if self._warmup is not None and training and not compiled:
-            self._warmup.watch_reads()
+        if self.live.warmup is not None and training and not compiled:
+            self.live.warmup.watch_reads()
 
     def _say_compiled(self) -> None:
         if self.mode == "overlap" and not self._said_compiled and self.group.rank == 0:
@@ -253,14 +253,14 @@ class Session:
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
-        if self._warmup is not None:
+        if self.live.warmup is not None:
             self._stop_watching()
-            self._warmup.stopwatch.forward_ended()
+            self.live.warmup.stopwatch.forward_ended()
         self._gradients.watch(output)
 
     def _stop_watching(self) -> None:
-        if self._warmup is not None:
-            self._warmup.stop_watching()
+        if self.live.warmup is not None:
+            self.live.warmup.stop_watching()
 
     def _on_step(self, number: int) -> None:
         with self._lock:
@@ -272,11 +272,12 @@ class Session:
                 self._end_step()
 
     def _take(self, number: int) -> bool:
-        if self._warmup is None:
-            return self._steps.take(number, self, at_once=False)
-        with self._warmup.stopwatch.waiting():
+        warmup = self.live.warmup
+        if warmup is None:
+            return self._steps.take(number, self, at_once=self.live.plain)
+        with warmup.stopwatch.waiting():
             self._gradients.finish()
-        with self._warmup.stopwatch.updating():
+        with warmup.stopwatch.updating():
             return self._steps.take(number, self, at_once=True)
 
     def _compare_if_due(self) -> None:
@@ -300,36 +301,16 @@ class Session:
         self._gradients.open = False
         self.steps += 1
 
-    def _advance_warmup(self) -> None:
-        """Where an iteration begins, which all ranks do equally often: a loop may leave step() out on one of them."""
-        if self._warmup is None:
-            return
-        self._warmup.stopwatch.backward_started()
-        ended = self.traffic.timeline()
-        if not ended:
-            return
-        agreed = self._warmup.step_ended(ended[-1])
-        if agreed is None:
-            with self.traffic.watch.waiting("the agreement on the plan"):
-                self.profile = self._warmup.profile(self.buffers.flats)
-                agreed = self._warmup.plan(self.profile)
-            self._warmup = None
-        self._follow(agreed)
-        if self._warmup is None and self.group.rank == 0:
-            _log.info("%s", self._describe(agreed.plan))
-
-    def _follow(self, agreed: Agreed) -> None:
+    def _changing_layout(self, change: Callable[[], None]) -> None:
+        """Around what may give the gradients other places: whoever holds one gets the new view."""
         old_views = self.buffers.views
-        self.traffic.follow(agreed)
+        change()
+        new_views = self.buffers.views
+        if new_views is old_views:
+            return
         for slot in self._slots:
             if slot.parameter.grad is not None and slot.parameter.grad is old_views[slot.index]:
-                slot.parameter.grad = self.buffers.views[slot.index]
+                slot.parameter.grad = new_views[slot.index]
             if slot.gradient is old_views[slot.index]:
-                slot.gradient = self.buffers.views[slot.index]
+                slot.gradient = new_views[slot.index]
         self.views_changed()
-
-    def _describe(self, plan: _core.Plan) -> str:
-        return (
-            f"plan {self.traffic.plan_version}: {len(plan.blocks)} blocks, {plan.predicted_ns / 1e6:.1f} ms per step "
-            f"predicted, {plan.bound_ns / 1e6:.1f} ms is the bound"
-        )

@@ -39,7 +39,7 @@ class SoloSession:
         names, values = list(parameters), list(parameters.values())
         self._count = len(values)
         self._seen: set[int] = set()
-        self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options)
+        self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options, order=range(len(values)))
         self._module = module
         self._watches = True  # during the warm-up
         self._clip = None

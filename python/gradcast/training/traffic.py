@@ -33,7 +33,6 @@ class Traffic:
         self.watch = Watch(group, options, self._engine)
         self.place_of: list[int] = []  # of each parameter, its tensor in the profile in force
         self.agreed: Agreed | None = None
-        self.plan_version = 0
         self._seen = 0
 
     def follow(self, agreed: Agreed) -> None:
@@ -44,7 +43,7 @@ class Traffic:
             for place, index in enumerate(agreed.order):
                 self.place_of[index] = place
         self.agreed = agreed
-        self.plan_version = self._engine.follow(agreed.profile, agreed.plan)
+        self._engine.follow(agreed.profile, agreed.plan)
 
     def begin(self) -> int:
         """Opens an iteration; returns the engine's number of it."""
@@ -59,7 +58,7 @@ class Traffic:
         place = self.place_of[index]
         if self._on_device:
             where = self._buffers.layout[place]
-            self._transport.on_written(where.buffer, where.lo_bytes, where.hi_bytes + where.dtype.itemsize)
+            self._transport.on_written(where.buffer, where.lo_bytes, where.end_bytes)
         try:
             self._engine.on_ready(place)
         except Error as error:

@@ -1,7 +1,7 @@
-"""The first steps: plain plans, everything waited for, and stamps taken; then the plan.
+"""The first steps, and the first after a change: plain plans, everything waited for, and stamps taken.
 
-Until it is over, training is what DDP would do. The plan of the measured profile takes effect on all ranks after the
-same step, because every rank counts its own steps and the agreement is a collective.
+Until it is over, training is what DDP would do. It ends on all ranks after the same step, because every rank counts its
+own steps.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from gradcast.training.buffers import Sizes
 from gradcast.training.group import Group
 from gradcast.training.measure import Stopwatch
 from gradcast.training.options import Options
-from gradcast.training.planning import Agreed
+from gradcast.training.planning import Agreed, Proposal
 
 
 class Warmup:
@@ -28,7 +28,10 @@ class Warmup:
         group: Group,
         mode: str,
         options: Options,
+        *,
+        order: Sequence[int],
     ) -> None:
+        """``order``: of the parameters in the buffers."""
         self._names = list(names)
         self._parameters = list(parameters)
         self._sizes = sizes
@@ -39,15 +42,16 @@ class Warmup:
         self._steps = 0
         self._block_bytes: list[list[int]] = []
         self._block_ns: list[list[float]] = []
-        order = range(len(names))
-        profile = planning.layout_profile(names, sizes, order, world_size=group.world_size, name="warm-up")
+        self._order = tuple(order)
+        profile = planning.layout_profile(names, sizes, self._order, world_size=group.world_size, name="warm-up")
         plans = planning.warmup_plans(profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         self._profile = profile
+        self.link_spread = (1.0, 1.0)  # once there is a profile, on rank 0; see planning.link_spread
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
     def first(self) -> Agreed:
-        return planning.agree(self._group, self._names, (self._profile.to_json(), self._plans[0].to_json()))
+        return planning.agree(self._group, self._names, Proposal(self._profile.to_json(), self._plans[0].to_json()))
 
     def watch_reads(self) -> None:
         """Before a forward pass: notes when each parameter is first read in it."""
@@ -75,7 +79,7 @@ class Warmup:
         self._steps += 1
         if self._steps == self._options.warmup_steps:
             return None
-        return Agreed(self._profile, self._plans[self._steps], tuple(range(len(self._names))))
+        return Agreed(self._profile, self._plans[self._steps], self._order)
 
     def profile(self, flats: Sequence[torch.Tensor]) -> _core.Profile:
         """All ranks' measurements; the same on every rank. ``flats``: the buffers, at rest. Collective."""
@@ -84,25 +88,13 @@ class Warmup:
         text: Any = None
         if self._group.rank == 0:
             try:
-                text = planning.measured_profile(ranks, self._names, self._sizes, name="measured").to_json()
+                profile = planning.measured_profile(ranks, self._names, self._sizes, name="measured")
+                if profile.link is not None:
+                    self.link_spread = planning.link_spread(ranks, profile.link)
+                text = profile.to_json()
             except Error as error:
                 text = error
         text = self._group.from_first(text)
         if isinstance(text, Error):
             raise text
         return _core.Profile.from_json(text)
-
-    def plan(self, profile: _core.Profile) -> Agreed:
-        """What all ranks follow from now on. Collective."""
-        proposal: Any = None
-        if self._group.rank == 0:
-            path = self._options.plan_path
-            try:
-                if path is None:
-                    proposal = planning.decide(profile, self._mode, self._options)
-                else:
-                    world_size = self._group.world_size
-                    proposal = planning.pinned(path, self._names, self._sizes, self._mode, world_size)
-            except Error as error:
-                proposal = error
-        return planning.agree(self._group, self._names, proposal)

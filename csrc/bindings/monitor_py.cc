@@ -1,0 +1,79 @@
+// The monitor for Python.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "gradcast/monitor.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+const char* name_of(Cause cause) {
+  switch (cause) {
+    case Cause::kCompute:
+      return "compute";
+    case Cause::kNetwork:
+      return "network";
+    case Cause::kNone:
+      break;
+  }
+  return "";
+}
+
+}  // namespace
+
+void bind_monitor(py::module_& module) {
+  py::class_<RankFacts> facts(module, "RankFacts");
+  facts
+      .def(py::init([](double step_ns, double busy_ns, double link_ns) {
+             return RankFacts{step_ns, busy_ns, link_ns};
+           }),
+           py::kw_only(), py::arg("step_ns"), py::arg("busy_ns"), py::arg("link_ns"))
+      .def_readonly("step_ns", &RankFacts::step_ns)
+      .def_readonly("busy_ns", &RankFacts::busy_ns)
+      .def_readonly("link_ns", &RankFacts::link_ns);
+  def_repr(facts, {"step_ns", "busy_ns", "link_ns"});
+
+  py::class_<Change> change(module, "Change");
+  change.def_property_readonly("cause", [](const Change& self) { return name_of(self.cause); })
+      .def_readonly("rank", &Change::rank)
+      .def_readonly("before_ns", &Change::before_ns)
+      .def_readonly("after_ns", &Change::after_ns);
+  def_repr(change, {"cause", "rank", "before_ns", "after_ns"});
+
+  py::class_<Decision> decision(module, "Decision");
+  decision.def_readonly("plain", &Decision::plain)
+      .def_readonly("measure", &Decision::measure)
+      .def_readonly("stepped_aside", &Decision::stepped_aside)
+      .def_readonly("change", &Decision::change);
+  def_repr(decision, {"plain", "measure", "stepped_aside", "change"});
+
+  py::class_<Comparison> comparison(module, "Comparison");
+  comparison.def_readonly("plan_ns", &Comparison::plan_ns)
+      .def_readonly("plain_ns", &Comparison::plain_ns)
+      .def_readonly("plan_count", &Comparison::plan_count)
+      .def_readonly("plain_count", &Comparison::plain_count)
+      .def_readonly("noise", &Comparison::noise);
+  def_repr(comparison, {"plan_ns", "plain_ns", "plan_count", "plain_count", "noise"});
+
+  py::class_<Monitor>(module, "Monitor")
+      .def(py::init([](int32_t rank_count, double busy_ns, double link_ns, bool has_plain, bool begins_plain,
+                       int64_t hold_iterations) {
+             return Monitor(rank_count, {busy_ns, link_ns, has_plain, begins_plain, hold_iterations});
+           }),
+           py::arg("rank_count"), py::kw_only(), py::arg("busy_ns") = 0.0, py::arg("link_ns") = 0.0,
+           py::arg("has_plain") = true, py::arg("begins_plain") = false, py::arg("hold_iterations") = 0)
+      .def(
+          "on_iteration",
+          [](Monitor& monitor, bool plain, const std::vector<RankFacts>& ranks) {
+            return monitor.on_iteration(plain, ranks);
+          },
+          py::arg("plain"), py::arg("ranks"))
+      .def("comparison", &Monitor::comparison)
+      .def_property_readonly("slowest_rank", &Monitor::slowest_rank);
+}
+
+}  // namespace gradcast

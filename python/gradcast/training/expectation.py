@@ -1,0 +1,55 @@
+"""What a plan is expected to gain over DDP, said before it is followed and held against the measurement afterwards."""
+
+import dataclasses
+
+from gradcast import _core
+
+# Below this a plan is not worth following: DDP's way is the safer one.
+WORTH = 1.02
+_COMPUTE_BOUND = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """How many times as fast as DDP with its best bucket size. ``low`` and ``high``: with the network's costs as low
+    and as high as nine tenths of the measured blocks were. ``limit``: what no plan can exceed."""
+
+    gain: float
+    low: float
+    high: float
+    limit: float
+    compute_share: float  # of DDP's step
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.gain >= WORTH
+
+    def sentence(self) -> str:
+        if self.is_worth_it:
+            return (
+                f"expected {self.gain:.2f}x ({self.low:.2f}–{self.high:.2f}) over DDP; "  # noqa: RUF001, a range
+                f"the network allows {self.limit:.2f}x"
+            )
+        if self.compute_share >= _COMPUTE_BOUND:
+            return "your step is compute-bound: expected gain below 2 %, running as DDP"
+        return (
+            f"compute is {self.compute_share:.0%} of your step, but no order of the gradients hides the rest: expected "
+            "gain below 2 %, running as DDP with its best bucket size"
+        )
+
+
+def expect(profile: _core.Profile, plan: _core.Plan, plain: _core.Plan, spread: tuple[float, float]) -> Expectation:
+    """``spread``: of the blocks' costs around the profile's link, see planning.link_spread."""
+    gains = [_iteration_ns(profile, plain, factor) / _iteration_ns(profile, plan, factor) for factor in (*spread, 1.0)]
+    compute_ns = profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors)
+    return Expectation(
+        gain=plain.predicted_ns / plan.predicted_ns,
+        low=min(gains),
+        high=max(gains),
+        limit=plain.predicted_ns / plan.bound_ns,
+        compute_share=compute_ns / plain.predicted_ns,
+    )
+
+
+def _iteration_ns(profile: _core.Profile, plan: _core.Plan, factor: float) -> float:
+    return _core.play(profile, profile.link.scaled(factor, factor), plan).iteration_ns

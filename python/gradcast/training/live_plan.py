@@ -1,0 +1,266 @@
+"""Which plan the next iteration follows: those of the warm-up, the one made from its measurements, or the plain one.
+
+After the warm-up the monitor (include/gradcast/monitor.h) hears on every rank the same facts of every iteration and
+comes to the same decisions: to try the plain plan for a few iterations, to stay with it where it is as fast, and to
+measure again where the network or the compute has changed for good.
+"""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradcast import _core
+from gradcast.errors import Error
+from gradcast.training import planning
+from gradcast.training.buffers import GradientBuffers
+from gradcast.training.expectation import expect
+from gradcast.training.group import Group
+from gradcast.training.notes import Notes
+from gradcast.training.options import Options
+from gradcast.training.planning import Agreed, Proposal
+from gradcast.training.trace import Trace
+from gradcast.training.traffic import Traffic
+from gradcast.training.warmup import Warmup
+
+_log = logging.getLogger("gradcast")
+# Where measuring again has gained nothing, it is not done again so soon: each time twice as long.
+_HOLD_ITERATIONS = 64
+_HOLD_ITERATIONS_MAX = 4096
+_NEW_PLAN_GAIN = 1.02
+
+
+class LivePlan:
+    """Of one session. ``agreed``: the plan in force. ``plain``: the open iteration follows the plain one."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        buffers: GradientBuffers,
+        group: Group,
+        traffic: Traffic,
+        trace: Trace,
+        mode: str,
+        options: Options,
+    ) -> None:
+        """``mode``: of the plans."""
+        self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
+        self._group, self._traffic, self._trace = group, traffic, trace
+        self._mode, self._options = mode, options
+        self._notes = Notes(buffers, group.rank, group.world_size)
+        self._link_ns = 0
+        self._monitor: _core.Monitor | None = None
+        # Of the last iterations: whose facts they are, and whether they followed the plain plan.
+        self._history: collections.deque[tuple[_core.Monitor | None, bool]] = collections.deque(maxlen=self._notes.lag)
+        self._change: _Change | None = None  # why this warm-up measures again
+        self.comparison: _core.Comparison | None = None  # the last one
+        self.profile: _core.Profile | None = None
+        self.version = 0
+        self.plain = False
+        self._begin_warmup(range(len(names)))
+
+    @property
+    def in_force(self) -> _core.Plan:
+        return self.agreed.plain if self.agreed.steps_aside else self.agreed.plan
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank that computes at least a tenth longer than the others lately."""
+        rank = -1 if self._monitor is None else self._monitor.slowest_rank
+        return None if rank < 0 else rank
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Follows the plan of a checkpoint. Collective."""
+        if self.warmup is not None:
+            self.warmup.stop_watching()
+        self.warmup, self._change = None, None
+        self.profile = _core.Profile.from_json(state["profile"])
+        proposal: Any = None
+        if self._group.rank == 0:
+            plan = _core.Plan.from_json(state["plan"])
+            proposal = self._proposal(_core.Profile.from_json(state["layout"]), plan, spread=(1.0, 1.0))
+        self._take(planning.agree(self._group, self._names, proposal))
+
+    def next(self, start_ns: int) -> None:
+        """An iteration begins, and nothing travels. ``start_ns``: when its backward pass has started."""
+        facts = self._notes.exchange(self._own_facts(start_ns))
+        if self.warmup is not None:
+            self._advance_warmup()
+        elif self._monitor is not None and facts is not None and len(self._history) == self._notes.lag:
+            monitor, plain = self._history[0]
+            if monitor is self._monitor:
+                self._decide(self._monitor.on_iteration(plain, facts))
+        self._history.append((self._monitor, self.plain))
+
+    def summary(self) -> str | None:
+        """What was expected and what came, where both are known."""
+        compared = self.comparison
+        if compared is None or compared.plain_count == 0:
+            return None
+        expectation = self.agreed.expectation
+        expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over DDP, "
+        return (
+            f"{expected}measured {compared.plain_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
+            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.plain_ns / 1e6:.1f} as DDP"
+        )
+
+    def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
+        link_ns = self._traffic.counters().link_ns
+        before, self._link_ns = self._link_ns, link_ns
+        record = self._trace.current
+        if record is None:
+            return None
+        step_ns = start_ns - record.start_ns
+        return _core.RankFacts(step_ns=step_ns, busy_ns=step_ns - record.total_ns("wait"), link_ns=link_ns - before)
+
+    def _decide(self, decision: _core.Decision) -> None:
+        self.comparison = self._monitor.comparison()
+        if decision.measure:
+            self._measure_again(decision.change)
+            return
+        if decision.stepped_aside:
+            self._tell(
+                logging.WARNING,
+                f"DDP's way is as fast here: {self.comparison.plain_ns / 1e6:.1f} ms per step, "
+                f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
+            )
+            self.agreed = dataclasses.replace(self.agreed, steps_aside=True)
+            self.version += 1
+        if decision.plain != self.plain:
+            self.plain = decision.plain
+            self._follow()
+
+    def _measure_again(self, change: _core.Change) -> None:
+        predicted_ns = self.in_force.predicted_ns
+        self._change = _Change(change, predicted_ns, self.agreed)
+        self._monitor = None
+        self._begin_warmup(self.agreed.order)
+        self.warmup.stopwatch.backward_started()
+
+    def _begin_warmup(self, order: Sequence[int]) -> None:
+        self.warmup: Warmup | None = Warmup(
+            self._names, self._parameters, self._buffers, self._group, self._mode, self._options, order=order
+        )
+        self._agree_on(self.warmup.first())
+
+    def _advance_warmup(self) -> None:
+        """Where an iteration begins, which all ranks do equally often: a loop may leave step() out on one of them."""
+        self.warmup.stopwatch.backward_started()
+        ended = self._traffic.timeline()
+        if not ended:
+            return
+        agreed = self.warmup.step_ended(ended[-1])
+        if agreed is not None:
+            self._agree_on(agreed)
+            return
+        with self._traffic.watch.waiting("the agreement on the plan"):
+            self.profile = self.warmup.profile(self._buffers.flats)
+            proposal = self._first_rank_proposes() if self._group.rank == 0 else None
+            agreed = planning.agree(self._group, self._names, proposal)
+        self.warmup = None
+        self._take(agreed)
+        self._describe()
+
+    def _first_rank_proposes(self) -> Proposal | Error:
+        try:
+            if self._options.plan_path is not None:
+                return planning.pinned(
+                    self._options.plan_path, self._names, self._buffers, self._mode, self._group.world_size
+                )
+            plan = planning.decide(self.profile, self._mode, self._options)
+            return self._proposal(self.profile, plan, self.warmup.link_spread)
+        except Error as error:
+            return error
+
+    def _proposal(self, profile: _core.Profile, plan: _core.Plan, spread: tuple[float, float]) -> Proposal:
+        if not self._options.adapt or profile.link is None:
+            return Proposal(profile.to_json(), plan.to_json())
+        plain = planning.plain_plan(profile)
+        return Proposal(
+            profile.to_json(),
+            plan.to_json(),
+            plain.to_json(),
+            expect(profile, plan, plain, spread),
+            hold_iterations=0 if self._change is None else self._change.hold_iterations(profile, plan),
+        )
+
+    def _take(self, agreed: Agreed) -> None:
+        """The plan of a warm-up or of a checkpoint, from the next iteration on."""
+        self._agree_on(agreed)
+        self.comparison, self._monitor = None, None
+        # A plan that the user has chosen stays.
+        if self._options.adapt and agreed.profile.link is not None:
+            self._monitor = self._new_monitor(agreed)
+
+    def _new_monitor(self, agreed: Agreed) -> _core.Monitor:
+        profile, cost = agreed.profile, agreed.profile.link.all_reduce
+        return _core.Monitor(
+            self._group.world_size,
+            busy_ns=profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors),
+            link_ns=sum(cost.cost_ns(block.size_bytes) for block in self.in_force.blocks),
+            has_plain=agreed.plain is not None,
+            begins_plain=agreed.steps_aside,
+            hold_iterations=agreed.hold_iterations,
+        )
+
+    def _agree_on(self, agreed: Agreed) -> None:
+        self.agreed, self.plain = agreed, agreed.steps_aside
+        self.version += 1
+        self._follow()
+
+    def _follow(self) -> None:
+        plan = self.agreed.plain if self.plain else self.agreed.plan
+        self._traffic.follow(dataclasses.replace(self.agreed, plan=plan))
+
+    def _describe(self) -> None:
+        plan = self.in_force
+        self._tell(
+            logging.INFO,
+            f"plan {self.version}: {len(plan.blocks)} blocks, {plan.predicted_ns / 1e6:.1f} ms per step predicted, "
+            f"{self.agreed.plan.bound_ns / 1e6:.1f} ms is the bound",
+        )
+        if self.agreed.expectation is not None:
+            self._tell(logging.INFO, self.agreed.expectation.sentence())
+        if self._change is not None:
+            self._tell(logging.INFO, self._change.sentence(plan))
+
+    def _tell(self, level: int, sentence: str) -> None:
+        if self._group.rank == 0:
+            _log.log(level, "%s", sentence)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """Why a plan is made again; ``before``: what was agreed until then."""
+
+    change: _core.Change
+    predicted_ns: float
+    before: Agreed
+
+    def sentence(self, plan: _core.Plan) -> str:
+        times = f"{self.change.before_ns / 1e6:.1f} ms per step, now {self.change.after_ns / 1e6:.1f}"
+        if self.change.cause == "network":
+            what = f"the network has changed: it was busy for {times}"
+        elif self.change.rank >= 0:
+            what = f"rank {self.change.rank} has changed: the slowest rank computed {times}"
+        else:
+            what = f"compute has changed on most ranks: the slowest one computed {times}"
+        return (
+            f"{what}; planned again: {plan.predicted_ns / 1e6:.1f} ms per step predicted, "
+            f"{self.predicted_ns / 1e6:.1f} before"
+        )
+
+    def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
+        """How long not to measure again: where the old plan is as good on the new profile, longer each time."""
+        old = self.before.plan
+        try:
+            old.check(profile)
+        except Error:
+            return 0
+        if _core.play(profile, profile.link, old).iteration_ns > _NEW_PLAN_GAIN * plan.predicted_ns:
+            return 0
+        return min(_HOLD_ITERATIONS_MAX, max(_HOLD_ITERATIONS, 2 * self.before.hold_iterations))

@@ -1,0 +1,83 @@
+"""What the ranks tell each other of their last step: three times each, which travel with the gradients.
+
+Every rank writes into places of its own and zeros elsewhere, so that the sum of the gradients' all-reduce brings all of
+them to everybody: no operation of their own, and the same bits on every rank.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradcast import _core
+from gradcast.training.buffers import NOTE_ELEMENTS, GradientBuffers
+
+_TIMES = 3
+# A time is two elements: its leading eight bits, which every dtype holds exactly, and the rest.
+_ELEMENTS_PER_RANK = 2 * _TIMES
+# More ranks than that take turns.
+_RANKS_AT_ONCE = NOTE_ELEMENTS // _ELEMENTS_PER_RANK
+_NS = 1e9
+
+
+class Notes:
+    """Of one rank. ``exchange`` once per iteration; what it returns is that of the iteration ``lag`` before the one
+    that begins, and for ranks that take turns, of earlier ones."""
+
+    def __init__(self, buffers: GradientBuffers, rank: int, world_size: int) -> None:
+        self._buffers = buffers
+        self._rank, self._world_size = rank, world_size
+        self._turns = -(-world_size // _RANKS_AT_ONCE)
+        self._iteration = 0
+        self._known: list[_core.RankFacts | None] = [None] * world_size
+        self._on_device = buffers.notes.device.type != "cpu"
+        self._coming: Any = None  # from the device: host memory, the event after which it is there, its iteration
+        self.lag = 3 if self._on_device else 2
+
+    def exchange(self, own: _core.RankFacts | None) -> list[_core.RankFacts] | None:
+        """Where an iteration begins. ``own``: of the last one, None if it tells nothing. Returns all ranks' facts in
+        rank order, None where not all are known. REQUIRES: nothing of the buffers travels."""
+        self._read()
+        self._write(own)
+        self._iteration += 1
+        return None if None in self._known else list(self._known)
+
+    def _read(self) -> None:
+        written = self._iteration - 1
+        if not self._on_device:
+            self._take(self._buffers.notes.tolist(), written)
+            return
+        # The host does not wait for the device: it takes what was sent on its way an iteration ago.
+        coming, host = self._coming, torch.empty(NOTE_ELEMENTS, dtype=self._buffers.notes.dtype, pin_memory=True)
+        host.copy_(self._buffers.notes, non_blocking=True)
+        self._coming = host, torch.cuda.current_stream().record_event(), written
+        if coming is not None:
+            coming[1].synchronize()
+            self._take(coming[0].tolist(), coming[2])
+
+    def _take(self, values: Sequence[float], written: int) -> None:
+        first = self._turn(written) * _RANKS_AT_ONCE
+        for rank in range(first, min(first + _RANKS_AT_ONCE, self._world_size)):
+            start = (rank - first) * _ELEMENTS_PER_RANK
+            times = [_NS * (values[at] + values[at + 1]) for at in range(start, start + _ELEMENTS_PER_RANK, 2)]
+            told = times[0] > 0
+            self._known[rank] = _core.RankFacts(step_ns=times[0], busy_ns=times[1], link_ns=times[2]) if told else None
+
+    def _write(self, own: _core.RankFacts | None) -> None:
+        values = [0.0] * NOTE_ELEMENTS
+        turn, place = divmod(self._rank, _RANKS_AT_ONCE)
+        if own is not None and turn == self._turn(self._iteration):
+            start = place * _ELEMENTS_PER_RANK
+            for number, time_ns in enumerate((own.step_ns, own.busy_ns, own.link_ns)):
+                values[start + 2 * number : start + 2 * number + 2] = _halves(time_ns / _NS)
+        self._buffers.notes.copy_(torch.tensor(values, dtype=self._buffers.notes.dtype))
+
+    def _turn(self, iteration: int) -> int:
+        return iteration % self._turns
+
+
+def _halves(value: float) -> tuple[float, float]:
+    """The leading bits that a bfloat16 holds, and the rest."""
+    (leading,) = struct.unpack(">f", struct.pack(">f", value)[:2] + b"\0\0")
+    return leading, value - leading

@@ -1,0 +1,171 @@
+"""Live adaptation: the same decision at the same step on all ranks, and the numbers of DDP whatever is decided.
+
+What the ranks say of their steps is given to them here, so that no other load of the machine decides. That it is true
+on real hosts, the laboratory shows.
+"""
+
+import logging
+
+import pytest
+
+import gradcast
+from gradcast import _core
+from training.needs import torch
+from training.twins import nn
+
+STEPS_TO_ADAPT = 20
+USUAL_NS = 20e6
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines = []
+        logger = logging.getLogger("gradcast")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def make_module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def train(rank, mode, steps, facts_of, gain=1.5, **options):
+    """With gradcast, then with DDP. What was followed and said, and whether the parameters are equal.
+
+    ``facts_of(rank, step, plain)``: what a rank says of a step; ``gain``: what is expected of any plan.
+    """
+    from gradcast.training import live_plan
+    from gradcast.training.expectation import Expectation
+
+    heard = Heard()
+    live_plan.expect = lambda *_: Expectation(gain=gain, low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97)
+    modules = [make_module(), make_module()]
+    sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
+    options = gradcast.Options(warmup_steps=3, **options)
+    handle = gradcast.attach(modules[0], sgds[0] if mode == "overlap" else None, options=options)
+    live = handle._session.live
+    # What the warm-up has measured has nothing to do with these facts.
+    live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.steps_aside)
+    seen = []
+    for step in range(steps):
+        live._own_facts = lambda _, step=step: facts_of(rank.index, step - 1, live.plain) if step else None
+        run_step(rank, step, modules[0], sgds[0])
+        stats = handle.stats()
+        seen.append((stats["plan_version"], stats["policy"], stats["runs_as_ddp"]))
+    handle.flush()
+    stats = handle.stats()
+    handle.detach()
+    ddp = nn.parallel.DistributedDataParallel(modules[1])
+    for step in range(steps):
+        run_step(rank, step, ddp, sgds[1])
+    equal = all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in modules), strict=True))
+    return {"seen": seen, "lines": heard.lines, "equal": equal, "stats": stats}
+
+
+def run_step(rank, step, forward, sgd):
+    torch.manual_seed(100 * rank.index + step)
+    sgd.zero_grad()
+    forward(torch.randn(8, 64)).square().mean().backward()
+    sgd.step()
+
+
+def require_agreement(results):
+    for result in results:
+        assert result["seen"] == results[0]["seen"]
+        assert result["equal"], "the parameters are not DDP's"
+    for result in results[1:]:
+        assert result["lines"] == [], "one rank speaks for all"
+
+
+def facts(*, step_ns=1.2 * USUAL_NS, busy_ns=USUAL_NS, link_ns=0.5 * USUAL_NS):
+    return _core.RankFacts(step_ns=step_ns, busy_ns=busy_ns, link_ns=link_ns)
+
+
+def with_plain_slower(plain):
+    return 1.5 * USUAL_NS if plain else 1.2 * USUAL_NS
+
+
+def slower_rank(rank, mode):
+    def facts_of(rank, step, plain):
+        slow = rank == 1 and step >= 60
+        return facts(step_ns=with_plain_slower(plain), busy_ns=(2 if slow else 1) * USUAL_NS)
+
+    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
+
+
+def slower_network(rank, mode):
+    def facts_of(_rank, step, plain):
+        return facts(step_ns=with_plain_slower(plain), link_ns=(1.0 if step >= 60 else 0.5) * USUAL_NS)
+
+    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [(slower_rank, "rank 1 has changed: the slowest rank computed"), (slower_network, "the network has changed")],
+)
+def test_a_change_that_stays_is_measured_and_named(ranks, run, said, mode):
+    results = ranks.run(2, run, mode)
+    require_agreement(results)
+    versions = [version for version, _, _ in results[0]["seen"]]
+    assert versions[60 + STEPS_TO_ADAPT] == versions[59] + 4  # three plans of a warm-up, and the new one
+    lines = [line for line in results[0]["lines"] if "planned again" in line]
+    assert len([line for line in lines if line.startswith(said)]) == 1, lines
+
+
+def steady(rank, gain, adapt):
+    return train(rank, "overlap", 12, lambda *_: facts(), gain=gain, adapt=adapt)
+
+
+def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
+    results = ranks.run(2, steady, 1.01, True)
+    require_agreement(results)
+    assert results[0]["seen"][-1] == (4, "ddp", True)
+    assert results[0]["stats"]["expected_gain"] == pytest.approx(1.01)
+    assert "your step is compute-bound: expected gain below 2 %, running as DDP" in results[0]["lines"]
+
+
+def test_without_adapt_the_plan_is_followed(ranks):
+    results = ranks.run(2, steady, 1.01, False)
+    require_agreement(results)
+    assert results[0]["seen"][-1] == (4, "forecast", False)
+    assert results[0]["stats"]["expected_gain"] is None
+
+
+def promised_too_much(rank, mode):
+    return train(rank, mode, 80, lambda *_: facts())
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_plan_that_does_not_pay_is_given_up_and_that_is_said(ranks, mode):
+    results = ranks.run(2, promised_too_much, mode)
+    require_agreement(results)
+    assert results[0]["seen"][3] == (4, "forecast", False)
+    assert results[0]["seen"][-1][1:] == ("ddp", True)
+    assert results[0]["stats"]["measured_gain"] == pytest.approx(1)
+    lines = results[0]["lines"]
+    assert "expected 1.50x (1.40–1.60) over DDP; the network allows 2.00x" in lines  # noqa: RUF001
+    assert len([line for line in lines if line.startswith("DDP's way is as fast here")]) == 1
+    # The last word: what was expected, and what came.
+    assert lines[-1].startswith("expected 1.50x over DDP, measured 1.00x")
+
+
+def a_bad_step(rank):
+    def facts_of(_rank, step, plain):
+        factor = 5 if step % 10 == 0 else 1
+        step_ns = with_plain_slower(plain)
+        return facts(step_ns=factor * step_ns, busy_ns=factor * USUAL_NS, link_ns=factor * 0.5 * USUAL_NS)
+
+    return train(rank, "overlap", 80, facts_of)
+
+
+def test_a_bad_step_changes_nothing(ranks):
+    results = ranks.run(2, a_bad_step)
+    require_agreement(results)
+    assert {policy for _, policy, _ in results[0]["seen"][3:]} == {"forecast"}

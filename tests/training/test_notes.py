@@ -1,0 +1,64 @@
+"""Notes: what the ranks tell each other arrives in every dtype and for any number of ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gradcast import _core
+from training.needs import torch
+
+NOTE_ELEMENTS = 192
+
+
+def facts(rank, iteration):
+    return _core.RankFacts(
+        step_ns=1e8 + 1e6 * rank + 1e3 * iteration, busy_ns=7.654321e7 + rank, link_ns=12_345.0 * rank
+    )
+
+
+def play(dtype, world_size, iterations):
+    """What each iteration's exchange returns on each rank."""
+    from gradcast.training.notes import Notes
+
+    buffers = [SimpleNamespace(notes=torch.zeros(NOTE_ELEMENTS, dtype=dtype)) for _ in range(world_size)]
+    notes = [Notes(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
+    told = []
+    for iteration in range(iterations):
+        told.append(
+            [note.exchange(facts(rank, iteration - 1) if iteration else None) for rank, note in enumerate(notes)]
+        )
+        total = torch.stack([buffer.notes for buffer in buffers]).sum(0)
+        for buffer in buffers:
+            buffer.notes.copy_(total)
+    return told
+
+
+def as_numbers(fact):
+    return fact.step_ns, fact.busy_ns, fact.link_ns
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 1e-6), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)]
+)
+def test_times_arrive_one_iteration_later(dtype, error):
+    for iteration, everyone in enumerate(play(dtype, 3, 6)):
+        for known in everyone:
+            if iteration < 2:
+                assert known is None
+                continue
+            for rank, fact in enumerate(known):
+                # Half precision holds tens of nanoseconds.
+                assert as_numbers(fact) == pytest.approx(as_numbers(facts(rank, iteration - 2)), rel=error, abs=100)
+
+
+def test_many_ranks_take_turns():
+    world_size, turns = 70, 3
+    told = play(torch.float32, world_size, 12)
+    assert all(known is None for everyone in told[:turns] for known in everyone)
+    last = told[-1]
+    for known in last:
+        assert [as_numbers(fact) for fact in known] == [as_numbers(fact) for fact in last[0]]
+        for rank, fact in enumerate(known):
+            # Of one of the last iterations, whichever was this rank's turn.
+            iteration = round((fact.step_ns - 1e8 - 1e6 * rank) / 1e3)
+            assert 10 - turns <= iteration <= 10
