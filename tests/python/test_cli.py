@@ -42,8 +42,42 @@ def test_the_help_lists_every_command(run):
     assert all(f"    {command}" in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("name", gradcast.files.bundled_profiles())
-def test_bundled_profiles_are_their_imported_tables(name, run, tmp_path):
+MEASURED = ["resnet50", "vgg16"]
+# Parameters as torchvision and transformers count them; of tied ones each counts once.
+ESTIMATED = {
+    "resnet18": 11_689_512,
+    "resnet152": 60_192_808,
+    "inception_v3": 27_161_264,
+    "vit_b_16": 86_567_656,
+    "bert_base": 109_514_298,
+    "gpt2": 124_439_808,
+}
+
+
+def test_bundled_profiles_are_measured_or_estimated():
+    assert sorted([*MEASURED, *ESTIMATED]) == gradcast.files.bundled_profiles()
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_estimated_profiles_have_every_parameter(name):
+    profile = gradcast.load_profile(name)
+    assert sum(tensor.bytes for tensor in profile.tensors) == 4 * ESTIMATED[name]
+    assert 2 * profile.forward_ns == profile.backward_ns
+    assert len({tensor.name for tensor in profile.tensors}) == len(profile.tensors)
+    # Layer by layer: what is needed later is ready earlier.
+    ready_ns = [tensor.ready_ns for tensor in profile.tensors]
+    assert ready_ns == sorted(ready_ns, reverse=True)
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_estimated_profiles_can_be_simulated(name, run):
+    result = run("simulate", name, *NETWORK, "--policy", "forecast,ddp", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["profile"] == name
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_profiles_are_their_imported_tables(name, run, tmp_path):
     data = gradcast.files._DATA
     table = tmp_path / f"layers_{name}.csv"
     table.write_text((data / f"layers_{name}.csv").read_text())
