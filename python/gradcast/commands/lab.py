@@ -190,10 +190,11 @@ def _settings(args: argparse.Namespace) -> Settings:
         if getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             raise Error(f"{option} is an option of {'stand-ins' if real else 'real models'}, and {args.model} is none")
+    profile = None if real else _profile(args)
     defaults = Settings(args.model, None, rates, tuple(args.compare))
     return Settings(
-        model=args.model,
-        profile=None if real else _profile(args).to_json(),
+        model=args.model if profile is None else profile.name,
+        profile=None if profile is None else profile.to_json(),
         rates_bits_per_s=rates,
         names=tuple(args.compare),
         scale_size=args.scale_size or defaults.scale_size,

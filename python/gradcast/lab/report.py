@@ -7,6 +7,8 @@ from gradcast.lab.settings import Settings
 from gradcast.lab.variants import COMPUTE
 from gradcast.units import format_bandwidth, format_percent, format_size
 
+# Above this, processes wait for a core as much as for the network.
+_CORES_TOO_BUSY = 0.9
 _HEADERS = [
     "", "ms per step", "80 % of steps", "speed-up over\nbest DDP", "time /\nbound", "exposed\nms", "blocks",
     "predicted\nms", "cores\nbusy", "difference\nto ddp",
@@ -76,7 +78,18 @@ def _verdict(table: Table, settings: Settings) -> str:
             f"gradcast's {best.name} takes {best.step_ms:.1f} ms per step, {away}; the best DDP ({ddp.name}) takes "
             f"{ddp.step_ms:.1f} ms: {best.ratio_to_best_ddp:.2f} x."
         )
+    sentences += [
+        f"{row.name} has stepped aside: DDP's way is as fast here, and it now goes that way."
+        for row in table.rows
+        if row.stepped_aside
+    ]
     sentences.append(_equality(table))
+    busiest = max((row for row in table.rows if row.cores_busy), key=lambda row: row.cores_busy or 0, default=None)
+    if busiest is not None and busiest.cores_busy > _CORES_TOO_BUSY:
+        sentences.append(
+            f"The cores were busy for {format_percent(busiest.cores_busy)} of the time under {busiest.name}: times are "
+            "those of a crowded machine; take fewer hosts, a smaller --scale-size or longer passes."
+        )
     if settings.stand_in:
         sentences.append(
             "The stand-in waits where an accelerator would compute: this compares schedules, not accelerators."

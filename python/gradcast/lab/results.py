@@ -37,6 +37,11 @@ class Row:
     difference: float | None  # the largest of a parameter to ddp's on any rank, relative
     details: dict[str, Any]
 
+    @property
+    def stepped_aside(self) -> bool:
+        """Whether gradcast found that it gains nothing, and goes DDP's way."""
+        return bool(self.details.get("stats", {}).get("runs_as_ddp"))
+
 
 @dataclass(frozen=True)
 class Table:

@@ -9,7 +9,7 @@ REAL_MODELS = ("digits", "char_gpt")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    model: str  # as the user named it
+    model: str  # a real model's name, or that of the stand-in's profile
     profile: str | None  # of the stand-in, as JSON; None: a real model
     rates_bits_per_s: tuple[float, ...]  # of each host's link
     names: tuple[str, ...]  # of what is compared, see variants.py

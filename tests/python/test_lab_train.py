@@ -1,0 +1,442 @@
+"""``gradcast lab train``: the stand-in keeps its times and gradients, every variant trains the same model, and what was
+measured is put together rightly. No test judges a time.
+
+What makes hosts needs root and Linux, and is skipped elsewhere.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import gradcast
+from gradcast.lab import LabError, forecasts, hosts, variants
+from gradcast.lab.cores import BusyCores
+from gradcast.lab.report import report
+from gradcast.lab.results import table_of
+from gradcast.lab.settings import Settings
+
+torch = pytest.importorskip("torch")
+
+from gradcast.lab import standin  # noqa: E402, needs torch
+
+MS = 1_000_000
+
+
+def small_profile():
+    """Three layers, the first of which has two tensors; backward goes on after the last gradient."""
+    times = [("a", 4000, 24, 2), ("a.bias", 40, 23, 2), ("b", 20_000, 16, 4), ("c", 40_000, 8, 8)]
+    tensors = [
+        gradcast.Tensor(name=name, bytes=size, ready_ns=ready * MS, need_ns=need * MS)
+        for name, size, ready, need in times
+    ]
+    return gradcast.Profile(name="small", forward_ns=12 * MS, backward_ns=25 * MS, tensors=tensors)
+
+
+# --- The stand-in ---
+
+
+class FakeTime:
+    def __init__(self):
+        self.now = 0
+        self.slept = []
+
+    def now_ns(self):
+        return self.now
+
+    def sleep_s(self, seconds):
+        self.slept.append(round(seconds * 1e9))
+        self.now += round(seconds * 1e9)
+
+
+@pytest.fixture
+def time():
+    return FakeTime()
+
+
+@pytest.fixture
+def clock(time):
+    clock = standin.DeviceClock(time.now_ns, time.sleep_s)
+    clock.run(1)  # it begins to count
+    time.slept.clear()
+    return clock
+
+
+def test_a_host_that_is_a_little_late_does_not_delay_the_device(time, clock):
+    time.now += standin.TOLERANCE_NS // 2
+    clock.run(10 * MS)
+    assert time.now == 1 + 10 * MS
+
+
+def test_a_device_without_work_stands_still(time, clock):
+    time.now += 5 * MS
+    clock.run(10 * MS)
+    assert time.slept == [10 * MS]
+    clock.run(10 * MS)
+    assert time.now == 1 + 25 * MS
+
+
+def test_lateness_does_not_add_up(time, clock):
+    for _ in range(10):
+        time.now += standin.TOLERANCE_NS // 2
+        clock.run(2 * MS)
+    assert time.now == 1 + 20 * MS
+
+
+def test_what_the_host_computes_for_the_device_counts(time, clock):
+    start = time.now + standin.TOLERANCE_NS // 2
+    time.now = start + 3 * MS
+    clock.ran(start)
+    clock.run(10 * MS)
+    assert time.now == 1 + 13 * MS
+
+
+def test_a_sleep_that_ends_early_goes_on(time):
+    clock = standin.DeviceClock(time.now_ns, lambda seconds: time.sleep_s(seconds / 2 if seconds > 1e-3 else seconds))
+    clock.run(4 * MS)
+    assert time.now == 4 * MS
+
+
+def test_layers_are_the_profiles():
+    shape = standin.Shape.of(small_profile())
+    assert shape.elements == (1000, 10, 5000, 10_000)
+    assert [layer.tensors for layer in shape.layers] == [range(2), range(2, 3), range(3, 4)]
+    assert (shape.first_forward_ns, [layer.forward_ns for layer in shape.layers]) == (2 * MS, [2 * MS, 4 * MS, 4 * MS])
+    assert (shape.last_backward_ns, [layer.backward_ns for layer in shape.layers]) == (MS, [8 * MS, 8 * MS, 8 * MS])
+
+
+def test_sizes_can_be_scaled_and_none_vanishes():
+    assert standin.Shape.of(small_profile(), scale_size=0.05).elements == (50, 1, 250, 500)
+
+
+@pytest.mark.parametrize("name", gradcast.files.bundled_profiles())
+def test_a_stand_in_computes_as_long_as_its_profile(name):
+    profile = gradcast.load_profile(name)
+    shape = standin.Shape.of(profile)
+    forward_ns = shape.first_forward_ns + sum(layer.forward_ns for layer in shape.layers)
+    backward_ns = shape.last_backward_ns + sum(layer.backward_ns for layer in shape.layers)
+    assert forward_ns == pytest.approx(profile.forward_ns, abs=len(shape.layers))
+    assert backward_ns == pytest.approx(profile.backward_ns, abs=len(shape.layers))
+    assert 4 * sum(shape.elements) == sum(tensor.bytes for tensor in profile.tensors)
+
+
+@pytest.fixture
+def model(time):
+    shape = standin.Shape.of(small_profile())
+    clock = standin.DeviceClock(time.now_ns, time.sleep_s)
+    return standin.StandIn(shape, clock, standin.Gradients(shape.elements, rank=1))
+
+
+def train_once(model):
+    model.zero_grad()
+    model(torch.zeros(1, requires_grad=True)).sum().backward()
+    return [weight.grad for weight in model.weights]
+
+
+class Reads(torch.overrides.TorchFunctionMode):
+    """Which parameter was read when."""
+
+    def __init__(self, model, time):
+        super().__init__()
+        self.found = []
+        self._names = {id(weight): index for index, weight in enumerate(model.weights)}
+        self._time = time
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.found += [(self._names[id(value)], self._time.now) for value in args if id(value) in self._names]
+        return function(*args, **(kwargs or {}))
+
+
+def test_forward_reads_each_layer_when_it_is_needed(model, time):
+    with Reads(model, time) as reads:
+        model(torch.zeros(1, requires_grad=True))
+    assert reads.found == [(0, 2 * MS), (1, 2 * MS), (2, 4 * MS), (3, 8 * MS)]
+    assert time.now == 12 * MS
+
+
+def test_gradients_come_out_when_they_are_ready(model, time):
+    ready = []
+    for index, weight in enumerate(model.weights):
+        weight.register_post_accumulate_grad_hook(lambda _, index=index: ready.append((index, time.now - 12 * MS)))
+    train_once(model)
+    assert ready[:2] == [(3, 8 * MS), (2, 16 * MS)]
+    assert sorted(ready[2:]) == [(0, 24 * MS), (1, 24 * MS)]
+    assert time.now == (12 + 25) * MS
+
+
+def test_gradients_are_small_constants_of_rank_and_step(model):
+    gradients = standin.Gradients([1000, 10, 5000, 10_000], rank=1)
+    steps = [train_once(model) for _ in range(standin.GRADIENT_KINDS + 1)]
+    for step, found in enumerate(steps):
+        assert all(map(torch.equal, found, gradients.of_step(step)))
+    assert not torch.equal(steps[0][3], steps[1][3]), "a gradient of the step before is a wrong number"
+    assert torch.equal(steps[0][3], steps[standin.GRADIENT_KINDS][3])
+    assert not torch.equal(steps[0][3], standin.Gradients([1000, 10, 5000, 10_000], rank=0).of_step(0)[3])
+    assert 0.5e-3 < steps[0][3].std() < 2e-3
+
+
+def test_whoever_writes_into_a_gradient_does_not_change_the_next(model):
+    first = [gradient.clone() for gradient in train_once(model)]
+    for _ in range(standin.GRADIENT_KINDS):
+        for gradient in train_once(model):
+            gradient.zero_()
+    assert all(map(torch.equal, train_once(model), model._gradients.of_step(standin.GRADIENT_KINDS + 1)))
+    assert all(map(torch.equal, first, model._gradients.of_step(0)))
+
+
+def test_the_update_is_that_of_torch_and_takes_the_devices_time(model, time):
+    twin = [weight.detach().clone().requires_grad_() for weight in model.weights]
+    plain = torch.optim.SGD(twin, lr=0.1, momentum=0.9)
+    clock = standin.DeviceClock(time.now_ns, time.sleep_s)
+    ran = []
+    clock.ran = ran.append
+    optimizer = standin.sgd_on(clock, model.parameters(), 0.1)
+    for _ in range(3):
+        for mine, its in zip(train_once(model), twin, strict=True):
+            its.grad = mine.clone()
+        plain.step()
+        optimizer.step()
+    assert all(map(torch.equal, model.weights, twin))
+    assert len(ran) == 3
+
+
+# --- Variants and forecasts ---
+
+
+def test_names_are_known_and_come_once():
+    assert variants.names_of("ddp:8,overlap,ddp:8") == ["alone", "ddp", "ddp:8", "overlap"]
+    assert variants.names_of("ddp-sweep")[2:] == [f"ddp:{cap}" for cap in (1, 4, 8, 25, 50, 100)]
+    every = variants.names_of("all,ddp-near")
+    assert {"hook", "overlap", "ddp-mgwfbp", "ddp-near", "overlap:p3", "ddp:25"} <= set(every)
+
+
+def test_what_a_name_means():
+    assert variants.variant("ddp:0.5").caps_mib == (0.5,)
+    assert variants.variant("overlap").adapt
+    assert not variants.variant("overlap-fixed").adapt
+    policy = variants.variant("hook:prophet")
+    assert (policy.mode, policy.policy, policy.adapt) == ("hook", "prophet", False)
+
+
+@pytest.fixture
+def measured():
+    link = gradcast.LinkModel(all_reduce=[gradcast.LinkPiece(alpha_ns=100e3, beta_ns_per_byte=4)])
+    fields = json.loads(gradcast.load_profile("resnet50", 0.2).to_json())
+    return gradcast.Profile.from_json(json.dumps({**fields, "link": json.loads(link.to_json())}))
+
+
+def test_ddps_caps_are_those_around_the_best(measured):
+    caps = forecasts.near_best_caps_mib(measured)
+    assert 2 <= len(caps) <= 3
+    times = {
+        cap: forecasts.ddp_plan(measured, variants.variant(f"ddp:{cap}")).predicted_ns for cap in (1, 4, 8, 25, 50)
+    }
+    assert min(times, key=times.get) in caps
+
+
+def test_a_plan_of_mgwfbp_is_one_of_ddps_buckets(measured):
+    """The caps, filled as DDP fills them: the buckets are the plan's blocks."""
+    caps = [round(cap * 2**20) for cap in forecasts.mgwfbp_caps_mib(measured)]
+    plan = gradcast.make_plan(measured, measured.link, policy="mgwfbp", mode="hook", in_flight=2)
+    buckets, filled = [], 0
+    for tensor in sorted(measured.tensors, key=lambda tensor: tensor.ready_ns):
+        filled += tensor.bytes
+        if filled >= caps[min(len(buckets), len(caps) - 1)]:
+            buckets.append(filled)
+            filled = 0
+    assert [*buckets, *([filled] if filled else [])] == [block.size_bytes for block in plan.blocks]
+
+
+def test_ddp_counts_the_parameters_alone(measured):
+    sizes = {tensor.name: tensor.bytes + 4 for tensor in measured.tensors}
+    marked = forecasts.with_sizes(measured, sizes)
+    assert {tensor.name: tensor.bytes for tensor in marked.tensors} == sizes
+    assert marked.link is not None
+
+
+# --- The table ---
+
+
+def results_of(difference=0.0, overlap_ms=110.0):
+    times = {"alone": 100.0, "ddp": 140.0, "ddp:8": 130.0, "overlap": overlap_ms}
+    link = {"all_reduce": [{"up_to_bytes": None, "alpha_ns": 1e5, "beta_ns_per_byte": 100}]}
+    rounds = [
+        {
+            "steps_ms": {name: [ms - 2, ms, ms + 4] for name, ms in times.items()},
+            "cores_busy": dict.fromkeys(times, 0.5),
+        }
+        for _ in range(2)
+    ]
+    facts = {name: {"blocks": 3, "predicted_ms": 0.9 * ms} for name, ms in times.items()}
+    return {
+        "rounds": rounds,
+        "profile": {**json.loads(small_profile().to_json()), "link": link},
+        "variants": {**facts, "alone": {"blocks": None, "predicted_ms": None}},
+        "differences": {"ddp:8": 0.0, "overlap": difference},
+    }
+
+
+SETTINGS = Settings("small", small_profile().to_json(), (1e9, 1e9), ("alone", "ddp", "ddp:8", "overlap"), rounds=2)
+
+
+def test_rows_are_measured_against_the_best_ddp_and_the_bound():
+    table = table_of(results_of(), SETTINGS)
+    row = table.row("overlap")
+    assert table.best_ddp.name == "ddp:8"
+    assert row.ratio_to_best_ddp == pytest.approx(130 / 110)
+    assert row.exposed_ms == pytest.approx(10)
+    assert row.prediction_error == pytest.approx(-0.1)
+    assert table.bounds["overlap"].plain_ms <= table.bound_ms <= table.bounds["hook"].best_ms
+    assert table.bound_ms >= table.compute_ms
+    assert row.ratio_to_bound == pytest.approx(110 / table.bound_ms)
+
+
+@pytest.mark.parametrize(
+    ("difference", "equal", "sentence"),
+    [
+        (0.0, True, "bit for bit"),
+        (2e-7, True, "up to the rounding"),
+        (1e-5, False, "overlap are NOT those of ddp"),
+        (float("nan"), False, "overlap are NOT those of ddp"),
+    ],
+)
+def test_other_parameters_are_told(difference, equal, sentence):
+    table = table_of(results_of(difference), SETTINGS)
+    assert [row.name for row in table.wrong] == ([] if equal else ["overlap"])
+    text = report(table, SETTINGS, 64_040)
+    assert sentence in text
+    assert "1.18 x" in text
+    assert "stand-in" in text
+
+
+def test_a_picture_is_drawn(tmp_path):
+    from gradcast.pictures import draw_lab
+
+    draw_lab(str(tmp_path / "lab.png"), table_of(results_of(), SETTINGS), title="small")
+    assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_busy_cores_are_those_since_the_start(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 100 1000 0 0 0 0 0 0\n")
+    cores = BusyCores(stat)
+    assert cores.share() is None
+    stat.write_text("cpu  130 0 110 1050 10 0 0 0 0 0\n")
+    assert cores.share() == pytest.approx(0.4)
+
+
+# --- The command ---
+
+
+@pytest.fixture
+def small_path(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(small_profile().to_json())
+    return path
+
+
+NEAR = ["--hosts", "2", "--model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*NEAR, "nonet"], "there is no profile nonet"),
+        ([*NEAR, "resnet50", "--rounds", "1"], "--rounds"),
+        ([*NEAR, "resnet50", "--steps", "1"], "--steps"),
+        ([*NEAR, "resnet50", "--compare", "ddp,horovod"], "nothing called 'horovod'"),
+        ([*NEAR, "resnet50", "--compare", "overlap:dear"], "no policy dear"),
+        ([*NEAR, "resnet50", "--compare", "ddp:big"], "MiB"),
+        ([*NEAR, "resnet50", "--compare", ","], "nothing is named"),
+        ([*NEAR, "resnet50", "--rate", "fast"], "'fast' is no bandwidth"),
+        ([*NEAR, "resnet50", "--rates", "1gbit,fast"], "'fast' is no bandwidth"),
+        ([*NEAR, "resnet50", "--rates", "1gbit"], "1 rates for 2 hosts"),
+        ([*NEAR, "resnet50", "--width", "8"], "--width is an option of real models"),
+        ([*NEAR, "digits", "--forward-ms", "8"], "--forward-ms is an option of stand-ins"),
+        ([*NEAR, "resnet50", "-o", "/no/such/folder/x.png"], "/no/such/folder"),
+        (["--hosts", "1", "--model", "resnet50"], "one host sends nothing"),
+        ([], "--model"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, arguments, words):
+    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.commands.lab.train", lambda *_, **__: pytest.fail("it has run"))
+    result = run("lab", "train", *arguments)
+    assert result.code == 2, result.err
+    assert words in result.err
+    assert result.err.startswith("gradcast: error: ")
+    assert len(result.err.splitlines()) == 1
+
+
+def test_too_large_a_run_is_refused(run, monkeypatch):
+    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.lab.train._available_bytes", lambda: 8e9)
+    result = run("lab", "train", "--hosts", "8", "--model", "vgg16")
+    assert result.code == 2
+    assert "make --scale-size smaller" in result.err
+
+
+def test_where_hosts_cannot_be_made_it_says_why(run, monkeypatch):
+    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: "network namespaces need root")
+    result = run("lab", "train", "--model", "resnet50")
+    assert (result.code, result.err) == (2, "gradcast: error: network namespaces need root\n")
+
+
+def test_a_wrong_number_ends_the_command_with_an_error(run, monkeypatch, small_path):
+    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: None)
+    results = {**results_of(difference=1e-3), "torch": "0", "parameter_bytes": 1}
+    monkeypatch.setattr("gradcast.commands.lab.train", lambda *_, **__: results)
+    result = run("lab", "train", "--model", small_path)
+    assert result.code == 1
+    assert "overlap trained are not those of ddp" in result.err
+
+
+def test_the_commands_need_no_torch():
+    code = "import sys, gradcast.commands; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_all_ways_train_the_same_model(small_path, tmp_path):
+    if reason := hosts.obstacle():
+        pytest.skip(reason)
+    picture = tmp_path / "lab.png"
+    compare = "ddp-near,ddp-mgwfbp,hook,overlap,overlap-fixed,overlap:p3"
+    arguments = ["lab", "train", "--rate", "300mbit", "--model", small_path, "--compare", compare]
+    arguments += ["--rounds", "2", "--steps", "3", "--timeout", "120", "--json", "-o", picture]
+    command = [sys.executable, "-m", "gradcast", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    fields = json.loads(done.stdout)
+    rows = {row["name"]: row for row in fields["rows"]}
+    assert {"alone", "ddp", "ddp-mgwfbp", "hook", "overlap", "overlap-fixed", "overlap:p3"} <= rows.keys()
+    assert sum(name.startswith("ddp:") for name in rows) >= 2
+    assert fields["stand_in"] is True
+    assert fields["parameters_equal"] is True
+    for row in rows.values():
+        assert len(row["steps_ms"]) == 2 * 2, "the first step of a turn is not counted"
+        assert row["low_ms"] <= row["step_ms"] <= row["high_ms"]
+        if row["name"] not in ("alone", "ddp"):
+            assert row["difference"] == 0
+    bounds = fields["bounds_ms"]
+    assert fields["compute_ms"] * 0.999 <= bounds["overlap"]["plain"] <= bounds["overlap"]["best"]
+    assert bounds["overlap"]["best"] <= bounds["hook"]["best"] * 1.001
+    assert "round 2 of 2" in done.stderr
+    assert picture.exists()
+
+
+def test_a_run_is_bounded_in_time(small_path):
+    if reason := hosts.obstacle():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "gradcast", "lab", "train", "--model", str(small_path), "--timeout", "0.5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "did not end within 0.5 s" in done.stderr
+
+
+def test_a_model_that_is_not_installed_is_named(monkeypatch, tmp_path):
+    from gradcast.lab import models
+
+    monkeypatch.setattr(models, "_EXAMPLES", tmp_path)
+    with pytest.raises(LabError, match="source tree"):
+        models.load_example("digits")
