@@ -308,6 +308,18 @@ def test_other_parameters_are_told(difference, equal, sentence):
     assert sentence in text
     assert "1.18 x" in text
     assert "stand-in" in text
+    assert "busy" not in text.split("bound: no schedule")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("alone", "something else runs here"), ("overlap", "Under overlap the cores were busy for 95 % of the time")],
+)
+def test_a_crowded_machine_is_told(name, sentence):
+    results = results_of()
+    for entry in results["rounds"]:
+        entry["cores_busy"][name] = 0.95
+    assert sentence in report(table_of(results, SETTINGS), SETTINGS, 64_040)
 
 
 def test_a_picture_is_drawn(tmp_path):

@@ -50,7 +50,7 @@ def _add_run(actions: Any) -> None:
     parser = common.new_parser(
         actions, "run", "run a training script once per host, as torchrun would", _WHERE, _RUN_EXAMPLE
     )
-    _add_hosts_option(parser)
+    _add_hosts_option(parser, default=2, help_="default: 2")
     _add_rate_option(parser, "100mbit")
     _add_timeout_option(parser, 600)
     parser.add_argument("script", nargs="+", metavar="SCRIPT", help="a Python script and its arguments, after --")
@@ -62,7 +62,7 @@ def _add_train(actions: Any) -> None:
         actions, "train", "compare ways of sending gradients in real training", _STAND_IN, _TRAIN_EXAMPLE
     )
     number = common.argument(parse_positive)
-    _add_hosts_option(parser)
+    _add_hosts_option(parser, default=None, help_="default: 2, or as many as --rates has")
     _add_rate_option(parser, "1gbit")
     parser.add_argument(
         "--rates",
@@ -120,8 +120,8 @@ def _add_train(actions: Any) -> None:
     parser.set_defaults(run=run_train)
 
 
-def _add_hosts_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=common.whole_number(1, _HOSTS_MAX), default=2, metavar="N", help="default: 2")
+def _add_hosts_option(parser: argparse.ArgumentParser, *, default: int | None, help_: str) -> None:
+    parser.add_argument("--hosts", type=common.whole_number(1, _HOSTS_MAX), default=default, metavar="N", help=help_)
 
 
 def _add_rate_option(parser: argparse.ArgumentParser, default: str) -> None:
@@ -179,10 +179,11 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    rates = args.rates or (args.rate,) * args.hosts
-    if len(rates) != args.hosts:
-        raise Error(f"--rates has {len(rates)} rates for {args.hosts} hosts; write one for each")
-    if args.hosts < 2:
+    hosts = args.hosts or len(args.rates or (0, 0))
+    rates = args.rates or (args.rate,) * hosts
+    if len(rates) != hosts:
+        raise Error(f"--rates has {len(rates)} rates for {hosts} hosts; write one for each")
+    if hosts < 2:
         raise Error("one host sends nothing; ask for 2 or more with --hosts")
     real = args.model in REAL_MODELS
     foreign = ("forward_ms", "backward_ms", "scale_size") if real else ("width", "batch")

@@ -26,7 +26,7 @@ def model_words(settings: Settings, parameter_bytes: int) -> str:
     size = format_size(parameter_bytes)
     if not settings.stand_in:
         return f"{settings.model} ({size} of gradients)"
-    return f"a timed stand-in for {settings.model} on an accelerator ({size} of gradients)"
+    return f"timed stand-in for {settings.model} on an accelerator ({size} of gradients)"
 
 
 def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
@@ -84,17 +84,27 @@ def _verdict(table: Table, settings: Settings) -> str:
         if row.stepped_aside
     ]
     sentences.append(_equality(table))
-    busiest = max((row for row in table.rows if row.cores_busy), key=lambda row: row.cores_busy or 0, default=None)
-    if busiest is not None and busiest.cores_busy > _CORES_TOO_BUSY:
-        sentences.append(
-            f"The cores were busy for {format_percent(busiest.cores_busy)} of the time under {busiest.name}: times are "
-            "those of a crowded machine; take fewer hosts, a smaller --scale-size or longer passes."
-        )
+    sentences += _crowded(table, settings)
     if settings.stand_in:
         sentences.append(
             "The stand-in waits where an accelerator would compute: this compares schedules, not accelerators."
         )
     return "\n".join(sentences)
+
+
+def _crowded(table: Table, settings: Settings) -> list[str]:
+    busy = {row.name: row.cores_busy for row in table.rows if row.cores_busy is not None}
+    if max(busy.values(), default=0.0) <= _CORES_TOO_BUSY:
+        return []
+    if settings.stand_in and busy.get(COMPUTE, 0.0) > _CORES_TOO_BUSY:
+        return [
+            "The cores were busy even while nothing was sent: something else runs here, and these times say little."
+        ]
+    name = max(busy, key=lambda name: busy[name])
+    return [
+        f"Under {name} the cores were busy for {format_percent(busy[name])} of the time: it waited for them and not only "
+        "for the network; take fewer hosts, smaller tensors or longer passes."
+    ]
 
 
 def _equality(table: Table) -> str:
