@@ -45,6 +45,8 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
         f"{bounds['overlap'].plain_ms:.1f} ms where only one\noperation pays its start-up), and none that is done "
         f"before the next forward, as DDP's, less than {bounds['hook'].best_ms:.1f} ms."
     )
+    if settings.scale_size != 1:
+        notes += f"\nDDP's bucket sizes are scaled by {settings.scale_size:g} like the tensors: ddp:25 has as many as at full size."
     return f"\n{text}\n\n{notes}\n\n{_verdict(table, settings)}"
 
 
@@ -102,7 +104,7 @@ def _crowded(table: Table, settings: Settings) -> list[str]:
         ]
     name = max(busy, key=lambda name: busy[name])
     return [
-        f"Under {name} the cores were busy for {format_percent(busy[name])} of the time: it waited for them and not only "
+        f"Under {name} the cores were busy for {format_percent(busy[name])} of the time: it waited for them, not only "
         "for the network; take fewer hosts, smaller tensors or longer passes."
     ]
 
