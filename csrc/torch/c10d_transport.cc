@@ -44,6 +44,13 @@ std::string message_of(const std::exception_ptr& exception) {
   return message;
 }
 
+std::optional<c10::ScalarType> wire_of(const std::string& name) {
+  if (name == "fp32") return std::nullopt;
+  if (name == "bf16") return c10::kBFloat16;
+  if (name == "fp16") return c10::kHalf;
+  throw std::invalid_argument("the wire format is '" + name + "'; one of fp32, bf16, fp16 is expected");
+}
+
 // The same elements for a backend. With a version counter of its own: autograd must not take an arriving sum for a change that
 // the user made. And on the host without a share of the memory: a backend's thread that is its last owner would give it back,
 // and asking Python for the GIL to do so, while the program ends, kills the process. The transport owns it long enough.
@@ -93,10 +100,12 @@ struct C10dTransport::Flight {
   }
 };
 
-C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers)
-    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {
+C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
+                             const std::string& wire)
+    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()), wire_(wire_of(wire)) {
   for (const at::Tensor& tensor : buffers)
     buffers_.push_back(make_buffer(tensor));
+  if (wire_) exchanges_ = std::make_shared<Exchanges>(*group_, *wire_);
 }
 
 C10dTransport::~C10dTransport() {
@@ -117,6 +126,10 @@ C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const
                                 "; make it with one, for instance backend=\"cpu:gloo,cuda:nccl\"");
   }
   if (device.is_cpu()) return buffer;
+  if (wire_ && buffer.backend == "gloo") {
+    throw std::invalid_argument("over Gloo tensors on " + device.str() +
+                                " have no wire format but their own; use another backend, or wire=\"fp32\"");
+  }
   for (const Buffer& other : buffers_) {
     if (other.tensor.device() == device) buffer.stream = other.stream;
   }
@@ -147,6 +160,10 @@ void C10dTransport::start(const Operation& operation) noexcept {
   }
 }
 
+bool C10dTransport::is_cast(const Operation& operation, const Buffer& buffer) const {
+  return wire_ && operation.op == Op::kAllReduce && buffer.tensor.scalar_type() == at::kFloat;
+}
+
 void C10dTransport::launch(const Operation& operation) {
   const Buffer& buffer = buffer_at(operation.buffer);
   c10::OptionalStreamGuard guard;
@@ -159,7 +176,15 @@ void C10dTransport::launch(const Operation& operation) {
   const Row row(buffer.tensor, operation.ranges, operation.range_count);
   const auto flight =
       std::make_shared<Flight>(operation.ticket, what_failed(operation, buffer), outstanding_, Collective{});
-  flight->collective = start_collective(*group_, operation.op, row);
+  if (buffer.stream != nullptr && is_cast(operation, buffer)) {
+    flight->collective = start_exchange_on_stream(*group_, row, *wire_);
+  } else if (is_cast(operation, buffer)) {
+    exchanges_->start(row, [flight](const std::exception_ptr& exception) { flight->complete(exception); });
+    return;
+  } else {
+    const auto lock = exchanges_ ? exchanges_->lock_group() : std::unique_lock<std::mutex>();
+    flight->collective = start_collective(*group_, operation.op, row);
+  }
   const auto future = flight->collective.work->getFuture();
   // A backend keeps a work alive while it runs. Where no stream is waited for, the flight must not own it as well: the
   // work owns the future, and the future this callback.
@@ -189,10 +214,12 @@ void C10dTransport::abort(const char* reason) noexcept {
   struct Kept {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     std::vector<Buffer> buffers;
+    std::shared_ptr<Exchanges> exchanges;
   };
   // Copied here because the transport may be gone as soon as everything has completed.
-  auto kept = std::make_unique<Kept>(group_, buffers_);
+  auto kept = std::make_unique<Kept>(group_, buffers_, exchanges_);
   if (outstanding_->abort(reason) == 0) return;
+  if (kept->exchanges != nullptr) kept->exchanges->abort();
   try {
     kept->group->abort();
   } catch (...) {
@@ -200,12 +227,13 @@ void C10dTransport::abort(const char* reason) noexcept {
   }
   // WORKAROUND(torch 2.11 to 2.15, Gloo): it has no abort. Its destructor waits for the operations that it can no longer
   // finish, until the timeout of the group, half an hour, so that the program would not end; and until then its threads may
-  // write into the buffers. So neither the group nor the buffers are ever destroyed.
+  // write into the buffers. So neither the group nor the buffers, nor the memory of exchanges, are ever destroyed.
   static_cast<void>(kept.release());
 }
 
 void C10dTransport::close() noexcept {
   outstanding_->close();
+  if (exchanges_ != nullptr) exchanges_->close();
   for (const Buffer& buffer : buffers_) {
     if (buffer.stream != nullptr) buffer.stream->close();
   }

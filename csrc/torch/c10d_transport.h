@@ -1,11 +1,14 @@
 // A transport over torch.distributed: any backend, CPU and CUDA tensors.
 //
 // An operation starts the backend's collective on the views of its ranges, and is completed by the thread on which the backend
-// finishes it. For CPU tensors the transport has no thread of its own, and it waits nowhere and never takes Python's GIL.
+// finishes it. For CPU tensors the transport has no thread of its own (but with a wire format), it waits nowhere, and it never
+// takes Python's GIL.
 // It touches c10d::ProcessGroup and c10d::Work alone, by what is the same in torch 2.11 and 2.15.
 //
 // After an abort the backend may still write into the bytes of operations that were in flight, since most backends, Gloo
 // among them, have no way to interrupt one. Group and buffers of such a transport are therefore kept until the process ends.
+//
+// With a wire format, all-reduces of fp32 buffers carry 16-bit numbers (exchange.h); everything else travels as it is.
 //
 // With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside of each start(); nothing else changes.
 //
@@ -15,11 +18,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "device_stream.h"
+#include "exchanges.h"
 #include "gradcast/transport.h"
 #include "outstanding.h"
 
@@ -27,9 +32,11 @@ namespace gradcast {
 
 class C10dTransport final : public Transport {
  public:
-  // `group` is used by nobody else while the transport lives. Throws std::invalid_argument for a buffer that is not flat and
-  // contiguous, and for a group that has no backend for a buffer's device.
-  C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers);
+  // `group` is used by nobody else while the transport lives. `wire` is "fp32" (numbers travel as they are), "bf16" or "fp16".
+  // Throws std::invalid_argument for a buffer that is not flat and contiguous, for a group that has no backend for a buffer's
+  // device, and for a wire format that is not known, or not there for a buffer's device.
+  C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
+                const std::string& wire);
   ~C10dTransport() override;  // abort() and close()
 
   int32_t rank() const noexcept override { return rank_; }
@@ -54,13 +61,16 @@ class C10dTransport final : public Transport {
 
   Buffer make_buffer(const at::Tensor& tensor) const;
   const Buffer& buffer_at(int32_t index) const;
+  bool is_cast(const Operation& operation, const Buffer& buffer) const;
   void launch(const Operation& operation);
   std::string what_failed(const Operation& operation, const Buffer& buffer) const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const int32_t rank_;
   const int32_t world_size_;
+  const std::optional<c10::ScalarType> wire_;
   std::vector<Buffer> buffers_;
+  std::shared_ptr<Exchanges> exchanges_;  // nullptr without a wire format
   const std::shared_ptr<Outstanding> outstanding_ = std::make_shared<Outstanding>();
 };
 

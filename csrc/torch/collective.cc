@@ -1,6 +1,9 @@
 #include "collective.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -28,6 +31,16 @@ Work gather(Group& group, at::Tensor& output, at::Tensor& input) {
     return group.all_gather_single(output, input);
   } else {
     return group._allgather_base(output, input);
+  }
+}
+
+template <typename Group>
+Work exchange(Group& group, at::Tensor& output, at::Tensor& input) {
+  std::vector<int64_t> equal_parts;  // empty means that
+  if constexpr (requires { group.all_to_all_single(output, input, equal_parts, equal_parts); }) {
+    return group.all_to_all_single(output, input, equal_parts, equal_parts);
+  } else {
+    return group.alltoall_base(output, input, equal_parts, equal_parts);
   }
 }
 
@@ -93,6 +106,19 @@ Collective start_collective(c10d::ProcessGroup& group, Op op, const Row& row) {
       return all_gather(group, row);
   }
   TORCH_CHECK(false, "unknown kind of operation ", static_cast<int>(op));
+}
+
+Collective start_exchange_on_stream(c10d::ProcessGroup& group, const Row& row, c10::ScalarType wire) {
+  const int64_t size = row.element_count();
+  const Parts parts(group, size);
+  at::Tensor sent = at::zeros({parts.padded_size}, row.view().options().dtype(wire));
+  row.read_into(sent, 0, size);
+  at::Tensor received = at::empty_like(sent);
+  exchange(group, received, sent)->wait();  // the stream waits, not the host
+  at::Tensor sum = received.view({group.getSize(), parts.part_size}).sum(0, /*keepdim=*/false, at::kFloat).to(wire);
+  at::Tensor sums = at::empty_like(sent);
+  Work work = gather(group, sums, sum);
+  return {std::move(work), [row, size, sums] { row.write(0, size, sums); }};
 }
 
 }  // namespace gradcast

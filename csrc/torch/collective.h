@@ -20,4 +20,8 @@ struct Collective {
 // Throws what the backend throws, c10::Error for instance where it does not know the operation or the data type.
 Collective start_collective(c10d::ProcessGroup& group, Op op, const Row& row);
 
+// An all-reduce of fp32 numbers that travel as `wire` and are added up in fp32: all-to-all, sum, all-gather, as exchange.h does
+// it with messages on the host. REQUIRES: works of this group let the current stream wait, not the host.
+Collective start_exchange_on_stream(c10d::ProcessGroup& group, const Row& row, c10::ScalarType wire);
+
 }  // namespace gradcast

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -19,7 +20,7 @@ using SharedTransport = std::shared_ptr<C10dTransport>;
 
 // The last owner ends the transport's threads, which must not be waited for with the GIL held.
 SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                               const std::vector<at::Tensor>& buffers) {
+                               const std::vector<at::Tensor>& buffers, const std::string& wire) {
   if (!group) throw std::invalid_argument("a transport needs a process group, not None");
   const auto destroy = [](C10dTransport* transport) {
     if (PyGILState_Check() != 0) {
@@ -29,7 +30,7 @@ SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
       delete transport;
     }
   };
-  return SharedTransport(new C10dTransport(group, buffers), destroy);
+  return SharedTransport(new C10dTransport(group, buffers, wire), destroy);
 }
 
 // A capsule owns a share of the transport, so that whoever keeps the capsule keeps what it points to.
@@ -63,10 +64,11 @@ PYBIND11_MODULE(_c10d, module) {
       gradcast::raise_in_python(error);
     }
   });
-  py::class_<C10dTransport, gradcast::SharedTransport>(
-      module, "Transport",
-      "Carries blocks of these flat buffers over a process group that nobody else uses. For the engine: see `capsule`.")
-      .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"))
+  py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
+                                                       "Carries blocks of these flat buffers over a process group that "
+                                                       "nobody else uses; those of fp32 buffers in the `wire` "
+                                                       "format (fp32, bf16, fp16). For the engine: see `capsule`.")
+      .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32")
       .def_property_readonly("capsule", &gradcast::make_capsule)
       .def(
           "on_written",

@@ -7,16 +7,20 @@
 #include <stdexcept>
 #include <string>
 
+#include "numbers.h"
+
 namespace gradcast {
 
 namespace {
 
 // On the host a plain copy: it costs no dispatch, and threads of a backend start no pool of helpers each.
 void copy(const at::Tensor& target, const at::Tensor& source) {
-  if (target.is_cpu()) {
-    std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
-  } else {
+  if (!target.is_cpu()) {
     target.copy_(source, /*non_blocking=*/true);
+  } else if (target.scalar_type() != source.scalar_type()) {
+    convert(target, source);
+  } else {
+    std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
   }
 }
 
@@ -62,11 +66,15 @@ void Row::for_each_part(int64_t first, int64_t count, const Copy& copy) const {
 
 at::Tensor Row::read(int64_t first, int64_t count, int64_t padded_count) const {
   at::Tensor target = at::empty({padded_count}, view().options());
+  read_into(target, first, count);
+  if (count < padded_count) target.narrow(0, count, padded_count - count).zero_();
+  return target;
+}
+
+void Row::read_into(const at::Tensor& target, int64_t first, int64_t count) const {
   for_each_part(first, count, [&target](const at::Tensor& part, int64_t place) {
     copy(target.narrow(0, place, part.numel()), part);
   });
-  if (count < padded_count) target.narrow(0, count, padded_count - count).zero_();
-  return target;
 }
 
 void Row::write(int64_t first, int64_t count, const at::Tensor& source) const {

@@ -24,7 +24,9 @@ class Row {
 
   // A new tensor of that many elements, at least one: elements [first, first + count) of the row, then zeros.
   at::Tensor read(int64_t first, int64_t count, int64_t padded_count) const;
-  // Elements [first, first + count) of the row become the first ones of `source`.
+  // Elements [first, first + count) of the row become the first ones of `target`, which may be of another type.
+  void read_into(const at::Tensor& target, int64_t first, int64_t count) const;
+  // Elements [first, first + count) of the row become the first ones of `source`, which may be of another type.
   void write(int64_t first, int64_t count, const at::Tensor& source) const;
 
  private:

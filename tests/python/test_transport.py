@@ -28,27 +28,41 @@ def extension():
     return extension.load()
 
 
+# The transport over torch, and the same with a wire format.
+TORCH = pytest.mark.parametrize("wire", ["", "+fp16"], ids=["fp32", "fp16"])
+WORLDS = {"": (1, 2, 3, 4), "+fp16": (2, 3)}
+
+
 @functools.cache
-def conformance(world_size: int) -> list[Ended]:
+def conformance(world_size: int, wire: str) -> list[Ended]:
     """The processes of one world run all cases; they are started once."""
-    return run_processes("conformance", world_size)
+    return run_processes(f"conformance{wire}", world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_cases_of_torch_run_to_the_end(extension, world_size):
-    assert_all_ended_well(conformance(world_size))
+@pytest.mark.parametrize(("wire", "world_size"), [(wire, size) for wire, sizes in WORLDS.items() for size in sizes])
+def test_the_cases_of_torch_run_to_the_end(extension, world_size, wire):
+    assert_all_ended_well(conformance(world_size, wire))
 
 
-@pytest.mark.parametrize(("world_size", "case"), cases_by_world(1, 2, 3, 4))
+@pytest.mark.parametrize(("world_size", "case"), cases_by_world(*WORLDS[""]))
 def test_c10d(extension, world_size, case):
-    ranks = conformance(world_size)
+    assert_ran(conformance(world_size, ""), case)
+
+
+@pytest.mark.parametrize(("world_size", "case"), cases_by_world(*WORLDS["+fp16"]))
+def test_c10d_in_a_wire_format(extension, world_size, case):
+    assert_ran(conformance(world_size, "+fp16"), case)
+
+
+def assert_ran(ranks, case) -> None:
     without = [rank for rank, ended in enumerate(ranks) if case.__name__ not in ended.lines]
     assert not without, f"ranks {without} did not get through:\n{said(ranks)}"
 
 
+@TORCH
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_peer_that_dies_fails_what_the_others_have_in_flight(extension, world_size):
-    ranks = run_processes("peer_dies", world_size)
+def test_a_peer_that_dies_fails_what_the_others_have_in_flight(extension, world_size, wire):
+    ranks = run_processes(f"peer_dies{wire}", world_size)
     assert [ended.code for ended in ranks] == [0] * (world_size - 1) + [17], said(ranks)
     for rank, ended in enumerate(ranks[:-1]):
         assert len(ended.lines) == 2, said(ranks)
@@ -56,17 +70,19 @@ def test_a_peer_that_dies_fails_what_the_others_have_in_flight(extension, world_
             assert line.startswith(f"all_reduce of {size_bytes} bytes failed on rank {rank} of {world_size} (gloo): ")
 
 
-def test_an_exception_ends_the_process_though_an_operation_is_in_flight(extension):
+@TORCH
+def test_an_exception_ends_the_process_though_an_operation_is_in_flight(extension, wire):
     """Gloo cannot interrupt an operation, and its destructor waits for it; the transport must not let it."""
-    first, second = run_processes("leaves_with_an_operation_in_flight", 2)
+    first, second = run_processes(f"leaves_with_an_operation_in_flight{wire}", 2)
     assert first.code == 1, said([first, second])
     assert first.lines == ["in flight"]
     assert "the user's own exception" in first.errors
     assert second.lines == ["rank 0 has gone"], said([first, second])
 
 
-def test_the_transport_works_on_when_the_default_group_is_gone(extension):
-    ranks = run_processes("outlives_the_default_group", 2)
+@TORCH
+def test_the_transport_works_on_when_the_default_group_is_gone(extension, wire):
+    ranks = run_processes(f"outlives_the_default_group{wire}", 2)
     assert_all_ended_well(ranks)
     assert [ended.lines for ended in ranks] == [["works"], ["works"]]
 

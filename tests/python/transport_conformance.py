@@ -20,6 +20,9 @@ MOMENT_NS = 50_000_000
 class Rank(abc.ABC):
     """One rank of a world. Transports of one case are made by all ranks, in the same order."""
 
+    # By how much the values of neighbouring ranks differ. Sums have to be exact, also in a transport's wire format.
+    RANK_STEP = 1000
+
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -41,9 +44,9 @@ class Rank(abc.ABC):
     def sums(self, count: int, dtype: str = "float32") -> np.ndarray:
         return sum(self.values_of(rank, count, dtype) for rank in range(self.world_size))
 
-    @staticmethod
-    def values_of(rank: int, count: int, dtype: str = "float32") -> np.ndarray:
-        return (np.arange(count) % 101 + 1000 * rank).astype(dtype)
+    @classmethod
+    def values_of(cls, rank: int, count: int, dtype: str = "float32") -> np.ndarray:
+        return (np.arange(count) % 101 + cls.RANK_STEP * rank).astype(dtype)
 
 
 Case = Callable[[Rank], None]

@@ -1,6 +1,7 @@
 """One rank of a world of processes, with torch: `transport_ranks.py PROGRAM STORE_FILE RANK WORLD_SIZE`.
 
-A program prints a line for each thing that it found to be as it should, and ends with a traceback otherwise.
+PROGRAM may end in a wire format, as in "conformance+fp16". A program prints a line for each thing that it found to be
+as it should, and ends with a traceback otherwise.
 """
 
 import os
@@ -26,14 +27,23 @@ TIMEOUT = timedelta(seconds=30)
 class C10dRank(Rank):
     """Each transport has a process group of its own."""
 
+    wire = "fp32"
+
     def transport(self, buffers: Sequence[np.ndarray]) -> object:
         return self.transport_of([torch.from_numpy(buffer) for buffer in buffers])
 
     def transport_of(self, tensors: Sequence[torch.Tensor]) -> object:
-        return extension.load().Transport(dist.new_group(timeout=TIMEOUT, backend="gloo"), tensors)
+        return extension.load().Transport(dist.new_group(timeout=TIMEOUT, backend="gloo"), tensors, self.wire)
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+class Fp16Rank(C10dRank):
+    """No sum of the cases is above 2048, up to where fp16 has every whole number."""
+
+    RANK_STEP = 100
+    wire = "fp16"
 
 
 # --- Cases that only torch has ---
@@ -91,11 +101,92 @@ def passes_on_what_the_backend_says(rank: C10dRank) -> None:
     driver.close()
 
 
+def rounded_once_there_and_once_back(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """What a wire format has to give, in plain torch: each term cast, the sum in fp32 and in rank order, cast."""
+    total = terms[0].to(dtype).float()
+    for term in terms[1:]:
+        total += term.to(dtype).float()
+    return total.to(dtype).float()
+
+
+WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def adds_up_in_fp32_what_travels_in_16_bits(rank: C10dRank) -> None:
+    """The bits of the reference: all magnitudes, packed and in place, short and empty parts, several in flight."""
+    for wire, dtype in WIRES.items():
+        for count in (1, 2, 3, 5, 1000, 100_003):
+            terms = [numbers_of_all_magnitudes(each, count) for each in range(rank.world_size)]
+            expected = rounded_once_there_and_once_back(terms, dtype)
+            tensor = terms[rank.rank].clone()
+            driver = _core.TransportDriver(transport(rank, [tensor], wire))
+            third = count // 3
+            blocks = [[(0, 4 * count)]]
+            if third > 0:
+                expected[third] = tensor[third]  # in no block
+                blocks = [[(0, 4), (4 * (third + 1), 4 * count)]] + ([[(4, 4 * third)]] if third > 1 else [])
+            for ticket, ranges in enumerate(blocks):
+                driver.start(ticket, ranges)
+            succeed(driver, *range(len(blocks)))
+            assert torch.equal(tensor, expected), (wire, count)
+            driver.close()
+
+
+def numbers_of_all_magnitudes(rank: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, generator=generator) * torch.logspace(-9, 3, count)
+
+
+def carries_what_is_not_finite(rank: C10dRank) -> None:
+    """What fp16 cannot hold arrives as inf, in a term or in the sum; inf and nan arrive as they are."""
+    values = torch.tensor([1e5, 65504.0, float("inf"), float("nan"), -1e5, 3e38, 1.0])
+    for wire, dtype in WIRES.items():
+        tensor = values.clone()
+        driver = _core.TransportDriver(transport(rank, [tensor], wire))
+        driver.start(0, [(0, 28)])
+        succeed(driver, 0)
+        expected = rounded_once_there_and_once_back([values] * rank.world_size, dtype)
+        assert torch.equal(tensor.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (wire, tensor)
+        assert tensor[3].isnan()
+        assert tensor[0].isinf() == (wire == "fp16")
+        driver.close()
+
+
+def casts_fp32_alone(rank: C10dRank) -> None:
+    """Other types travel as they are, in one order with what is cast."""
+    single, double = torch.full((4096,), 0.1), torch.full((4096,), 0.1, dtype=torch.float64)
+    driver = _core.TransportDriver(transport(rank, [single, double], "bf16"))
+    for ticket in range(8):
+        driver.start(
+            ticket,
+            [(ticket // 2 * 4096 * (1 + ticket % 2), (ticket // 2 + 1) * 4096 * (1 + ticket % 2))],
+            buffer=ticket % 2,
+        )
+    succeed(driver, *range(8))
+    terms = [torch.full((4096,), 0.1)] * rank.world_size
+    assert torch.equal(single, rounded_once_there_and_once_back(terms, torch.bfloat16))
+    assert torch.allclose(double, torch.full((4096,), 0.1 * rank.world_size, dtype=torch.float64), rtol=1e-15)
+    driver.close()
+
+
+def knows_its_wire_formats(rank: C10dRank) -> None:
+    with pytest.raises(gradcast.Error, match="'int8'; one of fp32, bf16, fp16"):
+        transport(rank, [torch.zeros(2)], "int8")
+
+
+def transport(rank: C10dRank, tensors: Sequence[torch.Tensor], wire: str) -> object:
+    return extension.load().Transport(dist.new_group(timeout=TIMEOUT, backend="gloo"), tensors, wire)
+
+
 TORCH_CASES: list[Case] = [
     sums_every_floating_type,
     leaves_the_version_counter_alone,
     says_what_it_does_not_take,
     passes_on_what_the_backend_says,
+    adds_up_in_fp32_what_travels_in_16_bits,
+    carries_what_is_not_finite,
+    casts_fp32_alone,
+    knows_its_wire_formats,
 ]
 
 
@@ -175,7 +266,9 @@ def main(program: str, store: str, rank: str, world_size: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size), timeout=TIMEOUT
     )
-    PROGRAMS[program](C10dRank(int(rank), int(world_size)))
+    name, _, wire = program.partition("+")
+    kind = {"": C10dRank, "fp16": Fp16Rank}[wire]
+    PROGRAMS[name](kind(int(rank), int(world_size)))
 
 
 if __name__ == "__main__":
