@@ -9,6 +9,8 @@ from gradcast.errors import Error
 
 # Read only here.
 PLAN_VARIABLE = "GRADCAST_PLAN"
+# How fp32 gradients travel; the bytes that one takes.
+WIRES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Options:
     * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast plan``.
     * ``adapt``: measures and plans again when the network or the compute has changed, tries DDP's way from time to time
       and stays with it where it is as fast. Off: the first plan is followed, whatever it brings.
+    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, and a lossy compression. Each
+      rank's numbers are rounded once, their sum, made in fp32, once more. "fp32": gradients travel as they are.
     * ``max_grad_norm``: in overlap mode every step clips the gradients as ``clip_grad_norm_(module.parameters(),
       max_grad_norm)`` before ``step()`` would.
     * ``compare_every``: in every so many steps the ranks compare what they have received, and raise where it differs;
@@ -38,6 +42,7 @@ class Options:
     policy_parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_flight: int = 1
     adapt: bool = True
+    wire: str = "fp32"
     max_grad_norm: float | None = None
     compare_every: int = 0
     timeout_s: float | None = None
@@ -55,6 +60,8 @@ class Options:
             _require_positive("timeout_s", self.timeout_s)
         if self.max_grad_norm is not None:
             _require_positive("max_grad_norm", self.max_grad_norm)
+        if self.wire not in list(WIRES):
+            raise Error(f"options.wire is {self.wire!r}; one of {', '.join(WIRES)} is expected")
         names = [policy.name for policy in _core.policies()]
         if self.policy not in names:
             raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")

@@ -8,6 +8,7 @@ _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
     "engine_us_per_block", "grad_norm", "runs_as_ddp", "expected_gain", "measured_gain", "slowest_rank",
+    "wire", "wire_bytes",
 )  # fmt: skip
 
 
@@ -30,6 +31,8 @@ def stats_of(session: Any) -> dict[str, Any]:
         "policy": plan.policy,
         "blocks": len(plan.blocks),
         "bytes": sum(block.size_bytes for block in plan.blocks),
+        "wire": session.traffic.wire,
+        "wire_bytes": session.traffic.wire_bytes(plan),
         "gradient_buffer_bytes": session.buffers.size_bytes,
         "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
         "record_bytes": counters.record_bytes,

@@ -13,7 +13,7 @@ from gradcast.errors import Error
 from gradcast.training import extension
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.group import Group
-from gradcast.training.options import Options
+from gradcast.training.options import WIRES, Options
 from gradcast.training.planning import Agreed
 from gradcast.training.trace import tensor_names
 from gradcast.training.watch import Watch
@@ -28,7 +28,8 @@ class Traffic:
         self._buffers = buffers
         self._group = group
         self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
-        self._transport = extension.load().Transport(group.own, buffers.flats)
+        self._transport = extension.load().Transport(group.own, buffers.flats, options.wire)
+        self.wire = options.wire
         self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
         self.watch = Watch(group, options, self._engine)
         self.place_of: list[int] = []  # of each parameter, its tensor in the profile in force
@@ -108,6 +109,14 @@ class Traffic:
         self._seen += len(places)
         order = self.agreed.order
         return [order[place] for place in places]
+
+    def wire_bytes(self, plan: _core.Plan) -> int:
+        """What the plan's blocks are as they travel."""
+        singles = [flat.dtype == torch.float32 for flat in self._buffers.flats]
+        return sum(
+            block.size_bytes * WIRES[self.wire] // WIRES["fp32"] if singles[block.buffer] else block.size_bytes
+            for block in plan.blocks
+        )
 
     @property
     def busy(self) -> bool:
