@@ -182,6 +182,10 @@ def test_simulate_uses_the_profiles_own_link(run, profile_path):
             "2 nodes of 4 workers",
         ),
         (["--network", "56gbib-16"], "56gbib-16"),
+        (
+            ["--bandwidth", "10gbit", "--workers", "8", "--wire", "bf16"],
+            "50 us per hop, bf16 on the wire: an all-reduce takes 700 us + 700 us per MB",
+        ),
     ],
 )
 def test_networks_of_every_kind(options, words, run):

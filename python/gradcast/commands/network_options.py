@@ -9,6 +9,7 @@ from gradcast.errors import Error
 from gradcast.files import load_link
 from gradcast.units import format_bandwidth, format_time, parse_bandwidth_bits_per_s, parse_time_ns
 
+WIRES = ("bf16", "fp16")
 TOPOLOGIES = ("ring", "tree", "hierarchical")
 WORKERS_MAX = 1_000_000
 DEFAULT_LATENCY = "50us"  # one hop of Ethernet with TCP, as this project's tables use
@@ -54,6 +55,11 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         type=argument(parse_time_ns),
         metavar="TIME",
         help=f"hierarchical: of a hop inside a node (default: {_DEFAULT_INTRA_LATENCY})",
+    )
+    group.add_argument(
+        "--wire",
+        choices=WIRES,
+        help="as if fp32 gradients travelled as 16-bit numbers, gradcast.Options(wire=...): half the cost per byte",
     )
 
 
@@ -119,10 +125,18 @@ def _derived_from(args: argparse.Namespace, profile: _core.Profile) -> Network:
 
 
 def has_network(args: argparse.Namespace) -> bool:
-    return any(value is not None for value in (args.network, args.link, args.bandwidth)) or bool(_given(args))
+    sources = (args.network, args.link, args.bandwidth, args.wire)
+    return any(value is not None for value in sources) or bool(_given(args))
 
 
 def network_from(args: argparse.Namespace, profile: _core.Profile) -> Network:
+    network = _network_of_gradients(args, profile)
+    if args.wire is None:
+        return network
+    return Network(network.link.scaled(1, 0.5), f"{network.description}, {args.wire} on the wire", network.worker_count)
+
+
+def _network_of_gradients(args: argparse.Namespace, profile: _core.Profile) -> Network:
     sources = [name for name in ("network", "link", "bandwidth") if getattr(args, name) is not None]
     given = _given(args)
     if len(sources) > 1:
