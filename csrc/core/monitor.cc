@@ -26,6 +26,7 @@ constexpr double kExpectationShare = 0.30;
 // Plain iterations are tried in fours: once when the usual values are known, then ever more rarely, at most four of four
 // hundred, which costs less than 1 % where they take twice as long. Twelve must speak against the plan to give it up.
 constexpr int32_t kTrialCount = 4;
+constexpr size_t kTrialsToStay = 3;
 constexpr int32_t kTrialsToGiveUp = 12;
 constexpr int64_t kFirstTrial = kSettleCount + static_cast<int64_t>(kUsualCount);
 constexpr int64_t kTrialInterval = 400;
@@ -114,10 +115,12 @@ class Trials {
       }
       return false;
     }
-    --awaited_;
     plain_ns_.push_back(step_ns);
-    return to_schedule_ == 0 && awaited_ == 0 && judge();
+    return has_come();
   }
+
+  // Instead, after an iteration of which nothing is known.
+  bool skip(bool plain) { return plain && has_come(); }
 
   // Whether the next iteration is a plain one. Call it once per iteration.
   bool next_is_plain() {
@@ -152,9 +155,15 @@ class Trials {
   }
 
  private:
+  // A plain iteration. Once all of a trial have come, it is judged.
+  bool has_come() {
+    --awaited_;
+    return to_schedule_ == 0 && awaited_ == 0 && judge();
+  }
+
   bool judge() {
     const Comparison result = comparison();
-    if (result.plain_ns / result.plan_ns > 1 + result.noise) {
+    if (plain_ns_.size() >= kTrialsToStay && result.plain_ns / result.plan_ns > 1 + result.noise) {
       next_trial_ = iterations_ + interval_;
       interval_ = std::min(2 * interval_, kTrialIntervalMax);
       begins_anew_ = true;
@@ -184,7 +193,7 @@ class Monitor::State {
   }
 
   Decision on_iteration(bool plain, std::span<const RankFacts> ranks) {
-    if (ranks.size() != busy_of_.size()) {
+    if (!ranks.empty() && ranks.size() != busy_of_.size()) {
       throw Error(ErrorCode::kInvalidOption, "the monitor of " + std::to_string(busy_of_.size()) +
                                                  " ranks was given facts of " + std::to_string(ranks.size()));
     }
@@ -192,7 +201,7 @@ class Monitor::State {
     ++iterations_;
     if (iterations_ > kSettleCount) {
       decision.stepped_aside = compare(plain, ranks);
-      if (plain == is_plain_ && !decision.stepped_aside) {
+      if (plain == is_plain_ && !decision.stepped_aside && !ranks.empty()) {
         watch(ranks);
         decision.change = change();
         decision.measure = decision.change.cause != Cause::kNone;
@@ -225,7 +234,7 @@ class Monitor::State {
     for (const RankFacts& rank : ranks) {
       sum_ns += rank.step_ns;
     }
-    is_plain_ = trials_.add(plain, sum_ns / static_cast<double>(ranks.size()));
+    is_plain_ = ranks.empty() ? trials_.skip(plain) : trials_.add(plain, sum_ns / static_cast<double>(ranks.size()));
     if (is_plain_) {
       // Other operations now: what is usual has to be learned again, and what was expected no longer holds.
       busy_ = link_ = step_ = Signal();

@@ -4,7 +4,7 @@
 //
 // Ranks that feed it the same facts come to the same decisions: nobody has to ask anybody.
 //
-// Thread safety: pure; one thread at a time.
+// Thread safety: pure; any thread, one at a time.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,8 @@ class Monitor {
   Monitor(Monitor&&) noexcept;
 
   // After an iteration whose facts are known: one entry per rank. `plain`: it followed the plain plan. They may become known
-  // some iterations late, but in order. Throws Error{kInvalidOption} for another number of ranks.
+  // some iterations late, but in order; of one that was interrupted there are none. Throws Error{kInvalidOption} for
+  // another number of ranks.
   Decision on_iteration(bool plain, std::span<const RankFacts> ranks);
 
   Comparison comparison() const;

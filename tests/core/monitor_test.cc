@@ -28,7 +28,7 @@ double step_ns(bool plain) {
 struct Loop {
   int32_t rank_count = 3;
   MonitorOptions options{kBusyNs, kLinkNs};
-  // The facts of a rank in an iteration; `plain`: it follows the plain plan.
+  // The facts of a rank in an iteration, none where the step is 0; `plain`: it follows the plain plan.
   std::function<RankFacts(int64_t iteration, int32_t rank, bool plain)> facts;
 };
 
@@ -55,6 +55,9 @@ Told run(const Loop& loop, int64_t iterations) {
     std::vector<RankFacts> ranks;
     for (int32_t rank = 0; rank < loop.rank_count; ++rank) {
       ranks.push_back(loop.facts(known, rank, told.plain[known]));
+    }
+    if (ranks[0].step_ns == 0) {
+      ranks.clear();
     }
     const Decision decision = monitor.on_iteration(told.plain[known], ranks);
     plain = decision.plain;
@@ -132,6 +135,21 @@ TEST(Monitor, ThePlainPlanCanBeInForceFromTheStart) {
   EXPECT_EQ(plain_count(told), 500);
   EXPECT_EQ(told.aside_at, -1);
   EXPECT_EQ(told.measure_at, -1);
+}
+
+TEST(Monitor, AnInterruptedIterationIsLeftOut) {
+  // Every third one is, as where several models take turns.
+  for (const double plain_share : {1.0, 1.3}) {
+    Loop loop = steady(plain_share);
+    loop.facts = [facts = loop.facts](int64_t iteration, int32_t rank, bool plain) {
+      return iteration % 3 == 0 ? RankFacts{} : facts(iteration, rank, plain);
+    };
+    const Told told = run(loop, 1500);
+    EXPECT_EQ(told.measure_at, -1) << plain_share;
+    EXPECT_EQ(told.aside_at > 0, plain_share == 1.0);
+    EXPECT_GE(told.comparison.plain_count, 3) << plain_share;
+    EXPECT_NEAR(told.comparison.plain_ns / told.comparison.plan_ns, plain_share, 1e-9);
+  }
 }
 
 TEST(Monitor, ASlowerNetworkIsNoticed) {

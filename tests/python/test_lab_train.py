@@ -372,7 +372,7 @@ NEAR = ["--hosts", "2", "--model"]
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, arguments, words):
-    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: None)
     monkeypatch.setattr("gradcast.commands.lab.train", lambda *_, **__: pytest.fail("it has run"))
     result = run("lab", "train", *arguments)
     assert result.code == 2, result.err
@@ -382,7 +382,7 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, ar
 
 
 def test_too_large_a_run_is_refused(run, monkeypatch):
-    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: None)
     monkeypatch.setattr("gradcast.lab.train._available_bytes", lambda: 8e9)
     result = run("lab", "train", "--hosts", "8", "--model", "vgg16")
     assert result.code == 2
@@ -390,13 +390,13 @@ def test_too_large_a_run_is_refused(run, monkeypatch):
 
 
 def test_where_hosts_cannot_be_made_it_says_why(run, monkeypatch):
-    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: "network namespaces need root")
+    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: "network namespaces need root")
     result = run("lab", "train", "--model", "resnet50")
     assert (result.code, result.err) == (2, "gradcast: error: network namespaces need root\n")
 
 
 def test_a_wrong_number_ends_the_command_with_an_error(run, monkeypatch, small_path):
-    monkeypatch.setattr("gradcast.commands.lab.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: None)
     results = {**results_of(difference=1e-3), "torch": "0", "parameter_bytes": 1}
     monkeypatch.setattr("gradcast.commands.lab.train", lambda *_, **__: results)
     result = run("lab", "train", "--model", small_path)

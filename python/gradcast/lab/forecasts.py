@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from gradcast import _core
 from gradcast.compare import compute_ns
 from gradcast.files import scaled_profile
-from gradcast.lab.variants import DDP_MGWFBP, SWEPT_CAPS_MIB, Variant
+from gradcast.lab.variants import DDP_MGWFBP, SWEPT_CAPS_MIB, TORCH_CAPS_MIB, Variant
 
 _MIB = 1 << 20
-_DDP_FIRST_MIB, _DDP_CAP_MIB = 1, 25
 # torch's Gloo works on two operations at a time, whoever waits for them.
 _GLOO_IN_FLIGHT = 2
 
@@ -35,15 +34,18 @@ def ddp_plan(profile: _core.Profile, variant: Variant) -> _core.Plan:
     """DDP's buckets on the profile, and what they take. REQUIRES: a profile with a link, a variant of DDP."""
     if variant.name == DDP_MGWFBP:
         return _plan(profile, "mgwfbp", {})
-    first_mib, cap_mib = variant.caps_mib * 2 if variant.caps_mib else (_DDP_FIRST_MIB, _DDP_CAP_MIB)
-    return _plan(profile, "ddp", {"first_bytes": int(first_mib * _MIB), "cap_bytes": int(cap_mib * _MIB)})
+    caps_mib = variant.caps_mib or TORCH_CAPS_MIB
+    return _plan(profile, "ddp", {"first_bytes": int(caps_mib[0] * _MIB), "cap_bytes": int(caps_mib[-1] * _MIB)})
 
 
-def near_best_caps_mib(profile: _core.Profile) -> list[int]:
-    """The cap of those that a sweep tries under which DDP is predicted to be fastest, and its neighbours."""
+def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]:
+    """The cap of those that a sweep tries under which DDP is predicted to be fastest, and its neighbours.
+
+    ``factor``: of the profile's tensors to those of the model; caps are scaled like them.
+    """
+    sizes_bytes = [int(factor * cap * _MIB) for cap in SWEPT_CAPS_MIB]
     predicted_ns = [
-        _plan(profile, "ddp", {"first_bytes": cap * _MIB, "cap_bytes": cap * _MIB}).predicted_ns
-        for cap in SWEPT_CAPS_MIB
+        _plan(profile, "ddp", {"first_bytes": size, "cap_bytes": size}).predicted_ns for size in sizes_bytes
     ]
     best = predicted_ns.index(min(predicted_ns))
     return list(SWEPT_CAPS_MIB[max(0, best - 1) : best + 2])

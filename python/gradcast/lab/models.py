@@ -47,14 +47,14 @@ class StandInTask(Task):
         sleep_precisely()
         assert settings.profile is not None
         self._shape = Shape.of(gradcast.Profile.from_json(settings.profile), scale_size=settings.scale_size)
-        self._clock = DeviceClock()  # one, as all variants train on one device in turns
+        self.clock = DeviceClock()  # one, as all variants train on one device in turns
         self._gradients = Gradients(self._shape.elements, rank)
 
     def _make_module(self) -> nn.Module:
-        return StandIn(self._shape, self._clock, self._gradients)
+        return StandIn(self._shape, self.clock, self._gradients)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return sgd_on(self._clock, module.parameters(), _LEARNING_RATE)
+        return sgd_on(self.clock, module.parameters(), _LEARNING_RATE)
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return output.sum()

@@ -16,10 +16,13 @@ _HEADERS = [
 
 
 def network_words(settings: Settings) -> str:
-    rates = settings.rates_bits_per_s
-    if len(set(rates)) == 1:
-        return f"{settings.hosts} hosts with links of {format_bandwidth(rates[0])}"
-    return f"{settings.hosts} hosts with links of {', '.join(map(format_bandwidth, rates))}"
+    return links_words(settings.rates_bits_per_s)
+
+
+def links_words(rates_bits_per_s: tuple[float, ...]) -> str:
+    different = dict.fromkeys(rates_bits_per_s)
+    shown = rates_bits_per_s if len(different) > 1 else different
+    return f"{len(rates_bits_per_s)} hosts with links of {', '.join(map(format_bandwidth, shown))}"
 
 
 def model_words(settings: Settings, parameter_bytes: int) -> str:
@@ -46,7 +49,8 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
         f"before the next forward, as DDP's, less than {bounds['hook'].best_ms:.1f} ms."
     )
     if settings.scale_size != 1:
-        notes += f"\nDDP's bucket sizes are scaled by {settings.scale_size:g} like the tensors: ddp:25 has as many as at full size."
+        factor = f"{settings.scale_size:g}"
+        notes += f"\nDDP's bucket sizes are scaled by {factor} like the tensors: ddp:25 has as many as at full size."
     return f"\n{text}\n\n{notes}\n\n{_verdict(table, settings)}"
 
 

@@ -1,7 +1,7 @@
 """The ways of sending gradients that ``gradcast lab train`` compares, and the names by which people ask for them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradcast import _core
 from gradcast.lab.errors import LabError
@@ -10,6 +10,7 @@ COMPUTE = "alone"  # sends nothing: what compute takes; its ranks drift apart
 BASELINE = "ddp"
 DDP_NEAR, DDP_MGWFBP = "ddp-near", "ddp-mgwfbp"
 SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
+TORCH_CAPS_MIB = (1, 25)  # of DDP's first bucket and of the others, where nothing else is said
 
 _SWEEP = tuple(f"ddp:{cap}" for cap in SWEPT_CAPS_MIB)
 _POLICIES = tuple(f"overlap:{policy}" for policy in ("p3", "bytescheduler", "prophet", "dcredit", "mgwfbp"))
@@ -30,7 +31,8 @@ class Variant:
 
     name: str
     mode: str
-    caps_mib: tuple[float, ...] = ()  # of DDP's buckets: one for all, or one per bucket; none: torch's own
+    # Of DDP's buckets, the last one also of all that follow; none: torch's own.
+    caps_mib: tuple[float, ...] = ()
     policy: str | None = None  # None: gradcast's own
     adapt: bool = True  # whether gradcast may change its plan, and its mind, while it trains
 
@@ -69,6 +71,13 @@ def variant(name: str) -> Variant:
     if name == COMPUTE:
         return Variant(name, COMPUTE)
     raise LabError(f"there is nothing called '{name}' to compare; there are {EXAMPLES}")
+
+
+def scaled(each: Variant, factor: float) -> Variant:
+    """For a model whose tensors are scaled: DDP's buckets are, too, so that there are as many as at full size."""
+    if each.mode != "ddp" or factor == 1:
+        return each
+    return replace(each, caps_mib=tuple(factor * cap for cap in each.caps_mib or TORCH_CAPS_MIB))
 
 
 def ddp_variants(caps_mib: Iterable[float]) -> list[Variant]:

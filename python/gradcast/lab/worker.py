@@ -20,7 +20,17 @@ from gradcast.lab.cores import BusyCores
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.trainer import Trainer
-from gradcast.lab.variants import BASELINE, COMPUTE, DDP_MGWFBP, DDP_NEAR, Variant, bucket_list, ddp_variants, variant
+from gradcast.lab.variants import (
+    BASELINE,
+    COMPUTE,
+    DDP_MGWFBP,
+    DDP_NEAR,
+    Variant,
+    bucket_list,
+    ddp_variants,
+    scaled,
+    variant,
+)
 
 # After gradcast's warm-up: its plan's first steps have new buffers. DDP lays out its buckets anew after one step.
 _SETTLING_STEPS = 4
@@ -48,7 +58,7 @@ class Training:
         by_gradcast = [self._prepared(each) for each in known if each.by_gradcast]
         profile = self._measured(by_gradcast)
         as_ddp_counts = forecasts.with_sizes(profile, _parameter_bytes(self._task.module()))
-        found = [each for name in settings.names for each in _resolved(name, as_ddp_counts)]
+        found = [each for name in settings.names for each in _resolved(name, as_ddp_counts, settings.scale_size)]
         others = [self._prepared(each) for each in dict.fromkeys(found) if not each.by_gradcast]
         trainers = sorted([*by_gradcast, *others], key=lambda trainer: found.index(trainer.variant))
         rounds = [self._round(trainers, number) for number in range(settings.rounds)]
@@ -103,12 +113,13 @@ class Training:
         return {"steps_ms": steps_ms, "cores_busy": busy}
 
 
-def _resolved(name: str, profile: _core.Profile) -> list[Variant]:
+def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]:
     if name == DDP_NEAR:
-        return ddp_variants(forecasts.near_best_caps_mib(profile))
+        near = ddp_variants(forecasts.near_best_caps_mib(profile, factor))
+        return [scaled(each, factor) for each in near]
     if name == DDP_MGWFBP:
         return [bucket_list(forecasts.mgwfbp_caps_mib(profile))]
-    return [variant(name)]
+    return [scaled(variant(name), factor)]
 
 
 def _differences(trainers: list[Trainer]) -> dict[str, float]:

@@ -10,8 +10,9 @@ except ImportError as error:
 # Files only: a machine in a rack has no display.
 _matplotlib.use("Agg")
 
+from gradcast.pictures.adapt import draw_adapt
 from gradcast.pictures.lab import draw_lab
 from gradcast.pictures.lanes import draw_comparison, draw_plan
 from gradcast.pictures.sweep import draw_sweep
 
-__all__ = ["draw_comparison", "draw_lab", "draw_plan", "draw_sweep"]
+__all__ = ["draw_adapt", "draw_comparison", "draw_lab", "draw_plan", "draw_sweep"]

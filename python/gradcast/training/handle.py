@@ -154,6 +154,11 @@ class Handle:
         return self._session.profile
 
     @property
+    def measuring(self) -> bool:
+        """Whether the steps of now are the warm-up's, or those of a warm-up after a change."""
+        return self._session.has_plan and self._live.live.warmup is not None
+
+    @property
     def layout(self) -> tuple[Place, ...]:
         """Where each gradient lies in the buffers, in the order of the plan's profile."""
         return self._live.buffers.layout if self._session.has_plan else ()

@@ -61,6 +61,7 @@ class LivePlan:
         self.profile: _core.Profile | None = None
         self.version = 0
         self.plain = False
+        self.interrupted = False  # this iteration: how long it takes tells nothing
         self._begin_warmup(range(len(names)))
 
     @property
@@ -90,10 +91,10 @@ class LivePlan:
         facts = self._notes.exchange(self._own_facts(start_ns))
         if self.warmup is not None:
             self._advance_warmup()
-        elif self._monitor is not None and facts is not None and len(self._history) == self._notes.lag:
+        elif self._monitor is not None and len(self._history) == self._notes.lag:
             monitor, plain = self._history[0]
             if monitor is self._monitor:
-                self._decide(self._monitor.on_iteration(plain, facts))
+                self._decide(self._monitor.on_iteration(plain, facts or []))
         self._history.append((self._monitor, self.plain))
 
     def summary(self) -> str | None:
@@ -111,8 +112,9 @@ class LivePlan:
     def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
         link_ns = self._traffic.counters().link_ns
         before, self._link_ns = self._link_ns, link_ns
-        record = self._trace.current
-        if record is None:
+        record, interrupted = self._trace.current, self.interrupted
+        self.interrupted = False
+        if record is None or interrupted:
             return None
         step_ns = start_ns - record.start_ns
         return _core.RankFacts(step_ns=step_ns, busy_ns=step_ns - record.total_ns("wait"), link_ns=link_ns - before)

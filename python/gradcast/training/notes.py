@@ -61,8 +61,10 @@ class Notes:
         for rank in range(first, min(first + _RANKS_AT_ONCE, self._world_size)):
             start = (rank - first) * _ELEMENTS_PER_RANK
             times = [_NS * (values[at] + values[at + 1]) for at in range(start, start + _ELEMENTS_PER_RANK, 2)]
-            told = times[0] > 0
-            self._known[rank] = _core.RankFacts(step_ns=times[0], busy_ns=times[1], link_ns=times[2]) if told else None
+            if times[0] > 0:
+                self._known[rank] = _core.RankFacts(step_ns=times[0], busy_ns=times[1], link_ns=times[2])
+            elif self._turns == 1:  # otherwise what it has told before stays for its next turn
+                self._known[rank] = None
 
     def _write(self, own: _core.RankFacts | None) -> None:
         values = [0.0] * NOTE_ELEMENTS

@@ -29,8 +29,8 @@ _NEVER_PACK_NS_PER_BYTE = 1e6
 _PACKING_GAIN = 1.02
 
 
-# DDP's bucket caps that are tried for the plain plan: its own, and around it.
-_PLAIN_CAPS_BYTES = tuple(mib * _MIB for mib in (1, 4, 8, 25, 50, 100))
+# Bytes of DDP's first bucket and of its others that are tried for the plain plan: its own, and any that a user may set.
+_PLAIN_CAPS_BYTES = ((_MIB, 25 * _MIB), *((int(mib * _MIB),) * 2 for mib in (1 / 16, 1 / 4, 1, 4, 8, 25, 50, 100)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +177,9 @@ def plain_plan(profile: _core.Profile) -> _core.Plan:
             profile.link,
             policy="ddp",
             mode="hook",
-            parameters={"first_bytes": min(cap, _MIB), "cap_bytes": cap},
+            parameters={"first_bytes": first, "cap_bytes": cap},
         )
-        for cap in _PLAIN_CAPS_BYTES
+        for first, cap in _PLAIN_CAPS_BYTES
     ]
     return min(plans, key=lambda plan: plan.predicted_ns)
 

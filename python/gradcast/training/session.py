@@ -98,6 +98,7 @@ class Session:
     def flush(self) -> None:
         """Everything that is in flight arrives, every update that waits for it runs."""
         with self._lock:
+            self.live.interrupted = True
             self._steps.finish_all()
             # Another thread's backward pass goes on; its gradients are nobody else's business yet.
             if self._gradients.open and not self._gradients.runs_elsewhere():

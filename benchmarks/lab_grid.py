@@ -1,0 +1,265 @@
+"""The speed of gradcast beside stock DDP over models, hosts and networks: the tables of docs/benchmarks.md.
+
+Each cell is one run of ``gradcast lab train`` on this machine, with a timed stand-in for an accelerator, and becomes
+one JSON line of the record. Cells that the record has already are left out: an interrupted grid goes on where it was.
+
+    python benchmarks/lab_grid.py run --record benchmarks/results/lab.jsonl
+    python benchmarks/lab_grid.py table --record benchmarks/results/lab.jsonl --refresh docs/benchmarks.md
+    python benchmarks/lab_grid.py compare --record new.jsonl --with benchmarks/results/lab.jsonl
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from gradcast.compare import total_bytes
+from gradcast.files import load_profile
+
+MODELS = ("resnet18", "resnet50", "resnet152", "inception_v3", "vgg16", "vit_b_16", "bert_base", "gpt2")
+RATIOS = (0.5, 1.0, 2.0)  # of the time on the wire to compute
+# Compute of a step, ms, by hosts: so long that two cores serve the sockets of all hosts beside it.
+COMPUTE_MS = {4: 240, 2: 160, 8: 480}
+GRADIENT_BYTES = 6e6  # every model's tensors are scaled to this sum, for the same reason
+FORWARD_SHARE = 1 / 3
+USUAL = "ddp,ddp-near,hook,overlap"
+FULL_HOSTS, FULL_RATIO = 4, 1.0  # in this cell of each model all is compared
+ROUNDS, STEPS = 5, 3
+BEGIN, END = "<!-- lab grid -->", "<!-- /lab grid -->"
+# Where the cores are busier than that, they are the limit and not the wire, and no schedule helps.
+BUSY_LIMIT = 0.85
+NEAR_BOUND = 1.05
+PROMISED_GAIN, KEPT_GAIN = 1.27, 1.25
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    hosts: int
+    ratio: float
+
+    @property
+    def scale_size(self) -> float:
+        return GRADIENT_BYTES / total_bytes(load_profile(self.model))
+
+    @property
+    def rate_bits_per_s(self) -> float:
+        wire_bytes = 2 * (self.hosts - 1) / self.hosts * GRADIENT_BYTES
+        return 8e3 * wire_bytes / (self.ratio * COMPUTE_MS[self.hosts])
+
+    @property
+    def key(self) -> str:
+        return f"{self.model} {self.hosts} {self.ratio:g}"
+
+    def arguments(self) -> list[str]:
+        compute_ms = COMPUTE_MS[self.hosts]
+        forward_ms = compute_ms * FORWARD_SHARE
+        full = (self.hosts, self.ratio) == (FULL_HOSTS, FULL_RATIO)
+        options = {
+            "--hosts": self.hosts,
+            "--rate": f"{self.rate_bits_per_s / 1e6:.0f}mbit",
+            "--model": self.model,
+            "--scale-size": f"{self.scale_size:.4g}",
+            "--forward-ms": f"{forward_ms:g}",
+            "--backward-ms": f"{compute_ms - forward_ms:g}",
+            "--compare": "all" if full else USUAL,
+            "--rounds": ROUNDS,
+            "--steps": STEPS,
+        }
+        return ["lab", "train", *(str(word) for option in options.items() for word in option)]
+
+
+def cells() -> list[Cell]:
+    return [Cell(model, hosts, ratio) for hosts in COMPUTE_MS for ratio in RATIOS for model in MODELS]
+
+
+def run(args: argparse.Namespace) -> None:
+    """The cells that are missing in the record, one after the other."""
+    record = Path(args.record)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    done = {line["cell"] for line in _lines(record)} if record.exists() else set()
+    missing = [cell for cell in cells() if cell.key not in done and _is_asked_for(cell, args)]
+    for number, cell in enumerate(missing):
+        arguments = cell.arguments()
+        print(f"{number + 1} of {len(missing)}: gradcast {' '.join(arguments)}", flush=True)
+        finished = subprocess.run(["gradcast", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False)
+        if finished.returncode != 0:
+            sys.exit(f"the cell failed with exit code {finished.returncode}; the others are in {record}")
+        line = _line(cell, arguments, json.loads(finished.stdout))
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(_words(line), flush=True)
+
+
+def _is_asked_for(cell: Cell, args: argparse.Namespace) -> bool:
+    return (args.hosts is None or cell.hosts == args.hosts) and (args.model is None or cell.model == args.model)
+
+
+def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: everything but single steps, details and the profile."""
+    rows = [{key: value for key, value in row.items() if key not in ("steps_ms", "details")} for row in result["rows"]]
+    for row, full in zip(rows, result["rows"], strict=True):
+        row["runs_as_ddp"] = full["details"].get("stats", {}).get("runs_as_ddp")
+    return {
+        "cell": cell.key,
+        "model": cell.model,
+        "hosts": cell.hosts,
+        "ratio": cell.ratio,
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "cores": os.cpu_count(),
+        "command": f"gradcast {' '.join(arguments)}",
+        **{key: result[key] for key in ("stand_in", "torch", "parameter_bytes", "link", "compute_ms", "bounds_ms")},
+        "rate_bits_per_s": result["rates_bits_per_s"][0],
+        "best_ddp": result["best_ddp"],
+        "parameters_equal": result["parameters_equal"],
+        "rows": rows,
+    }
+
+
+def _commit() -> str:
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
+
+
+def _lines(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in record.read_text(encoding="utf-8").splitlines() if text.strip()]
+
+
+def _row(line: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(row for row in line["rows"] if row["name"] == name)
+
+
+def _words(line: dict[str, Any]) -> str:
+    overlap, hook = _row(line, "overlap"), _row(line, "hook")
+    return (
+        f"  overlap {overlap['step_ms']:.0f} ms, {overlap['ratio_to_best_ddp']:.2f} x best DDP, "
+        f"{overlap['ratio_to_bound']:.3f} of the bound; hook {hook['ratio_to_best_ddp']:.2f} x"
+    )
+
+
+def table(args: argparse.Namespace) -> None:
+    lines = sorted(
+        _lines(Path(args.record)), key=lambda line: (line["hosts"], MODELS.index(line["model"]), line["ratio"])
+    )
+    text = "\n\n".join(
+        [_summary(lines), *(_hosts_table(lines, hosts) for hosts in sorted(COMPUTE_MS)), _full_table(lines)]
+    )
+    if args.refresh is None:
+        print(text)
+        return
+    page = Path(args.refresh)
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not after:
+        sys.exit(f"{page} lacks the marks {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _summary(lines: list[dict[str, Any]]) -> str:
+    overlaps = [_row(line, "overlap") for line in lines]
+    gains = [row["ratio_to_best_ddp"] for row in overlaps]
+    hook_gains = [_row(line, "hook")["ratio_to_best_ddp"] for line in lines]
+    near = sum(row["ratio_to_bound"] <= NEAR_BOUND for row in overlaps)
+    errors = [abs(row["prediction_error"]) for row in overlaps]
+    promised = [gain for line, gain in zip(lines, gains, strict=True) if _predicted_gain(line) >= PROMISED_GAIN]
+    kept = sum(gain >= KEPT_GAIN for gain in promised)
+    return (
+        f"{len(lines)} cells. Overlap mode: {near} within 5 % of the bound; {statistics.median(gains):.2f} x "
+        f"best-tuned DDP in the median cell, {min(gains):.2f} to {max(gains):.2f}; {KEPT_GAIN} or more in {kept} of "
+        f"the {len(promised)} cells where {PROMISED_GAIN} was predicted. Hook mode: {min(hook_gains):.2f} to "
+        f"{max(hook_gains):.2f} x, {statistics.median(hook_gains):.2f} in the median cell. Prediction: off by "
+        f"{statistics.median(errors):.1%} in the median cell, {max(errors):.1%} at most."
+    )
+
+
+def _predicted_gain(line: dict[str, Any]) -> float:
+    ddp_ms = min(row["predicted_ms"] for row in line["rows"] if row["mode"] == "ddp")
+    return ddp_ms / _row(line, "overlap")["predicted_ms"]
+
+
+def _hosts_table(lines: list[dict[str, Any]], hosts: int) -> str:
+    headers = [
+        "model", "comm / compute", "Mbit/s", "compute", "bound", "ddp", "best ddp", "hook", "overlap", "x best ddp",
+        "/ bound", "predicted", "blocks", "cores busy",
+    ]  # fmt: skip
+    rows = [_cells(line) for line in lines if line["hosts"] == hosts]
+    return f"**{hosts} hosts** (ms per step)\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    overlap, hook, ddp = _row(line, "overlap"), _row(line, "hook"), _row(line, "ddp")
+    best = _row(line, line["best_ddp"])
+    as_ddp = " (as DDP)" if overlap["runs_as_ddp"] else ""
+    busy = overlap["cores_busy"]
+    return [
+        line["model"],
+        f"{line['ratio']:g}",
+        f"{line['rate_bits_per_s'] / 1e6:.0f}",
+        f"{line['compute_ms']:.0f}",
+        f"{line['bounds_ms']['overlap']['best']:.0f}",
+        f"{ddp['step_ms']:.0f}",
+        f"{best['step_ms']:.0f} ({best['name'].removeprefix('ddp:')})",
+        f"{hook['step_ms']:.0f} ({hook['ratio_to_best_ddp']:.2f} x)",
+        f"{overlap['step_ms']:.0f}{as_ddp}",
+        f"{overlap['ratio_to_best_ddp']:.2f}",
+        f"{overlap['ratio_to_bound']:.3f}",
+        f"{overlap['predicted_ms']:.0f} ({overlap['prediction_error']:+.1%})",
+        str(overlap["blocks"]),
+        f"{busy:.0%}{' !' if busy > BUSY_LIMIT else ''}",
+    ]
+
+
+def _full_table(lines: list[dict[str, Any]]) -> str:
+    full = [line for line in lines if (line["hosts"], line["ratio"]) == (FULL_HOSTS, FULL_RATIO)]
+    names = list(dict.fromkeys(row["name"] for line in full for row in line["rows"]))
+    rows = [[name, *(f"{_row(line, name)['step_ms']:.0f}" for line in full)] for name in names]
+    headers = ["", *(line["model"] for line in full)]
+    title = f"**Everything, {FULL_HOSTS} hosts, communication as long as compute** (ms per step)"
+    return f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Another record of the same cells: what has become slower or faster, as ratios to the best DDP of the same run."""
+    old = {line["cell"]: line for line in _lines(Path(args.other))}
+    rows = []
+    for line in _lines(Path(args.record)):
+        if line["cell"] not in old:
+            continue
+        for name in ("hook", "overlap"):
+            new_ratio, old_ratio = (_row(each, name)["ratio_to_best_ddp"] for each in (line, old[line["cell"]]))
+            rows.append(
+                [line["cell"], name, f"{old_ratio:.2f}", f"{new_ratio:.2f}", f"{new_ratio / old_ratio - 1:+.1%}"]
+            )
+    print(tabulate(rows, ["cell", "", "x best ddp, before", "now", "change"], disable_numparse=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for action in (run, table, compare):
+        each = actions.add_parser(action.__name__, description=action.__doc__)
+        each.add_argument("--record", default="benchmarks/results/lab.jsonl", metavar="JSONL")
+        each.set_defaults(action=action)
+        if action is run:
+            each.add_argument("--hosts", type=int, choices=list(COMPUTE_MS), help="only the cells with so many")
+            each.add_argument("--model", choices=MODELS, help="only the cells of this one")
+        elif action is table:
+            each.add_argument("--refresh", metavar="PAGE", help="renew the tables of this Markdown page")
+        else:
+            each.add_argument("--with", dest="other", required=True, metavar="JSONL", help="the earlier record")
+    args = parser.parse_args()
+    args.action(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""``gradcast lab adapt``: something changes while hosts train, and is undone later; what gradcast makes of it."""
+
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+import threading
+from typing import IO, Any
+
+from gradcast.lab.hosts import Network
+from gradcast.lab.workers import run_workers
+
+# What changes for the middle third of the steps.
+SCENARIOS = {
+    "network": "all links become {factor:g} times slower",
+    "link": "the link of host 1 becomes {factor:g} times slower",
+    "host": "host 1 computes {factor:g} times longer",
+    "batch": "all hosts compute {factor:g} times longer, as with a larger batch",
+}
+CHANGED_HOST = 1
+MARK, UNMARK = b"+", b"-"  # what rank 0 asks for: the change, and its end
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptSettings:
+    model: str
+    profile: str  # of the stand-in, as JSON
+    rates_bits_per_s: tuple[float, ...]
+    scenario: str
+    factor: float = 2.0
+    scale_size: float = 1.0
+    steps: int = 180
+
+    @property
+    def changes_at(self) -> int:
+        return self.steps // 3
+
+    @property
+    def returns_at(self) -> int:
+        return 2 * self.steps // 3
+
+    @property
+    def words(self) -> str:
+        return SCENARIOS[self.scenario].format(factor=self.factor)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "AdaptSettings":
+        fields = json.loads(text)
+        return AdaptSettings(**{**fields, "rates_bits_per_s": tuple(fields["rates_bits_per_s"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """From one plan to the next, of those that were not the warm-up's. ``change_step``: since when the change lasts."""
+
+    change_step: int
+    before_ms: float  # medians of steps: with the old plan before the change,
+    since_ms: float | None  # since the change until something was noticed,
+    after_ms: float | None  # and with the new plan
+    steps_to_plan: int | None  # from the change to the first step with the new plan; None: there was none
+    longest_ms: float  # step between the change and the new plan
+
+
+def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
+    """What rank 0 saw, see adapt_worker.py; progress goes to ``output``."""
+    rates = settings.rates_bits_per_s
+    read_end, write_end = os.pipe()
+    with (
+        Network(len(rates), rates[0]) as network,
+        tempfile.TemporaryFile() as file,
+        os.fdopen(read_end, "rb", buffering=0) as asked,
+        os.fdopen(write_end, "wb", buffering=0) as asking,
+    ):
+        _set_rates(network, settings, changed=False)
+        listener = threading.Thread(target=_obey, args=(asked, network, settings), daemon=True)
+        listener.start()
+        try:
+            run_workers(
+                ["-m", "gradcast.lab.adapt_worker", settings.to_json(), f"/dev/fd/{file.fileno()}", str(write_end)],
+                len(rates),
+                timeout_s=timeout_s,
+                network=network,
+                output=output,
+                inherited=[file, asking],
+            )
+        finally:
+            asking.write(b".")  # the end
+            listener.join()
+        file.seek(0)
+        return json.load(file)
+
+
+def phases(results: dict[str, Any], settings: AdaptSettings) -> list[Phase]:
+    return [_phase(results["steps"], at, end) for at, end in _spans(settings)]
+
+
+def _spans(settings: AdaptSettings) -> list[tuple[int, int]]:
+    return [(settings.changes_at, settings.returns_at), (settings.returns_at, settings.steps)]
+
+
+def _phase(steps: list[dict[str, Any]], change_step: int, end: int) -> Phase:
+    old = steps[change_step - 1]["version"]
+    measuring = next((s["step"] for s in steps[change_step:end] if s["measuring"]), end)
+    planned = next((s["step"] for s in steps[measuring:end] if not s["measuring"]), None)
+
+    def median_ms(first: int, last: int, version: int | None = None) -> float | None:
+        chosen = [s["ms"] for s in steps[first:last] if version is None or s["version"] == version]
+        return statistics.median(chosen) if chosen else None
+
+    before_ms = median_ms(0, change_step, old)
+    assert before_ms is not None
+    return Phase(
+        change_step=change_step,
+        before_ms=before_ms,
+        since_ms=median_ms(change_step + 1, measuring),
+        after_ms=None if planned is None else median_ms(planned + 1, end),
+        steps_to_plan=None if planned is None else planned - change_step,
+        longest_ms=max(s["ms"] for s in steps[change_step : planned or end]),
+    )
+
+
+def _obey(asked: IO[bytes], network: Network, settings: AdaptSettings) -> None:
+    """Rank 0 asks for changes of the network when it has come to their step."""
+    while (word := asked.read(1)) in (MARK, UNMARK):
+        _set_rates(network, settings, changed=word == MARK)
+
+
+def _set_rates(network: Network, settings: AdaptSettings, *, changed: bool) -> None:
+    slower = {"network": range(network.host_count), "link": [CHANGED_HOST]}.get(settings.scenario, [])
+    for host, rate in enumerate(settings.rates_bits_per_s):
+        network.set_rate(host, rate / settings.factor if changed and host in slower else rate)

@@ -1,0 +1,97 @@
+"""One rank of ``gradcast lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS RESULTS PIPE``.
+
+Trains a stand-in in overlap mode, and writes down for each step how long it took and which plan it followed. Rank 0
+asks through the file descriptor PIPE for changes of the network, and writes the file RESULTS.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradcast
+from gradcast.lab.adapt import CHANGED_HOST, MARK, UNMARK, AdaptSettings
+from gradcast.lab.models import StandInTask
+from gradcast.lab.settings import Settings
+
+_PROGRESS_EVERY = 10
+
+
+class Heard(logging.Handler):
+    """What gradcast says, with the step in which it says so."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.step = 0
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append({"step": self.step, "line": record.getMessage()})
+        print(f"step {self.step}: {record.getMessage()}", flush=True)
+
+
+def main(settings: AdaptSettings, results_path: Path, pipe: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    heard = Heard()
+    logging.getLogger("gradcast").addHandler(heard)
+    logging.getLogger("gradcast").setLevel(logging.INFO)
+    steps = _train(settings, heard, pipe)
+    if dist.get_rank() == 0:
+        results_path.write_text(json.dumps({"torch": torch.__version__, "steps": steps, "said": heard.lines}))
+    dist.destroy_process_group()
+
+
+def _train(settings: AdaptSettings, heard: Heard, pipe: int) -> list[dict[str, Any]]:
+    rank = dist.get_rank()
+    task = StandInTask(
+        Settings(settings.model, settings.profile, settings.rates_bits_per_s, (), scale_size=settings.scale_size), rank
+    )
+    module = task.module()
+    optimizer = task.optimizer(module)
+    handle = gradcast.attach(module, optimizer)
+    steps = []
+    for number, (inputs, targets) in enumerate(task.batches(0, settings.steps)):
+        heard.step = number
+        if number in (settings.changes_at, settings.returns_at):
+            _change(settings, task, rank, pipe, begins=number == settings.changes_at)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        task.loss(module(inputs), targets).backward()
+        optimizer.step()
+        took_ms = 1e3 * (time.perf_counter() - start)
+        stats = handle.stats()
+        steps.append(
+            {
+                "step": number,
+                "ms": took_ms,
+                "version": stats["plan_version"],
+                "predicted_ms": stats["predicted_ms"],
+                "measuring": handle.measuring,
+                "runs_as_ddp": stats["runs_as_ddp"],
+                "tries_ddp": stats["tries_ddp"],
+                "slowest_rank": stats["slowest_rank"],
+            }
+        )
+        if rank == 0 and number % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
+            print(f"step {number + 1} of {settings.steps}: {took_ms:.0f} ms", flush=True)
+    handle.detach()
+    return steps
+
+
+def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *, begins: bool) -> None:
+    if settings.scenario == "batch" or (settings.scenario == "host" and rank == CHANGED_HOST):
+        task.clock.factor = settings.factor if begins else 1.0
+    if rank == 0:
+        print(f"now {settings.words}" if begins else "now it is as before", flush=True)
+        os.write(pipe, MARK if begins else UNMARK)
+
+
+if __name__ == "__main__":
+    main(AdaptSettings.from_json(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
