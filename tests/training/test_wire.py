@@ -161,6 +161,34 @@ def test_what_the_format_cannot_hold_arrives_as_with_ddps_hook(ranks, wire):
         assert abs(ours[0]) == (float("inf") if wire == "fp16" else pytest.approx(1e6, rel=1 / 256))
 
 
+def scaled_too_far(rank, mode):
+    """A loss scale that fp16 does not hold: the step is skipped on all ranks, the scale falls, training goes on."""
+    ours = Ours("plain", "sgd plain", rank.index, mode=mode, wire="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scales, changed = [], []
+    for number in range(12):
+        ours.handle.flush()
+        before = compare.digest(ours.bare)
+        ours.optimizer.zero_grad()
+        scaler.scale(ours.task.loss(ours.module, ours.task.batch(rank.index, number))).backward()
+        scaler.step(ours.optimizer)
+        scaler.update()
+        ours.handle.flush()
+        scales.append(scaler.get_scale())
+        changed.append(compare.digest(ours.bare) != before)
+    return scales, changed, compare.digest(ours.bare)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_scaler_skips_what_fp16_cannot_hold(ranks, mode):
+    results = ranks.run(2, scaled_too_far, mode)
+    assert results[0] == results[1]
+    scales, changed, _ = results[0]
+    assert changed == [scale == before for before, scale in zip([2.0**24, *scales], scales, strict=False)]
+    assert not changed[0]
+    assert changed[-1]
+
+
 def learn(rank, wire):
     """A net learns what another net says, with Adam; the mean loss of the last 20 of 200 steps."""
     teacher, task = TASKS["plain"].module(seed=99), TASKS["plain"]
