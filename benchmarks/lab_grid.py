@@ -27,7 +27,7 @@ from gradcast.files import load_profile
 MODELS = ("resnet18", "resnet50", "resnet152", "inception_v3", "vgg16", "vit_b_16", "bert_base", "gpt2")
 RATIOS = (0.5, 1.0, 2.0)  # of the time on the wire to compute
 # Compute of a step, ms, by hosts: so long that two cores serve the sockets of all hosts beside it.
-COMPUTE_MS = {4: 240, 2: 160, 8: 480}
+COMPUTE_MS = {4: 600, 2: 400, 8: 1200}
 GRADIENT_BYTES = 6e6  # every model's tensors are scaled to this sum, for the same reason
 FORWARD_SHARE = 1 / 3
 USUAL = "ddp,ddp-near,hook,overlap"

@@ -19,6 +19,7 @@ import gradcast
 from gradcast.lab.adapt import CHANGED_HOST, MARK, UNMARK, AdaptSettings
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
+from gradcast.lab.standin import wake_promptly
 
 _PROGRESS_EVERY = 10
 
@@ -38,6 +39,7 @@ class Heard(logging.Handler):
 
 def main(settings: AdaptSettings, results_path: Path, pipe: int) -> None:
     torch.set_num_threads(1)
+    wake_promptly()
     dist.init_process_group("gloo")
     heard = Heard()
     logging.getLogger("gradcast").addHandler(heard)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import gradcast
 from gradcast.lab.errors import LabError
 from gradcast.lab.settings import REAL_MODELS, Settings
-from gradcast.lab.standin import DeviceClock, Gradients, Shape, StandIn, sgd_on, sleep_precisely
+from gradcast.lab.standin import DeviceClock, Gradients, Shape, StandIn, sgd_on
 from gradcast.lab.trainer import Batch
 
 _EXAMPLES = Path(gradcast.__file__).resolve().parents[2] / "examples"
@@ -44,7 +44,6 @@ class Task(ABC):
 
 class StandInTask(Task):
     def __init__(self, settings: Settings, rank: int) -> None:
-        sleep_precisely()
         assert settings.profile is not None
         self._shape = Shape.of(gradcast.Profile.from_json(settings.profile), scale_size=settings.scale_size)
         self.clock = DeviceClock()  # one, as all variants train on one device in turns

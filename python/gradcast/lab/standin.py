@@ -6,8 +6,10 @@ which are constants prepared beforehand. So a machine with few cores and no acce
 network while compute goes on beside it; it says nothing about how fast an accelerator is, and nothing about accuracy.
 """
 
+import contextlib
 import ctypes
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -185,7 +187,13 @@ def sgd_on(clock: DeviceClock, parameters: Any, learning_rate: float) -> torch.o
     return SGD(parameters, lr=learning_rate, momentum=0.9)
 
 
-def sleep_precisely() -> None:
-    """From now on this thread's sleeps end when they should: Linux otherwise rounds them by 50 us, to save wake-ups."""
+def wake_promptly() -> None:
+    """From now on this thread, and those that it starts, run when they are woken, as on a host with cores to spare.
+
+    Linux otherwise rounds sleeps by 50 us, and a thread that is woken waits for up to a tick (4 ms) for a core that
+    another host's thread is using: real-time threads do not. They nearly always wait, so nothing is starved.
+    """
     if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0) != 0:
         raise LabError("the stand-in needs precise sleeps (prctl PR_SET_TIMERSLACK), which this system does not have")
+    with contextlib.suppress(PermissionError):  # in some containers; times then scatter more
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -19,6 +19,7 @@ from gradcast.lab import forecasts
 from gradcast.lab.cores import BusyCores
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.standin import wake_promptly
 from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import (
     BASELINE,
@@ -39,6 +40,8 @@ _MEASURING = Variant("overlap (to measure)", "overlap")
 
 def main(settings: Settings, results_path: Path) -> None:
     torch.set_num_threads(1)
+    if settings.stand_in:
+        wake_promptly()
     dist.init_process_group("gloo")
     results = Training(settings).run()
     if dist.get_rank() == 0:

@@ -114,7 +114,7 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
 
 
 # Options in which the ranks would do different things: wait for each other at different places, or compute differently.
-_SAME_OPTIONS = ("warmup_steps", "compare_every", "max_grad_norm", "wire")
+_SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "max_grad_norm", "wire")
 
 
 def check_same_call(process_group: Any, refusal: Error | None, mode: str, options: Options) -> None:

@@ -27,6 +27,9 @@ _CAP_SHARES = (1, 1, 4, 16, 2, 64)
 # A packed block needs memory and time that a model knows only roughly. It has to promise more than noise.
 _NEVER_PACK_NS_PER_BYTE = 1e6
 _PACKING_GAIN = 1.02
+# A measured start-up cost may be too low by much, even 0, and a plan of many blocks pays for that with each. So of
+# the plans that are nearly the best, the one with the fewest blocks.
+_FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
 
 
 # Bytes of DDP's first bucket and of its others that are tried for the plain plan: its own, and any that a user may set.
@@ -136,12 +139,28 @@ def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
     pack_ns_per_byte = statistics.median(rank.pack_ns_per_byte for rank in ranks)
     samples = _block_samples(ranks)
     if len({size for size, _ in samples}) >= 3:
-        cost = _core.fit_op_cost(samples).cost
-        return _core.LinkModel(all_reduce=list(cost.pieces), pack_ns_per_byte=pack_ns_per_byte)
+        pieces = _with_stalls(_core.fit_op_cost(samples).cost, samples)
+        return _core.LinkModel(all_reduce=pieces, pack_ns_per_byte=pack_ns_per_byte)
     # A model so small that every block has nearly the same size: what it costs is then all there is to know.
     alpha_ns = statistics.median(time for _, time in samples)
     only = _core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=0)
     return _core.LinkModel(all_reduce=[only], pack_ns_per_byte=pack_ns_per_byte)
+
+
+def _with_stalls(cost: _core.OpCost, samples: Sequence[tuple[int, float]]) -> list[_core.LinkPiece]:
+    """The fit goes through the middle of the samples, but a plan pays for stalls, too: threads that wait for a core,
+    packets that come late. What blocks take above the fit on average, the extreme tenths left out, each of them pays."""
+    above = sorted(time - cost.cost_ns(size) for size, time in samples)
+    cut = len(above) // 10
+    stall_ns = max(0.0, statistics.mean(above[cut : len(above) - cut]))
+    return [
+        _core.LinkPiece(
+            alpha_ns=piece.alpha_ns + stall_ns,
+            beta_ns_per_byte=piece.beta_ns_per_byte,
+            up_to_bytes=piece.up_to_bytes,
+        )
+        for piece in cost.pieces
+    ]
 
 
 def _block_samples(ranks: Sequence[Measured]) -> list[tuple[int, float]]:
@@ -191,7 +210,7 @@ def _plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Opt
         policy=options.policy,
         mode=mode,
         in_flight=options.in_flight,
-        parameters=dict(options.policy_parameters),
+        parameters=_FEWER_BLOCKS.get(options.policy, {}) | dict(options.policy_parameters),
     )
 
 

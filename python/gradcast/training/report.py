@@ -7,7 +7,7 @@ from gradcast.training.trace import median_ms
 _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
-    "engine_us_per_block", "grad_norm", "runs_as_ddp", "expected_gain", "measured_gain", "slowest_rank",
+    "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
     "wire", "wire_bytes",
 )  # fmt: skip
 
@@ -16,7 +16,8 @@ def stats_of(session: Any) -> dict[str, Any]:
     """``measured_ms``, ``exposed_ms`` and ``update_calls`` are medians over the recorded steps of the plan in force;
     ``compute_ms`` is the warm-up's backward + forward + update; ``exposed_ms`` what the training thread waited.
     ``expected_gain`` and ``measured_gain``: how many times as fast as DDP with its best bucket size; ``runs_as_ddp``:
-    that gains nothing, so gradients travel as DDP sends them; ``slowest_rank``: computes at least a tenth longer."""
+    that gains nothing, so gradients travel as DDP sends them; ``tries_ddp``: for this step; ``slowest_rank``: computes
+    at least a tenth longer."""
     values: dict[str, Any] = dict.fromkeys(_KEYS)
     values |= {"step": session.steps, "mode": session.mode, "world_size": session.group.world_size}
     profile = session.profile
@@ -45,6 +46,7 @@ def stats_of(session: Any) -> dict[str, Any]:
     expectation, compared = live.agreed.expectation, live.comparison
     values |= {
         "runs_as_ddp": live.agreed.steps_aside,
+        "tries_ddp": live.plain and not live.agreed.steps_aside,
         "expected_gain": None if expectation is None else expectation.gain,
         "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
         "slowest_rank": live.slowest_rank,
