@@ -27,7 +27,7 @@ from gradcast.files import load_profile
 MODELS = ("resnet18", "resnet50", "resnet152", "inception_v3", "vgg16", "vit_b_16", "bert_base", "gpt2")
 RATIOS = (0.5, 1.0, 2.0)  # of the time on the wire to compute
 # Compute of a step, ms, by hosts: so long that two cores serve the sockets of all hosts beside it.
-COMPUTE_MS = {4: 600, 2: 400, 8: 1200}
+COMPUTE_MS = {2: 400, 4: 600, 8: 1200}
 GRADIENT_BYTES = 6e6  # every model's tensors are scaled to this sum, for the same reason
 FORWARD_SHARE = 1 / 3
 USUAL = "ddp,ddp-near,hook,overlap"
@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _is_asked_for(cell: Cell, args: argparse.Namespace) -> bool:
-    return (args.hosts is None or cell.hosts == args.hosts) and (args.model is None or cell.model == args.model)
+    wanted = {"hosts": args.hosts, "model": args.model, "ratio": args.ratio}
+    return all(value is None or getattr(cell, name) == value for name, value in wanted.items())
 
 
 def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +151,8 @@ def table(args: argparse.Namespace) -> None:
     lines = sorted(
         _lines(Path(args.record)), key=lambda line: (line["hosts"], MODELS.index(line["model"]), line["ratio"])
     )
-    text = "\n\n".join(
-        [_summary(lines), *(_hosts_table(lines, hosts) for hosts in sorted(COMPUTE_MS)), _full_table(lines)]
-    )
+    tables = [_hosts_table(lines, hosts) for hosts in sorted({line["hosts"] for line in lines})]
+    text = "\n\n".join([_summary(lines), *tables, *_full_table(lines)])
     if args.refresh is None:
         print(text)
         return
@@ -218,13 +218,15 @@ def _cells(line: dict[str, Any]) -> list[str]:
     ]
 
 
-def _full_table(lines: list[dict[str, Any]]) -> str:
+def _full_table(lines: list[dict[str, Any]]) -> list[str]:
     full = [line for line in lines if (line["hosts"], line["ratio"]) == (FULL_HOSTS, FULL_RATIO)]
+    if not full:
+        return []
     names = list(dict.fromkeys(row["name"] for line in full for row in line["rows"]))
     rows = [[name, *(f"{_row(line, name)['step_ms']:.0f}" for line in full)] for name in names]
     headers = ["", *(line["model"] for line in full)]
     title = f"**Everything, {FULL_HOSTS} hosts, communication as long as compute** (ms per step)"
-    return f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return [f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -252,6 +254,7 @@ def main() -> int:
         if action is run:
             each.add_argument("--hosts", type=int, choices=list(COMPUTE_MS), help="only the cells with so many")
             each.add_argument("--model", choices=MODELS, help="only the cells of this one")
+            each.add_argument("--ratio", type=float, choices=RATIOS, help="only the cells with this one")
         elif action is table:
             each.add_argument("--refresh", metavar="PAGE", help="renew the tables of this Markdown page")
         else:
