@@ -32,7 +32,7 @@ class Trainer:
         if variant.mode == "ddp":
             self._model = DistributedDataParallel(module, **_bucket_options(variant))
         elif variant.by_gradcast:
-            options = _options(variant, in_flight)
+            options = _options(variant, variant.in_flight or in_flight)
             self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:

@@ -22,7 +22,9 @@ _GROUPS = {
 }
 _MODES = ("overlap", "hook")
 _FIXED = "-fixed"
-EXAMPLES = "ddp, ddp:8, ddp-sweep, ddp-near, ddp-mgwfbp, hook, overlap, overlap-fixed, overlap:p3, policies, all"
+EXAMPLES = (
+    "ddp, ddp:8, ddp-sweep, ddp-near, ddp-mgwfbp, hook, overlap, overlap-fixed, overlap/2, overlap:p3, policies, all"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Variant:
     # Of DDP's buckets, the last one also of all that follow; none: torch's own.
     caps_mib: tuple[float, ...] = ()
     policy: str | None = None  # None: gradcast's own
+    in_flight: int | None = None  # gradcast's blocks at the same time; None: as the run's settings say
     adapt: bool = True  # whether gradcast may change its plan, and its mind, while it trains
 
     @property
@@ -66,11 +69,23 @@ def variant(name: str) -> Variant:
         _check_policy(name, detail)
         # A policy is followed whatever it costs: it is what the row is about.
         return Variant(name, base, policy=detail, adapt=False)
+    if "/" in name:
+        return _with_in_flight(name)
     if base.removesuffix(_FIXED) in _MODES and not colon:
         return Variant(name, base.removesuffix(_FIXED), adapt=not base.endswith(_FIXED))
     if name == COMPUTE:
         return Variant(name, COMPUTE)
     raise LabError(f"there is nothing called '{name}' to compare; there are {EXAMPLES}")
+
+
+def _with_in_flight(name: str) -> Variant:
+    """ "overlap/2": at most two blocks between launch and finish."""
+    mode, _, count = name.partition("/")
+    if mode not in _MODES or count not in ("1", "2", "3", "4"):
+        raise LabError(
+            f"'{name}': overlap/2 and hook/2 are gradcast with two blocks in flight; 1 to 4 can be asked for"
+        )
+    return Variant(name, mode, in_flight=int(count))
 
 
 def scaled(each: Variant, factor: float) -> Variant:
