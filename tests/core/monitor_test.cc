@@ -6,8 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <fstream>
 #include <functional>
 #include <random>
+#include <sstream>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "refusals.h"
@@ -213,6 +217,67 @@ TEST(Monitor, NoiseIsNoChange) {
     const Told told = run(loop, 2000);
     EXPECT_EQ(told.measure_at, -1) << "seed " << seed;
     EXPECT_EQ(told.aside_at, -1) << "seed " << seed;
+  }
+}
+
+// The record of a training on hosts of the laboratory: by iteration, whether it was a plain one, and the facts of two ranks.
+std::vector<std::pair<bool, std::vector<RankFacts>>> recorded() {
+  std::ifstream file(GRADCAST_TESTS_DIR "/core/recorded_facts.csv");
+  std::vector<std::pair<bool, std::vector<RankFacts>>> iterations;
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with('#')) {
+      continue;
+    }
+    std::replace(line.begin(), line.end(), ',', ' ');
+    std::istringstream words(line);
+    bool plain = false;
+    words >> plain;
+    std::vector<RankFacts> ranks(2);
+    for (RankFacts& rank : ranks) {
+      words >> rank.step_ns >> rank.busy_ns >> rank.link_ns;
+      rank = {1e3 * rank.step_ns, 1e3 * rank.busy_ns, 1e3 * rank.link_ns};
+    }
+    EXPECT_TRUE(words) << line;
+    iterations.emplace_back(plain, ranks);
+  }
+  return iterations;
+}
+
+TEST(Monitor, RecordedNoiseIsNoChange) {
+  const auto iterations = recorded();
+  ASSERT_GT(iterations.size(), 400U);
+  Monitor monitor(2, {});
+  for (const auto& [plain, ranks] : iterations) {
+    const Decision decision = monitor.on_iteration(plain, ranks);
+    EXPECT_FALSE(decision.measure);
+    EXPECT_FALSE(decision.stepped_aside);
+  }
+  EXPECT_GT(monitor.comparison().plain_count, 0);
+}
+
+TEST(Monitor, InRecordedNoiseAChangeIsNoticed) {
+  // The same, but from some iteration on the network takes 30 % longer, or one rank's compute does.
+  constexpr size_t kChangesAt = 200;
+  for (const bool network : {true, false}) {
+    Monitor monitor(2, {});
+    size_t noticed_at = 0;
+    const auto iterations = recorded();
+    for (size_t i = 0; i < iterations.size() && noticed_at == 0; ++i) {
+      std::vector<RankFacts> ranks = iterations[i].second;
+      if (i >= kChangesAt) {
+        ranks[0].link_ns *= network ? 1.3 : 1;
+        ranks[1].link_ns *= network ? 1.3 : 1;
+        ranks[1].busy_ns *= network ? 1 : 1.3;
+      }
+      const Decision decision = monitor.on_iteration(iterations[i].first, ranks);
+      if (decision.measure) {
+        noticed_at = i;
+        EXPECT_EQ(decision.change.cause, network ? Cause::kNetwork : Cause::kCompute);
+        EXPECT_EQ(decision.change.rank, network ? -1 : 1);
+      }
+    }
+    EXPECT_GE(noticed_at, kChangesAt);
+    EXPECT_LT(noticed_at, kChangesAt + 12);
   }
 }
 

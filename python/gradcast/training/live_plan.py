@@ -27,10 +27,11 @@ from gradcast.training.traffic import Traffic
 from gradcast.training.warmup import Warmup
 
 _log = logging.getLogger("gradcast")
-# Where measuring again has gained nothing, it is not done again so soon: each time twice as long.
+# Where measuring again has found and gained nothing, it is not done again so soon: each time twice as long.
 _HOLD_ITERATIONS = 64
 _HOLD_ITERATIONS_MAX = 4096
 _NEW_PLAN_GAIN = 1.02
+_REAL_CHANGE = 0.05  # of the predicted step
 
 
 class LivePlan:
@@ -257,8 +258,10 @@ class _Change:
         )
 
     def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
-        """How long not to measure again: where the old plan is as good on the new profile, longer each time."""
+        """How long not to measure again: where nothing had changed after all, longer each time."""
         old = self.before.plan
+        if abs(plan.predicted_ns / self.predicted_ns - 1) > _REAL_CHANGE:
+            return 0
         try:
             old.check(profile)
         except Error:
