@@ -31,6 +31,7 @@ constexpr int32_t kTrialsToGiveUp = 12;
 constexpr int64_t kFirstTrial = kSettleCount + static_cast<int64_t>(kUsualCount);
 constexpr int64_t kTrialInterval = 400;
 constexpr int64_t kTrialIntervalMax = 3200;
+constexpr int64_t kTrialIntervalInterrupted = 40;
 constexpr size_t kPlanStepCount = 16;
 
 constexpr double kSlowShare = 0.10;
@@ -169,7 +170,8 @@ class Trials {
       begins_anew_ = true;
       return false;
     }
-    next_trial_ = iterations_ + kTrialCount;  // in turns, so that what else the machine does falls on both
+    // In turns, so that what else the machine does falls on both; later where most are interrupted.
+    next_trial_ = iterations_ + (plain_ns_.size() < kTrialsToStay ? kTrialIntervalInterrupted : kTrialCount);
     return static_cast<int32_t>(plain_ns_.size()) >= kTrialsToGiveUp;
   }
 

@@ -149,9 +149,10 @@ def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
 
 def _with_stalls(cost: _core.OpCost, samples: Sequence[tuple[int, float]]) -> list[_core.LinkPiece]:
     """The fit goes through the middle of the samples, but a plan pays for stalls, too: threads that wait for a core,
-    packets that come late. What blocks take above the fit on average, without the extreme tenths, each of them pays."""
+    packets that come late. What blocks take above the fit on average, each of them pays. The extreme quarters are left
+    out: one disturbed step of the five that are measured has no say."""
     above = sorted(time - cost.cost_ns(size) for size, time in samples)
-    cut = len(above) // 10
+    cut = len(above) // 4
     stall_ns = max(0.0, statistics.mean(above[cut : len(above) - cut]))
     return [
         _core.LinkPiece(
