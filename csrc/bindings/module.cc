@@ -20,7 +20,7 @@ void raise_in_python(const gradcast::Error& error) {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() =
-      "The core of gradcast: profiles, links, networks, plans, play, bounds, policies and the monitor, and the engine "
+      "The core of gradcast: profiles, links, networks, plans, play, bounds, policies, the monitor, and the engine "
       "that "
       "follows plans. Described in _core.pyi.";
   module.attr("__version__") = GRADCAST_VERSION;

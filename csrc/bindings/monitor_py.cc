@@ -12,15 +12,7 @@ namespace gradcast {
 namespace {
 
 const char* name_of(Cause cause) {
-  switch (cause) {
-    case Cause::kCompute:
-      return "compute";
-    case Cause::kNetwork:
-      return "network";
-    case Cause::kNone:
-      break;
-  }
-  return "";
+  return cause == Cause::kCompute ? "compute" : "network";
 }
 
 }  // namespace
@@ -46,18 +38,16 @@ void bind_monitor(py::module_& module) {
 
   py::class_<Decision> decision(module, "Decision");
   decision.def_readonly("plain", &Decision::plain)
-      .def_readonly("measure", &Decision::measure)
       .def_readonly("stepped_aside", &Decision::stepped_aside)
       .def_readonly("change", &Decision::change);
-  def_repr(decision, {"plain", "measure", "stepped_aside", "change"});
+  def_repr(decision, {"plain", "stepped_aside", "change"});
 
   py::class_<Comparison> comparison(module, "Comparison");
   comparison.def_readonly("plan_ns", &Comparison::plan_ns)
       .def_readonly("plain_ns", &Comparison::plain_ns)
-      .def_readonly("plan_count", &Comparison::plan_count)
       .def_readonly("plain_count", &Comparison::plain_count)
       .def_readonly("noise", &Comparison::noise);
-  def_repr(comparison, {"plan_ns", "plain_ns", "plan_count", "plain_count", "noise"});
+  def_repr(comparison, {"plan_ns", "plain_ns", "plain_count", "noise"});
 
   py::class_<Monitor>(module, "Monitor")
       .def(py::init([](int32_t rank_count, double busy_ns, double link_ns, bool has_plain, bool begins_plain,

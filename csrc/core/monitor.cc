@@ -144,8 +144,7 @@ class Trials {
     if (plain_ns_.empty() || plan_ns_.empty()) {
       return {};
     }
-    Comparison result{median_of(plan_ns_), median_of(plain_ns_), static_cast<int32_t>(plan_ns_.size()),
-                      static_cast<int32_t>(plain_ns_.size())};
+    Comparison result{median_of(plan_ns_), median_of(plain_ns_), static_cast<int32_t>(plain_ns_.size())};
     const auto relative_error = [](const auto& values, double median) {
       return kErrorOfMedian * scatter_of(values) / std::sqrt(static_cast<double>(values.size())) / median;
     };
@@ -206,7 +205,6 @@ class Monitor::State {
       if (plain == is_plain_ && !decision.stepped_aside && !ranks.empty()) {
         watch(ranks);
         decision.change = change();
-        decision.measure = decision.change.cause != Cause::kNone;
       }
     }
     decision.plain = is_plain_ || (options_.has_plain && trials_.next_is_plain());
@@ -223,8 +221,11 @@ class Monitor::State {
     for (const Signal& signal : busy_of_) {
       lately.push_back(signal.after());
     }
-    const auto slowest = std::max_element(lately.begin(), lately.end());
-    return *slowest > (1 + kSlowShare) * median_of(lately) ? static_cast<int32_t>(slowest - lately.begin()) : -1;
+    const auto slowest = static_cast<int32_t>(std::max_element(lately.begin(), lately.end()) - lately.begin());
+    std::vector<double> sorted = lately;
+    std::sort(sorted.begin(), sorted.end());
+    const double median_ns = sorted[(sorted.size() - 1) / 2];  // of some rank, and of two the faster one's
+    return lately[slowest] > (1 + kSlowShare) * median_ns ? slowest : -1;
   }
 
  private:
@@ -262,24 +263,24 @@ class Monitor::State {
     step_.add(step_ns);
   }
 
-  Change change() const {
+  std::optional<Change> change() const {
     if (iterations_ <= options_.hold_iterations) {
-      return {};
+      return std::nullopt;
     }
     const double least_ns = kStepShare * step_.after();
     if (busy_.has_changed(least_ns)) {
-      return {Cause::kCompute, changed_rank(), busy_.before(), busy_.after()};
+      return Change{Cause::kCompute, changed_rank(), busy_.before(), busy_.after()};
     }
     if (link_.has_changed(least_ns)) {
-      return {Cause::kNetwork, -1, link_.before(), link_.after()};
+      return Change{Cause::kNetwork, -1, link_.before(), link_.after()};
     }
     if (busy_.differs_from(options_.busy_ns, least_ns)) {
-      return {Cause::kCompute, -1, options_.busy_ns, busy_.after()};
+      return Change{Cause::kCompute, -1, options_.busy_ns, busy_.after()};
     }
     if (link_.differs_from(options_.link_ns, least_ns)) {
-      return {Cause::kNetwork, -1, options_.link_ns, link_.after()};
+      return Change{Cause::kNetwork, -1, options_.link_ns, link_.after()};
     }
-    return {};
+    return std::nullopt;
   }
 
   // The one whose compute has changed most, unless that of most ranks has.

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 
 namespace gradcast {
@@ -29,28 +30,26 @@ struct MonitorOptions {
   int64_t hold_iterations = 0;  // for so long nothing is measured again
 };
 
-enum class Cause { kNone, kCompute, kNetwork };
+enum class Cause { kCompute, kNetwork };
 
 // A change that has persisted.
 struct Change {
-  Cause cause = Cause::kNone;
+  Cause cause = Cause::kCompute;
   int32_t rank = -1;     // whose compute has changed; -1: most ranks', or the network
   double before_ns = 0;  // compute, or time on the network, per iteration
   double after_ns = 0;
 };
 
 struct Decision {
-  bool plain = false;          // the next iteration follows the plain plan
-  bool measure = false;        // the plan no longer fits: measure and plan again
-  bool stepped_aside = false;  // from now on the plain plan is in force; said once
-  Change change = {};          // why to measure
+  bool plain = false;                           // the next iteration follows the plain plan
+  bool stepped_aside = false;                   // from now on the plain plan is in force; said once
+  std::optional<Change> change = std::nullopt;  // the plan no longer fits: measure and plan again
 };
 
-// What the plan in force is worth, as far as it was compared; counts are 0 before that.
+// What the plan in force is worth, as far as it was compared; the count is 0 before that.
 struct Comparison {
   double plan_ns = 0;  // medians of iterations
   double plain_ns = 0;
-  int32_t plan_count = 0;
   int32_t plain_count = 0;
   double noise = 0;  // of plain_ns / plan_ns: two standard errors
 };
@@ -68,7 +67,7 @@ class Monitor {
   Decision on_iteration(bool plain, std::span<const RankFacts> ranks);
 
   Comparison comparison() const;
-  // The rank that computes at least a tenth longer than the median rank lately; -1: none.
+  // The rank that computes at least a tenth longer than the median rank (of two: the faster one) lately; -1: none.
   int32_t slowest_rank() const;
 
  private:

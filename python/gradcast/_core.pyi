@@ -414,7 +414,7 @@ class RankFacts:
 
 @final
 class Change:
-    """``cause``: "compute", "network" or ""; ``rank``: whose compute has changed, -1 for most ranks' or the network."""
+    """``cause``: "compute" or "network"; ``rank``: whose compute has changed, -1 for most ranks' or the network."""
 
     @property
     def cause(self) -> str: ...
@@ -427,14 +427,14 @@ class Change:
 
 @final
 class Decision:
+    """``change``: why to measure again; None: not."""
+
     @property
     def plain(self) -> bool: ...
     @property
-    def measure(self) -> bool: ...
-    @property
     def stepped_aside(self) -> bool: ...
     @property
-    def change(self) -> Change: ...
+    def change(self) -> Change | None: ...
 
 @final
 class Comparison:
@@ -444,8 +444,6 @@ class Comparison:
     def plan_ns(self) -> float: ...
     @property
     def plain_ns(self) -> float: ...
-    @property
-    def plan_count(self) -> int: ...
     @property
     def plain_count(self) -> int: ...
     @property

@@ -66,9 +66,9 @@ Told run(const Loop& loop, int64_t iterations) {
     const Decision decision = monitor.on_iteration(told.plain[known], ranks);
     plain = decision.plain;
     told.aside_at = decision.stepped_aside ? i : told.aside_at;
-    if (decision.measure) {
+    if (decision.change) {
       told.measure_at = i;
-      told.change = decision.change;
+      told.change = *decision.change;
       break;
     }
   }
@@ -185,6 +185,17 @@ TEST(Monitor, ASlowRankIsNamed) {
   EXPECT_EQ(told.slowest_rank, 1);
 }
 
+TEST(Monitor, TheSlowerOfTwoRanksIsNamed) {
+  for (const double factor : {1.2, 1.05}) {
+    Loop loop = steady(1.3);
+    loop.rank_count = 2;
+    loop.facts = [=](int64_t, int32_t rank, bool plain) {
+      return RankFacts{step_ns(plain), (rank == 1 ? factor : 1) * kBusyNs, kLinkNs};
+    };
+    EXPECT_EQ(run(loop, 100).slowest_rank, factor > 1.1 ? 1 : -1);
+  }
+}
+
 TEST(Monitor, ALargerBatchIsNobodysFault) {
   Loop loop = steady(1.3);
   loop.facts = [](int64_t iteration, int32_t, bool plain) {
@@ -249,7 +260,7 @@ TEST(Monitor, RecordedNoiseIsNoChange) {
   Monitor monitor(2, {});
   for (const auto& [plain, ranks] : iterations) {
     const Decision decision = monitor.on_iteration(plain, ranks);
-    EXPECT_FALSE(decision.measure);
+    EXPECT_FALSE(decision.change);
     EXPECT_FALSE(decision.stepped_aside);
   }
   EXPECT_GT(monitor.comparison().plain_count, 0);
@@ -270,10 +281,10 @@ TEST(Monitor, InRecordedNoiseAChangeIsNoticed) {
         ranks[1].busy_ns *= network ? 1 : 1.3;
       }
       const Decision decision = monitor.on_iteration(iterations[i].first, ranks);
-      if (decision.measure) {
+      if (decision.change) {
         noticed_at = i;
-        EXPECT_EQ(decision.change.cause, network ? Cause::kNetwork : Cause::kCompute);
-        EXPECT_EQ(decision.change.rank, network ? -1 : 1);
+        EXPECT_EQ(decision.change->cause, network ? Cause::kNetwork : Cause::kCompute);
+        EXPECT_EQ(decision.change->rank, network ? -1 : 1);
       }
     }
     EXPECT_GE(noticed_at, kChangesAt);

@@ -122,7 +122,7 @@ class LivePlan:
 
     def _decide(self, decision: _core.Decision) -> None:
         self.comparison = self._monitor.comparison()
-        if decision.measure:
+        if decision.change is not None:
             self._measure_again(decision.change)
             return
         if decision.stepped_aside:
