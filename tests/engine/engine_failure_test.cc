@@ -5,14 +5,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "asleep.h"
 #include "engine_ranks.h"
 #include "gradcast/error.h"
 #include "hand_transport.h"
@@ -212,14 +211,6 @@ class Waiters {
   }
 
  private:
-  // A thread that has said who it is has nothing else to sleep in than the engine.
-  static bool is_asleep(const std::atomic<pid_t>& id) {
-    std::ifstream file("/proc/self/task/" + std::to_string(id) + "/stat");
-    std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    const size_t name_end = text.rfind(')');  // the state follows the name
-    return name_end != std::string::npos && name_end + 2 < text.size() && text[name_end + 2] == 'S';
-  }
-
   std::vector<std::atomic<pid_t>> ids_;
   std::vector<std::thread> threads_;
 };

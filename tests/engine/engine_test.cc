@@ -2,13 +2,17 @@
 #include "gradcast/engine.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "asleep.h"
 #include "engine_ranks.h"
 #include "gradcast/error.h"
 #include "hand_transport.h"
@@ -207,6 +211,36 @@ TEST(Engine, TheRecordSaysWhenThingsHappenedInTheirOrder) {
   }
 }
 
+TEST(Engine, TheNetworkIsBusyWhileABlockIsOnIt) {
+  for (const int32_t in_flight : {1, 3}) {
+    Fixture fixture(3, Manner::kAtOnce, in_flight);
+    int64_t covered_ns = 0;
+    int64_t span_ns = 0;
+    for (int iteration = 0; iteration < 5; ++iteration) {
+      fixture.engine.begin();
+      for (const int32_t tensor : {2, 1, 0}) {
+        fixture.engine.on_ready(tensor);
+      }
+      ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
+      const std::vector<BlockRecord> blocks = fixture.engine.timeline().back().blocks;
+      int64_t covered_until_ns = 0;
+      for (const BlockRecord& block : blocks) {
+        covered_ns += std::max<int64_t>(0, block.finish_ns - std::max(block.launch_ns, covered_until_ns));
+        covered_until_ns = std::max(covered_until_ns, block.finish_ns);
+      }
+      span_ns += covered_until_ns - blocks.front().launch_ns;
+    }
+    const int64_t busy_ns = fixture.engine.counters().link_ns;
+    if (in_flight == 1) {
+      EXPECT_EQ(busy_ns, covered_ns);
+    } else {
+      // Where blocks overlap each moment counts once; between two of them the thread may not know yet that the first has ended.
+      EXPECT_GE(busy_ns, covered_ns);
+      EXPECT_LE(busy_ns, span_ns);
+    }
+  }
+}
+
 TEST(Engine, AGatherIsReadyWhenItsScatterHasFinished) {
   const Profile profile = float_tensors(1);
   Plan plan = block_per_tensor(profile);
@@ -253,18 +287,20 @@ TEST(Engine, WaitersOfAnIterationAreServedAlsoWhenTheNextHasBegun) {
   for (int round = 0; round < 50; ++round) {
     fixture.engine.begin();
     // Some of these wake only when the next iteration, in which nothing has arrived, is open.
+    std::array<std::atomic<pid_t>, 8> ids = {};
     std::vector<std::thread> waiters;
-    std::atomic<int> waiting = 0;
-    for (int i = 0; i < 8; ++i) {
+    for (std::atomic<pid_t>& id : ids) {
       waiters.emplace_back([&] {
-        ++waiting;
+        id = gettid();
         EXPECT_TRUE(fixture.engine.wait(std::vector<int32_t>{0}, kPatienceNs));
       });
     }
-    while (waiting < 8) {
-      std::this_thread::yield();
+    // One that calls wait() only then would wait for the next iteration, and rightly so.
+    for (const std::atomic<pid_t>& id : ids) {
+      while (!is_asleep(id)) {
+        std::this_thread::yield();
+      }
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
     fixture.engine.on_ready(0);
     ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
     fixture.engine.begin();

@@ -1,5 +1,6 @@
 """detach() gives everything back: parameters finished, hooks gone, the optimizer's step and DDP as they were."""
 
+import contextlib
 import gc
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from training.twins import Twins
 
 def loop_threads():
     """Names of threads of this process that belong to gradcast, as the system knows them."""
-    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append(task.joinpath("comm").read_text().strip())
     return [name for name in names if name.startswith("gradcast")]
 
 
