@@ -3,9 +3,9 @@
 Each cell is one run of ``gradcast lab train`` on this machine, with a timed stand-in for an accelerator, and becomes
 one JSON line of the record. Cells that the record has already are left out: an interrupted grid goes on where it was.
 
-    python benchmarks/lab_grid.py run --record benchmarks/results/lab.jsonl
-    python benchmarks/lab_grid.py table --record benchmarks/results/lab.jsonl --refresh docs/benchmarks.md
-    python benchmarks/lab_grid.py compare --record new.jsonl --with benchmarks/results/lab.jsonl
+    python -m benchmarks.lab_grid run --record benchmarks/results/lab.jsonl
+    python -m benchmarks.lab_grid table --record benchmarks/results/lab.jsonl --refresh docs/benchmarks.md
+    python -m benchmarks.lab_grid compare --record new.jsonl --with benchmarks/results/lab.jsonl
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.pages import refresh
 from gradcast.compare import total_bytes
 from gradcast.files import load_profile
 
@@ -33,7 +34,7 @@ FORWARD_SHARE = 1 / 3
 USUAL = "ddp,ddp-near,hook,overlap"
 FULL_HOSTS, FULL_RATIO = 4, 1.0  # in this cell of each model all is compared
 ROUNDS, STEPS = 5, 3
-BEGIN, END = "<!-- lab grid -->", "<!-- /lab grid -->"
+MARK = "lab grid"
 # Where the cores are busier than that, they are the limit and not the wire, and no schedule helps.
 BUSY_LIMIT = 0.85
 NEAR_BOUND = 1.05
@@ -156,12 +157,7 @@ def table(args: argparse.Namespace) -> None:
     if args.refresh is None:
         print(text)
         return
-    page = Path(args.refresh)
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not after:
-        sys.exit(f"{page} lacks the marks {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    refresh(args.refresh, MARK, text)
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:

@@ -1,15 +1,15 @@
 """Every policy on the bundled profiles over a grid of networks: the tables of docs/benchmarks.md.
 
 Times are predictions of ``play``; a cell is the iteration time over the bound of the policy's own kinds of operation,
-and in brackets over the plain bound. Run: python benchmarks/policy_tables.py [--refresh docs/benchmarks.md]
+and in brackets over the plain bound. Run: python -m benchmarks.policy_tables [--refresh docs/benchmarks.md]
 """
 
 import argparse
 import sys
-from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.pages import refresh
 from gradcast import _core
 from gradcast.compare import Comparison, compare
 from gradcast.files import load_profile
@@ -20,7 +20,7 @@ SCALE = 0.5
 BANDWIDTHS_GBIT_PER_S = (1, 3, 10, 25)
 WORKERS = (2, 8, 64)
 HOP_LATENCY_NS = 50e3
-BEGIN, END = "<!-- policy tables -->", "<!-- /policy tables -->"
+MARK = "policy tables"
 
 
 def ring(gbit_per_s: float, workers: int) -> _core.LinkModel:
@@ -61,12 +61,7 @@ def main() -> int:
     if not args.refresh:
         print(text)
         return 0
-    page = Path(args.refresh)
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not after:
-        sys.exit(f"{page} lacks the marks {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    refresh(args.refresh, MARK, text)
     return 0
 
 

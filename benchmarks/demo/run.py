@@ -1,12 +1,11 @@
 """Starts the workers of the demo, and chooses how slow their link is."""
 
-import json
 import math
-import tempfile
 from typing import Any
 
 from benchmarks.demo.settings import Settings
-from gradcast.lab import Network, run_workers
+from gradcast.lab import Network
+from gradcast.lab.workers import run_for_result
 
 _TIMEOUT_S = 600
 _RATES_BITS_PER_S = (10e6, 5e9)
@@ -33,14 +32,11 @@ def choose_rate(settings: Settings, network: Network) -> float:
 
 
 def _run(task: str, settings: Settings, network: Network | None, output: Any) -> dict[str, Any]:
-    with tempfile.TemporaryFile() as file:
-        run_workers(
-            ["-m", "benchmarks.demo.worker", task, settings.to_json(), f"/dev/fd/{file.fileno()}"],
-            settings.workers,
-            timeout_s=_TIMEOUT_S,
-            network=network,
-            output=output,
-            inherited=[file],
-        )
-        file.seek(0)
-        return json.load(file)
+    return run_for_result(
+        "benchmarks.demo.worker",
+        [task, settings.to_json()],
+        settings.workers,
+        timeout_s=_TIMEOUT_S,
+        network=network,
+        output=output,
+    )

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import os
 import statistics
-import tempfile
 import threading
 from typing import IO, Any
 
 from gradcast.lab.hosts import Network
-from gradcast.lab.workers import run_workers
+from gradcast.lab.workers import run_for_result
 
 # What changes for the middle third of the steps.
 SCENARIOS = {
@@ -71,7 +70,6 @@ def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[s
     read_end, write_end = os.pipe()
     with (
         Network(len(rates), rates[0]) as network,
-        tempfile.TemporaryFile() as file,
         os.fdopen(read_end, "rb", buffering=0) as asked,
         os.fdopen(write_end, "wb", buffering=0) as asking,
     ):
@@ -79,19 +77,18 @@ def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[s
         listener = threading.Thread(target=_obey, args=(asked, network, settings), daemon=True)
         listener.start()
         try:
-            run_workers(
-                ["-m", "gradcast.lab.adapt_worker", settings.to_json(), f"/dev/fd/{file.fileno()}", str(write_end)],
+            return run_for_result(
+                "gradcast.lab.adapt_worker",
+                [settings.to_json(), str(write_end)],
                 len(rates),
                 timeout_s=timeout_s,
                 network=network,
                 output=output,
-                inherited=[file, asking],
+                inherited=[asking],
             )
         finally:
             asking.write(b".")  # the end
             listener.join()
-        file.seek(0)
-        return json.load(file)
 
 
 def phases(results: dict[str, Any], settings: AdaptSettings) -> list[Phase]:

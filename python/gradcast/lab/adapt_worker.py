@@ -1,4 +1,4 @@
-"""One rank of ``gradcast lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS RESULTS PIPE``.
+"""One rank of ``gradcast lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS PIPE RESULTS``.
 
 Trains a stand-in in overlap mode, and writes down for each step how long it took and which plan it followed. Rank 0
 asks through the file descriptor PIPE for changes of the network, and writes the file RESULTS.
@@ -37,7 +37,7 @@ class Heard(logging.Handler):
         print(f"step {self.step}: {record.getMessage()}", flush=True)
 
 
-def main(settings: AdaptSettings, results_path: Path, pipe: int) -> None:
+def main(settings: AdaptSettings, pipe: int, results_path: Path) -> None:
     torch.set_num_threads(1)
     wake_promptly()
     dist.init_process_group("gloo")
@@ -96,4 +96,4 @@ def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *,
 
 
 if __name__ == "__main__":
-    main(AdaptSettings.from_json(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(AdaptSettings.from_json(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

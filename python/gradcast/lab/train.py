@@ -1,7 +1,5 @@
 """Starts the workers of ``gradcast lab train`` on hosts made for them, and reads what they measured."""
 
-import json
-import tempfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -9,7 +7,7 @@ from gradcast import _core
 from gradcast.lab.errors import LabError
 from gradcast.lab.hosts import Network
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_workers
+from gradcast.lab.workers import run_for_result
 
 # Of each tensor: parameter, gradient, momentum, and what the gradient travels in.
 _COPIES = 4
@@ -20,19 +18,17 @@ def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str,
     """What rank 0 measured, see worker.py; progress goes to ``output``."""
     _check_memory(settings)
     rates = settings.rates_bits_per_s
-    with Network(settings.hosts, rates[0]) as network, tempfile.TemporaryFile() as file:
+    with Network(settings.hosts, rates[0]) as network:
         for host, rate in enumerate(rates):
             network.set_rate(host, rate)
-        run_workers(
-            ["-m", "gradcast.lab.worker", settings.to_json(), f"/dev/fd/{file.fileno()}"],
+        return run_for_result(
+            "gradcast.lab.worker",
+            [settings.to_json()],
             settings.hosts,
             timeout_s=timeout_s,
             network=network,
             output=output,
-            inherited=[file],
         )
-        file.seek(0)
-        return json.load(file)
 
 
 def _check_memory(settings: Settings) -> None:

@@ -1,6 +1,7 @@
 """Runs one process per rank, with the environment that torchrun would give it, and never leaves one behind."""
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -65,6 +66,31 @@ def run_workers(
         _wait(workers, timeout_s)
     finally:
         _end(workers)
+
+
+def run_for_result(
+    module: str,
+    arguments: Sequence[str],
+    worker_count: int,
+    *,
+    timeout_s: float,
+    network: Network | None = None,
+    output: IO[str] | None = None,
+    inherited: Sequence[IO[bytes]] = (),
+) -> Any:
+    """As ``run_workers`` with ``python -m module arguments RESULTS``: what rank 0 has written into the file RESULTS, as
+    JSON."""
+    with tempfile.TemporaryFile() as file:
+        run_workers(
+            ["-m", module, *arguments, f"/dev/fd/{file.fileno()}"],
+            worker_count,
+            timeout_s=timeout_s,
+            network=network,
+            output=output,
+            inherited=[file, *inherited],
+        )
+        file.seek(0)
+        return json.load(file)
 
 
 def _environment(rank: int, world_size: int, network: Network | None, port: int) -> dict[str, str]:

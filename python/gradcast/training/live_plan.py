@@ -8,7 +8,7 @@ measure again where the network or the compute has changed for good.
 import collections
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,7 @@ class LivePlan:
             self.warmup.stop_watching()
         self.warmup, self._change = None, None
         self.profile = _core.Profile.from_json(state["profile"])
-        proposal: Any = None
-        if self._group.rank == 0:
-            plan = _core.Plan.from_json(state["plan"])
-            proposal = self._proposal(_core.Profile.from_json(state["layout"]), plan, spread=(1.0, 1.0))
-        self._take(planning.agree(self._group, self._names, proposal))
+        self._take(self._agreement(lambda: self._saved(state)))
 
     def next(self, start_ns: int) -> None:
         """An iteration begins, and nothing travels. ``start_ns``: when its backward pass has started."""
@@ -162,22 +158,31 @@ class LivePlan:
             return
         with self._traffic.watch.waiting("the agreement on the plan"):
             self.profile = self.warmup.profile(self._buffers.flats)
-            proposal = self._first_rank_proposes() if self._group.rank == 0 else None
-            agreed = planning.agree(self._group, self._names, proposal)
+            agreed = self._agreement(self._decided)
         self.warmup = None
         self._take(agreed)
         self._describe()
 
-    def _first_rank_proposes(self) -> Proposal | Error:
-        try:
-            if self._options.plan_path is not None:
-                return planning.pinned(
-                    self._options.plan_path, self._names, self._buffers, self._mode, self._group.world_size
-                )
-            plan = planning.decide(self.profile, self._mode, self._options)
-            return self._proposal(self.profile, plan, self.warmup.link_spread)
-        except Error as error:
-            return error
+    def _agreement(self, propose: Callable[[], Proposal]) -> Agreed:
+        """On what rank 0 proposes. What it raises, all ranks raise: none waits for a proposal that never comes."""
+        proposal: Proposal | Error | None = None
+        if self._group.rank == 0:
+            try:
+                proposal = propose()
+            except Error as error:
+                proposal = error
+        return planning.agree(self._group, self._names, proposal)
+
+    def _decided(self) -> Proposal:
+        path = self._options.plan_path
+        if path is not None:
+            return planning.pinned(path, self._names, self._buffers, self._mode, self._group.world_size)
+        plan = planning.decide(self.profile, self._mode, self._options)
+        return self._proposal(self.profile, plan, self.warmup.link_spread)
+
+    def _saved(self, state: dict[str, Any]) -> Proposal:
+        plan = _core.Plan.from_json(state["plan"])
+        return self._proposal(_core.Profile.from_json(state["layout"]), plan, spread=(1.0, 1.0))
 
     def _proposal(self, profile: _core.Profile, plan: _core.Plan, spread: tuple[float, float]) -> Proposal:
         if not self._options.adapt or profile.link is None:
