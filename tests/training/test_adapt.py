@@ -156,6 +156,27 @@ def test_a_plan_that_does_not_pay_is_given_up_and_that_is_said(ranks, mode):
     assert lines[-1].startswith("expected 1.50x over DDP, measured 1.00x")
 
 
+def flushed_at(rank, flushed_step):
+    """The steps of which this rank says nothing."""
+    module = make_module()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=3))
+    notes, said = handle._session.live._notes, []
+    exchange = notes.exchange
+    notes.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
+    for step in range(8):
+        run_step(rank, step, module, sgd)
+        if step == flushed_step:
+            handle.flush()
+    handle.detach()
+    return [step for step, about in enumerate(said[1:]) if about is None]
+
+
+def test_of_a_step_that_the_program_has_finished_early_nothing_is_said(ranks):
+    assert ranks.run(2, flushed_at, 5) == [[5], [5]]
+    assert ranks.run(2, flushed_at, None) == [[], []]
+
+
 def a_bad_step(rank):
     def facts_of(_rank, step, plain):
         factor = 5 if step % 10 == 0 else 1

@@ -77,6 +77,8 @@ def load_wrong(rank, change):
         ours = Ours("transformer", "adam plain", rank.index, policy="fifo")
     elif change == "another mode":
         ours = Ours("plain", "adam plain", rank.index, mode="hook")
+    elif change == "half a plan":
+        state = ours.handle.state_dict() | {"plan": '{"gradcast"'}
     elif change == "too early":
         state = ours.handle.state_dict() | {"plan": None}
     else:
@@ -86,6 +88,11 @@ def load_wrong(rank, change):
     except gradcast.Error as error:
         return "error", error.code, str(error)
     return "measures", None, ours.handle.plan.policy
+
+
+def test_a_plan_that_cannot_be_read(ranks):
+    for outcome, code, _ in ranks.run(2, load_wrong, "half a plan"):
+        assert (outcome, code) == ("error", "invalid_plan")
 
 
 @pytest.mark.parametrize("change", ["another model", "another mode", "too early", "something else"])
