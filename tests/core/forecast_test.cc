@@ -124,6 +124,21 @@ RandomProfileOptions any_profile(uint64_t seed) {
   return options;
 }
 
+TEST(ForecastAnyProfile, GivesUpNoMoreThanTheToleranceForFewerBlocks) {
+  uint64_t fewer_count = 0;
+  for (uint64_t seed = 0; seed < seed_count(500); ++seed) {
+    SCOPED_TRACE(seed);
+    const Profile profile = random_profile(seed, any_profile(seed));
+    const Plan best = plan_with(profile, "forecast");
+    const Plan fewer = plan_with(profile, "forecast", Mode::kOverlap, 1, {{"block_tolerance", 0.01}});
+    ASSERT_NO_THROW(check_plan(fewer, profile));
+    ASSERT_LE(fewer.blocks.size(), best.blocks.size());
+    ASSERT_LE(fewer.predicted_ns, best.predicted_ns * (1.01 + 1e-6));
+    fewer_count += fewer.blocks.size() < best.blocks.size() ? 1 : 0;
+  }
+  EXPECT_GT(fewer_count, seed_count(500) / 4);
+}
+
 TEST(ForecastAnyProfile, IsNeverWorseThanAnotherPolicyAndNeverBelowTheBound) {
   for (uint64_t seed = 0; seed < seed_count(10'000); ++seed) {
     SCOPED_TRACE(seed);

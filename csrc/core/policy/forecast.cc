@@ -78,7 +78,7 @@ Candidate plan_for(const Problem& problem, const ForecastOptions& options, doubl
       return exact;
     }
   }
-  return general_plan(problem, effort);
+  return general_plan(problem, effort, options.block_tolerance);
 }
 
 // A plan per corner of the range of costs; the one whose worst ratio to the corners' own plans is smallest.

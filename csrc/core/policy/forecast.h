@@ -16,7 +16,8 @@
 namespace gradcast {
 
 struct ForecastOptions {
-  // Share of the optimum to give up for fewer blocks: 0.002 takes the fewest blocks within 0.2 % of it. Exact plans only.
+  // Share of the optimum to give up for fewer blocks: 0.002 takes the fewest blocks within 0.2 % of it; where no
+  // exact plan is known, as few as merging neighbours leads to.
   double block_tolerance = 0;
   // Plans for alpha and beta times 1 - uncertainty, 1 and 1 + uncertainty each, and takes of these nine plans the one whose
   // worst ratio to the nine is smallest.

@@ -7,6 +7,7 @@
 
 #include "planner/beam.h"
 #include "planner/local_search.h"
+#include "planner/merging.h"
 #include "planner/refill.h"
 #include "planner/relaxation.h"
 #include "planner/zigzag.h"
@@ -172,9 +173,21 @@ void beam(const Problem& problem, double bound_ns, double effort, Fastest& faste
   fastest.consider(beam_search(problem, options));
 }
 
+Candidate with_fewer_blocks(const Problem& problem, const Candidate& best, double block_tolerance) {
+  constexpr double kVisits = 4e6;  // of tensors and blocks, in all: below half a second
+  if (block_tolerance == 0) {
+    return best;
+  }
+  const auto visits = static_cast<double>(problem.bytes.size() + best.blocks.size());
+  std::vector<Block> blocks =
+      merged(problem, best.blocks, best.iteration_ns * (1 + block_tolerance), static_cast<int64_t>(kVisits / visits));
+  const double blocks_ns = iteration_ns(problem, blocks);
+  return {std::move(blocks), blocks_ns};
+}
+
 }  // namespace
 
-Candidate general_plan(const Problem& problem, double effort) {
+Candidate general_plan(const Problem& problem, double effort, double block_tolerance) {
   Fastest fastest(problem);
   Refill refill(problem);
   std::vector<std::vector<Opening>> starts;
@@ -194,7 +207,7 @@ Candidate general_plan(const Problem& problem, double effort) {
     search(problem, refill, bound_ns, effort, std::move(starts), fastest);
     beam(problem, bound_ns, effort, fastest);
   }
-  return fastest.best();
+  return with_fewer_blocks(problem, fastest.best(), block_tolerance);
 }
 
 }  // namespace gradcast

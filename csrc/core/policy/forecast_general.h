@@ -11,7 +11,7 @@
 
 namespace gradcast {
 
-// `effort` as in ForecastOptions. With 0 neither a search nor the other policies are tried.
-Candidate general_plan(const Problem& problem, double effort);
+// `effort` and `block_tolerance` as in ForecastOptions. With effort 0 neither a search nor the other policies are tried.
+Candidate general_plan(const Problem& problem, double effort, double block_tolerance);
 
 }  // namespace gradcast
