@@ -49,7 +49,8 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
     options = gradcast.Options(warmup_steps=3, **options)
     handle = gradcast.attach(modules[0], sgds[0] if mode == "overlap" else None, options=options)
     live = handle._session.live
-    # What the warm-up has measured has nothing to do with these facts.
+    # What the warm-up has measured has nothing to do with these facts, nor what the plan's first blocks take.
+    live_plan.link_costs.corrected = lambda *_: None
     live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.steps_aside)
     seen = []
     for step in range(steps):

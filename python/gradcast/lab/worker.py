@@ -33,8 +33,9 @@ from gradcast.lab.variants import (
     variant,
 )
 
-# After gradcast's warm-up: its plan's first steps have new buffers. DDP lays out its buckets anew after one step.
-_SETTLING_STEPS = 4
+# After gradcast's warm-up: the plan is held against its own first steps, and made again where it was wrong; a plan's
+# first steps have new buffers. DDP lays out its buckets anew after one step.
+_SETTLING_STEPS = 9
 _MEASURING = Variant("overlap (to measure)", "overlap")
 
 

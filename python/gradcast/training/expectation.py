@@ -39,7 +39,7 @@ class Expectation:
 
 
 def expect(profile: _core.Profile, plan: _core.Plan, plain: _core.Plan, spread: tuple[float, float]) -> Expectation:
-    """``spread``: of the blocks' costs around the profile's link, see planning.link_spread."""
+    """``spread``: of the blocks' costs around the profile's link, see link_costs.spread."""
     gains = [_iteration_ns(profile, plain, factor) / _iteration_ns(profile, plan, factor) for factor in (*spread, 1.0)]
     compute_ns = profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors)
     return Expectation(

@@ -1,8 +1,9 @@
 """Which plan the next iteration follows: those of the warm-up, the one made from its measurements, or the plain one.
 
-After the warm-up the monitor (include/gradcast/monitor.h) hears on every rank the same facts of every iteration and
-comes to the same decisions: to try the plain plan for a few iterations, to stay with it where it is as fast, and to
-measure again where the network or the compute has changed for good.
+The plan is made again where its own first iterations show that the network costs something else than the warm-up has
+found (link_costs.py). From then on the monitor (include/gradcast/monitor.h) hears on every rank the same facts of every
+iteration and comes to the same decisions: to try the plain plan for a few iterations, to stay with it where it is as
+fast, and to measure again where the network or the compute has changed for good.
 """
 
 import collections
@@ -15,8 +16,9 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.training import planning
+from gradcast.training import link_costs, planning
 from gradcast.training.buffers import GradientBuffers
+from gradcast.training.calibration import Calibration
 from gradcast.training.expectation import expect
 from gradcast.training.group import Group
 from gradcast.training.notes import Notes
@@ -58,6 +60,7 @@ class LivePlan:
         # Of the last iterations: whose facts they are, and whether they followed the plain plan.
         self._history: collections.deque[tuple[_core.Monitor | None, bool]] = collections.deque(maxlen=self._notes.lag)
         self._change: _Change | None = None  # why this warm-up measures again
+        self._calibration: Calibration | None = None  # while the plan is new
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
         self.version = 0
@@ -79,7 +82,7 @@ class LivePlan:
         """Follows the plan of a checkpoint. Collective."""
         if self.warmup is not None:
             self.warmup.stop_watching()
-        self.warmup, self._change = None, None
+        self.warmup, self._change, self._calibration = None, None, None
         self.profile = _core.Profile.from_json(state["profile"])
         self._take(self._agreement(lambda: self._saved(state)))
 
@@ -88,6 +91,8 @@ class LivePlan:
         facts = self._notes.exchange(self._own_facts(start_ns))
         if self.warmup is not None:
             self._advance_warmup()
+        elif self._calibration is not None:
+            self._advance_calibration()
         elif self._monitor is not None and len(self._history) == self._notes.lag:
             monitor, plain = self._history[0]
             if monitor is self._monitor:
@@ -162,8 +167,32 @@ class LivePlan:
         self.warmup = None
         self._take(agreed)
         self._describe()
+        if self._change is not None:
+            self._tell(logging.INFO, self._change.sentence(self.in_force))
+            self._change = None
+        if self._monitor is not None:
+            self._calibration = Calibration(self.in_force)
 
-    def _agreement(self, propose: Callable[[], Proposal]) -> Agreed:
+    def _advance_calibration(self) -> None:
+        ended = self._traffic.timeline()
+        if not self._calibration.step_ended(ended[-1] if ended else None):
+            return
+        with self._traffic.watch.waiting("the agreement on the plan"):
+            steps = self._calibration.samples(self._group)
+            agreed = self._agreement(lambda: self._calibrated(steps))
+        self._calibration = None
+        if agreed is None:
+            return
+        before, after = (_network_ns(self.in_force, profile) for profile in (self.profile, agreed.profile))
+        self._tell(
+            logging.INFO,
+            f"with this plan the network costs {after / before:.2f} times what the warm-up has found; planned again",
+        )
+        self.profile = agreed.profile
+        self._take(agreed)
+        self._describe()
+
+    def _agreement(self, propose: Callable[[], Proposal | None]) -> Agreed | None:
         """On what rank 0 proposes. What it raises, all ranks raise: none waits for a proposal that never comes."""
         proposal: Proposal | Error | None = None
         if self._group.rank == 0:
@@ -179,6 +208,16 @@ class LivePlan:
             return planning.pinned(path, self._names, self._buffers, self._mode, self._group.world_size)
         plan = planning.decide(self.profile, self._mode, self._options)
         return self._proposal(self.profile, plan, self.warmup.link_spread)
+
+    def _calibrated(self, steps: list[list[link_costs.Sample]]) -> Proposal | None:
+        link = link_costs.corrected(self.profile.link, steps) if steps else None
+        if link is None:
+            return None
+        profile = planning.with_link(self.profile, link)
+        found = [sample for step in steps for sample in step]
+        plan = planning.decide(profile, self._mode, self._options)
+        proposal = self._proposal(profile, plan, link_costs.spread(found, link))
+        return dataclasses.replace(proposal, hold_iterations=self.agreed.hold_iterations)
 
     def _saved(self, state: dict[str, Any]) -> Proposal:
         plan = _core.Plan.from_json(state["plan"])
@@ -205,11 +244,11 @@ class LivePlan:
             self._monitor = self._new_monitor(agreed)
 
     def _new_monitor(self, agreed: Agreed) -> _core.Monitor:
-        profile, cost = agreed.profile, agreed.profile.link.all_reduce
+        profile = agreed.profile
         return _core.Monitor(
             self._group.world_size,
             busy_ns=profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors),
-            link_ns=sum(cost.cost_ns(block.size_bytes) for block in self.in_force.blocks),
+            link_ns=_network_ns(self.in_force, profile),
             has_plain=agreed.plain is not None,
             begins_plain=agreed.steps_aside,
             hold_iterations=agreed.hold_iterations,
@@ -233,12 +272,15 @@ class LivePlan:
         )
         if self.agreed.expectation is not None:
             self._tell(logging.INFO, self.agreed.expectation.sentence())
-        if self._change is not None:
-            self._tell(logging.INFO, self._change.sentence(plan))
 
     def _tell(self, level: int, sentence: str) -> None:
         if self._group.rank == 0:
             _log.log(level, "%s", sentence)
+
+
+def _network_ns(plan: _core.Plan, profile: _core.Profile) -> float:
+    """For how long a step keeps the network busy."""
+    return sum(profile.link.all_reduce.cost_ns(block.size_bytes) for block in plan.blocks)
 
 
 @dataclasses.dataclass(frozen=True)

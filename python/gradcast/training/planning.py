@@ -13,6 +13,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
+from gradcast.training import link_costs
 from gradcast.training.buffers import Sizes
 from gradcast.training.expectation import Expectation
 from gradcast.training.group import Group
@@ -126,56 +127,22 @@ def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Siz
         backward_ns=math.ceil(backward_ns),
         tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
         world_size=len(ranks),
-        link=measured_link(ranks),
+        link=None if len(ranks) == 1 else _measured_link(ranks),
     )
     # Through JSON, which rounds and sorts: what is planned with is then what a file of it holds.
     return _core.Profile.from_json(profile.to_json())
 
 
-def measured_link(ranks: Sequence[Measured]) -> _core.LinkModel | None:
-    """A block's cost is what the last rank to join it saw: the others' times also hold their waiting for that one."""
-    if len(ranks) == 1:
-        return None
-    pack_ns_per_byte = statistics.median(rank.pack_ns_per_byte for rank in ranks)
-    samples = _block_samples(ranks)
-    if len({size for size, _ in samples}) >= 3:
-        pieces = _with_stalls(_core.fit_op_cost(samples).cost, samples)
-        return _core.LinkModel(all_reduce=pieces, pack_ns_per_byte=pack_ns_per_byte)
-    # A model so small that every block has nearly the same size: what it costs is then all there is to know.
-    alpha_ns = statistics.median(time for _, time in samples)
-    only = _core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=0)
-    return _core.LinkModel(all_reduce=[only], pack_ns_per_byte=pack_ns_per_byte)
+def block_samples(ranks: Sequence[Measured]) -> list[link_costs.Sample]:
+    return link_costs.samples(ranks[0].block_bytes, [rank.block_ns for rank in ranks])
 
 
-def _with_stalls(cost: _core.OpCost, samples: Sequence[tuple[int, float]]) -> list[_core.LinkPiece]:
-    """The fit goes through the middle of the samples, but a plan pays for stalls, too: threads that wait for a core,
-    packets that come late. What blocks take above the fit on average, each of them pays. The extreme quarters are left
-    out: one disturbed step of the five that are measured has no say."""
-    above = sorted(time - cost.cost_ns(size) for size, time in samples)
-    cut = len(above) // 4
-    stall_ns = max(0.0, statistics.mean(above[cut : len(above) - cut]))
-    return [
-        _core.LinkPiece(
-            alpha_ns=piece.alpha_ns + stall_ns,
-            beta_ns_per_byte=piece.beta_ns_per_byte,
-            up_to_bytes=piece.up_to_bytes,
-        )
-        for piece in cost.pieces
-    ]
+def _measured_link(ranks: Sequence[Measured]) -> _core.LinkModel:
+    return link_costs.fitted(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
 
 
-def _block_samples(ranks: Sequence[Measured]) -> list[tuple[int, float]]:
-    return [
-        (size, min(rank.block_ns[step][block] for rank in ranks))
-        for step, sizes in enumerate(ranks[0].block_bytes)
-        for block, size in enumerate(sizes)
-    ]
-
-
-def link_spread(ranks: Sequence[Measured], link: _core.LinkModel) -> tuple[float, float]:
-    """What nine tenths of the measured blocks take at least, and at most, as a share of what the link model says."""
-    shares = sorted(time / link.all_reduce.cost_ns(size) for size, time in _block_samples(ranks))
-    return shares[len(shares) // 10], shares[-1 - len(shares) // 10]
+def with_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
+    return _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"link": json.loads(link.to_json())}))
 
 
 def decide(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
@@ -271,9 +238,12 @@ def reason_to_measure(
     return None
 
 
-def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None) -> Agreed:
-    """Rank 0's proposal, checked by every rank. Raises the same error on every rank if it does not hold on one."""
+def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None) -> Agreed | None:
+    """Rank 0's proposal, checked by every rank; None where it has none. Raises the same error on every rank if it does
+    not hold on one."""
     proposal = group.from_first(proposal)
+    if proposal is None:
+        return None
     if isinstance(proposal, Error):
         raise proposal
     profile = _core.Profile.from_json(proposal.profile)

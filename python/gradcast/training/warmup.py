@@ -11,7 +11,7 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.training import pending, planning
+from gradcast.training import link_costs, pending, planning
 from gradcast.training.buffers import Sizes
 from gradcast.training.group import Group
 from gradcast.training.measure import Stopwatch
@@ -47,7 +47,7 @@ class Warmup:
         plans = planning.warmup_plans(profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         self._profile = profile
-        self.link_spread = (1.0, 1.0)  # once there is a profile, on rank 0; see planning.link_spread
+        self.link_spread = (1.0, 1.0)  # once there is a profile, on rank 0; see link_costs.spread
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
     def first(self) -> Agreed:
@@ -90,7 +90,7 @@ class Warmup:
             try:
                 profile = planning.measured_profile(ranks, self._names, self._sizes, name="measured")
                 if profile.link is not None:
-                    self.link_spread = planning.link_spread(ranks, profile.link)
+                    self.link_spread = link_costs.spread(planning.block_samples(ranks), profile.link)
                 text = profile.to_json()
             except Error as error:
                 text = error
