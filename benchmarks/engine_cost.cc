@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "gradcast/engine.h"
-#include "inproc.h"
+#include "gradcast/inproc.h"
 
 namespace gradcast {
 namespace {
@@ -63,7 +63,7 @@ class InprocAlone {
   explicit InprocAlone(int64_t tensor_count)
       : memory_(static_cast<size_t>(tensor_count * kElements)),
         world_(1),
-        transport_(world_.transport(0, {{memory_.data(), tensor_count * 4 * kElements, InprocElement::kFloat32}})) {}
+        transport_(world_.transport(0, {{memory_.data(), tensor_count * 4 * kElements, Element::kFloat32}})) {}
   Transport& transport() { return *transport_; }
 
  private:

@@ -1,11 +1,13 @@
 #!/bin/sh
 # Makes sure that the system has what the build needs from outside: a C++20 compiler and Python's headers ("core"), for the
-# tests also GoogleTest and Google Benchmark ("tests"), for root's demo the tools that make a slow link ("demo"). As root on
-# a machine with apt it installs what is missing; elsewhere it names it. Everything else comes from Python packages, into .venv.
+# tests also GoogleTest and Google Benchmark, and MPI if it can be had ("tests"), for root's demo the tools that make a slow
+# link ("demo"). As root on a machine with apt it installs what is missing; elsewhere it names it. Everything else comes from
+# Python packages, into .venv.
 set -eu
 level=$1
 python=${PYTHON:-python3}
 missing=
+wished=
 
 includes() {
   printf '#include <%s>\nint main() {}\n' "$1" | ${CXX:-c++} -std=c++20 -fsyntax-only -x c++ - >/dev/null 2>&1
@@ -13,6 +15,7 @@ includes() {
 
 find_missing() {
   missing=
+  wished=
   includes span || missing="$missing g++"
   "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing="$missing python3-venv"
   "$python" -c 'import os, sys, sysconfig
@@ -21,9 +24,10 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   if [ "$level" = tests ]; then
     includes gtest/gtest.h || missing="$missing libgtest-dev"
     includes benchmark/benchmark.h || missing="$missing libbenchmark-dev"
+    { command -v mpicxx && command -v mpirun; } >/dev/null || wished=" libopenmpi-dev openmpi-bin"
   fi
   if [ "$level" = demo ] && [ "$(id -u)" = 0 ] && [ "$(uname)" = Linux ]; then
-    { command -v ip && command -v tc; } >/dev/null || missing="$missing iproute2"
+    { command -v ip && command -v tc; } >/dev/null || wished=" iproute2"
   fi
 }
 
@@ -32,17 +36,17 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
   exit 1
 fi
 find_missing
-if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  echo "installing system packages:$missing"
+if [ -n "$missing$wished" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "installing system packages:$missing$wished"
   export DEBIAN_FRONTEND=noninteractive
   # shellcheck disable=SC2086
-  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $missing; } </dev/null >/dev/null || true
+  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $missing $wished; } </dev/null >/dev/null || true
   find_missing
 fi
-if [ "$missing" = " iproute2" ]; then
-  echo "iproute2 (as it is named in Debian and Ubuntu) is missing on this machine: the demo will have no slow link" >&2
-  missing=
-fi
+case $wished in
+*iproute2) echo "iproute2 (as it is named in Debian and Ubuntu) is missing on this machine: the demo will have no slow link" >&2 ;;
+*mpi*) echo "missing on this machine (names as in Debian and Ubuntu):$wished: the transport over MPI is left out" >&2 ;;
+esac
 if [ -n "$missing" ]; then
   echo "These are missing on this machine (names as in Debian and Ubuntu):$missing" >&2
   echo "Install them, for instance with: sudo apt-get install$missing" >&2

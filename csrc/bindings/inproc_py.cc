@@ -4,40 +4,24 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "capsule.h"
-#include "gradcast/error.h"
-#include "inproc.h"
+#include "gradcast/inproc.h"
 
 namespace py = pybind11;
 
 namespace gradcast {
 namespace {
 
-InprocBuffer buffer_of(const py::buffer_info& info) {
-  const bool is_float = info.item_type_is_equivalent_to<float>();
-  if (!is_float && !info.item_type_is_equivalent_to<double>()) {
-    throw Error(ErrorCode::kInvalidOption, "a buffer holds elements of format '" + info.format +
-                                               "'; the in-process transport takes float32 and float64");
-  }
-  py::ssize_t stride_bytes = info.itemsize;
-  for (py::ssize_t axis = info.ndim - 1; axis >= 0; --axis) {
-    if (info.shape[axis] > 1 && info.strides[axis] != stride_bytes) {
-      throw Error(ErrorCode::kInvalidOption, "a buffer is not contiguous; give flat arrays");
-    }
-    stride_bytes *= info.shape[axis];
-  }
-  return {info.ptr, info.size * info.itemsize, is_float ? InprocElement::kFloat32 : InprocElement::kFloat64};
-}
-
 // One rank's transport, and the Python arrays that it works on.
 class BoundInproc {
  public:
   BoundInproc(InprocWorld& world, int32_t rank, const std::vector<py::buffer>& arrays) {
-    std::vector<InprocBuffer> buffers;
+    std::vector<HostBuffer> buffers;
     for (const py::buffer& array : arrays) {
       views_.push_back(array.request(/*writable=*/true));
-      buffers.push_back(buffer_of(views_.back()));
+      buffers.push_back(host_buffer_of(views_.back()));
     }
     transport_ = world.transport(rank, std::move(buffers));
   }

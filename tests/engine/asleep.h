@@ -1,7 +1,7 @@
 // Whether a thread of this process waits for something, as the system knows it.
 #pragma once
 
-#include <sys/types.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <iterator>

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "gradcast/engine.h"
+#include "gradcast/inproc.h"
 #include "hand_transport.h"
-#include "inproc.h"
 #include "random_iterations.h"
 
 namespace gradcast {
@@ -36,12 +36,12 @@ class EngineRanks {
     }
     for (int32_t rank = 0; rank < world_size; ++rank) {
       ranks_.push_back(std::make_unique<Rank>());
-      std::vector<InprocBuffer> buffers;
+      std::vector<HostBuffer> buffers;
       for (size_t buffer = 0; buffer < buffer_bytes.size(); ++buffer) {
         std::vector<double>& memory = ranks_[rank]->memory.emplace_back(buffer_bytes[buffer] / 8 + 1);
         buffers.push_back(
             {memory.data(), buffer_bytes[buffer],
-             element_bytes_of(static_cast<int32_t>(buffer)) == 4 ? InprocElement::kFloat32 : InprocElement::kFloat64});
+             element_bytes_of(static_cast<int32_t>(buffer)) == 4 ? Element::kFloat32 : Element::kFloat64});
       }
       ranks_[rank]->transport = world.transport(rank, std::move(buffers));
       ranks_[rank]->engine = std::make_unique<Engine>(*ranks_[rank]->transport, options);

@@ -1,5 +1,5 @@
 // The in-process transport by itself: its arithmetic, its scripts, and how it refuses what ranks do not agree on.
-#include "inproc.h"
+#include "gradcast/inproc.h"
 
 #include <gtest/gtest.h>
 
@@ -52,8 +52,8 @@ struct Rank {
       floats[i] = static_cast<float>(100 * rank + i);
       doubles[i] = 1000.0 * rank + static_cast<double>(i);
     }
-    transport = world.transport(rank, {{floats.data(), elements * 4, InprocElement::kFloat32},
-                                       {doubles.data(), elements * 8, InprocElement::kFloat64}});
+    transport = world.transport(
+        rank, {{floats.data(), elements * 4, Element::kFloat32}, {doubles.data(), elements * 8, Element::kFloat64}});
     transport->open(&sink);
   }
 
@@ -209,9 +209,8 @@ TEST(Inproc, TheSamePlaceWithOtherElementsIsADifference) {
   std::vector<float> floats(4);
   std::vector<double> doubles(2);
   Sink sinks[2];
-  const std::unique_ptr<Transport> transports[2] = {
-      world.transport(0, {{floats.data(), 16, InprocElement::kFloat32}}),
-      world.transport(1, {{doubles.data(), 16, InprocElement::kFloat64}})};
+  const std::unique_ptr<Transport> transports[2] = {world.transport(0, {{floats.data(), 16, Element::kFloat32}}),
+                                                    world.transport(1, {{doubles.data(), 16, Element::kFloat64}})};
   const Range range{0, 16};
   for (int32_t rank = 0; rank < 2; ++rank) {
     transports[rank]->open(&sinks[rank]);
@@ -314,10 +313,10 @@ TEST(Inproc, RefusesWorldsAndBuffersThatCannotBe) {
   expect_refused([&] { world.fail(2, 0, "x"); }, ErrorCode::kInvalidOption, "rank 2");
   expect_refused(
       [&] {
-        world.transport(0, {{floats.data(), 15, InprocElement::kFloat32}});
+        world.transport(0, {{floats.data(), 15, Element::kFloat32}});
       },
       ErrorCode::kInvalidOption, "cuts an element");
-  const auto transport = world.transport(0, {{floats.data(), 16, InprocElement::kFloat32}});
+  const auto transport = world.transport(0, {{floats.data(), 16, Element::kFloat32}});
   expect_refused([&] { world.transport(0, {}); }, ErrorCode::kInvalidOption, "rank 0 has its transport already");
 }
 

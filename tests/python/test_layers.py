@@ -15,7 +15,14 @@ from conftest import ROOT
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 # Which layer a public header belongs to; every other one is the core's.
-PUBLIC_LAYER = {"engine.h": "engine", "transport.h": "transport", "sim.h": "sim"}
+PUBLIC_LAYER = {
+    "engine.h": "engine",
+    "host_buffer.h": "transport",
+    "inproc.h": "transport",
+    "mpi.h": "transport",
+    "sim.h": "sim",
+    "transport.h": "transport",
+}
 # Public headers that carry nothing but words and errors, which even a transport may use.
 WORDS = {"gradcast/types.h", "gradcast/error.h"}
 
@@ -39,25 +46,46 @@ class Layer:
 
 
 LAYERS = {
-    "include/gradcast": Layer(frozenset({"core", "sim", "engine", "transport"})),
+    "include/gradcast": Layer(frozenset({"core", "sim", "engine", "transport"}), ("mpi.h",)),
     "csrc/core": Layer(frozenset({"core"}), ("nlohmann/",), pure=True),
     "csrc/sim": Layer(frozenset({"core", "sim"}), pure=True, files=("csrc/engine/follower.h",)),
-    "csrc/transport/inproc": Layer(frozenset({"core", "transport"}), ("pthread.h",), words_only=True),
-    "csrc/transport/mpi": Layer(frozenset({"core", "transport"}), ("mpi.h",), words_only=True),
-    "csrc/transport/nccl": Layer(frozenset({"core", "transport"}), ("nccl.h", "cuda_runtime"), words_only=True),
+    "csrc/transport/shared": Layer(frozenset({"core", "transport"}), words_only=True),
+    "csrc/transport/inproc": Layer(
+        frozenset({"core", "transport"}), ("pthread.h",), words_only=True, own=("csrc/transport/shared",)
+    ),
+    "csrc/transport/mpi": Layer(
+        frozenset({"core", "transport"}), ("mpi.h", "pthread.h"), words_only=True, own=("csrc/transport/shared",)
+    ),
+    "csrc/transport/nccl": Layer(
+        frozenset({"core", "transport"}),
+        ("nccl.h", "cuda_runtime", "pthread.h"),
+        words_only=True,
+        own=("csrc/transport/shared",),
+    ),
     "csrc/engine": Layer(frozenset({"core", "engine", "transport"}), ("pthread.h",)),
     "csrc/cuda": Layer(frozenset({"core"}), ("cuda",)),
+    "csrc/bench": Layer(
+        frozenset({"core", "engine", "transport"}),
+        ("nlohmann/", "mpi.h", "getopt.h", "time.h", "sys/prctl.h"),
+        own=("csrc/transport/shared",),
+    ),
     "csrc/bindings": Layer(
-        frozenset({"core", "sim", "engine", "transport"}), ("pybind11/",), own=("csrc/transport/inproc",)
+        frozenset({"core", "sim", "engine", "transport"}), ("pybind11/",), own=("csrc/transport/shared",)
     ),
     "csrc/torch": Layer(
-        frozenset({"core", "transport"}), ("torch/", "c10/", "ATen/", "pybind11/", "pthread.h"), words_only=True
+        frozenset({"core", "transport"}),
+        ("torch/", "c10/", "ATen/", "pybind11/", "pthread.h"),
+        words_only=True,
+        own=("csrc/transport/shared",),
+    ),
+    "tests/mpi": Layer(
+        frozenset({"core", "transport"}), ("mpi.h", "pybind11/"), own=("csrc/bindings", "csrc/transport/shared")
     ),
     "tests/core": Layer(frozenset({"core"}), ("gtest/", "gmock/", "nlohmann/"), own=("csrc/core",)),
     "tests/engine": Layer(
         frozenset({"core", "engine", "transport"}),
         ("gtest/", "pthread.h", "unistd.h"),
-        own=("csrc/engine", "csrc/transport/inproc", "tests/core"),
+        own=("csrc/engine", "csrc/transport/shared", "tests/core"),
     ),
     "tests/sim": Layer(
         frozenset({"core", "sim"}),
@@ -69,7 +97,7 @@ LAYERS = {
     "benchmarks": Layer(
         frozenset({"core", "sim", "engine", "transport"}),
         ("benchmark/", "sys/resource.h"),
-        own=("csrc/core", "csrc/transport/inproc", "tests/core"),
+        own=("csrc/core", "csrc/transport/shared", "tests/core"),
     ),
 }
 
@@ -155,7 +183,7 @@ def test_no_layer_reaches_where_it_may_not():
         ("csrc/sim/x.cc", "#include <chrono>"),
         ("csrc/sim/x.cc", '#include "loop.h"'),
         ("csrc/sim/x.cc", '#include "sentences.h"'),
-        ("tests/sim/x_test.cc", '#include "inproc.h"'),
+        ("tests/sim/x_test.cc", '#include "gradcast/inproc.h"'),
         ("csrc/engine/follower.cc", "#include <chrono>"),
         ("csrc/engine/follower.h", "#include <thread>"),
         ("csrc/engine/x.cc", '#include "gradcast/sim.h"'),
@@ -168,7 +196,7 @@ def test_no_layer_reaches_where_it_may_not():
         ("csrc/bindings/x.cc", '#include "loop.h"'),
         ("csrc/transport/inproc/x.cc", '#include "gradcast/engine.h"'),
         ("csrc/transport/inproc/x.cc", '#include "sync.h"'),
-        ("csrc/engine/x.cc", '#include "inproc.h"'),
+        ("csrc/engine/x.cc", '#include "wire.h"'),
         ("csrc/engine/x.cc", '#include "pieces.h"'),
         ("csrc/torch/x.cc", '#include "gradcast/engine.h"'),
         ("csrc/torch/x.cc", '#include "gradcast/plan.h"'),
@@ -191,8 +219,8 @@ def test_the_rule_has_teeth(path, text):
         ("csrc/bindings/x.cc", '#include <pybind11/stl.h>\n#include "bindings.h"\n#include "gradcast/plan.h"'),
         ("csrc/engine/x.cc", '#include <thread>\n#include "gradcast/transport.h"\n#include "gradcast/plan.h"'),
         ("csrc/sim/x.cc", '#include <queue>\n#include "follower.h"\n#include "gradcast/sim.h"'),
-        ("csrc/bindings/x.cc", '#include "gradcast/transport.h"\n#include "inproc.h"'),
-        ("tests/engine/x_test.cc", '#include "follower.h"\n#include "inproc.h"\n#include "refusals.h"'),
+        ("csrc/bindings/x.cc", '#include "gradcast/inproc.h"\n#include "host_memory.h"'),
+        ("tests/engine/x_test.cc", '#include "follower.h"\n#include "gradcast/inproc.h"\n#include "refusals.h"'),
         ("csrc/torch/x.cc", "#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
         ("csrc/transport/mpi/x.cc", '#include <mpi.h>\n#include "gradcast/transport.h"\n#include "gradcast/error.h"'),
         ("tests/core/x_test.cc", '#include <gtest/gtest.h>\n#include <chrono>\n#include "problem.h"'),

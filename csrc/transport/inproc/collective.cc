@@ -1,107 +1,92 @@
 #include "collective.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
+#include <utility>
+
+#include "host_memory.h"
 
 namespace gradcast {
 namespace {
 
-template <typename Element>
-std::vector<Element> packed(const Contribution& rank) {
-  std::vector<Element> message;
+template <typename Number>
+std::vector<Number> packed(const Contribution& rank) {
+  int64_t size_bytes = 0;
   for (const Range& range : rank.ranges) {
-    const size_t begin = message.size();
-    message.resize(begin + static_cast<size_t>(range.size_bytes()) / sizeof(Element));
-    std::memcpy(message.data() + begin, static_cast<const char*>(rank.buffer.data) + range.lo_bytes,
-                static_cast<size_t>(range.size_bytes()));
+    size_bytes += range.size_bytes();
   }
+  std::vector<Number> message(static_cast<size_t>(size_bytes) / sizeof(Number));
+  pack(message.data(), rank.buffer, rank.ranges);
   return message;
 }
 
-template <typename Element>
-void unpack(const std::vector<Element>& message, const Contribution& rank) {
-  const Element* from = message.data();
-  for (const Range& range : rank.ranges) {
-    std::memcpy(static_cast<char*>(rank.buffer.data) + range.lo_bytes, from, static_cast<size_t>(range.size_bytes()));
-    from += static_cast<size_t>(range.size_bytes()) / sizeof(Element);
-  }
+// Where a rank's part of a message begins and ends.
+template <typename Number>
+std::pair<int64_t, int64_t> bounds(const std::vector<Number>& message, size_t rank, size_t world_size) {
+  const Part part =
+      part_of(static_cast<int32_t>(rank), static_cast<int32_t>(world_size), static_cast<int64_t>(message.size()));
+  return {part.first, part.last};
 }
 
-// The elements [first, last) of a message that belong to a rank.
-struct Part {
-  size_t first = 0;
-  size_t last = 0;
-};
-
-Part part_of(size_t rank, size_t world_size, size_t element_count) {
-  const size_t part_count = (element_count + world_size - 1) / world_size;
-  return {std::min(rank * part_count, element_count), std::min((rank + 1) * part_count, element_count)};
-}
-
-template <typename Element>
-std::vector<Element> sum_of(std::span<const Contribution> ranks) {
-  std::vector<Element> sum = packed<Element>(ranks.front());
+template <typename Number>
+std::vector<Number> sum_of(std::span<const Contribution> ranks) {
+  std::vector<Number> sum = packed<Number>(ranks.front());
   for (const Contribution& rank : ranks.subspan(1)) {
-    const std::vector<Element> message = packed<Element>(rank);
-    std::transform(sum.begin(), sum.end(), message.begin(), sum.begin(), [](Element a, Element b) { return a + b; });
+    const std::vector<Number> message = packed<Number>(rank);
+    std::transform(sum.begin(), sum.end(), message.begin(), sum.begin(), [](Number a, Number b) { return a + b; });
   }
   return sum;
 }
 
-template <typename Element>
+template <typename Number>
 void all_reduce(std::span<const Contribution> ranks) {
-  const std::vector<Element> sum = sum_of<Element>(ranks);
+  const std::vector<Number> sum = sum_of<Number>(ranks);
   for (const Contribution& rank : ranks) {
-    unpack(sum, rank);
+    unpack(rank.buffer, rank.ranges, sum.data());
   }
 }
 
-template <typename Element>
+template <typename Number>
 void reduce_scatter(std::span<const Contribution> ranks) {
-  const std::vector<Element> sum = sum_of<Element>(ranks);
+  const std::vector<Number> sum = sum_of<Number>(ranks);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    std::vector<Element> result(sum.size(), std::numeric_limits<Element>::quiet_NaN());
-    const Part part = part_of(rank, ranks.size(), sum.size());
-    std::copy(sum.begin() + part.first, sum.begin() + part.last, result.begin() + part.first);
-    unpack(result, ranks[rank]);
+    std::vector<Number> result(sum.size(), std::numeric_limits<Number>::quiet_NaN());
+    const auto [first, last] = bounds(sum, rank, ranks.size());
+    std::copy(sum.begin() + first, sum.begin() + last, result.begin() + first);
+    unpack(ranks[rank].buffer, ranks[rank].ranges, result.data());
   }
 }
 
-template <typename Element>
+template <typename Number>
 void all_gather(std::span<const Contribution> ranks) {
-  std::vector<Element> result;
+  std::vector<Number> result;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    const std::vector<Element> message = packed<Element>(ranks[rank]);
+    const std::vector<Number> message = packed<Number>(ranks[rank]);
     result.resize(message.size());
-    const Part part = part_of(rank, ranks.size(), message.size());
-    std::copy(message.begin() + part.first, message.begin() + part.last, result.begin() + part.first);
+    const auto [first, last] = bounds(message, rank, ranks.size());
+    std::copy(message.begin() + first, message.begin() + last, result.begin() + first);
   }
   for (const Contribution& rank : ranks) {
-    unpack(result, rank);
+    unpack(rank.buffer, rank.ranges, result.data());
   }
 }
 
-template <typename Element>
+template <typename Number>
 void run(Op op, std::span<const Contribution> ranks) {
   switch (op) {
     case Op::kAllReduce:
-      return all_reduce<Element>(ranks);
+      return all_reduce<Number>(ranks);
     case Op::kReduceScatter:
-      return reduce_scatter<Element>(ranks);
+      return reduce_scatter<Number>(ranks);
     case Op::kAllGather:
-      return all_gather<Element>(ranks);
+      return all_gather<Number>(ranks);
   }
 }
 
 }  // namespace
 
-int64_t element_bytes(InprocElement element) {
-  return element == InprocElement::kFloat32 ? sizeof(float) : sizeof(double);
-}
-
 void run_collective(Op op, std::span<const Contribution> ranks) {
-  if (ranks.front().buffer.element == InprocElement::kFloat32) {
+  if (ranks.front().buffer.element == Element::kFloat32) {
     run<float>(op, ranks);
   } else {
     run<double>(op, ranks);

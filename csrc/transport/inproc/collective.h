@@ -7,16 +7,14 @@
 #include <span>
 #include <vector>
 
+#include "gradcast/inproc.h"
 #include "gradcast/types.h"
-#include "inproc.h"
 
 namespace gradcast {
 
-int64_t element_bytes(InprocElement element);
-
 // What one rank brings into an operation.
 struct Contribution {
-  InprocBuffer buffer;
+  HostBuffer buffer;
   std::span<const Range> ranges;
 };
 

@@ -1,4 +1,4 @@
-#include "inproc.h"
+#include "gradcast/inproc.h"
 
 #include <utility>
 
@@ -33,7 +33,7 @@ int32_t InprocWorld::world_size() const {
   return wire_->world_size();
 }
 
-std::unique_ptr<Transport> InprocWorld::transport(int32_t rank, std::vector<InprocBuffer> buffers) {
+std::unique_ptr<Transport> InprocWorld::transport(int32_t rank, std::vector<HostBuffer> buffers) {
   wire_->admit(rank, std::move(buffers));
   return std::make_unique<RankTransport>(wire_, rank);
 }

@@ -9,6 +9,7 @@
 
 #include "collective.h"
 #include "gradcast/error.h"
+#include "host_memory.h"
 
 namespace gradcast {
 namespace {
@@ -22,29 +23,9 @@ int64_t now_ns() {
   throw Error(ErrorCode::kInvalidOption, message);
 }
 
-int64_t size_bytes(const Operation& operation) {
-  int64_t size_bytes = 0;
-  for (int32_t i = 0; i < operation.range_count; ++i) {
-    size_bytes += operation.ranges[i].size_bytes();
-  }
-  return size_bytes;
-}
-
-std::span<const Range> ranges_of(const Operation& operation) {
-  return {operation.ranges, static_cast<size_t>(operation.range_count)};
-}
-
-std::string ranges_text(const Operation& operation) {
-  std::string text;
-  for (const Range& range : ranges_of(operation)) {
-    text += (text.empty() ? "[" : ", [") + std::to_string(range.lo_bytes) + ", " + std::to_string(range.hi_bytes) + ")";
-  }
-  return text;
-}
-
-std::string operation_text(const Operation& operation, InprocElement element) {
+std::string operation_text(const Operation& operation, Element element) {
   return std::string(to_string(operation.op)) + " of bytes " + ranges_text(operation) + " of buffer " +
-         std::to_string(operation.buffer) + (element == InprocElement::kFloat32 ? " (float32)" : " (float64)");
+         std::to_string(operation.buffer) + " (" + std::string(to_string(element)) + ")";
 }
 
 bool same(const Operation& a, const Operation& b) {
@@ -81,13 +62,9 @@ void InprocWorld::Wire::check_rank(int32_t rank) const {
   }
 }
 
-void InprocWorld::Wire::admit(int32_t rank, std::vector<InprocBuffer> buffers) {
+void InprocWorld::Wire::admit(int32_t rank, std::vector<HostBuffer> buffers) {
   check_rank(rank);
-  for (const InprocBuffer& buffer : buffers) {
-    if (buffer.size_bytes < 0 || buffer.size_bytes % element_bytes(buffer.element) != 0) {
-      refuse("a buffer of " + std::to_string(buffer.size_bytes) + " bytes cuts an element; give whole elements");
-    }
-  }
+  check_buffers(buffers);
   std::lock_guard lock(mutex_);
   Member& member = members_[rank];
   if (member.admitted) {
@@ -118,7 +95,7 @@ void InprocWorld::Wire::start(int32_t rank, const Operation& operation) {
   {
     std::lock_guard lock(mutex_);
     Member& member = members_[rank];
-    Started started{operation, now_ns(), fault_of(member, operation)};
+    Started started{operation, now_ns(), fault_of(operation, member.buffers)};
     const auto script = scripts_.find({rank, first_index_ + static_cast<int64_t>(member.started.size())});
     if (script != scripts_.end()) {
       started.join_ns += script->second.delay_ns;
@@ -153,24 +130,6 @@ void InprocWorld::Wire::dismiss(int32_t rank) {
   Member& member = members_[rank];
   delivered_.wait(
       lock, [&] { return member.delivery_count == 0 && std::ranges::all_of(member.started, &Started::completed); });
-}
-
-std::optional<std::string> InprocWorld::Wire::fault_of(const Member& member, const Operation& operation) const {
-  if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= member.buffers.size()) {
-    return "buffer " + std::to_string(operation.buffer) + " does not exist; there are " +
-           std::to_string(member.buffers.size());
-  }
-  const InprocBuffer& buffer = member.buffers[operation.buffer];
-  int64_t end_bytes = 0;
-  for (const Range& range : ranges_of(operation)) {
-    if (range.lo_bytes < end_bytes || range.hi_bytes <= range.lo_bytes || range.hi_bytes > buffer.size_bytes ||
-        range.lo_bytes % element_bytes(buffer.element) != 0 || range.hi_bytes % element_bytes(buffer.element) != 0) {
-      return "the ranges " + ranges_text(operation) + " are not ascending whole elements of a buffer of " +
-             std::to_string(buffer.size_bytes) + " bytes";
-    }
-    end_bytes = range.hi_bytes;
-  }
-  return operation.range_count > 0 ? std::nullopt : std::optional<std::string>("an operation has no ranges");
 }
 
 void InprocWorld::Wire::run() {

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "gradcast/inproc.h"
 #include "gradcast/transport.h"
-#include "inproc.h"
 
 namespace gradcast {
 
@@ -25,7 +25,7 @@ class InprocWorld::Wire {
   ~Wire();
 
   int32_t world_size() const { return static_cast<int32_t>(members_.size()); }
-  void admit(int32_t rank, std::vector<InprocBuffer> buffers);
+  void admit(int32_t rank, std::vector<HostBuffer> buffers);
   void delay(int32_t rank, int64_t operation_index, int64_t delay_ns);
   void fail(int32_t rank, int64_t operation_index, std::string message);
 
@@ -46,7 +46,7 @@ class InprocWorld::Wire {
     bool completed = false;
   };
   struct Member {
-    std::vector<InprocBuffer> buffers;
+    std::vector<HostBuffer> buffers;
     bool admitted = false;
     CompletionSink* sink = nullptr;
     std::deque<Started> started;      // the wire's first_index_ and later ones
@@ -75,7 +75,6 @@ class InprocWorld::Wire {
   void deliver(std::unique_lock<std::mutex>& lock, const std::vector<Delivery>& deliveries);
   // The next moment at which something happens by itself.
   std::optional<int64_t> next_event_ns(int64_t now_ns) const;
-  std::optional<std::string> fault_of(const Member& member, const Operation& operation) const;
   void check_rank(int32_t rank) const;
 
   // Constant after construction.

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-# What csrc/torch includes of the public headers; a test compares this list with the sources.
-PUBLIC_HEADERS = ("transport.h", "types.h")
+# What csrc/torch includes of other folders, from the root; a test compares this list with the sources.
+HEADERS = ("include/gradcast/transport.h", "include/gradcast/types.h", "csrc/transport/shared/outstanding.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 _WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion")
@@ -30,7 +30,7 @@ class BuildError(Exception):
 
 def files(root: Path) -> list[Path]:
     """All that the module is made of: ``root`` is the source tree, or the copy of its parts in an installed package."""
-    headers = [root / "include" / "gradcast" / name for name in PUBLIC_HEADERS]
+    headers = [root / name for name in HEADERS]
     found = sorted((root / "csrc" / "torch").glob("*.cc")) + sorted((root / "csrc" / "torch").glob("*.h")) + headers
     missing = [path for path in headers if not path.exists()]
     if len(found) == len(headers) or missing:
@@ -96,7 +96,8 @@ def _include_flags(root: Path) -> list[str]:
             "the package is called python3-dev on Debian and Ubuntu, python3-devel on Fedora"
         )
     # As system headers, so that the warnings are those of our own sources.
-    return [f"-I{root / 'include'}", "-isystem", str(_torch_folder() / "include"), "-isystem", python_include]
+    own = (f"-I{root / folder}" for folder in ("include", "csrc/transport/shared"))
+    return [*own, "-isystem", str(_torch_folder() / "include"), "-isystem", python_include]
 
 
 def _torch_folder() -> Path:

@@ -16,19 +16,11 @@
 #include <string>
 #include <vector>
 
+#include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
 #include "gradcast/types.h"
 
 namespace gradcast {
-
-enum class InprocElement { kFloat32, kFloat64 };
-
-// The memory of one gradient buffer. It must stay until the transport is closed.
-struct InprocBuffer {
-  void* data = nullptr;
-  int64_t size_bytes = 0;  // a multiple of the element's size
-  InprocElement element = InprocElement::kFloat32;
-};
 
 // What an operation costs on the emulated wire.
 struct InprocCost {
@@ -49,7 +41,7 @@ class InprocWorld {
   // The transport of one rank, once for each. It may outlive the world. Of a reduce-scatter it sets the parts that belong
   // to other ranks to NaN, so that nobody comes to rely on what is undefined.
   // Throws Error{kInvalidOption} for a rank or a buffer that cannot be, or a rank that has its transport already.
-  std::unique_ptr<Transport> transport(int32_t rank, std::vector<InprocBuffer> buffers);
+  std::unique_ptr<Transport> transport(int32_t rank, std::vector<HostBuffer> buffers);
 
   // `rank` joins its operation number `operation_index`, from 0, so much later than it starts it.
   void delay(int32_t rank, int64_t operation_index, int64_t delay_ns);

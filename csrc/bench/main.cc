@@ -1,0 +1,132 @@
+// gradcast-bench: measures a network, and what each policy makes of it.
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "gradcast/error.h"
+#include "options.h"
+#include "report.h"
+
+namespace gradcast {
+namespace {
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  if (!file) {
+    throw Error(ErrorCode::kInvalidOption, "the profile " + path.string() + " cannot be read");
+  }
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// A file, or one of the profiles beside the program or in the source tree it was built from.
+Profile load_profile(const std::string& name) {
+  if (std::filesystem::exists(name)) {
+    return profile_from_json(read(name));
+  }
+  std::error_code ignored;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", ignored);
+  for (const auto& folder : {program.parent_path() / "../share/gradcast/profiles", program.parent_path() / "../data",
+                             std::filesystem::path(GRADCAST_DATA_DIR)}) {
+    const auto path = folder / (name + ".json");
+    if (std::filesystem::exists(path)) {
+      return profile_from_json(read(path));
+    }
+  }
+  throw Error(ErrorCode::kInvalidOption, "there is no file and no bundled profile '" + name + "'");
+}
+
+void say(const Group& group, const BenchOptions& options, const std::string& text) {
+  if (group.rank() == 0 && !options.json) {
+    std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
+  }
+}
+
+void measure_network(Group& group, const BenchOptions& options, BenchResults& results) {
+  for (const Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather}) {
+    const std::vector<SweepRow> rows = sweep(group, op, options.sweep);
+    results.sweep.insert(results.sweep.end(), rows.begin(), rows.end());
+    if (rows.size() >= 3) {
+      results.fits.push_back({op, fit(rows)});
+    }
+  }
+}
+
+// Rank 0's, so that all ranks plan with the same numbers.
+LinkModel link_of(Group& group, const BenchResults& results) {
+  if (results.fits.size() < 3) {
+    throw Error(ErrorCode::kInvalidOption,
+                "the schedule needs a sweep of three sizes or more to know the network's cost");
+  }
+  LinkModel link;
+  link.all_reduce = results.fits[0].fit.cost;
+  link.reduce_scatter = results.fits[1].fit.cost;
+  link.all_gather = results.fits[2].fit.cost;
+  link.pack_ns_per_byte = pack_ns_per_byte();
+  return link_from_json(group.from_first(to_json(link)));
+}
+
+void run(Group& group, const BenchOptions& options) {
+  BenchResults results;
+  results.world_size = group.world_size();
+  say(group, options,
+      "gradcast-bench: " + std::to_string(group.world_size()) + " ranks over " + options.transport + "\n\n");
+  if (options.runs_sweep || options.runs_schedule) {
+    measure_network(group, options, results);
+    say(group, options, sweep_table(results) + "\n");
+  }
+  if (options.runs_schedule) {
+    Profile profile = load_profile(options.profile);
+    const double time_factor =
+        options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
+    profile = scaled(profile, time_factor, options.scale_size);
+    profile.link = link_of(group, results);
+    results.profile = profile.name;
+    results.schedule = schedule(group, profile, options.schedule);
+    say(group, options, schedule_table(results) + "\n");
+  }
+  if (options.runs_overhead) {
+    group.barrier();
+    if (group.rank() == 0) {
+      results.overhead = engine_overhead();
+      say(group, options, overhead_table(results));
+    }
+    group.barrier();
+  }
+  if (options.json && group.rank() == 0) {
+    std::fputs(to_json(options, results).c_str(), stdout);
+  }
+}
+
+int main_with_errors(int argc, char** argv) {
+  const BenchOptions options = parse_options(argc, argv);
+  if (options.help) {
+    std::fputs(kBenchHelp, stdout);
+    return 0;
+  }
+  const auto action = [&](Group& group) { run(group, options); };
+  if (options.transport == "mpi") {
+    run_under_mpi(action);
+  } else {
+    run_as_threads(options.rank_count, options.network, action);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace gradcast
+
+int main(int argc, char** argv) {
+  try {
+    return gradcast::main_with_errors(argc, argv);
+  } catch (const gradcast::Error& error) {
+    std::fprintf(stderr, "gradcast-bench: %s\n", error.what());
+    return error.code() == gradcast::ErrorCode::kInvalidOption ? 2 : 1;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "gradcast-bench: %s\n", error.what());
+    return 1;
+  }
+}

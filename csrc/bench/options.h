@@ -1,0 +1,36 @@
+// The command line of gradcast-bench.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "gradcast/inproc.h"
+#include "schedule.h"
+#include "sweep.h"
+
+namespace gradcast {
+
+struct BenchOptions {
+  bool help = false;
+  bool json = false;
+  bool runs_sweep = true;
+  bool runs_schedule = true;
+  bool runs_overhead = true;
+  std::string transport = "inproc";  // or "mpi"
+  int32_t rank_count = 4;            // inproc: threads
+  InprocCost network;                // inproc: what it emulates
+  std::string profile = "resnet50";  // a bundled one's name, or a file
+  double compute_ms = 0;             // of a step; 0: as the profile says
+  double scale_size = 1;             // of every gradient
+  SweepOptions sweep;
+  ScheduleOptions schedule;
+};
+
+extern const char* const kBenchHelp;
+
+// Throws Error{kInvalidOption} that says what is wrong and what is right.
+BenchOptions parse_options(int argc, char** argv);
+
+}  // namespace gradcast

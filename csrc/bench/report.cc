@@ -1,0 +1,127 @@
+#include "report.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "gradcast/text.h"
+#include "gradcast/version.h"
+
+namespace gradcast {
+namespace {
+
+[[gnu::format(printf, 1, 2)]] std::string line(const char* format, ...) {
+  char text[256];
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  return std::string(text) + "\n";
+}
+
+std::string name_of(Op op) {
+  return std::string(to_string(op));
+}
+
+std::string fit_text(const Fitted& fitted) {
+  std::string text = name_of(fitted.op) + " costs";
+  for (const LinkPiece& piece : fitted.fit.cost.pieces) {
+    char part[160];
+    std::snprintf(part, sizeof part, " %.1f us + %.4f ns per byte", piece.alpha_ns / 1e3, piece.beta_ns_per_byte);
+    text += part;
+    text += piece.up_to_bytes == kUnboundedBytes ? "" : " up to " + bytes_text(piece.up_to_bytes) + ", then";
+  }
+  char error[96];
+  std::snprintf(error, sizeof error, "; off by %.1f %% in the median, %.1f %% at most",
+                100 * fitted.fit.relative_error_median, 100 * fitted.fit.relative_error_max);
+  return text + error + "\n";
+}
+
+}  // namespace
+
+std::string sweep_table(const BenchResults& results) {
+  std::string text = line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "size", "count", "type", "redop", "operation",
+                          "time", "algbw", "busbw", "errors");
+  text +=
+      line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "");
+  for (const SweepRow& row : results.sweep) {
+    text += line("%12lld %12lld %8s %6s %14s %12.1f %9.3f %9.3f %7lld", static_cast<long long>(row.size_bytes),
+                 static_cast<long long>(row.size_bytes / 4), "float", row.op == Op::kAllGather ? "none" : "sum",
+                 name_of(row.op).c_str(), row.time_ns / 1e3, row.algorithm_bandwidth(),
+                 row.bus_bandwidth(results.world_size), static_cast<long long>(row.error_count));
+  }
+  text += "\n";
+  for (const Fitted& fitted : results.fits) {
+    text += fit_text(fitted);
+  }
+  return text;
+}
+
+std::string schedule_table(const BenchResults& results) {
+  std::string text = line("%-14s %7s %9s %19s %9s %9s %9s %8s", "policy", "blocks", "step", "(lowest, highest)",
+                          "exposed", "predicted", "bound", "/ bound");
+  for (const ScheduleRow& row : results.schedule) {
+    char spread[48];
+    std::snprintf(spread, sizeof spread, "(%.1f, %.1f)", row.low_ns / 1e6, row.high_ns / 1e6);
+    text +=
+        line("%-14s %7d %9.1f %19s %9.1f %9.1f %9.1f %8.3f", row.policy.c_str(), row.block_count, row.step_ns / 1e6,
+             spread, row.exposed_ns() / 1e6, row.predicted_ns / 1e6, row.bound_ns / 1e6, row.step_ns / row.bound_ns);
+  }
+  return text + "ms per step of " + results.profile + "; compute is played by waiting\n";
+}
+
+std::string overhead_table(const BenchResults& results) {
+  return line("The engine costs %.2f us per block, and %.2f us of the caller per gradient.",
+              results.overhead->block_ns / 1e3, results.overhead->ready_ns / 1e3);
+}
+
+std::string to_json(const BenchOptions& options, const BenchResults& results) {
+  nlohmann::ordered_json json = {{"version", 1},
+                                 {"kind", "gradcast-bench"},
+                                 {"gradcast", GRADCAST_VERSION},
+                                 {"transport", options.transport},
+                                 {"world_size", results.world_size}};
+  for (const SweepRow& row : results.sweep) {
+    json["sweep"].push_back({{"op", name_of(row.op)},
+                             {"size_bytes", row.size_bytes},
+                             {"time_ns", row.time_ns},
+                             {"low_ns", row.low_ns},
+                             {"high_ns", row.high_ns},
+                             {"algbw_gb_per_s", row.algorithm_bandwidth()},
+                             {"busbw_gb_per_s", row.bus_bandwidth(results.world_size)},
+                             {"errors", row.error_count}});
+  }
+  LinkModel link;
+  for (const Fitted& fitted : results.fits) {
+    (fitted.op == Op::kAllReduce   ? link.all_reduce
+     : fitted.op == Op::kAllGather ? link.all_gather
+                                   : link.reduce_scatter) = fitted.fit.cost;
+    json["fit"][name_of(fitted.op)] = {{"relative_error_median", fitted.fit.relative_error_median},
+                                       {"relative_error_max", fitted.fit.relative_error_max}};
+  }
+  if (link.all_reduce.available()) {
+    json["link"] = nlohmann::ordered_json::parse(to_json(link));
+  }
+  for (const ScheduleRow& row : results.schedule) {
+    json["schedule"].push_back({{"policy", row.policy},
+                                {"blocks", row.block_count},
+                                {"step_ns", row.step_ns},
+                                {"low_ns", row.low_ns},
+                                {"high_ns", row.high_ns},
+                                {"compute_ns", row.compute_ns},
+                                {"exposed_ns", row.exposed_ns()},
+                                {"predicted_ns", row.predicted_ns},
+                                {"prediction_error", row.prediction_error()},
+                                {"bound_ns", row.bound_ns}});
+  }
+  if (!results.schedule.empty()) {
+    json["profile"] = results.profile;
+    json["mode"] = std::string(to_string(options.schedule.mode));
+  }
+  if (results.overhead) {
+    json["overhead"] = {{"block_ns", results.overhead->block_ns}, {"ready_ns", results.overhead->ready_ns}};
+  }
+  return json.dump(1) + "\n";
+}
+
+}  // namespace gradcast

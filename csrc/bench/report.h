@@ -1,0 +1,38 @@
+// What was measured, as tables for people and as JSON for `gradcast report`.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradcast/link_fit.h"
+#include "options.h"
+#include "overhead.h"
+#include "schedule.h"
+#include "sweep.h"
+
+namespace gradcast {
+
+struct Fitted {
+  Op op = Op::kAllReduce;
+  LinkFit fit;
+};
+
+struct BenchResults {
+  int32_t world_size = 1;
+  std::vector<SweepRow> sweep;
+  std::vector<Fitted> fits;
+  std::string profile;  // its name
+  std::vector<ScheduleRow> schedule;
+  std::optional<Overhead> overhead;
+};
+
+std::string sweep_table(const BenchResults& results);
+std::string schedule_table(const BenchResults& results);
+std::string overhead_table(const BenchResults& results);
+// One object, schema version 1; docs/cluster.md lists its fields.
+std::string to_json(const BenchOptions& options, const BenchResults& results);
+
+}  // namespace gradcast

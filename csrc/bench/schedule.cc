@@ -1,0 +1,223 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+#include "clock.h"
+#include "gradcast/engine.h"
+#include "gradcast/error.h"
+#include "gradcast/policy.h"
+#include "host_memory.h"
+
+namespace gradcast {
+namespace {
+
+constexpr int64_t kPatienceNs = 60'000'000'000;
+
+double updates_ns(const Profile& profile) {
+  return std::accumulate(profile.tensors.begin(), profile.tensors.end(), 0.0,
+                         [](double sum, const Tensor& tensor) { return sum + tensor.update_ns; });
+}
+
+// Memory for a profile's gradients, and a transport over it.
+class Gradients {
+ public:
+  Gradients(Group& group, const Profile& profile) {
+    std::vector<int64_t> buffer_bytes;
+    std::vector<Element> elements;
+    for (const Tensor& tensor : profile.tensors) {
+      if (tensor.element_bytes != 4 && tensor.element_bytes != 8) {
+        throw Error(ErrorCode::kInvalidOption, tensor.name + " has elements of " +
+                                                   std::to_string(tensor.element_bytes) +
+                                                   " bytes; the transports of gradcast-bench sum float32 and float64");
+      }
+      buffer_bytes.resize(std::max(buffer_bytes.size(), static_cast<size_t>(tensor.buffer) + 1));
+      elements.resize(buffer_bytes.size());
+      buffer_bytes[tensor.buffer] += tensor.bytes;
+      elements[tensor.buffer] = tensor.element_bytes == 8 ? Element::kFloat64 : Element::kFloat32;
+    }
+    std::vector<HostBuffer> buffers;
+    for (size_t i = 0; i < buffer_bytes.size(); ++i) {
+      memory_.emplace_back(static_cast<size_t>(buffer_bytes[i]));
+      buffers.push_back({memory_.back().data(), buffer_bytes[i], elements[i]});
+    }
+    transport = group.make_transport(std::move(buffers));
+  }
+
+  std::unique_ptr<Transport> transport;
+
+ private:
+  std::vector<std::vector<std::byte>> memory_;
+};
+
+// One rank that trains under one plan.
+class Trainer {
+ public:
+  Trainer(Group& group, const Profile& profile, Plan plan)
+      : profile_(profile), plan_(std::move(plan)), gradients_(group, profile), engine_(*gradients_.transport, {}) {
+    engine_.follow(profile_, plan_);
+    by_ready_.resize(profile.tensors.size());
+    std::iota(by_ready_.rbegin(), by_ready_.rend(), 0);
+    std::ranges::stable_sort(by_ready_, {}, [&](int32_t i) { return profile.tensors[i].ready_ns; });
+  }
+
+  const Plan& plan() const { return plan_; }
+
+  // From the start of backward to the end of the next forward.
+  double step_ns() {
+    const int64_t begin_ns = steady_now_ns();
+    engine_.begin();
+    for (const int32_t tensor : by_ready_) {
+      sleep_until(begin_ns + std::llround(profile_.tensors[tensor].ready_ns));
+      engine_.on_ready(tensor);
+    }
+    double clock_ns = static_cast<double>(begin_ns) + profile_.backward_ns;
+    sleep_until(std::llround(clock_ns));
+    if (plan_.mode == Mode::kHook) {
+      wait_for_all(clock_ns);
+      clock_ns += profile_.forward_ns + updates_ns(profile_);
+    } else {
+      forward(clock_ns);
+    }
+    sleep_until(std::llround(clock_ns));
+    return clock_ns - static_cast<double>(begin_ns);
+  }
+
+ private:
+  void forward(double& clock_ns) {
+    double need_ns = 0;
+    for (size_t i = 0; i < profile_.tensors.size(); ++i) {
+      const Tensor& tensor = profile_.tensors[i];
+      clock_ns += tensor.need_ns - std::exchange(need_ns, tensor.need_ns);
+      sleep_until(std::llround(clock_ns));
+      const int32_t index = static_cast<int32_t>(i);
+      wait_for({&index, 1}, clock_ns);
+      clock_ns += tensor.update_ns;
+    }
+    clock_ns += profile_.forward_ns - need_ns;
+  }
+
+  // Compute stands still only where something is missing: that this thread wakes late is not the network's doing.
+  void wait_for(std::span<const int32_t> tensors, double& clock_ns) {
+    if (!engine_.wait(tensors, 0)) {
+      require(engine_.wait(tensors, kPatienceNs));
+      clock_ns = std::max(clock_ns, static_cast<double>(steady_now_ns()));
+    }
+  }
+
+  void wait_for_all(double& clock_ns) {
+    if (!engine_.wait_all(0)) {
+      require(engine_.wait_all(kPatienceNs));
+      clock_ns = std::max(clock_ns, static_cast<double>(steady_now_ns()));
+    }
+  }
+
+  void require(bool in_time) {
+    if (!in_time) {
+      throw Error(ErrorCode::kCommunication, "policy " + plan_.policy + ": after 60 s " + engine_.waiting_for());
+    }
+  }
+
+  const Profile& profile_;
+  const Plan plan_;
+  Gradients gradients_;
+  Engine engine_;
+  std::vector<int32_t> by_ready_;
+};
+
+std::vector<Plan> plans_of(const Profile& profile, const ScheduleOptions& options) {
+  std::vector<Plan> plans;
+  for (const PolicyInfo& policy : policies()) {
+    const bool has_halves = profile.link.reduce_scatter.available() && profile.link.all_gather.available();
+    if ((policy.overlap_only && options.mode == Mode::kHook) || (policy.needs_scatter_gather && !has_halves)) {
+      continue;
+    }
+    plans.push_back(make_plan(profile, profile.link,
+                              {.policy = policy.name, .mode = options.mode, .in_flight = options.in_flight}));
+  }
+  return plans;
+}
+
+// Of the slowest rank, since the next step begins on all of them together.
+std::vector<double> steps_ns(Group& group, Trainer& trainer, int32_t step_count) {
+  group.barrier();
+  trainer.step_ns();
+  std::vector<double> own_ns;
+  for (int32_t step = 0; step < step_count; ++step) {
+    own_ns.push_back(trainer.step_ns());
+  }
+  std::vector<double> slowest_ns = own_ns;
+  for (const std::vector<double>& rank : group.gather(own_ns)) {
+    std::ranges::transform(rank, slowest_ns, slowest_ns.begin(), [](double a, double b) { return std::max(a, b); });
+  }
+  return slowest_ns;
+}
+
+}  // namespace
+
+std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options) {
+  wake_promptly();
+  std::vector<std::unique_ptr<Trainer>> trainers;
+  for (Plan& plan : plans_of(profile, options)) {
+    trainers.push_back(std::make_unique<Trainer>(group, profile, std::move(plan)));
+  }
+  std::vector<std::vector<double>> times_ns(trainers.size());
+  for (int32_t round = 0; round < options.round_count; ++round) {
+    for (size_t i = 0; i < trainers.size(); ++i) {
+      const std::vector<double> found_ns = steps_ns(group, *trainers[i], options.step_count);
+      times_ns[i].insert(times_ns[i].end(), found_ns.begin(), found_ns.end());
+    }
+  }
+  std::vector<ScheduleRow> rows;
+  for (size_t i = 0; i < trainers.size(); ++i) {
+    const Plan& plan = trainers[i]->plan();
+    std::ranges::sort(times_ns[i]);
+    rows.push_back({.policy = plan.policy,
+                    .block_count = static_cast<int32_t>(plan.blocks.size()),
+                    .step_ns = times_ns[i][times_ns[i].size() / 2],
+                    .low_ns = times_ns[i].front(),
+                    .high_ns = times_ns[i].back(),
+                    .predicted_ns = plan.predicted_ns,
+                    .bound_ns = plan.bound_ns,
+                    .compute_ns = profile.backward_ns + profile.forward_ns + updates_ns(profile)});
+  }
+  return rows;
+}
+
+double pack_ns_per_byte() {
+  constexpr int64_t kBytes = 4 << 20;
+  std::vector<std::byte> numbers(kBytes);
+  std::vector<std::byte> message(kBytes);
+  const HostBuffer buffer{numbers.data(), kBytes, Element::kFloat32};
+  const Range halves[] = {{0, kBytes / 2}, {kBytes / 2, kBytes}};
+  std::vector<double> times_ns;
+  for (int i = 0; i < 9; ++i) {
+    const int64_t begin_ns = steady_now_ns();
+    pack(message.data(), buffer, halves);
+    unpack(buffer, halves, message.data());
+    times_ns.push_back(static_cast<double>(steady_now_ns() - begin_ns));
+  }
+  std::ranges::sort(times_ns);
+  return times_ns[times_ns.size() / 2] / kBytes;
+}
+
+Profile scaled(const Profile& profile, double time_factor, double bytes_factor) {
+  Profile result = profile;
+  result.forward_ns *= time_factor;
+  result.backward_ns *= time_factor;
+  for (Tensor& tensor : result.tensors) {
+    tensor.ready_ns *= time_factor;
+    tensor.need_ns *= time_factor;
+    tensor.update_ns *= time_factor;
+    const auto element_count = static_cast<double>(tensor.bytes / tensor.element_bytes);
+    tensor.bytes = tensor.element_bytes * std::max<int64_t>(1, std::llround(bytes_factor * element_count));
+  }
+  check_profile(result);
+  return result;
+}
+
+}  // namespace gradcast

@@ -1,0 +1,42 @@
+// The collective sweep: what operations of all sizes cost, in the columns of nccl-tests, and the line through them.
+//
+// Thread safety: one rank's thread.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gradcast/link.h"
+#include "gradcast/link_fit.h"
+#include "gradcast/types.h"
+#include "group.h"
+
+namespace gradcast {
+
+struct SweepOptions {
+  int64_t bytes_min = 1024;
+  int64_t bytes_max = 64 << 20;
+  double factor = 2;             // from one size to the next
+  int32_t iteration_count = 20;  // that count, after a quarter as many that do not
+};
+
+struct SweepRow {
+  Op op = Op::kAllReduce;
+  int64_t size_bytes = 0;   // of the whole operation: what each rank holds of an all-reduce
+  double time_ns = 0;       // the mean over iterations and ranks
+  double low_ns = 0;        // the fastest rank's quickest iteration
+  double high_ns = 0;       // the slowest rank's slowest one
+  int64_t error_count = 0;  // elements of all ranks that were not the exact sum
+
+  // bytes per ns, that is GB/s, as nccl-tests defines them: of the data, and of a link that carries it.
+  double algorithm_bandwidth() const;
+  double bus_bandwidth(int32_t world_size) const;
+};
+
+// The same rows on every rank. Throws Error{kCommunication} where an operation fails, or has not ended after a minute.
+std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options);
+
+// What the rows cost as alpha and beta. Throws Error{kInvalidLink} for fewer than three sizes.
+LinkFit fit(const std::vector<SweepRow>& rows);
+
+}  // namespace gradcast

@@ -1,0 +1,92 @@
+#include <barrier>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "group.h"
+
+namespace gradcast {
+namespace {
+
+// What the threads share.
+struct Meeting {
+  Meeting(int32_t world_size, const InprocCost& network)
+      : cost(network), all(world_size), numbers(static_cast<size_t>(world_size)) {}
+
+  const InprocCost cost;
+
+  std::barrier<> all;
+  std::vector<std::vector<double>> numbers;
+  std::string text;
+  std::shared_ptr<InprocWorld> world;
+};
+
+class ThreadGroup final : public Group {
+ public:
+  ThreadGroup(Meeting& meeting, int32_t rank) : meeting_(meeting), rank_(rank) {}
+
+  int32_t rank() const override { return rank_; }
+  int32_t world_size() const override { return static_cast<int32_t>(meeting_.numbers.size()); }
+
+  std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
+    if (rank_ == 0) {
+      meeting_.world = std::make_shared<InprocWorld>(world_size(), meeting_.cost);
+    }
+    meeting_.all.arrive_and_wait();
+    auto transport = meeting_.world->transport(rank_, std::move(buffers));
+    meeting_.all.arrive_and_wait();
+    return transport;
+  }
+
+  std::vector<std::vector<double>> gather(const std::vector<double>& own) override {
+    meeting_.numbers[rank_] = own;
+    meeting_.all.arrive_and_wait();
+    std::vector<std::vector<double>> numbers = meeting_.numbers;
+    meeting_.all.arrive_and_wait();
+    return numbers;
+  }
+
+  std::string from_first(const std::string& text) override {
+    if (rank_ == 0) {
+      meeting_.text = text;
+    }
+    meeting_.all.arrive_and_wait();
+    std::string copy = meeting_.text;
+    meeting_.all.arrive_and_wait();
+    return copy;
+  }
+
+ private:
+  Meeting& meeting_;
+  const int32_t rank_;
+};
+
+}  // namespace
+
+void run_as_threads(int32_t world_size, const InprocCost& cost, const std::function<void(Group&)>& action) {
+  Meeting meeting(world_size, cost);
+  std::mutex mutex;
+  std::exception_ptr failure;
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < world_size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        ThreadGroup group(meeting, rank);
+        action(group);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        failure = failure ? failure : std::current_exception();
+        meeting.all.arrive_and_drop();  // the others must not wait for this one
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+}  // namespace gradcast

@@ -1,0 +1,300 @@
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "gradcast/error.h"
+#include "gradcast/mpi.h"
+#include "host_memory.h"
+#include "outstanding.h"
+
+namespace gradcast {
+namespace {
+
+// While operations are under way MPI has to be called again and again. So often without a pause, since most operations end
+// soon; then with one, which the start of another operation ends.
+constexpr int kEagerPolls = 200;
+constexpr auto kPause = std::chrono::microseconds(20);
+
+std::string words_of(int code) {
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return text;
+}
+
+void require(int code, const char* action) {
+  if (code != MPI_SUCCESS) {
+    throw Error(ErrorCode::kCommunication, std::string("MPI could not ") + action + ": " + words_of(code));
+  }
+}
+
+void require_threads() {
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (initialized == 0 || finalized != 0) {
+    throw Error(ErrorCode::kInvalidUse,
+                finalized != 0 ? "MPI has been finalized; make transports before MPI_Finalize"
+                               : "MPI is not initialized; call MPI_Init_thread with MPI_THREAD_MULTIPLE first");
+  }
+  int level = MPI_THREAD_SINGLE;
+  MPI_Query_thread(&level);
+  if (level < MPI_THREAD_MULTIPLE) {
+    throw Error(
+        ErrorCode::kInvalidUse,
+        "MPI runs without MPI_THREAD_MULTIPLE, which gradcast's thread needs beside the program's own; ask for it "
+        "with MPI_Init_thread, or use an MPI library that was built with it");
+  }
+}
+
+MPI_Datatype type_of(Element element) {
+  return element == Element::kFloat32 ? MPI_FLOAT : MPI_DOUBLE;
+}
+
+class MpiTransport final : public Transport {
+ public:
+  MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers);
+  ~MpiTransport() override;  // abort() and close()
+
+  int32_t rank() const noexcept override { return rank_; }
+  int32_t world_size() const noexcept override { return world_size_; }
+  void open(CompletionSink* sink) noexcept override;
+  void start(const Operation& operation) noexcept override;
+  void abort(const char* reason) noexcept override;
+  void close() noexcept override;
+
+ private:
+  // An operation that MPI has. Its memory is MPI's until it has ended, so a flight never moves.
+  struct Flight {
+    Operation operation;
+    std::vector<std::byte> message;  // of several ranges; MPI's buffer otherwise lies in the gradients
+    std::vector<std::byte> part;     // this rank's part of a reduce-scatter
+    std::vector<int> counts, offsets;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+
+  void run();
+  void launch(const Operation& operation);
+  int post(Flight& flight, void* numbers, int64_t element_count);
+  bool has_ended(Flight& flight);
+  void deliver(Flight& flight);
+  std::string what_failed(const Operation& operation, int code) const;
+
+  MPI_Comm communicator_ = MPI_COMM_NULL;
+  const std::vector<HostBuffer> buffers_;
+  int32_t rank_ = 0;
+  int32_t world_size_ = 1;
+  Outstanding outstanding_;
+
+  // Only the thread's.
+  std::vector<std::unique_ptr<Flight>> flights_;
+
+  // Guarded by mutex_.
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Operation> started_;
+  bool closing_ = false;
+
+  std::thread thread_;
+};
+
+MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers) : buffers_(std::move(buffers)) {
+  require_threads();
+  check_buffers(buffers_);
+  require(MPI_Comm_dup(communicator, &communicator_), "make a communicator for the transport");
+  // By default an error ends all processes without a word of ours.
+  MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+  MPI_Comm_rank(communicator_, &rank_);
+  MPI_Comm_size(communicator_, &world_size_);
+}
+
+MpiTransport::~MpiTransport() {
+  abort("the transport was destroyed before this operation had finished");
+  close();
+}
+
+void MpiTransport::open(CompletionSink* sink) noexcept {
+  outstanding_.open(sink);
+  thread_ = std::thread([this] { run(); });
+}
+
+void MpiTransport::start(const Operation& operation) noexcept {
+  if (!outstanding_.add(operation.ticket)) {
+    return;
+  }
+  if (const auto fault = fault_of(operation, buffers_)) {
+    outstanding_.complete(operation.ticket, fault->c_str());
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    started_.push_back(operation);
+  }
+  changed_.notify_one();
+}
+
+void MpiTransport::abort(const char* reason) noexcept {
+  outstanding_.abort(reason);
+  {
+    std::lock_guard lock(mutex_);  // the thread must not be between looking and waiting
+  }
+  changed_.notify_one();
+}
+
+void MpiTransport::close() noexcept {
+  outstanding_.close();
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_one();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void MpiTransport::run() {
+  pthread_setname_np(pthread_self(), "gradcast-mpi");
+  int eager_polls = 0;
+  while (true) {
+    std::deque<Operation> started;
+    {
+      std::unique_lock lock(mutex_);
+      const auto called = [this] { return closing_ || !started_.empty() || outstanding_.aborted(); };
+      if (flights_.empty()) {
+        changed_.wait(lock, called);
+      } else if (eager_polls >= kEagerPolls) {
+        changed_.wait_for(lock, kPause, called);
+      }
+      if (closing_ || outstanding_.aborted()) {
+        break;
+      }
+      std::swap(started, started_);
+    }
+    for (const Operation& operation : started) {
+      launch(operation);
+    }
+    const size_t ended_count = std::erase_if(flights_, [this](const auto& flight) { return has_ended(*flight); });
+    if (!started.empty() || ended_count > 0) {
+      eager_polls = 0;
+    } else {
+      ++eager_polls;
+      std::this_thread::yield();  // a rank on the same core may be the one that is waited for
+    }
+  }
+  // MPI may still use the memory of what it has not ended: it is never given back.
+  for (auto& flight : flights_) {
+    static_cast<void>(flight.release());
+  }
+  if (flights_.empty() && !outstanding_.aborted()) {
+    MPI_Comm_free(&communicator_);
+  }
+}
+
+void MpiTransport::launch(const Operation& operation) {
+  const HostBuffer& buffer = buffers_[operation.buffer];
+  auto flight = std::make_unique<Flight>();
+  flight->operation = operation;
+  const int64_t message_bytes = size_bytes(operation);
+  const int64_t element_count = message_bytes / element_bytes(buffer.element);
+  if (element_count > std::numeric_limits<int>::max()) {
+    outstanding_.complete(
+        operation.ticket,
+        "a block of more than 2,147,483,647 elements is too large for MPI; give the policy a smaller limit");
+    return;
+  }
+  void* numbers = static_cast<char*>(buffer.data) + operation.ranges[0].lo_bytes;
+  if (operation.range_count > 1) {
+    flight->message.resize(static_cast<size_t>(message_bytes));
+    numbers = flight->message.data();
+    pack(numbers, buffer, ranges_of(operation));
+  }
+  const int code = post(*flight, numbers, element_count);
+  if (code != MPI_SUCCESS) {
+    outstanding_.complete(operation.ticket, what_failed(operation, code).c_str());
+    return;
+  }
+  flights_.push_back(std::move(flight));
+}
+
+int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
+  const Element element = buffers_[flight.operation.buffer].element;
+  const MPI_Datatype type = type_of(element);
+  for (int32_t rank = 0; rank < world_size_; ++rank) {
+    const Part part = part_of(rank, world_size_, element_count);
+    flight.counts.push_back(static_cast<int>(part.count()));
+    flight.offsets.push_back(static_cast<int>(part.first));
+  }
+  switch (flight.operation.op) {
+    case Op::kAllReduce:
+      return MPI_Iallreduce(MPI_IN_PLACE, numbers, static_cast<int>(element_count), type, MPI_SUM, communicator_,
+                            &flight.request);
+    case Op::kReduceScatter:
+      // In place MPI would put the part at the beginning, not where it belongs.
+      flight.part.resize(static_cast<size_t>(flight.counts[rank_] * element_bytes(element)) + 1);
+      return MPI_Ireduce_scatter(numbers, flight.part.data(), flight.counts.data(), type, MPI_SUM, communicator_,
+                                 &flight.request);
+    case Op::kAllGather:
+      return MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, numbers, flight.counts.data(), flight.offsets.data(),
+                             type, communicator_, &flight.request);
+  }
+  return MPI_ERR_OP;
+}
+
+bool MpiTransport::has_ended(Flight& flight) {
+  int ended = 0;
+  const int code = MPI_Test(&flight.request, &ended, MPI_STATUS_IGNORE);
+  if (code != MPI_SUCCESS) {
+    outstanding_.complete(flight.operation.ticket, what_failed(flight.operation, code).c_str());
+    return true;
+  }
+  if (ended != 0) {
+    deliver(flight);
+    outstanding_.complete(flight.operation.ticket, nullptr);
+  }
+  return ended != 0;
+}
+
+void MpiTransport::deliver(Flight& flight) {
+  const Operation& operation = flight.operation;
+  const HostBuffer& buffer = buffers_[operation.buffer];
+  const int64_t own_bytes = flight.counts[rank_] * element_bytes(buffer.element);
+  const int64_t own_offset_bytes = flight.offsets[rank_] * element_bytes(buffer.element);
+  if (flight.message.empty()) {
+    if (operation.op == Op::kReduceScatter) {
+      const int64_t lo_bytes = operation.ranges[0].lo_bytes + own_offset_bytes;
+      const Range own{lo_bytes, lo_bytes + own_bytes};
+      unpack(buffer, {&own, 1}, flight.part.data());
+    }
+    return;
+  }
+  if (operation.op == Op::kReduceScatter) {
+    std::copy_n(flight.part.begin(), own_bytes, flight.message.begin() + own_offset_bytes);
+  }
+  unpack(buffer, ranges_of(operation), flight.message.data());
+}
+
+std::string MpiTransport::what_failed(const Operation& operation, int code) const {
+  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes(operation)) +
+         " bytes failed on rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) +
+         " (MPI): " + words_of(code);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_mpi_transport(MPI_Comm communicator, std::vector<HostBuffer> buffers) {
+  return std::make_unique<MpiTransport>(communicator, std::move(buffers));
+}
+
+}  // namespace gradcast

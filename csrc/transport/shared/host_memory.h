@@ -1,0 +1,44 @@
+// Gradient buffers in the memory of the host: what transports over them check, pack and cut into parts.
+//
+// Thread safety: pure; any thread. Two threads that touch the same bytes are the caller's affair.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "gradcast/host_buffer.h"
+#include "gradcast/transport.h"
+#include "gradcast/types.h"
+
+namespace gradcast {
+
+int64_t element_bytes(Element element);
+std::string_view to_string(Element element);  // "float32", "float64"
+
+// Throws Error{kInvalidOption} for a buffer that cuts an element.
+void check_buffers(std::span<const HostBuffer> buffers);
+
+std::span<const Range> ranges_of(const Operation& operation);
+int64_t size_bytes(const Operation& operation);
+// For people: "[0, 400), [800, 804)".
+std::string ranges_text(const Operation& operation);
+// Why an operation cannot begin on these buffers; nothing if it can.
+std::optional<std::string> fault_of(const Operation& operation, std::span<const HostBuffer> buffers);
+
+// The elements [first, last) of a message that belong to a rank (gradcast/transport.h).
+struct Part {
+  int64_t first = 0;
+  int64_t last = 0;
+
+  int64_t count() const { return last - first; }
+};
+Part part_of(int32_t rank, int32_t world_size, int64_t element_count);
+
+// Copies the ranges of a buffer into a message, one after the other, and back. REQUIRES: the operation has no fault.
+void pack(void* message, const HostBuffer& buffer, std::span<const Range> ranges);
+void unpack(const HostBuffer& buffer, std::span<const Range> ranges, const void* message);
+
+}  // namespace gradcast
