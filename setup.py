@@ -57,6 +57,10 @@ def cmake(*arguments: str) -> None:
         sys.exit(f"gradcast: building the C++ part failed (cmake exit code {error.returncode}); its messages are above")
 
 
+def configuration(build_dir: str, entries: dict[str, str]) -> tuple[str, ...]:
+    return ("-S", str(ROOT), "-B", build_dir, "-G", "Ninja", *(f"-D{key}={value}" for key, value in entries.items()))
+
+
 def load_alone(name: str) -> ModuleType:
     """A module of gradcast.training without the package around it, which needs _core."""
     spec = importlib.util.spec_from_file_location(name, TRAINING / f"{name}.py")
@@ -126,10 +130,21 @@ class CMakeBuild(build_ext):
             "GRADCAST_WERROR": "OFF",
             "GRADCAST_BUILD_TESTS": "OFF",
             "GRADCAST_BUILD_BENCHMARKS": "OFF",
-            "GRADCAST_PYTHON_OUTPUT_DIR": str(target.parent),
         }
-        cmake("-S", str(ROOT), "-B", build_dir, "-G", "Ninja", *(f"-D{key}={value}" for key, value in entries.items()))
+        module = {"GRADCAST_MPI": "OFF", "GRADCAST_CUDA": "OFF", "GRADCAST_PYTHON_OUTPUT_DIR": str(target.parent)}
+        cmake(*configuration(build_dir, entries | module))
         cmake("--build", build_dir, "--target", "_core")
+        self.build_bench(f"{build_dir}-bench", entries, target.parent / "bin")
+
+    def build_bench(self, build_dir: str, entries: dict[str, str], folder: Path) -> None:
+        """gradcast-bench, with MPI, CUDA and NCCL where they are at hand. Everything else works without it."""
+        entries = entries | {"GRADCAST_BUILD_PYTHON": "OFF"}
+        for command in (configuration(build_dir, entries), ("--build", build_dir, "--target", "gradcast-bench")):
+            if subprocess.run(["cmake", *command], check=False).returncode != 0:
+                print("gradcast: warning: gradcast-bench could not be built and is left out", file=sys.stderr)
+                return
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(Path(build_dir) / "csrc/bench/gradcast-bench", folder / "gradcast-bench")
 
 
 setup(

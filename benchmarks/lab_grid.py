@@ -1,7 +1,8 @@
 """The speed of gradcast beside stock DDP over models, hosts and networks: the tables of docs/benchmarks.md.
 
-Each cell is one run of ``gradcast lab train`` on this machine, with a timed stand-in for an accelerator, and becomes
-one JSON line of the record. Cells that the record has already are left out: an interrupted grid goes on where it was.
+Each cell is one run of ``gradcast lab train`` on this machine, with a timed stand-in for an accelerator or a real model
+on the CPU, and becomes one JSON line of the record. Cells that the record has already are left out: an interrupted grid
+goes on where it was.
 
     python -m benchmarks.lab_grid run --record benchmarks/results/lab.jsonl
     python -m benchmarks.lab_grid table --record benchmarks/results/lab.jsonl --refresh docs/benchmarks.md
@@ -24,6 +25,7 @@ from tabulate import tabulate
 from benchmarks.pages import refresh
 from gradcast.compare import total_bytes
 from gradcast.files import load_profile
+from gradcast.lab.settings import REAL_MODELS
 
 MODELS = ("resnet18", "resnet50", "resnet152", "inception_v3", "vgg16", "vit_b_16", "bert_base", "gpt2")
 RATIOS = (0.5, 1.0, 2.0)  # of the time on the wire to compute
@@ -33,6 +35,8 @@ GRADIENT_BYTES = 6e6  # every model's tensors are scaled to this sum, for the sa
 FORWARD_SHARE = 1 / 3
 USUAL = "ddp,ddp-near,hook,overlap"
 FULL_HOSTS, FULL_RATIO = 4, 1.0  # in this cell of each model all is compared
+# Real models compute with all that their core has, so that only two hosts find a core each.
+REAL_HOSTS, REAL_RATES_MBIT, REAL_COMPARE = 2, (50, 100, 200, 500), "ddp,ddp-sweep,hook,overlap"
 ROUNDS, STEPS = 5, 3
 MARK = "lab grid"
 # Where the cores are busier than that, they are the limit and not the wire, and no schedule helps.
@@ -43,9 +47,12 @@ PROMISED_GAIN, KEPT_GAIN = 1.27, 1.25
 
 @dataclass(frozen=True)
 class Cell:
+    """``ratio``: of a stand-in's communication to its compute; 0: a real model, whose rate is given instead."""
+
     model: str
     hosts: int
-    ratio: float
+    ratio: float = 0
+    rate_mbit: float = 0
 
     @property
     def scale_size(self) -> float:
@@ -58,13 +65,26 @@ class Cell:
 
     @property
     def key(self) -> str:
-        return f"{self.model} {self.hosts} {self.ratio:g}"
+        return f"{self.model} {self.hosts} {self.ratio:g}" if self.ratio else f"{self.model} {self.rate_mbit:g}mbit"
 
     def arguments(self) -> list[str]:
+        options = self._real_options() if self.ratio == 0 else self._stand_in_options()
+        options |= {"--rounds": ROUNDS, "--steps": STEPS}
+        return ["lab", "train", *(str(word) for option in options.items() for word in option)]
+
+    def _real_options(self) -> dict[str, Any]:
+        return {
+            "--hosts": self.hosts,
+            "--rate": f"{self.rate_mbit:g}mbit",
+            "--model": self.model,
+            "--compare": REAL_COMPARE,
+        }
+
+    def _stand_in_options(self) -> dict[str, Any]:
         compute_ms = COMPUTE_MS[self.hosts]
         forward_ms = compute_ms * FORWARD_SHARE
         full = (self.hosts, self.ratio) == (FULL_HOSTS, FULL_RATIO)
-        options = {
+        return {
             "--hosts": self.hosts,
             "--rate": f"{self.rate_bits_per_s / 1e6:.0f}mbit",
             "--model": self.model,
@@ -72,14 +92,12 @@ class Cell:
             "--forward-ms": f"{forward_ms:g}",
             "--backward-ms": f"{compute_ms - forward_ms:g}",
             "--compare": "all" if full else USUAL,
-            "--rounds": ROUNDS,
-            "--steps": STEPS,
         }
-        return ["lab", "train", *(str(word) for option in options.items() for word in option)]
 
 
 def cells() -> list[Cell]:
-    return [Cell(model, hosts, ratio) for hosts in COMPUTE_MS for ratio in RATIOS for model in MODELS]
+    stand_ins = [Cell(model, hosts, ratio) for hosts in COMPUTE_MS for ratio in RATIOS for model in MODELS]
+    return stand_ins + [Cell(model, REAL_HOSTS, rate_mbit=rate) for model in REAL_MODELS for rate in REAL_RATES_MBIT]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -149,11 +167,11 @@ def _words(line: dict[str, Any]) -> str:
 
 
 def table(args: argparse.Namespace) -> None:
-    lines = sorted(
-        _lines(Path(args.record)), key=lambda line: (line["hosts"], MODELS.index(line["model"]), line["ratio"])
-    )
-    tables = [_hosts_table(lines, hosts) for hosts in sorted({line["hosts"] for line in lines})]
-    text = "\n\n".join([_summary(lines), *tables, *_full_table(lines)])
+    order = [cell.key for cell in cells()]
+    lines = sorted(_lines(Path(args.record)), key=lambda line: order.index(line["cell"]))
+    stand_ins, real = ([line for line in lines if bool(line["ratio"]) is wanted] for wanted in (True, False))
+    tables = [_hosts_table(stand_ins, hosts) for hosts in sorted({line["hosts"] for line in stand_ins})]
+    text = "\n\n".join([_summary(stand_ins), *tables, *_full_table(stand_ins), *_real_table(real)])
     if args.refresh is None:
         print(text)
         return
@@ -182,13 +200,23 @@ def _predicted_gain(line: dict[str, Any]) -> float:
     return ddp_ms / _row(line, "overlap")["predicted_ms"]
 
 
+HEADERS = [
+    "model", "comm / compute", "Mbit/s", "compute", "bound", "ddp", "best ddp", "hook", "overlap", "x best ddp",
+    "/ bound", "predicted", "blocks", "cores busy",
+]  # fmt: skip
+
+
 def _hosts_table(lines: list[dict[str, Any]], hosts: int) -> str:
-    headers = [
-        "model", "comm / compute", "Mbit/s", "compute", "bound", "ddp", "best ddp", "hook", "overlap", "x best ddp",
-        "/ bound", "predicted", "blocks", "cores busy",
-    ]  # fmt: skip
     rows = [_cells(line) for line in lines if line["hosts"] == hosts]
-    return f"**{hosts} hosts** (ms per step)\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return f"**{hosts} hosts** (ms per step)\n\n" + tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
+
+
+def _real_table(lines: list[dict[str, Any]]) -> list[str]:
+    if not lines:
+        return []
+    title = f"**Real models on the CPU, {REAL_HOSTS} hosts** (ms per step)"
+    rows = [_cells(line) for line in lines]
+    return [f"{title}\n\n" + tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)]
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
@@ -198,7 +226,7 @@ def _cells(line: dict[str, Any]) -> list[str]:
     busy = overlap["cores_busy"]
     return [
         line["model"],
-        f"{line['ratio']:g}",
+        f"{line['ratio'] or _wire_ms(line) / line['compute_ms']:.2g}",
         f"{line['rate_bits_per_s'] / 1e6:.0f}",
         f"{line['compute_ms']:.0f}",
         f"{line['bounds_ms']['overlap']['best']:.0f}",
@@ -212,6 +240,11 @@ def _cells(line: dict[str, Any]) -> list[str]:
         str(overlap["blocks"]),
         f"{busy:.0%}{' !' if busy > BUSY_LIMIT else ''}",
     ]
+
+
+def _wire_ms(line: dict[str, Any]) -> float:
+    wire_bytes = 2 * (line["hosts"] - 1) / line["hosts"] * line["parameter_bytes"]
+    return 8e3 * wire_bytes / line["rate_bits_per_s"]
 
 
 def _full_table(lines: list[dict[str, Any]]) -> list[str]:
@@ -249,8 +282,10 @@ def main() -> int:
         each.set_defaults(action=action)
         if action is run:
             each.add_argument("--hosts", type=int, choices=list(COMPUTE_MS), help="only the cells with so many")
-            each.add_argument("--model", choices=MODELS, help="only the cells of this one")
-            each.add_argument("--ratio", type=float, choices=RATIOS, help="only the cells with this one")
+            each.add_argument("--model", choices=[*MODELS, *REAL_MODELS], help="only the cells of this one")
+            each.add_argument(
+                "--ratio", type=float, choices=[0, *RATIOS], help="only the cells with this one; 0: real models"
+            )
         elif action is table:
             each.add_argument("--refresh", metavar="PAGE", help="renew the tables of this Markdown page")
         else:

@@ -107,6 +107,10 @@ int main_with_errors(int argc, char** argv) {
     std::fputs(kBenchHelp, stdout);
     return 0;
   }
+  if (options.parts) {
+    std::fputs(parts_json().c_str(), stdout);
+    return 0;
+  }
   const auto action = [&](Group& group) { run(group, options); };
   if (options.transport == "mpi") {
     run_under_mpi(action);

@@ -43,6 +43,7 @@ The schedule:
   --steps N            of a policy in a round, after one                   [3]
 
   --json               one JSON object instead of tables
+  --parts              what this build has, as JSON
   --help               this text
 )";
 
@@ -134,11 +135,9 @@ const std::map<std::string, Setter>& setters() {
 BenchOptions parse_options(int argc, char** argv) {
   BenchOptions options;
   bool is_named[3] = {};  // sweep, schedule, overhead
-  std::vector<option> known = {{"sweep", no_argument, nullptr, 's'},
-                               {"schedule", no_argument, nullptr, 'p'},
-                               {"overhead", no_argument, nullptr, 'o'},
-                               {"json", no_argument, nullptr, 'j'},
-                               {"help", no_argument, nullptr, 'h'}};
+  std::vector<option> known = {{"sweep", no_argument, nullptr, 's'},    {"schedule", no_argument, nullptr, 'p'},
+                               {"overhead", no_argument, nullptr, 'o'}, {"json", no_argument, nullptr, 'j'},
+                               {"parts", no_argument, nullptr, 'b'},    {"help", no_argument, nullptr, 'h'}};
   for (const auto& [name, setter] : setters()) {
     known.push_back({name.c_str(), required_argument, nullptr, 0});
   }
@@ -159,6 +158,9 @@ BenchOptions parse_options(int argc, char** argv) {
         break;
       case 'j':
         options.json = true;
+        break;
+      case 'b':
+        options.parts = true;
         break;
       case 'h':
         options.help = true;

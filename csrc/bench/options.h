@@ -15,6 +15,7 @@ namespace gradcast {
 struct BenchOptions {
   bool help = false;
   bool json = false;
+  bool parts = false;
   bool runs_sweep = true;
   bool runs_schedule = true;
   bool runs_overhead = true;

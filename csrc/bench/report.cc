@@ -6,6 +6,7 @@
 
 #include "gradcast/text.h"
 #include "gradcast/version.h"
+#include "parts.h"
 
 namespace gradcast {
 namespace {
@@ -73,6 +74,10 @@ std::string schedule_table(const BenchResults& results) {
 std::string overhead_table(const BenchResults& results) {
   return line("The engine costs %.2f us per block, and %.2f us of the caller per gradient.",
               results.overhead->block_ns / 1e3, results.overhead->ready_ns / 1e3);
+}
+
+std::string parts_json() {
+  return nlohmann::ordered_json{{"MPI", kMpiState}, {"CUDA", kCudaState}, {"NCCL", kNcclState}}.dump(1) + "\n";
 }
 
 std::string to_json(const BenchOptions& options, const BenchResults& results) {

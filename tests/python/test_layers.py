@@ -20,6 +20,7 @@ PUBLIC_LAYER = {
     "host_buffer.h": "transport",
     "inproc.h": "transport",
     "mpi.h": "transport",
+    "nccl.h": "transport",
     "sim.h": "sim",
     "transport.h": "transport",
 }
@@ -46,7 +47,7 @@ class Layer:
 
 
 LAYERS = {
-    "include/gradcast": Layer(frozenset({"core", "sim", "engine", "transport"}), ("mpi.h",)),
+    "include/gradcast": Layer(frozenset({"core", "sim", "engine", "transport"}), ("mpi.h", "cuda_runtime")),
     "csrc/core": Layer(frozenset({"core"}), ("nlohmann/",), pure=True),
     "csrc/sim": Layer(frozenset({"core", "sim"}), pure=True, files=("csrc/engine/follower.h",)),
     "csrc/transport/shared": Layer(frozenset({"core", "transport"}), words_only=True),
@@ -63,7 +64,8 @@ LAYERS = {
         own=("csrc/transport/shared",),
     ),
     "csrc/engine": Layer(frozenset({"core", "engine", "transport"}), ("pthread.h",)),
-    "csrc/cuda": Layer(frozenset({"core"}), ("cuda",)),
+    "csrc/cuda": Layer(frozenset(), ("cuda",)),
+    "tests/cuda": Layer(frozenset(), ("gtest/",), own=("csrc/cuda",)),
     "csrc/bench": Layer(
         frozenset({"core", "engine", "transport"}),
         ("nlohmann/", "mpi.h", "getopt.h", "time.h", "sys/prctl.h"),

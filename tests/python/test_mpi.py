@@ -83,16 +83,16 @@ def test_wrong_use_is_refused_in_a_sentence(program, words):
 
 # --- gradcast-bench ---
 
-BENCHES = sorted(ROOT.glob("build*/csrc/bench/gradcast-bench"), key=lambda path: path.stat().st_mtime)
+BENCH = ROOT / "python/gradcast/bin/gradcast-bench"
 QUICK = ["--bytes-max", "64k", "--factor", "4", "--iterations", "4", "--rounds", "2", "--steps", "1"]
 QUICK += ["--compute-ms", "5", "--scale-size", "0.001"]
 
-needs_bench = pytest.mark.skipif(not BENCHES, reason="gradcast-bench is not built: make test builds it")
+needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="gradcast-bench is not built: make test builds it")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [str(BENCHES[-1]), *arguments],
+        [str(BENCH), *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -130,7 +130,7 @@ def test_bench_between_threads():
 @needs_bench
 @needs_mpi
 def test_bench_between_processes():
-    ended = mpirun(4, str(BENCHES[-1]), "--transport", "mpi", "--json", *QUICK)
+    ended = mpirun(4, str(BENCH), "--transport", "mpi", "--json", *QUICK)
     assert ended.returncode == 0, ended.stderr
     check_results(ended.stdout, "mpi", 4)
 

@@ -64,7 +64,7 @@ void InprocWorld::Wire::check_rank(int32_t rank) const {
 
 void InprocWorld::Wire::admit(int32_t rank, std::vector<HostBuffer> buffers) {
   check_rank(rank);
-  check_buffers(buffers);
+  check_extents(extents_of(buffers));
   std::lock_guard lock(mutex_);
   Member& member = members_[rank];
   if (member.admitted) {
@@ -95,7 +95,7 @@ void InprocWorld::Wire::start(int32_t rank, const Operation& operation) {
   {
     std::lock_guard lock(mutex_);
     Member& member = members_[rank];
-    Started started{operation, now_ns(), fault_of(operation, member.buffers)};
+    Started started{operation, now_ns(), fault_of(operation, extents_of(member.buffers))};
     const auto script = scripts_.find({rank, first_index_ + static_cast<int64_t>(member.started.size())});
     if (script != scripts_.end()) {
       started.join_ns += script->second.delay_ns;

@@ -93,6 +93,7 @@ class MpiTransport final : public Transport {
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
   const std::vector<HostBuffer> buffers_;
+  const std::vector<Extent> extents_;
   int32_t rank_ = 0;
   int32_t world_size_ = 1;
   Outstanding outstanding_;
@@ -109,9 +110,10 @@ class MpiTransport final : public Transport {
   std::thread thread_;
 };
 
-MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers) : buffers_(std::move(buffers)) {
+MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers)
+    : buffers_(std::move(buffers)), extents_(extents_of(buffers_)) {
   require_threads();
-  check_buffers(buffers_);
+  check_extents(extents_);
   require(MPI_Comm_dup(communicator, &communicator_), "make a communicator for the transport");
   // By default an error ends all processes without a word of ours.
   MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
@@ -133,7 +135,7 @@ void MpiTransport::start(const Operation& operation) noexcept {
   if (!outstanding_.add(operation.ticket)) {
     return;
   }
-  if (const auto fault = fault_of(operation, buffers_)) {
+  if (const auto fault = fault_of(operation, extents_)) {
     outstanding_.complete(operation.ticket, fault->c_str());
     return;
   }

@@ -14,11 +14,19 @@ std::string_view to_string(Element element) {
   return element == Element::kFloat32 ? "float32" : "float64";
 }
 
-void check_buffers(std::span<const HostBuffer> buffers) {
+std::vector<Extent> extents_of(std::span<const HostBuffer> buffers) {
+  std::vector<Extent> extents;
   for (const HostBuffer& buffer : buffers) {
-    if (buffer.size_bytes < 0 || buffer.size_bytes % element_bytes(buffer.element) != 0) {
+    extents.push_back({buffer.size_bytes, element_bytes(buffer.element)});
+  }
+  return extents;
+}
+
+void check_extents(std::span<const Extent> extents) {
+  for (const Extent& extent : extents) {
+    if (extent.size_bytes < 0 || extent.size_bytes % extent.element_bytes != 0) {
       throw Error(ErrorCode::kInvalidOption,
-                  "a buffer of " + std::to_string(buffer.size_bytes) + " bytes cuts an element; give whole elements");
+                  "a buffer of " + std::to_string(extent.size_bytes) + " bytes cuts an element; give whole elements");
     }
   }
 }
@@ -43,18 +51,18 @@ std::string ranges_text(const Operation& operation) {
   return text;
 }
 
-std::optional<std::string> fault_of(const Operation& operation, std::span<const HostBuffer> buffers) {
-  if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= buffers.size()) {
+std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents) {
+  if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= extents.size()) {
     return "buffer " + std::to_string(operation.buffer) + " does not exist; there are " +
-           std::to_string(buffers.size());
+           std::to_string(extents.size());
   }
-  const HostBuffer& buffer = buffers[operation.buffer];
+  const Extent& extent = extents[operation.buffer];
   int64_t end_bytes = 0;
   for (const Range& range : ranges_of(operation)) {
-    if (range.lo_bytes < end_bytes || range.hi_bytes <= range.lo_bytes || range.hi_bytes > buffer.size_bytes ||
-        range.lo_bytes % element_bytes(buffer.element) != 0 || range.hi_bytes % element_bytes(buffer.element) != 0) {
+    if (range.lo_bytes < end_bytes || range.hi_bytes <= range.lo_bytes || range.hi_bytes > extent.size_bytes ||
+        range.lo_bytes % extent.element_bytes != 0 || range.hi_bytes % extent.element_bytes != 0) {
       return "the ranges " + ranges_text(operation) + " are not ascending whole elements of a buffer of " +
-             std::to_string(buffer.size_bytes) + " bytes";
+             std::to_string(extent.size_bytes) + " bytes";
     }
     end_bytes = range.hi_bytes;
   }

@@ -1,4 +1,4 @@
-// Gradient buffers in the memory of the host: what transports over them check, pack and cut into parts.
+// Gradient buffers as transports see them: what is checked of an operation, packed, and cut into parts.
 //
 // Thread safety: pure; any thread. Two threads that touch the same bytes are the caller's affair.
 #pragma once
@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
@@ -18,15 +19,22 @@ namespace gradcast {
 int64_t element_bytes(Element element);
 std::string_view to_string(Element element);  // "float32", "float64"
 
+// What there is to know of a buffer, wherever it lies, to check an operation on it.
+struct Extent {
+  int64_t size_bytes = 0;
+  int64_t element_bytes = 4;
+};
+std::vector<Extent> extents_of(std::span<const HostBuffer> buffers);
+
 // Throws Error{kInvalidOption} for a buffer that cuts an element.
-void check_buffers(std::span<const HostBuffer> buffers);
+void check_extents(std::span<const Extent> extents);
 
 std::span<const Range> ranges_of(const Operation& operation);
 int64_t size_bytes(const Operation& operation);
 // For people: "[0, 400), [800, 804)".
 std::string ranges_text(const Operation& operation);
 // Why an operation cannot begin on these buffers; nothing if it can.
-std::optional<std::string> fault_of(const Operation& operation, std::span<const HostBuffer> buffers);
+std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents);
 
 // The elements [first, last) of a message that belong to a rank (gradcast/transport.h).
 struct Part {

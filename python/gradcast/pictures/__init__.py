@@ -11,8 +11,9 @@ except ImportError as error:
 _matplotlib.use("Agg")
 
 from gradcast.pictures.adapt import draw_adapt
+from gradcast.pictures.bench import draw_bench
 from gradcast.pictures.lab import draw_lab
 from gradcast.pictures.lanes import draw_comparison, draw_plan
 from gradcast.pictures.sweep import draw_sweep
 
-__all__ = ["draw_adapt", "draw_comparison", "draw_lab", "draw_plan", "draw_sweep"]
+__all__ = ["draw_adapt", "draw_bench", "draw_comparison", "draw_lab", "draw_plan", "draw_sweep"]

@@ -45,6 +45,13 @@ def sources_root() -> Path:
     return shipped if shipped.is_dir() else _PACKAGE.parents[1]
 
 
+def find() -> Path | None:
+    """The module for the torch that runs, None where it is still to be compiled. Raises Error without torch."""
+    version = _torch_version()
+    cached = cache_folder() / native_build.key(sources_root(), version) / f"_c10d{native_build.MODULE_SUFFIX}"
+    return _installed(version) or (cached if cached.exists() else None)
+
+
 def cache_folder() -> Path:
     own = os.environ.get("GRADCAST_CACHE_DIR")
     if own:

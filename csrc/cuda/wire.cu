@@ -1,0 +1,150 @@
+// NOT YET RUN ON A GPU; compiled for sm_80, sm_90, sm_100 and as PTX. tests/cuda holds it against the host's functions.
+#include <algorithm>
+#include <cstdint>
+
+#include "numbers.h"
+#include "wire.h"
+
+namespace gradcast {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kVector = 8;  // numbers that a thread takes at once: 32 bytes in, 16 out
+// Enough to fill any GPU; threads walk on in strides of the grid.
+constexpr int64_t kBlocksMax = 2048;
+
+int blocks_for(int64_t work) {
+  return static_cast<int>(std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, kBlocksMax));
+}
+
+bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+__device__ int64_t first_index() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+__device__ int64_t stride() {
+  return static_cast<int64_t>(gridDim.x) * blockDim.x;
+}
+
+// Two 16-bit numbers as the word that holds them in memory.
+__device__ uint32_t pair_of(uint16_t low, uint16_t high) {
+  return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+}
+
+template <typename Number>
+__global__ void to_wire_kernel(uint16_t* wire, const float* numbers, int64_t count, float factor,
+                               int64_t vector_count) {
+  const auto* in = reinterpret_cast<const float4*>(numbers);
+  auto* out = reinterpret_cast<uint4*>(wire);
+  for (int64_t i = first_index(); i < vector_count; i += stride()) {
+    const float4 a = in[2 * i];
+    const float4 b = in[2 * i + 1];
+    out[i] = make_uint4(pair_of(Number::from(a.x * factor), Number::from(a.y * factor)),
+                        pair_of(Number::from(a.z * factor), Number::from(a.w * factor)),
+                        pair_of(Number::from(b.x * factor), Number::from(b.y * factor)),
+                        pair_of(Number::from(b.z * factor), Number::from(b.w * factor)));
+  }
+  for (int64_t i = kVector * vector_count + first_index(); i < count; i += stride()) {
+    wire[i] = Number::from(numbers[i] * factor);
+  }
+}
+
+template <typename Number>
+__global__ void from_wire_kernel(float* numbers, const uint16_t* wire, int64_t count, float factor,
+                                 int64_t vector_count) {
+  const auto* in = reinterpret_cast<const uint4*>(wire);
+  auto* out = reinterpret_cast<float4*>(numbers);
+  const auto low = [factor](uint32_t pair) { return Number::to(static_cast<uint16_t>(pair)) * factor; };
+  const auto high = [factor](uint32_t pair) { return Number::to(static_cast<uint16_t>(pair >> 16)) * factor; };
+  for (int64_t i = first_index(); i < vector_count; i += stride()) {
+    const uint4 w = in[i];
+    out[2 * i] = make_float4(low(w.x), high(w.x), low(w.y), high(w.y));
+    out[2 * i + 1] = make_float4(low(w.z), high(w.z), low(w.w), high(w.w));
+  }
+  for (int64_t i = kVector * vector_count + first_index(); i < count; i += stride()) {
+    numbers[i] = Number::to(wire[i]) * factor;
+  }
+}
+
+__global__ void checksum_kernel(uint64_t* sum, const unsigned char* data, int64_t size_bytes, bool words_are_aligned) {
+  uint64_t own = 0;
+  for (int64_t i = first_index(); 4 * i < size_bytes; i += stride()) {
+    const bool is_whole = words_are_aligned && 4 * i + 4 <= size_bytes;
+    const uint32_t word = is_whole ? reinterpret_cast<const uint32_t*>(data)[i] : word_at(data, size_bytes, i);
+    own += checksum_term(word, i);
+  }
+  for (int lane = 16; lane > 0; lane /= 2) {
+    own += __shfl_down_sync(0xffffffffu, own, lane);
+  }
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(own));
+  }
+}
+
+__global__ void spin_kernel(int64_t duration_ns) {
+  const auto now_ns = [] {
+    uint64_t time_ns = 0;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time_ns));
+    return static_cast<int64_t>(time_ns);
+  };
+  const int64_t begin_ns = now_ns();
+  while (now_ns() - begin_ns < duration_ns) {
+    __nanosleep(500);
+  }
+}
+
+int64_t vectors_in(const void* wire, const void* numbers, int64_t count) {
+  return is_aligned(wire) && is_aligned(numbers) ? count / kVector : 0;
+}
+
+}  // namespace
+
+cudaError_t to_wire(uint16_t* wire, const float* numbers, int64_t count, float factor, WireFormat format,
+                    cudaStream_t stream) {
+  if (count == 0) {
+    return cudaSuccess;
+  }
+  const int64_t vector_count = vectors_in(wire, numbers, count);
+  const int blocks = blocks_for(vector_count > 0 ? vector_count : count);
+  if (format == WireFormat::kBf16) {
+    to_wire_kernel<Bf16><<<blocks, kThreads, 0, stream>>>(wire, numbers, count, factor, vector_count);
+  } else {
+    to_wire_kernel<Fp16><<<blocks, kThreads, 0, stream>>>(wire, numbers, count, factor, vector_count);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t from_wire(float* numbers, const uint16_t* wire, int64_t count, float factor, WireFormat format,
+                      cudaStream_t stream) {
+  if (count == 0) {
+    return cudaSuccess;
+  }
+  const int64_t vector_count = vectors_in(wire, numbers, count);
+  const int blocks = blocks_for(vector_count > 0 ? vector_count : count);
+  if (format == WireFormat::kBf16) {
+    from_wire_kernel<Bf16><<<blocks, kThreads, 0, stream>>>(numbers, wire, count, factor, vector_count);
+  } else {
+    from_wire_kernel<Fp16><<<blocks, kThreads, 0, stream>>>(numbers, wire, count, factor, vector_count);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t checksum(uint64_t* sum, const void* data, int64_t size_bytes, cudaStream_t stream) {
+  if (size_bytes == 0) {
+    return cudaSuccess;
+  }
+  const bool words_are_aligned = reinterpret_cast<uintptr_t>(data) % 4 == 0;
+  checksum_kernel<<<blocks_for((size_bytes + 3) / 4), kThreads, 0, stream>>>(
+      sum, static_cast<const unsigned char*>(data), size_bytes, words_are_aligned);
+  return cudaGetLastError();
+}
+
+cudaError_t spin(int64_t duration_ns, cudaStream_t stream) {
+  spin_kernel<<<1, 1, 0, stream>>>(duration_ns);
+  return cudaGetLastError();
+}
+
+}  // namespace gradcast

@@ -1,0 +1,447 @@
+#include <nccl.h>
+#include <pthread.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "gradcast/error.h"
+#include "gradcast/nccl.h"
+#include "host_memory.h"
+#include "outstanding.h"
+
+namespace gradcast {
+namespace {
+
+// Between two looks at what is under way: far below what a block takes, and little of a core.
+constexpr auto kPause = std::chrono::microseconds(20);
+
+ncclDataType_t type_of(DeviceElement element) {
+  switch (element) {
+    case DeviceElement::kFloat32:
+      return ncclFloat32;
+    case DeviceElement::kFloat64:
+      return ncclFloat64;
+    case DeviceElement::kFloat16:
+      return ncclFloat16;
+    case DeviceElement::kBFloat16:
+      return ncclBfloat16;
+  }
+  return ncclFloat32;
+}
+
+int64_t bytes_of(DeviceElement element) {
+  switch (element) {
+    case DeviceElement::kFloat32:
+      return 4;
+    case DeviceElement::kFloat64:
+      return 8;
+    case DeviceElement::kFloat16:
+    case DeviceElement::kBFloat16:
+      return 2;
+  }
+  return 4;
+}
+
+void require(cudaError_t error, const std::string& action) {
+  if (error == cudaErrorMemoryAllocation) {
+    throw Error(ErrorCode::kCommunication, "the device has no memory left to " + action +
+                                               "; give a smaller batch, or a policy that sends smaller blocks");
+  }
+  if (error != cudaSuccess) {
+    throw Error(ErrorCode::kCommunication, "CUDA could not " + action + ": " + cudaGetErrorString(error));
+  }
+}
+
+void require(ncclResult_t result, const std::string& action, ncclComm_t communicator = nullptr) {
+  if (result != ncclSuccess && result != ncclInProgress) {
+    const char* detail = ncclGetLastError(communicator);
+    throw Error(ErrorCode::kCommunication,
+                "NCCL could not " + action + ": " + ncclGetErrorString(result) +
+                    (detail != nullptr && *detail != '\0' ? std::string("; ") + detail : ""));
+  }
+}
+
+int32_t nccl_version() {
+  int version = 0;
+  require(ncclGetVersion(&version), "say its version");
+  return version;
+}
+
+std::string version_text(int32_t version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+// Makes a device current for as long as it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device) {
+    require(cudaGetDevice(&before_), "name the current device");
+    require(cudaSetDevice(device), "use device " + std::to_string(device));
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+class NcclTransport final : public DeviceTransport {
+ public:
+  NcclTransport(const std::string& id, int32_t rank, int32_t world_size, std::vector<DeviceBuffer> buffers,
+                const NcclOptions& options);
+  ~NcclTransport() override {
+    abort("the transport was destroyed before this operation had finished");
+    close();
+  }
+
+  int32_t rank() const noexcept override { return rank_; }
+  int32_t world_size() const noexcept override { return world_size_; }
+  void open(CompletionSink* sink) noexcept override;
+  void start(const Operation& operation) noexcept override;
+  void abort(const char* reason) noexcept override;
+  void close() noexcept override;
+  void on_written(int32_t buffer, Range range, cudaStream_t stream) override;
+
+ private:
+  // An operation that is on the stream.
+  struct Flight {
+    int64_t ticket;
+    std::string what_failed;
+    cudaEvent_t ended;
+  };
+
+  void connect(const std::string& id, const NcclOptions& options);
+  void settle(std::chrono::steady_clock::time_point deadline, const std::string& action);
+  void launch(const Operation& operation);
+  void wait_for_writes(const Operation& operation);
+  void reduce_in_place(const Operation& operation);
+  void run_halves(const Operation& operation);
+  std::string what_failed(const Operation& operation) const;
+  void run();
+  std::optional<std::string> failure();
+
+  const int32_t rank_;
+  const int32_t world_size_;
+  const int32_t device_;
+  const std::vector<DeviceBuffer> buffers_;
+  std::vector<Extent> extents_;
+  ncclComm_t communicator_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  std::vector<void*> registrations_;
+  Outstanding outstanding_;
+
+  std::mutex writes_mutex_;
+  // Recorded again in each iteration: one for each range that was ever written.
+  std::map<std::pair<int32_t, int64_t>, std::pair<int64_t, cudaEvent_t>>
+      writes_;  // by buffer and beginning: end, event
+
+  // Guarded by mutex_.
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Flight> flights_;
+  bool closing_ = false;
+
+  std::mutex connection_mutex_;  // held while the communicator is looked at or given up
+  bool is_connected_ = false;
+
+  std::thread thread_;
+};
+
+NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_size, std::vector<DeviceBuffer> buffers,
+                             const NcclOptions& options)
+    : rank_(rank), world_size_(world_size), device_(options.device), buffers_(std::move(buffers)) {
+  for (const DeviceBuffer& buffer : buffers_) {
+    extents_.push_back({buffer.size_bytes, bytes_of(buffer.element)});
+  }
+  check_extents(extents_);
+  int device_count = 0;
+  if (cudaGetDeviceCount(&device_count) != cudaSuccess || device_ < 0 || device_ >= device_count) {
+    throw Error(ErrorCode::kInvalidUse, "there is no CUDA device " + std::to_string(device_) + " here, of " +
+                                            std::to_string(device_count) +
+                                            "; train on the CPU with Gloo or MPI instead");
+  }
+  const OnDevice current(device_);
+  int lowest = 0;
+  int highest = 0;
+  require(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "name its priorities");
+  require(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "make a stream");
+  connect(id, options);
+  // A registered buffer is sent from where it lies. Where that is not possible it is copied on the way, as always.
+  for (const DeviceBuffer& buffer : buffers_) {
+    void* registration = nullptr;
+    if (ncclCommRegister(communicator_, buffer.data, static_cast<size_t>(buffer.size_bytes), &registration) ==
+        ncclSuccess) {
+      registrations_.push_back(registration);
+    }
+  }
+}
+
+void NcclTransport::connect(const std::string& id, const NcclOptions& options) {
+  ncclUniqueId unique{};
+  int32_t version = 0;
+  if (id.size() != sizeof version + sizeof unique) {
+    throw Error(ErrorCode::kInvalidOption, "the id is not what new_nccl_id() has returned on one of the ranks");
+  }
+  std::memcpy(&version, id.data(), sizeof version);
+  std::memcpy(&unique, id.data() + sizeof version, sizeof unique);
+  if (version != nccl_version()) {
+    throw Error(ErrorCode::kInvalidUse, "rank " + std::to_string(rank_) + " has NCCL " + version_text(nccl_version()) +
+                                            ", the rank that made the id " + version_text(version) +
+                                            "; install the same on all hosts");
+  }
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  if (options.cta_count_max > 0) {
+    config.maxCTAs = options.cta_count_max;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
+  const std::string action = "connect rank " + std::to_string(rank_) + " of " + std::to_string(world_size_);
+  require(ncclCommInitRankConfig(&communicator_, world_size_, unique, rank_, &config), action, communicator_);
+  settle(deadline, action);
+  is_connected_ = true;
+}
+
+// A call of a communicator that does not block has been accepted, not done.
+void NcclTransport::settle(std::chrono::steady_clock::time_point deadline, const std::string& action) {
+  ncclResult_t state = ncclInProgress;
+  while (true) {
+    require(ncclCommGetAsyncError(communicator_, &state), action, communicator_);
+    if (state != ncclInProgress) {
+      break;
+    }
+    if (std::chrono::steady_clock::now() > deadline) {
+      ncclCommAbort(communicator_);
+      communicator_ = nullptr;
+      throw Error(ErrorCode::kCommunication,
+                  "NCCL could not " + action + " in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+  require(state, action, communicator_);
+}
+
+void NcclTransport::open(CompletionSink* sink) noexcept {
+  outstanding_.open(sink);
+  thread_ = std::thread([this] { run(); });
+}
+
+void NcclTransport::start(const Operation& operation) noexcept {
+  if (!outstanding_.add(operation.ticket)) {
+    return;
+  }
+  try {
+    if (const auto fault = fault_of(operation, extents_)) {
+      throw Error(ErrorCode::kInvalidUse, *fault);
+    }
+    launch(operation);
+  } catch (const std::exception& error) {
+    outstanding_.complete(operation.ticket, error.what());
+  }
+}
+
+void NcclTransport::launch(const Operation& operation) {
+  const OnDevice current(device_);
+  wait_for_writes(operation);
+  operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_halves(operation);
+  settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
+  Flight flight{operation.ticket, what_failed(operation), nullptr};
+  require(cudaEventCreateWithFlags(&flight.ended, cudaEventDisableTiming), "make an event");
+  require(cudaEventRecord(flight.ended, stream_), "record an event");
+  {
+    std::lock_guard lock(mutex_);
+    flights_.push_back(std::move(flight));
+  }
+  changed_.notify_one();
+}
+
+void NcclTransport::wait_for_writes(const Operation& operation) {
+  std::lock_guard lock(writes_mutex_);
+  for (const Range& range : ranges_of(operation)) {
+    for (const auto& [place, write] : writes_) {
+      const auto& [buffer, lo_bytes] = place;
+      const auto& [hi_bytes, event] = write;
+      if (buffer == operation.buffer && lo_bytes < range.hi_bytes && range.lo_bytes < hi_bytes) {
+        require(cudaStreamWaitEvent(stream_, event, 0), "wait for a gradient");
+      }
+    }
+  }
+}
+
+// Several ranges as one launch, each in its place: nothing is packed.
+void NcclTransport::reduce_in_place(const Operation& operation) {
+  const DeviceBuffer& buffer = buffers_[operation.buffer];
+  require(ncclGroupStart(), "begin a block");
+  ncclResult_t result = ncclSuccess;
+  for (const Range& range : ranges_of(operation)) {
+    auto* place = static_cast<char*>(buffer.data) + range.lo_bytes;
+    const auto count = static_cast<size_t>(range.size_bytes() / bytes_of(buffer.element));
+    result = ncclAllReduce(place, place, count, type_of(buffer.element), ncclSum, communicator_, stream_);
+    if (result != ncclSuccess && result != ncclInProgress) {
+      break;
+    }
+  }
+  require(ncclGroupEnd(), "end a block", communicator_);
+  require(result, "all-reduce a block", communicator_);
+}
+
+// All parts of a reduce-scatter or all-gather are of one length for NCCL, so a block is padded in memory of its own.
+void NcclTransport::run_halves(const Operation& operation) {
+  const DeviceBuffer& buffer = buffers_[operation.buffer];
+  const int64_t element_count = size_bytes(operation) / bytes_of(buffer.element);
+  const int64_t part_count = part_of(0, world_size_, element_count).count();
+  const auto part_bytes = static_cast<size_t>(part_count * bytes_of(buffer.element));
+  char* message = nullptr;
+  require(cudaMallocAsync(reinterpret_cast<void**>(&message), part_bytes * static_cast<size_t>(world_size_), stream_),
+          "hold a block on its way");
+  const auto copy = [&](bool is_inward) {
+    char* place = message;
+    for (const Range& range : ranges_of(operation)) {
+      char* gradients = static_cast<char*>(buffer.data) + range.lo_bytes;
+      const auto size = static_cast<size_t>(range.size_bytes());
+      require(cudaMemcpyAsync(is_inward ? place : gradients, is_inward ? gradients : place, size,
+                              cudaMemcpyDeviceToDevice, stream_),
+              "copy a block");
+      place += size;
+    }
+  };
+  copy(true);
+  char* own = message + part_bytes * static_cast<size_t>(rank_);
+  const ncclDataType_t type = type_of(buffer.element);
+  const ncclResult_t result =
+      operation.op == Op::kReduceScatter
+          ? ncclReduceScatter(message, own, static_cast<size_t>(part_count), type, ncclSum, communicator_, stream_)
+          : ncclAllGather(own, message, static_cast<size_t>(part_count), type, communicator_, stream_);
+  require(result, "start half of an all-reduce", communicator_);
+  settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
+  copy(false);
+  require(cudaFreeAsync(message, stream_), "give back memory");
+}
+
+std::string NcclTransport::what_failed(const Operation& operation) const {
+  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes(operation)) +
+         " bytes failed on rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + " (NCCL): ";
+}
+
+void NcclTransport::run() {
+  pthread_setname_np(pthread_self(), "gradcast-nccl");
+  cudaSetDevice(device_);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return closing_ || !flights_.empty(); });
+    if (flights_.empty()) {
+      return;
+    }
+    const Flight flight = flights_.front();  // the stream ends them in their order
+    lock.unlock();
+    cudaError_t state = cudaErrorNotReady;
+    std::optional<std::string> failed;
+    while ((state = cudaEventQuery(flight.ended)) == cudaErrorNotReady && !outstanding_.aborted() &&
+           !(failed = failure())) {
+      std::this_thread::sleep_for(kPause);
+    }
+    if (failed || (state != cudaSuccess && state != cudaErrorNotReady)) {
+      outstanding_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
+    } else if (state == cudaSuccess) {
+      outstanding_.complete(flight.ticket, nullptr);
+    }
+    cudaEventDestroy(flight.ended);
+    lock.lock();
+    flights_.pop_front();
+  }
+}
+
+// What has gone wrong with the communicator, of itself or of a peer.
+std::optional<std::string> NcclTransport::failure() {
+  ncclResult_t state = ncclSuccess;
+  std::lock_guard lock(connection_mutex_);
+  if (!is_connected_) {
+    return "the communicator was aborted";
+  }
+  if (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess &&
+      (state == ncclSuccess || state == ncclInProgress)) {
+    return std::nullopt;
+  }
+  return ncclGetErrorString(state);
+}
+
+void NcclTransport::abort(const char* reason) noexcept {
+  // Once; kernels that wait for other ranks end by it, and the stream goes on.
+  if (outstanding_.abort(reason) == 0) {
+    return;
+  }
+  std::lock_guard lock(connection_mutex_);
+  if (is_connected_) {
+    ncclCommAbort(communicator_);
+    is_connected_ = false;
+  }
+}
+
+void NcclTransport::close() noexcept {
+  outstanding_.close();
+  {
+    std::lock_guard closing_lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_one();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  std::lock_guard lock(connection_mutex_);
+  if (is_connected_) {
+    for (void* registration : registrations_) {
+      ncclCommDeregister(communicator_, registration);
+    }
+    ncclCommDestroy(communicator_);
+    is_connected_ = false;
+  }
+  if (stream_ != nullptr) {
+    for (const auto& [place, write] : writes_) {
+      cudaEventDestroy(write.second);
+    }
+    cudaStreamDestroy(stream_);
+    stream_ = nullptr;
+  }
+}
+
+void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream) {
+  if (buffer < 0 || static_cast<size_t>(buffer) >= buffers_.size()) {
+    throw Error(ErrorCode::kInvalidOption,
+                "buffer " + std::to_string(buffer) + " does not exist; there are " + std::to_string(buffers_.size()));
+  }
+  const OnDevice current(device_);
+  std::lock_guard lock(writes_mutex_);
+  auto& [hi_bytes, event] = writes_[{buffer, range.lo_bytes}];
+  hi_bytes = range.hi_bytes;
+  if (event == nullptr) {
+    require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
+  }
+  require(cudaEventRecord(event, stream), "record an event");
+}
+
+}  // namespace
+
+std::string new_nccl_id() {
+  ncclUniqueId unique{};
+  require(ncclGetUniqueId(&unique), "make an id");
+  const int32_t version = nccl_version();
+  std::string id(sizeof version + sizeof unique, '\0');
+  std::memcpy(id.data(), &version, sizeof version);
+  std::memcpy(id.data() + sizeof version, &unique, sizeof unique);
+  return id;
+}
+
+std::unique_ptr<DeviceTransport> make_nccl_transport(const std::string& id, int32_t rank, int32_t world_size,
+                                                     std::vector<DeviceBuffer> buffers, const NcclOptions& options) {
+  return std::make_unique<NcclTransport>(id, rank, world_size, std::move(buffers), options);
+}
+
+}  // namespace gradcast
