@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where the part for torch is compiled into.
 export GRADCAST_CACHE_DIR := $(CURDIR)/$(BUILD)/cache
 
-CXX_FILES = $(shell find include csrc tests benchmarks -name '*.h' -o -name '*.cc')
+CXX_FILES = $(shell find include csrc tests benchmarks examples -name '*.h' -o -name '*.cc' -o -name '*.cu')
 CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(BIN)/python \
   -Dpybind11_DIR=$$(python -c 'import pybind11; print(pybind11.get_cmake_dir())') \
@@ -56,7 +56,7 @@ test-python: core
 # everything. Clang where it is at hand: it builds them twice as fast, and checks the engine's locks while it compiles.
 , := ,
 SANITIZED = $(CONFIGURE) -DCMAKE_CXX_FLAGS_RELEASE='-O1 -g1' -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF \
-  -DGRADCAST_SANITIZE=$(1) $$(echo 'int main() {}' | clang++ -fsanitize=$(1) -x c++ -o /dev/null - 2>/dev/null && \
+  -DGRADCAST_CUDA=OFF -DGRADCAST_MPI=OFF -DGRADCAST_SANITIZE=$(1) $$(echo 'int main() {}' | clang++ -fsanitize=$(1) -x c++ -o /dev/null - 2>/dev/null && \
     echo -DCMAKE_CXX_COMPILER=clang++)
 CTEST_SANITIZED = ctest --label-regex unit --no-tests=error --output-on-failure --parallel $(JOBS)
 .PHONY: test-sanitize
@@ -75,7 +75,7 @@ test-asan: $(VENV)/tools.stamp
 	@tools/need.sh tests
 	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-asan.xml
 	@$(call SANITIZED,address$(,)undefined) -B $(BUILD)-asan >/dev/null
-	@cmake --build $(BUILD)-asan --target core_test engine_test sim_test --parallel $(JOBS)
+	@cmake --build $(BUILD)-asan --target core_test engine_test sim_test wire_test --parallel $(JOBS)
 	GRADCAST_SEED_FACTOR=0.05 $(CTEST_SANITIZED) --test-dir $(BUILD)-asan --output-junit $(CURDIR)/$(BUILD)/ctest-asan.xml
 
 # Many more seeds of every randomized test, many more mutated files, a wheel built and used from nothing, and the fuzzers
@@ -100,7 +100,8 @@ test-valgrind: core
 fuzz: $(VENV)/tools.stamp
 	@command -v clang++ >/dev/null || { echo 'the fuzzers are left out: they need clang++, which is missing here'; exit 0; }; \
 	set -e; $(CONFIGURE) -B $(BUILD)-fuzz -DCMAKE_CXX_COMPILER=clang++ -DGRADCAST_BUILD_FUZZERS=ON \
-	  -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_TESTS=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF \
+	  -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_TESTS=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF -DGRADCAST_BUILD_BENCH=OFF \
+  -DGRADCAST_CUDA=OFF -DGRADCAST_MPI=OFF \
 	  -DGRADCAST_SANITIZE=address,undefined >/dev/null; \
 	cmake --build $(BUILD)-fuzz --parallel $(JOBS); \
 	mkdir -p $(BUILD)-fuzz/corpus; \

@@ -46,8 +46,11 @@ void say(const Group& group, const BenchOptions& options, const std::string& tex
 }
 
 void measure_network(Group& group, const BenchOptions& options, BenchResults& results) {
+  say(group, options, sweep_header());
   for (const Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather}) {
-    const std::vector<SweepRow> rows = sweep(group, op, options.sweep);
+    const std::vector<SweepRow> rows = sweep(group, op, options.sweep, [&](const SweepRow& row) {
+      say(group, options, sweep_line(row, group.world_size()));
+    });
     results.sweep.insert(results.sweep.end(), rows.begin(), rows.end());
     if (rows.size() >= 3) {
       results.fits.push_back({op, fit(rows)});
@@ -76,7 +79,7 @@ void run(Group& group, const BenchOptions& options) {
       "gradcast-bench: " + std::to_string(group.world_size()) + " ranks over " + options.transport + "\n\n");
   if (options.runs_sweep || options.runs_schedule) {
     measure_network(group, options, results);
-    say(group, options, sweep_table(results) + "\n");
+    say(group, options, "\n" + fits_text(results) + "\n");
   }
   if (options.runs_schedule) {
     Profile profile = load_profile(options.profile);
@@ -85,7 +88,9 @@ void run(Group& group, const BenchOptions& options) {
     profile = scaled(profile, time_factor, options.scale_size);
     profile.link = link_of(group, results);
     results.profile = profile.name;
-    results.schedule = schedule(group, profile, options.schedule);
+    results.schedule = schedule(group, profile, options.schedule, [&](int32_t round) {
+      say(group, options, "round " + std::to_string(round) + " of " + std::to_string(options.schedule.round_count) + "\n");
+    });
     say(group, options, schedule_table(results) + "\n");
   }
   if (options.runs_overhead) {
@@ -98,6 +103,15 @@ void run(Group& group, const BenchOptions& options) {
   }
   if (options.json && group.rank() == 0) {
     std::fputs(to_json(options, results).c_str(), stdout);
+    std::fflush(stdout);
+  }
+  int64_t wrong_count = 0;
+  for (const SweepRow& row : results.sweep) {
+    wrong_count += row.error_count;
+  }
+  if (wrong_count > 0) {
+    throw Error(ErrorCode::kCommunication,
+                std::to_string(wrong_count) + " elements were not the exact sum: do not train over this transport");
   }
 }
 

@@ -40,18 +40,21 @@ std::string fit_text(const Fitted& fitted) {
 
 }  // namespace
 
-std::string sweep_table(const BenchResults& results) {
-  std::string text = line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "size", "count", "type", "redop", "operation",
-                          "time", "algbw", "busbw", "errors");
-  text +=
-      line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "");
-  for (const SweepRow& row : results.sweep) {
-    text += line("%12lld %12lld %8s %6s %14s %12.1f %9.3f %9.3f %7lld", static_cast<long long>(row.size_bytes),
-                 static_cast<long long>(row.size_bytes / 4), "float", row.op == Op::kAllGather ? "none" : "sum",
-                 name_of(row.op).c_str(), row.time_ns / 1e3, row.algorithm_bandwidth(),
-                 row.bus_bandwidth(results.world_size), static_cast<long long>(row.error_count));
-  }
-  text += "\n";
+std::string sweep_header() {
+  return line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "size", "count", "type", "redop", "operation", "time", "algbw",
+              "busbw", "errors") +
+         line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "");
+}
+
+std::string sweep_line(const SweepRow& row, int32_t world_size) {
+  return line("%12lld %12lld %8s %6s %14s %12.1f %9.3f %9.3f %7lld", static_cast<long long>(row.size_bytes),
+              static_cast<long long>(row.size_bytes / 4), "float", row.op == Op::kAllGather ? "none" : "sum",
+              name_of(row.op).c_str(), row.time_ns / 1e3, row.algorithm_bandwidth(), row.bus_bandwidth(world_size),
+              static_cast<long long>(row.error_count));
+}
+
+std::string fits_text(const BenchResults& results) {
+  std::string text;
   for (const Fitted& fitted : results.fits) {
     text += fit_text(fitted);
   }

@@ -29,7 +29,10 @@ struct BenchResults {
   std::optional<Overhead> overhead;
 };
 
-std::string sweep_table(const BenchResults& results);
+// The table of the sweep row by row: large operations take long.
+std::string sweep_header();
+std::string sweep_line(const SweepRow& row, int32_t world_size);
+std::string fits_text(const BenchResults& results);
 std::string schedule_table(const BenchResults& results);
 std::string overhead_table(const BenchResults& results);
 // {"MPI": …, "CUDA": …, "NCCL": …}, each a sentence.

@@ -159,7 +159,8 @@ std::vector<double> steps_ns(Group& group, Trainer& trainer, int32_t step_count)
 
 }  // namespace
 
-std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options) {
+std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
+                                  const std::function<void(int32_t round)>& tell) {
   wake_promptly();
   std::vector<std::unique_ptr<Trainer>> trainers;
   for (Plan& plan : plans_of(profile, options)) {
@@ -167,6 +168,7 @@ std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const Sc
   }
   std::vector<std::vector<double>> times_ns(trainers.size());
   for (int32_t round = 0; round < options.round_count; ++round) {
+    tell(round + 1);
     for (size_t i = 0; i < trainers.size(); ++i) {
       const std::vector<double> found_ns = steps_ns(group, *trainers[i], options.step_count);
       times_ns[i].insert(times_ns[i].end(), found_ns.begin(), found_ns.end());

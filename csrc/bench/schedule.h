@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -37,7 +38,9 @@ struct ScheduleRow {
 
 // Every policy that the profile's link allows in this mode; the same rows on every rank.
 // Throws Error{kCommunication} where a step has not ended after a minute.
-std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options);
+// `tell` hears of each round before it begins, from 1.
+std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
+                                  const std::function<void(int32_t round)>& tell);
 
 // What a byte costs that is packed into a message and unpacked again, on this rank.
 double pack_ns_per_byte();

@@ -119,12 +119,14 @@ double SweepRow::bus_bandwidth(int32_t world_size) const {
   return algorithm_bandwidth() * (op == Op::kAllReduce ? 2 * share : share);
 }
 
-std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options) {
+std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
+                            const std::function<void(const SweepRow&)>& tell) {
   std::vector<SweepRow> rows;
   auto bytes = static_cast<double>(options.bytes_min);
   while (bytes <= static_cast<double>(options.bytes_max) * (1 + 1e-9)) {
     const int64_t element_count = std::max<int64_t>(1, std::llround(bytes / sizeof(float)));
     rows.push_back(measured(group, op, element_count * static_cast<int64_t>(sizeof(float)), options.iteration_count));
+    tell(rows.back());
     bytes *= options.factor;
   }
   return rows;

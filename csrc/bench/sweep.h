@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "gradcast/link.h"
@@ -33,8 +34,10 @@ struct SweepRow {
   double bus_bandwidth(int32_t world_size) const;
 };
 
-// The same rows on every rank. Throws Error{kCommunication} where an operation fails, or has not ended after a minute.
-std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options);
+// The same rows on every rank, each told when it is there. Throws Error{kCommunication} where an operation fails, or has not
+// ended after a minute.
+std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
+                            const std::function<void(const SweepRow&)>& tell);
 
 // What the rows cost as alpha and beta. Throws Error{kInvalidLink} for fewer than three sizes.
 LinkFit fit(const std::vector<SweepRow>& rows);

@@ -1,9 +1,11 @@
+#include <atomic>
 #include <barrier>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "gradcast/error.h"
 #include "group.h"
 
 namespace gradcast {
@@ -16,7 +18,16 @@ struct Meeting {
 
   const InprocCost cost;
 
+  // All ranks are here, or one has failed, and then nothing that it should have brought is.
+  void meet() {
+    all.arrive_and_wait();
+    if (has_failed) {
+      throw Error(ErrorCode::kCommunication, "another rank has failed");
+    }
+  }
+
   std::barrier<> all;
+  std::atomic<bool> has_failed = false;
   std::vector<std::vector<double>> numbers;
   std::string text;
   std::shared_ptr<InprocWorld> world;
@@ -33,17 +44,17 @@ class ThreadGroup final : public Group {
     if (rank_ == 0) {
       meeting_.world = std::make_shared<InprocWorld>(world_size(), meeting_.cost);
     }
-    meeting_.all.arrive_and_wait();
+    meeting_.meet();
     auto transport = meeting_.world->transport(rank_, std::move(buffers));
-    meeting_.all.arrive_and_wait();
+    meeting_.meet();
     return transport;
   }
 
   std::vector<std::vector<double>> gather(const std::vector<double>& own) override {
     meeting_.numbers[rank_] = own;
-    meeting_.all.arrive_and_wait();
+    meeting_.meet();
     std::vector<std::vector<double>> numbers = meeting_.numbers;
-    meeting_.all.arrive_and_wait();
+    meeting_.meet();
     return numbers;
   }
 
@@ -51,9 +62,9 @@ class ThreadGroup final : public Group {
     if (rank_ == 0) {
       meeting_.text = text;
     }
-    meeting_.all.arrive_and_wait();
+    meeting_.meet();
     std::string copy = meeting_.text;
-    meeting_.all.arrive_and_wait();
+    meeting_.meet();
     return copy;
   }
 
@@ -77,6 +88,7 @@ void run_as_threads(int32_t world_size, const InprocCost& cost, const std::funct
       } catch (...) {
         const std::lock_guard lock(mutex);
         failure = failure ? failure : std::current_exception();
+        meeting.has_failed = true;
         meeting.all.arrive_and_drop();  // the others must not wait for this one
       }
     });

@@ -98,8 +98,8 @@ LAYERS = {
     "tests/fuzz": Layer(frozenset({"core"}), ("fuzzer/",), own=("csrc/core",)),
     "benchmarks": Layer(
         frozenset({"core", "sim", "engine", "transport"}),
-        ("benchmark/", "sys/resource.h"),
-        own=("csrc/core", "csrc/transport/shared", "tests/core"),
+        ("benchmark/", "sys/resource.h", "cuda_runtime"),
+        own=("csrc/core", "csrc/cuda", "csrc/transport/shared", "tests/core"),
     ),
 }
 

@@ -1,0 +1,94 @@
+// How near the kernels of the wire formats come to what the memory of the device gives: bytes read and written per second, beside
+// a copy on the device. In builds with CUDA.
+//
+// NOT YET RUN ON A GPU.
+#include <benchmark/benchmark.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "wire.h"
+
+namespace gradcast {
+namespace {
+
+class Memory {
+ public:
+  explicit Memory(int64_t size_bytes) { cudaMalloc(&data_, static_cast<size_t>(size_bytes)); }
+  ~Memory() { cudaFree(data_); }
+  template <typename Number>
+  Number* as() const {
+    return static_cast<Number*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Device time of each call, by events: a launch from the host would count otherwise.
+template <typename Call>
+void time_calls(benchmark::State& state, int64_t bytes_moved, const Call& call) {
+  int device_count = 0;
+  if (cudaGetDeviceCount(&device_count) != cudaSuccess || device_count == 0) {
+    state.SkipWithError("there is no CUDA device here");
+    return;
+  }
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  cudaEventCreate(&begin);
+  cudaEventCreate(&end);
+  for (auto _ : state) {
+    cudaEventRecord(begin);
+    if (call() != cudaSuccess) {
+      state.SkipWithError("the kernel could not be started");
+      break;
+    }
+    cudaEventRecord(end);
+    cudaEventSynchronize(end);
+    float time_ms = 0;
+    cudaEventElapsedTime(&time_ms, begin, end);
+    state.SetIterationTime(1e-3 * static_cast<double>(time_ms));
+  }
+  state.SetBytesProcessed(state.iterations() * bytes_moved);
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+}
+
+void device_copy(benchmark::State& state) {
+  const int64_t size_bytes = state.range(0);
+  const Memory from(size_bytes), to(size_bytes);
+  time_calls(state, 2 * size_bytes, [&] {
+    return cudaMemcpyAsync(to.as<void>(), from.as<void>(), static_cast<size_t>(size_bytes), cudaMemcpyDeviceToDevice);
+  });
+}
+
+void wire_from_fp32(benchmark::State& state, WireFormat format) {
+  const int64_t count = state.range(0) / 4;
+  const Memory numbers(4 * count), wire(2 * count);
+  time_calls(state, 6 * count,
+             [&] { return to_wire(wire.as<uint16_t>(), numbers.as<float>(), count, 0.5F, format, nullptr); });
+}
+
+void wire_to_fp32(benchmark::State& state, WireFormat format) {
+  const int64_t count = state.range(0) / 4;
+  const Memory numbers(4 * count), wire(2 * count);
+  time_calls(state, 6 * count,
+             [&] { return from_wire(numbers.as<float>(), wire.as<uint16_t>(), count, 0.5F, format, nullptr); });
+}
+
+void sum_of_bytes(benchmark::State& state) {
+  const int64_t size_bytes = state.range(0);
+  const Memory data(size_bytes), sum(8);
+  time_calls(state, size_bytes, [&] { return checksum(sum.as<uint64_t>(), data.as<void>(), size_bytes, nullptr); });
+}
+
+constexpr int64_t kLeast = 1 << 20, kMost = 256 << 20;
+BENCHMARK(device_copy)->RangeMultiplier(4)->Range(kLeast, kMost)->UseManualTime();
+BENCHMARK_CAPTURE(wire_from_fp32, bf16, WireFormat::kBf16)->RangeMultiplier(4)->Range(kLeast, kMost)->UseManualTime();
+BENCHMARK_CAPTURE(wire_from_fp32, fp16, WireFormat::kFp16)->RangeMultiplier(4)->Range(kLeast, kMost)->UseManualTime();
+BENCHMARK_CAPTURE(wire_to_fp32, bf16, WireFormat::kBf16)->RangeMultiplier(4)->Range(kLeast, kMost)->UseManualTime();
+BENCHMARK_CAPTURE(wire_to_fp32, fp16, WireFormat::kFp16)->RangeMultiplier(4)->Range(kLeast, kMost)->UseManualTime();
+BENCHMARK(sum_of_bytes)->RangeMultiplier(4)->Range(kLeast, kMost)->UseManualTime();
+
+}  // namespace
+}  // namespace gradcast

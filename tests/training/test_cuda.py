@@ -1,0 +1,51 @@
+"""Gradients on a CUDA device, two ranks on the same one over Gloo: DDP's numbers, in both modes.
+
+NOT YET RUN ON A GPU. Without one these tests are skipped.
+"""
+
+import pytest
+
+import gradcast
+from training import compare
+from training.models import TASKS
+from training.needs import torch
+
+nn = torch.nn
+STEPS = 12
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+
+def on_device(value):
+    if torch.is_tensor(value):
+        return value.to("cuda")
+    if isinstance(value, dict):
+        return {key: on_device(each) for key, each in value.items()}
+    return type(value)(on_device(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def train(rank, task_name, mode):
+    task = TASKS[task_name]
+    theirs = nn.parallel.DistributedDataParallel(task.module(seed=rank.index).to("cuda"), device_ids=[0])
+    ours = task.module(seed=rank.index).to("cuda")
+    sgds = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in (theirs, ours)]
+    options = gradcast.Options(adapt=False, warmup_steps=3)
+    handle = gradcast.attach(ours, sgds[1] if mode == "overlap" else None, options=options)
+    for number in range(STEPS):
+        batch = on_device(task.batch(rank.index, number))
+        for module, sgd in zip((theirs, ours), sgds, strict=True):
+            sgd.zero_grad()
+            task.loss(module, batch).backward()
+            sgd.step()
+    handle.flush()
+    stats = handle.stats()
+    handle.detach()
+    return compare.modules(ours, theirs.module), stats["policy"]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("task", ["plain", "transformer", "convnet", "mixed64"])
+def test_equal_to_ddp(ranks, task, mode):
+    for found, policy in ranks.run(2, train, task, mode):
+        assert found == []
+        assert policy == "forecast"
