@@ -1,6 +1,6 @@
 // The ranks of one run of gradcast-bench: threads of one process, or processes that MPI has started.
 //
-// Thread safety: each rank's Group is used by that rank's thread.
+// Thread safety: any thread, but each Group one.
 #pragma once
 
 #include <cstdint>

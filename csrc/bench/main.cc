@@ -89,7 +89,8 @@ void run(Group& group, const BenchOptions& options) {
     profile.link = link_of(group, results);
     results.profile = profile.name;
     results.schedule = schedule(group, profile, options.schedule, [&](int32_t round) {
-      say(group, options, "round " + std::to_string(round) + " of " + std::to_string(options.schedule.round_count) + "\n");
+      say(group, options,
+          "round " + std::to_string(round) + " of " + std::to_string(options.schedule.round_count) + "\n");
     });
     say(group, options, schedule_table(results) + "\n");
   }

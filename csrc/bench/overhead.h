@@ -1,6 +1,6 @@
 // What the engine itself costs: a network on which every operation ends at once.
 //
-// Thread safety: one thread.
+// Thread safety: any thread.
 #pragma once
 
 namespace gradcast {

@@ -43,7 +43,8 @@ std::string fit_text(const Fitted& fitted) {
 std::string sweep_header() {
   return line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "size", "count", "type", "redop", "operation", "time", "algbw",
               "busbw", "errors") +
-         line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "");
+         line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)",
+              "");
 }
 
 std::string sweep_line(const SweepRow& row, int32_t world_size) {

@@ -1,6 +1,6 @@
 // The collective sweep: what operations of all sizes cost, in the columns of nccl-tests, and the line through them.
 //
-// Thread safety: one rank's thread.
+// Thread safety: any thread, but each Group one.
 #pragma once
 
 #include <cstdint>
