@@ -30,7 +30,7 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || {
 
 check build cmake -S . -B build-gpu -DGRADCAST_CUDA=ON -DGRADCAST_BUILD_PYTHON=OFF -DCMAKE_BUILD_TYPE=Release \
   -DNLOHMANN_JSON_HINT="$("$python" -c 'import nlohmann_json; print(nlohmann_json.get_include())')"
-check compile cmake --build build-gpu --parallel --target wire_test wire_benchmark
+check compile cmake --build build-gpu --parallel --target wire_test wire_benchmark gradcast-bench
 check kernels build-gpu/tests/wire_test
 for tool in memcheck racecheck initcheck synccheck; do
   check "kernels-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 build-gpu/tests/wire_test \
@@ -39,6 +39,7 @@ done
 check training "$python" -m pytest -q tests/training/test_cuda.py
 check training-memcheck compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 "$python" -m pytest -q \
   tests/training/test_cuda.py -k 'plain'
+check bench mpirun --allow-run-as-root -n 1 build-gpu/csrc/bench/gradcast-bench --transport nccl
 check bandwidth build-gpu/benchmarks/wire_benchmark
 cat "$logs/bandwidth.log"
 

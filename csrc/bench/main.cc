@@ -127,8 +127,8 @@ int main_with_errors(int argc, char** argv) {
     return 0;
   }
   const auto action = [&](Group& group) { run(group, options); };
-  if (options.transport == "mpi") {
-    run_under_mpi(action);
+  if (options.transport != "inproc") {
+    run_under_mpi(options.transport == "mpi" ? Carrier::kMpi : Carrier::kNccl, action);
   } else {
     run_as_threads(options.rank_count, options.network, action);
   }

@@ -24,7 +24,7 @@ Runs all three parts, or those that are named:
   --overhead           what the engine itself costs per block
 
 The network:
-  --transport NAME     inproc (threads of this process) or mpi             [inproc]
+  --transport NAME     inproc (threads of this process), mpi, or nccl      [inproc]
   --ranks N            inproc: so many threads                             [4]
   --alpha-us X         inproc: every operation takes so long               [0]
   --gbit X             inproc: and its bytes go at this rate               [without limit]
@@ -107,7 +107,7 @@ const std::map<std::string, Setter>& setters() {
   static const std::map<std::string, Setter> all = {
       {"transport",
        [](auto& o, const auto& n, const auto& t) {
-         o.transport = one_of(n, t, {"inproc", "mpi"});
+         o.transport = one_of(n, t, {"inproc", "mpi", "nccl"});
        }},
       {"ranks", [](auto& o, const auto& n, const auto& t) { o.rank_count = count(n, t, 1024); }},
       {"alpha-us", [](auto& o, const auto& n, const auto& t) { o.network.alpha_ns = 1e3 * number(n, t, 0, 1e7); }},

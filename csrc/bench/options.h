@@ -19,7 +19,7 @@ struct BenchOptions {
   bool runs_sweep = true;
   bool runs_schedule = true;
   bool runs_overhead = true;
-  std::string transport = "inproc";  // or "mpi"
+  std::string transport = "inproc";  // or "mpi", "nccl"
   int32_t rank_count = 4;            // inproc: threads
   InprocCost network;                // inproc: what it emulates
   std::string profile = "resnet50";  // a bundled one's name, or a file

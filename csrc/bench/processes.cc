@@ -3,11 +3,19 @@
 #ifdef GRADCAST_HAS_MPI
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <utility>
 
 #include "gradcast/mpi.h"
+#endif
+#ifdef GRADCAST_HAS_NCCL
+#include <cuda_runtime_api.h>
+
+#include "clock.h"
+#include "gradcast/nccl.h"
+#include "wire.h"
 #endif
 
 namespace gradcast {
@@ -15,7 +23,7 @@ namespace gradcast {
 #ifdef GRADCAST_HAS_MPI
 namespace {
 
-class MpiGroup final : public Group {
+class MpiGroup : public Group {
  public:
   MpiGroup() {
     MPI_Comm_rank(MPI_COMM_WORLD, &rank_);
@@ -58,14 +66,102 @@ class MpiGroup final : public Group {
   int world_size_ = 1;
 };
 
+#ifdef GRADCAST_HAS_NCCL
+void require(cudaError_t error, const char* action) {
+  if (error != cudaSuccess) {
+    throw Error(ErrorCode::kCommunication, std::string("CUDA could not ") + action + ": " + cudaGetErrorString(error));
+  }
+}
+
+class DeviceMemory final : public Memory {
+ public:
+  DeviceMemory(int64_t size_bytes, Element element) : size_bytes_(size_bytes), element_(element) {
+    require(cudaMalloc(&data_, static_cast<size_t>(size_bytes)), "give memory");
+    require(cudaMemset(data_, 0, static_cast<size_t>(size_bytes)), "clear memory");
+  }
+  ~DeviceMemory() override { cudaFree(data_); }
+
+  HostBuffer buffer() override { return {data_, size_bytes_, element_}; }
+  void write(const void* bytes) override { copy(data_, bytes, cudaMemcpyHostToDevice); }
+  void read(void* bytes) override { copy(bytes, data_, cudaMemcpyDeviceToHost); }
+
+ private:
+  void copy(void* to, const void* from, cudaMemcpyKind kind) {
+    require(cudaMemcpy(to, from, static_cast<size_t>(size_bytes_), kind), "copy memory");
+  }
+
+  void* data_ = nullptr;
+  const int64_t size_bytes_;
+  const Element element_;
+};
+
+class NcclGroup final : public MpiGroup {
+ public:
+  NcclGroup() : device_(place_on_host()) {
+    int device_count = 0;
+    if (cudaGetDeviceCount(&device_count) != cudaSuccess || device_ >= device_count) {
+      throw Error(ErrorCode::kInvalidUse, "this host has " + std::to_string(device_count) +
+                                              " CUDA devices and a rank that would take number " +
+                                              std::to_string(device_) +
+                                              "; start one rank per device, or use "
+                                              "--transport mpi");
+    }
+    require(cudaSetDevice(device_), "use the device");
+    require(cudaStreamCreateWithFlags(&compute_, cudaStreamNonBlocking), "make a stream");
+  }
+  ~NcclGroup() override { cudaStreamDestroy(compute_); }
+
+  std::unique_ptr<Memory> make_memory(int64_t size_bytes, Element element) override {
+    return std::make_unique<DeviceMemory>(size_bytes, element);
+  }
+  void compute_until(int64_t time_ns) override {
+    const int64_t left_ns = time_ns - steady_now_ns();
+    if (left_ns > 0) {
+      require(spin(left_ns, compute_), "compute");
+      require(cudaStreamSynchronize(compute_), "compute");
+    }
+  }
+  std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
+    std::vector<DeviceBuffer> on_device;
+    for (const HostBuffer& buffer : buffers) {
+      on_device.push_back({buffer.data, buffer.size_bytes,
+                           buffer.element == Element::kFloat32 ? DeviceElement::kFloat32 : DeviceElement::kFloat64});
+    }
+    const std::string id = from_first(rank() == 0 ? new_nccl_id() : "");
+    return make_nccl_transport(id, rank(), world_size(), std::move(on_device), {.device = device_});
+  }
+
+ private:
+  static int32_t place_on_host() {
+    MPI_Comm host = MPI_COMM_NULL;
+    int place = 0;
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Comm_rank(host, &place);
+    MPI_Comm_free(&host);
+    return place;
+  }
+
+  const int32_t device_;
+  cudaStream_t compute_ = nullptr;
+};
+
+std::unique_ptr<Group> make_nccl_group() {
+  return std::make_unique<NcclGroup>();
+}
+#else
+std::unique_ptr<Group> make_nccl_group() {
+  throw Error(ErrorCode::kInvalidOption, "this gradcast-bench was built without NCCL; gradcast-bench --parts says why");
+}
+#endif
+
 }  // namespace
 
-void run_under_mpi(const std::function<void(Group&)>& action) {
+void run_under_mpi(Carrier carrier, const std::function<void(Group&)>& action) {
   int level = MPI_THREAD_SINGLE;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
   try {
-    MpiGroup group;
-    action(group);
+    const std::unique_ptr<Group> group = carrier == Carrier::kMpi ? std::make_unique<MpiGroup>() : make_nccl_group();
+    action(*group);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "gradcast-bench: %s\n", error.what());
     MPI_Abort(MPI_COMM_WORLD, 1);
@@ -73,7 +169,7 @@ void run_under_mpi(const std::function<void(Group&)>& action) {
   MPI_Finalize();
 }
 #else
-void run_under_mpi(const std::function<void(Group&)>&) {
+void run_under_mpi(Carrier, const std::function<void(Group&)>&) {
   throw Error(
       ErrorCode::kInvalidOption,
       "this gradcast-bench was built without MPI; install one (libopenmpi-dev on Debian and Ubuntu) and build again, "

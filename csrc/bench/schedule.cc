@@ -42,23 +42,28 @@ class Gradients {
     }
     std::vector<HostBuffer> buffers;
     for (size_t i = 0; i < buffer_bytes.size(); ++i) {
-      memory_.emplace_back(static_cast<size_t>(buffer_bytes[i]));
-      buffers.push_back({memory_.back().data(), buffer_bytes[i], elements[i]});
+      memory_.push_back(group.make_memory(buffer_bytes[i], elements[i]));
+      buffers.push_back(memory_.back()->buffer());
     }
-    transport = group.make_transport(std::move(buffers));
+    transport_ = group.make_transport(std::move(buffers));
   }
 
-  std::unique_ptr<Transport> transport;
+  Transport& transport() { return *transport_; }
 
  private:
-  std::vector<std::vector<std::byte>> memory_;
+  std::vector<std::unique_ptr<Memory>> memory_;
+  std::unique_ptr<Transport> transport_;
 };
 
 // One rank that trains under one plan.
 class Trainer {
  public:
   Trainer(Group& group, const Profile& profile, Plan plan)
-      : profile_(profile), plan_(std::move(plan)), gradients_(group, profile), engine_(*gradients_.transport, {}) {
+      : group_(group),
+        profile_(profile),
+        plan_(std::move(plan)),
+        gradients_(group, profile),
+        engine_(gradients_.transport(), {}) {
     engine_.follow(profile_, plan_);
     by_ready_.resize(profile.tensors.size());
     std::iota(by_ready_.rbegin(), by_ready_.rend(), 0);
@@ -72,18 +77,18 @@ class Trainer {
     const int64_t begin_ns = steady_now_ns();
     engine_.begin();
     for (const int32_t tensor : by_ready_) {
-      sleep_until(begin_ns + std::llround(profile_.tensors[tensor].ready_ns));
+      group_.compute_until(begin_ns + std::llround(profile_.tensors[tensor].ready_ns));
       engine_.on_ready(tensor);
     }
     double clock_ns = static_cast<double>(begin_ns) + profile_.backward_ns;
-    sleep_until(std::llround(clock_ns));
+    group_.compute_until(std::llround(clock_ns));
     if (plan_.mode == Mode::kHook) {
       wait_for_all(clock_ns);
       clock_ns += profile_.forward_ns + updates_ns(profile_);
     } else {
       forward(clock_ns);
     }
-    sleep_until(std::llround(clock_ns));
+    group_.compute_until(std::llround(clock_ns));
     return clock_ns - static_cast<double>(begin_ns);
   }
 
@@ -93,7 +98,7 @@ class Trainer {
     for (size_t i = 0; i < profile_.tensors.size(); ++i) {
       const Tensor& tensor = profile_.tensors[i];
       clock_ns += tensor.need_ns - std::exchange(need_ns, tensor.need_ns);
-      sleep_until(std::llround(clock_ns));
+      group_.compute_until(std::llround(clock_ns));
       const int32_t index = static_cast<int32_t>(i);
       wait_for({&index, 1}, clock_ns);
       clock_ns += tensor.update_ns;
@@ -122,6 +127,7 @@ class Trainer {
     }
   }
 
+  Group& group_;
   const Profile& profile_;
   const Plan plan_;
   Gradients gradients_;

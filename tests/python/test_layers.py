@@ -68,8 +68,8 @@ LAYERS = {
     "tests/cuda": Layer(frozenset(), ("gtest/",), own=("csrc/cuda",)),
     "csrc/bench": Layer(
         frozenset({"core", "engine", "transport"}),
-        ("nlohmann/", "mpi.h", "getopt.h", "time.h", "sys/prctl.h"),
-        own=("csrc/transport/shared",),
+        ("nlohmann/", "mpi.h", "cuda_runtime", "getopt.h", "time.h", "sys/prctl.h"),
+        own=("csrc/cuda", "csrc/transport/shared"),
         files=("csrc/bench/parts.h",),  # written by CMake from parts.h.in
     ),
     "csrc/bindings": Layer(

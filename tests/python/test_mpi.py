@@ -136,6 +136,16 @@ def test_bench_between_processes():
 
 
 @needs_bench
+@needs_mpi
+def test_bench_over_nccl_without_a_device():
+    ended = mpirun(1, str(BENCH), "--transport", "nccl", *QUICK)
+    if "has 0 CUDA devices" not in ended.stderr:
+        pytest.skip("there is a CUDA device, or this build has no NCCL: benchmarks/gpu_check.sh is for that")
+    assert ended.returncode == 1
+    assert "start one rank per device, or use --transport mpi" in ended.stderr
+
+
+@needs_bench
 def test_bench_prints_tables():
     ended = bench("--ranks", "2", "--alpha-us", "100", "--gbit", "1", *QUICK)
     assert ended.returncode == 0, ended.stderr
@@ -164,7 +174,7 @@ def test_bench_takes_the_cost_of_an_emulated_network_apart():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--transport", "carrier-pigeon"], "--transport is 'carrier-pigeon'; inproc or mpi is expected"),
+        (["--transport", "carrier-pigeon"], "--transport is 'carrier-pigeon'; inproc or mpi or nccl is expected"),
         (["--ranks", "0"], "--ranks is '0'; a number from 1 to 1024 is expected"),
         (["--ranks", "2.5"], "a whole number is expected"),
         (["--bytes-max", "lots"], "--bytes-max is 'lots'; a size from 4 to 64G"),
