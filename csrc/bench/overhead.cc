@@ -7,25 +7,13 @@
 #include "clock.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
+#include "instant_transport.h"
 
 namespace gradcast {
 namespace {
 
 constexpr int32_t kBlocks = 1000;
 constexpr int32_t kIterations = 21;
-
-class InstantTransport final : public Transport {
- public:
-  int32_t rank() const noexcept override { return 0; }
-  int32_t world_size() const noexcept override { return 1; }
-  void open(CompletionSink* sink) noexcept override { sink_ = sink; }
-  void start(const Operation& operation) noexcept override { sink_->complete(operation.ticket, nullptr); }
-  void abort(const char*) noexcept override {}
-  void close() noexcept override {}
-
- private:
-  CompletionSink* sink_ = nullptr;
-};
 
 double median(std::vector<double> values) {
   std::ranges::sort(values);

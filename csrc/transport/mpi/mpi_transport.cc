@@ -89,7 +89,9 @@ class MpiTransport final : public Transport {
   int post(Flight& flight, void* numbers, int64_t element_count);
   bool has_ended(Flight& flight);
   void deliver(Flight& flight);
-  std::string what_failed(const Operation& operation, int code) const;
+  std::string what_failed(const Operation& operation, int code) const {
+    return failure_text(operation, rank_, world_size_, "MPI") + words_of(code);
+  }
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
   const std::vector<HostBuffer> buffers_;
@@ -285,12 +287,6 @@ void MpiTransport::deliver(Flight& flight) {
     std::copy_n(flight.part.begin(), own_bytes, flight.message.begin() + own_offset_bytes);
   }
   unpack(buffer, ranges_of(operation), flight.message.data());
-}
-
-std::string MpiTransport::what_failed(const Operation& operation, int code) const {
-  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes(operation)) +
-         " bytes failed on rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) +
-         " (MPI): " + words_of(code);
 }
 
 }  // namespace

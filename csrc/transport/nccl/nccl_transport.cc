@@ -125,7 +125,6 @@ class NcclTransport final : public DeviceTransport {
   void wait_for_writes(const Operation& operation);
   void reduce_in_place(const Operation& operation);
   void run_halves(const Operation& operation);
-  std::string what_failed(const Operation& operation) const;
   void run();
   std::optional<std::string> failure();
 
@@ -253,7 +252,7 @@ void NcclTransport::launch(const Operation& operation) {
   wait_for_writes(operation);
   operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_halves(operation);
   settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
-  Flight flight{operation.ticket, what_failed(operation), nullptr};
+  Flight flight{operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), nullptr};
   require(cudaEventCreateWithFlags(&flight.ended, cudaEventDisableTiming), "make an event");
   require(cudaEventRecord(flight.ended, stream_), "record an event");
   {
@@ -324,11 +323,6 @@ void NcclTransport::run_halves(const Operation& operation) {
   settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
   copy(false);
   require(cudaFreeAsync(message, stream_), "give back memory");
-}
-
-std::string NcclTransport::what_failed(const Operation& operation) const {
-  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes(operation)) +
-         " bytes failed on rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + " (NCCL): ";
 }
 
 void NcclTransport::run() {

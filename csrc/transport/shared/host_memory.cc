@@ -51,6 +51,11 @@ std::string ranges_text(const Operation& operation) {
   return text;
 }
 
+std::string failure_text(const Operation& operation, int32_t rank, int32_t world_size, const char* library) {
+  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes(operation)) +
+         " bytes failed on rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " (" + library + "): ";
+}
+
 std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents) {
   if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= extents.size()) {
     return "buffer " + std::to_string(operation.buffer) + " does not exist; there are " +

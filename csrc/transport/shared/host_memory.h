@@ -33,6 +33,8 @@ std::span<const Range> ranges_of(const Operation& operation);
 int64_t size_bytes(const Operation& operation);
 // For people: "[0, 400), [800, 804)".
 std::string ranges_text(const Operation& operation);
+// "all_reduce of 4000 bytes failed on rank 1 of 4 (MPI): ", before the library's own words.
+std::string failure_text(const Operation& operation, int32_t rank, int32_t world_size, const char* library);
 // Why an operation cannot begin on these buffers; nothing if it can.
 std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents);
 
