@@ -1,6 +1,7 @@
 """What the Python tests share: the command line in this process, and small profiles."""
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from gradcast import cli
 # The same cases on every run, and no judgement by the clock: a busy machine is no defect.
 settings.register_profile("gradcast", deadline=None, derandomize=True)
 settings.load_profile("gradcast")
+# A program that a shell has put into the background ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[2]
 # A network on which no two policies tie and nothing can be hidden.

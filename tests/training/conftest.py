@@ -1,6 +1,11 @@
 """Fixtures of the training tests."""
 
+import signal
+
 import pytest
+
+# A program that a shell has put into the background ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
