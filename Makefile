@@ -11,6 +11,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# For tests of what was built here.
+export GRADCAST_BUILD := $(BUILD)
 # Where the part for torch is compiled into.
 export GRADCAST_CACHE_DIR := $(CURDIR)/$(BUILD)/cache
 
@@ -56,7 +58,8 @@ test-python: core
 # everything. Clang where it is at hand: it builds them twice as fast, and checks the engine's locks while it compiles.
 , := ,
 SANITIZED = $(CONFIGURE) -DCMAKE_CXX_FLAGS_RELEASE='-O1 -g1' -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF \
-  -DGRADCAST_CUDA=OFF -DGRADCAST_MPI=OFF -DGRADCAST_SANITIZE=$(1) $$(echo 'int main() {}' | clang++ -fsanitize=$(1) -x c++ -o /dev/null - 2>/dev/null && \
+  -DGRADCAST_CUDA=OFF -DGRADCAST_MPI=OFF -DGRADCAST_SANITIZE=$(1) \
+  $$(echo 'int main() {}' | clang++ -fsanitize=$(1) -x c++ -o /dev/null - 2>/dev/null && \
     echo -DCMAKE_CXX_COMPILER=clang++)
 CTEST_SANITIZED = ctest --label-regex unit --no-tests=error --output-on-failure --parallel $(JOBS)
 .PHONY: test-sanitize
@@ -101,8 +104,7 @@ fuzz: $(VENV)/tools.stamp
 	@command -v clang++ >/dev/null || { echo 'the fuzzers are left out: they need clang++, which is missing here'; exit 0; }; \
 	set -e; $(CONFIGURE) -B $(BUILD)-fuzz -DCMAKE_CXX_COMPILER=clang++ -DGRADCAST_BUILD_FUZZERS=ON \
 	  -DGRADCAST_BUILD_PYTHON=OFF -DGRADCAST_BUILD_TESTS=OFF -DGRADCAST_BUILD_BENCHMARKS=OFF -DGRADCAST_BUILD_BENCH=OFF \
-  -DGRADCAST_CUDA=OFF -DGRADCAST_MPI=OFF \
-	  -DGRADCAST_SANITIZE=address,undefined >/dev/null; \
+	  -DGRADCAST_CUDA=OFF -DGRADCAST_MPI=OFF -DGRADCAST_SANITIZE=address,undefined >/dev/null; \
 	cmake --build $(BUILD)-fuzz --parallel $(JOBS); \
 	mkdir -p $(BUILD)-fuzz/corpus; \
 	$(BUILD)-fuzz/tests/fuzz/fuzz_readers -max_total_time=$(FUZZ_SECONDS) -seed=1 -max_len=4096 -print_final_stats=1 \

@@ -20,9 +20,8 @@ void raise_in_python(const gradcast::Error& error) {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() =
-      "The core of gradcast: profiles, links, networks, plans, play, bounds, policies, the monitor, and the engine "
-      "that "
-      "follows plans. Described in _core.pyi.";
+      "The core of gradcast: profiles, links, networks, plans, play, bounds, policies, the monitor, and the "
+      "engine that follows plans. Described in _core.pyi.";
   module.attr("__version__") = GRADCAST_VERSION;
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {

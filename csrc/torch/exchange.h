@@ -68,8 +68,8 @@ class Exchange {
   const int scatter_tag_, gather_tag_;
   std::exception_ptr failure_;  // of begin()
 
-  std::mutex
-      mutex_;  // of what follows while it grows or is aborted; only the thread of begin() and finish() changes it
+  // Of what follows while it grows or is aborted; only the thread of begin() and finish() changes it.
+  std::mutex mutex_;
   Works scattered_, gathered_, sent_;
   bool aborted_ = false;
 };

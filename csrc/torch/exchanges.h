@@ -26,8 +26,8 @@ namespace gradcast {
 
 class Exchanges {
  public:
-  using Finished =
-      std::function<void(const std::exception_ptr&)>;  // nullptr: the sums are in the block; must not throw
+  // Of nullptr: the sums are in the block. Must not throw.
+  using Finished = std::function<void(const std::exception_ptr&)>;
 
   // REQUIRES: all ranks start the same exchanges in the same order. Numbers travel as `wire`.
   Exchanges(c10d::ProcessGroup& group, c10::ScalarType wire);

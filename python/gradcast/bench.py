@@ -10,5 +10,8 @@ PROGRAM = Path(__file__).resolve().parent / "bin" / "gradcast-bench"
 
 def main() -> NoReturn:
     if not PROGRAM.exists():
-        sys.exit("gradcast-bench: it could not be built when gradcast was installed; pip install -v gradcast shows why")
+        sys.exit(
+            "gradcast-bench: it is not here; pip install builds it where it can (with -v it shows why not), "
+            "in a source tree make test does"
+        )
     os.execv(PROGRAM, [str(PROGRAM), *sys.argv[1:]])

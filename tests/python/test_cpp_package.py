@@ -10,7 +10,8 @@ import pytest
 
 from conftest import ROOT
 
-BUILD = ROOT / os.environ.get("GRADCAST_TEST_BUILD", "build")
+# `make test TORCH=...` has a build folder of its own, and says so.
+BUILD = ROOT / os.environ.get("GRADCAST_BUILD", "build")
 
 PROJECT = """
 cmake_minimum_required(VERSION 3.22)

@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "calls.h"
 #include "gradcast/error.h"
 #include "gradcast/nccl.h"
 #include "host_memory.h"
@@ -21,78 +22,6 @@ namespace {
 
 // Between two looks at what is under way: far below what a block takes, and little of a core.
 constexpr auto kPause = std::chrono::microseconds(20);
-
-ncclDataType_t type_of(DeviceElement element) {
-  switch (element) {
-    case DeviceElement::kFloat32:
-      return ncclFloat32;
-    case DeviceElement::kFloat64:
-      return ncclFloat64;
-    case DeviceElement::kFloat16:
-      return ncclFloat16;
-    case DeviceElement::kBFloat16:
-      return ncclBfloat16;
-  }
-  return ncclFloat32;
-}
-
-int64_t bytes_of(DeviceElement element) {
-  switch (element) {
-    case DeviceElement::kFloat32:
-      return 4;
-    case DeviceElement::kFloat64:
-      return 8;
-    case DeviceElement::kFloat16:
-    case DeviceElement::kBFloat16:
-      return 2;
-  }
-  return 4;
-}
-
-void require(cudaError_t error, const std::string& action) {
-  if (error == cudaErrorMemoryAllocation) {
-    throw Error(ErrorCode::kCommunication, "the device has no memory left to " + action +
-                                               "; give a smaller batch, or a policy that sends smaller blocks");
-  }
-  if (error != cudaSuccess) {
-    throw Error(ErrorCode::kCommunication, "CUDA could not " + action + ": " + cudaGetErrorString(error));
-  }
-}
-
-void require(ncclResult_t result, const std::string& action, ncclComm_t communicator = nullptr) {
-  if (result != ncclSuccess && result != ncclInProgress) {
-    const char* detail = ncclGetLastError(communicator);
-    throw Error(ErrorCode::kCommunication,
-                "NCCL could not " + action + ": " + ncclGetErrorString(result) +
-                    (detail != nullptr && *detail != '\0' ? std::string("; ") + detail : ""));
-  }
-}
-
-int32_t nccl_version() {
-  int version = 0;
-  require(ncclGetVersion(&version), "say its version");
-  return version;
-}
-
-std::string version_text(int32_t version) {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
-}
-
-// Makes a device current for as long as it lives.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t device) {
-    require(cudaGetDevice(&before_), "name the current device");
-    require(cudaSetDevice(device), "use device " + std::to_string(device));
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-};
 
 class NcclTransport final : public DeviceTransport {
  public:
@@ -119,6 +48,7 @@ class NcclTransport final : public DeviceTransport {
     cudaEvent_t ended;
   };
 
+  void acquire(const std::string& id, const NcclOptions& options);
   void connect(const std::string& id, const NcclOptions& options);
   void settle(std::chrono::steady_clock::time_point deadline, const std::string& action);
   void launch(const Operation& operation);
@@ -127,6 +57,8 @@ class NcclTransport final : public DeviceTransport {
   void run_halves(const Operation& operation);
   void run();
   std::optional<std::string> failure();
+  void give_up_connection() noexcept;
+  void release() noexcept;
 
   const int32_t rank_;
   const int32_t world_size_;
@@ -168,6 +100,15 @@ NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_
                                             std::to_string(device_count) +
                                             "; train on the CPU with Gloo or MPI instead");
   }
+  try {
+    acquire(id, options);
+  } catch (...) {
+    release();  // the destructor of what was never constructed does not run
+    throw;
+  }
+}
+
+void NcclTransport::acquire(const std::string& id, const NcclOptions& options) {
   const OnDevice current(device_);
   int lowest = 0;
   int highest = 0;
@@ -205,8 +146,8 @@ void NcclTransport::connect(const std::string& id, const NcclOptions& options) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
   const std::string action = "connect rank " + std::to_string(rank_) + " of " + std::to_string(world_size_);
   require(ncclCommInitRankConfig(&communicator_, world_size_, unique, rank_, &config), action, communicator_);
-  settle(deadline, action);
   is_connected_ = true;
+  settle(deadline, action);
 }
 
 // A call of a communicator that does not block has been accepted, not done.
@@ -218,8 +159,7 @@ void NcclTransport::settle(std::chrono::steady_clock::time_point deadline, const
       break;
     }
     if (std::chrono::steady_clock::now() > deadline) {
-      ncclCommAbort(communicator_);
-      communicator_ = nullptr;
+      give_up_connection();
       throw Error(ErrorCode::kCommunication,
                   "NCCL could not " + action + " in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
     }
@@ -368,10 +308,13 @@ std::optional<std::string> NcclTransport::failure() {
 }
 
 void NcclTransport::abort(const char* reason) noexcept {
-  // Once; kernels that wait for other ranks end by it, and the stream goes on.
-  if (outstanding_.abort(reason) == 0) {
-    return;
-  }
+  outstanding_.abort(reason);
+  // Also where nothing is in flight: the peers must learn that this rank will not go on. Kernels that wait for other ranks end
+  // by it, and the stream goes on.
+  give_up_connection();
+}
+
+void NcclTransport::give_up_connection() noexcept {
   std::lock_guard lock(connection_mutex_);
   if (is_connected_) {
     ncclCommAbort(communicator_);
@@ -389,6 +332,10 @@ void NcclTransport::close() noexcept {
   if (thread_.joinable()) {
     thread_.join();
   }
+  release();
+}
+
+void NcclTransport::release() noexcept {
   std::lock_guard lock(connection_mutex_);
   if (is_connected_) {
     for (void* registration : registrations_) {

@@ -1,0 +1,73 @@
+#include "calls.h"
+
+#include "gradcast/error.h"
+
+namespace gradcast {
+
+ncclDataType_t type_of(DeviceElement element) {
+  switch (element) {
+    case DeviceElement::kFloat32:
+      return ncclFloat32;
+    case DeviceElement::kFloat64:
+      return ncclFloat64;
+    case DeviceElement::kFloat16:
+      return ncclFloat16;
+    case DeviceElement::kBFloat16:
+      return ncclBfloat16;
+  }
+  return ncclFloat32;
+}
+
+int64_t bytes_of(DeviceElement element) {
+  switch (element) {
+    case DeviceElement::kFloat32:
+      return 4;
+    case DeviceElement::kFloat64:
+      return 8;
+    case DeviceElement::kFloat16:
+    case DeviceElement::kBFloat16:
+      return 2;
+  }
+  return 4;
+}
+
+void require(cudaError_t error, const std::string& action) {
+  if (error == cudaErrorMemoryAllocation) {
+    throw Error(ErrorCode::kCommunication, "the device has no memory left to " + action +
+                                               "; give a smaller batch, or a policy that sends smaller blocks");
+  }
+  if (error != cudaSuccess) {
+    throw Error(ErrorCode::kCommunication, "CUDA could not " + action + ": " + cudaGetErrorString(error));
+  }
+}
+
+void require(ncclResult_t result, const std::string& action, ncclComm_t communicator) {
+  if (result != ncclSuccess && result != ncclInProgress) {
+    const char* detail = ncclGetLastError(communicator);
+    throw Error(ErrorCode::kCommunication,
+                "NCCL could not " + action + ": " + ncclGetErrorString(result) +
+                    (detail != nullptr && *detail != '\0' ? std::string("; ") + detail : ""));
+  }
+}
+
+int32_t nccl_version() {
+  int version = 0;
+  require(ncclGetVersion(&version), "say its version");
+  return version;
+}
+
+std::string version_text(int32_t version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+OnDevice::OnDevice(int32_t device) {
+  require(cudaGetDevice(&before_), "name the current device");
+  require(cudaSetDevice(device), "use device " + std::to_string(device));
+}
+
+OnDevice::~OnDevice() {
+  cudaSetDevice(before_);
+}
+
+}  // namespace gradcast

@@ -1,0 +1,39 @@
+// Calls of CUDA and NCCL: their errors as sentences, and the device that they are for.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <cstdint>
+#include <string>
+
+#include "gradcast/nccl.h"
+
+namespace gradcast {
+
+ncclDataType_t type_of(DeviceElement element);
+int64_t bytes_of(DeviceElement element);
+
+// Throw Error{kCommunication}: "CUDA could not make a stream: ...".
+void require(cudaError_t error, const std::string& action);
+// ncclInProgress is no error: a communicator that does not block has accepted the call.
+void require(ncclResult_t result, const std::string& action, ncclComm_t communicator = nullptr);
+
+int32_t nccl_version();
+std::string version_text(int32_t version);  // "2.28.9"
+
+// Makes a device current for as long as it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace gradcast
