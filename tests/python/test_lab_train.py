@@ -293,6 +293,22 @@ def test_rows_are_measured_against_the_best_ddp_and_the_bound():
 
 
 @pytest.mark.parametrize(
+    ("one", "reference", "start", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], [0.1, 0.1], 0.2),
+        # Come down to nearly nothing: rounding that is small beside 1 is large beside what is left.
+        ([0.0, 3e-7], [0.0, 2e-7], [0.0, 1.0], 1e-7),
+        ([float("nan"), 1.0], [1.0, 1.0], [1.0, 1.0], float("nan")),
+    ],
+)
+def test_a_difference_is_measured_by_what_the_tensor_is_or_was(one, reference, start, expected):
+    from gradcast.lab.worker import relative_difference
+
+    tensors = (torch.tensor(values) for values in (one, reference, start))
+    assert relative_difference(*tensors).item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
     ("difference", "equal", "sentence"),
     [
         (0.0, True, "bit for bit"),

@@ -56,6 +56,8 @@ def train(rank, mode, factor):
     with mock.patch.object(link_costs, "corrected", corrected):  # the process goes on with other tests
         found = train_both(rank, mode)
     assert corrected.call_count == (1 if rank.index == 0 else 0), "rank 0 decides"
+    for call in corrected.call_args_list:
+        assert len(call.args[1]) == CALIBRATION_STEPS - 1, "in the first step memory is allocated"
     return found
 
 

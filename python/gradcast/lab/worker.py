@@ -71,7 +71,7 @@ class Training:
             "parameter_bytes": sum(_parameter_bytes(trainers[0].module).values()),
             "profile": json.loads(profile.to_json()),
             "rounds": rounds,
-            "differences": _differences(trainers),
+            "differences": _differences(trainers, self._task.module()),
             "variants": {trainer.variant.name: _facts(trainer, as_ddp_counts) for trainer in trainers},
         }
         for trainer in trainers:
@@ -126,25 +126,32 @@ def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]
     return [scaled(variant(name), factor)]
 
 
-def _differences(trainers: list[Trainer]) -> dict[str, float]:
-    """The largest difference of a parameter to DDP's, in units of that tensor's largest value, on any rank."""
+def _differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, float]:
+    """The largest difference of a parameter to DDP's, in units of that tensor's largest value, on any rank.
+
+    ``start``: the model that all have begun with. A tensor of two elements may have come close to zero, where rounding
+    is large beside what it is; it is not beside what it was.
+    """
     reference = next(trainer for trainer in trainers if trainer.variant.name == BASELINE)
     compared = [trainer for trainer in trainers if trainer.variant.name not in (BASELINE, COMPUTE)]
     if not compared:
         return {}
-    largest = torch.tensor([_difference(trainer, reference) for trainer in compared], dtype=torch.float64)
+    differences = [_difference(trainer.module, reference.module, start) for trainer in compared]
+    largest = torch.tensor(differences, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return {trainer.variant.name: float(value) for trainer, value in zip(compared, largest, strict=True)}
 
 
-def _difference(one: Trainer, reference: Trainer) -> float:
-    pairs = zip(one.module.parameters(), reference.module.parameters(), strict=True)
+def _difference(one: torch.nn.Module, reference: torch.nn.Module, start: torch.nn.Module) -> float:
+    models = zip(*(model.parameters() for model in (one, reference, start)), strict=True)
     # By torch's maximum, which a NaN does not escape.
-    return torch.stack([_relative_difference(mine.detach(), its.detach()) for mine, its in pairs]).max().item()
+    return torch.stack([relative_difference(*(each.detach() for each in same)) for same in models]).max().item()
 
 
-def _relative_difference(one: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    return (one - reference).abs().max() / reference.abs().max().clamp_min(torch.finfo(reference.dtype).tiny)
+def relative_difference(one: torch.Tensor, reference: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """In units of the largest value of ``reference`` or ``start``."""
+    largest = torch.maximum(reference.abs().max(), start.abs().max())
+    return (one - reference).abs().max() / largest.clamp_min(torch.finfo(reference.dtype).tiny)
 
 
 def _parameter_bytes(module: torch.nn.Module) -> dict[str, int]:

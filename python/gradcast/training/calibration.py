@@ -6,7 +6,7 @@ from gradcast import _core
 from gradcast.training import link_costs
 from gradcast.training.group import Group
 
-_STEPS = 5
+STEPS = 5
 
 
 class Calibration:
@@ -21,7 +21,7 @@ class Calibration:
         blocks = [] if iteration is None else iteration.blocks
         usable = len(blocks) == len(self._sizes)
         self._steps.append([float(block.finish_ns - block.launch_ns) for block in blocks] if usable else None)
-        return len(self._steps) == _STEPS
+        return len(self._steps) == STEPS
 
     def samples(self, group: Group) -> list[list[link_costs.Sample]]:
         """Of each step that all ranks have measured, the same on every rank. Collective."""

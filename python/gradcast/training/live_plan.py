@@ -63,6 +63,7 @@ class LivePlan:
         self._calibration: Calibration | None = None  # while the plan is new
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
+        self.link_spread = (1.0, 1.0)  # on rank 0, of what the plan was made from; see link_costs.spread
         self.version = 0
         self.plain = False
         self.interrupted = False  # this iteration: how long it takes tells nothing
@@ -224,6 +225,7 @@ class LivePlan:
         return self._proposal(_core.Profile.from_json(state["layout"]), plan, spread=(1.0, 1.0))
 
     def _proposal(self, profile: _core.Profile, plan: _core.Plan, spread: tuple[float, float]) -> Proposal:
+        self.link_spread = spread
         if not self._options.adapt or profile.link is None:
             return Proposal(profile.to_json(), plan.to_json())
         plain = planning.plain_plan(profile)
