@@ -14,6 +14,7 @@ from gradcast.pictures.adapt import draw_adapt
 from gradcast.pictures.bench import draw_bench
 from gradcast.pictures.lab import draw_lab
 from gradcast.pictures.lanes import draw_comparison, draw_plan
+from gradcast.pictures.scaling import draw_scaling
 from gradcast.pictures.sweep import draw_sweep
 
-__all__ = ["draw_adapt", "draw_bench", "draw_comparison", "draw_lab", "draw_plan", "draw_sweep"]
+__all__ = ["draw_adapt", "draw_bench", "draw_comparison", "draw_lab", "draw_plan", "draw_scaling", "draw_sweep"]

@@ -1,0 +1,154 @@
+"""Checks `gradcast scaling` against published throughput: known on 4 to 16 GPUs, predicted on 32.
+
+The network is what WFBP's cells of 8 GPUs and those of 16 say, each by itself: one start-up cost and one cost per byte
+from the two models. How they grow to 32 GPUs is left to gradcast.growth; of the cells of 32 GPUs nothing is used.
+
+    python benchmarks/replay/scaling_check.py                             # the table
+    python benchmarks/replay/scaling_check.py --refresh docs/scaling.md   # the table in the page
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cells import Cell, load_cells
+from fit import RANGES, Fitter, bisect
+from models import Model, published_models
+from predict import BASE_WORKER_COUNT, GPUS_PER_NODE, Parameters, iteration_ns, network
+from tabulate import tabulate
+
+from gradcast import LinkModel, _core
+from gradcast.growth import Cluster, Estimate, Network, Nodes, alpha_ns, beta_ns_per_byte, byte_share, step_count
+
+TARGET = 32
+
+
+@dataclass(frozen=True)
+class Result:
+    """Samples per second on 32 GPUs: measured, predicted, and the ends of the band."""
+
+    cell: Cell
+    predicted: float
+    slowest: float
+    fastest: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.cell.samples_per_s - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.slowest <= self.cell.samples_per_s <= self.fastest
+
+
+class ScalingCheck:
+    def __init__(self, cells: list[Cell] | None = None) -> None:
+        self.models = published_models()
+        self.cells = load_cells() if cells is None else cells
+        self._fitter = Fitter(self.models, self.cells)
+        # As in the replay: what several GPUs lose to the optimizer, from BERT-Base on one node.
+        bert = self._fitter.cell("BERT-Base", GPUS_PER_NODE)
+        self._update = self._fitter.met("update_ns_per_byte", bert, Parameters())
+        self._links: dict[int, LinkModel] = {}
+
+    def link(self, worker_count: int) -> LinkModel:
+        """From WFBP's two cells of this number of GPUs: many small tensors in one, many bytes in the other."""
+        if worker_count not in self._links:
+            self._links[worker_count] = self._fitted_link(worker_count)
+        return self._links[worker_count]
+
+    def _fitted_link(self, worker_count: int) -> LinkModel:
+        resnet, bert = (self._fitter.cell(model, worker_count) for model in ("ResNet-50", "BERT-Base"))
+
+        def on_curve(operation_ns: float) -> Parameters:
+            return self._fitter.met("wire_bytes_per_s", bert, self._update.replace(operation_ns=operation_ns))
+
+        def excess_ns(operation_ns: float) -> float:
+            predicted = iteration_ns(self.models["ResNet-50"], resnet, on_curve(operation_ns))
+            return predicted - resnet.iteration_ns
+
+        return network(on_curve(bisect(excess_ns, *RANGES["operation_ns"])), worker_count)
+
+    def estimate(self, worker_counts: Sequence[int], target: int = TARGET) -> Estimate:
+        """The link of ``target`` GPUs from those of a few."""
+        known = [(GPUS_PER_NODE, _core.network("pcie-4").link)]
+        known += [(count, self.link(count)) for count in worker_counts]
+        cluster = Cluster(Network("10GbE", tuple(known)), Nodes(GPUS_PER_NODE))
+        return cluster.estimate("ring", target)
+
+    def results(self, worker_counts: Sequence[int] = (8, 16), target: int = TARGET) -> list[Result]:
+        estimate = self.estimate(worker_counts, target)
+        return [self._result(cell, estimate) for cell in self.cells if cell.worker_count == target]
+
+    def _result(self, cell: Cell, estimate: Estimate) -> Result:
+        links = (estimate.link, estimate.high, estimate.low)
+        speeds = [self._samples_per_s(self.models[cell.model], cell, link) for link in links]
+        return Result(cell, speeds[0], min(speeds), max(speeds))
+
+    def _samples_per_s(self, model: Model, cell: Cell, link: LinkModel) -> float:
+        """As the replay predicts a cell, on this link, given as the replay's parameters."""
+        count = cell.worker_count
+        parameters = self._update.replace(
+            wire_bytes_per_s=1e9 * byte_share(count) / beta_ns_per_byte(link),
+            operation_ns=alpha_ns(link) * step_count("ring", BASE_WORKER_COUNT) / step_count("ring", count),
+        )
+        return cell.samples_per_s_at(iteration_ns(model, cell, parameters))
+
+
+def mean_error(results: Sequence[Result]) -> float:
+    return sum(abs(result.error) for result in results) / len(results)
+
+
+def without_bytescheduler(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if not result.cell.method.startswith("ByteScheduler")]
+
+
+def table(check: ScalingCheck) -> str:
+    results = check.results()
+    rows = [
+        [
+            result.cell.model,
+            result.cell.method,
+            f"{result.cell.samples_per_s:.1f}",
+            f"{result.predicted:.1f}",
+            f"{result.slowest:.0f} to {result.fastest:.0f}",
+            f"{100 * result.error:+.1f}",
+            "yes" if result.inside else "no",
+        ]
+        for result in results
+    ]
+    rows.append(["mean absolute", "", "", "", "", f"{100 * mean_error(results):.1f}", _inside(results)])
+    rest = without_bytescheduler(results)
+    rows.append(["mean absolute", "all but ByteScheduler", "", "", "", f"{100 * mean_error(rest):.1f}", _inside(rest)])
+    headers = ["model", "method", "measured/s", "predicted/s", "band", "error %", "in the band"]
+    align = ["left", "left", "right", "right", "right", "right", "right"]
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=align)
+
+
+def _inside(results: Sequence[Result]) -> str:
+    return f"{sum(result.inside for result in results)} of {len(results)}"
+
+
+def marked(text: str) -> str:
+    return f"<!-- scaling:check -->\n{text}\n<!-- /scaling:check -->"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--refresh", metavar="PAGE", help="renew the table in this Markdown page, docs/scaling.md")
+    args = parser.parse_args(arguments)
+    text = table(ScalingCheck())
+    if args.refresh:
+        page = Path(args.refresh)
+        pattern = re.compile(r"<!-- scaling:check -->\n.*?<!-- /scaling:check -->", re.DOTALL)
+        page.write_text(pattern.sub(lambda _: marked(text), page.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

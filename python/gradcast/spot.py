@@ -1,0 +1,93 @@
+"""How long a training takes on machines that may be revoked: by Monte Carlo, and exactly for exponential lifetimes.
+
+The training stops when any of its machines is revoked. What it did since the last checkpoint is lost; a new machine
+joins, and the training goes on a restart time later. Revocations during a restart begin it anew.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# A training that takes this many times as long as without revocations is given up: it hardly gets anywhere.
+_GIVEN_UP = 20
+# exp of more is beyond what a double holds.
+_EXPONENT_MAX = 700.0
+
+
+@dataclass(frozen=True)
+class Spot:
+    price_per_hour: float  # of one machine
+    revocations_per_hour: float  # of one machine; 1 over its mean lifetime
+    checkpoint_interval_s: float  # training between two checkpoints
+    checkpoint_cost_s: float  # the training stands still while one is written
+    restart_s: float  # from a revocation until training goes on
+    shape: float = (
+        1.0  # of the Weibull distribution of lifetimes; 1: exponential, above: machines age, below: they settle
+    )
+
+
+def undisturbed_s(work_s: float, spot: Spot) -> float:
+    """``work_s`` of training with its checkpoints. After the last part there is none."""
+    checkpoint_count = max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
+    return work_s + checkpoint_count * spot.checkpoint_cost_s
+
+
+def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
+    """The mean with exponential lifetimes, whatever the shape says; infinite where a double cannot hold it.
+
+    A part of s seconds that begins again after each revocation takes e^(rate R) (e^(rate s) - 1) / rate in the mean,
+    with restarts of R seconds: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", Future Generation Computer Systems 22 (2006).
+    """
+    rate = machine_count * spot.revocations_per_hour / 3600
+    if rate == 0:
+        return undisturbed_s(work_s, spot)
+    checkpoint_count = max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
+    part_s = spot.checkpoint_interval_s + spot.checkpoint_cost_s
+    last_s = work_s - checkpoint_count * spot.checkpoint_interval_s
+    if rate * max(part_s, last_s, spot.restart_s) > _EXPONENT_MAX / 2:
+        return math.inf
+    parts = checkpoint_count * math.expm1(rate * part_s) + math.expm1(rate * last_s)
+    return math.exp(rate * spot.restart_s) * parts / rate
+
+
+def simulate_s(work_s: float, machine_count: int, spot: Spot, *, run_count: int, seed: int) -> list[float]:
+    """Times of as many trainings, ascending; the same for the same seed. Infinite: given up."""
+    if spot.revocations_per_hour == 0:
+        return [undisturbed_s(work_s, spot)] * run_count
+    limit_s = _GIVEN_UP * undisturbed_s(work_s, spot)
+    if expected_s(work_s, machine_count, spot) > limit_s:
+        return [math.inf] * run_count
+    generator = random.Random(seed)
+    mean_s = 3600 / spot.revocations_per_hour
+    scale_s = mean_s / math.gamma(1 + 1 / spot.shape)
+    return sorted(
+        _one_run_s(work_s, machine_count, spot, lambda: generator.weibullvariate(scale_s, spot.shape), limit_s)
+        for _ in range(run_count)
+    )
+
+
+def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callable[[], float], limit_s: float) -> float:
+    ends_s = [lifetime_s() for _ in range(machine_count)]
+    heapq.heapify(ends_s)
+    part_s = spot.checkpoint_interval_s + spot.checkpoint_cost_s
+    now_s = 0.0
+    while now_s <= limit_s:
+        end_s = now_s + undisturbed_s(work_s, spot)
+        if end_s <= ends_s[0]:
+            return end_s
+        work_s -= (ends_s[0] - now_s) // part_s * spot.checkpoint_interval_s
+        now_s = ends_s[0]
+        heapq.heapreplace(ends_s, now_s + lifetime_s())
+        while ends_s[0] < now_s + spot.restart_s:
+            now_s = ends_s[0]
+            heapq.heapreplace(ends_s, now_s + lifetime_s())
+        now_s += spot.restart_s
+    return math.inf
+
+
+def quantile(ascending: list[float], share: float) -> float:
+    """The smallest value that at least this share of all do not exceed."""
+    return ascending[max(math.ceil(share * len(ascending)) - 1, 0)]

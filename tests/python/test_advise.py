@@ -1,0 +1,369 @@
+"""What to rent: revocations against the exact mean, the price file, the frontier by hand, and the command."""
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+
+import pytest
+
+import gradcast
+from gradcast import _core, prices, spot
+from gradcast.advise import Request, Row, Training, advise, frontier, machine_counts
+from gradcast.prices import Machine, Prices
+from gradcast.spot import Spot
+
+TERMS = Spot(
+    price_per_hour=1, revocations_per_hour=0.2, checkpoint_interval_s=1800, checkpoint_cost_s=30, restart_s=300
+)
+HOUR = 3600
+
+
+# --- Revocations ---
+
+
+def test_checkpoints_alone_by_hand():
+    assert spot.undisturbed_s(1800, TERMS) == 1800
+    assert spot.undisturbed_s(1801, TERMS) == 1831
+    assert spot.undisturbed_s(4 * 1800, TERMS) == 4 * 1800 + 3 * 30
+
+
+def test_the_mean_of_one_part_by_hand():
+    """One revocation in an hour, a part of an hour, restarts at once: e - 1 hours."""
+    terms = Spot(1, revocations_per_hour=1, checkpoint_interval_s=HOUR, checkpoint_cost_s=0, restart_s=0)
+    assert spot.expected_s(HOUR, 1, terms) == pytest.approx((math.e - 1) * HOUR)
+    # Half the part on twice the machines is the same in half the time; a restart of an hour costs another factor e.
+    assert spot.expected_s(HOUR / 2, 2, terms) == pytest.approx((math.e - 1) * HOUR / 2)
+    slow = dataclasses.replace(terms, restart_s=HOUR)
+    assert spot.expected_s(HOUR, 1, slow) == pytest.approx(math.e * (math.e - 1) * HOUR)
+
+
+@pytest.mark.parametrize(
+    ("work_h", "machine_count", "changes"),
+    [
+        (1, 1, {}),
+        (10, 1, {}),
+        (10, 8, {}),
+        (3.3, 4, {"restart_s": 1800}),
+        (5, 2, {"checkpoint_interval_s": 4 * HOUR}),
+        (0.2, 16, {"checkpoint_cost_s": 0}),
+        (20, 3, {"restart_s": 0}),
+    ],
+)
+def test_simulated_trainings_agree_with_the_exact_mean(work_h, machine_count, changes):
+    terms = dataclasses.replace(TERMS, **changes)
+    times = spot.simulate_s(work_h * HOUR, machine_count, terms, run_count=4000, seed=7)
+    error = statistics.stdev(times) / math.sqrt(len(times))
+    assert statistics.mean(times) == pytest.approx(spot.expected_s(work_h * HOUR, machine_count, terms), abs=4 * error)
+    # Without the restart time and what is lost, the means are further apart than that.
+    assert statistics.mean(times) - spot.undisturbed_s(work_h * HOUR, terms) > 4 * error
+
+
+def test_the_seed_decides():
+    draws = [spot.simulate_s(5 * HOUR, 4, TERMS, run_count=50, seed=seed) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    assert draws[0] == sorted(draws[0])
+    assert draws[0][0] >= spot.undisturbed_s(5 * HOUR, TERMS)
+
+
+def test_machines_that_age_last_a_short_training():
+    """Shape 5: a machine lives about as long as the mean, five hours, and a training of one hour sees no revocation."""
+    aging = dataclasses.replace(TERMS, shape=5.0)
+    times = spot.simulate_s(HOUR, 1, aging, run_count=500, seed=3)
+    assert times.count(spot.undisturbed_s(HOUR, aging)) > 490
+    exponential = spot.simulate_s(HOUR, 1, TERMS, run_count=500, seed=3)
+    assert exponential.count(spot.undisturbed_s(HOUR, TERMS)) < 450
+
+
+def test_nothing_is_revoked_and_nothing_gets_done():
+    calm = dataclasses.replace(TERMS, revocations_per_hour=0.0)
+    assert spot.simulate_s(5 * HOUR, 4, calm, run_count=3, seed=1) == [spot.undisturbed_s(5 * HOUR, calm)] * 3
+    assert spot.expected_s(5 * HOUR, 4, calm) == spot.undisturbed_s(5 * HOUR, calm)
+    # A thousand machines of which one goes every 18 seconds, and checkpoints every half an hour.
+    assert spot.simulate_s(5 * HOUR, 1000, TERMS, run_count=3, seed=1) == [math.inf] * 3
+    assert spot.expected_s(5 * HOUR, 10**6, TERMS) == math.inf
+
+
+def test_quantiles():
+    assert [spot.quantile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], share) for share in (0.1, 0.5, 0.9, 1.0)] == [1, 5, 9, 10]
+
+
+# --- The price file ---
+
+GOOD = """
+version = 1
+date = 2026-11-01
+currency = "EUR"
+[[machine]]
+name = "small"
+workers = 1
+price_per_hour = 2
+bandwidth = "10gbit"
+max_machines = 8
+[machine.spot]
+price_per_hour = 0.5
+revocations_per_hour = 0.1
+checkpoint_interval = "30min"
+checkpoint_cost = "30s"
+restart_time = "5min"
+"""
+
+
+@pytest.fixture
+def price_path(tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_price_file(price_path):
+    found = prices.load_prices(str(price_path))
+    assert (found.date, found.currency) == ("2026-11-01", "EUR")
+    (machine,) = found.machines
+    assert (machine.price_per_hour, machine.bandwidth_bits_per_s, machine.latency_ns) == (2, 10e9, 50e3)
+    assert machine.spot == Spot(0.5, 0.1, 1800, 30, 300)
+
+
+def test_the_same_in_json(tmp_path):
+    path = tmp_path / "prices.json"
+    machine = {"name": "one", "workers": 1, "price_per_hour": 1.5, "max_machines": 1}
+    path.write_text(json.dumps({"version": 1, "date": "today", "currency": "EUR", "machine": [machine]}))
+    assert prices.load_prices(str(path)).machines[0].price_per_hour == 1.5
+
+
+def test_the_bundled_sample():
+    found = prices.load_prices(prices.sample_path())
+    assert [machine.workers for machine in found.machines] == [1, 4, 8]
+    assert all(machine.spot.price_per_hour < machine.price_per_hour for machine in found.machines)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("version = 1", "version = 2", "version: 2 is no whole number from 1 to 1"),
+        ("date = 2026-11-01", "", "date is missing"),
+        ("price_per_hour = 2", "", "machine[0]: price_per_hour is missing"),
+        ("price_per_hour = 2", "price_per_hour = -2", "machine[0]: price_per_hour: -2 is no number"),
+        ("price_per_hour = 2", "price_per_hour = '2'", "'2' is no number"),
+        ("price_per_hour = 2", "price_per_hour = inf", "inf is no number"),
+        ('"10gbit"', "10", "bandwidth: 10 is no text with a unit"),
+        ('"10gbit"', '"10"', "'10' has no unit of bandwidth"),
+        ('bandwidth = "10gbit"', "", "machine[0]: bandwidth is missing"),
+        ("workers = 1", "workers = 4", "machine[0]: intra_bandwidth is missing"),
+        ("workers = 1", "workers = 1.5", "1.5 is no whole number"),
+        ("workers = 1", "workers = 1\ncolour = 'red'", "there is no field colour"),
+        ('"30min"', '"30"', "machine[0]: spot: checkpoint_interval: '30' is no duration"),
+        ('"30min"', '"0s"', "checkpoint_interval is 0"),
+        ("[[machine]]", "[machine]", "at least one [[machine]]"),
+        ("[machine.spot]", "[[machine.spot]]", "spot: it must be a table"),
+        ("[[machine]]", "[[machine", "is no valid TOML"),
+        ("[machine.spot]", "[[machine]]\nname='small'\nworkers=1\nprice_per_hour=1\nmax_machines=1\n[machine.spot]",
+         "two machines are called small"),
+    ],
+)  # fmt: skip
+def test_wrong_price_files_get_one_sentence(old, new, words, price_path):
+    assert old in GOOD
+    price_path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(gradcast.Error) as caught:
+        prices.load_prices(str(price_path))
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(str(price_path))
+
+
+def test_toml_without_a_reader_for_it(price_path, monkeypatch):
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(gradcast.Error, match=r"pip install tomli.*as \.json"):
+        prices.load_prices(str(price_path))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("4h", 14400), ("90min", 5400), (".5 d", 43200), ("30S", 30)])
+def test_durations(text, seconds):
+    assert prices.parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["4", "h", "-4h", "4 hours", "", "1e3s"])
+def test_no_durations(text):
+    with pytest.raises(gradcast.Error, match="is no duration"):
+        prices.parse_duration_s(text)
+
+
+# --- Advice by hand: 9 ms of compute, and machines of one worker on a network that costs 1 ms a step ---
+
+
+def profile(world_size=2, link=None):
+    tensor = gradcast.Tensor(name="a", bytes=1000, ready_ns=6e6, need_ns=0)
+    return gradcast.Profile(
+        name="small", forward_ns=3e6, backward_ns=6e6, tensors=[tensor], world_size=world_size, link=link
+    )
+
+
+ONE_MS = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1e6, beta_ns_per_byte=0)])
+# 2 steps of 0.5 ms between two machines; 1000 bytes are nothing on this wire.
+PLAIN = Machine("plain", 1, 2.0, bandwidth_bits_per_s=1e15, latency_ns=0.5e6, max_machines=2)
+TRAINING = Training.of_samples(800_000 * HOUR / 9, 8)  # 100 h of one worker
+
+
+def test_rows_by_hand():
+    fast = dataclasses.replace(PLAIN, name="fast", speed=3.0, price_per_hour=9.0, max_machines=1)
+    found = advise([profile()], Prices("file", "today", "EUR", (PLAIN, fast)), Request(TRAINING, spread=0.1))
+    rows = {(row.machine, row.machines): row for row in found.rows}
+    assert rows["plain", 1].hours == pytest.approx(100 * 1e5 / 1e5, rel=1e-3)
+    assert rows["plain", 1].cost == pytest.approx(200, rel=1e-3)
+    # Two workers: 10 ms instead of 9, half the steps.
+    assert rows["plain", 2].hours == pytest.approx(50 * 10 / 9, rel=1e-3)
+    assert rows["plain", 2].cost == pytest.approx(4 * 50 * 10 / 9, rel=1e-3)
+    assert rows["plain", 2].high_hours == pytest.approx(50 * 10.1 / 9, rel=1e-3)
+    assert rows["fast", 1].hours == pytest.approx(100 / 3, rel=1e-3)
+    assert {row.basis for row in found.rows} == {"predicted"}
+    assert [(row.machine, row.machines) for row in found.frontier] == [("fast", 1), ("plain", 2), ("plain", 1)]
+    assert found.cheapest_within(101) is rows["plain", 1]
+    assert found.cheapest_within(99) is rows["plain", 2]
+    assert found.cheapest_within(30) is None
+    assert found.fastest_within(250) is rows["plain", 2]
+    assert found.fastest_within(199) is None
+
+
+def test_what_was_measured_is_used_and_marked():
+    """The price file's network costs 1 ms, what was measured 4 ms."""
+    measured = profile(2, ONE_MS.scaled(4, 1))
+    request = Request(TRAINING, measured_on="plain", spread=0.0)
+    found = advise([measured], Prices("file", "today", "EUR", (PLAIN,)), request)
+    rows = {row.machines: row for row in found.rows}
+    assert rows[2].basis == "measured"
+    assert rows[2].step_ns == pytest.approx(13e6)
+    assert rows[1].basis == "predicted"
+    elsewhere = advise([measured], Prices("file", "today", "EUR", (PLAIN,)), Request(TRAINING))
+    assert {row.basis for row in elsewhere.rows} == {"predicted"}
+
+
+def test_a_measurement_inside_a_machine_leaves_the_network_between_them_to_the_file():
+    machine = dataclasses.replace(PLAIN, workers=2, intra_bandwidth_bits_per_s=1e15, intra_latency_ns=0.0)
+    request = Request(TRAINING, measured_on="plain", spread=0.0)
+    found = advise([profile(2, ONE_MS)], Prices("file", "today", "EUR", (machine,)), request)
+    rows = {row.machines: row for row in found.rows}
+    assert (rows[1].basis, rows[1].step_ns) == ("measured", pytest.approx(10e6))
+    # A ring of four workers: six steps of 0.5 ms.
+    assert (rows[2].basis, rows[2].step_ns) == ("predicted", pytest.approx(12e6))
+
+
+def test_speeds_are_relative_to_the_machine_that_was_measured():
+    slow, fast = (
+        dataclasses.replace(PLAIN, name=name, speed=speed, max_machines=1) for name, speed in (("a", 2.0), ("b", 4.0))
+    )
+    found = advise([profile(1)], Prices("file", "today", "EUR", (slow, fast)), Request(TRAINING, measured_on="a"))
+    steps = {row.machine: (row.step_ns, row.basis) for row in found.rows}
+    assert steps == {"a": (pytest.approx(9e6), "measured"), "b": (pytest.approx(4.5e6), "predicted")}
+
+
+def test_spot_rows_are_the_mean_and_what_is_sure():
+    machine = dataclasses.replace(PLAIN, max_machines=1, spot=dataclasses.replace(TERMS, price_per_hour=0.5))
+    found = advise([profile()], Prices("file", "today", "EUR", (machine,)), Request(TRAINING, run_count=2000))
+    row = next(row for row in found.rows if row.spot)
+    assert row.hours == pytest.approx(spot.expected_s(100 * HOUR, 1, machine.spot) / HOUR, rel=0.01)
+    assert row.low_hours < row.hours < row.sure_hours <= row.high_hours
+    assert row.basis == "predicted"
+    assert row.cost == pytest.approx(0.5 * row.hours)
+    # Its mean would do, but not nine times out of ten.
+    assert found.cheapest_within((row.hours + row.sure_hours) / 2).spot is False
+    assert found.cheapest_within(row.sure_hours) is row
+
+
+def test_spot_machines_that_never_end_are_left_out():
+    machine = dataclasses.replace(PLAIN, max_machines=1, spot=dataclasses.replace(TERMS, revocations_per_hour=60.0))
+    found = advise([profile()], Prices("file", "today", "EUR", (machine,)), Request(TRAINING))
+    assert [row.spot for row in found.rows] == [False]
+
+
+def test_steps_are_those_of_the_profiled_workers():
+    assert Training.of_steps(1000, 4) == Training.of_samples(1000 * 4 * 32, 32) == Training(4000)
+
+
+@pytest.mark.parametrize(
+    ("per_machine", "most", "measured", "counts"),
+    [(1, 8, (), [1, 2, 4, 8]), (4, 12, (), [1, 2, 4, 8, 12]), (4, 8, (12, 6, 400), [1, 2, 3, 4, 8]), (1, 1, (), [1])],
+)
+def test_how_many_machines_are_tried(per_machine, most, measured, counts):
+    machine = dataclasses.replace(PLAIN, workers=per_machine, max_machines=most)
+    assert machine_counts(machine, measured) == counts
+
+
+def test_the_frontier_by_hand():
+    def row(hours, cost):
+        return Row("m", 1, 1, False, 1e6, hours, hours, hours, hours, cost / hours, "predicted")
+
+    rows = [row(1, 100), row(2, 120), row(3, 80), row(4, 80), row(5, 20)]
+    assert frontier(rows) == (rows[0], rows[2], rows[4])
+
+
+# --- The command ---
+
+TRAIN = ["--samples", "1281167", "--epochs", "90", "--batch", "128"]
+
+
+def test_the_command_answers_both_questions(run, price_path):
+    result = run("advise", "resnet50", *TRAIN, "--prices", price_path, "--budget", "48h", "--cost", "500", "--all")
+    assert result.code == 0
+    assert "Prices of 2026-11-01 in EUR." in result.out
+    assert "The cheapest within 48 h: 4 x small (spot), 4 workers" in result.out
+    assert "The fastest within 500 EUR: 8 x small" in result.out
+    assert "predicted" in result.out
+
+
+def test_the_command_in_json_is_the_table(run, price_path):
+    arguments = ["advise", "resnet50", *TRAIN, "--prices", price_path, "--budget", "1min", "--cost", "500", "--json"]
+    fields = json.loads(run(*arguments).out)
+    assert fields["cheapest_within_budget"] is None
+    assert fields["fastest_within_cost"] in fields["rows"]
+    assert sum(row["frontier"] for row in fields["rows"]) >= 2
+    assert fields["prices"] == {"date": "2026-11-01", "currency": "EUR", "sample": False}
+    assert "No cluster of these trains within 0.0167 h. The fastest: 8 x small" in fields["summary"]
+    assert json.loads(run(*arguments).out) == fields
+
+
+def test_samples_may_be_written_short(run, price_path):
+    outs = [
+        run("advise", "resnet50", "--samples", samples, "--batch", "128", "--prices", price_path).out
+        for samples in ("1280000", "1.28M", "1280k")
+    ]
+    assert outs[0] == outs[1] == outs[2]
+
+
+def test_the_bundled_prices_say_that_they_are_a_sample(run):
+    out = run("advise", "resnet50", "--steps", "1000").out
+    assert "Prices of 2021-12-27 in USD, the bundled sample" in out
+
+
+def test_ddp_is_never_faster(run, price_path):
+    arguments = ["advise", "vgg16", *TRAIN, "--prices", price_path, "--json", "--runs", "10"]
+    rows = {}
+    for policy in ("forecast", "ddp"):
+        fields = json.loads(run(*arguments, "--policy", policy).out)
+        rows[policy] = {(row["machines"], row["spot"]): row["step_ms"] for row in fields["rows"]}
+    assert all(rows["ddp"][key] >= rows["forecast"][key] for key in rows["forecast"])
+    assert rows["ddp"][8, False] > rows["forecast"][8, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "how much training is there? --samples"),
+        (["--samples", "1000"], "--batch is missing"),
+        (["--steps", "5", "--batch", "5"], "leave out --batch"),
+        (["--samples", "many", "--batch", "1"], "'many' is no number"),
+        (["--steps", "5", "--budget", "4"], "'4' is no duration"),
+        (["--steps", "5", "--budget", "0h"], "the time is 0"),
+        (["--steps", "5", "--prices", "nowhere.toml"], "the price file nowhere.toml does not exist"),
+        (["--steps", "5", "--measured-on", "p9"], "has no machine p9; it has p3.2xlarge"),
+    ],
+)
+def test_wrong_options_get_one_sentence(options, words, run):
+    result = run("advise", "resnet50", *options)
+    assert result.code == 2
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_help_has_an_example(run):
+    assert "example:\n  gradcast advise" in run("advise", "--help").out

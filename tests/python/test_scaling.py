@@ -1,0 +1,340 @@
+"""Other numbers of workers: the formulas turned round, the band, the knee, and the command that shows them."""
+
+import json
+
+import pytest
+
+import gradcast
+from gradcast import _core, growth, scaling
+from gradcast.growth import Cluster, Growth, Network, Nodes
+
+PNG = b"\x89PNG\r\n"
+HOP = _core.Hop(latency_ns=100e3, bandwidth_bytes_per_s=1.25e9)
+INSIDE = _core.Hop(latency_ns=5e3, bandwidth_bytes_per_s=50e9)
+
+
+def line(alpha_ns, beta_ns_per_byte):
+    return _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
+
+
+def costs(link):
+    return growth.alpha_ns(link), growth.beta_ns_per_byte(link)
+
+
+def one_tensor(world_size=4, link=None, *, backward_ns=6e6):
+    """Its gradient comes at the end of backward and is needed at once: a step is compute and one operation."""
+    tensor = gradcast.Tensor(name="a", bytes=1_000_000, ready_ns=backward_ns, need_ns=0)
+    return gradcast.Profile(
+        name="small", forward_ns=3e6, backward_ns=backward_ns, tensors=[tensor], world_size=world_size, link=link
+    )
+
+
+# --- One measurement ---
+
+
+@pytest.mark.parametrize("measured", ["ring", "tree"])
+@pytest.mark.parametrize("wanted", ["ring", "tree"])
+@pytest.mark.parametrize("count", [2, 3, 16, 4096])
+def test_a_formula_turned_round_is_the_formula(measured, wanted, count):
+    formula = {"ring": _core.ring_link, "tree": _core.tree_link}
+    network = Network("n", ((4, formula[measured](HOP, 4)),), algorithm=measured)
+    found = Growth(network).estimate(wanted, count).link
+    assert costs(found) == pytest.approx(costs(formula[wanted](HOP, count)))
+
+
+def test_hierarchical_is_the_formula():
+    network = Network("n", ((16, _core.ring_link(HOP, 16)),))
+    nodes = Nodes(8, growth.from_hop("inside", INSIDE))
+    found = Cluster(network, nodes).estimate("hierarchical", 64).link
+    wanted = _core.hierarchical_link(intra_node=INSIDE, inter_node=HOP, node_count=8, workers_per_node=8)
+    assert costs(found) == pytest.approx(costs(wanted))
+
+
+def test_the_band_of_one_measurement_by_hand():
+    """600 us in 6 steps are 100 us each; 8 workers have 14 in a ring, 6 in a tree; or they are no steps at all."""
+    network = Network("n", ((4, line(600e3, 1.2)),))
+    ring = Growth(network, spread=0.1).estimate("ring", 8)
+    assert costs(ring.link) == pytest.approx((1400e3, 1.4))
+    assert costs(ring.low) == pytest.approx((0.9 * 600e3, 0.9 * 1.4))
+    assert costs(ring.high) == pytest.approx((1.1 * 1400e3, 1.1 * 1.4))
+    tree = Growth(network, spread=0.1).estimate("tree", 8)
+    assert costs(tree.link) == pytest.approx((600e3, 1.4))
+    # Had the 600 us been the 4 steps of a tree, a hop would take 150 us.
+    assert costs(tree.high) == pytest.approx((1.1 * 900e3, 1.1 * 1.4))
+
+
+def test_a_measured_number_of_workers_keeps_its_link():
+    link = line(600e3, 1.2)
+    found = Growth(Network("n", ((4, link),)), spread=0.05).estimate("ring", 4)
+    assert found.basis == "measured"
+    assert costs(found.link) == costs(link)
+    assert costs(found.low) == pytest.approx((0.95 * 600e3, 0.95 * 1.2))
+    assert costs(found.high) == pytest.approx((1.05 * 600e3, 1.05 * 1.2))
+
+
+def test_a_given_network_is_never_measured_and_grows_as_its_formula_says():
+    found = Growth(growth.from_hop("given", HOP), spread=0.1).estimate("ring", 2)
+    assert found.basis == "extrapolated"
+    found = Growth(growth.from_hop("given", HOP), spread=0.1).estimate("ring", 64)
+    assert costs(found.low)[0] == pytest.approx(0.9 * 126 * 100e3)
+
+
+def test_breakpoints_are_kept():
+    pieces = [
+        _core.LinkPiece(alpha_ns=100e3, beta_ns_per_byte=3, up_to_bytes=10_000),
+        _core.LinkPiece(alpha_ns=120e3, beta_ns_per_byte=1.5),
+    ]
+    network = Network("n", ((4, _core.LinkModel(all_reduce=pieces)),))
+    found = Growth(network).estimate("ring", 16).link.all_reduce.pieces
+    assert [piece.up_to_bytes for piece in found] == [10_000, None]
+    assert [piece.alpha_ns for piece in found] == pytest.approx([500e3, 600e3])
+    assert [piece.beta_ns_per_byte for piece in found] == pytest.approx([3.75, 1.875])
+
+
+def test_blocks_of_one_size_grow_as_their_bytes():
+    """A link of which all is start-up: 2 workers send each byte once, many of them twice."""
+    network = Network("n", ((2, line(10e6, 0)),))
+    found = Growth(network, spread=0).estimate("ring", 4)
+    assert growth.alpha_ns(found.link) == pytest.approx(15e6)
+    assert growth.alpha_ns(found.low) == pytest.approx(10e6)
+    assert growth.alpha_ns(found.high) == pytest.approx(30e6)
+
+
+# --- Several measurements ---
+
+
+def test_several_measurements_tell_steps_from_the_rest():
+    known = tuple((count, line(300e3 + 2 * (count - 1) * 50e3, growth.byte_share(count))) for count in (2, 4, 8))
+    found = growth.fit_start_up("ring", [(count, growth.alpha_ns(link)) for count, link in known])
+    assert (found.fixed_ns, found.hop_ns) == pytest.approx((300e3, 50e3))
+    network = Network("n", known)
+    estimate = Growth(network, spread=0.02).estimate("ring", 64)
+    assert costs(estimate.link) == pytest.approx((300e3 + 126 * 50e3, growth.byte_share(64)))
+    # That nothing grows, or all as a tree's steps, is ruled out now.
+    assert costs(estimate.low)[0] == pytest.approx(0.98 * (300e3 + 126 * 50e3))
+    # Measurements that may be off by 10 % still allow a tree, but not that nothing grows.
+    low_ns = costs(Growth(network, spread=0.1).estimate("ring", 64).low)[0]
+    assert 0.9 * 1000e3 < low_ns < 0.9 * (300e3 + 126 * 50e3)
+
+
+def test_measurements_that_disagree_widen_the_band():
+    """Wires of 1 and 2 ns per byte: the mean is a third away from either."""
+    known = ((2, line(100e3, growth.byte_share(2))), (4, line(300e3, 2 * growth.byte_share(4))))
+    found = Growth(Network("n", known), spread=0.1).estimate("ring", 16)
+    betas = [growth.beta_ns_per_byte(link) / growth.byte_share(16) for link in (found.low, found.link, found.high)]
+    assert betas == pytest.approx([1.0, 1.5, 2.0])
+
+
+@pytest.mark.parametrize("alphas", [(400e3, 300e3, 200e3), (100e3, 100e3, 100e3)])
+def test_a_start_up_that_does_not_grow_has_no_steps(alphas):
+    found = growth.fit_start_up("ring", list(zip((2, 4, 8), alphas, strict=True)))
+    assert found.hop_ns == 0
+    assert min(alphas) <= found.fixed_ns <= max(alphas)
+
+
+def test_a_start_up_that_grows_faster_than_its_steps_is_all_steps():
+    found = growth.fit_start_up("ring", [(2, 100e3), (4, 900e3)])
+    assert found.fixed_ns == 0
+    assert found.hop_ns > 0
+
+
+def test_what_each_point_rests_on():
+    network = Network("n", ((2, line(100e3, 1)), (8, line(700e3, 1.75))))
+    cluster = Cluster(network)
+    bases = {count: cluster.estimate("ring", count).basis for count in (2, 4, 8, 16)}
+    assert bases == {2: "measured", 4: "fitted", 8: "measured", 16: "extrapolated"}
+    assert cluster.estimate("tree", 4).basis == "extrapolated"
+
+
+def test_a_published_family_has_all_its_numbers_of_workers():
+    assert [count for count, _ in growth.published("10gbe").costs] == [8, 16, 32, 64]
+    assert [count for count, _ in growth.published("10gbe-16").costs] == [16]
+    with pytest.raises(gradcast.Error, match="carrier-pigeon"):
+        growth.published("carrier-pigeon")
+
+
+@pytest.mark.parametrize(
+    ("known", "nodes", "algorithm", "count", "words"),
+    [
+        (4, Nodes(4), "ring", 8, "between nodes"),
+        (8, Nodes(4), "ring", 4, "inside a node"),
+        (8, Nodes(4), "hierarchical", 16, "inside a node"),
+        (4, None, "hierarchical", 8, "nodes of several workers"),
+        (8, Nodes(4, growth.from_hop("i", INSIDE)), "hierarchical", 10, "10 workers do not fill nodes of 4"),
+    ],
+)
+def test_what_cannot_be_predicted_has_a_reason(known, nodes, algorithm, count, words):
+    assert words in Cluster(Network("n", ((known, line(1e5, 1)),)), nodes).why_not(algorithm, count)
+
+
+# --- The band ---
+
+
+def test_steps_of_a_band_by_hand():
+    """9 ms of compute and an operation of 1 MB: 0.6 + 1.2 ms on 4 workers, 1.4 + 1.4 ms on 8."""
+    found = scaling.band(one_tensor(4, line(600e3, 1.2)), scaling.Options(workers=(8,), algorithms=("ring",)))
+    four, eight = found.points
+    assert (four.workers, four.basis, four.step_ns) == (4, "measured", pytest.approx(10.8e6))
+    assert (eight.workers, eight.basis, eight.step_ns) == (8, "extrapolated", pytest.approx(11.8e6))
+    assert eight.efficiency == pytest.approx(9 / 11.8)
+    assert eight.throughput == pytest.approx(8 * 9 / 11.8)
+    assert eight.low_ns == pytest.approx(9e6 + 0.9 * (0.6e6 + 1.4e6))
+    assert eight.high_ns == pytest.approx(9e6 + 1.1 * (1.4e6 + 1.4e6))
+    assert eight.bound_ns == pytest.approx(11.8e6)
+    assert eight.ddp_ns >= eight.step_ns
+
+
+def test_the_band_holds_its_middle_and_steps_only_grow():
+    profile = gradcast.load_profile("resnet50", 0.5)
+    nodes = Nodes(4, growth.published("nvlink-v100"))
+    found = scaling.band(profile, scaling.Options(networks=(growth.published("10gbe"),), nodes=nodes))
+    assert set(found.curves()) == {("10gbe", name) for name in growth.ALGORITHMS}
+    for points in found.curves().values():
+        assert [point.workers for point in points] == sorted(scaling.WORKERS)
+        assert all(point.low_ns <= point.step_ns <= point.high_ns for point in points)
+        assert all(0 < point.efficiency <= 1 for point in points)
+        assert all(point.step_ns >= point.bound_ns * (1 - 1e-9) for point in points)
+        between = [point.step_ns for point in points if point.workers > 64]
+        assert between == sorted(between)
+
+
+def test_compute_is_that_of_the_nearest_profile():
+    slow, fast = one_tensor(8, line(0, 0), backward_ns=9e6), one_tensor(2, line(0, 0))
+    found = scaling.band([slow, fast], scaling.Options(workers=(2, 64), algorithms=("ring",)))
+    steps = {point.workers: point.step_ns for point in found.points}
+    assert steps == {2: pytest.approx(9e6), 8: pytest.approx(12e6), 64: pytest.approx(12e6)}
+    assert found.points[-1].efficiency == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("steps", "knee"),
+    [
+        ([(2, 10), (4, 10), (8, 10)], None),
+        ([(2, 10), (4, 10), (8, 14), (16, 30)], 4),  # 2 x 10/14 is below 1.5 already
+        ([(2, 10), (4, 10), (8, 13), (16, 30)], 8),
+        ([(2, 10), (4, 15), (8, 16), (16, 30)], 8),  # the first doubling does not pay, the second does
+        ([(2, 10), (4, 30), (8, 90)], 2),
+        ([(4, 10), (6, 12), (8, 16)], 4),  # half as many again: 1.27 times the throughput would pay, 1.25 do not
+    ],
+)
+def test_the_knee_is_the_last_number_that_pays(steps, knee):
+    assert scaling.knee(steps) == knee
+
+
+def test_worth_trying_ends_at_the_knee_and_where_samples_are_dear():
+    def points(efficiencies):
+        return [
+            scaling.Point(workers, "n", "ring", 1e6 / share, 1e6 / share, 1e6 / share, share, "measured", 1e6, 1e6)
+            for workers, share in efficiencies
+        ]
+
+    assert scaling.worth_trying(points([(2, 1.0), (4, 0.9), (8, 0.5), (16, 0.2)])) == (2, 4)
+    # Two workers that do less than one are not worth it; in the end a sample takes twice what it did.
+    assert scaling.worth_trying(points([(2, 0.45), (4, 0.40), (8, 0.35), (16, 0.27), (32, 0.21)])) == (4, 8, 16)
+
+
+def test_the_knee_has_a_range():
+    found = scaling.band(one_tensor(4, line(600e3, 1.2)), scaling.Options(algorithms=("ring",)))
+    assert found.knee is not None
+    assert found.knee_low <= found.knee
+    # If nothing of the start-up grows, any number of workers pays.
+    assert found.knee_high is None
+
+
+@pytest.mark.parametrize(
+    ("profiles", "words"),
+    [
+        ([one_tensor(4)], "holds no link"),
+        ([one_tensor(1, line(1, 1))], "was measured on one worker"),
+        ([one_tensor(4, line(1, 1)), one_tensor(4, line(1, 1))], "two profiles were measured on 4 workers"),
+        ([one_tensor(4, line(1, 1)), gradcast.load_profile("vgg16")], "not of one model"),
+        ([], "no profile"),
+    ],
+)
+def test_profiles_that_say_too_little(profiles, words):
+    with pytest.raises(gradcast.Error, match=words):
+        scaling.band(profiles)
+
+
+def test_json_is_what_the_doctor_writes():
+    found = scaling.band(one_tensor(4, line(600e3, 1.2)), scaling.Options(workers=(4, 8), algorithms=("ring",)))
+    fields = scaling.as_json(found)
+    assert json.loads(json.dumps(fields)) == fields
+    assert set(fields) == {"points", "knee_workers", "worth_trying"}
+    assert fields["points"][0] == {
+        "workers": 4, "network": "measured", "algorithm": "ring", "step_ms": pytest.approx(10.8),
+        "low_ms": pytest.approx(9 + 0.9 * 1.8), "high_ms": pytest.approx(9 + 1.1 * 1.8),
+        "efficiency": pytest.approx(9 / 10.8), "basis": "measured",
+    }  # fmt: skip
+
+
+# --- The command ---
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Profiles on 2 and on 8 workers of one network."""
+    found = []
+    for count in (2, 8):
+        link = line(300e3 + 2 * (count - 1) * 50e3, growth.byte_share(count))
+        path = tmp_path / f"on{count}.json"
+        path.write_text(one_tensor(count, link).to_json())
+        found.append(path)
+    return found
+
+
+def test_the_command_shows_what_is_measured_fitted_and_extrapolated(run, paths, tmp_path):
+    picture = tmp_path / "scaling.png"
+    result = run("scaling", *paths, "--workers", "2,4,8,16", "--algorithms", "ring", "-o", picture)
+    assert result.code == 0
+    words = [line.split() for line in result.out.splitlines()]
+    bases = {cells[0]: cells[-1] for cells in words if cells and cells[0].isdigit()}
+    assert bases == {"2": "measured", "4": "fitted", "8": "measured", "16": "extrapolated"}
+    assert "Worth trying: 2, 4, 8, 16." in result.out
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_the_command_in_json(run, paths):
+    result = run("scaling", *paths, "--workers", "4", "--json")
+    fields = json.loads(result.out)
+    found = scaling.band([gradcast.load_profile(str(path)) for path in paths], scaling.Options(workers=(4,)))
+    assert [point["step_ms"] for point in fields["points"]] == [point.step_ns / 1e6 for point in found.points]
+    assert fields["knee_workers"] == found.knee
+    assert "hierarchical" in next(iter(fields["skipped"]))
+
+
+def test_named_and_given_networks_side_by_side(run, tmp_path):
+    picture = tmp_path / "scaling.svg"
+    result = run(
+        "scaling", "resnet50", "--network", "10gbe", "--bandwidth", "25gbit", "--workers-per-node", "4",
+        "--intra-network", "nvlink-v100", "--workers", "4,16,128", "-o", picture,
+    )  # fmt: skip
+    assert result.code == 0
+    for name in ("10gbe, hierarchical:", "25 Gbit/s, 50 us per hop, ring:"):
+        assert name in result.out
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "the profile resnet50 holds no link; say which network"),
+        (["--network", "carrier-pigeon"], "carrier-pigeon"),
+        (["--latency", "5us"], "--latency needs --bandwidth"),
+        (["--bandwidth", "1gbit", "--intra-bandwidth", "1gbit"], "--intra-bandwidth needs --workers-per-node"),
+        (["--bandwidth", "1gbit", "--workers-per-node", "4", "--intra-latency", "1us"], "needs --intra-bandwidth"),
+        (["--bandwidth", "1gbit", "--algorithms", "star"], "there is no algorithm star"),
+        (["--bandwidth", "1gbit", "--workers", "2,x"], "'x' is no whole number"),
+        (["--network", "pcie-4", "--workers-per-node", "4", "--workers", "8", "--algorithms", "star,"], "star"),
+        (["--bandwidth", "1gbit", "-o", "nowhere/x.png"], "does not exist"),
+    ],
+)
+def test_wrong_options_get_one_sentence(options, words, run):
+    result = run("scaling", "resnet50", *options)
+    assert result.code == 2
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_help_has_an_example(run):
+    assert "example:\n  gradcast scaling" in run("scaling", "--help").out
