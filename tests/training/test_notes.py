@@ -7,13 +7,16 @@ import pytest
 from gradcast import _core
 from training.needs import torch
 
-NOTE_ELEMENTS = 192
+NOTE_ELEMENTS = 384
 
 
-def facts(rank, iteration):
-    return _core.RankFacts(
+def note(rank, iteration):
+    from gradcast.training.notes import Note
+
+    facts = _core.RankFacts(
         step_ns=1e8 + 1e6 * rank + 1e3 * iteration, busy_ns=7.654321e7 + rank, link_ns=12_345.0 * rank
     )
+    return Note(facts, {"backward": 5.5e7 + rank, "loop": 1e6, "forward": 2.25e7 + 10.0 * rank})
 
 
 def play(dtype, world_size, iterations):
@@ -25,7 +28,7 @@ def play(dtype, world_size, iterations):
     told = []
     for iteration in range(iterations):
         told.append(
-            [note.exchange(facts(rank, iteration - 1) if iteration else None) for rank, note in enumerate(notes)]
+            [each.exchange(note(rank, iteration - 1) if iteration else None) for rank, each in enumerate(notes)]
         )
         total = torch.stack([buffer.notes for buffer in buffers]).sum(0)
         for buffer in buffers:
@@ -33,8 +36,9 @@ def play(dtype, world_size, iterations):
     return told
 
 
-def as_numbers(fact):
-    return fact.step_ns, fact.busy_ns, fact.link_ns
+def as_numbers(known):
+    facts = known.facts
+    return facts.step_ns, facts.busy_ns, facts.link_ns, *known.stages_ns.values()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_times_arrive_one_iteration_later(dtype, error):
                 continue
             for rank, fact in enumerate(known):
                 # Half precision holds tens of nanoseconds.
-                assert as_numbers(fact) == pytest.approx(as_numbers(facts(rank, iteration - 2)), rel=error, abs=100)
+                assert as_numbers(fact) == pytest.approx(as_numbers(note(rank, iteration - 2)), rel=error, abs=100)
 
 
 def test_many_ranks_take_turns():
@@ -60,5 +64,5 @@ def test_many_ranks_take_turns():
         assert [as_numbers(fact) for fact in known] == [as_numbers(fact) for fact in last[0]]
         for rank, fact in enumerate(known):
             # Of one of the last iterations, whichever was this rank's turn.
-            iteration = round((fact.step_ns - 1e8 - 1e6 * rank) / 1e3)
+            iteration = round((fact.facts.step_ns - 1e8 - 1e6 * rank) / 1e3)
             assert 10 - turns <= iteration <= 10

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 # However many workers there are, so that a plan fits them all.
-NOTE_ELEMENTS = 192
+NOTE_ELEMENTS = 384
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,9 @@ from gradcast.training import link_costs, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.calibration import Calibration
 from gradcast.training.expectation import expect
+from gradcast.training.exposed import Exposed
 from gradcast.training.group import Group
-from gradcast.training.notes import Notes
+from gradcast.training.notes import Note, Notes
 from gradcast.training.options import Options
 from gradcast.training.planning import Agreed, Proposal
 from gradcast.training.trace import Trace
@@ -55,6 +56,7 @@ class LivePlan:
         self._group, self._traffic, self._trace = group, traffic, trace
         self._mode, self._options = mode, options
         self._notes = Notes(buffers, group.rank, group.world_size)
+        self.exposed = Exposed()
         self._link_ns = 0
         self._monitor: _core.Monitor | None = None
         # Of the last iterations: whose facts they are, and whether they followed the plain plan.
@@ -89,7 +91,9 @@ class LivePlan:
 
     def next(self, start_ns: int) -> None:
         """An iteration begins, and nothing travels. ``start_ns``: when its backward pass has started."""
-        facts = self._notes.exchange(self._own_facts(start_ns))
+        notes = self._notes.exchange(self._own_note(start_ns))
+        if notes is not None:
+            self.exposed.add(notes)
         if self.warmup is not None:
             self._advance_warmup()
         elif self._calibration is not None:
@@ -97,7 +101,7 @@ class LivePlan:
         elif self._monitor is not None and len(self._history) == self._notes.lag:
             monitor, plain = self._history[0]
             if monitor is self._monitor:
-                self._decide(self._monitor.on_iteration(plain, facts or []))
+                self._decide(self._monitor.on_iteration(plain, [note.facts for note in notes or []]))
         self._history.append((self._monitor, self.plain))
 
     def summary(self) -> str | None:
@@ -111,6 +115,18 @@ class LivePlan:
             f"{expected}measured {compared.plain_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
             f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.plain_ns / 1e6:.1f} as DDP"
         )
+
+    def _own_note(self, start_ns: int) -> Note | None:
+        self.exposed.together_after(self._stage_that_waits())
+        record = self._trace.current
+        stages_ns = None if record is None else self.exposed.own_stages_ns(record, start_ns - record.start_ns)
+        facts = self._own_facts(start_ns)
+        return None if facts is None or stages_ns is None else Note(facts, stages_ns)
+
+    def _stage_that_waits(self) -> str:
+        if self._mode == "hook" and self._options.max_grad_norm is None:
+            return "backward"
+        return "loop" if self.plain or self.warmup is not None else "forward"
 
     def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
         link_ns = self._traffic.counters().link_ns

@@ -1,9 +1,10 @@
-"""What the ranks tell each other of their last step: three times each, which travel with the gradients.
+"""What the ranks tell each other of their last step: a few times each, which travel with the gradients.
 
 Every rank writes into places of its own and zeros elsewhere, so that the sum of the gradients' all-reduce brings all of
 them to everybody: no operation of their own, and the same bits on every rank.
 """
 
+import dataclasses
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +14,24 @@ import torch
 from gradcast import _core
 from gradcast.training.buffers import NOTE_ELEMENTS, GradientBuffers
 
-_TIMES = 3
+_TIMES = 6
 # A time is two elements: its leading eight bits, which every dtype holds exactly, and the rest.
 _ELEMENTS_PER_RANK = 2 * _TIMES
 # More ranks than that take turns.
 _RANKS_AT_ONCE = NOTE_ELEMENTS // _ELEMENTS_PER_RANK
 _NS = 1e9
+
+
+# Of a step, as it runs through them from the start of its backward pass. "loop": everything but the passes.
+STAGES = ("backward", "loop", "forward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """Of one rank's step. ``facts``: what the monitor decides by. ``stages_ns``: by STAGES, with what they wait for."""
+
+    facts: _core.RankFacts
+    stages_ns: dict[str, float]
 
 
 class Notes:
@@ -30,13 +43,13 @@ class Notes:
         self._rank, self._world_size = rank, world_size
         self._turns = -(-world_size // _RANKS_AT_ONCE)
         self._iteration = 0
-        self._known: list[_core.RankFacts | None] = [None] * world_size
+        self._known: list[Note | None] = [None] * world_size
         self._on_device = buffers.notes.device.type != "cpu"
         self._coming: Any = None  # from the device: host memory, the event after which it is there, its iteration
         self.lag = 3 if self._on_device else 2
 
-    def exchange(self, own: _core.RankFacts | None) -> list[_core.RankFacts] | None:
-        """Where an iteration begins. ``own``: of the last one, None if it tells nothing. Returns all ranks' facts in
+    def exchange(self, own: Note | None) -> list[Note] | None:
+        """Where an iteration begins. ``own``: of the last one, None if it tells nothing. Returns all ranks' notes in
         rank order, None where not all are known. REQUIRES: nothing of the buffers travels."""
         self._read()
         self._write(own)
@@ -62,16 +75,20 @@ class Notes:
             start = (rank - first) * _ELEMENTS_PER_RANK
             times = [_NS * (values[at] + values[at + 1]) for at in range(start, start + _ELEMENTS_PER_RANK, 2)]
             if times[0] > 0:
-                self._known[rank] = _core.RankFacts(step_ns=times[0], busy_ns=times[1], link_ns=times[2])
+                facts = _core.RankFacts(step_ns=times[0], busy_ns=times[1], link_ns=times[2])
+                self._known[rank] = Note(facts, dict(zip(STAGES, times[3:], strict=True)))
             elif self._turns == 1:  # otherwise what it has told before stays for its next turn
                 self._known[rank] = None
 
-    def _write(self, own: _core.RankFacts | None) -> None:
+    def _write(self, own: Note | None) -> None:
         values = [0.0] * NOTE_ELEMENTS
         turn, place = divmod(self._rank, _RANKS_AT_ONCE)
         if own is not None and turn == self._turn(self._iteration):
             start = place * _ELEMENTS_PER_RANK
-            for number, time_ns in enumerate((own.step_ns, own.busy_ns, own.link_ns)):
+            facts = own.facts
+            stages_ns = [own.stages_ns[name] for name in STAGES]
+            times_ns = (facts.step_ns, facts.busy_ns, facts.link_ns, *stages_ns)
+            for number, time_ns in enumerate(times_ns):
                 values[start + 2 * number : start + 2 * number + 2] = _halves(time_ns / _NS)
         self._buffers.notes.copy_(torch.tensor(values, dtype=self._buffers.notes.dtype))
 

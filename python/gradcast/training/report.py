@@ -8,7 +8,7 @@ _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
     "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
-    "wire", "wire_bytes",
+    "exposed", "wire", "wire_bytes",
 )  # fmt: skip
 
 
@@ -17,7 +17,8 @@ def stats_of(session: Any) -> dict[str, Any]:
     ``compute_ms`` is the warm-up's backward + forward + update; ``exposed_ms`` what the training thread waited.
     ``expected_gain`` and ``measured_gain``: how many times as fast as DDP with its best bucket size; ``runs_as_ddp``:
     that gains nothing, so gradients travel as DDP sends them; ``tries_ddp``: for this step; ``slowest_rank``: computes
-    at least a tenth longer."""
+    at least a tenth longer. ``exposed``: by stage (backward, loop, forward) how long it keeps the group, in the median
+    of the last 64 steps, and the rank that is last at its end; the stages add up to the step of the slowest rank."""
     values: dict[str, Any] = dict.fromkeys(_KEYS)
     values |= {"step": session.steps, "mode": session.mode, "world_size": session.group.world_size}
     profile = session.profile
@@ -50,6 +51,7 @@ def stats_of(session: Any) -> dict[str, Any]:
         "expected_gain": None if expectation is None else expectation.gain,
         "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
         "slowest_rank": live.slowest_rank,
+        "exposed": live.exposed.stats(),
     }
     records = session.trace.finished(plan)
     values |= {

@@ -31,6 +31,13 @@ class StepRecord:
     def total_ns(self, category: str) -> int:
         return sum(end - start for name, start, end in self.spans if name == category)
 
+    @property
+    def backward_ns(self) -> int:
+        """Until it has returned: with what it waits for at its end, in hook mode."""
+        ended_ns = max((end for name, _, end in self.spans if name == "backward"), default=self.start_ns)
+        waited = [end for name, start, end in self.spans if name == "wait" and start == ended_ns]
+        return max([ended_ns, *waited]) - self.start_ns
+
 
 class Trace:
     """The last steps, bounded."""

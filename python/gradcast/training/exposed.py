@@ -1,0 +1,61 @@
+"""Which stage of a step costs the group its time, and on which rank that begins, from what the notes tell anyway.
+
+The stages are added up from where the ranks are together: from the end of the one in which they wait for the network
+and so for each other. In hook mode that is backward, in overlap mode forward, and where overlap mode waits for all at
+once, in the warm-up or running as DDP, it is ``step()``, in the loop.
+"""
+
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcast.diagnosis.frontier import Stage, frontier
+from gradcast.training.notes import STAGES, Note
+from gradcast.training.trace import StepRecord
+
+_STEPS_KEPT = 64
+
+
+class Exposed:
+    """Of the last steps. Every rank adds the same, since notes are the same everywhere."""
+
+    def __init__(self) -> None:
+        self._steps: collections.deque[list[Stage]] = collections.deque(maxlen=_STEPS_KEPT)
+        self._before: dict[str, float] = {}
+        self._last = STAGES[-1]
+
+    def together_after(self, stage: str) -> None:
+        """From now on. What was before began elsewhere."""
+        if stage != self._last:
+            self._last = stage
+            self._steps.clear()
+
+    def own_stages_ns(self, record: StepRecord, step_ns: float) -> dict[str, float] | None:
+        """Of this rank's step that ends now; a step here goes from the end of one ``together_after`` to the next, so
+        that some stages are those of the record before. None for the first."""
+        stages = {"backward": float(record.backward_ns), "forward": float(record.total_ns("forward"))}
+        stages["loop"] = max(0.0, step_ns - sum(stages.values()))
+        before, self._before = self._before, stages
+        earlier = STAGES[STAGES.index(self._last) + 1 :]
+        return stages | {name: before[name] for name in earlier} if before else None
+
+    def add(self, notes: Sequence[Note]) -> None:
+        """Of one step, in rank order."""
+        self._steps.append(frontier([[note.stages_ns[name] for name in self._order] for note in notes]))
+
+    def stats(self) -> dict[str, Mapping[str, Any]] | None:
+        """Per stage the median ms by which it moves the furthest rank, and the rank that is most often the furthest at
+        its end."""
+        if not self._steps:
+            return None
+        found = {}
+        for name, steps in zip(self._order, zip(*self._steps, strict=True), strict=True):
+            rank = collections.Counter(stage.rank for stage in steps).most_common(1)[0][0]
+            found[name] = {"ms": statistics.median(stage.exposed for stage in steps) / 1e6, "rank": rank}
+        return found
+
+    @property
+    def _order(self) -> tuple[str, ...]:
+        first = STAGES.index(self._last) + 1
+        return STAGES[first:] + STAGES[:first]

@@ -1,0 +1,54 @@
+"""Always on: which stage keeps the group, and on which rank that begins."""
+
+import time
+
+import pytest
+
+import gradcast
+from training.needs import torch
+from training.test_adapt import make_module
+
+nn = torch.nn
+SLOW_MS, STEPS = 40, 14
+
+
+class Slow(nn.Module):
+    """Waits in forward where it is told to."""
+
+    def __init__(self, ms):
+        super().__init__()
+        self.inner, self.ms = make_module(), ms
+
+    def forward(self, value):
+        time.sleep(self.ms / 1e3)
+        return self.inner(value)
+
+
+def train(rank, mode, stage):
+    slow_ms = SLOW_MS if rank.index == 1 else 0
+    module = Slow(slow_ms if stage == "forward" else 0)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
+    assert handle.stats()["exposed"] is None
+    for step in range(STEPS):
+        time.sleep(slow_ms / 1e3 if stage == "loop" else 0)
+        torch.manual_seed(step)
+        sgd.zero_grad()
+        module(torch.randn(8, 64)).square().mean().backward()
+        sgd.step()
+    handle.flush()
+    exposed = handle.stats()["exposed"]
+    handle.detach()
+    return exposed
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("stage", ["loop", "forward"])
+def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
+    first, *others = ranks.run(3, train, mode, stage)
+    assert others == [first, first], "all ranks hear the same"
+    assert set(first) == {"backward", "loop", "forward"}
+    assert first[stage]["rank"] == 1
+    # Most of what is waited; how long that is depends on the machine.
+    assert first[stage]["ms"] > 0.5 * SLOW_MS
+    assert first[stage]["ms"] > 2 * max(each["ms"] for name, each in first.items() if name != stage)
