@@ -1,31 +1,82 @@
-"""``gradcast report``: what gradcast-bench has measured, as a picture and in a few sentences."""
+"""``gradcast report``: what gradcast doctor has found, as a page; what gradcast-bench has measured, as a picture."""
 
 import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from gradcast import metrics, page, trace_files
+from gradcast.atomic import write_atomically
 from gradcast.commands import common
 from gradcast.errors import Error
 from gradcast.files import check_writable
+from gradcast.runs import is_run, load_run, trace_of
 
-_EXAMPLE = "mpirun -n 4 gradcast-bench --transport mpi --json > bench.json && gradcast report bench.json -o bench.png"
+_EXAMPLE = """gradcast report run/
+  gradcast report run/ -o report.html --prometheus gradcast.prom
+  mpirun -n 4 gradcast-bench --transport mpi --json > bench.json && gradcast report bench.json -o bench.png"""
+_PAGE = "report.html"
 
 
 def add_parser(commands: Any) -> None:
     parser = common.new_parser(
         commands,
         "report",
-        "draw what gradcast-bench has measured",
-        "Time over size of each operation with the fitted costs, and the step under each policy.",
+        "make a page of a run of gradcast doctor, or a picture of what gradcast-bench has measured",
+        "The page is one\nHTML file that needs no network to be read. The picture has time over size of each operation "
+        "with the\nfitted costs, and the step under each policy.",
         _EXAMPLE,
     )
-    parser.add_argument("results", metavar="JSON", help="what gradcast-bench --json has printed")
-    parser.add_argument("-o", "--output", metavar="PNG", required=True, help="the picture; .svg and .pdf work as well")
+    parser.add_argument(
+        "results",
+        metavar="RUN",
+        help="the folder or the doctor.json of a run, or what gradcast-bench --json has printed",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"the page (default: {_PAGE} in the folder of the run), or the picture: .png, .svg or .pdf",
+    )
+    parser.add_argument("--prometheus", metavar="FILE", help="of a run: also its numbers for node_exporter's textfiles")
+    parser.add_argument(
+        "--hta", metavar="FOLDER", help="of a run: also its trace as one file per rank, as HTA wants it"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="of a run: print its numbers as one flat object, for loggers"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    if is_run(args.results):
+        _page(args)
+    else:
+        _picture(args)
+
+
+def _page(args: argparse.Namespace) -> None:
+    doctor = load_run(args.results)
+    folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
+    output = args.output or str(folder / _PAGE)
+    check_writable(output, "page")
+    write_atomically(output, page.build(doctor), "page")
+    if args.prometheus:
+        write_atomically(args.prometheus, metrics.prometheus(doctor), "file for Prometheus")
+    if args.hta:
+        trace_files.save_per_rank(trace_files.load(trace_of(args.results)), args.hta)
+    if args.json:
+        common.print_json(metrics.flat(doctor))
+        return
+    print(doctor["verdict"]["sentence"])
+    print(f"The page is in {output}.")
+
+
+def _picture(args: argparse.Namespace) -> None:
+    if args.output is None:
+        raise Error("the picture needs a name; give it with -o, for instance -o bench.png")
+    if args.prometheus or args.hta or args.json:
+        raise Error("--prometheus, --hta and --json are for runs of gradcast doctor; leave them out for gradcast-bench")
     results = _read(args.results)
     check_writable(args.output, "picture")
     from gradcast.pictures import draw_bench

@@ -1,0 +1,116 @@
+"""`gradcast compare`: two runs side by side, and whether they differ by more than chance."""
+
+import json
+
+import pytest
+
+import doctor_runs
+from gradcast import run_diff
+
+
+def with_step(run, low_ms, ms, high_ms):
+    return run | {"step": {"ms": ms, "low_ms": low_ms, "high_ms": high_ms}}
+
+
+@pytest.fixture
+def before():
+    return with_step(doctor_runs.doctor(), 510.0, 520.0, 530.0)
+
+
+def with_part(run, key, ms):
+    parts = [
+        part | {"ms": ms, "low_ms": ms - 1, "high_ms": ms + 1} if part["key"] == key else part for part in run["parts"]
+    ]
+    return run | {"parts": parts}
+
+
+@pytest.mark.parametrize(
+    ("after", "clear", "words"),
+    [
+        ((395, 400, 405), True, "B takes 400.0 ms per step, A 520.0: 1.30 times as fast, which is more than"),
+        ((500, 515, 535), False, "1.01 times as fast, but the intervals overlap: this may be chance"),
+        ((600, 624, 650), True, "1.20 times as slow, which is more than"),
+        ((None, 400, None), None, "at least one run has no interval"),
+    ],
+)  # fmt: skip
+def test_the_step(before, after, clear, words):
+    difference = run_diff.compare(before, with_step(before, *after))
+    assert difference.step.clear is clear
+    assert difference.step.difference == pytest.approx(after[1] - 520)
+    assert words in run_diff.sentence(difference)
+
+
+def test_the_part_that_explains_it(before):
+    after = with_part(with_step(before, 610, 620, 630), "backward", 240.0)
+    after = with_part(after, "forward", 60.0)
+    difference = run_diff.compare(before, after)
+    assert "Most of it is backward: +" in run_diff.sentence(difference)
+    rows = {row.key: row for row in difference.times}
+    assert rows["backward"].clear
+    assert rows["update"].clear is False
+    assert rows["update"].difference == 0
+    assert "interconnect" not in rows  # nothing in either
+
+
+def test_an_action_that_only_one_run_knows(before):
+    after = before | {"actions": before["actions"][1:]}
+    rows = {row.key: row for row in run_diff.compare(before, after).actions}
+    assert (rows["wire"].b, rows["wire"].difference, rows["wire"].clear) == (None, None, None)
+    assert rows["overlap"].difference == 0
+
+
+def test_what_else_is_not_the_same(before):
+    after = before | {"world_size": 8, "backend": "nccl"}
+    assert run_diff.compare(before, after).settings == [
+        "the number of workers (4 and 8)",
+        "the backend (gloo and nccl)",
+    ]
+    assert run_diff.compare(before, before).settings == []
+
+
+@pytest.fixture
+def paths(tmp_path, before):
+    for name, fields in (("a", before), ("b", with_step(before, 395.0, 400.0, 405.0) | {"world_size": 8})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "doctor.json").write_text(json.dumps(fields))
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_the_command(run, paths):
+    result = run("compare", *paths)
+    assert result.code == 0
+    assert "Not the same in both: the number of workers (4 and 8)." in result.out
+    assert "step" in result.out
+    row = next(line.split() for line in result.out.splitlines() if line.startswith("step "))
+    assert row == ["step", "520.0", "400.0", "-120.0", "yes"]
+    assert "1.30 times as fast" in result.out.splitlines()[-1]
+
+
+def test_the_command_for_programs(run, paths):
+    fields = json.loads(run("compare", paths[0] / "doctor.json", paths[1], "--json").out)
+    step = fields["times_ms"][0]
+    assert (step["key"], step["a"], step["b"], step["clear"]) == ("step", 520.0, 400.0, True)
+    assert [row["key"] for row in fields["actions_speedup"]] == ["wire", "overlap", "hook"]
+
+
+def test_bare_runs_can_be_compared(run, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps(doctor_runs.bare()))
+    result = run("compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert result.code == 0
+    assert "this may be chance" in result.out
+
+
+def test_a_run_that_is_none(run, paths, tmp_path):
+    result = run("compare", paths[0], tmp_path)
+    assert result.code == 2
+    assert "it has no doctor.json; `gradcast doctor` makes such a folder" in result.err
+    (tmp_path / "plan.json").write_text("{}")
+    assert "is not of gradcast doctor" in run("compare", paths[0], tmp_path / "plan.json").err
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_the_help_has_an_example(run, command):
+    out = run(command, "--help").out
+    assert f"example:\n  gradcast {command} " in out
+    assert "--json" in out
