@@ -1,0 +1,318 @@
+"""From tables of measured rates to findings, rates from arrivals, who is measured with whom, and which interface Gloo
+uses. All pure, on tables made by hand.
+"""
+
+import dataclasses
+import sys
+
+import pytest
+
+from gradcast.diagnosis import interfaces, network_hosts, pair_rounds
+from gradcast.diagnosis.interfaces import Chosen, Interface
+from gradcast.diagnosis.network_findings import Alternative, Host, Measured, Pair, findings
+from gradcast.diagnosis.tcp_rate import bits_per_s
+from gradcast.errors import Error
+
+G = 1e9
+
+
+def host(index, **changes):
+    return Host(**{"label": f"host{index}", "interface": "eth0", **changes})
+
+
+def network(rates, *, several=1.0, gloo=0.9, latency_us=60.0, **changes):
+    """``rates``: of one TCP stream by pair, in Gbit/s; several streams and Gloo as multiples of it."""
+    pairs = [Pair(a, b, latency_us, rate * G, several * rate * G, gloo * rate * G) for (a, b), rate in rates.items()]
+    hosts = changes.pop("hosts", [host(index) for index in range(1 + max(max(pair) for pair in rates))])
+    return Measured(hosts, pairs, **changes)
+
+
+def all_pairs(rate_of_host):
+    """Every pair at the rate of its slower host."""
+    count = len(rate_of_host)
+    return {(a, b): min(rate_of_host[a], rate_of_host[b]) for a in range(count) for b in range(a + 1, count)}
+
+
+def keys(measured):
+    return [finding.key for finding in findings(measured)]
+
+
+# --- Findings ---
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_good_network_is_limited_by_its_links_alone(count):
+    (found,) = findings(network(all_pairs([10] * count)))
+    assert found.key == "link_rate"
+    assert "90% of raw TCP, 10 Gbit/s per host" in found.sentence
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_slow_host_is_named(slow):
+    rates = [10.0, 10.0, 10.0]
+    rates[slow] = 1.0
+    found = [finding for finding in findings(network(all_pairs(rates))) if finding.key == "slow_host"]
+    assert len(found) == 1
+    assert f"host{slow} reaches 1 Gbit/s at best, the other hosts 10 Gbit/s" in found[0].sentence
+
+
+def test_of_two_hosts_none_is_called_slow():
+    assert keys(network({(0, 1): 1.0})) == ["link_rate"]
+
+
+def test_hosts_that_differ_a_little_are_not_slow():
+    assert keys(network(all_pairs([10, 10, 8]))) == ["link_rate"]
+
+
+def test_a_slow_pair_of_good_hosts_is_named():
+    rates = all_pairs([10, 10, 10, 10]) | {(1, 3): 4.0}
+    (found,) = findings(network(rates))
+    assert found.key == "slow_pair"
+    assert "host1 and host3 reach 4 Gbit/s with each other, but 10 Gbit/s with others" in found.sentence
+
+
+def test_pairs_of_a_slow_host_are_not_told_again():
+    assert keys(network(all_pairs([10, 10, 10, 2]))) == ["slow_host"]
+
+
+def test_several_streams_that_are_faster_ask_for_several_connections():
+    (found,) = findings(network(all_pairs([5, 5, 5]), several=1.9))
+    assert found.key == "one_connection"
+    assert "One TCP connection reaches 5 Gbit/s, 4 reach 9.5 Gbit/s, and Gloo has 1" in found.sentence
+    assert "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0" in found.sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"several": 1.2},
+        {"several": 1.9, "hosts": [host(index, connections=4) for index in range(3)]},
+        {"several": 1.9, "backend": "nccl"},
+    ],
+)
+def test_no_connections_are_asked_for_without_a_reason(changes):
+    assert "one_connection" not in keys(network(all_pairs([5, 5, 5]), **changes))
+
+
+def test_gloo_below_tcp_is_told_and_then_the_link_is_not_the_limit():
+    (found,) = findings(network(all_pairs([40, 40]), gloo=0.3))
+    assert found.key == "gloo_below_tcp"
+    assert "Gloo reaches 30% of raw TCP (12 Gbit/s of 40 Gbit/s between host0 and host1)" in found.sentence
+    assert "GLOO_SOCKET_IFNAME=eth0,eth0" in found.sentence
+
+
+def test_between_good_and_bad_nothing_is_said():
+    assert keys(network(all_pairs([10, 10]), gloo=0.7)) == []
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(9.4, ["slow_interface"]), (1.2, ["link_rate"])])
+def test_a_faster_interface_is_found_by_its_measured_rate(rate, expected):
+    measured = network(all_pairs([0.94, 0.94]), alternatives=[Alternative("ib0", rate * G, 0.94 * G)])
+    assert keys(measured) == expected
+    if expected == ["slow_interface"]:
+        assert "set GLOO_SOCKET_IFNAME=ib0 on all hosts" in findings(measured)[0].sentence
+        assert "NCCL_SOCKET_IFNAME=ib0" in findings(dataclasses.replace(measured, backend="nccl"))[0].sentence
+
+
+def test_a_virtual_interface_is_told_only_where_there_is_another():
+    virtual = host(0, interface="docker0", physical=False)
+    assert keys(network({(0, 1): 5.0}, hosts=[virtual, host(1)])) == ["link_rate"]
+    virtual = dataclasses.replace(virtual, physical_others=("eth0",))
+    (found,) = findings(network({(0, 1): 5.0}, hosts=[virtual, host(1)]))
+    assert found.key == "virtual_interface"
+    assert "set GLOO_SOCKET_IFNAME=eth0" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("speed", "expected"), [(25_000, ["below_nominal"]), (10_000, ["link_rate"]), (None, ["link_rate"])]
+)
+def test_a_rate_far_below_the_cards_is_told(speed, expected):
+    hosts = [host(index, speed_mbit_per_s=speed) for index in range(2)]
+    measured = network({(0, 1): 9.4}, hosts=hosts)
+    assert keys(measured) == expected
+    if speed == 25_000:
+        assert "eth0 of host0 is a link of 25 Gbit/s" in findings(measured)[0].sentence
+
+
+def test_a_high_latency_is_told_with_what_it_adds_to_an_operation():
+    (found,) = findings(network(all_pairs([1, 1, 1]), latency_us=5000))
+    assert found.key == "high_latency"
+    assert "5 ms one way" in found.sentence
+    assert "4 such hops, 20 ms" in found.sentence
+
+
+def test_what_could_not_be_measured_is_told_and_the_rest_is_judged():
+    good = network(all_pairs([10, 10, 1]))
+    pairs = [pair if (pair.a, pair.b) != (0, 1) else Pair(0, 1, fault="no answer") for pair in good.pairs]
+    found = {finding.key: finding.sentence for finding in findings(dataclasses.replace(good, pairs=pairs))}
+    assert "1 of 3 pairs could not be measured over TCP (no answer)" in found["unmeasured"]
+    nothing = Measured(good.hosts, [Pair(a, b, fault="no answer") for a, b in ((0, 1), (0, 2), (1, 2))])
+    assert keys(nothing) == ["unmeasured"]
+
+
+def test_between_ranks_of_one_host_there_is_no_network_to_judge():
+    assert findings(network({(0, 1): 40.0}, gloo=0.1, one_host=True)) == []
+
+
+# --- Rates ---
+
+
+def arrivals(rate_bytes_per_s, seconds, size, start=0.0):
+    count = round(rate_bytes_per_s * seconds / size)
+    return [(start + (index + 1) * size / rate_bytes_per_s, size) for index in range(count)]
+
+
+def test_the_rate_of_even_arrivals():
+    assert bits_per_s([arrivals(1e6, 0.3, 1000)]) == pytest.approx(8e6, rel=0.01)
+
+
+def test_streams_add_up():
+    streams = [arrivals(1e6, 0.3, 1000), arrivals(3e6, 0.3, 1000)]
+    assert bits_per_s(streams) == pytest.approx(32e6, rel=0.01)
+
+
+def test_a_slow_start_and_a_slow_end_do_not_count():
+    slow = arrivals(1e5, 0.05, 1000)
+    fast = arrivals(1e7, 0.3, 1000, start=0.05)
+    tail = arrivals(1e5, 0.02, 1000, start=0.35)
+    assert bits_per_s([[*slow, *fast, *tail]]) == pytest.approx(8e7, rel=0.01)
+
+
+@pytest.mark.parametrize("records", [[], [(1.0, 100)]])
+def test_too_little_is_no_rate(records):
+    assert bits_per_s([records]) == 0
+
+
+def test_few_pieces_count_all():
+    assert bits_per_s([[(0.0, 500), (0.1, 500), (0.2, 500)]]) == pytest.approx(8 * 1000 / 0.2)
+
+
+# --- Rounds ---
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_up_to_eight_hosts_all_pairs_meet_once(count):
+    met = [pair for pairs in pair_rounds.rounds(count) for pair in pairs]
+    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 9, 10, 63, 64, 65, 500])
+def test_no_round_has_a_host_twice_and_no_pair_comes_twice(count):
+    rounds = pair_rounds.rounds(count)
+    for pairs in rounds:
+        hosts = [each for pair in pairs for each in pair]
+        assert len(hosts) == len(set(hosts))
+        assert all(0 <= a < b < count for a, b in pairs)
+    met = [pair for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met))
+
+
+@pytest.mark.parametrize("count", [9, 10, 64, 65, 500])
+def test_many_hosts_have_a_ring_and_a_sample_in_few_rounds(count):
+    rounds = pair_rounds.rounds(count)
+    met = {pair for pairs in rounds for pair in pairs}
+    assert {(index, index + 1) for index in range(count - 1)} | {(0, count - 1)} <= met
+    assert len(rounds) <= 9
+    assert max(b - a for a, b in met if (a, b) != (0, count - 1)) > 1
+
+
+# --- Interfaces ---
+
+
+KNOWN = [
+    Interface("lo", ("127.0.0.1", "::1"), loopback=True),
+    Interface("eth0", ("10.0.0.1",)),
+    Interface("ib0", ("10.1.0.1",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("ib0", Chosen("ib0", "10.1.0.1")),
+        ("eth0,eth0", Chosen("eth0", "10.0.0.1", 2)),
+        ("lo", Chosen("lo", "127.0.0.1")),
+    ],
+)
+def test_the_variable_chooses(variable, expected):
+    assert interfaces.chosen(KNOWN, {"GLOO_SOCKET_IFNAME": variable}) == expected
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(Error, match="eth7 has no address here; choose of lo, eth0, ib0"):
+        interfaces.chosen(KNOWN, {"GLOO_SOCKET_IFNAME": "eth7"})
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"), [("10.0.0.1", Chosen("eth0", "10.0.0.1")), (None, Chosen("lo", "127.0.0.1"))]
+)
+def test_without_it_the_hostname_does_and_else_loopback(monkeypatch, found, expected):
+    monkeypatch.setattr(interfaces, "_hostname_address", lambda: found)
+    assert interfaces.chosen(KNOWN, {}) == expected
+
+
+def make_interface(system, name, *, files=(), folders=()):
+    (system / name).mkdir(parents=True)
+    for file, text in files:
+        (system / name / file).write_text(text)
+    for folder in folders:
+        (system / name / folder).mkdir()
+
+
+def test_what_the_system_says_of_an_interface(tmp_path):
+    make_interface(tmp_path, "eth0", files=[("speed", "25000\n"), ("operstate", "up\n")], folders=["device"])
+    make_interface(tmp_path, "eth1", files=[("speed", "-1\n"), ("operstate", "down\n")], folders=["device"])
+    make_interface(tmp_path, "veth1", files=[("speed", "10000\n")])
+    make_interface(tmp_path, "vlan7", files=[("speed", "25000\n")], folders=["lower_bond0"])
+    make_interface(tmp_path, "bond0", folders=["lower_eth0"])
+    make_interface(tmp_path, "docker0", folders=["lower_veth1"])
+    make_interface(tmp_path, "flannel", files=[("uevent", "DEVTYPE=vxlan\n")], folders=["lower_eth0"])
+    told = {
+        name: interfaces.described(name, ["10.0.0.1"], tmp_path) for name in [path.name for path in tmp_path.iterdir()]
+    }
+    assert {name: each.physical for name, each in told.items()} == {
+        "eth0": True, "eth1": True, "veth1": False, "vlan7": True, "bond0": True, "docker0": False, "flannel": False,
+    }  # fmt: skip
+    assert {name for name, each in told.items() if not each.up} == {"eth1"}
+    speeds = {name: each.speed_mbit_per_s for name, each in told.items() if each.speed_mbit_per_s is not None}
+    assert speeds == {"eth0": 25_000, "vlan7": 25_000}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of interfaces")
+def test_this_hosts_loopback_is_found():
+    (loopback,) = [each for each in interfaces.interfaces() if each.loopback]
+    assert "127.0.0.1" in loopback.addresses
+
+
+def place(identity, hostname, known=KNOWN, used="eth0"):
+    address = next(each.addresses[0] for each in known if each.name == used)
+    return network_hosts.Place(hostname, identity, Chosen(used, address), tuple(known))
+
+
+def test_hosts_of_one_name_are_told_apart():
+    places = [place("x", "node"), place("y", "node"), place("x", "node"), place("z", "other")]
+    names = network_hosts.names(places)
+    assert names == ["node/0", "node/1", "node/0", "other"]
+    assert network_hosts.by_host(names) == [[0, 2], [1], [3]]
+
+
+def with_interfaces(number, *others):
+    """Addresses end with the host's number."""
+    known = [dataclasses.replace(each, addresses=(f"{each.addresses[0][:-1]}{number}",)) for each in others]
+    return place(f"host{number}", f"node{number}", [*KNOWN[:2], *known])
+
+
+def test_only_interfaces_that_all_hosts_have_are_tried_the_fastest_first():
+    fast = Interface("ib0", ("10.1.0.1",), speed_mbit_per_s=100_000)
+    slow = Interface("eth1", ("10.2.0.1",), speed_mbit_per_s=1000)
+    down = Interface("eth2", ("10.3.0.1",), up=False)
+    first, second = (with_interfaces(number, slow, fast, down) for number in (1, 2))
+    assert network_hosts.common_alternatives([first, second], 5) == ["ib0", "eth1"]
+    assert network_hosts.common_alternatives([first, second], 1) == ["ib0"]
+    assert network_hosts.common_alternatives([first, with_interfaces(2, slow)], 5) == ["eth1"]
+
+
+def test_an_address_that_every_host_has_leads_nowhere():
+    docker = Interface("docker0", ("172.17.0.1",))
+    hosts = [place(f"host{number}", "node", [*KNOWN[:2], docker]) for number in range(2)]
+    assert network_hosts.common_alternatives(hosts, 5) == []
