@@ -8,6 +8,7 @@
 True
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradcast._core import (
@@ -29,6 +30,7 @@ from gradcast.errors import Error
 from gradcast.files import load_profile
 
 if TYPE_CHECKING:
+    from gradcast.diagnosis.context import doctor
     from gradcast.training import Handle, HookState, Options, attach, comm_hook, verify
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "attach",
     "bound",
     "comm_hook",
+    "doctor",
     "load_profile",
     "make_plan",
     "play",
@@ -56,20 +59,21 @@ __all__ = [
 ]
 
 # These need torch, which the commands and the core do without: imported when first asked for.
-_TRAINING = frozenset({"Handle", "HookState", "Options", "attach", "comm_hook", "verify"})
+_TRAINING = dict.fromkeys(("Handle", "HookState", "Options", "attach", "comm_hook", "verify"), "gradcast.training")
+_TRAINING["doctor"] = "gradcast.diagnosis.context"
 
 
 def __getattr__(name: str) -> Any:
     if name not in _TRAINING:
         raise AttributeError(f"module 'gradcast' has no attribute {name!r}")
     try:
-        from gradcast import training
+        module = importlib.import_module(_TRAINING[name])
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise Error(
             f"gradcast.{name} needs PyTorch, which is not installed: pip install torch", "invalid_use"
         ) from None
-    value = getattr(training, name)
+    value = getattr(module, name)
     globals()[name] = value
     return value

@@ -98,7 +98,7 @@ def _negative_values_joined(arguments: Sequence[str]) -> list[str]:
     """``--latency -5us`` as ``--latency=-5us``: argparse takes the value for an option, and gives no reason."""
     joined: list[str] = []
     for index, argument in enumerate(arguments):
-        if argument == "--":
+        if argument == "--" or joined == ["doctor"]:
             return [*joined, *arguments[index:]]  # a script's own
         if joined and _LONG_OPTION.fullmatch(joined[-1]) and _NEGATIVE.match(argument):
             joined[-1] += f"={argument}"

@@ -15,7 +15,10 @@ from conftest import NETWORK
 from gradcast import _core
 
 PNG = b"\x89PNG\r\n"
-COMMANDS = ["simulate", "plan", "plot", "sweep", "profile", "policies", "networks", "link", "lab"]
+COMMANDS = [
+    "doctor", "simulate", "plan", "plot", "sweep", "scaling", "advise", "profile", "policies", "networks", "link",
+    "network", "lab", "report", "compare", "info",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["-m"]])

@@ -1,6 +1,40 @@
 """The commands of the command line, one module each, with ``add_parser(commands)``."""
 
-from gradcast.commands import info, lab, link, networks, plan, plot, policies, profile, report, simulate, sweep
+from gradcast.commands import (
+    advise,
+    compare_runs,
+    doctor,
+    info,
+    lab,
+    link,
+    network,
+    networks,
+    plan,
+    plot,
+    policies,
+    profile,
+    report,
+    scaling,
+    simulate,
+    sweep,
+)
 
 # In the order in which --help lists them: what a newcomer wants first.
-ALL = (simulate, plan, plot, sweep, profile, policies, networks, link, lab, report, info)
+ALL = (
+    doctor,
+    simulate,
+    plan,
+    plot,
+    sweep,
+    scaling,
+    advise,
+    profile,
+    policies,
+    networks,
+    link,
+    network,
+    lab,
+    report,
+    compare_runs,
+    info,
+)

@@ -1,0 +1,162 @@
+"""Does ``gradcast doctor`` find what was put in? Causes injected into a training in the laboratory, alone and in pairs.
+
+Each case trains tests/doctor/train.py on two nodes of two ranks each, with a known cause or two, and is held against
+the case without any: what the cause's own part has gained, by what was injected or, for links, by what the step has.
+
+    python -m benchmarks.doctor_causes [--only read,link] [--refresh docs/benchmarks.md]
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.pages import refresh
+from gradcast.lab.hosts import Network
+from gradcast.lab.workers import run_workers
+
+MARK = "doctor causes"
+SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "doctor" / "train.py"
+RANKS, RANKS_PER_NODE = 4, 2
+FAST_BITS_PER_S, SLOW_BITS_PER_S, SLOW_INSIDE_BITS_PER_S = 2e9, 150e6, 300e6
+USUAL = ("--layer-ms", "5", "--steps", "45", "--batch", "4")
+TIMEOUT_S = 300
+# What a part may be off: of the step, or ms.
+SHARE, MS = 0.05, 2.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """``part``: where it has to be found; ``ms``: what is injected, None where the step tells; ``took``: what of the
+    script's own measurement, since computing takes longer on cores that are shared. ``rank``: where alone."""
+
+    name: str
+    part: str
+    ms: float | None = None
+    took: str | None = None
+    arguments: tuple[str, ...] = ()
+    rate_bits_per_s: float | None = None  # of every node's link
+    slow_node: bool = False  # of one node's link alone
+    inside_bits_per_s: float | None = None
+    rank: int | None = None
+
+
+CAUSES = {
+    cause.name: cause
+    for cause in (
+        Cause("read", "data_storage", took="read", arguments=("--read-ms", "40")),
+        Cause("prepare", "data_cpu", took="prepare", arguments=("--prepare-ms", "12")),
+        Cause("link", "network", rate_bits_per_s=SLOW_BITS_PER_S),
+        Cause("slow host", "network", slow_node=True),
+        Cause("inside", "interconnect", inside_bits_per_s=SLOW_INSIDE_BITS_PER_S),
+        Cause("slow rank", "waiting", 45.0, arguments=("--slow-rank", "3", "--slow-ms", "45"), rank=3),
+        Cause("slow data", "waiting", 40.0, arguments=("--read-ms", "40", "--only-rank", "1"), rank=1),
+    )
+}
+# Two that inject the same option cannot go together.
+_EXCLUDED = ({"read", "slow data"}, {"prepare", "slow data"}, {"link", "slow host"})
+
+
+class Nodes(Network):
+    """A host with several ranks is a node; what they send each other goes over its loopback."""
+
+    def command(self, rank: int, arguments: Any) -> list[str]:
+        return super().command(rank // RANKS_PER_NODE, arguments)
+
+    def set_inside_rate(self, rate_bits_per_s: float) -> None:
+        for host in range(self.host_count):
+            subprocess.run(["ip", "-n", self._namespace(host), "link", "set", "dev", "lo", "mtu", "16000"], check=True)
+            self._shape(self._namespace(host), "lo", rate_bits_per_s)
+
+
+def diagnose(causes: list[Cause]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, Nodes(RANKS // RANKS_PER_NODE, FAST_BITS_PER_S) as network:
+        for cause in causes:
+            if cause.rate_bits_per_s is not None:
+                network.set_all_rates(cause.rate_bits_per_s)
+            if cause.slow_node:
+                network.set_rate(1, SLOW_BITS_PER_S)
+            if cause.inside_bits_per_s is not None:
+                network.set_inside_rate(cause.inside_bits_per_s)
+        options = ("--no-network", "--no-trial", "--seconds", "40", "-o", folder)
+        took = str(Path(folder) / "took")
+        arguments = [*USUAL, "--took", took, *(word for cause in causes for word in cause.arguments)]
+        with open(Path(folder) / "said", "w") as said:
+            run_workers(
+                ["-m", "gradcast", "doctor", *options, str(SCRIPT), *arguments],
+                RANKS,
+                timeout_s=TIMEOUT_S,
+                network=network,
+                output=said,
+            )
+        return json.loads((Path(folder) / "doctor.json").read_text()) | {"took": json.loads(Path(took).read_text())}
+
+
+def parts_ms(result: dict[str, Any]) -> dict[str, float]:
+    return {part["key"]: part["ms"] for part in result["parts"]}
+
+
+def rows_of(causes: list[Cause], usual: dict[str, Any], found: dict[str, Any]) -> list[list[str]]:
+    step_ms = found["step"]["ms"]
+    gained = {part: ms - parts_ms(usual)[part] for part, ms in parts_ms(found).items()}
+    injected_ms = {cause.name: found["took"][cause.took] if cause.took else cause.ms for cause in causes}
+    told_ms = sum(ms for ms in injected_ms.values() if ms is not None)
+    rows = []
+    for cause in causes:
+        # What a link costs is what the step has gained but for what the other cause has put in.
+        expected_ms = injected_ms[cause.name]
+        if expected_ms is None:
+            expected_ms = step_ms - usual["step"]["ms"] - told_ms
+        off_ms = gained[cause.part] - expected_ms
+        right = abs(off_ms) <= max(SHARE * step_ms, MS)
+        named = cause.rank is None or (found["straggler"] is not None and found["straggler"]["rank"] == cause.rank)
+        rows.append(
+            [
+                " + ".join(each.name for each in causes),
+                cause.part,
+                f"{expected_ms:.1f}",
+                f"{gained[cause.part]:.1f}",
+                f"{off_ms / step_ms:+.1%}",
+                f"{step_ms:.0f}",
+                f"{parts_ms(found)['rest'] / step_ms:+.1%}",
+                found["verdict"]["kind"],
+                "yes" if right and named else "no",
+            ]
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names of causes, with commas: these, and no pairs")
+    parser.add_argument("--refresh", metavar="PAGE", help="renew the table of this Markdown page")
+    args = parser.parse_args()
+    alone = [[CAUSES[name]] for name in (args.only.split(",") if args.only else CAUSES)]
+    pairs = [] if args.only else [list(pair) for pair in itertools.combinations(CAUSES.values(), 2)]
+    usual = diagnose([])
+    print(f"without any cause: {usual['step']['ms']:.1f} ms, {usual['verdict']['sentence']}", file=sys.stderr)
+    rows = []
+    for causes in [*alone, *pairs]:
+        if {cause.name for cause in causes} in _EXCLUDED:
+            continue
+        new = rows_of(causes, usual, diagnose(causes))
+        for row in new:
+            print("  ".join(row), file=sys.stderr, flush=True)
+        rows += new
+    headers = ["injected", "part", "expected ms", "found ms", "off", "step ms", "rest", "verdict", "recovered"]
+    text = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    print(text)
+    if args.refresh:
+        refresh(args.refresh, MARK, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What would make a step shorter, and by how much: each action predicted by ``play`` on the measured profile.
+
+A prediction is the measured step plus what ``play`` says that the action changes. The interval comes from the network's
+costs as low and as high as nine tenths of the measured blocks were, or from the interval of the part that goes.
+
+Pure. Thread safety: pure; any thread.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gradcast import _core
+from gradcast.diagnosis.estimates import Estimate
+
+_MIB = 1 << 20
+_MS = 1e6
+_CAPS_MIB = (1, 4, 8, 25, 50, 100)
+# torch's Gloo works on two operations at a time, whoever waits for them.
+_DDP_IN_FLIGHT = 2
+# Less is within what a cluster varies from one step to the next.
+WORTH = 1.02
+# What casting takes is not in it, so 16 bits halve the cost per byte at best.
+_WIRE = 0.5
+
+
+@dataclass(frozen=True)
+class Action:
+    """``speedup``: samples per second by those of now; ``predicted_ms``: of a step."""
+
+    key: str
+    title: str
+    how: str
+    speedup: float
+    low: float
+    high: float
+    predicted_ms: float
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known. ``profile``: with its link, as ``attach`` has measured it in this training, so that forward holds
+    the loop's own work; None where it could not. ``caps_bytes``: of DDP's first bucket and of the others. ``spread``:
+    see link_costs.spread. ``streams_gain``: how many times the bytes of one TCP stream several carry; None: not known.
+    """
+
+    step: Estimate
+    parts: Mapping[str, Estimate]
+    profile: _core.Profile | None
+    caps_bytes: tuple[int, int]
+    spread: tuple[float, float] = (1.0, 1.0)
+    wire_possible: bool = True
+    streams_gain: float | None = None
+
+
+def actions(found: Situation) -> list[Action]:
+    """In the order of predicted gain; all of them, also those that gain nothing."""
+    listed = [_loader(found), _straggler(found), _accumulate(found)]
+    if found.profile is not None:
+        listed += [_overlap(found), _bucket(found)]
+        if found.wire_possible:
+            listed.append(_wire(found))
+        if found.streams_gain is not None:
+            listed.append(_connections(found, found.streams_gain))
+    return sorted(listed, key=lambda action: -action.speedup)
+
+
+def ddp_ns(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> float:
+    """What a step takes with DDP's buckets."""
+    return ddp_plan(profile, caps_bytes, link).predicted_ns
+
+
+def floor_ms(found: Situation) -> float | None:
+    """The step below which no schedule of all-reduces gets on this network."""
+    if found.profile is None:
+        return None
+    bound_ns = _core.bound(found.profile, found.profile.link).best_ns
+    return found.step.value + (bound_ns - ddp_ns(found.profile, found.caps_bytes)) / _MS
+
+
+def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
+    """A sentence where no action is worth the trouble."""
+    if any(action.speedup >= WORTH for action in listed):
+        return None
+    compute_ms = sum(found.parts[part].value for part in ("forward", "backward", "update", "loop"))
+    return (
+        f"Nothing here will help, because {compute_ms / found.step.value:.0%} of the step is computing and the loop's "
+        "own work: only a faster device, a smaller model or fewer steps would."
+    )
+
+
+def _by_play(
+    found: Situation, key: str, title: str, how: str, iteration_ns: Callable[[_core.LinkModel], float]
+) -> Action:
+    """``iteration_ns``: with the action, on a link."""
+    usual_ns = ddp_ns(found.profile, found.caps_bytes)
+    gains, after_ms = [], []
+    for factor in (1.0, *found.spread):
+        link = found.profile.link.scaled(factor, factor)
+        # On a network that costs more, the step of now would be longer, too.
+        now_ns = ddp_ns(found.profile, found.caps_bytes, link)
+        after_ms.append(found.step.value + (iteration_ns(link) - usual_ns) / _MS)
+        gains.append((found.step.value + (now_ns - usual_ns) / _MS) / after_ms[-1])
+    return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
+
+
+def _overlap(found: Situation) -> Action:
+    plan = overlap_plan(found.profile)
+    return _by_play(
+        found,
+        "overlap",
+        "overlap mode",
+        "gradcast.attach(model, optimizer)",
+        lambda link: _core.play(found.profile, link, plan).iteration_ns,
+    )
+
+
+def _wire(found: Situation) -> Action:
+    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE))
+    return _by_play(
+        found,
+        "wire",
+        "overlap mode, bf16 on the wire (lossy)",
+        'gradcast.attach(model, optimizer, options=gradcast.Options(wire="bf16"))',
+        lambda link: _core.play(found.profile, link.scaled(1, _WIRE), plan).iteration_ns,
+    )
+
+
+def _bucket(found: Situation) -> Action:
+    times = {cap: ddp_ns(found.profile, (cap * _MIB, cap * _MIB)) for cap in _CAPS_MIB}
+    best = min(times, key=lambda cap: times[cap])
+    return _by_play(
+        found,
+        "bucket",
+        "another bucket size in DDP",
+        f"DistributedDataParallel(model, bucket_cap_mb={best})",
+        lambda link: ddp_ns(found.profile, (best * _MIB, best * _MIB), link),
+    )
+
+
+def _connections(found: Situation, gain: float) -> Action:
+    return _by_play(
+        found,
+        "connections",
+        "a second connection per peer",
+        "GLOO_SOCKET_IFNAME=eth0,eth0 with your interface, twice",
+        lambda link: ddp_ns(found.profile, found.caps_bytes, link.scaled(1, 1 / gain)),
+    )
+
+
+def _accumulate(found: Situation) -> Action:
+    parts = found.parts
+    unsent_ms = sum(parts[part].value for part in ("forward", "backward", "loop", "data_storage", "data_cpu"))
+    return Action(
+        "accumulate",
+        "accumulate the gradients of 2 batches (a batch twice as large)",
+        "with model.no_sync(): for every other backward pass; step() after two",
+        *_gains(found.step, lambda step_ms: (step_ms + min(unsent_ms, step_ms)) / 2),
+    )
+
+
+def _loader(found: Situation) -> Action:
+    gone_ms = found.parts["data_storage"].value + found.parts["data_cpu"].value
+    return Action(
+        "loader",
+        "a loader that never keeps the step waiting",
+        "DataLoader(num_workers=…, prefetch_factor=…), or faster storage",
+        *_gains(found.step, lambda step_ms: step_ms - gone_ms),
+    )
+
+
+def _straggler(found: Situation) -> Action:
+    gone_ms = max(0.0, found.parts["waiting"].value)
+    return Action(
+        "straggler",
+        "no rank slower than the others",
+        "look at the rank that is named, or leave its host out",
+        *_gains(found.step, lambda step_ms: step_ms - gone_ms),
+    )
+
+
+def _gains(step: Estimate, after_ms: Callable[[float], float]) -> tuple[float, float, float, float]:
+    """speedup, low, high, predicted ms."""
+    gains = [now / max(after_ms(now), 1e-9) for now in (step.value, step.low, step.high)]
+    return gains[0], min(gains), max(gains), after_ms(step.value)
+
+
+def ddp_plan(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> _core.Plan:
+    parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
+    return _core.make_plan(
+        profile, link or profile.link, policy="ddp", mode="hook", in_flight=_DDP_IN_FLIGHT, parameters=parameters
+    )
+
+
+def overlap_plan(profile: _core.Profile) -> _core.Plan:
+    return _core.make_plan(profile, profile.link)

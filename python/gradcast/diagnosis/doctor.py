@@ -1,0 +1,260 @@
+"""One diagnosis inside a running training: ordinary steps are watched, then probed, then the training goes on.
+
+On all ranks alike: after so many ordinary steps, at the end of ``optimizer.step()``, every rank takes a snapshot, runs
+the probes, tries gradcast, checks the network, and restores the snapshot. The loop has seen nothing of it, but time.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradcast.diagnosis import environment, findings, pings, probes, trial
+from gradcast.diagnosis.loader import LoaderWatch
+from gradcast.diagnosis.observer import Observer
+from gradcast.diagnosis.probes import Nodes, Prober
+from gradcast.diagnosis.snapshot import Snapshot
+from gradcast.diagnosis.stalls import RankSteps
+from gradcast.errors import Error
+from gradcast.traces import merge
+from gradcast.training.group import Group
+
+# In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
+LEFT_OUT_STEPS = 5
+_ROUNDS = (2, 6)  # at least and at most
+_LAYER_STEPS = 3
+_TIMEOUT = timedelta(minutes=5)
+
+# The result, doctor.json's fields, and the trace of all ranks.
+Found = tuple[dict[str, Any], dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``steps``: ordinary ones that count. ``seconds``: about so long may the probes take, within 2 to 6 rounds of each
+    kind. ``network``, ``trial``: whether these parts are wanted."""
+
+    steps: int = 20
+    seconds: float = 60.0
+    network: bool = True
+    trial: bool = True
+
+
+class Doctor:
+    """``finished``, with result and trace on rank 0 and None elsewhere, is called once, on every rank."""
+
+    def __init__(self, settings: Settings, finished: Callable[[Found | None], None]) -> None:
+        self._settings, self._finished = settings, finished
+        self._loader = LoaderWatch()
+        self._observer: Observer | None = None
+        self.done = False
+
+    @property
+    def steps(self) -> int:
+        """Ordinary ones that were seen."""
+        return 0 if self._observer is None else len(self._observer.steps)
+
+    @property
+    def watches(self) -> bool:
+        """Whether a module was found."""
+        return self._observer is not None
+
+    def begin(self, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        self._ddp, self._optimizers = ddp, list(optimizers)
+        self._observer = Observer(ddp, optimizers, self._loader, self._step_ended)
+
+    def close(self) -> None:
+        """Nothing of the diagnosis is left in the training. Idempotent."""
+        self._loader.close()
+        if self._observer is not None:
+            self._observer.close()
+
+    def _step_ended(self) -> None:
+        if self.steps == LEFT_OUT_STEPS:
+            self._loader_before = self._loader.totals_ms()
+        if self.steps < LEFT_OUT_STEPS + self._settings.steps or self.done:
+            return
+        self.done = True
+        try:
+            result = self._diagnose()
+        finally:
+            self.close()
+        self._finished(result)
+
+    def _diagnose(self) -> Found | None:
+        everybody = self._new_group(self._ranks(), "gloo")
+        rank = dist.get_rank(self._ddp.process_group)
+        group = Group(rank, len(self._ranks()), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
+        tell = _Teller(rank)
+        tell(f"{self._settings.steps} ordinary steps were watched; now steps with less in them, on the same batches")
+        all_used = all(group.gather(all(p.grad is not None for p in self._ddp.parameters() if p.requires_grad)))
+        snapshot = Snapshot(self._ddp.module, self._optimizers)
+        try:
+            measured = self._measure(group, all_used, tell)
+        finally:
+            snapshot.restore()
+        tell("parameters, optimizer and random generators are what they were; the training goes on")
+        everything = group.gather(measured)
+        if rank != 0:
+            return None
+        traces = findings.aligned(everything)
+        return findings.result(everything, self._facts(all_used)), merge(traces) if traces else None
+
+    def _measure(self, group: Group, all_used: bool, tell: "_Teller") -> "findings.Measured":
+        nodes = Nodes(tuple(_unique_hosts(group.gather(_host()))))
+        ordinary = self._observer.steps[LEFT_OUT_STEPS:]
+        prober = Prober(self._ddp, self._optimizers, list(self._observer.tapes), group.own)
+        # In one order on all ranks: making a wrapper is collective.
+        run = [name for name in ("alone", "node", "cluster") if name in probes.kinds(nodes).values()]
+        wrappers = {name: prober.wrapper(self._group_of(name, nodes, group)) for name in run}
+        self._add_users_hook(wrappers["cluster"])
+        options = _without_mistakes(self._ddp, all_used)
+        wrappers |= {name: prober.wrapper(wrappers["cluster"].process_group, **{name: False}) for name in options}
+        rounds = self._rounds(group, ordinary, len(wrappers))
+        found = prober.run(wrappers, rounds, tell)
+        layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
+        pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
+        tried = None
+        if self._settings.trial:
+            tell("gradcast for a few steps")
+            tried = trial.try_overlap(prober, self._ddp.module, self._optimizers, self._ddp.process_group, pause_ms)
+        network = self._network(group, tell)
+        reading = self._reading()
+        return findings.Measured(
+            RankSteps(
+                rank=group.rank,
+                node=nodes.of_rank[group.rank],
+                host=nodes.hosts[group.rank],
+                normal={name: [each[name] for each in ordinary] for name in ordinary[0]},
+                probes={kind: found[run] for kind, run in probes.kinds(nodes).items()},
+                loader_workers=self._loader.workers,
+                read_ms=reading and reading[0],
+                prepare_ms=reading and reading[1],
+                layers_ms=layers,
+            ),
+            options={name: found[name]["step"] for name in options},
+            trial=tried,
+            clocks=pings.clocks(group),
+            network=network,
+            probe_steps=probes.step_count(len(wrappers), rounds),
+            process=environment.own_process(),
+        )
+
+    def _network(self, group: Group, tell: "_Teller") -> dict[str, Any] | None:
+        if not self._settings.network:
+            return None
+        from gradcast.diagnosis import network_check
+
+        tell("the network between the hosts")
+        return network_check.check(group, progress=tell)
+
+    def _reading(self) -> tuple[float, float] | None:
+        """Of one batch: ms of reading and of preparing it. None where no worker could be seen."""
+        now = self._loader.totals_ms()
+        reading, preparing, batches = (after - before for after, before in zip(now, self._loader_before, strict=True))
+        return (reading / batches, preparing / batches) if batches else None
+
+    def _rounds(self, group: Group, ordinary: Sequence[dict[str, float]], kind_count: int) -> int:
+        """As many as the time allows, the same on every rank."""
+        step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
+        per_round = probes.step_count(kind_count, 1) - probes.step_count(kind_count, 0)
+        return min(max(int(self._settings.seconds / (per_round * step_s)), _ROUNDS[0]), _ROUNDS[1])
+
+    def _group_of(self, kind: str, nodes: Nodes, group: Group) -> Any:
+        own = group.rank
+        members = {"alone": [own], "node": nodes.ranks[nodes.of_rank[own]], "cluster": range(group.world_size)}[kind]
+        everyone = self._ranks()
+        return self._new_group([everyone[member] for member in members], dist.get_backend(self._ddp.process_group))
+
+    def _add_users_hook(self, wrapper: DistributedDataParallel) -> None:
+        for state, function in probes.own_hooks(self._ddp):
+            if state is not None and not isinstance(state, dist.ProcessGroup):
+                raise Error(
+                    f"the communication hook {getattr(function, '__name__', function)} keeps a state, which the probes "
+                    "would change; leave the hook out for the diagnosis",
+                    "invalid_use",
+                )
+            wrapper.register_comm_hook(state, function)
+
+    def _ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._ddp.process_group)
+
+    def _new_group(self, ranks: Sequence[int], backend: str) -> Any:
+        # Kept until the program ends: torch gives names of destroyed groups to new ones, which Gloo then mixes up.
+        return dist.new_group(
+            ranks=list(ranks), timeout=_TIMEOUT, backend=backend, use_local_synchronization=True, group_desc="doctor"
+        )
+
+    def _facts(self, all_used: bool) -> "findings.Facts":
+        ddp = self._ddp
+        return findings.Facts(
+            backend=dist.get_backend(ddp.process_group),
+            device=ddp.device.type,
+            torch=torch.__version__,
+            model=type(ddp.module).__name__,
+            parameter_bytes={name: p.numel() * p.element_size() for name, p in ddp.module.named_parameters()},
+            caps_bytes=_caps_bytes(ddp),
+            is_fp32=any(p.dtype == torch.float32 for p in ddp.module.parameters()),
+            compiled=ddp.module._compiled_call_impl is not None or hasattr(ddp.module, "_orig_mod"),
+            find_unused_parameters=ddp.find_unused_parameters,
+            broadcast_buffers=ddp.broadcast_buffers,
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
+            all_used=all_used,
+            left_out_steps=LEFT_OUT_STEPS,
+        )
+
+
+class _Teller:
+    """Progress, of rank 0, on standard error."""
+
+    def __init__(self, rank: int) -> None:
+        self._tells = rank == 0
+
+    def __call__(self, text: str) -> None:
+        if self._tells:
+            print(f"gradcast doctor: {text}", file=sys.stderr, flush=True)
+
+
+def _without_mistakes(ddp: DistributedDataParallel, all_used: bool) -> list[str]:
+    """Options that cost time each step and can be measured by leaving them out."""
+    options = []
+    # Left out where a parameter was really unused, DDP would wait for its gradient.
+    if ddp.find_unused_parameters and all_used:
+        options.append("find_unused_parameters")
+    if ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
+        options.append("broadcast_buffers")
+    return options
+
+
+def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Of the first bucket and of the others."""
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return first, ddp.bucket_bytes_cap
+
+
+def _host() -> tuple[str, Any]:
+    """The host's name, and what tells its network from another of the same name: containers may share one."""
+    namespace = None
+    with contextlib.suppress(OSError):
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    return socket.gethostname(), namespace
+
+
+def _unique_hosts(hosts: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """A name for each rank's host; a number behind it where several have the same."""
+    for name, namespace in hosts:
+        same = list(dict.fromkeys(each for other, each in hosts if other == name))
+        yield name if len(same) == 1 else f"{name}/{same.index(namespace)}"
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,270 @@
+"""From what all ranks have measured to the result: doctor.json's fields (docs/doctor.md).
+
+Pure but for the date. Thread safety: any thread.
+"""
+
+import datetime
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradcast import __version__, _core
+from gradcast.diagnosis import actions, environment, lint, lint_costs, timelines
+from gradcast.diagnosis.actions import Situation
+from gradcast.diagnosis.estimates import Estimate, estimate
+from gradcast.diagnosis.stalls import Breakdown, RankSteps, breakdown
+from gradcast.diagnosis.trial import Trial
+from gradcast.diagnosis.verdict import verdict
+from gradcast.runs import KIND, VERSION
+from gradcast.traces import Clock, RankTrace
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's. ``options``: the steps' ms with one of DDP's options left out, by its name. ``process``: what
+    ``lint`` needs to know of it."""
+
+    steps: RankSteps
+    options: Mapping[str, Sequence[float]]
+    trial: Trial | None
+    clocks: list[Clock]
+    network: dict[str, Any] | None
+    probe_steps: int
+    process: environment.Process
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is the same on all ranks. ``parameter_bytes``: by name, in the order of registration."""
+
+    backend: str
+    device: str
+    torch: str
+    model: str
+    parameter_bytes: dict[str, int]
+    caps_bytes: tuple[int, int]
+    is_fp32: bool
+    compiled: bool
+    find_unused_parameters: bool
+    broadcast_buffers: bool
+    buffer_bytes: int
+    all_used: bool
+    left_out_steps: int
+
+
+def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
+    """``ranks`` in rank order."""
+    steps = [each.steps for each in ranks]
+    found = breakdown(steps)
+    profile = _profile(ranks)
+    situation = _situation(found, ranks, facts, profile)
+    listed = actions.actions(situation)
+    mistakes = _lint(ranks, facts, found, profile)
+    told = verdict(
+        found.step,
+        found.parts,
+        found.straggler,
+        latency_share=_latency_share(profile, facts),
+        mistake=_costliest(mistakes),
+    )
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gradcast": __version__,
+        "torch": facts.torch,
+        "backend": facts.backend,
+        "device": facts.device,
+        "script": None,
+        "world_size": len(ranks),
+        "nodes": _nodes(steps),
+        "hosts": [each.host for each in steps],
+        "model": {
+            "name": facts.model,
+            "tensors": len(facts.parameter_bytes),
+            "bytes": sum(facts.parameter_bytes.values()),
+        },
+        "steps": {
+            "left_out": facts.left_out_steps,
+            "normal": len(steps[0].normal["step"]),
+            "probe": ranks[0].probe_steps,
+        },
+        **_breakdown_fields(found, steps),
+        "verdict": asdict(told),
+        "floor_ms": actions.floor_ms(situation),
+        "actions": [asdict(action) for action in listed],
+        "hopeless": actions.hopeless(situation, listed),
+        "lint": mistakes,
+        "network": ranks[0].network,
+        **_trial_fields(ranks, profile),
+        "scaling": None,
+    }
+
+
+def _breakdown_fields(found: Breakdown, steps: Sequence[RankSteps]) -> dict[str, Any]:
+    return {
+        "step": found.step.fields(),
+        "view_rank": found.view_rank,
+        "parts": [{"key": part, **value.fields()} for part, value in found.parts.items()],
+        "ranks": [
+            {
+                "rank": each.rank,
+                "host": each.host,
+                "node": each.node,
+                "step_ms": statistics.median(each.normal["step"]),
+                "own_ms": each.own_ms,
+                "parts": parts,
+            }
+            for each, parts in zip(steps, found.ranks, strict=True)
+        ],
+        "straggler": None if found.straggler is None else asdict(found.straggler),
+        "normal_steps": [
+            {"rank": each.rank, "step_ms": list(each.normal["step"]), "wait_ms": list(each.normal["exposed"])}
+            for each in steps
+        ],
+    }
+
+
+def _nodes(steps: Sequence[RankSteps]) -> list[list[int]]:
+    return [[each.rank for each in steps if each.node == node] for node in sorted({each.node for each in steps})]
+
+
+def _profile(ranks: Sequence[Measured]) -> _core.Profile | None:
+    trial = ranks[0].trial
+    return None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
+
+
+def _situation(found: Breakdown, ranks: Sequence[Measured], facts: Facts, profile: _core.Profile | None) -> Situation:
+    trial = ranks[0].trial
+    return Situation(
+        step=found.step,
+        parts=found.parts,
+        profile=profile,
+        caps_bytes=facts.caps_bytes,
+        spread=(1.0, 1.0) if trial is None else trial.spread,
+        wire_possible=facts.is_fp32,
+        streams_gain=_streams_gain(ranks[0].network),
+    )
+
+
+def _streams_gain(network: dict[str, Any] | None) -> float | None:
+    """What several TCP streams carry by what one does, in the median pair."""
+    pairs = [] if network is None else network["pairs"]
+    gains = [
+        pair["tcp_streams_gbit_per_s"] / pair["tcp_gbit_per_s"]
+        for pair in pairs
+        if pair["tcp_gbit_per_s"] and pair["tcp_streams_gbit_per_s"]
+    ]
+    return statistics.median(gains) if gains else None
+
+
+def _latency_share(profile: _core.Profile | None, facts: Facts) -> float | None:
+    """Of what DDP's operations take, the part that does not depend on their size."""
+    if profile is None:
+        return None
+    plan = actions.ddp_plan(profile, facts.caps_bytes)
+    cost = profile.link.all_reduce.cost_ns
+    whole = sum(cost(block.size_bytes) for block in plan.blocks)
+    return len(plan.blocks) * cost(1) / whole if whole > 0 else None
+
+
+def _lint(
+    ranks: Sequence[Measured], facts: Facts, found: Breakdown, profile: _core.Profile | None
+) -> list[dict[str, Any]]:
+    network = ranks[0].network
+    first_node = [each.process for each in ranks if each.steps.node == ranks[0].steps.node]
+    known = replace(
+        environment.facts_of_environment(first_node),
+        step_ms=found.step.value,
+        compiled=facts.compiled,
+        find_unused_parameters=facts.find_unused_parameters,
+        all_used=facts.all_used,
+        find_unused_cost=option_cost(ranks, "find_unused_parameters"),
+        broadcast_buffers=facts.broadcast_buffers,
+        buffer_bytes=facts.buffer_bytes,
+        broadcast_cost=option_cost(ranks, "broadcast_buffers"),
+        device=facts.device,
+        network_findings={} if network is None else {each["key"]: each["sentence"] for each in network["findings"]},
+    )
+    if profile is not None:
+        known = _with_profile(known, facts, profile)
+    return [asdict(finding) for finding in lint.findings(known)]
+
+
+def _with_profile(known: lint.Facts, facts: Facts, profile: _core.Profile) -> lint.Facts:
+    """When gradients come, how DDP lays out its buckets, and what that costs."""
+    registered = list(facts.parameter_bytes)
+    rebuilt = not facts.find_unused_parameters
+    by_ready = [tensor.name for tensor in sorted(profile.tensors, key=lambda tensor: tensor.ready_ns)]
+    order = by_ready if rebuilt else registered[::-1]
+    return replace(
+        known,
+        ready_ms=[tensor.ready_ns / 1e6 for tensor in profile.tensors],
+        backward_ms=profile.backward_ns / 1e6,
+        buckets=lint_costs.buckets(profile, order, facts.caps_bytes),
+        **asdict(lint_costs.predictions(profile, registered, facts.caps_bytes, rebuilt=rebuilt)),
+    )
+
+
+def _costliest(mistakes: Sequence[dict[str, Any]]) -> tuple[str, float] | None:
+    known = [(each["title"], each["cost_ms"]) for each in mistakes if each["cost_ms"] is not None]
+    return max(known, key=lambda each: each[1], default=None)
+
+
+def _trial_fields(ranks: Sequence[Measured], profile: _core.Profile | None) -> dict[str, Any]:
+    trial = ranks[0].trial
+    if trial is None or profile is None:
+        why = None if trial is None else trial.error
+        return dict.fromkeys(("profile", "plan", "prediction", "predicted_timeline")) | {
+            "timeline": [],
+            "bandwidth": [],
+            "plan_versions": [],
+            "not_tried": why,
+        }
+    plan = _core.Plan.from_json(json.dumps(trial.plan))
+    traces = aligned(ranks)
+    measured_ms = statistics.median(trial.step_ms)
+    return {
+        "profile": trial.profile,
+        "plan": trial.plan,
+        "prediction": {"mode": "overlap", "predicted_ms": trial.predicted_ms, "measured_ms": measured_ms},
+        "timeline": timelines.measured(traces),
+        "predicted_timeline": timelines.predicted(profile, plan),
+        "bandwidth": timelines.bandwidth(traces[0]),
+        "plan_versions": [
+            {
+                "version": trial.version,
+                "from_step": traces[0].steps[0].number if traces[0].steps else 0,
+                "policy": trial.policy,
+                "blocks": len(plan.blocks),
+                "predicted_ms": trial.predicted_ms,
+                "measured_ms": measured_ms,
+            }
+        ],
+        "not_tried": None,
+    }
+
+
+def aligned(ranks: Sequence[Measured]) -> list[RankTrace]:
+    """The trials' traces on rank 0's clock; none where nothing was tried."""
+    return [
+        replace(each.trial.trace, clock=clock, host=each.steps.host).aligned()
+        for each, clock in zip(ranks, ranks[0].clocks, strict=True)
+        if each.trial is not None and each.trial.trace is not None
+    ]
+
+
+def option_cost(ranks: Sequence[Measured], name: str) -> Estimate | None:
+    """What one of DDP's options costs a step: with it less without it, of the slowest rank. None where not measured."""
+    if name not in ranks[0].options:
+        return None
+    with_it = [each.steps.probes["cluster"]["step"] for each in ranks]
+    without = [each.options[name] for each in ranks]
+
+    def cost(*drawn: Sequence[float]) -> float:
+        medians = [statistics.median(samples) for samples in drawn]
+        return max(medians[: len(with_it)]) - max(medians[len(with_it) :])
+
+    return estimate(cost, *with_it, *without)

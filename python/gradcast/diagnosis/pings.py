@@ -1,0 +1,42 @@
+"""How far the ranks' clocks are apart, by messages there and back."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from gradcast.traces import Clock, Ping, clock_offset
+from gradcast.training.group import Group
+
+_PINGS = 12
+
+
+def clocks(group: Group) -> list[Clock]:
+    """Of each rank (time.perf_counter_ns), against rank 0's; on rank 0 alone, elsewhere nothing. Collective."""
+    found = [Clock()] if group.rank == 0 else []
+    for rank in range(1, group.world_size):
+        if group.rank == 0:
+            offset = clock_offset(_asked(group, rank))
+            found.append(Clock(offset.offset_ns, 0.0, offset.at_ns))
+        elif group.rank == rank:
+            _answer(group)
+    return found
+
+
+def _asked(group: Group, rank: int) -> list[Ping]:
+    peer = dist.get_global_rank(group.own, rank)
+    answer = torch.zeros(1, dtype=torch.int64)
+    found = []
+    for _ in range(_PINGS):
+        sent_ns = time.perf_counter_ns()
+        dist.send(answer, peer, group=group.own)
+        dist.recv(answer, peer, group=group.own)
+        found.append(Ping(sent_ns, int(answer.item()), time.perf_counter_ns()))
+    return found
+
+
+def _answer(group: Group) -> None:
+    peer = dist.get_global_rank(group.own, 0)
+    for _ in range(_PINGS):
+        dist.recv(torch.zeros(1, dtype=torch.int64), peer, group=group.own)
+        dist.send(torch.tensor([time.perf_counter_ns()]), peer, group=group.own)

@@ -1,0 +1,198 @@
+"""Where the time of a step goes: the definitions, and the sums.
+
+Five kinds of steps are compared (Stash: A. Sharma et al., *Stash: a comprehensive stall-centric characterization of
+public cloud VMs for distributed deep learning*, arXiv 2208.14344; the two data stalls are those of DS-Analyzer:
+J. Mohan et al., *Analyzing and mitigating data stalls in DNN training*, VLDB 2021):
+
+    alone     one device computes on a batch that is at hand, nothing is sent
+    node      the devices of a node exchange gradients, on a batch that is at hand
+    cluster   all devices do
+    cached    and load their data, from memory
+    cold      and load it from storage: an ordinary step
+
+    interconnect stall = node - alone          preparation stall = cached - cluster
+    network stall = cluster - node             fetch stall = cold - cached
+
+Stash's published code takes the preparation stall from the cold run to get the fetch stall, which counts everything but
+preparation as fetching; here it is cold - cached, as its text and DS-Analyzer have it. Stash runs a script five times.
+Here all kinds of steps are run inside one training (``probes.py``); only ``cached`` is not run but follows from how
+long a batch takes to read and to prepare (``cached_wait``).
+
+Pure. Thread safety: pure; any thread.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradcast.diagnosis.estimates import Estimate, estimate
+
+# In the order in which they are shown. "loop": launching, the framework, and the loop's own work.
+COMPUTE = ("forward", "backward", "update")
+OWN = (*COMPUTE, "loop", "data_storage", "data_cpu")
+PARTS = (*OWN, "interconnect", "network", "waiting", "rest")
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """In the unit of the times that they come from."""
+
+    interconnect: float
+    network: float
+    preparation: float
+    fetch: float
+
+
+def stash(*, alone: float, node: float, cluster: float, cached: float, cold: float) -> Stalls:
+    """The four stalls of Stash from the time of each kind of step."""
+    return Stalls(interconnect=node - alone, network=cluster - node, preparation=cached - cluster, fetch=cold - cached)
+
+
+def cached_wait(wait: float, read: float, prepare: float, workers: int) -> float:
+    """How long the loop would wait for a batch if reading took no time.
+
+    ``wait``: for a batch as it is. ``read``, ``prepare``: what one batch takes in one worker. Without workers the loop
+    does both itself. With workers a batch comes every (read + prepare) / workers at the latest; the loop waits for what
+    that is longer than its step, and less by what reading contributes.
+    """
+    if workers == 0:
+        share = prepare / (read + prepare) if read + prepare > 0 else 1.0
+        return wait * share
+    return max(0.0, wait - read / workers)
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """One rank's measurements, ms. ``normal``: of ordinary steps, in order: a stage's times by its name ("step",
+    "loop", "loader"). ``probes``: of steps without data, by kind ("alone", "node", "cluster"), a stage's times by its
+    name ("step", "forward", "backward", "update"). ``read_ms``, ``prepare_ms``: of one batch in a loader's worker; None
+    where that is not known. ``node``: which the rank is on."""
+
+    rank: int
+    node: int
+    host: str
+    normal: Mapping[str, Sequence[float]]
+    probes: Mapping[str, Mapping[str, Sequence[float]]]
+    loader_workers: int = 0
+    read_ms: float | None = None
+    prepare_ms: float | None = None
+    layers_ms: Mapping[str, float] = field(default_factory=dict)  # forward and backward, by layer
+
+    @property
+    def own_ms(self) -> float:
+        """Everything but communication and waiting for others."""
+        return sum(self.own(part) for part in OWN)
+
+    def own(self, part: str) -> float:
+        return _own(self, part, [statistics.median(samples) for samples in self._samples(part)])
+
+    def own_estimate(self, part: str) -> Estimate:
+        return estimate(
+            lambda *drawn: _own(self, part, [statistics.median(samples) for samples in drawn]), *self._samples(part)
+        )
+
+    def _samples(self, part: str) -> list[Sequence[float]]:
+        if part in COMPUTE:
+            return [self.probes["alone"][part]]
+        return [self.normal["loop" if part == "loop" else "loader"]]
+
+
+def _own(steps: RankSteps, part: str, medians: Sequence[float]) -> float:
+    (value,) = medians
+    if not part.startswith("data_"):
+        return value
+    prepared = value
+    if steps.read_ms is not None and steps.prepare_ms is not None:
+        prepared = cached_wait(value, steps.read_ms, steps.prepare_ms, steps.loader_workers)
+    return prepared if part == "data_cpu" else value - prepared
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that the others wait for, the stage and layer in which it takes longer, and how much longer its step
+    is than the shown rank's."""
+
+    rank: int
+    stage: str
+    layer: str | None
+    ms: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Of one rank's step: the parts add up to ``step``. ``ranks``: the same for each, values alone."""
+
+    view_rank: int
+    step: Estimate
+    parts: dict[str, Estimate]
+    ranks: list[dict[str, float]]
+    straggler: Straggler | None
+
+
+# A rank that is not slower than this, or not certainly slower, is none that others wait for.
+_STRAGGLES_SHARE, _STRAGGLES_MS = 0.02, 1.0
+
+
+def breakdown(ranks: Sequence[RankSteps]) -> Breakdown:
+    """``ranks`` in rank order. Shown is the rank whose own work is the lower median: of two, the faster."""
+    by_own = sorted(ranks, key=lambda each: each.own_ms)
+    view, slowest = by_own[(len(ranks) - 1) // 2], by_own[-1]
+    step = estimate(statistics.median, view.normal["step"])
+    parts = {part: view.own_estimate(part) for part in OWN}
+    parts |= {kind: _communication(ranks, kind) for kind in ("interconnect", "network")}
+    parts["waiting"] = _waiting(view, slowest)
+    left = step.value - sum(part.value for part in parts.values())
+    parts["rest"] = Estimate(left, left - (step.value - step.low), left + (step.high - step.value))
+    return Breakdown(
+        view.rank,
+        step,
+        parts,
+        [_values(each, slowest, parts) for each in ranks],
+        _straggler(view, slowest, step.value, parts["waiting"]),
+    )
+
+
+def _waiting(view: RankSteps, slowest: RankSteps) -> Estimate:
+    if slowest is view:
+        return Estimate(0.0, 0.0, 0.0)
+    mine, its = ([each.own_estimate(part) for part in OWN] for each in (view, slowest))
+    value = slowest.own_ms - view.own_ms
+    # Independent errors of both sides add as squares.
+    below = sum((a.high - a.value) ** 2 + (b.value - b.low) ** 2 for a, b in zip(mine, its, strict=True)) ** 0.5
+    above = sum((a.value - a.low) ** 2 + (b.high - b.value) ** 2 for a, b in zip(mine, its, strict=True)) ** 0.5
+    return Estimate(value, value - below, value + above)
+
+
+def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
+    """What a kind of exchange adds to the step of the slowest rank, with and without which all ranks are measured."""
+    more, less = {"interconnect": ("node", "alone"), "network": ("cluster", "node")}[kind]
+    slow, fast = ([each.probes[name]["step"] for each in ranks] for name in (more, less))
+
+    def added(*drawn: Sequence[float]) -> float:
+        medians = [statistics.median(samples) for samples in drawn]
+        return max(medians[: len(slow)]) - max(medians[len(slow) :])
+
+    found = estimate(added, *slow, *fast)
+    return Estimate(max(0.0, found.value), max(0.0, found.low), max(0.0, found.high))
+
+
+def _values(each: RankSteps, slowest: RankSteps, parts: Mapping[str, Estimate]) -> dict[str, float]:
+    values = {part: each.own(part) for part in OWN}
+    values |= {kind: parts[kind].value for kind in ("interconnect", "network")}
+    values["waiting"] = slowest.own_ms - each.own_ms
+    values["rest"] = statistics.median(each.normal["step"]) - sum(values.values())
+    return {part: values[part] for part in PARTS}
+
+
+def _straggler(view: RankSteps, slowest: RankSteps, step_ms: float, waiting: Estimate) -> Straggler | None:
+    if waiting.value < max(_STRAGGLES_SHARE * step_ms, _STRAGGLES_MS) or waiting.low <= 0:
+        return None
+    excess = {part: slowest.own(part) - view.own(part) for part in OWN}
+    stage = max(excess, key=lambda part: excess[part])
+    layer = _slow_layer(view, slowest) if stage in COMPUTE[:2] else None
+    return Straggler(slowest.rank, stage, layer, waiting.value)
+
+
+def _slow_layer(view: RankSteps, slowest: RankSteps) -> str | None:
+    excess = {layer: its - view.layers_ms.get(layer, its) for layer, its in slowest.layers_ms.items()}
+    return max(excess, key=lambda layer: excess[layer]) if excess else None

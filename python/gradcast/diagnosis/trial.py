@@ -1,0 +1,111 @@
+"""gradcast itself for a few steps: what it measures, what it plans, and what a step then takes.
+
+It is attached to the module inside of the user's wrapper, trains on tapes, waits between two steps as long as the
+user's loop does, and is detached again. What it measures is what ``attach`` would in this training.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gradcast.diagnosis.probes import Prober
+from gradcast.errors import Error
+from gradcast.traces import RankTrace, compact
+from gradcast.training.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
+from gradcast.training.handle import Handle, attach
+from gradcast.training.options import Options
+
+_FOLLOWED_STEPS = 8
+_SETTLING_STEPS = 2
+_MS = 1e6
+
+
+@dataclass
+class Trial:
+    """Of one rank; ``profile``, ``plan`` (the one that was followed): JSON objects, the same on every rank. ``error``:
+    why there is nothing else. ``trace``: of the steps that followed the plan, by this rank's clock."""
+
+    error: str | None = None
+    profile: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None
+    policy: str | None = None
+    version: int = 0
+    spread: tuple[float, float] = (1.0, 1.0)
+    runs_as_ddp: bool = False
+    predicted_ms: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+    trace: RankTrace | None = None
+
+
+class _Attached:
+    """What a prober runs tapes through."""
+
+    def __init__(self, module: Any, handle: Handle, pause_ms: float) -> None:
+        self._module, self._pause_ms = module, pause_ms
+        self.no_sync = handle.no_sync
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        time.sleep(self._pause_ms / 1e3)
+        return self._module(*arguments, **keywords)
+
+
+def try_overlap(
+    prober: Prober, module: Any, optimizers: Sequence[Optimizer], process_group: Any, pause_ms: float
+) -> Trial:
+    """Collective. ``pause_ms``: of the loop between two steps. Leaves module and optimizers as they were, but with
+    other values."""
+    options = Options(timeline_steps=_FOLLOWED_STEPS)
+    followed = CALIBRATION_STEPS + _SETTLING_STEPS + _FOLLOWED_STEPS
+    with _quietly_enabled():
+        try:
+            handle = attach(module, list(optimizers), process_group=process_group, options=options)
+        except Error as error:
+            return Trial(error=str(error))
+        try:
+            attached = _Attached(module, handle, pause_ms)
+            prober.steps(attached, options.warmup_steps)
+            times = prober.steps(attached, followed)[-_FOLLOWED_STEPS:]
+            handle.flush()
+            return _found(handle, [each["step"] for each in times])
+        finally:
+            handle.detach()
+
+
+def _found(handle: Handle, step_ms: list[float]) -> Trial:
+    session = handle._session
+    profile, plan = session.profile, session.plan
+    stats = handle.stats()
+    return Trial(
+        profile=json.loads(profile.to_json()),
+        plan=json.loads(plan.to_json()),
+        policy=plan.policy,
+        version=handle.plan_version,
+        spread=session.live.link_spread,
+        runs_as_ddp=bool(stats["runs_as_ddp"]),
+        predicted_ms=plan.predicted_ns / _MS,
+        step_ms=step_ms,
+        trace=compact(handle.timeline()),
+    )
+
+
+@contextlib.contextmanager
+def _quietly_enabled() -> Iterator[None]:
+    """What gradcast would tell a user who attaches it is not the user's business here. Around it, a doctor's script has
+    gradcast disabled."""
+    log = logging.getLogger("gradcast")
+    before, log.disabled = log.disabled, True
+    disabled = os.environ.pop(DISABLE_VARIABLE, None)
+    try:
+        yield
+    finally:
+        log.disabled = before
+        if disabled is not None:
+            os.environ[DISABLE_VARIABLE] = disabled

@@ -1,0 +1,98 @@
+"""A diagnosis for the terminal. Pure: doctor.json's fields in, text out."""
+
+from typing import Any
+
+from tabulate import tabulate
+
+from gradcast.diagnosis.actions import WORTH
+from gradcast.runs import PARTS
+
+_STAGES = {"data_storage": "reading data", "data_cpu": "preparing data", "loop": "the loop's own work"}
+
+
+def text(result: dict[str, Any]) -> str:
+    """Verdict first, then what it rests on, then what to do."""
+    paragraphs = [_verdict(result), _parts(result), *_slow_rank(result), *_network(result), *_mistakes(result)]
+    return "\n\n".join([*paragraphs, *_actions(result)]) + "\n"
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    verdict, floor_ms = result["verdict"], result["floor_ms"]
+    words = f"{verdict['kind'].upper()}. {verdict['sentence']}"
+    if floor_ms is not None and floor_ms < result["step"]["ms"]:
+        words += f" On this network no schedule of all-reduces gets a step below {floor_ms:.0f} ms."
+    return words
+
+
+def _parts(result: dict[str, Any]) -> str:
+    step = result["step"]
+    rows = [
+        [
+            PARTS[part["key"]],
+            f"{part['ms']:.1f}",
+            f"{part['low_ms']:.1f} to {part['high_ms']:.1f}",
+            f"{part['ms'] / step['ms']:.0%}",
+        ]
+        for part in result["parts"]
+    ]
+    rows.append(["step", f"{step['ms']:.1f}", f"{step['low_ms']:.1f} to {step['high_ms']:.1f}", "100%"])
+    headers = [f"rank {result['view_rank']} of {result['world_size']}", "ms", "95 % of it", "of the step"]
+    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", *["right"] * 3])
+
+
+def _slow_rank(result: dict[str, Any]) -> list[str]:
+    slow = result["straggler"]
+    if slow is None:
+        return []
+    stage = _STAGES.get(slow["stage"], slow["stage"])
+    layer = f", in {slow['layer']}" if slow["layer"] else ""
+    host = result["hosts"][slow["rank"]]
+    return [f"Rank {slow['rank']} on {host} takes {slow['ms']:.0f} ms longer, most of it for {stage}{layer}."]
+
+
+def _network(result: dict[str, Any]) -> list[str]:
+    network = result["network"]
+    if network is None:
+        return []
+    fit = network["collective"]
+    sentences = [finding["sentence"] for finding in network["findings"]]
+    if fit is not None and fit["alpha_us"] is not None:
+        sentences.insert(
+            0,
+            f"With nothing else under way an all-reduce takes {fit['alpha_us']:.0f} us and "
+            f"{fit['beta_ns_per_byte']:.2f} ms per MB.",
+        )
+    return ["Network: " + " ".join(sentences)] if sentences else []
+
+
+def _mistakes(result: dict[str, Any]) -> list[str]:
+    rows = [
+        [each["title"], "" if each["cost_ms"] is None else f"{each['cost_ms']:.1f}", each["remedy"]]
+        for each in result["lint"]
+    ]
+    return [tabulate(rows, ["found", "ms", "remedy"], tablefmt="simple", disable_numparse=True)] if rows else []
+
+
+def _actions(result: dict[str, Any]) -> list[str]:
+    if result["hopeless"] is not None:
+        return [result["hopeless"]]
+    rows = [
+        [
+            each["title"],
+            f"{each['speedup']:.2f}x",
+            f"{each['low']:.2f} to {each['high']:.2f}",
+            f"{each['predicted_ms']:.0f}",
+            each["how"],
+        ]
+        for each in result["actions"]
+        if each["speedup"] >= WORTH
+    ]
+    table = tabulate(
+        rows,
+        ["what would help", "speed-up", "range", "ms per step", "how"],
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=["left", "right", "right", "right", "left"],
+    )
+    idle = [each["title"] for each in result["actions"] if each["speedup"] < WORTH]
+    return [table, *([f"Would not help: {', '.join(idle)}."] if idle else [])]

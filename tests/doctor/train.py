@@ -1,0 +1,137 @@
+"""A training whose parts take a known time: what the doctor's tests run, as a user's script that knows nothing of it.
+
+Layers wait instead of computing, in forward and twice as long in backward; the gradients and their traffic are real.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+WIDTH = 256  # of a layer: 262 kB of gradients
+
+
+class Waits(torch.autograd.Function):
+    """Takes ``ms`` in forward and twice that in backward."""
+
+    @staticmethod
+    def forward(context, value, ms):
+        context.ms = ms
+        time.sleep(ms / 1e3)
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(2 * context.ms / 1e3)
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self, ms):
+        super().__init__()
+        self.ms = ms
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, value):
+        return Waits.apply(torch.relu(self.norm(self.linear(value))), self.ms)
+
+
+class Items(Dataset):
+    """``read_ms``: of a batch, waiting as for a disk; ``prepare_ms``: of a batch, computing."""
+
+    def __init__(self, count, batch, read_ms, prepare_ms):
+        self.count, self.read_s, self.prepare_s = count, read_ms / batch / 1e3, prepare_ms / batch / 1e3
+        self.read_ms = self.prepared_ms = 0.0  # what it came to, on a machine that has other things to do, too
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        start = time.perf_counter()
+        time.sleep(self.read_s)
+        middle = time.perf_counter()
+        end = time.thread_time() + self.prepare_s
+        while time.thread_time() < end:
+            pass
+        self.read_ms += 1e3 * (middle - start)
+        self.prepared_ms += 1e3 * (time.perf_counter() - middle)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(WIDTH, generator=generator), torch.randn(WIDTH, generator=generator)
+
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layer-ms", type=float, default=2.0)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--read-ms", type=float, default=0.0)
+    parser.add_argument("--prepare-ms", type=float, default=0.0)
+    parser.add_argument("--slow-rank", type=int, default=-1, help="its layer 3 takes --slow-ms more a step")
+    parser.add_argument("--slow-ms", type=float, default=0.0)
+    parser.add_argument("--only-rank", type=int, default=-1, help="the data is slow on this rank alone")
+    parser.add_argument("--exit-code", type=int, default=0)
+    parser.add_argument("--state", help="a file for rank 0's digest of the final state")
+    parser.add_argument("--took", help="a file for what rank 0 has read and prepared, ms per step")
+    return parser.parse_args()
+
+
+def main():
+    args = parse()
+    torch.set_num_threads(1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(args.layer_ms) for _ in range(args.layers)))
+    if rank == args.slow_rank:
+        model[3].ms += args.slow_ms / 3
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7)
+    slow_data = args.only_rank in (-1, rank)
+    items = Items(
+        args.steps * args.batch,
+        args.batch,
+        args.read_ms if slow_data else 0.0,
+        args.prepare_ms if slow_data else 0.0,
+    )
+    torch.manual_seed(rank)
+    for inputs, targets in DataLoader(items, batch_size=args.batch, shuffle=True, num_workers=args.workers):
+        optimizer.zero_grad()
+        noise = torch.randn_like(inputs)  # the generators take part in the result
+        nn.functional.mse_loss(ddp(inputs + 0.1 * noise), targets).backward()
+        optimizer.step()
+        scheduler.step()
+    if args.state and rank == 0:
+        with open(args.state, "w") as file:
+            file.write(digest(model, optimizer))
+    if args.took and rank == 0:
+        with open(args.took, "w") as file:
+            json.dump({"read": items.read_ms / args.steps, "prepare": items.prepared_ms / args.steps}, file)
+    dist.destroy_process_group()
+    raise SystemExit(args.exit_code)
+
+
+def digest(model, optimizer):
+    """Of every bit that training has left."""
+    found = hashlib.sha256()
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    for tensor in [*tensors, torch.get_rng_state()]:
+        found.update(tensor.detach().numpy().tobytes())
+    return f"{found.hexdigest()} {optimizer.param_groups[0]['lr']}"
+
+
+if __name__ == "__main__":
+    main()

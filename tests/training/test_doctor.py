@@ -1,0 +1,358 @@
+"""The doctor inside of a training: what it leaves behind, what it finds, and what it says where it cannot."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gradcast
+from gradcast.lab import LabError
+from gradcast.lab.workers import run_workers
+from training.needs import torch
+from training.pool import environment
+
+nn = torch.nn
+SCRIPT = Path(__file__).resolve().parents[1] / "doctor" / "train.py"
+TIMEOUT_S = 180
+QUICK = ["--no-network", "--no-trial", "--seconds", "1", "--steps", "8"]
+
+
+@pytest.fixture(autouse=True)
+def _this_job(monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def train(tmp_path, *arguments, doctor=None):
+    """Two ranks; the digest of the final state. ``doctor``: its options; None: without it."""
+    state = tmp_path / f"state{doctor is None}"
+    before = [] if doctor is None else ["-m", "gradcast", "doctor", *doctor, "-o", str(tmp_path / "run")]
+    with open(tmp_path / "said", "w") as said:
+        run_workers([*before, str(SCRIPT), *arguments, "--state", str(state)], 2, timeout_s=TIMEOUT_S, output=said)
+    return state.read_text()
+
+
+def result_in(tmp_path):
+    return json.loads((tmp_path / "run" / "doctor.json").read_text())
+
+
+def require_sums(result):
+    parts = sum(part["ms"] for part in result["parts"])
+    assert parts == pytest.approx(result["step"]["ms"], abs=1e-6)
+    for rank in result["ranks"]:
+        assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], abs=1e-6)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_the_training_ends_in_the_very_state_in_which_it_would_have(tmp_path, workers):
+    arguments = ["--layer-ms", "0.5", "--workers", workers, "--read-ms", "2"]
+    options = ["--seconds", "1", "--steps", "8"]  # everything: the network and gradcast, too
+    assert train(tmp_path, *arguments, doctor=options) == train(tmp_path, *arguments)
+    result = result_in(tmp_path)
+    require_sums(result)
+    assert result["world_size"] == 2
+    assert result["nodes"] == [[0, 1]]
+    assert result["script"] == str(SCRIPT)
+    assert result["not_tried"] is None
+    assert {action["key"] for action in result["actions"]} >= {"overlap", "bucket", "wire", "accumulate", "loader"}
+    assert result["floor_ms"] <= result["step"]["ms"] + 1
+    assert [each["rank"] for each in result["timeline"]] == [0, 1]
+    assert all(each["blocks"] and each["spans"] for each in result["timeline"])
+    assert result["network"]["pairs"] == [] or result["network"]["pairs"][0]["tcp_gbit_per_s"] > 0
+    said = (tmp_path / "said").read_text()
+    assert "what would help" in said or "Nothing here will help" in said
+
+
+def test_what_was_put_in_is_found_and_named(tmp_path):
+    train(tmp_path, "--layer-ms", "1", "--slow-rank", "1", "--slow-ms", "120", doctor=QUICK)
+    result = result_in(tmp_path)
+    require_sums(result)
+    assert result["view_rank"] == 0
+    assert result["verdict"]["kind"] == "straggler"
+    slow = result["straggler"]
+    assert slow["rank"] == 1
+    assert slow["stage"] in ("forward", "backward")
+    assert slow["layer"].startswith("3.") or slow["layer"] == "3"
+    best = result["actions"][0]
+    assert best["key"] == "straggler"
+    assert best["speedup"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [(["--read-ms", "60"], "data_storage"), (["--prepare-ms", "60", "--workers", "1"], "data_cpu")],
+)
+def test_slow_data_is_told_apart(tmp_path, arguments, part):
+    train(tmp_path, "--layer-ms", "0.5", *arguments, doctor=QUICK)
+    result = result_in(tmp_path)
+    require_sums(result)
+    parts = {each["key"]: each["ms"] for each in result["parts"]}
+    assert result["verdict"]["kind"] == "data-bound"
+    other = {"data_storage": "data_cpu", "data_cpu": "data_storage"}[part]
+    assert parts[part] > 3 * parts[other]
+
+
+def diagnosed(program, tmp_path, *options, ranks=2):
+    """A script of one's own under the doctor: exit code of rank 0 and all that was said, by one process per rank."""
+    path = tmp_path / "script.py"
+    path.write_text(program)
+    command = [sys.executable, "-m", "gradcast", "doctor", *options, "-o", str(tmp_path / "run"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return done.returncode, done.stderr
+
+
+TRAINS = """
+import os, sys, torch, torch.distributed as dist
+for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0").items():
+    os.environ.setdefault(name, value)
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
+    ddp(torch.ones(2, 4)).sum().backward()
+    sgd.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        ("print('nothing')", 0, "without a DistributedDataParallel module"),
+        ("raise SystemExit(7)", 7, "without a DistributedDataParallel module"),
+        ("import sys; sys.exit('too bad')", 1, "too bad"),
+        ("def broken():\n    raise ValueError('mine')\nbroken()", 1, "ValueError: mine"),
+        (TRAINS, 0, "there is one worker"),
+        (TRAINS.replace("sgd.step()", "pass"), 0, "before an optimizer"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_said_and_the_exit_code_stays(tmp_path, program, code, words):
+    found, said = diagnosed(program, tmp_path)
+    assert found == code
+    assert words in said
+    assert "defect of gradcast" not in said
+    assert "no diagnosis" in said
+
+
+def test_an_error_of_the_script_is_shown_from_its_own_first_line_on(tmp_path):
+    _, said = diagnosed("def broken():\n    raise ValueError('mine')\nbroken()", tmp_path)
+    assert "script.py" in said
+    assert "runpy" not in said
+    assert "diagnosis/script.py" not in said
+
+
+def test_a_script_that_is_not_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "gradcast", "doctor", "nowhere.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "there is no script nowhere.py" in done.stderr
+
+
+def test_its_own_options_reach_the_script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "gradcast", "doctor", "--steps", "9", "-o", str(tmp_path / "run"), str(path)]
+    arguments = ["--lr", "-1", "--steps=3", "--", "-5us"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(arguments)
+
+
+def test_three_steps_are_too_few(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(TRAINS)
+    arguments = ["-m", "gradcast", "doctor", "-o", str(tmp_path / "run"), str(path)]
+    # Only what ranks say before they fail is kept, so let them.
+    path.write_text(TRAINS + "\nraise SystemExit(3)")
+    with pytest.raises(LabError, match=r"exit code 3(.|\n)*ended after [12] of the 25 steps"):
+        run_workers(arguments, 2, timeout_s=TIMEOUT_S)
+
+
+# --- From code ---
+
+
+def make_ddp():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64))
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def steps(rank, ddp, adam, count, *, accumulate=False):
+    for step in range(count):
+        torch.manual_seed(100 * rank.index + step)
+        adam.zero_grad()
+        if accumulate:
+            with ddp.no_sync():
+                ddp(torch.randn(8, 64)).square().mean().backward()
+        ddp(torch.randn(8, 64)).square().mean().backward()
+        adam.step()
+
+
+def with_doctor(rank, folder, accumulate):
+    ddps = [make_ddp(), make_ddp()]
+    adams = [torch.optim.Adam(ddp.parameters(), lr=0.01) for ddp in ddps]
+    with gradcast.doctor(ddps[0], adams[0], steps=5, seconds=0.5, network=False, output=folder) as outcome:
+        steps(rank, ddps[0], adams[0], 14, accumulate=accumulate)
+    steps(rank, ddps[1], adams[1], 14, accumulate=accumulate)
+    states = [[*ddp.module.state_dict().values()] for ddp in ddps]
+    states = [
+        [*state, *(value for each in adam.state.values() for value in each.values())]
+        for state, adam in zip(states, adams, strict=True)
+    ]
+    equal = all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    hooks = len(ddps[0]._forward_hooks) + len(ddps[0]._forward_pre_hooks)
+    hooks += len(adams[0]._optimizer_step_pre_hooks) + len(adams[0]._optimizer_step_post_hooks)
+    result = outcome.result
+    return equal, hooks, None if result is None else {"parts": result["parts"], "step": result["step"]}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_around_a_loop(ranks, tmp_path, accumulate):
+    results = ranks.run(3, with_doctor, str(tmp_path / "run"), accumulate, timeout_s=TIMEOUT_S)
+    assert [result is not None for _, _, result in results] == [True, False, False]
+    for equal, hooks, _ in results:
+        # Three ranks: the sums have the order of DDP's own buckets, which the doctor does not touch.
+        assert equal
+        assert hooks == 0
+    found = results[0][2]
+    assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["step"]["ms"], abs=1e-6)
+    assert (tmp_path / "run" / "trace.json.gz").exists()
+
+
+def refused(rank, case):
+    ddp = make_ddp()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    model, optimizers = {
+        "bare": (ddp.module, sgd),
+        "others": (ddp, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+        "none": (ddp, []),
+    }[case]
+    try:
+        with gradcast.doctor(model, optimizers):
+            return "accepted"
+    except gradcast.Error as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("bare", "wrap the model first"), ("others", "holds no parameter"), ("none", "needs the optimizer")],
+)
+def test_wrong_use_is_refused(ranks, case, words):
+    for said in ranks.run(2, refused, case):
+        assert words in said
+
+
+# --- Its parts ---
+
+
+def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
+    from gradcast.diagnosis.snapshot import Snapshot
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    adam = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1), amsgrad=True)
+    seen = []
+    adam.register_step_post_hook(lambda *_: seen.append(1))
+    module(torch.randn(3, 4)).sum().backward()
+    adam.step()
+
+    def everything():
+        states = [value.clone() for each in adam.state.values() for value in each.values()]
+        tensors = [*(each.detach().clone() for each in [*module.parameters(), *module.buffers()]), *states]
+        return [*tensors, torch.get_rng_state(), torch.tensor(adam.param_groups[0]["lr"])]
+
+    held = [*adam.state.values()], [parameter.grad for parameter in module.parameters()]
+    before = everything()
+    snapshot = Snapshot(module, [adam])
+    assert all(parameter.grad is None for parameter in module.parameters())
+    for _ in range(3):
+        adam.param_groups[0]["lr"].mul_(0.5)
+        adam.param_groups[0]["weight_decay"] = 7.0
+        adam.zero_grad()
+        module(torch.randn(3, 4)).sum().backward()
+        adam.step()
+    changed = everything()
+    assert not any(torch.equal(one, other) for one, other in zip(before[:4], changed[:4], strict=True))
+    assert seen == [1], "a user's hook has no part in steps that are not the user's"
+    snapshot.restore()
+    assert all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
+    assert adam.param_groups[0]["weight_decay"] != 7.0
+    assert all(one is other for one, other in zip(held[0], adam.state.values(), strict=True))
+    assert all(one is parameter.grad for one, parameter in zip(held[1], module.parameters(), strict=True))
+    adam.step()
+    assert seen == [1, 1]
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, read_s, prepare_s):
+        self.read_s, self.prepare_s = read_s, prepare_s
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(self.read_s)
+        end = time.thread_time() + self.prepare_s
+        while time.thread_time() < end:
+            pass
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
+    from gradcast.diagnosis.loader import LoaderWatch
+
+    watch = LoaderWatch()
+    try:
+        batches = list(torch.utils.data.DataLoader(Items(0.02, 0.005), batch_size=2, num_workers=workers))
+    finally:
+        watch.close()
+    reading_ms, preparing_ms, count = watch.totals_ms()
+    assert len(batches) == count == 6
+    assert watch.workers == workers
+    assert watch.waited_ns > 0
+    # At least what was asked for; more where the machine is busy.
+    assert reading_ms >= 12 * 20
+    assert preparing_ms >= 12 * 5
+    assert reading_ms > preparing_ms
+    before = watch.totals_ms()
+    list(torch.utils.data.DataLoader(Items(0, 0), batch_size=2))
+    assert watch.totals_ms() == before, "it looks no longer"
+
+
+def test_a_tape_makes_the_gradients_that_the_step_made():
+    from gradcast.diagnosis import tape
+    from gradcast.diagnosis.loader import LoaderWatch
+    from gradcast.diagnosis.observer import Observer
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.device, self.require_backward_grad_sync = torch.device("cpu"), True
+
+        def forward(self, value, *, scale):
+            return {"a": self.one(value) * scale, "b": [self.two(value)], "unused": self.one(value)}
+
+    net = Net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+    loader, ended = LoaderWatch(), []
+    observer = Observer(net, [sgd], loader, lambda: ended.append(1))
+    for _ in range(2):
+        sgd.zero_grad()
+        out = net(torch.randn(3, 4), scale=2.0)
+        (out["a"].square().sum() + out["b"][0].sum()).backward()
+        sgd.step()
+    wanted = [parameter.grad.clone() for parameter in net.parameters()]
+    observer.close()
+    loader.close()
+    (only,) = observer.tapes[-1].used
+    sgd.zero_grad()
+    tape.backward(only, tape.forward(net, only))
+    assert all(torch.equal(one, p.grad) for one, p in zip(wanted, net.parameters(), strict=True))
+    assert len(ended) == len(observer.steps) == 2
+    for step in observer.steps:
+        stages = sum(step[name] for name in ("loader", "forward", "backward", "update", "loop"))
+        assert stages == pytest.approx(step["step"])
