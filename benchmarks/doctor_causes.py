@@ -28,6 +28,7 @@ RANKS, RANKS_PER_NODE = 4, 2
 FAST_BITS_PER_S, SLOW_BITS_PER_S, SLOW_INSIDE_BITS_PER_S = 2e9, 150e6, 300e6
 USUAL = ("--layer-ms", "5", "--steps", "45", "--batch", "4")
 TIMEOUT_S = 300
+TRAFFIC = ("interconnect", "network")
 # What a part may be off: of the step, or ms.
 SHARE, MS = 0.05, 2.0
 
@@ -85,7 +86,7 @@ def diagnose(causes: list[Cause]) -> dict[str, Any]:
                 network.set_rate(1, SLOW_BITS_PER_S)
             if cause.inside_bits_per_s is not None:
                 network.set_inside_rate(cause.inside_bits_per_s)
-        options = ("--no-network", "--no-trial", "--seconds", "40", "-o", folder)
+        options = ("--no-network", "--no-trial", "--seconds", "25", "-o", folder)
         took = str(Path(folder) / "took")
         arguments = [*USUAL, "--took", took, *(word for cause in causes for word in cause.arguments)]
         with open(Path(folder) / "said", "w") as said:
@@ -99,59 +100,102 @@ def diagnose(causes: list[Cause]) -> dict[str, Any]:
         return json.loads((Path(folder) / "doctor.json").read_text()) | {"took": json.loads(Path(took).read_text())}
 
 
-def parts_ms(result: dict[str, Any]) -> dict[str, float]:
-    return {part["key"]: part["ms"] for part in result["parts"]}
+def kept(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """What a table needs of a run."""
+    return {
+        "name": name,
+        "step_ms": result["step"]["ms"],
+        "parts": {part["key"]: part["ms"] for part in result["parts"]},
+        "straggler": result["straggler"],
+        "verdict": result["verdict"]["kind"],
+        "took": result["took"],
+    }
 
 
-def rows_of(causes: list[Cause], usual: dict[str, Any], found: dict[str, Any]) -> list[list[str]]:
-    step_ms = found["step"]["ms"]
-    gained = {part: ms - parts_ms(usual)[part] for part, ms in parts_ms(found).items()}
-    injected_ms = {cause.name: found["took"][cause.took] if cause.took else cause.ms for cause in causes}
-    told_ms = sum(ms for ms in injected_ms.values() if ms is not None)
+def gained_ms(part: str, usual: dict[str, Any], found: dict[str, Any]) -> float:
+    """Of traffic both parts together: what is hidden behind the slower kind costs nothing by itself."""
+    counted = TRAFFIC if part in TRAFFIC else (part,)
+    return sum(found["parts"][each] - usual["parts"][each] for each in counted)
+
+
+def row_of(cause: Cause, causes: list[Cause], usual: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    step_ms = found["step_ms"]
+    injected_ms = {each.name: found["took"][each.took] if each.took else each.ms for each in causes}
+    expected_ms = injected_ms[cause.name]
+    if expected_ms is None:
+        # What links cost is what the step has gained but for what the other cause has put in.
+        expected_ms = step_ms - usual["step_ms"] - sum(ms for ms in injected_ms.values() if ms is not None)
+    if cause.part == "waiting":
+        # Buffers are sent before forward, so that ranks wait for the one's data and for the other's computing.
+        expected_ms = sum(each.ms for each in causes if each.part == "waiting")
+    off_ms = gained_ms(cause.part, usual, found) - expected_ms
+    right = abs(off_ms) <= max(SHARE * step_ms, MS) and is_named(cause, causes, found)
+    return [
+        " + ".join(each.name for each in causes),
+        cause.part,
+        f"{expected_ms:.1f}",
+        f"{gained_ms(cause.part, usual, found):.1f}",
+        f"{off_ms / step_ms:+.1%}",
+        f"{step_ms:.0f}",
+        f"{found['parts']['rest'] / step_ms:+.1%}",
+        found["verdict"],
+        "yes" if right else "no",
+    ]
+
+
+def is_named(cause: Cause, causes: list[Cause], found: dict[str, Any]) -> bool:
+    """The right rank, where two are not slow at once; the right kind of traffic, where only one is slow."""
+    if cause.rank is not None:
+        slow = [each.rank for each in causes if each.rank is not None]
+        return found["straggler"] is not None and found["straggler"]["rank"] in slow
+    if cause.part in TRAFFIC and sum(each.part in TRAFFIC for each in causes) == 1:
+        return found["parts"][cause.part] == max(found["parts"][each] for each in TRAFFIC)
+    return True
+
+
+def cases(only: str | None) -> list[list[Cause]]:
+    if only:
+        return [[CAUSES[name]] for name in only.split(",")]
+    pairs = [list(pair) for pair in itertools.combinations(CAUSES.values(), 2)]
+    return [[], *([cause] for cause in CAUSES.values()), *pairs]
+
+
+def rows_of(lines: list[dict[str, Any]]) -> list[list[str]]:
+    by_name = {line["name"]: line for line in lines}
     rows = []
-    for cause in causes:
-        # What a link costs is what the step has gained but for what the other cause has put in.
-        expected_ms = injected_ms[cause.name]
-        if expected_ms is None:
-            expected_ms = step_ms - usual["step"]["ms"] - told_ms
-        off_ms = gained[cause.part] - expected_ms
-        right = abs(off_ms) <= max(SHARE * step_ms, MS)
-        named = cause.rank is None or (found["straggler"] is not None and found["straggler"]["rank"] == cause.rank)
-        rows.append(
-            [
-                " + ".join(each.name for each in causes),
-                cause.part,
-                f"{expected_ms:.1f}",
-                f"{gained[cause.part]:.1f}",
-                f"{off_ms / step_ms:+.1%}",
-                f"{step_ms:.0f}",
-                f"{parts_ms(found)['rest'] / step_ms:+.1%}",
-                found["verdict"]["kind"],
-                "yes" if right and named else "no",
-            ]
-        )
+    for causes in cases(None)[1:]:
+        name = name_of(causes)
+        if name in by_name:
+            rows += [row_of(cause, causes, by_name[name_of([])], by_name[name]) for cause in causes]
     return rows
+
+
+def name_of(causes: list[Cause]) -> str:
+    return " + ".join(cause.name for cause in causes) or "no cause"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", default="benchmarks/results/doctor_causes.jsonl", metavar="JSONL")
     parser.add_argument("--only", help="names of causes, with commas: these, and no pairs")
+    parser.add_argument("--table", action="store_true", help="only the table of what the record has")
     parser.add_argument("--refresh", metavar="PAGE", help="renew the table of this Markdown page")
     args = parser.parse_args()
-    alone = [[CAUSES[name]] for name in (args.only.split(",") if args.only else CAUSES)]
-    pairs = [] if args.only else [list(pair) for pair in itertools.combinations(CAUSES.values(), 2)]
-    usual = diagnose([])
-    print(f"without any cause: {usual['step']['ms']:.1f} ms, {usual['verdict']['sentence']}", file=sys.stderr)
-    rows = []
-    for causes in [*alone, *pairs]:
-        if {cause.name for cause in causes} in _EXCLUDED:
+    record = Path(args.record)
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    missing = [] if args.table else cases(args.only)
+    for causes in missing:
+        name = name_of(causes)
+        if {cause.name for cause in causes} in _EXCLUDED or name in {line["name"] for line in lines}:
             continue
-        new = rows_of(causes, usual, diagnose(causes))
-        for row in new:
-            print("  ".join(row), file=sys.stderr, flush=True)
-        rows += new
+        lines.append(kept(name, diagnose(causes)))
+        print(f"{name}: {lines[-1]['step_ms']:.1f} ms, {lines[-1]['verdict']}", file=sys.stderr, flush=True)
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
     headers = ["injected", "part", "expected ms", "found ms", "off", "step ms", "rest", "verdict", "recovered"]
+    rows = rows_of(lines)
     text = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    text += f"\n\n{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} recovered."
     print(text)
     if args.refresh:
         refresh(args.refresh, MARK, text)

@@ -4,7 +4,9 @@ Layers wait instead of computing, in forward and twice as long in backward; the 
 """
 
 import argparse
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -79,9 +81,14 @@ def parse():
     parser.add_argument("--slow-rank", type=int, default=-1, help="its layer 3 takes --slow-ms more a step")
     parser.add_argument("--slow-ms", type=float, default=0.0)
     parser.add_argument("--only-rank", type=int, default=-1, help="the data is slow on this rank alone")
+    parser.add_argument(
+        "--mode", choices=["ddp", "hook", "overlap", "wire"], default="ddp", help="wire: overlap mode in bf16"
+    )
+    parser.add_argument("--bucket-mib", type=float, help="of DDP")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per step")
     parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--state", help="a file for rank 0's digest of the final state")
-    parser.add_argument("--took", help="a file for what rank 0 has read and prepared, ms per step")
+    parser.add_argument("--took", help="a file for what rank 0 has read and prepared, and its steps, ms")
     return parser.parse_args()
 
 
@@ -96,8 +103,15 @@ def main():
     model = nn.Sequential(*(Layer(args.layer_ms) for _ in range(args.layers)))
     if rank == args.slow_rank:
         model[3].ms += args.slow_ms / 3
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mib)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    no_sync = ddp.no_sync
+    if args.mode != "ddp":
+        import gradcast
+
+        options = gradcast.Options(wire="bf16" if args.mode == "wire" else "fp32")
+        given = None if args.mode == "hook" else optimizer
+        no_sync = gradcast.attach(ddp, given, options=options).no_sync
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7)
     slow_data = args.only_rank in (-1, rank)
     items = Items(
@@ -107,18 +121,26 @@ def main():
         args.prepare_ms if slow_data else 0.0,
     )
     torch.manual_seed(rank)
-    for inputs, targets in DataLoader(items, batch_size=args.batch, shuffle=True, num_workers=args.workers):
-        optimizer.zero_grad()
+    stamps = []
+    loader = DataLoader(items, batch_size=args.batch, shuffle=True, num_workers=args.workers)
+    for number, (inputs, targets) in enumerate(loader):
         noise = torch.randn_like(inputs)  # the generators take part in the result
-        nn.functional.mse_loss(ddp(inputs + 0.1 * noise), targets).backward()
-        optimizer.step()
-        scheduler.step()
+        is_last = (number + 1) % args.accumulate == 0
+        with contextlib.nullcontext() if is_last else no_sync():
+            nn.functional.mse_loss(ddp(inputs + 0.1 * noise), targets).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            stamps.append(time.perf_counter())
     if args.state and rank == 0:
         with open(args.state, "w") as file:
             file.write(digest(model, optimizer))
     if args.took and rank == 0:
         with open(args.took, "w") as file:
-            json.dump({"read": items.read_ms / args.steps, "prepare": items.prepared_ms / args.steps}, file)
+            steps = [1e3 * (after - before) for before, after in itertools.pairwise(stamps)]
+            per_step = {"read": items.read_ms / args.steps, "prepare": items.prepared_ms / args.steps}
+            json.dump(per_step | {"steps": steps}, file)
     dist.destroy_process_group()
     raise SystemExit(args.exit_code)
 

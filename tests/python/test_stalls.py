@@ -6,7 +6,7 @@ import pytest
 
 from gradcast.diagnosis.estimates import estimate, median
 from gradcast.diagnosis.frontier import frontier
-from gradcast.diagnosis.stalls import PARTS, RankSteps, breakdown, cached_wait, stash
+from gradcast.diagnosis.stalls import MEET_TWICE, PARTS, RankSteps, breakdown, cached_wait, stash, together_ms
 
 # --- Stash's formulas ---
 
@@ -121,6 +121,13 @@ def test_parts_of_equal_ranks():
     assert tuple(found.parts) == PARTS
 
 
+def test_what_is_exchanged_inside_costs_at_most_what_all_exchange_does():
+    found = values(breakdown([rank_steps(rank, node=70, cluster=50) for rank in range(4)]))
+    assert (found["interconnect"], found["network"]) == (50, 0)
+    found = values(breakdown([rank_steps(rank, node=-3, cluster=50) for rank in range(4)]))
+    assert (found["interconnect"], found["network"]) == (0, 50)
+
+
 def test_without_a_look_into_workers_all_waiting_for_data_is_preparation():
     assert values(breakdown([rank_steps(rank) for rank in range(2)]))["data_storage"] == 0
 
@@ -167,6 +174,16 @@ def test_parts_add_up_to_the_step_also_where_measurements_disagree():
             assert tuple(each) == PARTS
         for part in found.parts.values():
             assert part.low <= part.value <= part.high
+
+
+def test_ranks_that_meet_twice_wait_twice():
+    ranks = [rank_steps(rank, step=260) for rank in range(2)]
+    ranks += [rank_steps(2, step=260, loader=60), rank_steps(3, step=260, backward=105)]
+    assert values(breakdown(ranks))["waiting"] == 45, "the longer one hides the other"
+    assert values(breakdown(ranks, MEET_TWICE))["waiting"] == 85
+    assert breakdown(ranks, MEET_TWICE).straggler.rank == 3
+    own = [each.own_parts for each in ranks]
+    assert together_ms(own, MEET_TWICE) - together_ms(own, MEET_TWICE, ("data_storage", "data_cpu")) == 60
 
 
 def test_noise_is_no_straggler():

@@ -1,10 +1,12 @@
 """The doctor inside of a training: what it leaves behind, what it finds, and what it says where it cannot."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -190,17 +192,19 @@ def steps(rank, ddp, adam, count, *, accumulate=False):
         adam.step()
 
 
+def state_of(modules, optimizers):
+    tensors = [value for module in modules for value in module.state_dict().values()]
+    states = [state for each in optimizers for state in each.state.values()]
+    return [*tensors, *(value for state in states for value in state.values() if isinstance(value, torch.Tensor))]
+
+
 def with_doctor(rank, folder, accumulate):
     ddps = [make_ddp(), make_ddp()]
     adams = [torch.optim.Adam(ddp.parameters(), lr=0.01) for ddp in ddps]
     with gradcast.doctor(ddps[0], adams[0], steps=5, seconds=0.5, network=False, output=folder) as outcome:
         steps(rank, ddps[0], adams[0], 14, accumulate=accumulate)
     steps(rank, ddps[1], adams[1], 14, accumulate=accumulate)
-    states = [[*ddp.module.state_dict().values()] for ddp in ddps]
-    states = [
-        [*state, *(value for each in adam.state.values() for value in each.values())]
-        for state, adam in zip(states, adams, strict=True)
-    ]
+    states = [state_of([ddp], [adam]) for ddp, adam in zip(ddps, adams, strict=True)]
     equal = all(torch.equal(one, other) for one, other in zip(*states, strict=True))
     hooks = len(ddps[0]._forward_hooks) + len(ddps[0]._forward_pre_hooks)
     hooks += len(adams[0]._optimizer_step_pre_hooks) + len(adams[0]._optimizer_step_post_hooks)
@@ -221,6 +225,135 @@ def test_around_a_loop(ranks, tmp_path, accumulate):
     assert (tmp_path / "run" / "trace.json.gz").exists()
 
 
+class Heads(nn.Module):
+    """A buffer that forward replaces, dropout, outputs in a dictionary, and a head that may stay unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, value, heads=(0, 1)):
+        value = nn.functional.dropout(self.body(value), 0.2)
+        self.mean = 0.9 * self.mean + value.detach().mean(0)
+        return {"heads": [self.heads[head](value) for head in heads], "mean": self.mean}
+
+
+def heads_loss(ddp, value, **keywords):
+    return sum(out.square().mean() for out in ddp(value, **keywords)["heads"])
+
+
+def train_heads(rank, case, doctor):
+    """Ten steps of one kind of loop: the final state, and what the doctor has said."""
+    torch.manual_seed(0)
+    module, encoder = Heads(), nn.Linear(8, 8)
+    if case == "frozen":
+        module.body.requires_grad_(False)
+    options = {
+        "static_graph": {"static_graph": True},
+        "find_unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        "unused": {"find_unused_parameters": True},
+        "small_buckets": {"bucket_cap_mb": 0.0001},
+    }.get(case, {})
+    ddp = nn.parallel.DistributedDataParallel(module, **options)
+    if case == "hook":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    groups = [ddp.module.body.parameters(), ddp.module.heads.parameters()]
+    given = [[*groups[0], *groups[1]]] if case != "two_optimizers" else [[*group] for group in groups]
+    if case == "encoder":
+        given[0] += encoder.parameters()
+    optimizers = [torch.optim.Adam([p for p in group if p.requires_grad], lr=0.01) for group in given]
+    scaler = torch.amp.GradScaler("cpu", enabled=case == "scaler", init_scale=4.0)
+    if case == "eval":
+        ddp.eval()
+    around = contextlib.nullcontext()
+    if doctor is not None:
+        around = gradcast.doctor(ddp, optimizers, steps=5, seconds=0.01, network=False, trial=False, output=doctor)
+    with around as outcome:
+        for step in range(14):
+            torch.manual_seed(100 * rank.index + step)
+            train_step(case, rank, step, ddp, encoder, optimizers, scaler)
+    said = None if outcome is None or outcome.result is None else outcome.result["steps"]
+    return state_of([ddp, encoder], optimizers), said
+
+
+def train_step(case, rank, step, ddp, encoder, optimizers, scaler):
+    value = torch.randn(4, 8)
+    for each in optimizers:
+        each.zero_grad(set_to_none=case != "zeros")
+    if case == "closure":
+
+        def closure():
+            loss = heads_loss(ddp, value)
+            loss.backward()
+            return loss
+
+        optimizers[0].step(closure)
+        return
+    if case == "encoder":
+        value = encoder(value)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
+        if case == "unused":
+            loss = heads_loss(ddp, value, heads=((rank.index + step) % 2,))
+        elif case == "two_forwards":
+            loss = heads_loss(ddp, value) + heads_loss(ddp, 2 * value)
+        else:
+            loss = heads_loss(ddp, value)
+    scaler.scale(loss).backward()
+    with torch.no_grad() if case == "no_grad" else contextlib.nullcontext():
+        for each in optimizers:
+            scaler.step(each)
+    scaler.update()
+
+
+def train_twice(rank, case, folder):
+    state, said = train_heads(rank, case, folder)
+    reference, _ = train_heads(rank, case, None)
+    return all(torch.equal(one, other) for one, other in zip(state, reference, strict=True)), said
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain", "static_graph", "find_unused", "small_buckets", "hook", "two_optimizers", "encoder", "frozen", "eval",
+        "closure", "zeros", "autocast", "scaler", "two_forwards", "no_grad",
+    ],
+)  # fmt: skip
+def test_any_loop_goes_on_as_if_nothing_had_been(ranks, tmp_path, case):
+    (equal, said), (others_equal, _) = ranks.run(2, train_twice, case, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    assert equal
+    assert others_equal
+    assert said["normal"] == 5
+
+
+def test_where_parameters_stay_unused_there_is_no_diagnosis_and_training_goes_on(ranks, tmp_path):
+    for equal, said in ranks.run(2, train_twice, "unused", str(tmp_path / "run"), timeout_s=TIMEOUT_S):
+        assert equal
+        assert said is None
+
+
+def train_with_a_defect(rank, folder):
+    from gradcast.diagnosis import findings, probes
+
+    def breaks(*_):
+        raise ZeroDivisionError("a defect")
+
+    broken = findings if rank.index == 0 else probes
+    name = "result" if rank.index == 0 else "no such thing"
+    with mock.patch.object(broken, name, breaks, create=True):
+        state, said = train_heads(rank, "plain", folder)
+    reference, _ = train_heads(rank, "plain", None)
+    return all(torch.equal(one, other) for one, other in zip(state, reference, strict=True)), said
+
+
+def test_a_defect_of_the_doctor_does_not_end_a_training(ranks, tmp_path):
+    for equal, said in ranks.run(2, train_with_a_defect, str(tmp_path / "run"), timeout_s=TIMEOUT_S):
+        assert equal
+        assert said is None
+
+
 def refused(rank, case):
     ddp = make_ddp()
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -228,9 +361,14 @@ def refused(rank, case):
         "bare": (ddp.module, sgd),
         "others": (ddp, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
         "none": (ddp, []),
+        "closure": (ddp, torch.optim.LBFGS(ddp.parameters())),
+        "steps": (ddp, sgd),
+        "hook": (ddp, sgd),
     }[case]
+    if case == "hook":
+        ddp.register_comm_hook(object(), lambda _, bucket: bucket.buffer())
     try:
-        with gradcast.doctor(model, optimizers):
+        with gradcast.doctor(model, optimizers, steps=0 if case == "steps" else 20):
             return "accepted"
     except gradcast.Error as error:
         return str(error)
@@ -238,7 +376,14 @@ def refused(rank, case):
 
 @pytest.mark.parametrize(
     ("case", "words"),
-    [("bare", "wrap the model first"), ("others", "holds no parameter"), ("none", "needs the optimizer")],
+    [
+        ("bare", "wrap the model first"),
+        ("others", "holds no parameter"),
+        ("none", "needs the optimizer"),
+        ("closure", "LBFGS.step() needs a closure"),
+        ("steps", "at least 5 is expected"),
+        ("hook", "leave it out for the diagnosis"),
+    ],
 )
 def test_wrong_use_is_refused(ranks, case, words):
     for said in ranks.run(2, refused, case):
@@ -261,14 +406,14 @@ def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
     def everything():
         states = [value.clone() for each in adam.state.values() for value in each.values()]
         tensors = [*(each.detach().clone() for each in [*module.parameters(), *module.buffers()]), *states]
-        return [*tensors, torch.get_rng_state(), torch.tensor(adam.param_groups[0]["lr"])]
+        return [*tensors, torch.get_rng_state(), adam.param_groups[0]["lr"].clone()]
 
     held = [*adam.state.values()], [parameter.grad for parameter in module.parameters()]
     before = everything()
     snapshot = Snapshot(module, [adam])
     assert all(parameter.grad is None for parameter in module.parameters())
     for _ in range(3):
-        adam.param_groups[0]["lr"].mul_(0.5)
+        adam.param_groups[0]["lr"].add_(0.5)
         adam.param_groups[0]["weight_decay"] = 7.0
         adam.zero_grad()
         module(torch.randn(3, 4)).sum().backward()
@@ -283,6 +428,23 @@ def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
     assert all(one is parameter.grad for one, parameter in zip(held[1], module.parameters(), strict=True))
     adam.step()
     assert seen == [1, 1]
+
+
+def test_a_snapshot_keeps_learning_rates_at_zero_and_gradients_of_other_modules():
+    from gradcast.diagnosis.snapshot import Snapshot
+
+    module, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    sgd = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.5, momentum=0.9)
+    head(module(torch.randn(3, 4))).sum().backward()
+    weight, gradient = head.weight.detach().clone(), head.weight.grad.clone()
+    snapshot = Snapshot(module, [sgd])
+    sgd.zero_grad()
+    head(module(torch.randn(3, 4))).sum().backward()
+    sgd.step()
+    assert torch.equal(head.weight, weight), "it stands still"
+    snapshot.restore()
+    assert sgd.param_groups[0]["lr"] == 0.5
+    assert torch.equal(head.weight.grad, gradient)
 
 
 class Items(torch.utils.data.Dataset):
@@ -332,6 +494,8 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
             super().__init__()
             self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
             self.device, self.require_backward_grad_sync = torch.device("cpu"), True
+            self.find_unused_parameters = self.static_graph = False
+            self.__dict__["module"] = self
 
         def forward(self, value, *, scale):
             return {"a": self.one(value) * scale, "b": [self.two(value)], "unused": self.one(value)}
@@ -348,9 +512,9 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
     wanted = [parameter.grad.clone() for parameter in net.parameters()]
     observer.close()
     loader.close()
-    (only,) = observer.tapes[-1].used
+    (passes,) = observer.tapes[-1].by_backward
     sgd.zero_grad()
-    tape.backward(only, tape.forward(net, only))
+    list(tape.run_again(net, passes))
     assert all(torch.equal(one, p.grad) for one, p in zip(wanted, net.parameters(), strict=True))
     assert len(ended) == len(observer.steps) == 2
     for step in observer.steps:

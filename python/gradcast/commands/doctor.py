@@ -1,6 +1,7 @@
 """``gradcast doctor``: why is this training as slow as it is, and what would help, by how much?"""
 
 import argparse
+import os
 from typing import Any
 
 from gradcast.commands import common
@@ -56,5 +57,6 @@ def run(args: argparse.Namespace) -> None:
     from gradcast.diagnosis.outcome import Outcome
 
     settings = Settings(steps=args.steps, seconds=args.seconds, network=not args.no_network, trial=not args.no_trial)
-    outcome = Outcome(args.output, script=args.script, as_json=args.json, ends=args.stop)
+    rank = int(os.environ.get("RANK", "0"))
+    outcome = Outcome(args.output, rank=rank, script=args.script, as_json=args.json, ends=args.stop)
     script.run(args.script, args.arguments, settings, outcome)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gradcast import _core
 from gradcast.diagnosis.estimates import Estimate
+from gradcast.diagnosis.stalls import MEET_ONCE, together_ms
 
 _MIB = 1 << 20
 _MS = 1e6
@@ -21,6 +22,7 @@ _DDP_IN_FLIGHT = 2
 WORTH = 1.02
 # What casting takes is not in it, so 16 bits halve the cost per byte at best.
 _WIRE = 0.5
+_DATA = ("data_storage", "data_cpu")
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,28 @@ class Action:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known. ``profile``: with its link, as ``attach`` has measured it in this training, so that forward holds
-    the loop's own work; None where it could not. ``caps_bytes``: of DDP's first bucket and of the others. ``spread``:
-    see link_costs.spread. ``streams_gain``: how many times the bytes of one TCP stream several carry; None: not known.
+    """What is known. ``ranks``: the parts of each, ms. ``profile``: with its link, as ``attach`` measured it in this
+    training, so that forward holds the loop's own work; None where it could not. ``caps_bytes``: of DDP's first bucket
+    and of the others. ``spread``: see link_costs.spread. ``streams_gain``: how many times the bytes of one TCP stream
+    several carry; None: not known.
     """
 
     step: Estimate
     parts: Mapping[str, Estimate]
+    ranks: Sequence[Mapping[str, float]]
     profile: _core.Profile | None
     caps_bytes: tuple[int, int]
     spread: tuple[float, float] = (1.0, 1.0)
     wire_possible: bool = True
     streams_gain: float | None = None
+    meetings: Sequence[Sequence[str]] = MEET_ONCE  # see stalls.py
 
 
 def actions(found: Situation) -> list[Action]:
     """In the order of predicted gain; all of them, also those that gain nothing."""
     listed = [_loader(found), _straggler(found), _accumulate(found)]
     if found.profile is not None:
-        listed += [_overlap(found), _bucket(found)]
+        listed += [_overlap(found), _hook(found), _bucket(found)]
         if found.wire_possible:
             listed.append(_wire(found))
         if found.streams_gain is not None:
@@ -115,6 +120,17 @@ def _overlap(found: Situation) -> Action:
     )
 
 
+def _hook(found: Situation) -> Action:
+    plan = _core.make_plan(found.profile, found.profile.link, mode="hook")
+    return _by_play(
+        found,
+        "hook",
+        "hook mode: DDP's way, with planned blocks",
+        "gradcast.attach(model)",
+        lambda link: _core.play(found.profile, link, plan).iteration_ns,
+    )
+
+
 def _wire(found: Situation) -> Action:
     plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE))
     return _by_play(
@@ -150,39 +166,51 @@ def _connections(found: Situation, gain: float) -> Action:
 
 def _accumulate(found: Situation) -> Action:
     parts = found.parts
-    unsent_ms = sum(parts[part].value for part in ("forward", "backward", "loop", "data_storage", "data_cpu"))
-    return Action(
+    unsent = ("forward", "backward", "loop", "data_storage", "data_cpu", "waiting")
+    unsent_ms = sum(max(0.0, parts[part].value) for part in unsent)
+    return _by_part(
+        found,
         "accumulate",
         "accumulate the gradients of 2 batches (a batch twice as large)",
         "with model.no_sync(): for every other backward pass; step() after two",
-        *_gains(found.step, lambda step_ms: (step_ms + min(unsent_ms, step_ms)) / 2),
+        [max(0.0, (step - unsent_ms) / 2) for step in _range(found.step)],
     )
 
 
 def _loader(found: Situation) -> Action:
-    gone_ms = found.parts["data_storage"].value + found.parts["data_cpu"].value
-    return Action(
+    """What the slowest rank's own work loses: a loader that is slow on one rank keeps everybody waiting, one that is
+    slow where another rank computes for longer keeps nobody."""
+    gone_ms = together_ms(found.ranks, found.meetings) - together_ms(found.ranks, found.meetings, _DATA)
+    below_ms = sum(found.parts[part].value - found.parts[part].low for part in _DATA)
+    above_ms = sum(found.parts[part].high - found.parts[part].value for part in _DATA)
+    return _by_part(
+        found,
         "loader",
         "a loader that never keeps the step waiting",
         "DataLoader(num_workers=…, prefetch_factor=…), or faster storage",
-        *_gains(found.step, lambda step_ms: step_ms - gone_ms),
+        [gone_ms, max(0.0, gone_ms - below_ms), gone_ms + above_ms],
     )
 
 
 def _straggler(found: Situation) -> Action:
-    gone_ms = max(0.0, found.parts["waiting"].value)
-    return Action(
+    return _by_part(
+        found,
         "straggler",
         "no rank slower than the others",
         "look at the rank that is named, or leave its host out",
-        *_gains(found.step, lambda step_ms: step_ms - gone_ms),
+        [max(0.0, ms) for ms in _range(found.parts["waiting"])],
     )
 
 
-def _gains(step: Estimate, after_ms: Callable[[float], float]) -> tuple[float, float, float, float]:
-    """speedup, low, high, predicted ms."""
-    gains = [now / max(after_ms(now), 1e-9) for now in (step.value, step.low, step.high)]
-    return gains[0], min(gains), max(gains), after_ms(step.value)
+def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence[float]) -> Action:
+    """``gone_ms``: of a step: the value, and the ends of its range."""
+    step_ms = found.step.value
+    gains = [step_ms / max(step_ms - gone, 1e-9) for gone in gone_ms]
+    return Action(key, title, how, gains[0], min(gains), max(gains), step_ms - gone_ms[0])
+
+
+def _range(each: Estimate) -> tuple[float, float, float]:
+    return each.value, each.low, each.high
 
 
 def ddp_plan(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> _core.Plan:

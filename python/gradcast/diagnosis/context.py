@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.doctor import LEFT_OUT_STEPS, Doctor, Settings
+from gradcast.diagnosis.doctor import Doctor, Settings, obstacle
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.errors import Error
+from gradcast.training.checks import unwrapped_optimizer
 
 
 @contextlib.contextmanager
@@ -31,29 +32,30 @@ def doctor(
     prints the result and writes it into the folder ``output``; ``outcome.result`` is doctor.json's dict there, None on
     the others. Raises gradcast.Error for what cannot be diagnosed.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check(model, optimizers)
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [unwrapped_optimizer(each) for each in given]
     settings = Settings(steps=steps, seconds=seconds, network=network, trial=trial)
-    outcome = Outcome(output)
-    watching = Doctor(settings, outcome.arrived)
+    _check(model, optimizers)
+    outcome = Outcome(output, rank=dist.get_rank())
+    watching = Doctor(settings, outcome.arrived, outcome.nothing)
     watching.begin(model, optimizers)
     try:
         yield outcome
     finally:
         watching.close()
         if not watching.done:
-            needed = LEFT_OUT_STEPS + settings.steps
-            outcome.nothing(f"{watching.steps} steps were made of the {needed} that it watches")
+            outcome.nothing(f"{watching.steps} steps were made of the {watching.needed_steps} that it watches")
 
 
 def _check(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise Error("gradcast.doctor diagnoses a DistributedDataParallel module; wrap the model first", "invalid_use")
-    if dist.get_world_size(model.process_group) == 1:
-        raise Error("with one worker nothing travels and nobody waits; start two or more", "invalid_use")
     owned = {id(parameter) for parameter in model.module.parameters()}
     for each in optimizers:
         if not any(id(parameter) in owned for group in each.param_groups for parameter in group["params"]):
             raise Error(f"the {type(each).__name__} holds no parameter of the module", "invalid_use")
     if not optimizers:
         raise Error("gradcast.doctor needs the optimizer whose steps it counts", "invalid_use")
+    why = obstacle(model, optimizers)
+    if why is not None:
+        raise Error(why, "invalid_use")

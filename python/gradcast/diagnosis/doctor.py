@@ -5,6 +5,8 @@ the probes, tries gradcast, checks the network, and restores the snapshot. The l
 """
 
 import contextlib
+import functools
+import inspect
 import os
 import socket
 import sys
@@ -15,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.diagnosis import environment, findings, pings, probes, trial
 from gradcast.diagnosis.loader import LoaderWatch
-from gradcast.diagnosis.observer import Observer
+from gradcast.diagnosis.observer import TAPES, Observer
 from gradcast.diagnosis.probes import Nodes, Prober
 from gradcast.diagnosis.snapshot import Snapshot
 from gradcast.diagnosis.stalls import RankSteps
@@ -48,12 +51,21 @@ class Settings:
     network: bool = True
     trial: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or self.steps < 5:
+            raise Error(f"steps is {self.steps!r}; a whole number of at least 5 is expected", "invalid_option")
+        if not self.seconds > 0:
+            raise Error(f"seconds is {self.seconds!r}; a number above 0 is expected", "invalid_option")
+
 
 class Doctor:
-    """``finished``, with result and trace on rank 0 and None elsewhere, is called once, on every rank."""
+    """``finished``, with result and trace on rank 0 and None elsewhere, is called once, on every rank; or ``failed``,
+    with a sentence: then the training goes on as well."""
 
-    def __init__(self, settings: Settings, finished: Callable[[Found | None], None]) -> None:
-        self._settings, self._finished = settings, finished
+    def __init__(
+        self, settings: Settings, finished: Callable[[Found | None], None], failed: Callable[[str], None]
+    ) -> None:
+        self._settings, self._finished, self._failed = settings, finished, failed
         self._loader = LoaderWatch()
         self._observer: Observer | None = None
         self.done = False
@@ -68,9 +80,20 @@ class Doctor:
         """Whether a module was found."""
         return self._observer is not None
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Also those in which the module had no part that could be seen."""
+        return 0 if self._observer is None else self._observer.optimizer_steps
+
+    @property
+    def needed_steps(self) -> int:
+        return LEFT_OUT_STEPS + self._settings.steps
+
     def begin(self, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        """REQUIRES: ``obstacle`` knows none."""
         self._ddp, self._optimizers = ddp, list(optimizers)
-        self._observer = Observer(ddp, optimizers, self._loader, self._step_ended)
+        keep_from = self.needed_steps - TAPES
+        self._observer = Observer(ddp, optimizers, self._loader, self._step_ended, keep_from=keep_from)
 
     def close(self) -> None:
         """Nothing of the diagnosis is left in the training. Idempotent."""
@@ -81,14 +104,21 @@ class Doctor:
     def _step_ended(self) -> None:
         if self.steps == LEFT_OUT_STEPS:
             self._loader_before = self._loader.totals_ms()
-        if self.steps < LEFT_OUT_STEPS + self._settings.steps or self.done:
+        if self.steps < self.needed_steps or self.done:
             return
         self.done = True
         try:
-            result = self._diagnose()
+            # Whatever the user's step() is called in.
+            kind = self._ddp.device.type
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+                found = self._diagnose()
+            self._finished(found)
+        except Exception as error:  # a diagnosis that fails must not end a training
+            if os.environ.get("GRADCAST_DEBUG"):
+                raise
+            self._failed(str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}")
         finally:
             self.close()
-        self._finished(result)
 
     def _diagnose(self) -> Found | None:
         everybody = self._new_group(self._ranks(), "gloo")
@@ -96,10 +126,16 @@ class Doctor:
         group = Group(rank, len(self._ranks()), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
         tell = _Teller(rank)
         tell(f"{self._settings.steps} ordinary steps were watched; now steps with less in them, on the same batches")
-        all_used = all(group.gather(all(p.grad is not None for p in self._ddp.parameters() if p.requires_grad)))
+        looks = self._ddp.find_unused_parameters or self._ddp.static_graph
+        all_used = all(group.gather(self._observer.all_used)) if looks else True
+        if not all_used:
+            raise Error(
+                "parameters stay without a gradient in some steps, and DDP, which looks for them, would take the "
+                "doctor's steps for the training's"
+            )
         snapshot = Snapshot(self._ddp.module, self._optimizers)
         try:
-            measured = self._measure(group, all_used, tell)
+            measured = self._measure(group, tell)
         finally:
             snapshot.restore()
         tell("parameters, optimizer and random generators are what they were; the training goes on")
@@ -107,20 +143,20 @@ class Doctor:
         if rank != 0:
             return None
         traces = findings.aligned(everything)
-        return findings.result(everything, self._facts(all_used)), merge(traces) if traces else None
+        return findings.result(everything, self._facts()), merge(traces) if traces else None
 
-    def _measure(self, group: Group, all_used: bool, tell: "_Teller") -> "findings.Measured":
+    def _measure(self, group: Group, tell: "_Teller") -> "findings.Measured":
         nodes = Nodes(tuple(_unique_hosts(group.gather(_host()))))
         ordinary = self._observer.steps[LEFT_OUT_STEPS:]
         prober = Prober(self._ddp, self._optimizers, list(self._observer.tapes), group.own)
         # In one order on all ranks: making a wrapper is collective.
         run = [name for name in ("alone", "node", "cluster") if name in probes.kinds(nodes).values()]
-        wrappers = {name: prober.wrapper(self._group_of(name, nodes, group)) for name in run}
-        self._add_users_hook(wrappers["cluster"])
-        options = _without_mistakes(self._ddp, all_used)
-        wrappers |= {name: prober.wrapper(wrappers["cluster"].process_group, **{name: False}) for name in options}
-        rounds = self._rounds(group, ordinary, len(wrappers))
-        found = prober.run(wrappers, rounds, tell)
+        groups = {name: self._group_of(name, nodes, group) for name in run}
+        makers = {name: functools.partial(prober.wrapper, groups[name]) for name in run}
+        options = _without_mistakes(self._ddp)
+        makers |= {name: functools.partial(prober.wrapper, groups["cluster"], **{name: False}) for name in options}
+        rounds = self._rounds(group, ordinary, len(makers))
+        wrappers, found = prober.run(makers, rounds, tell)
         layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried = None
@@ -145,7 +181,7 @@ class Doctor:
             trial=tried,
             clocks=pings.clocks(group),
             network=network,
-            probe_steps=probes.step_count(len(wrappers), rounds),
+            probe_steps=probes.step_count(len(makers), rounds),
             process=environment.own_process(),
         )
 
@@ -175,16 +211,6 @@ class Doctor:
         everyone = self._ranks()
         return self._new_group([everyone[member] for member in members], dist.get_backend(self._ddp.process_group))
 
-    def _add_users_hook(self, wrapper: DistributedDataParallel) -> None:
-        for state, function in probes.own_hooks(self._ddp):
-            if state is not None and not isinstance(state, dist.ProcessGroup):
-                raise Error(
-                    f"the communication hook {getattr(function, '__name__', function)} keeps a state, which the probes "
-                    "would change; leave the hook out for the diagnosis",
-                    "invalid_use",
-                )
-            wrapper.register_comm_hook(state, function)
-
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._ddp.process_group)
 
@@ -194,7 +220,7 @@ class Doctor:
             ranks=list(ranks), timeout=_TIMEOUT, backend=backend, use_local_synchronization=True, group_desc="doctor"
         )
 
-    def _facts(self, all_used: bool) -> "findings.Facts":
+    def _facts(self) -> "findings.Facts":
         ddp = self._ddp
         return findings.Facts(
             backend=dist.get_backend(ddp.process_group),
@@ -208,7 +234,7 @@ class Doctor:
             find_unused_parameters=ddp.find_unused_parameters,
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
-            all_used=all_used,
+            all_used=True,
             left_out_steps=LEFT_OUT_STEPS,
         )
 
@@ -224,11 +250,40 @@ class _Teller:
             print(f"gradcast doctor: {text}", file=sys.stderr, flush=True)
 
 
-def _without_mistakes(ddp: DistributedDataParallel, all_used: bool) -> list[str]:
+def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> str | None:
+    """Why this training cannot be diagnosed, as a sentence; the same on all ranks."""
+    if dist.get_world_size(ddp.process_group) == 1:
+        return "there is one worker, so nothing travels and nobody waits; start two or more with torchrun"
+    for name in ("mixed_precision", "_delay_all_reduce_params"):
+        if getattr(ddp, name, None):
+            return f"DDP's {name.strip('_')} is not supported by the doctor's own steps; leave it out for the diagnosis"
+    for each in optimizers:
+        name = type(each).__name__
+        if inspect.signature(type(each).step).parameters["closure"].default is inspect.Parameter.empty:
+            return f"{name}.step() needs a closure, which the doctor's own steps do not have"
+        if any(isinstance(value, Optimizer) for value in vars(each).values()):
+            return f"{name} holds another optimizer, whose state would not be kept; diagnose it with that one alone"
+    return _hook_obstacle(ddp)
+
+
+def _hook_obstacle(ddp: DistributedDataParallel) -> str | None:
+    hooks = probes.hooks_of(ddp)
+    for function, state in hooks:
+        stateless = state is None or isinstance(state, dist.ProcessGroup)
+        if getattr(function, "__module__", None) != default_hooks.__name__ or not stateless:
+            return (
+                f"the communication hook {getattr(function, '__name__', function)} is not one of torch's simple ones; "
+                "leave it out for the diagnosis"
+            )
+    if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
+        return "a communication hook of C++ is registered; leave it out for the diagnosis"
+    return None
+
+
+def _without_mistakes(ddp: DistributedDataParallel) -> list[str]:
     """Options that cost time each step and can be measured by leaving them out."""
     options = []
-    # Left out where a parameter was really unused, DDP would wait for its gradient.
-    if ddp.find_unused_parameters and all_used:
+    if ddp.find_unused_parameters:  # all are used, or there would be no diagnosis
         options.append("find_unused_parameters")
     if ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
         options.append("broadcast_buffers")

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradcast import __version__, _core
+from gradcast import __version__, _core, scaling
 from gradcast.diagnosis import actions, environment, lint, lint_costs, timelines
 from gradcast.diagnosis.actions import Situation
 from gradcast.diagnosis.estimates import Estimate, estimate
-from gradcast.diagnosis.stalls import Breakdown, RankSteps, breakdown
+from gradcast.diagnosis.stalls import MEET_ONCE, MEET_TWICE, Breakdown, RankSteps, breakdown
 from gradcast.diagnosis.trial import Trial
 from gradcast.diagnosis.verdict import verdict
 from gradcast.runs import KIND, VERSION
@@ -57,9 +57,10 @@ class Facts:
 def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
     """``ranks`` in rank order."""
     steps = [each.steps for each in ranks]
-    found = breakdown(steps)
+    meetings = MEET_TWICE if facts.broadcast_buffers and facts.buffer_bytes else MEET_ONCE
+    found = breakdown(steps, meetings)
     profile = _profile(ranks)
-    situation = _situation(found, ranks, facts, profile)
+    situation = _situation(found, meetings, ranks, facts, profile)
     listed = actions.actions(situation)
     mistakes = _lint(ranks, facts, found, profile)
     told = verdict(
@@ -99,7 +100,7 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
         "lint": mistakes,
         "network": ranks[0].network,
         **_trial_fields(ranks, profile),
-        "scaling": None,
+        "scaling": None if profile is None else scaling.as_json(scaling.band(profile)),
     }
 
 
@@ -136,16 +137,24 @@ def _profile(ranks: Sequence[Measured]) -> _core.Profile | None:
     return None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
 
 
-def _situation(found: Breakdown, ranks: Sequence[Measured], facts: Facts, profile: _core.Profile | None) -> Situation:
+def _situation(
+    found: Breakdown,
+    meetings: Sequence[Sequence[str]],
+    ranks: Sequence[Measured],
+    facts: Facts,
+    profile: _core.Profile | None,
+) -> Situation:
     trial = ranks[0].trial
     return Situation(
         step=found.step,
         parts=found.parts,
+        ranks=found.ranks,
+        meetings=meetings,
         profile=profile,
         caps_bytes=facts.caps_bytes,
         spread=(1.0, 1.0) if trial is None else trial.spread,
         wire_possible=facts.is_fp32,
-        streams_gain=_streams_gain(ranks[0].network),
+        streams_gain=_streams_gain(ranks[0].network) if facts.backend == "gloo" else None,
     )
 
 

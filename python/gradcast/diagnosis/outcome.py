@@ -1,7 +1,6 @@
 """What becomes of a diagnosis: a folder with its result and trace, and a text for the terminal."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,16 @@ TRACE = TRACES[0]
 
 
 class Outcome:
-    """``script``: its name, for the result. ``ends``: the program is over with the diagnosis."""
+    """``script``: its name, for the result. ``ends``: the program is over with the diagnosis. Rank 0 writes."""
 
-    def __init__(self, folder: str, *, script: str | None = None, as_json: bool = False, ends: bool = False) -> None:
-        self._folder, self._script, self._as_json, self._ends = Path(folder), script, as_json, ends
+    def __init__(
+        self, folder: str, *, rank: int, script: str | None = None, as_json: bool = False, ends: bool = False
+    ) -> None:
+        self._folder, self._rank, self._script = Path(folder), rank, script
+        self._as_json, self._ends = as_json, ends
         self.result: dict[str, Any] | None = None
+        if rank != 0:
+            return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -39,7 +43,7 @@ class Outcome:
 
     def nothing(self, why: str) -> None:
         """Said by one rank, and with no exit code of its own: that is the script's."""
-        if os.environ.get("RANK", "0") == "0":
+        if self._rank == 0:
             print(f"gradcast doctor: no diagnosis: {why}", file=sys.stderr, flush=True)
 
     def _text(self) -> str:

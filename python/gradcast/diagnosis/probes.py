@@ -3,13 +3,14 @@
 They run between two ordinary steps, on the tapes of the last ones, while a snapshot holds the training's state. Who
 sends gradients are further DistributedDataParallel wrappers around the same module, with the user's options and other
 groups of ranks: all of them ("cluster"), those of this node ("node"), this rank by itself ("alone"), for which DDP does
-everything but send. The user's own wrapper takes no part: it reduces only after a forward pass of its own.
+everything but send. The user's own wrapper takes no part: it reduces only after a forward pass of its own. (With
+find_unused_parameters it does note which gradients have come, so all have to come in every step.)
 """
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,14 +69,25 @@ class Prober:
 
     def wrapper(self, group: Any, **changes: Any) -> DistributedDataParallel:
         """``changes``: of the user's options, for DDP's constructor."""
-        return DistributedDataParallel(self._ddp.module, **(_options(self._ddp) | {"process_group": group} | changes))
+        wrapper = DistributedDataParallel(
+            self._ddp.module, **(_options(self._ddp) | {"process_group": group} | changes)
+        )
+        for function, _ in hooks_of(self._ddp):
+            wrapper.register_comm_hook(group, function)  # torch's own, whose state is the group
+        return wrapper
 
-    def run(self, wrappers: dict[str, Any], rounds: int, told: Callable[[str], None]) -> dict[str, dict[str, list]]:
-        """ms by name of the wrapper and stage. The wrappers take turns, so that whatever else the machine does falls on
-        all of them."""
-        for name, wrapper in wrappers.items():
+    def run(
+        self, makers: dict[str, Callable[[], Any]], rounds: int, told: Callable[[str], None]
+    ) -> tuple[dict[str, Any], dict[str, dict[str, list]]]:
+        """The wrappers that ``makers`` make, by name, and ms by name and stage. They take turns, so that whatever else
+        the machine does falls on all of them."""
+        wrappers = {}
+        for name, make in makers.items():
             told(f"steps {name}")
-            self.steps(wrapper, _SETTLING_STEPS)
+            # With a static graph DDP counts in its first steps every gradient that comes, also of others' steps: so
+            # one wrapper has made its first before the next one exists.
+            wrappers[name] = make()
+            self.steps(wrappers[name], _SETTLING_STEPS)
         found: dict[str, dict[str, list]] = {name: {} for name in wrappers}
         for number in range(rounds):
             told(f"round {number + 1} of {rounds}")
@@ -83,32 +95,31 @@ class Prober:
                 for times in self.steps(wrapper, _LEFT_OUT_PER_TURN + _STEPS_PER_TURN)[_LEFT_OUT_PER_TURN:]:
                     for stage, ms in times.items():
                         found[name].setdefault(stage, []).append(ms)
-        return found
+        return wrappers, found
 
-    def steps(self, model: Any, count: int) -> list[dict[str, float]]:
-        """ms by stage. The ranks begin together."""
+    def steps(self, model: Any, count: int, *, pause_ms: float = 0.0) -> list[dict[str, float]]:
+        """ms by stage. The ranks begin together. ``pause_ms``: before each step, and part of it."""
         dist.barrier(group=self._everybody)
-        return [self.step(model) for _ in range(count)]
+        return [self.step(model, pause_ms) for _ in range(count)]
 
-    def step(self, model: Any) -> dict[str, float]:
-        stamps = [self._now_ns()]
+    def step(self, model: Any, pause_ms: float = 0.0) -> dict[str, float]:
+        began = self._now_ns()
+        time.sleep(max(0.0, pause_ms) / 1e3)
         times = {"forward": 0.0, "backward": 0.0}
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        for each in next(self._tapes).used:
-            with tape.synchronizing(model, each):
-                start = self._now_ns()
-                outputs = tape.forward(model, each)
-                middle = self._now_ns()
-                tape.backward(each, outputs)
-                end = self._now_ns()
-            times["forward"] += (middle - start) / 1e6
-            times["backward"] += (end - middle) / 1e6
-        stamps.append(self._now_ns())
+        for passes in next(self._tapes).by_backward:
+            stamps = [self._now_ns()]
+            for _ in tape.run_again(model, passes):
+                stamps.append(self._now_ns())
+            stamps.append(self._now_ns())
+            times["forward"] += (stamps[1] - stamps[0]) / 1e6
+            times["backward"] += (stamps[2] - stamps[1]) / 1e6
+        start = self._now_ns()
         for optimizer in self._optimizers:
             optimizer.step()
-        stamps.append(self._now_ns())
-        return times | {"update": (stamps[2] - stamps[1]) / 1e6, "step": (stamps[2] - stamps[0]) / 1e6}
+        end = self._now_ns()
+        return times | {"update": (end - start) / 1e6, "step": (end - began) / 1e6}
 
     def _now_ns(self) -> int:
         if self._ddp.device.type == "cuda":
@@ -194,6 +205,7 @@ def _options(ddp: DistributedDataParallel) -> dict[str, Any]:
         "find_unused_parameters": ddp.find_unused_parameters,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "static_graph": ddp.static_graph,
+        "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
     }
     caps = getattr(ddp, "bucket_bytes_cap_list", [])
     if caps:
@@ -203,7 +215,6 @@ def _options(ddp: DistributedDataParallel) -> dict[str, Any]:
     return options
 
 
-def own_hooks(ddp: DistributedDataParallel) -> Iterator[tuple[Any, Any]]:
-    """The communication hooks that the user has registered: (state, function)."""
-    for function, state in getattr(ddp, "_comm_hooks", []):
-        yield state, function
+def hooks_of(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The communication hooks that the user has registered: (function, state)."""
+    return list(getattr(ddp, "_comm_hooks", []))

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcast.diagnosis.doctor import LEFT_OUT_STEPS, Doctor, Settings
+from gradcast.diagnosis.doctor import Doctor, Settings, obstacle
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.errors import Error
 from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
@@ -26,7 +25,7 @@ from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
 
 class Finder:
     """Looks for a DistributedDataParallel module that is trained, and for its optimizers, in a program that knows
-    nothing of this. The doctor begins with the first module whose optimizers have all made a step."""
+    nothing of this."""
 
     def __init__(self, doctor: Doctor) -> None:
         self._doctor = doctor
@@ -60,8 +59,8 @@ class Finder:
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # One steps for the second time: all that take part in a step are known.
-        for ddp in filter(None, (each() for each in self._modules)):
+        # One steps for the second time: all that take part in a step are known. Of several modules the largest.
+        for ddp in sorted(filter(None, (each() for each in self._modules)), key=_size, reverse=True):
             owned = {id(parameter) for parameter in ddp.module.parameters()}
             optimizers = [each for each in self._stepped if _holds(each, owned)]
             if optimizers:
@@ -69,10 +68,9 @@ class Finder:
                 return
 
     def _begin(self, ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> None:
-        if dist.get_world_size(ddp.process_group) == 1:
-            self.obstacle = "there is one worker, so nothing travels and nobody waits; start two or more with torchrun"
-            return
-        self._doctor.begin(ddp, optimizers)
+        self.obstacle = obstacle(ddp, optimizers)
+        if self.obstacle is None:
+            self._doctor.begin(ddp, optimizers)
 
 
 def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcome) -> None:
@@ -83,39 +81,47 @@ def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcom
     os.environ[DISABLE_VARIABLE] = "1"
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    doctor = Doctor(settings, outcome.arrived)
+    doctor = Doctor(settings, outcome.arrived, outcome.nothing)
     finder = Finder(doctor)
     try:
         runpy.run_path(path, run_name="__main__")
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if isinstance(error, Error) and doctor.done:
-            raise
         _show(error)
         raise SystemExit(1) from None
     finally:
         finder.close()
         doctor.close()
         if not doctor.done:
-            outcome.nothing(_why_nothing(path, doctor, finder, settings))
+            outcome.nothing(_why_nothing(path, doctor, finder))
 
 
-def _why_nothing(path: str, doctor: Doctor, finder: Finder, settings: Settings) -> str:
+def _why_nothing(path: str, doctor: Doctor, finder: Finder) -> str:
     if finder.obstacle is not None:
         return finder.obstacle
-    needed = LEFT_OUT_STEPS + settings.steps
+    if doctor.watches and doctor.steps == 0 and doctor.optimizer_steps > 0:
+        return (
+            f"in none of {doctor.optimizer_steps} steps a backward pass through the outputs of the "
+            "DistributedDataParallel module was seen: torch.compile around that module (compile what is inside), or "
+            "outputs that hold no tensors"
+        )
     if doctor.watches:
         return (
-            f"{path} ended after {doctor.steps} of the {needed} steps that the diagnosis watches; let it train for "
-            "longer, or ask for fewer with --steps"
+            f"{path} ended after {doctor.steps} of the {doctor.needed_steps} steps that the diagnosis watches; let it "
+            "train for longer, or ask for fewer with --steps"
         )
     if finder.found_module:
         return f"{path} ended before an optimizer of its DistributedDataParallel module had made two steps"
     return (
         f"{path} ended without a DistributedDataParallel module: nothing was there that could be diagnosed. Did it "
-        "call init_process_group() and wrap its model?"
+        "call init_process_group() and wrap its model? Start it with torchrun: processes that it starts itself are not "
+        "seen"
     )
+
+
+def _size(ddp: DistributedDataParallel) -> int:
+    return sum(parameter.numel() for parameter in ddp.module.parameters())
 
 
 def _holds(optimizer: Optimizer, owned: set[int]) -> bool:

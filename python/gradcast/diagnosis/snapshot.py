@@ -1,56 +1,90 @@
 """The state of a training, taken before steps that are not the user's and given back afterwards, bit for bit.
 
-Held are parameters, buffers and gradients of the module, the optimizers' state and settings, and the random generators
-of torch, NumPy and Python. Not held, because nothing of it is used: the loop, its data, schedulers, scalers. Not held,
-because it cannot be seen: what a module's forward keeps outside of its buffers.
+Held are parameters, buffers and gradients of the module, other parameters of its optimizers, the optimizers' state and
+settings, and the random generators of torch, NumPy and Python. Not held, because nothing of it is used: the loop, its
+data, schedulers, scalers. Not held, because it cannot be seen: what a module's forward keeps outside of its buffers.
+
+Meanwhile learning rates are 0, so that parameters stay where they are however many steps are made with the same
+gradients, and hooks on optimizers rest.
 """
 
 import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers_module
+
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Snapshot:
     """Copies lie in the host's memory, so that a device needs no room for them."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._tensors = [(each, _copy(each)) for each in (*module.parameters(), *module.buffers())]
+        groups = [group for each in optimizers for group in each.param_groups]
+        owned = [parameter for group in groups for parameter in group["params"]]
+        parameters = list(dict.fromkeys([*module.parameters(), *owned]))
+        self._parameters = [(each, _copy(each)) for each in parameters]
+        self._buffers = [_Buffers(each) for each in module.modules()]
         # The gradients themselves stay where they are; steps in between make their own.
-        self._gradients = [(each, each.grad) for each in module.parameters()]
+        self._gradients = [(each, each.grad) for each in parameters]
         self._optimizers = [_OptimizerState(each) for each in optimizers]
+        # Other dictionaries in their place: whoever is going through the old ones goes on.
+        self._hooks = [(optimizers_module, name, getattr(optimizers_module, name)) for name in _GLOBAL_HOOKS]
+        self._hooks += [(each, name, getattr(each, name)) for each in optimizers for name in _OWN_HOOKS]
         self._random = _random_states()
+        for owner, name, _ in self._hooks:
+            setattr(owner, name, OrderedDict())
         for each, _ in self._gradients:
             each.grad = None
+        for group in groups:
+            _stand_still(group)
 
     def restore(self) -> None:
         with torch.no_grad():
-            for tensor, kept in self._tensors:
-                tensor.copy_(kept)
+            for parameter, kept in self._parameters:
+                parameter.copy_(kept)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for each in self._optimizers:
+        for each in [*self._buffers, *self._optimizers]:
             each.restore()
+        for owner, name, hooks in self._hooks:
+            setattr(owner, name, hooks)
         _set_random_states(self._random)
 
 
-class _OptimizerState:
-    """Hooks that a user has put on the optimizer, an average of the weights for instance, rest meanwhile."""
+class _Buffers:
+    """Of one module. A forward pass may write into a buffer, or put another tensor in its place."""
 
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        self._kept = {name: (each, None if each is None else _copy(each)) for name, each in owner._buffers.items()}
+
+    def restore(self) -> None:
+        buffers = self._owner._buffers
+        for name in [name for name in buffers if name not in self._kept]:
+            del buffers[name]
+        for name, (tensor, kept) in self._kept.items():
+            buffers[name] = tensor
+            if tensor is not None:
+                with torch.no_grad():
+                    tensor.copy_(kept)
+
+
+class _OptimizerState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._state = {owner: {key: _copy(value) for key, value in of.items()} for owner, of in optimizer.state.items()}
         self._groups = [
             {key: _copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self._hooks = (dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks))
-        optimizer._optimizer_step_pre_hooks.clear()
-        optimizer._optimizer_step_post_hooks.clear()
 
     def restore(self) -> None:
         optimizer = self._optimizer
@@ -60,8 +94,14 @@ class _OptimizerState:
             _refill(optimizer.state[owner], kept)
         for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
             _refill(group, {"params": group["params"], **kept})
-        optimizer._optimizer_step_pre_hooks.update(self._hooks[0])
-        optimizer._optimizer_step_post_hooks.update(self._hooks[1])
+
+
+def _stand_still(group: dict[str, Any]) -> None:
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.zero_()
+    elif rate is not None:
+        group["lr"] = 0.0
 
 
 def _copy(value: Any) -> Any:

@@ -21,6 +21,7 @@ long a batch takes to read and to prepare (``cached_wait``).
 Pure. Thread safety: pure; any thread.
 """
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,10 @@ class RankSteps:
         """Everything but communication and waiting for others."""
         return sum(self.own(part) for part in OWN)
 
+    @property
+    def own_parts(self) -> dict[str, float]:
+        return {part: self.own(part) for part in OWN}
+
     def own(self, part: str) -> float:
         return _own(self, part, [statistics.median(samples) for samples in self._samples(part)])
 
@@ -133,30 +138,45 @@ class Breakdown:
 _STRAGGLES_SHARE, _STRAGGLES_MS = 0.02, 1.0
 
 
-def breakdown(ranks: Sequence[RankSteps]) -> Breakdown:
+# What ranks do from where they are together to where they are again: once a step, where gradients are averaged; with
+# buffers that come from rank 0 before each forward pass, there as well.
+MEET_ONCE = (OWN,)
+MEET_TWICE = (("update", "loop", "data_storage", "data_cpu"), ("forward", "backward"))
+
+
+def together_ms(
+    ranks: Sequence[Mapping[str, float]], meetings: Sequence[Sequence[str]], without: Sequence[str] = ()
+) -> float:
+    """How long all ranks need: between two meetings, as long as the slowest one. ``ranks``: each one's own parts;
+    ``without``: parts that are taken to need no time."""
+    return sum(
+        max(sum(each[part] for part in between if part not in without) for each in ranks) for between in meetings
+    )
+
+
+def breakdown(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]] = MEET_ONCE) -> Breakdown:
     """``ranks`` in rank order. Shown is the rank whose own work is the lower median: of two, the faster."""
     by_own = sorted(ranks, key=lambda each: each.own_ms)
     view, slowest = by_own[(len(ranks) - 1) // 2], by_own[-1]
+    all_ms = together_ms([each.own_parts for each in ranks], meetings)
     step = estimate(statistics.median, view.normal["step"])
     parts = {part: view.own_estimate(part) for part in OWN}
     parts |= {kind: _communication(ranks, kind) for kind in ("interconnect", "network")}
-    parts["waiting"] = _waiting(view, slowest)
+    parts["waiting"] = _waiting(view, slowest, all_ms)
     left = step.value - sum(part.value for part in parts.values())
     parts["rest"] = Estimate(left, left - (step.value - step.low), left + (step.high - step.value))
     return Breakdown(
         view.rank,
         step,
         parts,
-        [_values(each, slowest, parts) for each in ranks],
+        [_values(each, all_ms, parts) for each in ranks],
         _straggler(view, slowest, step.value, parts["waiting"]),
     )
 
 
-def _waiting(view: RankSteps, slowest: RankSteps) -> Estimate:
-    if slowest is view:
-        return Estimate(0.0, 0.0, 0.0)
+def _waiting(view: RankSteps, slowest: RankSteps, all_ms: float) -> Estimate:
     mine, its = ([each.own_estimate(part) for part in OWN] for each in (view, slowest))
-    value = slowest.own_ms - view.own_ms
+    value = all_ms - view.own_ms
     # Independent errors of both sides add as squares.
     below = sum((a.high - a.value) ** 2 + (b.value - b.low) ** 2 for a, b in zip(mine, its, strict=True)) ** 0.5
     above = sum((a.value - a.low) ** 2 + (b.high - b.value) ** 2 for a, b in zip(mine, its, strict=True)) ** 0.5
@@ -164,22 +184,28 @@ def _waiting(view: RankSteps, slowest: RankSteps) -> Estimate:
 
 
 def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
-    """What a kind of exchange adds to the step of the slowest rank, with and without which all ranks are measured."""
-    more, less = {"interconnect": ("node", "alone"), "network": ("cluster", "node")}[kind]
-    slow, fast = ([each.probes[name]["step"] for each in ranks] for name in (more, less))
+    """What a kind of exchange adds to the step of the slowest rank.
+
+    Of what all exchange costs, the one inside of nodes is at most all: where it is slow by itself, but goes on while
+    other nodes' links are busy, the two together may cost less than it alone.
+    """
+    steps = [[each.probes[name]["step"] for each in ranks] for name in ("alone", "node", "cluster")]
 
     def added(*drawn: Sequence[float]) -> float:
         medians = [statistics.median(samples) for samples in drawn]
-        return max(medians[: len(slow)]) - max(medians[len(slow) :])
+        count = len(ranks)
+        alone, node, cluster = (max(medians[place : place + count]) for place in (0, count, 2 * count))
+        all_of_it = max(0.0, cluster - alone)
+        inside = min(max(0.0, node - alone), all_of_it)
+        return inside if kind == "interconnect" else all_of_it - inside
 
-    found = estimate(added, *slow, *fast)
-    return Estimate(max(0.0, found.value), max(0.0, found.low), max(0.0, found.high))
+    return estimate(added, *itertools.chain(*steps))
 
 
-def _values(each: RankSteps, slowest: RankSteps, parts: Mapping[str, Estimate]) -> dict[str, float]:
-    values = {part: each.own(part) for part in OWN}
+def _values(each: RankSteps, all_ms: float, parts: Mapping[str, Estimate]) -> dict[str, float]:
+    values = each.own_parts
     values |= {kind: parts[kind].value for kind in ("interconnect", "network")}
-    values["waiting"] = slowest.own_ms - each.own_ms
+    values["waiting"] = all_ms - each.own_ms
     values["rest"] = statistics.median(each.normal["step"]) - sum(values.values())
     return {part: values[part] for part in PARTS}
 

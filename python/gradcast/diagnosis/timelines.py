@@ -60,11 +60,11 @@ def predicted(profile: _core.Profile, plan: _core.Plan) -> dict[str, Any]:
     clock_ns = timeline.forward_start_ns
     if clock_ns > profile.backward_ns:
         spans.append(("wait", profile.backward_ns, clock_ns))
-    for tensor, times in zip(profile.tensors, timeline.tensors, strict=True):
-        reads_ns = times.read_ns - times.wait_ns - tensor.update_ns
+    for times in timeline.tensors:
         if times.wait_ns > 0:
-            spans += [("forward", clock_ns, reads_ns), ("wait", reads_ns, reads_ns + times.wait_ns)]
-            clock_ns = reads_ns + times.wait_ns
+            arrived_ns = times.read_ns + times.wait_ns
+            spans += [("forward", clock_ns, times.read_ns), ("wait", times.read_ns, arrived_ns)]
+            clock_ns = arrived_ns
     spans.append(("forward", clock_ns, timeline.iteration_ns))
     return {
         "spans": [

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,12 +47,11 @@ class Trial:
 class _Attached:
     """What a prober runs tapes through."""
 
-    def __init__(self, module: Any, handle: Handle, pause_ms: float) -> None:
-        self._module, self._pause_ms = module, pause_ms
+    def __init__(self, module: Any, handle: Handle) -> None:
+        self._module = module
         self.no_sync = handle.no_sync
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        time.sleep(self._pause_ms / 1e3)
         return self._module(*arguments, **keywords)
 
 
@@ -70,9 +68,9 @@ def try_overlap(
         except Error as error:
             return Trial(error=str(error))
         try:
-            attached = _Attached(module, handle, pause_ms)
-            prober.steps(attached, options.warmup_steps)
-            times = prober.steps(attached, followed)[-_FOLLOWED_STEPS:]
+            attached = _Attached(module, handle)
+            prober.steps(attached, options.warmup_steps, pause_ms=pause_ms)
+            times = prober.steps(attached, followed, pause_ms=pause_ms)[-_FOLLOWED_STEPS:]
             handle.flush()
             return _found(handle, [each["step"] for each in times])
         finally:

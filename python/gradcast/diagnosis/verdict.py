@@ -38,17 +38,22 @@ def verdict(
         return Verdict("misconfigured", f"{mistake[0]}: {mistake[1]:.0f} of {step.value:.0f} ms per step.")
     largest = max(shares, key=lambda name: shares[name])
     if sum(shares.values()) < _COMPUTE_BOUND:
-        return Verdict(
-            "compute-bound",
-            f"Compute is the limit: {1 - sum(shares.values()):.0%} of the step's {step.value:.0f} ms; data, network "
-            "and slow ranks cost almost nothing.",
-        )
+        return _compute_bound(step.value, parts)
     ms = shares[largest] * step.value
     return {
         "communication": _network_bound(ms, shares[largest], step.value, parts, latency_share),
         "data": _data_bound(ms, shares[largest], parts),
         "waiting": _straggles(ms, shares[largest], straggler),
     }[largest]
+
+
+def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Verdict:
+    computing = sum(parts[part].value for part in ("forward", "backward", "update")) / step_ms
+    loop = parts["loop"].value / step_ms
+    text = f"Compute is the limit: {computing:.0%} of the step's {step_ms:.0f} ms"
+    if loop > _COMPUTE_BOUND:
+        text += f", and the loop's own work (the loss, logging, data that no DataLoader loads) another {loop:.0%}"
+    return Verdict("compute-bound", f"{text}; data, network and slow ranks cost almost nothing.")
 
 
 def _shares(step: Estimate, parts: Mapping[str, Estimate]) -> dict[str, float]:

@@ -1,0 +1,229 @@
+"""What a diagnosis concludes from its numbers: actions, floor, verdict, timelines, and the words for people."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+import gradcast
+from gradcast import _core
+from gradcast.diagnosis import actions, timelines
+from gradcast.diagnosis.actions import Situation
+from gradcast.diagnosis.estimates import Estimate
+from gradcast.diagnosis.stalls import PARTS, Straggler
+from gradcast.diagnosis.verdict import verdict
+from gradcast.traces import BlockSpan, RankTrace, Span, Step
+
+MIB = 1 << 20
+DDP_CAPS = (MIB, 25 * MIB)
+MS = 1e6
+
+
+def exact(value):
+    return Estimate(value, value, value)
+
+
+def parts(**ms):
+    return {part: exact(float(ms.get(part, 0.0))) for part in PARTS}
+
+
+def with_link(alpha_ns, beta_ns_per_byte, scale=1.0):
+    profile = gradcast.load_profile("resnet50", scale=scale)
+    fields = json.loads(profile.to_json())
+    pieces = [{"up_to_bytes": None, "alpha_ns": alpha_ns, "beta_ns_per_byte": beta_ns_per_byte}]
+    return _core.Profile.from_json(json.dumps(fields | {"world_size": 4, "link": {"all_reduce": pieces}}))
+
+
+def situation(profile, **more):
+    """A training that takes exactly what ``play`` says of DDP on this profile."""
+    step_ms = actions.ddp_ns(profile, DDP_CAPS) / MS
+    known = parts(forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
+    return Situation(
+        step=exact(step_ms), parts=known, ranks=[values(known)], profile=profile, caps_bytes=DDP_CAPS, **more
+    )
+
+
+def values(known):
+    return {part: each.value for part, each in known.items()}
+
+
+def by_key(listed):
+    return {action.key: action for action in listed}
+
+
+# --- Actions ---
+
+
+def test_the_gain_of_overlap_mode_is_that_of_play():
+    profile = with_link(500e3, 2.0)
+    found = situation(profile)
+    overlap = by_key(actions.actions(found))["overlap"]
+    plan = gradcast.make_plan(profile, profile.link)
+    assert overlap.predicted_ms == pytest.approx(plan.predicted_ns / MS)
+    assert overlap.speedup == pytest.approx(found.step.value / overlap.predicted_ms)
+    assert overlap.low == overlap.high == overlap.speedup, "no spread, no range"
+    assert actions.floor_ms(found) == pytest.approx(plan.bound_ns / MS)
+
+
+def test_what_is_measured_above_the_prediction_stays_when_something_is_changed():
+    profile = with_link(500e3, 2.0)
+    usual = situation(profile)
+    more = dataclasses.replace(usual, step=exact(usual.step.value + 30))
+    before, after = (by_key(actions.actions(each))["overlap"] for each in (usual, more))
+    assert after.predicted_ms == pytest.approx(before.predicted_ms + 30)
+    assert after.speedup < before.speedup
+
+
+def test_a_range_comes_from_the_spread_of_the_network():
+    overlap = by_key(actions.actions(situation(with_link(500e3, 1.0), spread=(0.8, 1.3))))["overlap"]
+    assert overlap.low < overlap.speedup < overlap.high or overlap.low < overlap.high
+    assert overlap.low <= overlap.speedup <= overlap.high
+
+
+def of_parts(step_ms, known, ranks=None):
+    ranks = [values(known)] if ranks is None else [values(each) for each in ranks]
+    return Situation(step=exact(step_ms), parts=known, ranks=ranks, profile=None, caps_bytes=DDP_CAPS)
+
+
+def test_actions_come_in_the_order_of_their_gain():
+    known = parts(forward=40, backward=80, update=10, data_storage=50, data_cpu=10, waiting=8, network=2)
+    listed = actions.actions(of_parts(200.0, known))
+    assert [action.key for action in listed] == ["loader", "straggler", "accumulate"]
+    assert listed[0].predicted_ms == 140
+    assert listed[0].speedup == pytest.approx(200 / 140)
+    assert listed[1].predicted_ms == 192
+    # Two batches: one that sends nothing but still waits for the slower rank, 188, and one as now.
+    assert listed[2].predicted_ms == pytest.approx((188 + 200) / 2)
+
+
+def test_a_loader_gains_what_the_slowest_rank_gains():
+    own = parts(forward=30, backward=60, data_cpu=50, waiting=50)
+    other = parts(forward=30, backward=160)
+    loader = by_key(actions.actions(of_parts(200.0, own, [own, other])))["loader"]
+    assert loader.speedup == 1.0, "the other rank computes as long as this one loads"
+    own, other = parts(forward=30, backward=60, waiting=100), parts(forward=30, backward=60, data_storage=100)
+    loader = by_key(actions.actions(of_parts(200.0, own, [own, other])))["loader"]
+    assert loader.speedup == pytest.approx(2.0), "this rank waits for the other one's loader"
+
+
+def test_a_range_of_a_part_is_that_of_its_gain():
+    known = parts(forward=100, waiting=50) | {"waiting": Estimate(50.0, 30.0, 60.0)}
+    straggler = by_key(actions.actions(of_parts(200.0, known)))["straggler"]
+    assert (straggler.low, straggler.high) == (pytest.approx(200 / 170), pytest.approx(200 / 140))
+
+
+def test_without_numbers_to_cast_there_is_no_wire_format_and_without_streams_no_connections():
+    profile = with_link(500e3, 2.0)
+    keys = by_key(actions.actions(situation(profile, wire_possible=False)))
+    assert "wire" not in keys
+    assert "connections" not in keys
+    keys = by_key(actions.actions(situation(with_link(500e3, 6.0), streams_gain=2.0)))
+    assert keys["wire"].speedup > keys["overlap"].speedup
+    assert keys["connections"].speedup > 1.2
+
+
+def test_a_step_that_only_computes_is_hopeless_and_says_so():
+    profile = with_link(1e3, 1e-4)
+    found = situation(profile)
+    listed = [action for action in actions.actions(found) if action.key != "accumulate"]
+    said = actions.hopeless(found, listed)
+    assert said.startswith("Nothing here will help, because 100% of the step")
+    assert actions.hopeless(found, by_key(actions.actions(situation(with_link(500e3, 2.0)))).values()) is None
+
+
+# --- The verdict ---
+
+
+@pytest.mark.parametrize(
+    ("ms", "more", "kind", "words"),
+    [
+        ({"forward": 60, "backward": 138, "network": 2}, {}, "compute-bound", "99% of the step's 200 ms"),
+        ({"forward": 60, "loop": 100}, {}, "compute-bound", "the loop's own work (the loss, logging"),
+        ({"forward": 100, "network": 100}, {"latency_share": 0.1}, "bandwidth-bound", "between nodes"),
+        ({"forward": 100, "interconnect": 100}, {}, "bandwidth-bound", "between the devices of a node"),
+        ({"forward": 100, "network": 100}, {"latency_share": 0.8}, "latency-bound", "80% of their time"),
+        ({"forward": 120, "data_storage": 50, "network": 30}, {}, "data-bound", "reading it from storage"),
+        ({"forward": 120, "data_cpu": 50, "network": 30}, {}, "data-bound", "preparing it on the CPU"),
+        (
+            {"forward": 120, "waiting": 50, "network": 30},
+            {"straggler": Straggler(3, "backward", "layer3.0", 50.0)},
+            "straggler",
+            "waiting for rank 3, which takes longer in backward, most of it in layer3.0",
+        ),
+        ({"forward": 100, "network": 100}, {"mistake": ("this", 30.0)}, "misconfigured", "this: 30 of 200 ms"),
+        ({"forward": 100, "network": 100}, {"mistake": ("this", 3.0)}, "bandwidth-bound", "nothing hides"),
+    ],
+)
+def test_the_verdict_names_what_costs_most(ms, more, kind, words):
+    more = {"straggler": None, "latency_share": None, "mistake": None} | more
+    found = verdict(exact(200.0), parts(**ms), more.pop("straggler"), **more)
+    assert found.kind == kind
+    assert words in found.sentence
+
+
+def test_errors_of_measurement_are_no_stalls():
+    found = verdict(exact(200.0), parts(forward=230, waiting=-10, rest=-20), None, latency_share=None)
+    assert found.kind == "compute-bound"
+
+
+# --- Timelines ---
+
+
+def trace(rank, shift_ms):
+    def ns(ms):
+        return round((ms + shift_ms) * MS)
+
+    return RankTrace(
+        rank=rank,
+        steps=[Step(5, ns(0), ns(100)), Step(6, ns(100), ns(200)), Step(7, ns(200), ns(300))],
+        spans=[Span("backward", ns(100), ns(160)), Span("wait", ns(160), ns(170)), Span("forward", ns(165), ns(200))],
+        blocks=[
+            BlockSpan(step, block, block, ns(at + 20), ns(at + 30 + 20 * block), ns(at + 60 + 20 * block))
+            for step, at in ((5, 0), (6, 100))
+            for block in range(2)
+        ],
+        table=[{"block": block, "bytes": 1_000_000, "tensors": [f"t{block}", "last"]} for block in range(2)],
+    )
+
+
+def test_one_step_is_shown_on_every_rank_from_its_first_start():
+    shown = timelines.measured([trace(0, 5.0), trace(1, 7.0)])
+    assert [each["rank"] for each in shown] == [0, 1]
+    assert shown[0]["spans"][0] == {"kind": "backward", "start_ms": 0.0, "end_ms": 60.0}
+    assert shown[1]["spans"][0]["start_ms"] == 2.0
+    assert shown[1]["blocks"][1] == {
+        "block": 1, "bytes": 1_000_000, "ready_ms": 22.0, "launch_ms": 52.0, "finish_ms": 82.0, "first": "t1",
+        "last": "last",
+    }  # fmt: skip
+
+
+def test_a_step_that_one_rank_does_not_know_is_not_shown():
+    short = trace(1, 0.0)
+    short.blocks[:] = [block for block in short.blocks if block.step == 5]
+    shown = timelines.measured([trace(0, 0.0), short])
+    assert shown[0]["blocks"][0]["launch_ms"] == 30.0, "step 5, from its own start"
+    assert timelines.measured([]) == []
+
+
+def test_bandwidth_is_of_the_time_in_which_anything_travels():
+    # Two blocks of 1 MB in flight for 30 ms each, 10 of them together.
+    rows = timelines.bandwidth(trace(0, 0.0))
+    assert [row["step"] for row in rows] == [5, 6]
+    assert rows[0]["gbit_per_s"] == pytest.approx(8 * 2e6 / 50e6)
+    assert rows[1]["at_ms"] == 100.0
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_the_predicted_step_is_that_of_play(mode):
+    profile = with_link(500e3, 2.0)
+    plan = gradcast.make_plan(profile, profile.link, mode=mode)
+    shown = timelines.predicted(profile, plan)
+    spans = shown["spans"]
+    assert spans[0] == {"kind": "backward", "start_ms": 0.0, "end_ms": pytest.approx(profile.backward_ns / MS)}
+    assert spans[-1]["end_ms"] == pytest.approx(plan.predicted_ns / MS, abs=1e-3)
+    for one, other in itertools.pairwise(spans):
+        assert other["start_ms"] == pytest.approx(one["end_ms"], abs=2e-3), "no gap, no overlap"
+    waited = sum(span["end_ms"] - span["start_ms"] for span in spans if span["kind"] == "wait")
+    assert waited == pytest.approx(plan.predicted_ns / MS - (profile.backward_ns + profile.forward_ns) / MS, abs=0.1)
+    assert [block["bytes"] for block in shown["blocks"]] == [block.size_bytes for block in plan.blocks]
