@@ -13,7 +13,7 @@ _STAGES = {"data_storage": "reading data", "data_cpu": "preparing data", "loop":
 def text(result: dict[str, Any]) -> str:
     """Verdict first, then what it rests on, then what to do."""
     paragraphs = [_verdict(result), _parts(result), *_slow_rank(result), *_network(result), *_mistakes(result)]
-    return "\n\n".join([*paragraphs, *_actions(result)]) + "\n"
+    return "\n\n".join([*paragraphs, *_actions(result), *_not_tried(result)]) + "\n"
 
 
 def _verdict(result: dict[str, Any]) -> str:
@@ -71,6 +71,12 @@ def _mistakes(result: dict[str, Any]) -> list[str]:
         for each in result["lint"]
     ]
     return [tabulate(rows, ["found", "ms", "remedy"], tablefmt="simple", disable_numparse=True)] if rows else []
+
+
+def _not_tried(result: dict[str, Any]) -> list[str]:
+    """What nothing is predicted of, and why."""
+    why = result["not_tried"]
+    return [] if why is None else [f"gradcast could not be tried here, so nothing is said about its modes: {why}"]
 
 
 def _actions(result: dict[str, Any]) -> list[str]:
