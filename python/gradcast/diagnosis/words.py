@@ -55,7 +55,7 @@ def _network(result: dict[str, Any]) -> list[str]:
     if network is None:
         return []
     fit = network["collective"]
-    sentences = [finding["sentence"] for finding in network["findings"]]
+    sentences = [finding["sentence"].rstrip(".") + "." for finding in network["findings"]]
     if fit is not None and fit["alpha_us"] is not None:
         sentences.insert(
             0,
