@@ -17,7 +17,7 @@ _MIB = 1 << 20
 _MS = 1e6
 _CAPS_MIB = (1, 4, 8, 25, 50, 100)
 # torch's Gloo works on two operations at a time, whoever waits for them.
-_DDP_IN_FLIGHT = 2
+DDP_IN_FLIGHT = 2
 # Less is within what a cluster varies from one step to the next.
 WORTH = 1.02
 # What casting takes is not in it, so 16 bits halve the cost per byte at best.
@@ -216,7 +216,7 @@ def _range(each: Estimate) -> tuple[float, float, float]:
 def ddp_plan(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> _core.Plan:
     parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
     return _core.make_plan(
-        profile, link or profile.link, policy="ddp", mode="hook", in_flight=_DDP_IN_FLIGHT, parameters=parameters
+        profile, link or profile.link, policy="ddp", mode="hook", in_flight=DDP_IN_FLIGHT, parameters=parameters
     )
 
 

@@ -259,11 +259,18 @@ def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> s
             return f"DDP's {name.strip('_')} is not supported by the doctor's own steps; leave it out for the diagnosis"
     for each in optimizers:
         name = type(each).__name__
-        if inspect.signature(type(each).step).parameters["closure"].default is inspect.Parameter.empty:
+        if _needs_arguments(type(each).step):
             return f"{name}.step() needs a closure, which the doctor's own steps do not have"
         if any(isinstance(value, Optimizer) for value in vars(each).values()):
             return f"{name} holds another optimizer, whose state would not be kept; diagnose it with that one alone"
     return _hook_obstacle(ddp)
+
+
+def _needs_arguments(step: Callable[..., Any]) -> bool:
+    """Besides the optimizer itself."""
+    given = list(inspect.signature(step).parameters.values())[1:]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_ONLY)
+    return any(each.kind in named and each.default is inspect.Parameter.empty for each in given)
 
 
 def _hook_obstacle(ddp: DistributedDataParallel) -> str | None:

@@ -7,11 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from gradcast import _core
+from gradcast.diagnosis.actions import DDP_IN_FLIGHT, ddp_ns
 
 _MIB = 1 << 20
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
-# torch's Gloo works on two operations at a time.
-_IN_FLIGHT = 2
 _MS = 1e6
 
 
@@ -92,11 +91,7 @@ def buckets(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int,
 
 
 def _ddp_ms(profile: _core.Profile, caps_bytes: tuple[int, int]) -> float:
-    parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
-    plan = _core.make_plan(
-        profile, profile.link, policy="ddp", mode="hook", in_flight=_IN_FLIGHT, parameters=parameters
-    )
-    return plan.predicted_ns / _MS
+    return ddp_ns(profile, caps_bytes) / _MS
 
 
 def _laid_out_ms(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int, int]) -> float:
@@ -104,7 +99,7 @@ def _laid_out_ms(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple
         _core.Block(ranges=list(_ranges(profile, bucket)), buffer=profile.tensors[bucket[0]].buffer)
         for bucket in buckets(profile, order, caps_bytes)
     ]
-    plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=_IN_FLIGHT)
+    plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=DDP_IN_FLIGHT)
     plan.check(profile)
     return _core.play(profile, profile.link, plan).iteration_ns / _MS
 
