@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -520,3 +521,23 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
     for step in observer.steps:
         stages = sum(step[name] for name in ("loader", "forward", "backward", "update", "loop"))
         assert stages == pytest.approx(step["step"])
+
+
+def attached_by_the_script(rank, folder):
+    """As in a script that attaches gradcast, which runs with GRADCAST_DISABLE=1 under the doctor."""
+    ddp = make_ddp()
+    adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    with mock.patch.dict(os.environ, {"GRADCAST_DISABLE": "1"}):
+        handle = gradcast.attach(ddp, adam)
+        with gradcast.doctor(ddp, adam, steps=5, seconds=0.01, network=False, output=folder) as outcome:
+            steps(rank, ddp, adam, 12)
+        with pytest.raises(gradcast.Error, match="attached to this module already"):
+            gradcast.attach(ddp, adam)
+    handle.detach()
+    return None if outcome.result is None else outcome.result["not_tried"] or outcome.result["plan"]["policy"]
+
+
+def test_gradcast_is_tried_where_the_script_attaches_it_itself(ranks, tmp_path):
+    first, second = ranks.run(2, attached_by_the_script, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    assert first in ("forecast", "ddp")
+    assert second is None

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from gradcast.diagnosis.probes import Prober
@@ -19,7 +20,7 @@ from gradcast.errors import Error
 from gradcast.traces import RankTrace, compact
 from gradcast.training.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
-from gradcast.training.handle import Handle, attach
+from gradcast.training.handle import Handle, attach, attached_modules
 from gradcast.training.options import Options
 
 _FOLLOWED_STEPS = 8
@@ -62,7 +63,7 @@ def try_overlap(
     other values."""
     options = Options(timeline_steps=_FOLLOWED_STEPS)
     followed = CALIBRATION_STEPS + _SETTLING_STEPS + _FOLLOWED_STEPS
-    with _quietly_enabled():
+    with _quietly_enabled(module):
         try:
             handle = attach(module, list(optimizers), process_group=process_group, options=options)
         except Error as error:
@@ -95,15 +96,20 @@ def _found(handle: Handle, step_ms: list[float]) -> Trial:
 
 
 @contextlib.contextmanager
-def _quietly_enabled() -> Iterator[None]:
+def _quietly_enabled(module: nn.Module) -> Iterator[None]:
     """What gradcast would tell a user who attaches it is not the user's business here. Around it, a doctor's script has
-    gradcast disabled."""
+    gradcast disabled, so where the script has attached the module itself, nothing of gradcast is on it."""
     log = logging.getLogger("gradcast")
     before, log.disabled = log.disabled, True
     disabled = os.environ.pop(DISABLE_VARIABLE, None)
+    by_script = disabled is not None and module in attached_modules
+    if by_script:
+        attached_modules.discard(module)
     try:
         yield
     finally:
         log.disabled = before
+        if by_script:
+            attached_modules.add(module)
         if disabled is not None:
             os.environ[DISABLE_VARIABLE] = disabled

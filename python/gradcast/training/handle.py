@@ -28,7 +28,7 @@ from gradcast.training.splitting import require_splittable
 
 _log = logging.getLogger("gradcast")
 # Modules alone: a handle holds its module, and would keep it here for ever.
-_attached: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+attached_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def attach(
@@ -79,7 +79,7 @@ def attach(
             group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
         attached = Attachment(module, parameters, optimizers, group, options)
     handle = Handle(inner, attached)
-    _attached.add(inner)
+    attached_modules.add(inner)
     return handle
 
 
@@ -99,7 +99,7 @@ def _checked(
 ) -> dict[str, nn.Parameter]:
     """What this rank can see by itself. The trainable parameters."""
     parameters = checks.trainable(module)
-    if inner in _attached:
+    if inner in attached_modules:
         raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
     checks.check_optimizers(optimizers, parameters)
     for each in optimizers:
@@ -231,7 +231,7 @@ class Handle:
         self._attached.release()
         module = self._module()
         if module is not None:
-            _attached.discard(module)
+            attached_modules.discard(module)
 
     @property
     def _live(self) -> Any:
