@@ -33,7 +33,7 @@ def train(tmp_path, *arguments, doctor=None):
     """Two ranks; the digest of the final state. ``doctor``: its options; None: without it."""
     state = tmp_path / f"state{doctor is None}"
     before = [] if doctor is None else ["-m", "gradcast", "doctor", *doctor, "-o", str(tmp_path / "run")]
-    with open(tmp_path / "said", "w") as said:
+    with open(tmp_path / f"said{doctor is None}", "w") as said:
         run_workers([*before, str(SCRIPT), *arguments, "--state", str(state)], 2, timeout_s=TIMEOUT_S, output=said)
     return state.read_text()
 
@@ -65,7 +65,7 @@ def test_the_training_ends_in_the_very_state_in_which_it_would_have(tmp_path, wo
     assert [each["rank"] for each in result["timeline"]] == [0, 1]
     assert all(each["blocks"] and each["spans"] for each in result["timeline"])
     assert result["network"]["pairs"] == [] or result["network"]["pairs"][0]["tcp_gbit_per_s"] > 0
-    said = (tmp_path / "said").read_text()
+    said = (tmp_path / "saidFalse").read_text()
     assert "what would help" in said or "Nothing here will help" in said
 
 
@@ -476,9 +476,9 @@ def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
     assert len(batches) == count == 6
     assert watch.workers == workers
     assert watch.waited_ns > 0
-    # At least what was asked for; more where the machine is busy.
-    assert reading_ms >= 12 * 20
-    assert preparing_ms >= 12 * 5
+    # What was asked for, within what clocks say; more where the machine is busy.
+    assert reading_ms >= 0.9 * 12 * 20
+    assert preparing_ms >= 0.9 * 12 * 5
     assert reading_ms > preparing_ms
     before = watch.totals_ms()
     list(torch.utils.data.DataLoader(Items(0, 0), batch_size=2))

@@ -31,18 +31,23 @@ class Exposed:
             self._last = stage
             self._steps.clear()
 
-    def own_stages_ns(self, record: StepRecord, step_ns: float) -> dict[str, float] | None:
+    def own_stages_ns(self, record: StepRecord, step_ns: float) -> dict[str, float]:
         """Of this rank's step that ends now; a step here goes from the end of one ``together_after`` to the next, so
-        that some stages are those of the record before. None for the first."""
+        that some stages are those of the record before; of the first one its own."""
         stages = {"backward": float(record.backward_ns), "forward": float(record.total_ns("forward"))}
         stages["loop"] = max(0.0, step_ns - sum(stages.values()))
-        before, self._before = self._before, stages
+        before, self._before = self._before or stages, stages
         earlier = STAGES[STAGES.index(self._last) + 1 :]
-        return stages | {name: before[name] for name in earlier} if before else None
+        return stages | {name: before[name] for name in earlier}
 
     def add(self, notes: Sequence[Note]) -> None:
         """Of one step, in rank order."""
-        self._steps.append(frontier([[note.stages_ns[name] for name in self._order] for note in notes]))
+        stages = frontier([[note.stages_ns[name] for name in self._order] for note in notes])
+        # At the end of the last stage all are there together: the one that got there without waiting is the one that
+        # the others have waited for.
+        own_ns = [sum(note.stages_ns.values()) - (note.facts.step_ns - note.facts.busy_ns) for note in notes]
+        stages[-1] = Stage(stages[-1].exposed, own_ns.index(max(own_ns)))
+        self._steps.append(stages)
 
     def stats(self) -> dict[str, Mapping[str, Any]] | None:
         """Per stage the median ms by which it moves the furthest rank, and the rank that is most often the furthest at

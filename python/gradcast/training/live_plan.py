@@ -119,9 +119,11 @@ class LivePlan:
     def _own_note(self, start_ns: int) -> Note | None:
         self.exposed.together_after(self._stage_that_waits())
         record = self._trace.current
-        stages_ns = None if record is None else self.exposed.own_stages_ns(record, start_ns - record.start_ns)
         facts = self._own_facts(start_ns)
-        return None if facts is None or stages_ns is None else Note(facts, stages_ns)
+        if record is None:
+            return None
+        stages_ns = self.exposed.own_stages_ns(record, start_ns - record.start_ns)
+        return None if facts is None else Note(facts, stages_ns)
 
     def _stage_that_waits(self) -> str:
         if self._mode == "hook" and self._options.max_grad_norm is None:
