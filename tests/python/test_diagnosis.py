@@ -7,7 +7,7 @@ import json
 import pytest
 
 import gradcast
-from gradcast import _core
+from gradcast import _core, stock_ddp
 from gradcast.diagnosis import actions, timelines
 from gradcast.diagnosis.actions import Situation
 from gradcast.diagnosis.estimates import Estimate
@@ -37,7 +37,7 @@ def with_link(alpha_ns, beta_ns_per_byte, scale=1.0):
 
 def situation(profile, **more):
     """A training that takes exactly what ``play`` says of DDP on this profile."""
-    step_ms = actions.ddp_ns(profile, DDP_CAPS) / MS
+    step_ms = stock_ddp.plan(profile, DDP_CAPS).predicted_ns / MS
     known = parts(forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
     return Situation(
         step=exact(step_ms), parts=known, ranks=[values(known)], profile=profile, caps_bytes=DDP_CAPS, **more

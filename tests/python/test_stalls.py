@@ -5,8 +5,8 @@ import random
 import pytest
 
 from gradcast.diagnosis.estimates import estimate, median
-from gradcast.diagnosis.frontier import frontier
 from gradcast.diagnosis.stalls import MEET_TWICE, PARTS, RankSteps, breakdown, cached_wait, stash, together_ms
+from gradcast.frontier import frontier
 
 # --- Stash's formulas ---
 

@@ -9,20 +9,15 @@ Pure. Thread safety: pure; any thread.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradcast import _core
+from gradcast import _core, stock_ddp
 from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.stalls import MEET_ONCE, together_ms
+from gradcast.diagnosis.stalls import DATA, MEET_ONCE, together_ms
 
-_MIB = 1 << 20
 _MS = 1e6
-_CAPS_MIB = (1, 4, 8, 25, 50, 100)
-# torch's Gloo works on two operations at a time, whoever waits for them.
-DDP_IN_FLIGHT = 2
 # Less is within what a cluster varies from one step to the next.
 WORTH = 1.02
 # What casting takes is not in it, so 16 bits halve the cost per byte at best.
 _WIRE = 0.5
-_DATA = ("data_storage", "data_cpu")
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,6 @@ class Action:
     low: float
     high: float
     predicted_ms: float
-    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,17 +64,12 @@ def actions(found: Situation) -> list[Action]:
     return sorted(listed, key=lambda action: -action.speedup)
 
 
-def ddp_ns(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> float:
-    """What a step takes with DDP's buckets."""
-    return ddp_plan(profile, caps_bytes, link).predicted_ns
-
-
 def floor_ms(found: Situation) -> float | None:
     """The step below which no schedule of all-reduces gets on this network."""
     if found.profile is None:
         return None
     bound_ns = _core.bound(found.profile, found.profile.link).best_ns
-    return found.step.value + (bound_ns - ddp_ns(found.profile, found.caps_bytes)) / _MS
+    return found.step.value + (bound_ns - _ddp_ns(found)) / _MS
 
 
 def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
@@ -94,23 +83,28 @@ def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
     )
 
 
+def _ddp_ns(found: Situation, link: _core.LinkModel | None = None, caps_bytes: tuple[int, int] | None = None) -> float:
+    """What a step takes with stock DDP; on the measured link and with the user's buckets, if nothing else is said."""
+    return stock_ddp.plan(found.profile, caps_bytes or found.caps_bytes, link).predicted_ns
+
+
 def _by_play(
     found: Situation, key: str, title: str, how: str, iteration_ns: Callable[[_core.LinkModel], float]
 ) -> Action:
     """``iteration_ns``: with the action, on a link."""
-    usual_ns = ddp_ns(found.profile, found.caps_bytes)
+    usual_ns = _ddp_ns(found)
     gains, after_ms = [], []
     for factor in (1.0, *found.spread):
         link = found.profile.link.scaled(factor, factor)
         # On a network that costs more, the step of now would be longer, too.
-        now_ns = ddp_ns(found.profile, found.caps_bytes, link)
+        now_ns = _ddp_ns(found, link)
         after_ms.append(found.step.value + (iteration_ns(link) - usual_ns) / _MS)
         gains.append((found.step.value + (now_ns - usual_ns) / _MS) / after_ms[-1])
     return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
 
 
 def _overlap(found: Situation) -> Action:
-    plan = overlap_plan(found.profile)
+    plan = _core.make_plan(found.profile, found.profile.link)
     return _by_play(
         found,
         "overlap",
@@ -143,14 +137,14 @@ def _wire(found: Situation) -> Action:
 
 
 def _bucket(found: Situation) -> Action:
-    times = {cap: ddp_ns(found.profile, (cap * _MIB, cap * _MIB)) for cap in _CAPS_MIB}
+    times = {cap: _ddp_ns(found, caps_bytes=stock_ddp.same_caps(cap)) for cap in stock_ddp.SWEPT_CAPS_MIB}
     best = min(times, key=lambda cap: times[cap])
     return _by_play(
         found,
         "bucket",
         "another bucket size in DDP",
         f"DistributedDataParallel(model, bucket_cap_mb={best})",
-        lambda link: ddp_ns(found.profile, (best * _MIB, best * _MIB), link),
+        lambda link: _ddp_ns(found, link, stock_ddp.same_caps(best)),
     )
 
 
@@ -160,7 +154,7 @@ def _connections(found: Situation, gain: float) -> Action:
         "connections",
         "a second connection per peer",
         "GLOO_SOCKET_IFNAME=eth0,eth0 with your interface, twice",
-        lambda link: ddp_ns(found.profile, found.caps_bytes, link.scaled(1, 1 / gain)),
+        lambda link: _ddp_ns(found, link.scaled(1, 1 / gain)),
     )
 
 
@@ -180,9 +174,9 @@ def _accumulate(found: Situation) -> Action:
 def _loader(found: Situation) -> Action:
     """What the slowest rank's own work loses: a loader that is slow on one rank keeps everybody waiting, one that is
     slow where another rank computes for longer keeps nobody."""
-    gone_ms = together_ms(found.ranks, found.meetings) - together_ms(found.ranks, found.meetings, _DATA)
-    below_ms = sum(found.parts[part].value - found.parts[part].low for part in _DATA)
-    above_ms = sum(found.parts[part].high - found.parts[part].value for part in _DATA)
+    gone_ms = together_ms(found.ranks, found.meetings) - together_ms(found.ranks, found.meetings, DATA)
+    below_ms = sum(found.parts[part].value - found.parts[part].low for part in DATA)
+    above_ms = sum(found.parts[part].high - found.parts[part].value for part in DATA)
     return _by_part(
         found,
         "loader",
@@ -211,14 +205,3 @@ def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence
 
 def _range(each: Estimate) -> tuple[float, float, float]:
     return each.value, each.low, each.high
-
-
-def ddp_plan(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> _core.Plan:
-    parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
-    return _core.make_plan(
-        profile, link or profile.link, policy="ddp", mode="hook", in_flight=DDP_IN_FLIGHT, parameters=parameters
-    )
-
-
-def overlap_plan(profile: _core.Profile) -> _core.Plan:
-    return _core.make_plan(profile, profile.link)

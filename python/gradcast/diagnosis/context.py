@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.doctor import Doctor, Settings, obstacle
+from gradcast.diagnosis.doctor import Doctor, Settings, holds_any_of, obstacle
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.errors import Error
 from gradcast.training.checks import unwrapped_optimizer
@@ -50,9 +50,8 @@ def doctor(
 def _check(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise Error("gradcast.doctor diagnoses a DistributedDataParallel module; wrap the model first", "invalid_use")
-    owned = {id(parameter) for parameter in model.module.parameters()}
     for each in optimizers:
-        if not any(id(parameter) in owned for group in each.param_groups for parameter in group["params"]):
+        if not holds_any_of(each, model.module):
             raise Error(f"the {type(each).__name__} holds no parameter of the module", "invalid_use")
     if not optimizers:
         raise Error("gradcast.doctor needs the optimizer whose steps it counts", "invalid_use")

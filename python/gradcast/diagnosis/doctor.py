@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -28,7 +29,7 @@ from gradcast.diagnosis.probes import Nodes, Prober
 from gradcast.diagnosis.snapshot import Snapshot
 from gradcast.diagnosis.stalls import RankSteps
 from gradcast.errors import Error
-from gradcast.traces import merge
+from gradcast.traces import clock_between, merge
 from gradcast.training.group import Group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
@@ -159,10 +160,12 @@ class Doctor:
         wrappers, found = prober.run(makers, rounds, tell)
         layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
-        tried = None
+        tried, clocks = None, []
         if self._settings.trial:
             tell("gradcast for a few steps")
+            before = pings.offsets(group)
             tried = trial.try_overlap(prober, self._ddp.module, self._optimizers, self._ddp.process_group, pause_ms)
+            clocks = [clock_between(*each) for each in zip(before, pings.offsets(group), strict=True)]
         network = self._network(group, tell)
         reading = self._reading()
         return findings.Measured(
@@ -179,7 +182,7 @@ class Doctor:
             ),
             options={name: found[name]["step"] for name in options},
             trial=tried,
-            clocks=pings.clocks(group),
+            clocks=clocks,
             network=network,
             probe_steps=probes.step_count(len(makers), rounds),
             process=environment.own_process(),
@@ -234,7 +237,6 @@ class Doctor:
             find_unused_parameters=ddp.find_unused_parameters,
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
-            all_used=True,
             left_out_steps=LEFT_OUT_STEPS,
         )
 
@@ -264,6 +266,12 @@ def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> s
         if any(isinstance(value, Optimizer) for value in vars(each).values()):
             return f"{name} holds another optimizer, whose state would not be kept; diagnose it with that one alone"
     return _hook_obstacle(ddp)
+
+
+def holds_any_of(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether it updates a parameter of the module."""
+    owned = {id(parameter) for parameter in module.parameters()}
+    return any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _needs_arguments(step: Callable[..., Any]) -> bool:

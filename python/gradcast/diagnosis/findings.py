@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradcast import __version__, _core, scaling
+from gradcast import __version__, _core, scaling, stock_ddp
 from gradcast.diagnosis import actions, environment, lint, lint_costs, timelines
 from gradcast.diagnosis.actions import Situation
 from gradcast.diagnosis.estimates import Estimate, estimate
@@ -29,7 +29,7 @@ class Measured:
     steps: RankSteps
     options: Mapping[str, Sequence[float]]
     trial: Trial | None
-    clocks: list[Clock]
+    clocks: list[Clock]  # of all ranks, on rank 0, where something was tried
     network: dict[str, Any] | None
     probe_steps: int
     process: environment.Process
@@ -50,7 +50,6 @@ class Facts:
     find_unused_parameters: bool
     broadcast_buffers: bool
     buffer_bytes: int
-    all_used: bool
     left_out_steps: int
 
 
@@ -173,7 +172,7 @@ def _latency_share(profile: _core.Profile | None, facts: Facts) -> float | None:
     """Of what DDP's operations take, the part that does not depend on their size."""
     if profile is None:
         return None
-    plan = actions.ddp_plan(profile, facts.caps_bytes)
+    plan = stock_ddp.plan(profile, facts.caps_bytes)
     cost = profile.link.all_reduce.cost_ns
     whole = sum(cost(block.size_bytes) for block in plan.blocks)
     return len(plan.blocks) * cost(1) / whole if whole > 0 else None
@@ -189,7 +188,7 @@ def _lint(
         step_ms=found.step.value,
         compiled=facts.compiled,
         find_unused_parameters=facts.find_unused_parameters,
-        all_used=facts.all_used,
+        all_used=True,  # or there would be no diagnosis
         find_unused_cost=option_cost(ranks, "find_unused_parameters"),
         broadcast_buffers=facts.broadcast_buffers,
         buffer_bytes=facts.buffer_bytes,
@@ -258,10 +257,11 @@ def _trial_fields(ranks: Sequence[Measured], profile: _core.Profile | None) -> d
 
 def aligned(ranks: Sequence[Measured]) -> list[RankTrace]:
     """The trials' traces on rank 0's clock; none where nothing was tried."""
+    if any(each.trial is None or each.trial.trace is None for each in ranks):
+        return []
     return [
         replace(each.trial.trace, clock=clock, host=each.steps.host).aligned()
         for each, clock in zip(ranks, ranks[0].clocks, strict=True)
-        if each.trial is not None and each.trial.trace is not None
     ]
 
 

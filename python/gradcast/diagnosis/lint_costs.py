@@ -6,10 +6,9 @@ Pure. Thread safety: pure; any thread.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from gradcast import _core
-from gradcast.diagnosis.actions import DDP_IN_FLIGHT, ddp_ns
+from gradcast import _core, stock_ddp
 
-_MIB = 1 << 20
+# Of all buckets, where DDP's first is late: smaller ones than torch's.
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
 _MS = 1e6
 
@@ -33,11 +32,11 @@ def predictions(
     does without find_unused_parameters."""
     used_ms = _ddp_ms(profile, caps_bytes)
     registered_ms = _laid_out_ms(profile, list(reversed(registered)), caps_bytes)
-    same_caps = [(cap * _MIB, cap * _MIB) for cap in _CAPS_MIB]
+    tried = [caps_bytes, *map(stock_ddp.same_caps, _CAPS_MIB)]
     return Predictions(
         predicted_ms=used_ms if rebuilt else registered_ms,
         predicted_even_ms=_ddp_ms(with_even_gradients(profile), caps_bytes),
-        predicted_best_buckets_ms=min(_ddp_ms(profile, caps) for caps in [caps_bytes, *same_caps]),
+        predicted_best_buckets_ms=min(_ddp_ms(profile, caps) for caps in tried),
         predicted_registered_ms=registered_ms,
         predicted_used_ms=used_ms,
     )
@@ -91,7 +90,7 @@ def buckets(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int,
 
 
 def _ddp_ms(profile: _core.Profile, caps_bytes: tuple[int, int]) -> float:
-    return ddp_ns(profile, caps_bytes) / _MS
+    return stock_ddp.plan(profile, caps_bytes).predicted_ns / _MS
 
 
 def _laid_out_ms(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int, int]) -> float:
@@ -99,7 +98,7 @@ def _laid_out_ms(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple
         _core.Block(ranges=list(_ranges(profile, bucket)), buffer=profile.tensors[bucket[0]].buffer)
         for bucket in buckets(profile, order, caps_bytes)
     ]
-    plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=DDP_IN_FLIGHT)
+    plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=stock_ddp.IN_FLIGHT)
     plan.check(profile)
     return _core.play(profile, profile.link, plan).iteration_ns / _MS
 

@@ -5,19 +5,18 @@ import time
 import torch
 import torch.distributed as dist
 
-from gradcast.traces import Clock, Ping, clock_offset
+from gradcast.traces import ClockOffset, Ping, clock_offset
 from gradcast.training.group import Group
 
 _PINGS = 12
 
 
-def clocks(group: Group) -> list[Clock]:
-    """Of each rank (time.perf_counter_ns), against rank 0's; on rank 0 alone, elsewhere nothing. Collective."""
-    found = [Clock()] if group.rank == 0 else []
+def offsets(group: Group) -> list[ClockOffset]:
+    """Of each rank's clock (time.perf_counter_ns) to rank 0's; on rank 0 alone, elsewhere nothing. Collective."""
+    found = [ClockOffset(0.0, 0.0, time.perf_counter_ns())] if group.rank == 0 else []
     for rank in range(1, group.world_size):
         if group.rank == 0:
-            offset = clock_offset(_asked(group, rank))
-            found.append(Clock(offset.offset_ns, 0.0, offset.at_ns))
+            found.append(clock_offset(_asked(group, rank)))
         elif group.rank == rank:
             _answer(group)
     return found

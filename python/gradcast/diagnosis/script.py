@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcast.diagnosis.doctor import Doctor, Settings, obstacle
+from gradcast.diagnosis.doctor import Doctor, Settings, holds_any_of, obstacle
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.errors import Error
 from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
@@ -61,8 +61,7 @@ class Finder:
             return
         # One steps for the second time: all that take part in a step are known. Of several modules the largest.
         for ddp in sorted(filter(None, (each() for each in self._modules)), key=_size, reverse=True):
-            owned = {id(parameter) for parameter in ddp.module.parameters()}
-            optimizers = [each for each in self._stepped if _holds(each, owned)]
+            optimizers = [each for each in self._stepped if holds_any_of(each, ddp.module)]
             if optimizers:
                 self._begin(ddp, optimizers)
                 return
@@ -122,10 +121,6 @@ def _why_nothing(path: str, doctor: Doctor, finder: Finder) -> str:
 
 def _size(ddp: DistributedDataParallel) -> int:
     return sum(parameter.numel() for parameter in ddp.module.parameters())
-
-
-def _holds(optimizer: Optimizer, owned: set[int]) -> bool:
-    return any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _show(error: BaseException) -> None:

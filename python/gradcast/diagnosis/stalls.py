@@ -30,8 +30,15 @@ from gradcast.diagnosis.estimates import Estimate, estimate
 
 # In the order in which they are shown. "loop": launching, the framework, and the loop's own work.
 COMPUTE = ("forward", "backward", "update")
-OWN = (*COMPUTE, "loop", "data_storage", "data_cpu")
+DATA = ("data_storage", "data_cpu")
+OWN = (*COMPUTE, "loop", *DATA)
 PARTS = (*OWN, "interconnect", "network", "waiting", "rest")
+# In which a rank takes longer, for sentences.
+STAGE_WORDS = {part: part for part in COMPUTE} | {
+    "loop": "the loop's own work",
+    "data_storage": "reading data",
+    "data_cpu": "preparing data",
+}
 
 
 @dataclass(frozen=True)
@@ -82,34 +89,32 @@ class RankSteps:
     @property
     def own_ms(self) -> float:
         """Everything but communication and waiting for others."""
-        return sum(self.own(part) for part in OWN)
+        return sum(self.own_parts.values())
 
     @property
     def own_parts(self) -> dict[str, float]:
         return {part: self.own(part) for part in OWN}
 
     def own(self, part: str) -> float:
-        return _own(self, part, [statistics.median(samples) for samples in self._samples(part)])
+        return self._share(part, statistics.median(self._samples(part)))
 
     def own_estimate(self, part: str) -> Estimate:
-        return estimate(
-            lambda *drawn: _own(self, part, [statistics.median(samples) for samples in drawn]), *self._samples(part)
-        )
+        return estimate(lambda drawn: self._share(part, statistics.median(drawn)), self._samples(part))
 
-    def _samples(self, part: str) -> list[Sequence[float]]:
+    def _samples(self, part: str) -> Sequence[float]:
+        """What a part is taken from: of waiting for data, both of its parts."""
         if part in COMPUTE:
-            return [self.probes["alone"][part]]
-        return [self.normal["loop" if part == "loop" else "loader"]]
+            return self.probes["alone"][part]
+        return self.normal["loop" if part == "loop" else "loader"]
 
-
-def _own(steps: RankSteps, part: str, medians: Sequence[float]) -> float:
-    (value,) = medians
-    if not part.startswith("data_"):
-        return value
-    prepared = value
-    if steps.read_ms is not None and steps.prepare_ms is not None:
-        prepared = cached_wait(value, steps.read_ms, steps.prepare_ms, steps.loader_workers)
-    return prepared if part == "data_cpu" else value - prepared
+    def _share(self, part: str, value: float) -> float:
+        """Of what the samples say, the part's."""
+        if part not in DATA:
+            return value
+        prepared = value
+        if self.read_ms is not None and self.prepare_ms is not None:
+            prepared = cached_wait(value, self.read_ms, self.prepare_ms, self.loader_workers)
+        return prepared if part == "data_cpu" else value - prepared
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ _STRAGGLES_SHARE, _STRAGGLES_MS = 0.02, 1.0
 # What ranks do from where they are together to where they are again: once a step, where gradients are averaged; with
 # buffers that come from rank 0 before each forward pass, there as well.
 MEET_ONCE = (OWN,)
-MEET_TWICE = (("update", "loop", "data_storage", "data_cpu"), ("forward", "backward"))
+MEET_TWICE = (("update", "loop", *DATA), ("forward", "backward"))
 
 
 def together_ms(
@@ -195,9 +200,9 @@ def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
         medians = [statistics.median(samples) for samples in drawn]
         count = len(ranks)
         alone, node, cluster = (max(medians[place : place + count]) for place in (0, count, 2 * count))
-        all_of_it = max(0.0, cluster - alone)
-        inside = min(max(0.0, node - alone), all_of_it)
-        return inside if kind == "interconnect" else all_of_it - inside
+        cluster = max(cluster, alone)
+        node = min(max(node, alone), cluster)
+        return getattr(stash(alone=alone, node=node, cluster=cluster, cached=cluster, cold=cluster), kind)
 
     return estimate(added, *itertools.chain(*steps))
 

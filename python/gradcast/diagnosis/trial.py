@@ -39,7 +39,6 @@ class Trial:
     policy: str | None = None
     version: int = 0
     spread: tuple[float, float] = (1.0, 1.0)
-    runs_as_ddp: bool = False
     predicted_ms: float | None = None
     step_ms: list[float] = field(default_factory=list)
     trace: RankTrace | None = None
@@ -81,14 +80,12 @@ def try_overlap(
 def _found(handle: Handle, step_ms: list[float]) -> Trial:
     session = handle._session
     profile, plan = session.profile, session.plan
-    stats = handle.stats()
     return Trial(
         profile=json.loads(profile.to_json()),
         plan=json.loads(plan.to_json()),
         policy=plan.policy,
         version=handle.plan_version,
         spread=session.live.link_spread,
-        runs_as_ddp=bool(stats["runs_as_ddp"]),
         predicted_ms=plan.predicted_ns / _MS,
         step_ms=step_ms,
         trace=compact(handle.timeline()),

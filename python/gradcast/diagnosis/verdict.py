@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.stalls import Straggler
+from gradcast.diagnosis.stalls import COMPUTE, DATA, STAGE_WORDS, Straggler
 
 # Stalls of less than this share of a step are not what limits it.
 _COMPUTE_BOUND = 0.05
@@ -48,7 +48,7 @@ def verdict(
 
 
 def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Verdict:
-    computing = sum(parts[part].value for part in ("forward", "backward", "update")) / step_ms
+    computing = sum(parts[part].value for part in COMPUTE) / step_ms
     loop = parts["loop"].value / step_ms
     text = f"Compute is the limit: {computing:.0%} of the step's {step_ms:.0f} ms"
     if loop > _COMPUTE_BOUND:
@@ -59,7 +59,7 @@ def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Verdict:
 def _shares(step: Estimate, parts: Mapping[str, Estimate]) -> dict[str, float]:
     groups = {
         "communication": ("interconnect", "network"),
-        "data": ("data_storage", "data_cpu"),
+        "data": DATA,
         "waiting": ("waiting",),
     }
     return {name: sum(max(0.0, parts[part].value) for part in members) / step.value for name, members in groups.items()}
@@ -89,8 +89,7 @@ def _data_bound(ms: float, share: float, parts: Mapping[str, Estimate]) -> Verdi
 def _straggles(ms: float, share: float, straggler: Straggler | None) -> Verdict:
     if straggler is None:
         return Verdict("straggler", f"{share:.0%} of the step, {ms:.0f} ms, is waiting for a slower rank.")
-    stage = {"data_storage": "reading data", "data_cpu": "preparing data", "loop": "the loop's own work"}
-    where = stage.get(straggler.stage, straggler.stage)
+    where = STAGE_WORDS[straggler.stage]
     layer = f", most of it in {straggler.layer}" if straggler.layer else ""
     return Verdict(
         "straggler",

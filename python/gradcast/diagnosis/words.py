@@ -5,9 +5,8 @@ from typing import Any
 from tabulate import tabulate
 
 from gradcast.diagnosis.actions import WORTH
+from gradcast.diagnosis.stalls import STAGE_WORDS
 from gradcast.runs import PARTS
-
-_STAGES = {"data_storage": "reading data", "data_cpu": "preparing data", "loop": "the loop's own work"}
 
 
 def text(result: dict[str, Any]) -> str:
@@ -44,7 +43,7 @@ def _slow_rank(result: dict[str, Any]) -> list[str]:
     slow = result["straggler"]
     if slow is None:
         return []
-    stage = _STAGES.get(slow["stage"], slow["stage"])
+    stage = STAGE_WORDS[slow["stage"]]
     layer = f", in {slow['layer']}" if slow["layer"] else ""
     host = result["hosts"][slow["rank"]]
     return [f"Rank {slow['rank']} on {host} takes {slow['ms']:.0f} ms longer, most of it for {stage}{layer}."]

@@ -4,14 +4,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradcast import _core
+from gradcast import _core, stock_ddp
 from gradcast.compare import compute_ns
 from gradcast.files import scaled_profile
-from gradcast.lab.variants import DDP_MGWFBP, SWEPT_CAPS_MIB, TORCH_CAPS_MIB, Variant
+from gradcast.lab.variants import DDP_MGWFBP, TORCH_CAPS_MIB, Variant
 
 _MIB = 1 << 20
-# torch's Gloo works on two operations at a time, whoever waits for them.
-_GLOO_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,9 @@ def with_sizes(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.P
 def ddp_plan(profile: _core.Profile, variant: Variant) -> _core.Plan:
     """DDP's buckets on the profile, and what they take. REQUIRES: a profile with a link, a variant of DDP."""
     if variant.name == DDP_MGWFBP:
-        return _plan(profile, "mgwfbp", {})
+        return _mgwfbp_plan(profile)
     caps_mib = variant.caps_mib or TORCH_CAPS_MIB
-    return _plan(profile, "ddp", {"first_bytes": int(caps_mib[0] * _MIB), "cap_bytes": int(caps_mib[-1] * _MIB)})
+    return stock_ddp.plan(profile, (int(caps_mib[0] * _MIB), int(caps_mib[-1] * _MIB)))
 
 
 def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]:
@@ -43,12 +41,10 @@ def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]
 
     ``factor``: of the profile's tensors to those of the model; caps are scaled like them.
     """
-    sizes_bytes = [int(factor * cap * _MIB) for cap in SWEPT_CAPS_MIB]
-    predicted_ns = [
-        _plan(profile, "ddp", {"first_bytes": size, "cap_bytes": size}).predicted_ns for size in sizes_bytes
-    ]
+    swept_mib = stock_ddp.SWEPT_CAPS_MIB
+    predicted_ns = [stock_ddp.plan(profile, stock_ddp.same_caps(factor * cap)).predicted_ns for cap in swept_mib]
     best = predicted_ns.index(min(predicted_ns))
-    return list(SWEPT_CAPS_MIB[max(0, best - 1) : best + 2])
+    return list(swept_mib[max(0, best - 1) : best + 2])
 
 
 def mgwfbp_caps_mib(profile: _core.Profile) -> list[float]:
@@ -60,7 +56,7 @@ def mgwfbp_caps_mib(profile: _core.Profile) -> list[float]:
     at nearly the same time, as a layer's weight and bias, come in another order than in the profile: a bucket then
     ends a tensor later.
     """
-    return [block.size_bytes / _MIB for block in _plan(profile, "mgwfbp", {}).blocks]
+    return [block.size_bytes / _MIB for block in _mgwfbp_plan(profile).blocks]
 
 
 def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) -> Bounds:
@@ -71,8 +67,6 @@ def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) ->
     return Bounds(bound.plain_ns / 1e6, bound.best_ns / 1e6)
 
 
-def _plan(profile: _core.Profile, policy: str, parameters: dict[str, float]) -> _core.Plan:
+def _mgwfbp_plan(profile: _core.Profile) -> _core.Plan:
     assert profile.link is not None
-    return _core.make_plan(
-        profile, profile.link, policy=policy, mode="hook", in_flight=_GLOO_IN_FLIGHT, parameters=parameters
-    )
+    return _core.make_plan(profile, profile.link, policy="mgwfbp", mode="hook", in_flight=stock_ddp.IN_FLIGHT)

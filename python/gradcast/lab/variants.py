@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from gradcast import _core
 from gradcast.lab.errors import LabError
+from gradcast.stock_ddp import SWEPT_CAPS_MIB
 
 COMPUTE = "alone"  # sends nothing: what compute takes; its ranks drift apart
 BASELINE = "ddp"
 DDP_NEAR, DDP_MGWFBP = "ddp-near", "ddp-mgwfbp"
-SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
 TORCH_CAPS_MIB = (1, 25)  # of DDP's first bucket and of the others, where nothing else is said
 
 _SWEEP = tuple(f"ddp:{cap}" for cap in SWEPT_CAPS_MIB)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcast.diagnosis.frontier import Stage, frontier
+from gradcast.frontier import Stage, frontier
 from gradcast.training.notes import STAGES, Note
 from gradcast.training.trace import StepRecord
 
