@@ -57,13 +57,16 @@ def check_writable(path: str, what: str) -> None:
         raise Error(f"the {what} cannot be written to {path}: the folder {folder} is not writable")
 
 
-def scaled_profile(profile: Profile, factor: float, *, backward_factor: float | None = None) -> Profile:
+def scaled_profile(
+    profile: Profile, factor: float, *, backward_factor: float | None = None, update_factor: float | None = None
+) -> Profile:
     """Every time of the profile multiplied: another batch size or device. Unknown fields stay as they are.
 
-    ``backward_factor``: of the times of backward, where it is another one.
+    ``backward_factor``, ``update_factor``: of the times of backward and of updates, where it is another one.
     """
-    factors = {"forward_ns": factor, "need_ns": factor, "update_ns": factor}
+    factors = dict.fromkeys(("forward_ns", "need_ns"), factor)
     factors |= dict.fromkeys(("backward_ns", "ready_ns"), factor if backward_factor is None else backward_factor)
+    factors["update_ns"] = factor if update_factor is None else update_factor
     if set(factors.values()) == {1}:
         return profile
     fields = json.loads(profile.to_json())

@@ -36,15 +36,16 @@ def make_module():
 
 
 def train(rank, mode, steps, facts_of, gain=1.5, **options):
-    from gradcast.training import link_costs, live_plan
+    from gradcast.training import calibration, link_costs, live_plan
     from gradcast.training.expectation import Expectation
 
     expected = Expectation(gain=gain, low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97)
-    # What the warm-up has measured has nothing to do with these facts, nor what the plan's first blocks take. The
-    # process goes on with other tests.
+    # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
+    # goes on with other tests.
     with (
         mock.patch.object(live_plan, "expect", return_value=expected),
         mock.patch.object(link_costs, "corrected", return_value=None),
+        mock.patch.object(calibration, "corrected_compute", return_value=None),
     ):
         return train_both(rank, mode, steps, facts_of, options)
 

@@ -1,4 +1,4 @@
-"""A new plan is held against its own first steps, and made again where the network costs something else in it."""
+"""A new plan is held against its own first steps, and made again where the network or compute takes something else."""
 
 from unittest import mock
 
@@ -49,20 +49,91 @@ def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(3e5 + 34.0 * size, rel=0.01)
 
 
-def train(rank, mode, factor):
-    from gradcast.training import link_costs
+def compute_steps(ranks, disturbed=None):
+    """Four steps of ``ranks``: backward, forward, update in ms; those of one step take ten times as long."""
+    from gradcast.training.calibration import Compute
 
-    corrected = mock.Mock(side_effect=lambda link, _: None if factor is None else link.scaled(factor, factor))
-    with mock.patch.object(link_costs, "corrected", corrected):  # the process goes on with other tests
+    return [
+        [Compute(*(1e6 * ms * (10 if step == disturbed else 1) for ms in rank)) for rank in ranks] for step in range(4)
+    ]
+
+
+def profile_of(backward_ms, forward_ms, update_ms):
+    tensors = [
+        _core.Tensor(name=name, bytes=size, ready_ns=1e6 * ready_ms, need_ns=1e6 * need_ms, update_ns=1e6 * own_ms)
+        for name, size, ready_ms, need_ms, own_ms in (
+            ("first", 4_000_000, backward_ms, 0, 0.25 * update_ms),
+            ("last", 12_000_000, 0.5 * backward_ms, 0.5 * forward_ms, 0.75 * update_ms),
+        )
+    ]
+    return _core.Profile(
+        name="hand-made", forward_ns=1e6 * forward_ms, backward_ns=1e6 * backward_ms, tensors=tensors, world_size=3,
+        link=linear(1e5, 8.0),
+    )  # fmt: skip
+
+
+def test_compute_that_is_right_stays():
+    from gradcast.training.calibration import corrected_compute
+
+    profile = profile_of(200, 100, 10)
+    assert corrected_compute(profile, compute_steps([(205, 102, 9), (190, 101, 9), (190, 99, 9)])) is None
+    assert corrected_compute(profile, []) is None
+
+
+def test_compute_beside_a_plan_is_the_slowest_ranks_backward_and_the_usual_ranks_forward():
+    from gradcast.training.calibration import Compute, corrected_compute, with_compute
+
+    profile = profile_of(200, 100, 10)
+    found = corrected_compute(profile, compute_steps([(250, 120, 12), (210, 125, 13), (230, 160, 20)], disturbed=1))
+    assert found == Compute(250e6, 125e6, 13e6)
+    stretched = with_compute(profile, found)
+    assert (stretched.backward_ns, stretched.forward_ns) == (250e6, 125e6)
+    assert [tensor.ready_ns for tensor in stretched.tensors] == [250e6, 125e6]
+    assert [tensor.need_ns for tensor in stretched.tensors] == [0, 62.5e6]
+    assert [tensor.update_ns for tensor in stretched.tensors] == [3.25e6, 9.75e6]
+    assert stretched.link.to_json() == profile.link.to_json()
+    # In the other direction, too; and where there is no update there is none afterwards.
+    assert corrected_compute(profile, compute_steps([(100, 100, 10)] * 3)) == Compute(100e6, 100e6, 10e6)
+    assert with_compute(profile_of(200, 100, 0), found).tensors[0].update_ns == 0
+
+
+def test_what_a_step_computed_is_what_it_did_not_wait():
+    from gradcast.training.calibration import Compute, compute_of
+    from gradcast.training.trace import StepRecord
+
+    record = StepRecord(3, 3, None, None, 100)
+    record.spans += [("backward", 100, 160), ("wait", 160, 170), ("update", 170, 175), ("update", 190, 195)]
+    assert compute_of(record, busy_ns=130) == Compute(60, 60, 10)
+
+
+def train(rank, mode, link_factor, compute_factor=None):
+    from gradcast.training import calibration, link_costs
+
+    link = mock.Mock(side_effect=lambda link, _: link_factor and link.scaled(link_factor, link_factor))
+
+    def stretched(profile, steps):
+        for step in steps:
+            assert len(step) == 2
+            assert all(min(each.backward_ns, each.forward_ns) > 0 for each in step)
+        update_ns = sum(tensor.update_ns for tensor in profile.tensors)
+        times = (profile.backward_ns, profile.forward_ns, update_ns)
+        return compute_factor and calibration.Compute(*(compute_factor * time for time in times))
+
+    compute = mock.Mock(side_effect=stretched)
+    # The process goes on with other tests.
+    with (
+        mock.patch.object(link_costs, "corrected", link),
+        mock.patch.object(calibration, "corrected_compute", compute),
+    ):
         found = train_both(rank, mode)
-    assert corrected.call_count == (1 if rank.index == 0 else 0), "rank 0 decides"
-    for call in corrected.call_args_list:
+    assert link.call_count == compute.call_count == (1 if rank.index == 0 else 0), "rank 0 decides"
+    for call in link.call_args_list + compute.call_args_list:
         assert len(call.args[1]) == CALIBRATION_STEPS - 1, "in the first step memory is allocated"
     return found
 
 
 def train_both(rank, mode):
-    """The versions that were followed, the plan's links, what was said, and whether the parameters are DDP's."""
+    """The versions that were followed, with their profiles, what was said, and whether the parameters are DDP's."""
     heard, seen = Heard(), []
     modules = [make_module(), make_module()]
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
@@ -71,8 +142,8 @@ def train_both(rank, mode):
     steps = WARMUP_STEPS + CALIBRATION_STEPS + 3
     for step in range(steps):
         run_step(rank, step, modules[0], sgds[0])
-        link = handle.profile and handle.profile.link.to_json()
-        seen.append((handle.plan_version, link))
+        profile = handle.profile and handle.profile.to_json()
+        seen.append((handle.plan_version, profile))
     handle.detach()
     ddp = torch.nn.parallel.DistributedDataParallel(modules[1])
     for step in range(steps):
@@ -81,19 +152,52 @@ def train_both(rank, mode):
     return seen, [line for line in heard.lines if "warm-up has found" in line], equal
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_where_it_costs_more_all_ranks_plan_again_at_the_same_step(ranks, mode):
-    results = ranks.run(2, train, mode, 3.0)
+BEFORE, AFTER = WARMUP_STEPS + CALIBRATION_STEPS - 1, WARMUP_STEPS + CALIBRATION_STEPS + 1
+
+
+def require_one_new_plan(results):
+    """The profiles before and after it, and what rank 0 said."""
     for index, (seen, lines, equal) in enumerate(results):
         assert equal, "the parameters are not DDP's"
         assert seen == results[0][0]
         assert len(lines) == (1 if index == 0 else 0), "one rank speaks for all"
-    versions = [version for version, _ in results[0][0]]
-    before, after = WARMUP_STEPS + CALIBRATION_STEPS, WARMUP_STEPS + CALIBRATION_STEPS + 1
-    assert versions[before - 1 : after + 1] == [4, 5, 5]
-    costs = [_core.LinkModel.from_json(results[0][0][step][1]).all_reduce.cost_ns(1000) for step in (before - 1, after)]
-    assert costs[1] == pytest.approx(3 * costs[0], rel=1e-6)
-    assert "the network costs 3.00 times what the warm-up has found" in results[0][1][0]
+    seen, (line,), _ = results[0]
+    assert [version for version, _ in seen[BEFORE : AFTER + 1]] == [4, 5, 5]
+    return _core.Profile.from_json(seen[BEFORE][1]), _core.Profile.from_json(seen[AFTER][1]), line
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_where_the_network_costs_more_all_ranks_plan_again_at_the_same_step(ranks, mode):
+    before, after, line = require_one_new_plan(ranks.run(2, train, mode, 3.0))
+    assert after.link.all_reduce.cost_ns(1000) == pytest.approx(3 * before.link.all_reduce.cost_ns(1000), rel=1e-6)
+    assert after.forward_ns == before.forward_ns
+    assert "the network costs 3.00 times what the warm-up has found, and compute takes 1.00 times as long" in line
+
+
+def test_where_compute_takes_longer_all_ranks_plan_again_at_the_same_step(ranks):
+    before, after, line = require_one_new_plan(ranks.run(2, train, "overlap", None, 2.0))
+    assert after.link.to_json() == before.link.to_json()
+    assert after.forward_ns == pytest.approx(2 * before.forward_ns, abs=1)
+    assert [each.ready_ns for each in after.tensors] == pytest.approx(
+        [2 * each.ready_ns for each in before.tensors], abs=1
+    )
+    assert "the network costs 1.00 times what the warm-up has found, and compute takes 2.00 times as long" in line
+
+
+def test_what_ddp_would_take_has_no_network_beside_its_forward():
+    from gradcast.training import planning
+    from gradcast.training.calibration import Compute, with_compute
+    from gradcast.training.expectation import expect
+
+    profile = profile_of(200, 100, 10)
+    plain = planning.plain_plan(profile)
+    alone = expect(profile, _core.make_plan(profile, profile.link), profile, plain, (0.9, 1.1))
+    slower = with_compute(profile, Compute(240e6, 120e6, 12e6))
+    beside = expect(slower, _core.make_plan(slower, profile.link), profile, plain, (0.9, 1.1))
+    assert beside.gain == pytest.approx(plain.predicted_ns / _core.make_plan(slower, profile.link).predicted_ns)
+    assert beside.gain < alone.gain
+    assert beside.low <= beside.gain <= beside.high
+    assert beside.compute_share == alone.compute_share
 
 
 def test_where_it_is_right_the_plan_stays(ranks):

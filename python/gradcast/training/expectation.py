@@ -3,6 +3,7 @@
 import dataclasses
 
 from gradcast import _core
+from gradcast.compare import compute_ns
 
 # Below this a plan is not worth following: DDP's way is the safer one.
 WORTH = 1.02
@@ -38,16 +39,24 @@ class Expectation:
         )
 
 
-def expect(profile: _core.Profile, plan: _core.Plan, plain: _core.Plan, spread: tuple[float, float]) -> Expectation:
-    """``spread``: of the blocks' costs around the profile's link, see link_costs.spread."""
-    gains = [_iteration_ns(profile, plain, factor) / _iteration_ns(profile, plan, factor) for factor in (*spread, 1.0)]
-    compute_ns = profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors)
+def expect(
+    profile: _core.Profile,
+    plan: _core.Plan,
+    plain_profile: _core.Profile,
+    plain: _core.Plan,
+    spread: tuple[float, float],
+) -> Expectation:
+    """``plain_profile``: with what compute takes beside the plain plan, which uses the network at other times.
+    ``spread``: of the blocks' costs around the profiles' link, see link_costs.spread."""
+    gains = [
+        _iteration_ns(plain_profile, plain, factor) / _iteration_ns(profile, plan, factor) for factor in (*spread, 1.0)
+    ]
     return Expectation(
         gain=plain.predicted_ns / plan.predicted_ns,
         low=min(gains),
         high=max(gains),
         limit=plain.predicted_ns / plan.bound_ns,
-        compute_share=compute_ns / plain.predicted_ns,
+        compute_share=compute_ns(plain_profile) / plain.predicted_ns,
     )
 
 

@@ -1,9 +1,9 @@
 """Which plan the next iteration follows: those of the warm-up, the one made from its measurements, or the plain one.
 
-The plan is made again where its own first iterations show that the network costs something else than the warm-up has
-found (link_costs.py). From then on the monitor (include/gradcast/monitor.h) hears on every rank the same facts of every
-iteration and comes to the same decisions: to try the plain plan for a few iterations, to stay with it where it is as
-fast, and to measure again where the network or the compute has changed for good.
+The plan is made again where its own first iterations show that the network or compute takes something else than the
+warm-up has found (calibration.py). From then on the monitor (include/gradcast/monitor.h) hears on every rank the same
+facts of every iteration and comes to the same decisions: to try the plain plan for a few iterations, to stay with it
+where it is as fast, and to measure again where the network or the compute has changed for good.
 """
 
 import collections
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from gradcast import _core
+from gradcast.compare import compute_ns
 from gradcast.errors import Error
-from gradcast.training import link_costs, planning
+from gradcast.training import calibration, link_costs, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.calibration import Calibration
 from gradcast.training.expectation import expect
@@ -25,16 +26,12 @@ from gradcast.training.group import Group
 from gradcast.training.notes import Note, Notes
 from gradcast.training.options import Options
 from gradcast.training.planning import Agreed, Proposal
+from gradcast.training.replanned import Replanned
 from gradcast.training.trace import Trace
 from gradcast.training.traffic import Traffic
 from gradcast.training.warmup import Warmup
 
 _log = logging.getLogger("gradcast")
-# Where measuring again has found and gained nothing, it is not done again so soon: each time twice as long.
-_HOLD_ITERATIONS = 64
-_HOLD_ITERATIONS_MAX = 4096
-_NEW_PLAN_GAIN = 1.02
-_REAL_CHANGE = 0.05  # of the predicted step
 
 
 class LivePlan:
@@ -61,7 +58,7 @@ class LivePlan:
         self._monitor: _core.Monitor | None = None
         # Of the last iterations: whose facts they are, and whether they followed the plain plan.
         self._history: collections.deque[tuple[_core.Monitor | None, bool]] = collections.deque(maxlen=self._notes.lag)
-        self._change: _Change | None = None  # why this warm-up measures again
+        self._change: Replanned | None = None  # why this warm-up measures again
         self._calibration: Calibration | None = None  # while the plan is new
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
@@ -91,13 +88,14 @@ class LivePlan:
 
     def next(self, start_ns: int) -> None:
         """An iteration begins, and nothing travels. ``start_ns``: when its backward pass has started."""
-        notes = self._notes.exchange(self._own_note(start_ns))
+        own = self._own_note(start_ns)
+        notes = self._notes.exchange(own)
         if notes is not None:
             self.exposed.add(notes)
         if self.warmup is not None:
             self._advance_warmup()
         elif self._calibration is not None:
-            self._advance_calibration()
+            self._advance_calibration(own)
         elif self._monitor is not None and len(self._history) == self._notes.lag:
             monitor, plain = self._history[0]
             if monitor is self._monitor:
@@ -159,7 +157,7 @@ class LivePlan:
 
     def _measure_again(self, change: _core.Change) -> None:
         predicted_ns = self.in_force.predicted_ns
-        self._change = _Change(change, predicted_ns, self.agreed)
+        self._change = Replanned(change, predicted_ns, self.agreed)
         self._monitor = None
         self._begin_warmup(self.agreed.order)
         self.warmup.stopwatch.backward_started()
@@ -192,20 +190,27 @@ class LivePlan:
         if self._monitor is not None:
             self._calibration = Calibration(self.in_force)
 
-    def _advance_calibration(self) -> None:
+    def _advance_calibration(self, own: Note | None) -> None:
+        """``own``: of the step that ends now."""
         ended = self._traffic.timeline()
-        if not self._calibration.step_ended(ended[-1] if ended else None):
+        compute = None
+        # On a device the host runs ahead: its times are not those of compute.
+        if own is not None and self._buffers.flats[0].device.type == "cpu":
+            compute = calibration.compute_of(self._trace.current, own.facts.busy_ns)
+        if not self._calibration.step_ended(ended[-1] if ended else None, compute):
             return
         with self._traffic.watch.waiting("the agreement on the plan"):
-            steps = self._calibration.samples(self._group)
-            agreed = self._agreement(lambda: self._calibrated(steps))
+            found = self._calibration.found(self._group)
+            agreed = self._agreement(lambda: self._calibrated(found))
         self._calibration = None
         if agreed is None:
             return
-        before, after = (_network_ns(self.in_force, profile) for profile in (self.profile, agreed.profile))
+        network = _network_ns(self.in_force, agreed.profile) / _network_ns(self.in_force, self.profile)
+        computing = compute_ns(agreed.profile) / compute_ns(self.profile)
         self._tell(
             logging.INFO,
-            f"with this plan the network costs {after / before:.2f} times what the warm-up has found; planned again",
+            f"with this plan the network costs {network:.2f} times what the warm-up has found, and compute takes "
+            f"{computing:.2f} times as long; planned again",
         )
         self.profile = agreed.profile
         self._take(agreed)
@@ -228,30 +233,43 @@ class LivePlan:
         plan = planning.decide(self.profile, self._mode, self._options)
         return self._proposal(self.profile, plan, self.warmup.link_spread)
 
-    def _calibrated(self, steps: list[list[link_costs.Sample]]) -> Proposal | None:
-        link = link_costs.corrected(self.profile.link, steps) if steps else None
-        if link is None:
+    def _calibrated(self, found: calibration.Found) -> Proposal | None:
+        link = link_costs.corrected(self.profile.link, found.blocks) if found.blocks else None
+        compute = calibration.corrected_compute(self.profile, found.compute)
+        if link is None and compute is None:
             return None
-        profile = planning.with_link(self.profile, link)
-        found = [sample for step in steps for sample in step]
+        idle = self.profile if link is None else planning.with_link(self.profile, link)
+        profile = idle if compute is None else calibration.with_compute(idle, compute)
+        # Compute takes longer beside the network, but DDP's forward has no network beside it.
+        plain_profile = idle if self.in_force.mode == "overlap" else profile
+        samples = [sample for step in found.blocks for sample in step]
+        spread = link_costs.spread(samples, profile.link) if samples else self.link_spread
         plan = planning.decide(profile, self._mode, self._options)
-        proposal = self._proposal(profile, plan, link_costs.spread(found, link))
+        proposal = self._proposal(profile, plan, spread, plain_profile)
         return dataclasses.replace(proposal, hold_iterations=self.agreed.hold_iterations)
 
     def _saved(self, state: dict[str, Any]) -> Proposal:
         plan = _core.Plan.from_json(state["plan"])
         return self._proposal(_core.Profile.from_json(state["layout"]), plan, spread=(1.0, 1.0))
 
-    def _proposal(self, profile: _core.Profile, plan: _core.Plan, spread: tuple[float, float]) -> Proposal:
+    def _proposal(
+        self,
+        profile: _core.Profile,
+        plan: _core.Plan,
+        spread: tuple[float, float],
+        plain_profile: _core.Profile | None = None,
+    ) -> Proposal:
+        """``plain_profile``: beside the plain plan, if that is another one."""
         self.link_spread = spread
         if not self._options.adapt or profile.link is None:
             return Proposal(profile.to_json(), plan.to_json())
-        plain = planning.plain_plan(profile)
+        plain_profile = plain_profile or profile
+        plain = planning.plain_plan(plain_profile)
         return Proposal(
             profile.to_json(),
             plan.to_json(),
             plain.to_json(),
-            expect(profile, plan, plain, spread),
+            expect(profile, plan, plain_profile, plain, spread),
             hold_iterations=0 if self._change is None else self._change.hold_iterations(profile, plan),
         )
 
@@ -267,7 +285,7 @@ class LivePlan:
         profile = agreed.profile
         return _core.Monitor(
             self._group.world_size,
-            busy_ns=profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors),
+            busy_ns=compute_ns(profile),
             link_ns=_network_ns(self.in_force, profile),
             has_plain=agreed.plain is not None,
             begins_plain=agreed.steps_aside,
@@ -301,38 +319,3 @@ class LivePlan:
 def _network_ns(plan: _core.Plan, profile: _core.Profile) -> float:
     """For how long a step keeps the network busy."""
     return sum(profile.link.all_reduce.cost_ns(block.size_bytes) for block in plan.blocks)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """Why a plan is made again; ``before``: what was agreed until then."""
-
-    change: _core.Change
-    predicted_ns: float
-    before: Agreed
-
-    def sentence(self, plan: _core.Plan) -> str:
-        times = f"{self.change.before_ns / 1e6:.1f} ms per step, now {self.change.after_ns / 1e6:.1f}"
-        if self.change.cause == "network":
-            what = f"the network has changed: it was busy for {times}"
-        elif self.change.rank >= 0:
-            what = f"rank {self.change.rank} has changed: the slowest rank computed {times}"
-        else:
-            what = f"compute has changed on most ranks: the slowest one computed {times}"
-        return (
-            f"{what}; planned again: {plan.predicted_ns / 1e6:.1f} ms per step predicted, "
-            f"{self.predicted_ns / 1e6:.1f} before"
-        )
-
-    def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
-        """How long not to measure again: where nothing had changed after all, longer each time."""
-        old = self.before.plan
-        if abs(plan.predicted_ns / self.predicted_ns - 1) > _REAL_CHANGE:
-            return 0
-        try:
-            old.check(profile)
-        except Error:
-            return 0
-        if _core.play(profile, profile.link, old).iteration_ns > _NEW_PLAN_GAIN * plan.predicted_ns:
-            return 0
-        return min(_HOLD_ITERATIONS_MAX, max(_HOLD_ITERATIONS, 2 * self.before.hold_iterations))
