@@ -1,0 +1,248 @@
+"""The doctor around a loop, from code: any kind of loop goes on as if nothing had been."""
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+
+import gradcast
+from training.needs import torch
+
+nn = torch.nn
+TIMEOUT_S = 180
+
+
+def make_ddp():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64))
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def steps(rank, ddp, adam, count, *, accumulate=False):
+    for step in range(count):
+        torch.manual_seed(100 * rank.index + step)
+        adam.zero_grad()
+        if accumulate:
+            with ddp.no_sync():
+                ddp(torch.randn(8, 64)).square().mean().backward()
+        ddp(torch.randn(8, 64)).square().mean().backward()
+        adam.step()
+
+
+def state_of(modules, optimizers):
+    tensors = [value for module in modules for value in module.state_dict().values()]
+    states = [state for each in optimizers for state in each.state.values()]
+    return [*tensors, *(value for state in states for value in state.values() if isinstance(value, torch.Tensor))]
+
+
+def with_doctor(rank, folder, accumulate):
+    ddps = [make_ddp(), make_ddp()]
+    adams = [torch.optim.Adam(ddp.parameters(), lr=0.01) for ddp in ddps]
+    with gradcast.doctor(ddps[0], adams[0], steps=5, seconds=0.5, network=False, output=folder) as outcome:
+        steps(rank, ddps[0], adams[0], 14, accumulate=accumulate)
+    steps(rank, ddps[1], adams[1], 14, accumulate=accumulate)
+    states = [state_of([ddp], [adam]) for ddp, adam in zip(ddps, adams, strict=True)]
+    equal = all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    hooks = len(ddps[0]._forward_hooks) + len(ddps[0]._forward_pre_hooks)
+    hooks += len(adams[0]._optimizer_step_pre_hooks) + len(adams[0]._optimizer_step_post_hooks)
+    result = outcome.result
+    return equal, hooks, None if result is None else {"parts": result["parts"], "step": result["step"]}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_around_a_loop(ranks, tmp_path, accumulate):
+    results = ranks.run(3, with_doctor, str(tmp_path / "run"), accumulate, timeout_s=TIMEOUT_S)
+    assert [result is not None for _, _, result in results] == [True, False, False]
+    for equal, hooks, _ in results:
+        # Three ranks: the sums have the order of DDP's own buckets, which the doctor does not touch.
+        assert equal
+        assert hooks == 0
+    found = results[0][2]
+    assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["step"]["ms"], abs=1e-6)
+    assert (tmp_path / "run" / "trace.json.gz").exists()
+
+
+class Heads(nn.Module):
+    """A buffer that forward replaces, dropout, outputs in a dictionary, and a head that may stay unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, value, heads=(0, 1)):
+        value = nn.functional.dropout(self.body(value), 0.2)
+        self.mean = 0.9 * self.mean + value.detach().mean(0)
+        return {"heads": [self.heads[head](value) for head in heads], "mean": self.mean}
+
+
+def heads_loss(ddp, value, **keywords):
+    return sum(out.square().mean() for out in ddp(value, **keywords)["heads"])
+
+
+def train_heads(rank, case, doctor):
+    """Ten steps of one kind of loop: the final state, and what the doctor has said."""
+    torch.manual_seed(0)
+    module, encoder = Heads(), nn.Linear(8, 8)
+    if case == "frozen":
+        module.body.requires_grad_(False)
+    options = {
+        "static_graph": {"static_graph": True},
+        "find_unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        "unused": {"find_unused_parameters": True},
+        "small_buckets": {"bucket_cap_mb": 0.0001},
+    }.get(case, {})
+    ddp = nn.parallel.DistributedDataParallel(module, **options)
+    if case == "hook":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    groups = [ddp.module.body.parameters(), ddp.module.heads.parameters()]
+    given = [[*groups[0], *groups[1]]] if case != "two_optimizers" else [[*group] for group in groups]
+    if case == "encoder":
+        given[0] += encoder.parameters()
+    optimizers = [torch.optim.Adam([p for p in group if p.requires_grad], lr=0.01) for group in given]
+    scaler = torch.amp.GradScaler("cpu", enabled=case == "scaler", init_scale=4.0)
+    if case == "eval":
+        ddp.eval()
+    around = contextlib.nullcontext()
+    if doctor is not None:
+        around = gradcast.doctor(ddp, optimizers, steps=5, seconds=0.01, network=False, trial=False, output=doctor)
+    with around as outcome:
+        for step in range(14):
+            torch.manual_seed(100 * rank.index + step)
+            train_step(case, rank, step, ddp, encoder, optimizers, scaler)
+    said = None if outcome is None or outcome.result is None else outcome.result["steps"]
+    return state_of([ddp, encoder], optimizers), said
+
+
+def train_step(case, rank, step, ddp, encoder, optimizers, scaler):
+    value = torch.randn(4, 8)
+    for each in optimizers:
+        each.zero_grad(set_to_none=case != "zeros")
+    if case == "closure":
+
+        def closure():
+            loss = heads_loss(ddp, value)
+            loss.backward()
+            return loss
+
+        optimizers[0].step(closure)
+        return
+    if case == "encoder":
+        value = encoder(value)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
+        if case == "unused":
+            loss = heads_loss(ddp, value, heads=((rank.index + step) % 2,))
+        elif case == "two_forwards":
+            loss = heads_loss(ddp, value) + heads_loss(ddp, 2 * value)
+        else:
+            loss = heads_loss(ddp, value)
+    scaler.scale(loss).backward()
+    with torch.no_grad() if case == "no_grad" else contextlib.nullcontext():
+        for each in optimizers:
+            scaler.step(each)
+    scaler.update()
+
+
+def train_twice(rank, case, folder):
+    state, said = train_heads(rank, case, folder)
+    reference, _ = train_heads(rank, case, None)
+    return all(torch.equal(one, other) for one, other in zip(state, reference, strict=True)), said
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain", "static_graph", "find_unused", "small_buckets", "hook", "two_optimizers", "encoder", "frozen", "eval",
+        "closure", "zeros", "autocast", "scaler", "two_forwards", "no_grad",
+    ],
+)  # fmt: skip
+def test_any_loop_goes_on_as_if_nothing_had_been(ranks, tmp_path, case):
+    (equal, said), (others_equal, _) = ranks.run(2, train_twice, case, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    assert equal
+    assert others_equal
+    assert said["normal"] == 5
+
+
+def test_where_parameters_stay_unused_there_is_no_diagnosis_and_training_goes_on(ranks, tmp_path):
+    for equal, said in ranks.run(2, train_twice, "unused", str(tmp_path / "run"), timeout_s=TIMEOUT_S):
+        assert equal
+        assert said is None
+
+
+def train_with_a_defect(rank, folder):
+    from gradcast.diagnosis import findings, probes
+
+    def breaks(*_):
+        raise ZeroDivisionError("a defect")
+
+    broken = findings if rank.index == 0 else probes
+    name = "result" if rank.index == 0 else "no such thing"
+    with mock.patch.object(broken, name, breaks, create=True):
+        state, said = train_heads(rank, "plain", folder)
+    reference, _ = train_heads(rank, "plain", None)
+    return all(torch.equal(one, other) for one, other in zip(state, reference, strict=True)), said
+
+
+def test_a_defect_of_the_doctor_does_not_end_a_training(ranks, tmp_path):
+    for equal, said in ranks.run(2, train_with_a_defect, str(tmp_path / "run"), timeout_s=TIMEOUT_S):
+        assert equal
+        assert said is None
+
+
+def refused(rank, case):
+    ddp = make_ddp()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    model, optimizers = {
+        "bare": (ddp.module, sgd),
+        "others": (ddp, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+        "none": (ddp, []),
+        "closure": (ddp, torch.optim.LBFGS(ddp.parameters())),
+        "steps": (ddp, sgd),
+        "hook": (ddp, sgd),
+    }[case]
+    if case == "hook":
+        ddp.register_comm_hook(object(), lambda _, bucket: bucket.buffer())
+    try:
+        with gradcast.doctor(model, optimizers, steps=0 if case == "steps" else 20):
+            return "accepted"
+    except gradcast.Error as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("bare", "wrap the model first"),
+        ("others", "holds no parameter"),
+        ("none", "needs the optimizer"),
+        ("closure", "LBFGS.step() needs a closure"),
+        ("steps", "at least 5 is expected"),
+        ("hook", "leave it out for the diagnosis"),
+    ],
+)
+def test_wrong_use_is_refused(ranks, case, words):
+    for said in ranks.run(2, refused, case):
+        assert words in said
+
+
+def attached_by_the_script(rank, folder):
+    """As in a script that attaches gradcast, which runs with GRADCAST_DISABLE=1 under the doctor."""
+    ddp = make_ddp()
+    adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    with mock.patch.dict(os.environ, {"GRADCAST_DISABLE": "1"}):
+        handle = gradcast.attach(ddp, adam)
+        with gradcast.doctor(ddp, adam, steps=5, seconds=0.01, network=False, output=folder) as outcome:
+            steps(rank, ddp, adam, 12)
+        with pytest.raises(gradcast.Error, match="attached to this module already"):
+            gradcast.attach(ddp, adam)
+    handle.detach()
+    return None if outcome.result is None else outcome.result["not_tried"] or outcome.result["plan"]["policy"]
+
+
+def test_gradcast_is_tried_where_the_script_attaches_it_itself(ranks, tmp_path):
+    first, second = ranks.run(2, attached_by_the_script, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    assert first in ("forecast", "ddp")
+    assert second is None

@@ -1,0 +1,138 @@
+"""What the doctor is made of: the snapshot, the watch over loaders, the tape."""
+
+import time
+
+import pytest
+
+from training.needs import torch
+
+nn = torch.nn
+
+
+def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
+    from gradcast.diagnosis.snapshot import Snapshot
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    adam = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1), amsgrad=True)
+    seen = []
+    adam.register_step_post_hook(lambda *_: seen.append(1))
+    module(torch.randn(3, 4)).sum().backward()
+    adam.step()
+
+    def everything():
+        states = [value.clone() for each in adam.state.values() for value in each.values()]
+        tensors = [*(each.detach().clone() for each in [*module.parameters(), *module.buffers()]), *states]
+        return [*tensors, torch.get_rng_state(), adam.param_groups[0]["lr"].clone()]
+
+    held = [*adam.state.values()], [parameter.grad for parameter in module.parameters()]
+    before = everything()
+    snapshot = Snapshot(module, [adam])
+    assert all(parameter.grad is None for parameter in module.parameters())
+    for _ in range(3):
+        adam.param_groups[0]["lr"].add_(0.5)
+        adam.param_groups[0]["weight_decay"] = 7.0
+        adam.zero_grad()
+        module(torch.randn(3, 4)).sum().backward()
+        adam.step()
+    changed = everything()
+    assert not any(torch.equal(one, other) for one, other in zip(before[:4], changed[:4], strict=True))
+    assert seen == [1], "a user's hook has no part in steps that are not the user's"
+    snapshot.restore()
+    assert all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
+    assert adam.param_groups[0]["weight_decay"] != 7.0
+    assert all(one is other for one, other in zip(held[0], adam.state.values(), strict=True))
+    assert all(one is parameter.grad for one, parameter in zip(held[1], module.parameters(), strict=True))
+    adam.step()
+    assert seen == [1, 1]
+
+
+def test_a_snapshot_keeps_learning_rates_at_zero_and_gradients_of_other_modules():
+    from gradcast.diagnosis.snapshot import Snapshot
+
+    module, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    sgd = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.5, momentum=0.9)
+    head(module(torch.randn(3, 4))).sum().backward()
+    weight, gradient = head.weight.detach().clone(), head.weight.grad.clone()
+    snapshot = Snapshot(module, [sgd])
+    sgd.zero_grad()
+    head(module(torch.randn(3, 4))).sum().backward()
+    sgd.step()
+    assert torch.equal(head.weight, weight), "it stands still"
+    snapshot.restore()
+    assert sgd.param_groups[0]["lr"] == 0.5
+    assert torch.equal(head.weight.grad, gradient)
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, read_s, prepare_s):
+        self.read_s, self.prepare_s = read_s, prepare_s
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(self.read_s)
+        end = time.thread_time() + self.prepare_s
+        while time.thread_time() < end:
+            pass
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
+    from gradcast.diagnosis.loader import LoaderWatch
+
+    watch = LoaderWatch()
+    try:
+        batches = list(torch.utils.data.DataLoader(Items(0.02, 0.005), batch_size=2, num_workers=workers))
+    finally:
+        watch.close()
+    reading_ms, preparing_ms, count = watch.totals_ms()
+    assert len(batches) == count == 6
+    assert watch.workers == workers
+    assert watch.waited_ns > 0
+    # What was asked for, within what clocks say; more where the machine is busy.
+    assert reading_ms >= 0.9 * 12 * 20
+    assert preparing_ms >= 0.9 * 12 * 5
+    assert reading_ms > preparing_ms
+    before = watch.totals_ms()
+    list(torch.utils.data.DataLoader(Items(0, 0), batch_size=2))
+    assert watch.totals_ms() == before, "it looks no longer"
+
+
+def test_a_tape_makes_the_gradients_that_the_step_made():
+    from gradcast.diagnosis import tape
+    from gradcast.diagnosis.loader import LoaderWatch
+    from gradcast.diagnosis.observer import Observer
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.device, self.require_backward_grad_sync = torch.device("cpu"), True
+            self.find_unused_parameters = self.static_graph = False
+            self.__dict__["module"] = self
+
+        def forward(self, value, *, scale):
+            return {"a": self.one(value) * scale, "b": [self.two(value)], "unused": self.one(value)}
+
+    net = Net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+    loader, ended = LoaderWatch(), []
+    observer = Observer(net, [sgd], loader, lambda: ended.append(1))
+    for _ in range(2):
+        sgd.zero_grad()
+        out = net(torch.randn(3, 4), scale=2.0)
+        (out["a"].square().sum() + out["b"][0].sum()).backward()
+        sgd.step()
+    wanted = [parameter.grad.clone() for parameter in net.parameters()]
+    observer.close()
+    loader.close()
+    (passes,) = observer.tapes[-1].by_backward
+    sgd.zero_grad()
+    list(tape.run_again(net, passes))
+    assert all(torch.equal(one, p.grad) for one, p in zip(wanted, net.parameters(), strict=True))
+    assert len(ended) == len(observer.steps) == 2
+    for step in observer.steps:
+        stages = sum(step[name] for name in ("loader", "forward", "backward", "update", "loop"))
+        assert stages == pytest.approx(step["step"])
