@@ -5,6 +5,7 @@ import time
 import pytest
 
 import gradcast
+from gradcast import _core
 from training.needs import torch
 from training.test_adapt import make_module
 
@@ -52,3 +53,39 @@ def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
     # Most of what is waited; how long that is depends on the machine.
     assert first[stage]["ms"] > 0.5 * SLOW_MS
     assert first[stage]["ms"] > 2 * max(each["ms"] for name, each in first.items() if name != stage)
+
+
+def notes_of(*ranks_ms):
+    """By rank: backward, loop and forward, with what they wait for, in steps of 100 ms."""
+    from gradcast.training.notes import STAGES, Note
+
+    return [
+        Note(
+            _core.RankFacts(step_ns=100e6, busy_ns=1e6 * busy_ms, link_ns=0),
+            dict(zip(STAGES, (1e6 * ms for ms in stages_ms), strict=True)),
+        )
+        for *stages_ms, busy_ms in ranks_ms
+    ]
+
+
+def test_the_last_steps_count_and_only_those_since_the_ranks_meet_elsewhere():
+    from gradcast.training.exposed import Exposed
+
+    exposed = Exposed()
+    assert exposed.stats() is None
+    exposed.together_after("forward")  # from there backward is the first stage
+    for _ in range(3):
+        exposed.add(notes_of((40, 20, 40, 100), (30, 50, 20, 80)))
+    assert exposed.stats() == {
+        "backward": {"ms": 40, "rank": 0},
+        "loop": {"ms": 40, "rank": 1},  # 30 + 50 is 40 later than 40
+        "forward": {"ms": 20, "rank": 0},  # did not wait
+    }
+    for _ in range(64):
+        exposed.add(notes_of((40, 20, 40, 80), (45, 50, 5, 100)))
+    assert exposed.stats()["backward"] == {"ms": 45, "rank": 1}, "the first three are too long ago"
+    assert exposed.stats() == exposed.stats(), "asking changes nothing"
+    exposed.together_after("forward")
+    assert exposed.stats() is not None
+    exposed.together_after("backward")
+    assert exposed.stats() is None

@@ -22,6 +22,8 @@ class Exposed:
 
     def __init__(self) -> None:
         self._steps: collections.deque[list[Stage]] = collections.deque(maxlen=_STEPS_KEPT)
+        # What they say is worked out where somebody asks, not in every step.
+        self._unread: collections.deque[Sequence[Note]] = collections.deque(maxlen=_STEPS_KEPT)
         self._before: dict[str, float] = {}
         self._last = STAGES[-1]
 
@@ -30,6 +32,7 @@ class Exposed:
         if stage != self._last:
             self._last = stage
             self._steps.clear()
+            self._unread.clear()
 
     def own_stages_ns(self, record: StepRecord, step_ns: float) -> dict[str, float]:
         """Of this rank's step that ends now; a step here goes from the end of one ``together_after`` to the next, so
@@ -42,16 +45,13 @@ class Exposed:
 
     def add(self, notes: Sequence[Note]) -> None:
         """Of one step, in rank order."""
-        stages = frontier([[note.stages_ns[name] for name in self._order] for note in notes])
-        # At the end of the last stage all are there together: the one that got there without waiting is the one that
-        # the others have waited for.
-        own_ns = [sum(note.stages_ns.values()) - (note.facts.step_ns - note.facts.busy_ns) for note in notes]
-        stages[-1] = Stage(stages[-1].exposed, own_ns.index(max(own_ns)))
-        self._steps.append(stages)
+        self._unread.append(notes)
 
     def stats(self) -> dict[str, Mapping[str, Any]] | None:
         """Per stage the median ms by which it moves the furthest rank, and the rank that is most often the furthest at
         its end."""
+        while self._unread:
+            self._steps.append(self._stages(self._unread.popleft()))
         if not self._steps:
             return None
         found = {}
@@ -59,6 +59,14 @@ class Exposed:
             rank = collections.Counter(stage.rank for stage in steps).most_common(1)[0][0]
             found[name] = {"ms": statistics.median(stage.exposed for stage in steps) / 1e6, "rank": rank}
         return found
+
+    def _stages(self, notes: Sequence[Note]) -> list[Stage]:
+        stages = frontier([[note.stages_ns[name] for name in self._order] for note in notes])
+        # At the end of the last stage all are there together: the one that got there without waiting is the one that
+        # the others have waited for.
+        own_ns = [sum(note.stages_ns.values()) - (note.facts.step_ns - note.facts.busy_ns) for note in notes]
+        stages[-1] = Stage(stages[-1].exposed, own_ns.index(max(own_ns)))
+        return stages
 
     @property
     def _order(self) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Notes:
         self._read()
         self._write(own)
         self._iteration += 1
-        return None if None in self._known else list(self._known)
+        return list(self._known) if all(self._known) else None
 
     def _read(self) -> None:
         written = self._iteration - 1
