@@ -9,6 +9,7 @@ the case without any: what the cause's own part has gained, by what was injected
 import argparse
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.pages import refresh
+from benchmarks.pages import commit, refresh
 from gradcast.lab.hosts import Network
 from gradcast.lab.workers import run_workers
 
@@ -31,6 +32,7 @@ TIMEOUT_S = 300
 TRAFFIC = ("interconnect", "network")
 # What a part may be off: of the step, or ms.
 SHARE, MS = 0.05, 2.0
+_REST_AIM = 0.02  # of the step
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def kept(name: str, result: dict[str, Any]) -> dict[str, Any]:
     """What a table needs of a run."""
     return {
         "name": name,
+        "commit": commit(),
         "step_ms": result["step"]["ms"],
         "parts": {part["key"]: part["ms"] for part in result["parts"]},
         "straggler": result["straggler"],
@@ -170,6 +173,16 @@ def rows_of(lines: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def rests_of(lines: list[dict[str, Any]]) -> str:
+    """How far the parts are from adding up to the step."""
+    shares = [abs(line["parts"]["rest"]) / line["step_ms"] for line in lines]
+    small = sum(share <= _REST_AIM for share in shares)
+    return (
+        f"The rest, what the parts leave of the step: {statistics.median(shares):.1%} of it in the median run, "
+        f"{_REST_AIM:.0%} or less in {small} of {len(shares)}, {max(shares):.1%} at most."
+    )
+
+
 def name_of(causes: list[Cause]) -> str:
     return " + ".join(cause.name for cause in causes) or "no cause"
 
@@ -195,7 +208,7 @@ def main() -> int:
     headers = ["injected", "part", "expected ms", "found ms", "off", "step ms", "rest", "verdict", "recovered"]
     rows = rows_of(lines)
     text = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-    text += f"\n\n{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} recovered."
+    text += f"\n\n{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} recovered. {rests_of(lines)}"
     print(text)
     if args.refresh:
         refresh(args.refresh, MARK, text)

@@ -23,7 +23,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.pages import refresh
+from benchmarks.pages import commit, refresh
 from gradcast.compare import total_bytes
 from gradcast.files import load_profile
 
@@ -162,7 +162,7 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
         "hosts": cell.hosts,
         "ratio": cell.ratio,
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "cores": os.cpu_count(),
         "command": f"gradcast {' '.join(arguments)}",
         **{key: result[key] for key in ("stand_in", "torch", "parameter_bytes", "link", "compute_ms", "bounds_ms")},
@@ -171,11 +171,6 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
         "parameters_equal": result["parameters_equal"],
         "rows": rows,
     }
-
-
-def _commit() -> str:
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
 
 
 def _lines(record: Path) -> list[dict[str, Any]]:

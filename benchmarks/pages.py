@@ -1,5 +1,6 @@
-"""Tables that programs write into the project's pages."""
+"""Tables that programs write into the project's pages, and the commit whose numbers they are."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,3 +13,8 @@ def refresh(path: str, mark: str, text: str) -> None:
     if not after:
         sys.exit(f"{path} lacks the marks {begin} and {end}")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def commit() -> str:
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
