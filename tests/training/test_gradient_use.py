@@ -1,6 +1,8 @@
 """Whoever reads or replaces gradients between backward and the end of the step, in ways that are easily overlooked."""
 
+import statistics
 import threading
+import time
 
 import pytest
 
@@ -136,6 +138,39 @@ def test_a_step_that_one_rank_leaves_out_does_not_change_its_plan(ranks, mode):
     versions = ranks.run(2, skip_on_one_rank, mode)
     assert versions[0] == versions[1]
     assert versions[0][-1] == 5, "four of the warm-up, and the plan"
+
+
+SLOW_S = 0.05
+
+
+def clip_beside_a_slow_rank(rank, mode):
+    """ms per step that rank 0 is found to compute in forward, and to be busy, while it clips by itself and waits."""
+    task = TASKS["plain"]
+    module = task.module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    options = gradcast.Options(warmup_steps=4)
+    handle = gradcast.attach(module, optimizer if mode == "overlap" else None, options=options)
+    busy_ns = []
+    for number in range(12):
+        optimizer.zero_grad()
+        loss = task.loss(module, task.batch(rank.index, number))
+        time.sleep(SLOW_S * rank.index)  # of its backward pass, so that forward is short on both
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        record = handle._session.trace.current
+        busy_ns.append(time.perf_counter_ns() - record.start_ns - record.total_ns("wait"))
+    found = handle.profile.forward_ns / 1e6, statistics.median(busy_ns[6:]) / 1e6
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_waiting_for_gradients_that_the_loop_reads_is_no_compute(ranks, mode):
+    (forward_ms, busy_ms), (_, slow_busy_ms) = ranks.run(2, clip_beside_a_slow_rank, mode)
+    assert slow_busy_ms > 1e3 * SLOW_S, "it sleeps"
+    assert forward_ms < 0.5e3 * SLOW_S
+    assert busy_ms < 0.5e3 * SLOW_S
 
 
 def disjoint_parts(rank):

@@ -90,7 +90,8 @@ class Stopwatch:
         """Around waiting for gradients, which a plan may avoid: no part of compute."""
         start = self._clock.stamp()
         yield
-        self._steps[-1].waits.append((start, self._clock.stamp()))
+        if self._steps:
+            self._steps[-1].waits.append((start, self._clock.stamp()))
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:

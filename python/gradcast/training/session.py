@@ -222,9 +222,7 @@ class Session:
                 self.live.warmup.stopwatch.backward_ended()
             self._compare_if_due()
             if self.mode == "hook":
-                with self.live.warmup.stopwatch.waiting() if self.live.warmup is not None else contextlib.nullcontext():
-                    self._gradients.finish()
-                self.trace.span("wait", now_ns, time.perf_counter_ns())
+                self._await_gradients(now_ns)
                 self._end_step()
 
     # --- Forward and step ---
@@ -276,8 +274,7 @@ class Session:
         warmup = self.live.warmup
         if warmup is None:
             return self._steps.take(number, self, at_once=self.live.plain)
-        with warmup.stopwatch.waiting():
-            self._gradients.finish()
+        self._await_gradients(time.perf_counter_ns())
         with warmup.stopwatch.updating():
             return self._steps.take(number, self, at_once=True)
 
@@ -295,8 +292,15 @@ class Session:
         self._use_gradients()
 
     def _use_gradients(self) -> None:
-        self._gradients.finish()
+        self._await_gradients(time.perf_counter_ns())
         self._gradients.used = True
+
+    def _await_gradients(self, start_ns: int) -> None:
+        """After backward. Whoever wants them, it is no part of compute."""
+        warmup = self.live.warmup
+        with contextlib.nullcontext() if warmup is None else warmup.stopwatch.waiting():
+            self._gradients.finish()
+        self.trace.span("wait", start_ns, time.perf_counter_ns())
 
     def _end_step(self) -> None:
         self._gradients.open = False
