@@ -91,10 +91,9 @@ def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
     assert len(batches) == count == 6
     assert watch.workers == workers
     assert watch.waited_ns > 0
-    # What was asked for, within what clocks say; more where the machine is busy.
-    assert reading_ms >= 0.9 * 12 * 20
+    # What was asked for, within what clocks say; preparing takes longer where the machine is busy.
+    assert 0.9 * 12 * 20 <= reading_ms < 12 * (20 + 5), "preparing is no part of it"
     assert preparing_ms >= 0.9 * 12 * 5
-    assert reading_ms > preparing_ms
     before = watch.totals_ms()
     list(torch.utils.data.DataLoader(Items(0, 0), batch_size=2))
     assert watch.totals_ms() == before, "it looks no longer"
