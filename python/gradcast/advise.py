@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import scaled_profile
-from gradcast.growth import SPREAD, Network, Nodes, from_hop
+from gradcast.growth import SPREAD, Network, Nodes, from_hop, hop
 from gradcast.prices import Machine, Prices
-from gradcast.scaling import Options, Point, band, measured_network
-from gradcast.spot import Spot, quantile, simulate_s
+from gradcast.scaling import Band, Options, Point, band, measured_network
+from gradcast.spot import GIVEN_UP, Spot, mean_s, quantile, simulate_s
 
 # A spot training that is said to end in time does so nine times out of ten.
 _SURE = 0.9
 _INTRA = "inside"
+PREDICTED, ON_MEASURED = "predicted", "predicted on measured costs"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Training:
 class Request:
     training: Training
     measured_on: str | None = None  # the machine on which the profiles were measured
+    measured_algorithm: str = "ring"  # what the library ran then
     algorithm: str = "ring"
     policy: str = _core.DEFAULT_POLICY
     mode: str = "overlap"
@@ -63,9 +65,9 @@ class Row:
     hours: float  # of a spot cluster the mean
     low_hours: float
     high_hours: float
-    sure_hours: float  # of a spot cluster what nine of ten trainings do not exceed
+    sure_hours: float  # of a spot cluster what nine of ten trainings do not exceed, and no less than the mean
     price_per_hour: float  # of the cluster
-    basis: str  # "measured" or "predicted"
+    basis: str  # of the step: PREDICTED or ON_MEASURED
 
     @property
     def cost(self) -> float:
@@ -76,13 +78,14 @@ class Row:
         return self.sure_hours * self.price_per_hour
 
     def describe(self) -> str:
-        return f"{self.machines} x {self.machine}{' (spot)' if self.spot else ''}"
+        return _cluster(self.machine, self.machines, self.spot)
 
 
 @dataclass(frozen=True)
 class Advice:
     rows: tuple[Row, ...]  # the fastest first
     frontier: tuple[Row, ...]  # no other row is both faster and cheaper
+    skipped: dict[str, str]  # clusters that are no row, and why
 
     def cheapest_within(self, hours: float) -> Row | None:
         return min((row for row in self.rows if row.sure_hours <= hours), key=lambda row: row.cost, default=None)
@@ -95,18 +98,21 @@ def advise(profiles: Sequence[_core.Profile], prices: Prices, request: Request) 
     """``profiles``: of one model, as for ``scaling.band``."""
     names = [machine.name for machine in prices.machines]
     if request.measured_on is not None and request.measured_on not in names:
-        raise Error(f"{prices.source} has no machine {request.measured_on}; it has {', '.join(names)}")
+        raise Error(f"{prices.path} has no machine {request.measured_on}; it has {', '.join(names)}")
     # Speeds are relative: to the machine that was profiled, or to 1 where nobody says which one it was.
     base = next((machine.speed for machine in prices.machines if machine.name == request.measured_on), 1.0)
     machines = [dataclasses.replace(machine, speed=machine.speed / base) for machine in prices.machines]
-    found = [row for machine in machines for row in _machine_rows(profiles, machine, request)]
-    rows = tuple(sorted((row for row in found if row.hours < math.inf), key=lambda row: (row.hours, row.cost)))
-    if not rows:
-        raise Error("no cluster of the price file ever gets this training done: machines are revoked too often")
-    return Advice(rows, frontier(rows))
+    found: list[Row] = []
+    skipped: dict[str, str] = {}
+    for machine in machines:
+        rows, missing = _machine_rows(profiles, machine, request)
+        found += rows
+        skipped |= missing
+    found.sort(key=lambda row: (row.hours, row.cost))
+    return Advice(tuple(found), pareto_rows(found), skipped)
 
 
-def frontier(rows: Sequence[Row]) -> tuple[Row, ...]:
+def pareto_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
     """``rows``: by time."""
     found: list[Row] = []
     for row in rows:
@@ -122,27 +128,39 @@ def machine_counts(machine: Machine, world_sizes: Sequence[int] = ()) -> list[in
     return sorted(count for count in counts if 1 <= count <= machine.max_machines)
 
 
-def _machine_rows(profiles: Sequence[_core.Profile], machine: Machine, request: Request) -> list[Row]:
-    measured = machine.name == request.measured_on
-    world_sizes = [profile.world_size for profile in profiles] if measured else []
+def _cluster(machine: str, machine_count: int, spot: bool) -> str:
+    return f"{machine_count} x {machine}{' (spot)' if spot else ''}"
+
+
+def _machine_rows(
+    profiles: Sequence[_core.Profile], machine: Machine, request: Request
+) -> tuple[list[Row], dict[str, str]]:
+    """And which clusters are left out, and why."""
+    counts = machine_counts(machine, [p.world_size for p in profiles] if machine.name == request.measured_on else [])
+    found = _band(profiles, machine, request, counts)
+    points = {point.workers // machine.workers: point for point in found.points if point.workers % machine.workers == 0}
     rows: list[Row] = []
-    for point in _points(profiles, machine, request, world_sizes):
-        known = point.workers in world_sizes and (point.basis == "measured" or point.workers == 1)
-        basis = "measured" if known else "predicted"
-        rows.append(_on_demand(machine, point, request.training, basis))
-        if machine.spot is not None:
-            # Revocations are drawn, not measured.
-            rows.append(_on_spot(machine, machine.spot, point, request))
-    return rows
+    skipped: dict[str, str] = {}
+    for count in counts:
+        if count not in points:
+            # There is one network and one algorithm, and what is missing is missing for one reason.
+            skipped[_cluster(machine.name, count, False)] = next(iter(found.skipped.values()))
+            continue
+        rows.append(_on_demand(machine, points[count], request.training))
+        if machine.spot is None:
+            continue
+        row = _on_spot(machine, machine.spot, points[count], request)
+        if row.hours < math.inf:
+            rows.append(row)
+        else:
+            skipped[row.describe()] = f"revocations make the training {GIVEN_UP} times as long or more"
+    return rows, skipped
 
 
-def _points(
-    profiles: Sequence[_core.Profile], machine: Machine, request: Request, world_sizes: Sequence[int]
-) -> list[Point]:
-    counts = [count * machine.workers for count in machine_counts(machine, world_sizes)]
-    network, nodes = _network(profiles if world_sizes else [], machine)
+def _band(profiles: Sequence[_core.Profile], machine: Machine, request: Request, counts: Sequence[int]) -> Band:
+    network, nodes = _network(profiles if machine.name == request.measured_on else [], machine, request)
     options = Options(
-        workers=tuple(counts),
+        workers=tuple(count * machine.workers for count in counts),
         algorithms=(request.algorithm,),
         networks=(network,),
         nodes=nodes,
@@ -150,39 +168,42 @@ def _points(
         policy=request.policy,
         mode=request.mode,
     )
-    own = [scaled_profile(profile, 1 / machine.speed) for profile in profiles]
-    return [point for point in band(own, options).points if point.workers in counts]
+    return band([scaled_profile(profile, 1 / machine.speed) for profile in profiles], options)
 
 
-def _network(measured: Sequence[_core.Profile], machine: Machine) -> tuple[Network, Nodes]:
-    """Between machines and inside one: what was measured there, and the price file for the rest."""
+def _network(measured: Sequence[_core.Profile], machine: Machine, request: Request) -> tuple[Network, Nodes]:
+    """Between machines and inside one: what was measured there, and the price file for the rest. A profile does not say
+    how its ranks were spread: where one machine holds them all, it is taken for one."""
     linked = [profile for profile in measured if profile.world_size > 1 and profile.link is not None]
     inner = [profile for profile in linked if profile.world_size <= machine.workers]
     outer = [profile for profile in linked if profile.world_size > machine.workers]
-    inside = measured_network(inner) if inner else _inside(machine)
-    return measured_network(outer) if outer else _between(machine), Nodes(machine.workers, inside)
+    algorithm = request.measured_algorithm
+    inside = measured_network(inner, algorithm) if inner else _inside(machine)
+    between = measured_network(outer, algorithm) if outer else _between(machine)
+    return between, Nodes(machine.workers, inside)
 
 
 def _between(machine: Machine) -> Network:
     # A single machine needs no network; one of any rate stands for it.
-    bandwidth = machine.bandwidth_bits_per_s or 1e9
-    hop = _core.Hop(latency_ns=machine.latency_ns, bandwidth_bytes_per_s=bandwidth / 8)
-    return from_hop(machine.name, hop, 2 * machine.workers)
+    bandwidth_bits_per_s = machine.bandwidth_bits_per_s or 1e9
+    return from_hop(machine.name, hop(bandwidth_bits_per_s, machine.latency_ns), 2 * machine.workers)
 
 
 def _inside(machine: Machine) -> Network | None:
     if machine.intra_bandwidth_bits_per_s is None:
         return None
-    bandwidth = machine.intra_bandwidth_bits_per_s
-    hop = _core.Hop(latency_ns=machine.intra_latency_ns, bandwidth_bytes_per_s=bandwidth / 8)
-    return from_hop(_INTRA, hop, 2)
+    return from_hop(_INTRA, hop(machine.intra_bandwidth_bits_per_s, machine.intra_latency_ns), 2)
 
 
 def _hours(step_ns: float, workers: int, training: Training) -> float:
     return math.ceil(training.worker_steps / workers) * step_ns / 3600e9
 
 
-def _on_demand(machine: Machine, point: Point, training: Training, basis: str) -> Row:
+def _basis(point: Point) -> str:
+    return ON_MEASURED if point.basis == "measured" else PREDICTED
+
+
+def _on_demand(machine: Machine, point: Point, training: Training) -> Row:
     low, hours, high = (_hours(ns, point.workers, training) for ns in (point.low_ns, point.step_ns, point.high_ns))
     count = point.workers // machine.workers
     return Row(
@@ -196,30 +217,34 @@ def _on_demand(machine: Machine, point: Point, training: Training, basis: str) -
         high_hours=high,
         sure_hours=hours,
         price_per_hour=count * machine.price_per_hour,
-        basis=basis,
+        basis=_basis(point),
     )
 
 
 def _on_spot(machine: Machine, spot: Spot, point: Point, request: Request) -> Row:
-    """Its range: nine of ten trainings at the lowest step take longer, nine of ten at the highest one less."""
+    """Its range: nine of ten trainings at the lowest step take longer, nine of ten at the highest one less; and the
+    mean, which a few long ones may have moved out of it."""
     count = point.workers // machine.workers
 
-    def runs(step_ns: float) -> list[float]:
-        work_s = 3600 * _hours(step_ns, point.workers, request.training)
-        found = simulate_s(work_s, count, spot, run_count=request.run_count, seed=request.seed)
-        return [time_s / 3600 for time_s in found]
+    def work_s(step_ns: float) -> float:
+        return 3600 * _hours(step_ns, point.workers, request.training)
 
-    usual = runs(point.step_ns)
+    def runs_s(step_ns: float) -> list[float]:
+        return simulate_s(work_s(step_ns), count, spot, run_count=request.run_count, seed=request.seed)
+
+    usual_s = runs_s(point.step_ns)
+    hours = mean_s(usual_s, work_s(point.step_ns), spot) / 3600
+    sure_hours = max(hours, quantile(usual_s, _SURE) / 3600)
     return Row(
         machine=machine.name,
         machines=count,
         workers=point.workers,
         spot=True,
         step_ns=point.step_ns,
-        hours=sum(usual) / len(usual),
-        low_hours=quantile(runs(point.low_ns), 1 - _SURE),
-        high_hours=quantile(runs(point.high_ns), _SURE),
-        sure_hours=quantile(usual, _SURE),
+        hours=hours,
+        low_hours=min(hours, quantile(runs_s(point.low_ns), 1 - _SURE) / 3600),
+        high_hours=max(sure_hours, quantile(runs_s(point.high_ns), _SURE) / 3600),
+        sure_hours=sure_hours,
         price_per_hour=count * spot.price_per_hour,
-        basis="predicted",
+        basis=_basis(point),
     )

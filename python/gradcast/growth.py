@@ -4,18 +4,23 @@ The formulas of docs/networks.md, turned round: a start-up cost is steps times t
 grow, a cost per byte is 2 (P - 1)/P over the bandwidth. What one measurement cannot tell apart becomes a range.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradcast import _core
 from gradcast.errors import Error
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
+MEASURED_ALGORITHMS = ("ring", "tree")  # that a library may have run
 # One in 200 simulated fits of a link was off by 12 % at its worst size, the median by 2.5 % (docs/networks.md).
 SPREAD = 0.1
 # What else a start-up cost may grow like: not at all, or, where all measured blocks were of one size, as their bytes.
 _CONSTANT, _BYTES = "constant", "bytes"
 _FREE = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=0, beta_ns_per_byte=0)])
+# Published, but their costs per byte were scaled from those of another number of workers (docs/networks.md).
+_SCALED = ("56gbib-32", "56gbib-64")
 
 
 def step_count(algorithm: str, worker_count: int) -> float:
@@ -41,6 +46,11 @@ class Network:
     costs: tuple[tuple[int, _core.LinkModel], ...]
     algorithm: str = "ring"  # whose steps the start-up costs consist of
     measured: bool = True  # False: costs of a formula, which says how they grow, too
+    scaled: bool = False  # from the costs of another number of workers
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in MEASURED_ALGORITHMS:
+            raise Error(f"costs were not measured with {self.algorithm}; say {' or '.join(MEASURED_ALGORITHMS)}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class StartUp:
 
     fixed_ns: float
     hop_ns: float
-    error: float  # the largest relative one where the cost is known
+    error_share: float  # the largest where the cost is known
 
     def at(self, algorithm: str, worker_count: int) -> float:
         return self.fixed_ns + self.hop_ns * step_count(algorithm, worker_count)
@@ -104,30 +114,50 @@ def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
     return StartUp(*best, max(errors(best)))
 
 
+def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tuple[int, float]]]:
+    """``known``, ascending, with each value up or down by the share, as far as the ends of a fit need it: what a value
+    counts in a fitted line changes its sign once at most along the numbers of workers."""
+    for split in range(len(known) + 1):
+        for sign in (-1, 1):
+            factors = [1 - sign * share] * split + [1 + sign * share] * (len(known) - split)
+            yield [(count, value * max(factor, 0.0)) for (count, value), factor in zip(known, factors, strict=True)]
+
+
 def _all_reduce_only(link: _core.LinkModel) -> _core.LinkModel:
     """Measured and hierarchical links have no other operations; a formula's would make plans that they do not allow."""
     return _core.LinkModel(all_reduce=link.all_reduce.pieces, pack_ns_per_byte=link.pack_ns_per_byte)
 
 
 def _scaled(link: _core.LinkModel, to_alpha_ns: float, to_beta_ns_per_byte: float) -> _core.LinkModel:
-    """A start-up cost or a cost per byte of 0 stays 0: there is nothing that could be scaled."""
+    """REQUIRES: a cost per byte of 0 stays 0."""
     alpha, beta = alpha_ns(link), beta_ns_per_byte(link)
     factors = (to_alpha_ns / alpha if alpha > 0 else 1.0, to_beta_ns_per_byte / beta if beta > 0 else 1.0)
-    return _all_reduce_only(link).scaled(*factors)
+    scaled = _all_reduce_only(link).scaled(*factors)
+    # A start-up cost of 0 cannot be scaled, so it is added.
+    return scaled if alpha > 0 else _sum(scaled, _line(to_alpha_ns, 0.0))
+
+
+def _line(alpha_ns: float, beta_ns_per_byte: float) -> _core.LinkModel:
+    return _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
 
 
 def _sum(link: _core.LinkModel, other: _core.LinkModel) -> _core.LinkModel:
     """One after the other, as the all-reduces inside nodes and between them."""
-    alpha, beta = alpha_ns(other), beta_ns_per_byte(other)
-    pieces = [
-        _core.LinkPiece(
-            alpha_ns=piece.alpha_ns + alpha,
-            beta_ns_per_byte=piece.beta_ns_per_byte + beta,
-            up_to_bytes=piece.up_to_bytes,
+    costs = [link.all_reduce.pieces, other.all_reduce.pieces]
+    ends = sorted({piece.up_to_bytes for pieces in costs for piece in pieces if piece.up_to_bytes is not None})
+    found = []
+    for end in [*ends, None]:
+        # Of each cost the first piece that reaches as far.
+        parts = [next(p for p in pieces if p.up_to_bytes is None or (end and p.up_to_bytes >= end)) for pieces in costs]
+        found.append(
+            _core.LinkPiece(
+                alpha_ns=sum(part.alpha_ns for part in parts),
+                beta_ns_per_byte=sum(part.beta_ns_per_byte for part in parts),
+                up_to_bytes=end,
+            )
         )
-        for piece in link.all_reduce.pieces
-    ]
-    return _core.LinkModel(all_reduce=pieces, pack_ns_per_byte=link.pack_ns_per_byte)
+    # A block is packed once for both.
+    return _core.LinkModel(all_reduce=found, pack_ns_per_byte=max(link.pack_ns_per_byte, other.pack_ns_per_byte))
 
 
 class Growth:
@@ -143,10 +173,15 @@ class Growth:
         self._costs = dict(network.costs)
         self._alphas = [(count, alpha_ns(link)) for count, link in network.costs]
         shares = [beta_ns_per_byte(link) / byte_share(count) for count, link in network.costs]
+        if 0 in shares and max(shares) > 0:
+            without = " and ".join(str(count) for count, share in zip(self._costs, shares, strict=True) if share == 0)
+            raise Error(
+                f"the costs of the network {network.name} have no cost per byte on {without} workers, where the blocks "
+                "were of too few sizes, and elsewhere they have one; leave those out"
+            )
         self._wire_ns_per_byte = sum(shares) / len(shares)
-        # How far the measurements are from the one wire and the one hop that stand for them.
+        # How far the measurements are from the one wire that stands for them.
         self._wire_error = max((abs(share / self._wire_ns_per_byte - 1) for share in shares if share > 0), default=0.0)
-        self._start_error = fit_start_up(network.algorithm, self._alphas).error
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
         """As if all workers were nodes of their own."""
@@ -155,57 +190,54 @@ class Growth:
         basis = self._basis(algorithm, worker_count)
         if basis == "measured":
             link = self._costs[worker_count]
-            return self._estimate(link, [alpha_ns(link)], beta_ns_per_byte(link), basis, 0.0, 0.0)
-        alphas = self._alphas_ns(algorithm, worker_count)
+            alpha = alpha_ns(link)
+            ends = (alpha * (1 - self._spread), alpha, alpha * (1 + self._spread))
+            return self._estimate(link, ends, beta_ns_per_byte(link), basis, self._spread)
         # What is known at the nearest number of workers lends its shape: breakpoints, other kinds of operation.
         near = min(self._costs, key=lambda count: (abs(math.log(count / worker_count)), -count))
         beta = self._wire_ns_per_byte * byte_share(worker_count)
-        return self._estimate(self._costs[near], alphas, beta, basis, self._start_error, self._wire_error)
+        wire = max(self._spread, self._wire_error)
+        return self._estimate(self._costs[near], self._alphas_ns(algorithm, worker_count), beta, basis, wire)
 
     def _estimate(
-        self,
-        base: _core.LinkModel,
-        alphas: list[float],
-        beta: float,
-        basis: str,
-        start_error: float,
-        wire_error: float,
+        self, base: _core.LinkModel, alphas: tuple[float, float, float], beta: float, basis: str, wire: float
     ) -> Estimate:
-        """``alphas``: the first is the estimate, all are possible."""
-        start, wire = max(self._spread, start_error), max(self._spread, wire_error)
+        """``alphas``: at least, estimated, at most. ``wire``: by how much of it the cost per byte may be off."""
+        low, middle, high = alphas
         return Estimate(
-            low=_scaled(base, min(alphas) * max(1 - start, 0.0), beta * max(1 - wire, 0.0)),
-            link=_scaled(base, alphas[0], beta),
-            high=_scaled(base, max(alphas) * (1 + start), beta * (1 + wire)),
+            low=_scaled(base, low, beta * max(1 - wire, 0.0)),
+            link=_scaled(base, middle, beta),
+            high=_scaled(base, high, beta * (1 + wire)),
             basis=basis,
         )
 
     def _basis(self, algorithm: str, worker_count: int) -> str:
-        if algorithm != self.network.algorithm or not self.network.measured:
+        if algorithm != self.network.algorithm or not self.network.measured or self.network.scaled:
             return "extrapolated"
         if worker_count in self._costs:
             return "measured"
         return "fitted" if min(self._costs) < worker_count < max(self._costs) else "extrapolated"
 
-    def _alphas_ns(self, algorithm: str, worker_count: int) -> list[float]:
-        """The start-up cost, and what it would be if it grew otherwise than the algorithm that was measured does."""
+    def _alphas_ns(self, algorithm: str, worker_count: int) -> tuple[float, float, float]:
+        """The least, the estimated and the largest start-up cost: any known one may be off, and it may grow otherwise
+        than the algorithm that was measured does."""
         own = self.network.algorithm
-        best = fit_start_up(own, self._alphas)
-        found = [best.at(algorithm, worker_count)]
-        if not self.network.measured:
-            return found
-        if self._wire_ns_per_byte == 0:
+        share = max(self._spread, fit_start_up(own, self._alphas).error_share)
+        ways = [(own, algorithm)]  # whose steps it was made of, and whose it will be
+        if self.network.measured:
             # Blocks of one size cannot tell the start from the bytes (gradcast.training.link_costs).
-            found.insert(0, fit_start_up(_BYTES, self._alphas).at(_BYTES, worker_count))
-        # Made of the steps of the algorithm asked for; growing more slowly than a ring's; not made of steps at all.
-        others = [(algorithm, algorithm), (_CONSTANT, _CONSTANT)]
-        others += [("tree", "tree")] if algorithm == "ring" else []
-        for fitted, used in others:
-            other = fit_start_up(fitted, self._alphas)
+            ways = [(_BYTES, _BYTES), *ways] if self._wire_ns_per_byte == 0 else ways
+            # Made of the steps of the algorithm asked for; growing more slowly than a ring's; not made of steps at all.
+            others = [(algorithm, algorithm), (_CONSTANT, _CONSTANT)]
+            others += [("tree", "tree")] if algorithm == "ring" else []
             # With several measurements, those that these rule out are left out.
-            if other.error <= max(best.error, self._spread):
-                found.append(other.at(used, worker_count))
-        return found
+            ways += [way for way in others if fit_start_up(way[0], self._alphas).error_share <= share]
+
+        def at(way: tuple[str, str], known: list[tuple[int, float]]) -> float:
+            return fit_start_up(way[0], known).at(way[1], worker_count)
+
+        found = [at(way, known) for way in ways for known in _corners(self._alphas, share)]
+        return min(found), at(ways[0], self._alphas), max(found)
 
 
 class Cluster:
@@ -221,7 +253,7 @@ class Cluster:
         self._between = Growth(self._part(outer), spread) if outer else None
 
     def _part(self, costs: list[tuple[int, _core.LinkModel]]) -> Network:
-        return Network(self.network.name, tuple(costs), self.network.algorithm, self.network.measured)
+        return dataclasses.replace(self.network, costs=tuple(costs))
 
     def why_not(self, algorithm: str, worker_count: int) -> str | None:
         """Why there is no estimate; None where there is one."""
@@ -263,11 +295,16 @@ class Cluster:
         )
 
 
-def published(name: str) -> Network:
-    """A bundled network: ``10gbe-8`` as it is, ``10gbe`` at all numbers of workers that were published."""
+def published(name: str, algorithm: str = "ring") -> Network:
+    """A bundled network: ``10gbe-8`` as it is, ``10gbe`` at all numbers of workers at which it was measured."""
     family = [named for named in _core.networks() if named.name.rpartition("-")[0] == name]
-    found = family or [_core.network(name)]
-    return Network(name, tuple(sorted(((named.world_size, named.link) for named in found), key=lambda cost: cost[0])))
+    found = [named for named in family if named.name not in _SCALED] or [_core.network(name)]
+    costs = sorted(((named.world_size, named.link) for named in found), key=lambda cost: cost[0])
+    return Network(name, tuple(costs), algorithm, scaled=name in _SCALED)
+
+
+def hop(bandwidth_bits_per_s: float, latency_ns: float) -> _core.Hop:
+    return _core.Hop(latency_ns=latency_ns, bandwidth_bytes_per_s=bandwidth_bits_per_s / 8)
 
 
 def from_hop(name: str, hop: _core.Hop, worker_count: int = 2) -> Network:

@@ -1,5 +1,6 @@
 """The price file of ``gradcast advise``: machines, what they cost, how they are connected (docs/scaling.md)."""
 
+import datetime
 import importlib
 import json
 import re
@@ -36,7 +37,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prices:
-    source: str  # the file
+    path: str
     date: str
     currency: str
     machines: tuple[Machine, ...]
@@ -72,7 +73,7 @@ def load_prices(path: str) -> Prices:
 
 def _read(path: str) -> dict[str, Any]:
     text = read_text(path, "price file")
-    is_json = Path(path).suffix == ".json"
+    is_json = Path(path).suffix.lower() == ".json"
     try:
         value = json.loads(text) if is_json else _toml().loads(text)
     except (ValueError, RecursionError) as error:  # what both kinds of syntax errors are
@@ -121,12 +122,12 @@ def _machine(fields: _Fields) -> Machine:
         name=fields.take("name", _text),
         workers=fields.take("workers", _whole(1, 1024)),
         price_per_hour=fields.take("price_per_hour", _number(0)),
-        speed=fields.take("speed", _number(1e-6), 1.0),
+        speed=fields.take("speed", _number(1e-6), Machine.speed),
         bandwidth_bits_per_s=fields.take("bandwidth", _bandwidth, None),
-        latency_ns=fields.take("latency", _time_ns, 50e3),
+        latency_ns=fields.take("latency", _time_ns, Machine.latency_ns),
         intra_bandwidth_bits_per_s=fields.take("intra_bandwidth", _bandwidth, None),
-        intra_latency_ns=fields.take("intra_latency", _time_ns, 5e3),
-        max_machines=fields.take("max_machines", _whole(1, _MACHINES_MAX), 64),
+        intra_latency_ns=fields.take("intra_latency", _time_ns, Machine.intra_latency_ns),
+        max_machines=fields.take("max_machines", _whole(1, _MACHINES_MAX), Machine.max_machines),
         spot=fields.take("spot", lambda table: _spot(_Fields(_table(table), "")), None),
     )
     fields.end()
@@ -146,7 +147,7 @@ def _spot(fields: _Fields) -> Spot:
         checkpoint_interval_s=fields.take("checkpoint_interval", _duration_s),
         checkpoint_cost_s=fields.take("checkpoint_cost", _duration_s),
         restart_s=fields.take("restart_time", _duration_s),
-        shape=fields.take("weibull_shape", _number(0.1), 1.0),
+        shape=fields.take("weibull_shape", _number(0.1), Spot.shape),
     )
     fields.end()
     if spot.checkpoint_interval_s == 0:
@@ -156,7 +157,7 @@ def _spot(fields: _Fields) -> Spot:
 
 def _text(value: Any) -> str:
     # TOML has dates of its own.
-    if isinstance(value, (dict, list, bool, int, float)) or not str(value):
+    if not isinstance(value, (str, datetime.date)) or not str(value):
         raise Error(f"{value!r} is no text")
     return str(value)
 

@@ -6,7 +6,7 @@ another link, and its band are plans for the cheapest and the dearest link that 
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +58,10 @@ class Point:
 @dataclass(frozen=True)
 class Band:
     points: tuple[Point, ...]
-    knee: int | None  # of the first network and the measured algorithm; None: every point pays
+    knee: int | None  # of the first network and its own algorithm; None: the last point pays; 1: none does
     knee_low: int | None  # where all costs are as high as the measurements allow
     knee_high: int | None
+    unpaid: tuple[tuple[int, int], ...]  # from and to which numbers of workers, up to the knee, more do not pay
     worth_trying: tuple[int, ...]
     skipped: dict[str, str] = field(default_factory=dict)  # network and algorithm: why points are missing
 
@@ -82,8 +83,8 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
     skipped: dict[str, str] = {}
     for network in networks:
         cluster = Cluster(network, options.nodes, options.spread)
-        # The measured algorithm first: the knee is its own.
-        for algorithm in sorted(options.algorithms, key=lambda name: name != options.measured_algorithm):
+        # Its own algorithm first: the knee is of that one.
+        for algorithm in sorted(options.algorithms, key=lambda name: name != network.algorithm):
             for workers in _counts(options.workers, network):
                 reason = cluster.why_not(algorithm, workers)
                 if reason is not None:
@@ -93,12 +94,15 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
     if not points:
         raise Error(f"no number of workers can be predicted: {'; '.join(dict.fromkeys(skipped.values()))}")
     first = [p for p in points if (p.network, p.algorithm) == (points[0].network, points[0].algorithm)]
+    alone_ns = min(compute_ns(each) for each in given)
+    steps = _with_one(alone_ns, [(p.workers, p.step_ns) for p in first])
     return Band(
         points=tuple(points),
-        knee=knee((p.workers, p.step_ns) for p in first),
-        knee_low=knee((p.workers, p.high_ns) for p in first),
-        knee_high=knee((p.workers, p.low_ns) for p in first),
-        worth_trying=worth_trying(first),
+        knee=knee(steps),
+        knee_low=knee(_with_one(alone_ns, [(p.workers, p.high_ns) for p in first])),
+        knee_high=knee(_with_one(alone_ns, [(p.workers, p.low_ns) for p in first])),
+        unpaid=unpaid(steps),
+        worth_trying=worth_trying(first, knee(steps)),
         skipped=skipped,
     )
 
@@ -125,29 +129,42 @@ def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring")
     return Network(MEASURED, tuple(sorted(costs.items(), key=lambda cost: cost[0])), algorithm)
 
 
-def knee(steps: Iterable[tuple[int, float]]) -> int | None:
-    """The last number of workers that pays, of (workers, ns) ascending; None where the last one given still does.
+def _with_one(alone_ns: float, steps: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return steps if steps[0][0] == 1 else [(1, alone_ns), *steps]
 
-    It pays where each doubling brings 1.5 times the throughput. The last one is asked for, because a first doubling
-    may bring little while later ones do: a ring of two workers sends each byte once, one of many twice.
+
+def _pays(fewer: tuple[int, float], more: tuple[int, float]) -> bool:
+    """Of (workers, ns): whether each doubling brings 1.5 times the throughput."""
+    return ratio(more[0] * fewer[1], fewer[0] * more[1]) >= (more[0] / fewer[0]) ** _WORTH_IT
+
+
+def knee(steps: Sequence[tuple[int, float]]) -> int | None:
+    """The last number of workers that pays against the one before it, of (workers, ns) ascending; None where the last
+    one given still does, the first where none does.
+
+    The last one is asked for, because a first doubling may bring little while later ones do: a ring of two workers
+    sends each byte once, one of many twice.
     """
-    found = list(steps)
-    paying = found[0][0]
-    for (workers, step_ns), (more, more_ns) in itertools.pairwise(found):
-        if ratio(more * step_ns, workers * more_ns) >= (more / workers) ** _WORTH_IT:
-            paying = more
-    return None if paying == found[-1][0] else paying
+    paying = [more[0] for fewer, more in itertools.pairwise(steps) if _pays(fewer, more)]
+    last = paying[-1] if paying else steps[0][0]
+    return None if last == steps[-1][0] else last
 
 
-def worth_trying(points: Sequence[Point]) -> tuple[int, ...]:
-    """The numbers of workers up to the knee that do more than any smaller one and than a single worker, at no more than
-    twice the worker time per sample of the cheapest of them."""
-    last = knee((p.workers, p.step_ns) for p in points) or points[-1].workers
+def unpaid(steps: Sequence[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
+    """What does not pay before the knee, from and to which numbers of workers."""
+    last = knee(steps) or math.inf
+    found = [(fewer, more) for fewer, more in itertools.pairwise(steps) if more[0] <= last]
+    return tuple((fewer[0], more[0]) for fewer, more in found if not _pays(fewer, more))
+
+
+def worth_trying(points: Sequence[Point], last: int | None) -> tuple[int, ...]:
+    """The numbers of workers up to the knee, ``last``, that do more than any smaller one and than a single worker, at
+    no more than twice the worker time per sample of the cheapest of them."""
     cheapest = max(point.efficiency for point in points)
     found: list[int] = []
     best = 1.0
     for point in points:
-        if point.workers <= last and point.throughput > best and _DEAR * point.efficiency >= cheapest:
+        if (last is None or point.workers <= last) and point.throughput > best and _DEAR * point.efficiency >= cheapest:
             found.append(point.workers)
             best = point.throughput
     return tuple(found)

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # A training that takes this many times as long as without revocations is given up: it hardly gets anywhere.
-_GIVEN_UP = 20
+GIVEN_UP = 20
+# So many trainings given up from the first on, and the others would be, too: one in a million where half of them end.
+_HOPELESS_RUNS = 20
 # exp of more is beyond what a double holds.
 _EXPONENT_MAX = 700.0
 
@@ -23,15 +25,17 @@ class Spot:
     checkpoint_interval_s: float  # training between two checkpoints
     checkpoint_cost_s: float  # the training stands still while one is written
     restart_s: float  # from a revocation until training goes on
-    shape: float = (
-        1.0  # of the Weibull distribution of lifetimes; 1: exponential, above: machines age, below: they settle
-    )
+    shape: float = 1.0  # of the Weibull distribution of lifetimes; above 1: machines age, below: they settle
+
+
+def _checkpoint_count(work_s: float, spot: Spot) -> int:
+    """After the last part there is none."""
+    return max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
 
 
 def undisturbed_s(work_s: float, spot: Spot) -> float:
-    """``work_s`` of training with its checkpoints. After the last part there is none."""
-    checkpoint_count = max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
-    return work_s + checkpoint_count * spot.checkpoint_cost_s
+    """``work_s`` of training with its checkpoints."""
+    return work_s + _checkpoint_count(work_s, spot) * spot.checkpoint_cost_s
 
 
 def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
@@ -44,7 +48,7 @@ def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
     rate = machine_count * spot.revocations_per_hour / 3600
     if rate == 0:
         return undisturbed_s(work_s, spot)
-    checkpoint_count = max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
+    checkpoint_count = _checkpoint_count(work_s, spot)
     part_s = spot.checkpoint_interval_s + spot.checkpoint_cost_s
     last_s = work_s - checkpoint_count * spot.checkpoint_interval_s
     if rate * max(part_s, last_s, spot.restart_s) > _EXPONENT_MAX / 2:
@@ -57,16 +61,20 @@ def simulate_s(work_s: float, machine_count: int, spot: Spot, *, run_count: int,
     """Times of as many trainings, ascending; the same for the same seed. Infinite: given up."""
     if spot.revocations_per_hour == 0:
         return [undisturbed_s(work_s, spot)] * run_count
-    limit_s = _GIVEN_UP * undisturbed_s(work_s, spot)
-    if expected_s(work_s, machine_count, spot) > limit_s:
+    limit_s = GIVEN_UP * undisturbed_s(work_s, spot)
+    # The mean of another shape may be far from this one.
+    if spot.shape == 1 and expected_s(work_s, machine_count, spot) > limit_s:
         return [math.inf] * run_count
     generator = random.Random(seed)
-    mean_s = 3600 / spot.revocations_per_hour
-    scale_s = mean_s / math.gamma(1 + 1 / spot.shape)
-    return sorted(
-        _one_run_s(work_s, machine_count, spot, lambda: generator.weibullvariate(scale_s, spot.shape), limit_s)
-        for _ in range(run_count)
-    )
+    scale_s = 3600 / spot.revocations_per_hour / math.gamma(1 + 1 / spot.shape)
+    times_s: list[float] = []
+    for _ in range(run_count):
+        times_s.append(
+            _one_run_s(work_s, machine_count, spot, lambda: generator.weibullvariate(scale_s, spot.shape), limit_s)
+        )
+        if len(times_s) == _HOPELESS_RUNS and min(times_s) == math.inf:
+            return [math.inf] * run_count
+    return sorted(times_s)
 
 
 def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callable[[], float], limit_s: float) -> float:
@@ -81,7 +89,7 @@ def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callab
         work_s -= (ends_s[0] - now_s) // part_s * spot.checkpoint_interval_s
         now_s = ends_s[0]
         heapq.heapreplace(ends_s, now_s + lifetime_s())
-        while ends_s[0] < now_s + spot.restart_s:
+        while ends_s[0] < now_s + spot.restart_s and now_s <= limit_s:
             now_s = ends_s[0]
             heapq.heapreplace(ends_s, now_s + lifetime_s())
         now_s += spot.restart_s
@@ -91,3 +99,11 @@ def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callab
 def quantile(ascending: list[float], share: float) -> float:
     """The smallest value that at least this share of all do not exceed."""
     return ascending[max(math.ceil(share * len(ascending)) - 1, 0)]
+
+
+def mean_s(ascending_s: list[float], work_s: float, spot: Spot) -> float:
+    """Trainings that were given up count with what they had taken by then; infinite where more than half were."""
+    if quantile(ascending_s, 0.5) == math.inf:
+        return math.inf
+    limit_s = GIVEN_UP * undisturbed_s(work_s, spot)
+    return sum(limit_s if time_s == math.inf else time_s for time_s in ascending_s) / len(ascending_s)

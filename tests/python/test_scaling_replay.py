@@ -34,6 +34,19 @@ def test_32_gpus_are_predicted_from_4_to_16(program, check):
     assert all(result.slowest <= result.predicted <= result.fastest for result in results)
 
 
+def test_the_band_and_the_replay_agree_on_what_both_can_do(program, check):
+    """WFBP through scaling.band and, on the same link, through the replay's own iterations."""
+    network = check.network((8, 16))
+    estimate = program.Cluster(network, program._NODES).estimate("ring", 32)
+    cells = [cell for cell in check.cells if (cell.method, cell.worker_count) == ("WFBP-A2A", 32)]
+    assert len(cells) == 2
+    for cell in cells:
+        found = [check.of_band(cell, network), check.of_replay(cell, estimate)]
+        speeds = [(result.slowest, result.predicted, result.fastest) for result in found]
+        assert speeds[0] == pytest.approx(speeds[1])
+        assert found[0] in check.results()
+
+
 def test_the_prediction_does_not_see_what_it_predicts(program, check):
     changed = [
         dataclasses.replace(cell, samples_per_s=cell.samples_per_s / 3) if cell.worker_count == 32 else cell
@@ -60,7 +73,7 @@ def test_the_link_meets_the_cells_that_it_comes_from(program, check, count):
 
 
 def test_the_page_shows_what_the_program_computes(program, check):
-    assert program.marked(program.table(check)) in PAGE.read_text(encoding="utf-8"), (
+    assert program.marked(program.block(check)) in PAGE.read_text(encoding="utf-8"), (
         "run `python benchmarks/replay/scaling_check.py --refresh docs/scaling.md`"
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from gradcast.advise import Advice, Request, Row, Training, advise
 from gradcast.commands import common
+from gradcast.commands.growth_options import add_measured_algorithm
 from gradcast.errors import Error
 from gradcast.files import load_profile
 from gradcast.growth import ALGORITHMS, SPREAD
@@ -22,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "advise",
         "which machines to rent, and how many",
         "The cheapest cluster that trains within a time, the fastest within\na cost, and all between them that are "
-        "worth their price. Steps on machines and numbers\nof workers that were not measured are predicted.",
+        "worth their price. Steps are predicted, on the measured\ncosts of the network where there are any.",
         _EXAMPLE,
     )
     parser.add_argument(
@@ -76,8 +77,12 @@ def _add_budget_options(parser: argparse.ArgumentParser) -> None:
 def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prediction")
     group.add_argument(
-        "--measured-on", metavar="NAME", help="the machine of the price file on which the profiles were measured"
+        "--measured-on",
+        metavar="NAME",
+        help="the machine of the price file on which the profiles were measured; ranks that one such machine holds are "
+        "taken to have been inside one",
     )
+    add_measured_algorithm(group)
     group.add_argument(
         "--algorithm", choices=ALGORITHMS, default="ring", help="of the all-reduce between machines (default: ring)"
     )
@@ -125,6 +130,7 @@ def run(args: argparse.Namespace) -> None:
     request = Request(
         training=_training(args, profiles[0].world_size),
         measured_on=args.measured_on,
+        measured_algorithm=args.measured_algorithm,
         algorithm=args.algorithm,
         policy=args.policy,
         # DDP's gradients all arrive before the next forward pass.
@@ -164,6 +170,9 @@ def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
     else:
         rest_count = len(found.rows) - len(found.frontier)
         print(f"The other {rest_count} clusters are slower or dearer than one of these (--all lists them).")
+    for reason in dict.fromkeys(found.skipped.values()):
+        clusters = ", ".join(cluster for cluster, why in found.skipped.items() if why == reason)
+        print(f"Left out, because {reason}: {clusters}.")
     if any(row.spot for row in shown):
         print("Spot: hours are the mean over simulated revocations; within a budget means nine times out of ten.")
     for sentence in _answers(args, prices, found):
@@ -239,6 +248,7 @@ def _as_json(args: argparse.Namespace, prices: Prices, found: Advice) -> dict[st
         "version": 1,
         "prices": {"date": prices.date, "currency": prices.currency, "sample": args.prices is None},
         "rows": [_row_json(row, row in found.frontier) for row in found.rows],
+        "skipped": found.skipped,
     }
     if args.budget is not None:
         row = found.cheapest_within(args.budget / 3600)

@@ -4,9 +4,9 @@ import argparse
 from typing import Any
 
 from gradcast.commands import common
-from gradcast.commands.network_options import DEFAULT_LATENCY, WORKERS_MAX, hop
+from gradcast.commands.network_options import DEFAULT_LATENCY, WORKERS_MAX
 from gradcast.errors import Error
-from gradcast.growth import SPREAD, Network, Nodes, from_hop, published
+from gradcast.growth import MEASURED_ALGORITHMS, SPREAD, Network, Nodes, from_hop, hop, published
 from gradcast.units import (
     format_bandwidth,
     format_time,
@@ -38,12 +38,7 @@ def add_growth_options(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help=f"of one hop, beside --bandwidth (default: {DEFAULT_LATENCY})",
     )
-    group.add_argument(
-        "--measured-algorithm",
-        choices=["ring", "tree"],
-        default="ring",
-        help="what the library ran when the costs were measured; Gloo: ring (default: ring)",
-    )
+    add_measured_algorithm(group)
     group.add_argument(
         "--spread",
         type=common.argument(parse_fraction),
@@ -74,6 +69,15 @@ def add_growth_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_measured_algorithm(group: Any) -> None:
+    group.add_argument(
+        "--measured-algorithm",
+        choices=MEASURED_ALGORITHMS,
+        default="ring",
+        help="what the library ran when the costs were measured; Gloo: ring (default: ring)",
+    )
+
+
 def list_of(convert: Any) -> Any:
     """A list with commas as an argparse type, each entry once."""
 
@@ -86,16 +90,16 @@ def list_of(convert: Any) -> Any:
     return convert_all
 
 
-def _hop_network(bandwidth: float, latency_ns: float, worker_count: int) -> Network:
-    name = f"{format_bandwidth(bandwidth)}, {format_time(latency_ns)} per hop"
-    return from_hop(name, hop(bandwidth, latency_ns), worker_count)
+def _hop_network(bandwidth_bits_per_s: float, latency_ns: float, worker_count: int) -> Network:
+    name = f"{format_bandwidth(bandwidth_bits_per_s)}, {format_time(latency_ns)} per hop"
+    return from_hop(name, hop(bandwidth_bits_per_s, latency_ns), worker_count)
 
 
 def networks_from(args: argparse.Namespace) -> tuple[Network, ...]:
     """Those that the options name; none of them means the profiles' own."""
     if args.latency is not None and args.bandwidth is None:
         raise Error("--latency needs --bandwidth, for instance --bandwidth 10gbit")
-    found = [published(name) for name in args.network or []]
+    found = [published(name, args.measured_algorithm) for name in dict.fromkeys(args.network or [])]
     if args.bandwidth is not None:
         latency_ns = parse_time_ns(DEFAULT_LATENCY) if args.latency is None else args.latency
         # Any number of workers will do, as long as they are no single node.
@@ -112,7 +116,7 @@ def nodes_from(args: argparse.Namespace) -> Nodes | None:
     if args.intra_network and len(given) > 1:
         raise Error(f"--intra-network has costs of its own; leave out --{given[1].replace('_', '-')}")
     if args.intra_network:
-        return Nodes(args.workers_per_node, published(args.intra_network))
+        return Nodes(args.workers_per_node, published(args.intra_network, args.measured_algorithm))
     if args.intra_bandwidth is None:
         if given:
             raise Error("--intra-latency needs --intra-bandwidth, for instance --intra-bandwidth 100GB/s")

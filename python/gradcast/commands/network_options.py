@@ -7,6 +7,7 @@ from gradcast import _core
 from gradcast.commands.common import argument, whole_number
 from gradcast.errors import Error
 from gradcast.files import load_link
+from gradcast.growth import hop
 from gradcast.units import format_bandwidth, format_time, parse_bandwidth_bits_per_s, parse_time_ns
 
 WIRES = ("bf16", "fp16")
@@ -61,10 +62,6 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         choices=WIRES,
         help="as if fp32 gradients travelled as 16-bit numbers, gradcast.Options(wire=...): half the cost per byte",
     )
-
-
-def hop(bandwidth_bits_per_s: float, latency_ns: float) -> _core.Hop:
-    return _core.Hop(latency_ns=latency_ns, bandwidth_bytes_per_s=bandwidth_bits_per_s / 8)
 
 
 def derived_network(topology: str, worker_count: int, bandwidth_bits_per_s: float, latency_ns: float) -> Network:

@@ -114,16 +114,30 @@ def sentence(found: Band) -> str:
     """Where more workers cease to pay, and how sure that is."""
     first = found.points[0]
     curve = f"{first.network}, {first.algorithm}"
-    last = max(point.workers for point in found.curves()[first.network, first.algorithm])
-    if found.knee is None:
-        text = f"{curve}: no knee up to {last} workers, doubling them brings 1.5 times the throughput or more"
+    points = found.curves()[first.network, first.algorithm]
+    if found.worth_trying:
+        text = f"Worth trying: {', '.join(str(count) for count in found.worth_trying)}."
+    elif max(point.throughput for point in points) > 1:
+        text = "None is worth trying: those that do more than one worker cost too much worker time per sample."
     else:
-        text = f"{curve}: the knee is at {found.knee} workers; doubling more brings less than 1.5 times the throughput"
+        text = "One worker alone is as fast as any of these."
+    # One number of workers is no curve that could bend.
+    return f"{curve}: {_knee(found, points[-1].workers)}. {text}" if len(points) > 1 else f"{curve}: {text}"
+
+
+def _knee(found: Band, last: int) -> str:
+    if found.knee is None:
+        text = f"no knee up to {last} workers, the last doubling brings 1.5 times the throughput or more"
+    elif found.knee == 1:
+        text = "the knee is at one worker; no doubling brings 1.5 times the throughput"
+    else:
+        text = f"the knee is at {found.knee} workers, the last doubling that brings 1.5 times the throughput or more"
+    if found.unpaid:
+        text += f"; from {' and '.join(f'{fewer} to {more}' for fewer, more in found.unpaid)} workers it is less"
     ends = [f"above {last}" if end is None else str(end) for end in (found.knee_low, found.knee_high)]
     if len({found.knee, found.knee_low, found.knee_high}) > 1:
         text += f" (with all costs at their highest it is {_at(ends[0])}, at their lowest {_at(ends[1])})"
-    worth = ", ".join(str(count) for count in found.worth_trying)
-    return f"{text}. Worth trying: {worth}." if worth else f"{text}. One worker alone is as fast as any of these."
+    return text
 
 
 def _at(end: str) -> str:

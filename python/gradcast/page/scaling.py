@@ -80,7 +80,7 @@ def _names(series: list[_Series], y: Scale) -> list[Markup]:
 
 
 def _knee(workers: int | None, x: Scale, bottom: float) -> list[Markup]:
-    if workers is None:
+    if workers is None or workers == 1:  # one worker is left of the first point
         return []
     at = x(workers)
     return [
@@ -91,8 +91,11 @@ def _knee(workers: int | None, x: Scale, bottom: float) -> list[Markup]:
 
 def _caption(scaling: dict[str, Any]) -> str:
     told = "A full dot was measured, a ring comes from the fitted network, a pale one is extrapolated."
-    if scaling.get("knee_workers") is not None:
-        told += f" Beyond {scaling['knee_workers']} workers each further one brings little."
+    knee = scaling.get("knee_workers")
+    if knee == 1:
+        told += " Already a second worker brings little."
+    elif knee is not None:
+        told += f" Beyond {knee} workers each further one brings little."
     if scaling.get("worth_trying"):
         told += f" Worth trying: {', '.join(str(count) for count in scaling['worth_trying'])} workers."
     return told
