@@ -1,6 +1,7 @@
 """Runs of ``gradcast doctor`` on disk: a folder with doctor.json and the trace of all ranks."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from gradcast.files import read_text
 KIND = "gradcast-doctor"
 VERSION = 1
 RESULT = "doctor.json"
-# The packed form first: it is what is written now.
-TRACES = ("trace.json.gz", "trace.json")
+TRACE = "trace.json.gz"
+# Of an action's speedup: less is within what a cluster varies from one step to the next.
+WORTH = 1.02
 
 # In the order in which they are shown and stacked; each with the words for people.
 PARTS = {
@@ -26,18 +28,9 @@ PARTS = {
     "waiting": "waiting for a slower rank",
     "rest": "rest",
 }
-_NEEDED = ("world_size", "step", "parts", "ranks", "verdict")
-
-
-def is_run(path: str | Path) -> bool:
-    """Whether a path is meant as a run: a folder, or JSON that says so."""
-    if Path(path).is_dir():
-        return True
-    try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(fields, dict) and fields.get("kind") == KIND
+# What every reader relies on.
+_NEEDED = {"world_size": int, "step": dict, "view_rank": int, "parts": list, "ranks": list, "verdict": dict}
+_NEEDED_OF = {"parts": ("key", "ms"), "ranks": ("rank", "parts", "own_ms")}
 
 
 def load_run(path: str | Path) -> dict[str, Any]:
@@ -57,19 +50,41 @@ def check_run(text: str, name: str) -> dict[str, Any]:
         raise Error(f"{name} is not of gradcast doctor; it has to be the {RESULT} of one of its runs")
     if fields.get("version") != VERSION:
         raise Error(f"{name} is of version {fields.get('version')}; this gradcast reads version {VERSION}")
-    missing = [key for key in _NEEDED if not fields.get(key)]
+    missing = _missing(fields)
     if missing:
         raise Error(f"{name} lacks {', '.join(missing)}: the run did not end well; run gradcast doctor again")
     return fields
 
 
+def _missing(fields: dict[str, Any]) -> list[str]:
+    missing = [
+        key for key, type_ in _NEEDED.items() if not isinstance(fields.get(key), type_) or fields[key] in ([], {})
+    ]
+    if missing:
+        return missing
+    ms = fields["step"].get("ms")
+    if not isinstance(ms, int | float) or not math.isfinite(ms) or ms <= 0:
+        missing.append("the time of a step")
+    for key, needed in _NEEDED_OF.items():
+        lacking = [name for name in needed if any(name not in each for each in fields[key])]
+        missing += [f"{name} of its {key}" for name in lacking]
+    return missing
+
+
 def trace_of(path: str | Path) -> Path:
     """The trace beside a run's doctor.json."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    found = next((folder / name for name in TRACES if (folder / name).exists()), None)
-    if found is None:
-        raise Error(f"{folder} has no trace: neither {' nor '.join(TRACES)}; run gradcast doctor again")
-    return found
+    if not (folder / TRACE).exists():
+        raise Error(f"{folder} has no trace: {TRACE} is missing; run gradcast doctor again, without --no-trial")
+    return folder / TRACE
+
+
+def actions_by_worth(run: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    """Those that help, and a sentence that names the others."""
+    listed = run.get("actions") or []
+    others = [action["title"] for action in listed if action["speedup"] < WORTH]
+    sentence = f"Would not help: {', '.join(others)}." if others else None
+    return [action for action in listed if action["speedup"] >= WORTH], sentence
 
 
 def part_ms(run: dict[str, Any], key: str) -> dict[str, Any] | None:

@@ -8,8 +8,10 @@ rates that the lab shapes.
 import json
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -25,7 +27,7 @@ SECONDS = 0.2
 @pytest.fixture(params=["127.0.0.1", "::1"])
 def listener(request):
     try:
-        made = tcp.Listener(request.param, TOKEN)
+        made = tcp.Listener(request.param)
     except Error as error:
         pytest.skip(f"this machine has no {request.param}: {error}")
     yield made
@@ -56,7 +58,7 @@ class InThread:
 
 
 def test_both_sides_find_rates_and_one_the_latency(listener):
-    answering = InThread(tcp.answer, listener, streams=3, whom="rank 1")
+    answering = InThread(tcp.answer, listener, TOKEN, streams=3, whom="rank 1")
     measured = tcp.measure(listener.address, TOKEN, streams=3, seconds=SECONDS, whom="rank 0")
     answered = answering.result()
     assert measured.latency_us > 0
@@ -66,8 +68,51 @@ def test_both_sides_find_rates_and_one_the_latency(listener):
         assert found.several_bits_per_s > 0
 
 
+def test_the_latency_is_half_a_round_trip_in_microseconds(listener, monkeypatch):
+    def late_echo(connection):
+        while data := connection.recv(1):
+            time.sleep(0.02)
+            connection.sendall(data)
+
+    monkeypatch.setattr(tcp, "_echo", late_echo)
+    InThread(tcp.answer, listener, TOKEN, streams=1, whom="rank 1")
+    measured = tcp.measure(listener.address, TOKEN, streams=1, seconds=0.05, whom="rank 0")
+    assert 10e3 <= measured.latency_us < 1e6
+
+
+def test_who_sends_waits_until_all_has_been_received():
+    sending_end, receiving_end = socket.socketpair()
+    sending = threading.Thread(target=tcp._send, args=([sending_end], 0.05, "rank 1"), daemon=True)
+    sending.start()
+    while receiving_end.recv(1 << 20):
+        pass
+    sending.join(0.3)
+    assert sending.is_alive()
+    receiving_end.close()
+    sending.join(WAIT_S)
+    assert not sending.is_alive()
+    sending_end.close()
+
+
+def test_who_comes_for_a_pair_that_was_given_up_is_not_taken_for_the_next(listener):
+    late, next_one = (tcp.pair_token(TOKEN, (0, other)) for other in (1, 2))
+    with tcp._connected(listener.address, late, 1, SECONDS, "rank 0"):
+        answering = InThread(tcp.answer_one_way, listener, next_one, "rank 2")
+        tcp.measure_one_way(listener.address, next_one, SECONDS, "rank 0")
+        assert answering.result() > 0
+
+
+def test_who_connects_and_says_nothing_does_not_take_all_the_time(listener, monkeypatch):
+    monkeypatch.setattr(tcp, "TIMEOUT_S", 3.0)
+    where = (listener.address.host, listener.address.port)
+    with socket.create_connection(where), socket.create_connection(where):
+        answering = InThread(tcp.answer_one_way, listener, TOKEN, "rank 1")
+        tcp.measure_one_way(listener.address, TOKEN, SECONDS, "rank 0")
+    assert answering.result() > 0
+
+
 def test_a_strangers_connection_is_not_measured(listener):
-    answering = InThread(tcp.answer_one_way, listener, "rank 1")
+    answering = InThread(tcp.answer_one_way, listener, TOKEN, "rank 1")
     with socket.create_connection((listener.address.host, listener.address.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: anybody.example\r\n\r\n")
         tcp.measure_one_way(listener.address, TOKEN, SECONDS, "rank 0")
@@ -77,7 +122,7 @@ def test_a_strangers_connection_is_not_measured(listener):
 def test_who_never_comes_is_named(listener, monkeypatch):
     monkeypatch.setattr(tcp, "TIMEOUT_S", 0.3)
     with pytest.raises(Error, match=r"raw TCP with rank 7: waited 0.3 s for connections: no answer"):
-        tcp.answer(listener, streams=2, whom="rank 7")
+        tcp.answer(listener, TOKEN, streams=2, whom="rank 7")
 
 
 def test_who_does_not_listen_is_named(listener):
@@ -97,9 +142,9 @@ def test_who_goes_in_the_middle_is_named(listener, monkeypatch):
     monkeypatch.setattr(tcp, "TIMEOUT_S", 2.0)
 
     def answer_and_go():
-        connections, _ = listener.accept(1, "rank 1")
+        connections, _ = listener.accept(TOKEN, 1, "rank 1")
         tcp._echo(connections[0])
-        connections, _ = listener.accept(1, "rank 1")
+        connections, _ = listener.accept(TOKEN, 1, "rank 1")
         connections[0].recv(1000)
         connections[0].close()  # with data unread: a reset
 
@@ -111,7 +156,7 @@ def test_who_goes_in_the_middle_is_named(listener, monkeypatch):
 
 def test_an_address_that_is_not_this_hosts_is_refused():
     with pytest.raises(Error, match=r"cannot listen on 192\.0\.2\.77"):
-        tcp.Listener("192.0.2.77", TOKEN)
+        tcp.Listener("192.0.2.77")
 
 
 # --- The command without workers ---
@@ -148,8 +193,10 @@ def test_on_one_host_there_are_numbers_and_no_findings():
     assert found["findings"] == []
     (pair,) = found["pairs"]
     assert (pair["a"], pair["b"], pair["streams"]) == (0, 1, 4)
-    for key in ("latency_us", "tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s"):
+    for key in ("latency_us", "tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s", "beta_ns_per_byte"):
         assert pair[key] > 0
+    assert pair["alpha_us"] >= 0
+    assert found["alternatives"] == []
     collective = found["collective"]
     sizes = [sample["bytes"] for sample in collective["samples"]]
     assert sizes == [1024 * 4**power for power in range(len(sizes))]
@@ -212,10 +259,20 @@ def test_rates_are_those_of_the_links_and_the_slow_host_is_found():
         for rate in ("tcp_gbit_per_s", "tcp_streams_gbit_per_s"):
             assert 0.5 * link < pair[rate] < 1.1 * link
         assert 0 < pair["gloo_gbit_per_s"] < 1.2 * link
+        assert pair["beta_ns_per_byte"] > 8 / (1.2 * link)
     (slow,) = (finding for finding in found["findings"] if finding["key"] == "slow_host")
     assert "(10.77.0.3) reaches" in slow["sentence"]
     # The slowest link carries 4/3 of the bytes of an all-reduce.
     assert 0.4 * 30e-3 < found["collective"]["bus_gbit_per_s"] < 1.2 * 30e-3
+
+
+def test_a_pair_has_the_rate_of_its_slower_direction():
+    with made_network(100e6, 100e6) as network:
+        network._shape(network._switch, "host1", 20e6)  # what it receives alone
+        found = checked(2, network=network, seconds=2)
+    (pair,) = found["pairs"]
+    for rate in ("tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s"):
+        assert 0 < pair[rate] < 1.2 * 20e-3
 
 
 def run_ip(*arguments):
@@ -239,13 +296,33 @@ def test_a_faster_interface_that_connects_the_hosts_is_found():
     assert finding["key"] == "slow_interface"
     assert finding["sentence"].startswith("eth0 is used and reaches")
     assert "set GLOO_SOCKET_IFNAME=eth1 on all hosts" in finding["sentence"]
+    (other,) = found["alternatives"]
+    assert other["interface"] == "eth1"
+    assert other["gbit_per_s"] > 1.5 * other["chosen_gbit_per_s"]
+    assert other["chosen_gbit_per_s"] == found["pairs"][0]["tcp_gbit_per_s"]
 
 
-def test_an_interface_that_does_not_connect_the_hosts_is_not_proposed():
+@pytest.mark.parametrize("addresses", [["10.78.0.1/24", "10.99.0.1/24"], [None, None]])
+def test_an_interface_that_does_not_connect_the_hosts_is_not_proposed(addresses):
+    """In different networks, or with nothing but the link-local address that every interface has."""
     with made_network(30e6, 30e6) as network:
         add_second_interface(network)
-        name = network.command(1, [])[3]
-        run_ip("-n", name, "address", "flush", "dev", "eth1")
-        run_ip("-n", name, "address", "add", "10.99.0.1/24", "dev", "eth1")
+        for host, address in enumerate(addresses):
+            name = network.command(host, [])[3]
+            run_ip("-n", name, "-4", "address", "flush", "dev", "eth1")
+            if address:
+                run_ip("-n", name, "address", "add", address, "dev", "eth1")
+            else:
+                run_ip("-n", name, "address", "replace", f"fe80::{host + 1}/64", "dev", "eth1", "nodad")
         found = checked(2, network=network, seconds=2)
     assert "slow_interface" not in [finding["key"] for finding in found["findings"]]
+    assert len(found["pairs"]) == 1
+
+
+def test_all_addresses_of_an_interface_are_known():
+    told = "from gradcast.diagnosis import interfaces; print([each.addresses for each in interfaces.interfaces()])"
+    with made_network(30e6) as network:
+        run_ip("-n", network.command(0, [])[3], "address", "add", "10.77.0.99/24", "dev", "eth0")
+        command = network.command(0, [sys.executable, "-c", told])
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "'10.77.0.1', '10.77.0.99'" in done.stdout

@@ -14,6 +14,7 @@ from gradcast.diagnosis.tcp_rate import bits_per_s
 from gradcast.errors import Error
 
 G = 1e9
+MS = 1e6
 
 
 def host(index, **changes):
@@ -47,6 +48,11 @@ def test_a_good_network_is_limited_by_its_links_alone(count):
     assert "90% of raw TCP, 10 Gbit/s per host" in found.sentence
 
 
+def test_the_links_rate_is_that_of_the_median_host():
+    (found,) = findings(network(all_pairs([10, 10, 9, 9])))
+    assert "9.5 Gbit/s per host" in found.sentence
+
+
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_a_slow_host_is_named(slow):
     rates = [10.0, 10.0, 10.0]
@@ -58,6 +64,22 @@ def test_a_slow_host_is_named(slow):
 
 def test_of_two_hosts_none_is_called_slow():
     assert keys(network({(0, 1): 1.0})) == ["link_rate"]
+
+
+def ring(rates):
+    """Each host with the next, as where there are many."""
+    count = len(rates)
+    return {tuple(sorted((a, (a + 1) % count))): min(rates[a], rates[(a + 1) % count]) for a in range(count)}
+
+
+def test_a_good_host_between_two_slow_ones_is_not_called_slow():
+    rates = [10.0] * 64
+    rates[3] = rates[5] = 1.0
+    found = findings(network(ring(rates)))
+    assert [each.key for each in found] == ["slow_host", "slow_host", "unjudged_host"]
+    assert found[0].sentence.startswith("host3 reaches")
+    assert found[1].sentence.startswith("host5 reaches")
+    assert found[2].sentence.startswith("host4: measured only with hosts that seem slow")
 
 
 def test_hosts_that_differ_a_little_are_not_slow():
@@ -101,8 +123,29 @@ def test_gloo_below_tcp_is_told_and_then_the_link_is_not_the_limit():
     assert "GLOO_SOCKET_IFNAME=eth0,eth0" in found.sentence
 
 
-def test_between_good_and_bad_nothing_is_said():
-    assert keys(network(all_pairs([10, 10]), gloo=0.7)) == []
+@pytest.mark.parametrize("share", [0.65, 0.7, 0.79])
+def test_between_good_and_bad_the_link_is_most_of_the_limit(share):
+    (found,) = findings(network(all_pairs([10, 10]), gloo=share))
+    assert found.key == "link_and_gloo"
+    assert f"Gloo reaches {share:.0%} of raw TCP, 10 Gbit/s per host" in found.sentence
+
+
+@pytest.mark.parametrize("gloo", [0.3, 0.7, 0.9])
+def test_what_gloo_reaches_is_not_told_as_another_backends(gloo):
+    (found,) = findings(network(all_pairs([10, 10]), gloo=gloo, backend="nccl"))
+    assert found.key == "other_backend"
+    assert (
+        "travel over nccl; all that is called Gloo here, and the all-reduce, is Gloo's over the CPU" in found.sentence
+    )
+    on_one_host = network(all_pairs([10, 10]), gloo=gloo, backend="nccl", one_host=True)
+    assert keys(on_one_host) == ["other_backend"]
+
+
+def test_interfaces_that_were_not_measured_are_named():
+    hosts = [host(index, connections=2, unmeasured=("ib0",)) for index in range(2)]
+    found = findings(network(all_pairs([10, 10]), hosts=hosts))
+    assert [each.key for each in found] == ["link_rate", "unmeasured_interface"]
+    assert "over eth0 alone; Gloo uses ib0 as well" in found[1].sentence
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(9.4, ["slow_interface"]), (1.2, ["link_rate"])])
@@ -134,6 +177,23 @@ def test_a_rate_far_below_the_cards_is_told(speed, expected):
         assert "eth0 of host0 is a link of 25 Gbit/s" in findings(measured)[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("speeds", "rate", "named"),
+    [
+        ((100_000, 10_000), 9.4, None),  # the slower card is full
+        ((10_000, 100_000), 9.4, None),
+        ((100_000, 25_000), 9.4, "eth0 of host1 is a link of 25 Gbit/s"),
+        ((25_000, 100_000), 9.4, "eth0 of host0 is a link of 25 Gbit/s"),
+        ((25_000, None), 9.4, None),  # the other one may be slower
+    ],
+)
+def test_a_pair_is_held_against_its_slower_card(speeds, rate, named):
+    hosts = [host(index, speed_mbit_per_s=speed) for index, speed in enumerate(speeds)]
+    (found,) = findings(network({(0, 1): rate}, hosts=hosts))
+    assert found.key == ("link_rate" if named is None else "below_nominal")
+    assert (named or "") in found.sentence
+
+
 def test_a_high_latency_is_told_with_what_it_adds_to_an_operation():
     (found,) = findings(network(all_pairs([1, 1, 1]), latency_us=5000))
     assert found.key == "high_latency"
@@ -163,28 +223,119 @@ def arrivals(rate_bytes_per_s, seconds, size, start=0.0):
 
 
 def test_the_rate_of_even_arrivals():
-    assert bits_per_s([arrivals(1e6, 0.3, 1000)]) == pytest.approx(8e6, rel=0.01)
+    assert bits_per_s([arrivals(1e6, 0.3, 1000)], 0.3) == pytest.approx(8e6, rel=0.01)
 
 
 def test_streams_add_up():
     streams = [arrivals(1e6, 0.3, 1000), arrivals(3e6, 0.3, 1000)]
-    assert bits_per_s(streams) == pytest.approx(32e6, rel=0.01)
+    assert bits_per_s(streams, 0.3) == pytest.approx(32e6, rel=0.01)
 
 
 def test_a_slow_start_and_a_slow_end_do_not_count():
     slow = arrivals(1e5, 0.05, 1000)
     fast = arrivals(1e7, 0.3, 1000, start=0.05)
     tail = arrivals(1e5, 0.02, 1000, start=0.35)
-    assert bits_per_s([[*slow, *fast, *tail]]) == pytest.approx(8e7, rel=0.01)
+    assert bits_per_s([[*slow, *fast, *tail]], 0.37) == pytest.approx(8e7, rel=0.01)
+
+
+def test_what_was_lost_and_comes_long_after_the_end_does_not_count():
+    late = arrivals(1e6, 0.005, 1000, start=0.5)
+    assert bits_per_s([[*arrivals(1e6, 0.1, 1000), *late]], 0.1) == pytest.approx(8e6, rel=0.01)
 
 
 @pytest.mark.parametrize("records", [[], [(1.0, 100)]])
 def test_too_little_is_no_rate(records):
-    assert bits_per_s([records]) == 0
+    assert bits_per_s([records], 1.0) == 0
 
 
 def test_few_pieces_count_all():
-    assert bits_per_s([[(0.0, 500), (0.1, 500), (0.2, 500)]]) == pytest.approx(8 * 1000 / 0.2)
+    assert bits_per_s([[(0.0, 500), (0.1, 500), (0.2, 500)]], 0.2) == pytest.approx(8 * 1000 / 0.2)
+
+
+# --- From samples to what is told ---
+
+
+def line(alpha_us, beta_ns_per_byte, sizes=(1 << 10, 1 << 17, 1 << 20), starts=1):
+    """Bytes and ns; ``starts``: how often a sample pays what a message takes to start."""
+    return [(size, 1e3 * starts * alpha_us + beta_ns_per_byte * size) for size in sizes for _ in range(3)]
+
+
+def test_the_collectives_line_has_its_units():
+    collective = pytest.importorskip("gradcast.diagnosis.network_collective", exc_type=ImportError)
+    found = collective.fitted(line(200, 2.0), 4)
+    assert found["alpha_us"] == pytest.approx(200)
+    assert found["beta_ns_per_byte"] == pytest.approx(2.0)
+    assert found["bus_gbit_per_s"] == pytest.approx(8 * 1.5 / 2.0)
+    assert found["samples"][-1] == {"bytes": 1 << 20, "ms": pytest.approx(0.2 + 2.0 * (1 << 20) / 1e6)}
+    assert found["fit_error"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_all_reduce_took_what_the_last_rank_to_join_saw(monkeypatch):
+    collective = pytest.importorskip("gradcast.diagnosis.network_collective", exc_type=ImportError)
+
+    class TwoRanks:
+        own = None
+
+        def gather(self, value):
+            return [value, [0.5 * each for each in value]]
+
+    monkeypatch.setattr(collective, "_times_s", lambda group, size: [4.0, 2.0])
+    assert collective.samples(TwoRanks(), 0.0)[:2] == [(1024, 2.0 * G), (1024, 1.0 * G)]
+
+
+def test_a_pair_is_as_fast_as_its_slower_direction():
+    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
+    from gradcast.diagnosis.tcp import Found
+
+    pair = pairs._pair(Found(1 * G, 8 * G), Found(2 * G, 4 * G, latency_us=30.0), 3, 5)
+    assert pair == Pair(3, 5, latency_us=30.0, tcp_bits_per_s=1 * G, streams_bits_per_s=4 * G)
+    directions = [line(50, 1.0, starts=2), line(70, 4.0, starts=2)]
+    for given in (directions, directions[::-1]):
+        found = pairs.with_gloo(pair, given)
+        assert (found.alpha_us, found.beta_ns_per_byte) == (pytest.approx(70), pytest.approx(4.0))
+        assert found.gloo_bits_per_s == pytest.approx(8 * G * (1 << 20) / (140e3 + 4.0 * (1 << 20)))
+
+
+def test_a_pair_without_a_rate_says_why():
+    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
+    from gradcast.diagnosis.tcp import Found
+
+    pair = pairs._pair(Found(0.0, 4 * G), Found(2 * G, 4 * G, latency_us=30.0), 0, 1)
+    assert pair.tcp_bits_per_s is None
+    assert pair.streams_bits_per_s == 4 * G
+    assert pair.fault == "too few bytes arrived to tell a rate"
+    assert pairs._pair("refused", "no answer", 0, 1).fault == "no answer"
+    assert pairs._pair("refused", Found(0.0, 0.0), 0, 1).fault == "refused"
+
+
+@pytest.mark.parametrize(
+    ("latency_us", "rate", "seconds"), [(50, 1 * G, 0.05), (5000, 1 * G, 0.3), (100_000, 0.1 * G, 2.0)]
+)
+def test_a_message_is_as_long_as_tcp_needs_at_the_latency(latency_us, rate, seconds):
+    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
+    assert pairs.gloo_bytes(Pair(0, 1, latency_us, rate)) == pytest.approx(seconds * rate / 8)
+
+
+# --- Other interfaces ---
+
+
+def test_an_interface_on_which_nobody_can_listen_is_none(monkeypatch):
+    check = pytest.importorskip("gradcast.diagnosis.network_check", exc_type=ImportError)
+
+    class TwoRanks:
+        rank = 0
+
+        def gather(self, value):
+            return [value, value]
+
+    def refuse(*_):
+        raise Error("cannot listen", "communication")
+
+    monkeypatch.setattr(check.tcp, "Listener", refuse)
+    known = [*KNOWN[:2], Interface("eth1", ("10.2.0.1",))]
+    places = [place("x", "a", known), place("y", "b", known)]
+    found = check._Network(TwoRanks(), places, ["a", "b"], b"token", lambda _: None)
+    assert check._rate_over(found, (0, 1), "eth1") is None
 
 
 # --- Rounds ---
@@ -231,6 +382,7 @@ KNOWN = [
     [
         ("ib0", Chosen("ib0", "10.1.0.1")),
         ("eth0,eth0", Chosen("eth0", "10.0.0.1", 2)),
+        ("eth0,ib0,eth0", Chosen("eth0", "10.0.0.1", 3, ("ib0",))),
         ("lo", Chosen("lo", "127.0.0.1")),
     ],
 )
@@ -244,11 +396,22 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"), [("10.0.0.1", Chosen("eth0", "10.0.0.1")), (None, Chosen("lo", "127.0.0.1"))]
+    ("found", "expected"),
+    [
+        ("10.0.0.1", Chosen("eth0", "10.0.0.1")),
+        (None, Chosen("lo", "127.0.0.1")),
+        ("10.0.0.9", Chosen("INTERFACE", "10.0.0.9")),  # never an address: remedies put it into a variable
+    ],
 )
 def test_without_it_the_hostname_does_and_else_loopback(monkeypatch, found, expected):
     monkeypatch.setattr(interfaces, "_hostname_address", lambda: found)
     assert interfaces.chosen(KNOWN, {}) == expected
+
+
+def test_where_the_system_tells_no_addresses_the_variable_is_taken_as_it_is(monkeypatch):
+    monkeypatch.setattr(interfaces, "_hostname_address", lambda: "10.0.0.1")
+    known = [Interface("en0"), Interface("en1")]
+    assert interfaces.chosen(known, {"GLOO_SOCKET_IFNAME": "en1"}) == Chosen("en1", "10.0.0.1")
 
 
 def make_interface(system, name, *, files=(), folders=()):
@@ -286,12 +449,12 @@ def test_this_hosts_loopback_is_found():
 
 def place(identity, hostname, known=KNOWN, used="eth0"):
     address = next(each.addresses[0] for each in known if each.name == used)
-    return network_hosts.Place(hostname, identity, Chosen(used, address), tuple(known))
+    return network_hosts.Place((hostname, identity), Chosen(used, address), tuple(known))
 
 
 def test_hosts_of_one_name_are_told_apart():
     places = [place("x", "node"), place("y", "node"), place("x", "node"), place("z", "other")]
-    names = network_hosts.names(places)
+    names = network_hosts.names([each.host for each in places])
     assert names == ["node/0", "node/1", "node/0", "other"]
     assert network_hosts.by_host(names) == [[0, 2], [1], [3]]
 
@@ -316,3 +479,12 @@ def test_an_address_that_every_host_has_leads_nowhere():
     docker = Interface("docker0", ("172.17.0.1",))
     hosts = [place(f"host{number}", "node", [*KNOWN[:2], docker]) for number in range(2)]
     assert network_hosts.common_alternatives(hosts, 5) == []
+
+
+def test_a_link_local_address_leads_nowhere():
+    wire = Interface("eth1", ("fe80::1", "fe80::2"))
+    both = Interface("eth2", ("fe80::1", "fd00::1"))
+    first, second = (with_interfaces(number, wire, both) for number in (1, 2))
+    assert network_hosts.common_alternatives([first, second], 5) == []
+    known = place("x", "node", [*KNOWN[:2], wire, both])
+    assert [(each.name, each.addresses) for each in known.others()] == [("eth2", ("fd00::1",))]

@@ -80,11 +80,12 @@ def _print(found: dict[str, Any]) -> None:
             f"{pair['a']} - {pair['b']}",
             "-" if pair["latency_us"] is None else format_time(1e3 * pair["latency_us"]),
             *(_rate(pair[key]) for key in ("tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s")),
+            f"{format_time(1e3 * pair['alpha_us'])} + {format_time(1e6 * pair['beta_ns_per_byte'])}/MB",
         ]
         for pair in found["pairs"]
     ]
     streams = found["pairs"][0]["streams"]
-    common.print_table(rows, ["ranks", "one way", "TCP, 1 stream", f"{streams} streams", "Gloo"], "lrrrr")
+    common.print_table(rows, ["ranks", "one way", "TCP, 1 stream", f"{streams} streams", "Gloo", "a message"], "lrrrrr")
     print()
     collective = found["collective"]
     rows = [[format_size(sample["bytes"]), format_time(1e6 * sample["ms"])] for sample in collective["samples"]]

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from gradcast import _core, stock_ddp
 from gradcast.diagnosis.estimates import Estimate
 from gradcast.diagnosis.stalls import DATA, MEET_ONCE, together_ms
+from gradcast.runs import WORTH
 
 _MS = 1e6
-# Less is within what a cluster varies from one step to the next.
-WORTH = 1.02
 # What casting takes is not in it, so 16 bits halve the cost per byte at best.
 _WIRE = 0.5
 
@@ -152,8 +151,8 @@ def _connections(found: Situation, gain: float) -> Action:
     return _by_play(
         found,
         "connections",
-        "a second connection per peer",
-        "GLOO_SOCKET_IFNAME=eth0,eth0 with your interface, twice",
+        "four connections per peer",
+        "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0 with your interface, four times",
         lambda link: _ddp_ns(found, link.scaled(1, 1 / gain)),
     )
 
@@ -199,8 +198,11 @@ def _straggler(found: Situation) -> Action:
 def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence[float]) -> Action:
     """``gone_ms``: of a step: the value, and the ends of its range."""
     step_ms = found.step.value
-    gains = [step_ms / max(step_ms - gone, 1e-9) for gone in gone_ms]
-    return Action(key, title, how, gains[0], min(gains), max(gains), step_ms - gone_ms[0])
+    # The passes stay, whatever else goes; an interval as wide as the step itself would promise a step of nothing.
+    passes_ms = min(step_ms, found.parts["forward"].value + found.parts["backward"].value)
+    after_ms = [max(step_ms - gone, passes_ms) for gone in gone_ms]
+    gains = [step_ms / after for after in after_ms]
+    return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
 
 
 def _range(each: Estimate) -> tuple[float, float, float]:

@@ -4,13 +4,11 @@ On all ranks alike: after so many ordinary steps, at the end of ``optimizer.step
 the probes, tries gradcast, checks the network, and restores the snapshot. The loop has seen nothing of it, but time.
 """
 
-import contextlib
 import functools
 import inspect
 import os
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis import environment, findings, pings, probes, trial
+from gradcast.diagnosis import environment, findings, network_hosts, pings, probes, trial
 from gradcast.diagnosis.loader import LoaderWatch
 from gradcast.diagnosis.observer import TAPES, Observer
 from gradcast.diagnosis.probes import Nodes, Prober
@@ -147,7 +145,7 @@ class Doctor:
         return findings.result(everything, self._facts()), merge(traces) if traces else None
 
     def _measure(self, group: Group, tell: "_Teller") -> "findings.Measured":
-        nodes = Nodes(tuple(_unique_hosts(group.gather(_host()))))
+        nodes = Nodes(tuple(network_hosts.names(group.gather(network_hosts.own_host()))))
         ordinary = self._observer.steps[LEFT_OUT_STEPS:]
         prober = Prober(self._ddp, self._optimizers, list(self._observer.tapes), group.own)
         # In one order on all ranks: making a wrapper is collective.
@@ -194,7 +192,7 @@ class Doctor:
         from gradcast.diagnosis import network_check
 
         tell("the network between the hosts")
-        return network_check.check(group, progress=tell)
+        return network_check.check(group, tell, device_type=self._ddp.device.type)
 
     def _reading(self) -> tuple[float, float] | None:
         """Of one batch: ms of reading and of preparing it. None where no worker could be seen."""
@@ -235,6 +233,7 @@ class Doctor:
             is_fp32=any(p.dtype == torch.float32 for p in ddp.module.parameters()),
             compiled=ddp.module._compiled_call_impl is not None or hasattr(ddp.module, "_orig_mod"),
             find_unused_parameters=ddp.find_unused_parameters,
+            rebuilt=_rebuilds(ddp),
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
             left_out_steps=LEFT_OUT_STEPS,
@@ -305,25 +304,15 @@ def _without_mistakes(ddp: DistributedDataParallel) -> list[str]:
     return options
 
 
+def _rebuilds(ddp: DistributedDataParallel) -> bool:
+    """Whether it lays its buckets out anew, after the first step, by when gradients come."""
+    return ddp.static_graph or not ddp.find_unused_parameters
+
+
 def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
     """Of the first bucket and of the others."""
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return first, ddp.bucket_bytes_cap
-
-
-def _host() -> tuple[str, Any]:
-    """The host's name, and what tells its network from another of the same name: containers may share one."""
-    namespace = None
-    with contextlib.suppress(OSError):
-        namespace = os.stat("/proc/self/ns/net").st_ino
-    return socket.gethostname(), namespace
-
-
-def _unique_hosts(hosts: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """A name for each rank's host; a number behind it where several have the same."""
-    for name, namespace in hosts:
-        same = list(dict.fromkeys(each for other, each in hosts if other == name))
-        yield name if len(same) == 1 else f"{name}/{same.index(namespace)}"
 
 
 def _median(values: Sequence[float]) -> float:

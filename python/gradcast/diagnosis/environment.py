@@ -6,19 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradcast.diagnosis.lint import CONNECTIONS_VARIABLE, Facts
+from gradcast.diagnosis.lint import CONNECTIONS_VARIABLE, Host
 
 # No others: an environment holds secrets, and what is found travels between the ranks and into files.
-VARIABLES = (
-    CONNECTIONS_VARIABLE,
-    "GLOO_SOCKET_IFNAME",
-    "LOCAL_WORLD_SIZE",
-    "MKL_NUM_THREADS",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-)
+VARIABLES = (CONNECTIONS_VARIABLE,)
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+# Containers of one host see their own group as the root.
+_NAMESPACE = Path("/proc/self/ns/cgroup")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +36,18 @@ def own_process() -> Process:
         threads=torch.get_num_threads(),
         cores=_affinity(),
         quota=quota(_CGROUPS, _text(_OWN_CGROUP)),
-        cgroup=_text(_OWN_CGROUP),
+        cgroup=f"{_link(_NAMESPACE)} {_text(_OWN_CGROUP)}",
     )
 
 
-def facts_of_environment(host: Sequence[Process] | None = None) -> Facts:
-    """The facts that the environment tells, to be completed by ``dataclasses.replace``. ``host``: the processes of one
-    host's ranks, as ``own_process`` tells it on each (None: this one is the only one)."""
-    processes = [own_process()] if host is None else list(host)
-    return Facts(
-        environment=processes[0].variables,
+def host(name: str, processes: Sequence[Process]) -> Host:
+    """``processes``: of the host's ranks, as ``own_process`` tells it on each."""
+    return Host(
+        name=name,
         threads=sum(process.threads for process in processes),
         cores=usable_cores(processes),
-        ranks_per_host=len(processes),
+        ranks=len(processes),
+        variables=[process.variables for process in processes],
     )
 
 
@@ -94,5 +88,12 @@ def _affinity() -> frozenset[int]:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
     except OSError:
         return ""

@@ -37,7 +37,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is the same on all ranks. ``parameter_bytes``: by name, in the order of registration."""
+    """What is the same on all ranks. ``parameter_bytes``: by name, in the order of registration. ``rebuilt``: whether
+    DDP lays its buckets out anew."""
 
     backend: str
     device: str
@@ -48,6 +49,7 @@ class Facts:
     is_fp32: bool
     compiled: bool
     find_unused_parameters: bool
+    rebuilt: bool
     broadcast_buffers: bool
     buffer_bytes: int
     left_out_steps: int
@@ -91,7 +93,7 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
             "normal": len(steps[0].normal["step"]),
             "probe": ranks[0].probe_steps,
         },
-        **_breakdown_fields(found, steps),
+        **_breakdown_fields(found, steps, meetings),
         "verdict": asdict(told),
         "floor_ms": actions.floor_ms(situation),
         "actions": [asdict(action) for action in listed],
@@ -103,7 +105,9 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
     }
 
 
-def _breakdown_fields(found: Breakdown, steps: Sequence[RankSteps]) -> dict[str, Any]:
+def _breakdown_fields(
+    found: Breakdown, steps: Sequence[RankSteps], meetings: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     return {
         "step": found.step.fields(),
         "view_rank": found.view_rank,
@@ -121,10 +125,20 @@ def _breakdown_fields(found: Breakdown, steps: Sequence[RankSteps]) -> dict[str,
         ],
         "straggler": None if found.straggler is None else asdict(found.straggler),
         "normal_steps": [
-            {"rank": each.rank, "step_ms": list(each.normal["step"]), "wait_ms": list(each.normal["exposed"])}
+            {"rank": each.rank, "step_ms": list(each.normal["step"]), "wait_ms": _waits_ms(each, meetings)}
             for each in steps
         ],
     }
+
+
+def _waits_ms(each: RankSteps, meetings: Sequence[Sequence[str]]) -> list[float]:
+    """By step: at the end of backward, and where the ranks meet before forward, too, what forward takes beyond its own
+    work: there a rank waits for the buffers of one that is slower."""
+    if meetings == MEET_ONCE:
+        return list(each.normal["exposed"])
+    own_ms = statistics.median(each.probes["alone"]["forward"])
+    waits_ms = zip(each.normal["exposed"], each.normal["forward"], strict=True)
+    return [exposed + max(0.0, forward - own_ms) for exposed, forward in waits_ms]
 
 
 def _nodes(steps: Sequence[RankSteps]) -> list[list[int]]:
@@ -182,12 +196,13 @@ def _lint(
     ranks: Sequence[Measured], facts: Facts, found: Breakdown, profile: _core.Profile | None
 ) -> list[dict[str, Any]]:
     network = ranks[0].network
-    first_node = [each.process for each in ranks if each.steps.node == ranks[0].steps.node]
-    known = replace(
-        environment.facts_of_environment(first_node),
+    hosts = dict.fromkeys(each.steps.host for each in ranks)
+    known = lint.Facts(
+        hosts=[environment.host(host, [each.process for each in ranks if each.steps.host == host]) for host in hosts],
         step_ms=found.step.value,
         compiled=facts.compiled,
         find_unused_parameters=facts.find_unused_parameters,
+        rebuilt=facts.rebuilt,
         all_used=True,  # or there would be no diagnosis
         find_unused_cost=option_cost(ranks, "find_unused_parameters"),
         broadcast_buffers=facts.broadcast_buffers,
@@ -197,22 +212,26 @@ def _lint(
         network_findings={} if network is None else {each["key"]: each["sentence"] for each in network["findings"]},
     )
     if profile is not None:
-        known = _with_profile(known, facts, profile)
+        known = _with_profile(known, facts, profile, _interface_gain(network))
     return [asdict(finding) for finding in lint.findings(known)]
 
 
-def _with_profile(known: lint.Facts, facts: Facts, profile: _core.Profile) -> lint.Facts:
+def _interface_gain(network: dict[str, Any] | None) -> float | None:
+    """What the fastest of the other interfaces carries by what the chosen one does, between the same hosts."""
+    gains = [each["gbit_per_s"] / each["chosen_gbit_per_s"] for each in (network or {}).get("alternatives", [])]
+    return max(gains, default=None)
+
+
+def _with_profile(known: lint.Facts, facts: Facts, profile: _core.Profile, interface_gain: float | None) -> lint.Facts:
     """When gradients come, how DDP lays out its buckets, and what that costs."""
-    registered = list(facts.parameter_bytes)
-    rebuilt = not facts.find_unused_parameters
-    by_ready = [tensor.name for tensor in sorted(profile.tensors, key=lambda tensor: tensor.ready_ns)]
-    order = by_ready if rebuilt else registered[::-1]
+    registered, caps, rebuilt = list(facts.parameter_bytes), facts.caps_bytes, facts.rebuilt
+    costs = lint_costs.predictions(profile, registered, caps, rebuilt=rebuilt, interface_gain=interface_gain)
     return replace(
         known,
         ready_ms=[tensor.ready_ns / 1e6 for tensor in profile.tensors],
         backward_ms=profile.backward_ns / 1e6,
-        buckets=lint_costs.buckets(profile, order, facts.caps_bytes),
-        **asdict(lint_costs.predictions(profile, registered, facts.caps_bytes, rebuilt=rebuilt)),
+        buckets=lint_costs.buckets(profile, registered, caps, rebuilt=rebuilt),
+        **asdict(costs),
     )
 
 
@@ -233,24 +252,15 @@ def _trial_fields(ranks: Sequence[Measured], profile: _core.Profile | None) -> d
         }
     plan = _core.Plan.from_json(json.dumps(trial.plan))
     traces = aligned(ranks)
-    measured_ms = statistics.median(trial.step_ms)
+    last = trial.versions[-1]
     return {
         "profile": trial.profile,
         "plan": trial.plan,
-        "prediction": {"mode": "overlap", "predicted_ms": trial.predicted_ms, "measured_ms": measured_ms},
+        "prediction": {"mode": "overlap", **{key: last[key] for key in ("predicted_ms", "measured_ms")}},
         "timeline": timelines.measured(traces),
         "predicted_timeline": timelines.predicted(profile, plan),
         "bandwidth": timelines.bandwidth(traces[0]),
-        "plan_versions": [
-            {
-                "version": trial.version,
-                "from_step": traces[0].steps[0].number if traces[0].steps else 0,
-                "policy": trial.policy,
-                "blocks": len(plan.blocks),
-                "predicted_ms": trial.predicted_ms,
-                "measured_ms": measured_ms,
-            }
-        ],
+        "plan_versions": trial.versions,
         "not_tried": None,
     }
 

@@ -3,6 +3,7 @@
 Linux tells everything by its files and two calls; elsewhere there are names alone, and nothing is found out about them.
 """
 
+import array
 import contextlib
 import dataclasses
 import os
@@ -15,10 +16,14 @@ from pathlib import Path
 from gradcast.errors import Error
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+# Stands in findings for a name that is not known: an address in the variable would be taken for a name.
+UNKNOWN = "INTERFACE"
 _SYSTEM = Path("/sys/class/net")
 _IPV6_TABLE = Path("/proc/net/if_inet6")
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-_IFREQ_BYTES = 256
+_SIOCGIFCONF = 0x8912  # <linux/sockios.h>
+# struct ifreq: a name, and an address among what other calls tell.
+_IFREQ_BYTES = 16 + max(16, 2 * struct.calcsize("L") + 8)
+_ADDRESSES_MAX = 256
 # Drivers that carry packets inside other packets; what lies under them says nothing about their speed.
 _TUNNELS = frozenset({"vxlan", "wireguard", "geneve", "gre", "gretap", "ip6gre", "sit", "tun", "tap", "ppp"})
 
@@ -38,22 +43,20 @@ class Interface:
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What Gloo binds to. ``connections``: between each two ranks, one per interface that the variable names."""
+    """What Gloo binds to. ``connections``: between each two ranks, one per interface that the variable names.
+    ``others``: those that it names besides the first."""
 
     interface: str
     address: str
     connections: int = 1
-
-    @property
-    def family(self) -> socket.AddressFamily:
-        return socket.AF_INET6 if ":" in self.address else socket.AF_INET
+    others: tuple[str, ...] = ()
 
 
 def interfaces(system: Path = _SYSTEM) -> list[Interface]:
-    ipv6 = _ipv6_addresses()
+    ipv4, ipv6 = _ipv4_addresses(), _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
-        addresses = [*_ipv4_addresses(name), *ipv6.get(name, [])]
+        addresses = [*ipv4.get(name, []), *ipv6.get(name, [])]
         found.append(described(name, addresses, system))
     return found
 
@@ -79,16 +82,19 @@ def chosen(known: Sequence[Interface], environment: Mapping[str, str] = os.envir
     names = [name for name in environment.get(VARIABLE, "").split(",") if name]
     if names:
         addresses = next((each.addresses for each in known if each.name == names[0]), ())
+        if not any(each.addresses for each in known):  # this system does not tell
+            addresses = (_hostname_address() or "127.0.0.1",)
         if not addresses:
             have = ", ".join(each.name for each in known if each.addresses)
             raise Error(
                 f"{VARIABLE} is {environment[VARIABLE]}, but {names[0]} has no address here; choose of {have}",
                 "invalid_use",
             )
-        return Chosen(names[0], addresses[0], len(names))
+        others = tuple(dict.fromkeys(name for name in names if name != names[0]))
+        return Chosen(names[0], addresses[0], len(names), others)
     address = _hostname_address() or "127.0.0.1"
     owner = next((each.name for each in known if address in each.addresses), None)
-    return Chosen(owner or ("lo" if _is_loopback(address) else address), address)
+    return Chosen(owner or ("lo" if _is_loopback(address) else UNKNOWN), address)
 
 
 def _hostname_address() -> str | None:
@@ -102,20 +108,31 @@ def _hostname_address() -> str | None:
     return None
 
 
+def is_link_local(address: str) -> bool:
+    """Of one wire: it leads nowhere without the interface's name, which other hosts may not have."""
+    return address.lower().startswith("fe80:")
+
+
 def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _ipv4_addresses(name: str) -> list[str]:
+def _ipv4_addresses() -> dict[str, list[str]]:
+    """Of each interface, all of them."""
+    found: dict[str, list[str]] = {}
     if not sys.platform.startswith("linux"):
-        return []
+        return found
     import fcntl
 
-    request = struct.pack(f"{_IFREQ_BYTES}s", name.encode()[:15])
+    told = array.array("B", bytes(_ADDRESSES_MAX * _IFREQ_BYTES))
+    request = struct.pack("iL", len(told), told.buffer_info()[0])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        return [socket.inet_ntoa(answer[20:24])]
-    return []
+        told_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
+        for start in range(0, told_bytes, _IFREQ_BYTES):
+            name = told[start : start + 16].tobytes().partition(b"\0")[0].decode()
+            address = socket.inet_ntoa(told[start + 20 : start + 24].tobytes())
+            found.setdefault(name.partition(":")[0], []).append(address)  # eth0:1 is an address of eth0
+    return found
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:

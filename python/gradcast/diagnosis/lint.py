@@ -34,20 +34,33 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Host:
+    """``threads``: that compute there, of all its ranks (``ranks``) together; ``cores``: that they may use.
+    ``variables``: of each rank's process."""
+
+    name: str
+    threads: int
+    cores: int
+    ranks: int
+    variables: Sequence[Mapping[str, str]] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is known, None for what is not. Times in ms.
 
-    * ``ready_ms``: when each gradient was ready, from the start of backward, parameters in the order in which the
-      module has registered them; ``backward_ms``: how long backward took. ``step_ms``: a whole step.
+    * ``ready_ms``: when each gradient was ready, from the start of backward; ``backward_ms``: how long backward took.
+      ``step_ms``: a whole step.
     * ``buckets``: DDP's, in the order in which they are sent: indices into ``ready_ms``.
     * ``compiled``: whether torch.compile got the whole module.
-    * ``find_unused_parameters``, ``broadcast_buffers``: DDP's settings. ``all_used``: every parameter that is trained
-      had a gradient in each step that was seen. The costs: a step with the setting less one without it.
-    * ``environment``: variables of the process. ``device``: "cpu" or "cuda".
-    * ``threads``: that compute on a host, its ranks (``ranks_per_host``) taken together; ``cores``: that they may use.
+    * ``find_unused_parameters``, ``broadcast_buffers``: DDP's settings. ``rebuilt``: whether DDP lays its buckets out
+      anew by when gradients come. ``all_used``: every parameter that is trained had a gradient in each step that was
+      seen. The costs: a step with the setting less one without it.
+    * ``device``: "cpu" or "cuda". ``hosts``: all of the training's.
     * ``network_findings``: sentences of the network check by key.
     * ``predicted_…_ms``: a step as ``play`` predicts it for DDP as it runs, with gradients that come evenly during
-      backward, with the best bucket size, with buckets in the order of registration, and in the order of use.
+      backward, with the best bucket size (``best_cap_mib``), with parameters registered in the order of use, and over
+      the better network interface.
     """
 
     ready_ms: Sequence[float] | None = None
@@ -56,22 +69,21 @@ class Facts:
     buckets: Sequence[Sequence[int]] | None = None
     compiled: bool | None = None
     find_unused_parameters: bool | None = None
+    rebuilt: bool | None = None
     all_used: bool | None = None
     find_unused_cost: Estimate | None = None
     broadcast_buffers: bool | None = None
     buffer_bytes: int | None = None
     broadcast_cost: Estimate | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
     device: str | None = None
-    threads: int | None = None
-    cores: int | None = None
-    ranks_per_host: int | None = None
+    hosts: Sequence[Host] = ()
     network_findings: Mapping[str, str] = field(default_factory=dict)
     predicted_ms: float | None = None
     predicted_even_ms: float | None = None
     predicted_best_buckets_ms: float | None = None
-    predicted_registered_ms: float | None = None
+    best_cap_mib: int | None = None
     predicted_used_ms: float | None = None
+    predicted_interface_ms: float | None = None
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -117,18 +129,20 @@ def _late_bucket(facts: Facts, ready_ms: Sequence[float], backward_ms: float) ->
     if share <= LATE:
         return None
     count = len(facts.buckets)
+    cap = "..." if facts.best_cap_mib is None else facts.best_cap_mib
     return _predicted(
         facts,
         "late_first_bucket",
         f"DDP's first bucket (of {count}) is ready after {share:.0%} of backward, so almost nothing travels meanwhile",
-        "smaller buckets: DistributedDataParallel(model, bucket_cap_mb=...), or gradcast.attach, which plans them",
+        f"other buckets: DistributedDataParallel(model, bucket_cap_mb={cap}), or gradcast.attach, which plans them",
         facts.predicted_best_buckets_ms,
     )
 
 
 def _parameter_order(facts: Facts) -> Finding | None:
-    """DDP sends in the order of its buckets; laid out by registration, one that is late holds up those that are not."""
-    if not facts.buckets or not facts.ready_ms or not facts.backward_ms:
+    """DDP sends in the order of its buckets; laid out by registration, one that is late holds up those that are not.
+    Where it lays them out anew, the order of registration does not matter."""
+    if facts.rebuilt is not False or not facts.buckets or not facts.ready_ms or not facts.backward_ms:
         return None
     latest, blocked_ms = 0.0, 0.0
     for bucket in facts.buckets:
@@ -139,10 +153,7 @@ def _parameter_order(facts: Facts) -> Finding | None:
         return None
     title = f"parameters are registered in another order than used in: a bucket waits {blocked_ms:.1f} ms for another"
     remedy = "create modules in the order of their calls, or leave find_unused_parameters out: then DDP reorders"
-    cost_ms = _difference(facts.predicted_registered_ms, facts.predicted_used_ms)
-    if cost_ms is not None and cost_ms <= PREDICTION_ERROR * (facts.step_ms or 0.0):
-        return None
-    return Finding("parameter_order", title, cost_ms, remedy)
+    return _predicted(facts, "parameter_order", title, remedy, facts.predicted_used_ms)
 
 
 def _find_unused(facts: Facts) -> Finding | None:
@@ -161,28 +172,31 @@ def _broadcast(facts: Facts) -> Finding | None:
 
 
 def _threads(facts: Facts) -> Finding | None:
-    if not facts.threads or not facts.cores or facts.threads <= facts.cores:
+    host = max(facts.hosts, key=lambda each: each.threads / each.cores, default=None)
+    if host is None or host.threads <= host.cores:
         return None
-    ranks = facts.ranks_per_host or 1
-    title = (
-        f"{facts.threads} threads of {ranks} ranks on a host compute on {facts.cores} cores, and wait for each other"
-    )
-    return Finding("threads", title, None, f"OMP_NUM_THREADS={max(1, facts.cores // ranks)}")
+    title = f"on {host.name}, {host.threads} threads compute on {host.cores} cores, and wait for each other"
+    fewer = [f"OMP_NUM_THREADS={max(1, host.cores // host.ranks)}"] if host.threads > host.ranks else []
+    fewer += ["fewer ranks per host"] if host.ranks > host.cores else []
+    return Finding("threads", title, None, ", and ".join(fewer))
 
 
 def _interface(facts: Facts) -> Finding | None:
     for key in _INTERFACE_KEYS:
         if sentence := facts.network_findings.get(key):
-            return Finding("interface", "the network interface that is used is not the best one", None, sentence)
+            title = "the network interface that is used is not the best one"
+            return _predicted(facts, "interface", title, sentence, facts.predicted_interface_ms)
     return None
 
 
 def _connections(facts: Facts) -> Finding | None:
-    if facts.device != "cuda" or facts.environment.get(CONNECTIONS_VARIABLE) != "1":
+    hosts = [host.name for host in facts.hosts if any(each.get(CONNECTIONS_VARIABLE) == "1" for each in host.variables)]
+    if facts.device != "cuda" or not hosts:
         return None
     return Finding(
         "cuda_connections",
-        f"{CONNECTIONS_VARIABLE}=1: all streams share one queue to the GPU, so communication waits behind compute",
+        f"{CONNECTIONS_VARIABLE}=1 on {hosts[0]}: all streams share one queue to the GPU, so communication waits "
+        "behind compute",
         None,
         f"unset {CONNECTIONS_VARIABLE} (only tensor parallelism of Megatron's kind needs it)",
     )

@@ -20,25 +20,35 @@ class Predictions:
     predicted_ms: float
     predicted_even_ms: float
     predicted_best_buckets_ms: float
-    predicted_registered_ms: float
+    best_cap_mib: int
     predicted_used_ms: float
+    predicted_interface_ms: float | None
 
 
 def predictions(
-    profile: _core.Profile, registered: Sequence[str], caps_bytes: tuple[int, int], *, rebuilt: bool
+    profile: _core.Profile,
+    registered: Sequence[str],
+    caps_bytes: tuple[int, int],
+    *,
+    rebuilt: bool,
+    interface_gain: float | None = None,
 ) -> Predictions:
     """``profile``: with its link. ``registered``: names of its tensors in the module's order. ``caps_bytes``: of DDP's
-    first bucket, and of the others. ``rebuilt``: whether DDP lays its buckets out anew by when gradients come, as it
-    does without find_unused_parameters."""
-    used_ms = _ddp_ms(profile, caps_bytes)
-    registered_ms = _laid_out_ms(profile, list(reversed(registered)), caps_bytes)
-    tried = [caps_bytes, *map(stock_ddp.same_caps, _CAPS_MIB)]
+    first bucket, and of the others. ``rebuilt``: see ``buckets``; with each mistake and without it alike.
+    ``interface_gain``: how many times the bytes the better interface carries, None where there is none."""
+
+    def step_ms(of: _core.Profile, caps: tuple[int, int], names: Sequence[str] = registered) -> float:
+        return _ddp_ms(of, caps) if rebuilt else _laid_out_ms(of, buckets(of, names, caps, rebuilt=False))
+
+    best_cap = min(_CAPS_MIB, key=lambda cap: step_ms(profile, stock_ddp.same_caps(cap)))
+    now_ms = step_ms(profile, caps_bytes)
     return Predictions(
-        predicted_ms=used_ms if rebuilt else registered_ms,
-        predicted_even_ms=_ddp_ms(with_even_gradients(profile), caps_bytes),
-        predicted_best_buckets_ms=min(_ddp_ms(profile, caps) for caps in tried),
-        predicted_registered_ms=registered_ms,
-        predicted_used_ms=used_ms,
+        predicted_ms=now_ms,
+        predicted_even_ms=step_ms(with_even_gradients(profile), caps_bytes),
+        predicted_best_buckets_ms=min(now_ms, step_ms(profile, stock_ddp.same_caps(best_cap))),
+        best_cap_mib=best_cap,
+        predicted_used_ms=step_ms(profile, caps_bytes, _by_ready(profile)[::-1]),
+        predicted_interface_ms=interface_gain and step_ms(_over(profile, 1 / interface_gain), caps_bytes),
     )
 
 
@@ -57,19 +67,44 @@ def with_even_gradients(profile: _core.Profile) -> _core.Profile:
         )
         for index, tensor in enumerate(profile.tensors)
     ]
+    return _with(profile, tensors, profile.link)
+
+
+def _over(profile: _core.Profile, cost_factor: float) -> _core.Profile:
+    """On a link whose bytes cost so many times as much."""
+    return _with(profile, profile.tensors, profile.link.scaled(1, cost_factor))
+
+
+def _with(profile: _core.Profile, tensors: Sequence[_core.Tensor], link: _core.LinkModel | None) -> _core.Profile:
     return _core.Profile(
         name=profile.name,
         forward_ns=profile.forward_ns,
         backward_ns=profile.backward_ns,
         tensors=tensors,
         world_size=profile.world_size,
-        link=profile.link,
+        link=link,
     )
 
 
-def buckets(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int, int]) -> list[list[int]]:
-    """Indices of tensors: as DDP fills buckets in an order, one after the other for each kind of buffer. They are sent
-    in this order. Names that the profile does not have are passed over: nothing of them travels."""
+def buckets(
+    profile: _core.Profile, registered: Sequence[str], caps_bytes: tuple[int, int], *, rebuilt: bool
+) -> list[list[int]]:
+    """Indices of tensors, in the order in which DDP sends its buckets. ``rebuilt``: whether it lays them out anew by
+    when gradients come, as it does with a static graph or without find_unused_parameters. Else it fills them in the
+    order of registration and sends the last one first, so that the one with the first cap is the last
+    (torch/nn/parallel/distributed.py, _ddp_init_helper)."""
+    if rebuilt:
+        return _filled(profile, _by_ready(profile), caps_bytes)
+    return _filled(profile, registered, caps_bytes)[::-1]
+
+
+def _by_ready(profile: _core.Profile) -> list[str]:
+    return [tensor.name for tensor in sorted(profile.tensors, key=lambda tensor: tensor.ready_ns)]
+
+
+def _filled(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int, int]) -> list[list[int]]:
+    """One bucket after the other for each kind of buffer; by when the first tensor came into each. Names that the
+    profile does not have are passed over: nothing of them travels."""
     indices: dict[str, list[int]] = {}
     for index, tensor in enumerate(profile.tensors):
         indices.setdefault(tensor.name, []).append(index)
@@ -93,10 +128,10 @@ def _ddp_ms(profile: _core.Profile, caps_bytes: tuple[int, int]) -> float:
     return stock_ddp.plan(profile, caps_bytes).predicted_ns / _MS
 
 
-def _laid_out_ms(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int, int]) -> float:
+def _laid_out_ms(profile: _core.Profile, laid_out: Sequence[Sequence[int]]) -> float:
     blocks = [
         _core.Block(ranges=list(_ranges(profile, bucket)), buffer=profile.tensors[bucket[0]].buffer)
-        for bucket in buckets(profile, order, caps_bytes)
+        for bucket in laid_out
     ]
     plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=stock_ddp.IN_FLIGHT)
     plan.check(profile)

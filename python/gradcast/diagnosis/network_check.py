@@ -11,15 +11,14 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from gradcast.diagnosis import network_collective, network_findings, network_hosts, network_pairs, pair_rounds, tcp
-from gradcast.diagnosis.network_findings import Alternative, Finding, Measured, Pair
+from gradcast.diagnosis.network_findings import Alternative, Measured, Pair
 from gradcast.diagnosis.network_hosts import Place
 from gradcast.diagnosis.network_pairs import Ends, Progress, Rounds
 from gradcast.errors import Error
-from gradcast.training.group import Group, make_group
+from gradcast.training.group import Group
 
 # How the time is divided: the shares of raw TCP, and of the all-reduce; Gloo's messages take what is left.
 _TCP_SHARE, _COLLECTIVE_SHARE = 0.5, 0.3
@@ -32,19 +31,14 @@ _ALTERNATIVES_MAX = 2
 
 
 def check(
-    group: Group,
-    hosts: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    *,
-    device: torch.device | None = None,
-    seconds: float = 10.0,
+    group: Group, progress: Progress | None = None, *, device_type: str = "cpu", seconds: float = 10.0
 ) -> dict[str, Any] | None:
     """The key "network" of doctor.json, on every rank; None for one rank, which has no network.
 
-    Collective over ``group``. ``hosts``: names of each rank's host, another one for each host (None: found out).
-    ``progress`` gets a line on rank 0 whenever something else is measured. ``device``: of the tensors that the
-    all-reduce sends, and so its backend. ``seconds``: how long it may take; on slow links, or with more than 8 hosts,
-    somewhat longer. Raises Error, naming who is missing, where a rank is gone.
+    Collective over ``group``. ``progress`` gets a line on rank 0 whenever something else is measured. ``device_type``:
+    of the training's gradients. They tell which backend carries them; what is measured is Gloo over the CPU all the
+    same. ``seconds``: how long it may take; on slow links, or with more than 8 hosts, somewhat longer. Raises Error,
+    naming who is missing, where a rank is gone.
     """
     if group.world_size == 1:
         return None
@@ -54,11 +48,17 @@ def check(
     network = _Network(
         control,
         places,
-        list(hosts) if hosts is not None else network_hosts.names(places),
+        network_hosts.names([place.host for place in places]),
         control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
         progress if progress is not None and group.rank == 0 else _silent,
     )
-    return _checked(network, group, device or torch.device("cpu"), seconds)
+    return _checked(network, _backend(group, device_type), seconds)
+
+
+def _backend(group: Group, device_type: str) -> str:
+    """Which one carries tensors of this kind over the training's group."""
+    by_device = dict(each.split(":") for each in dist.get_backend_config(group.shared).split(","))
+    return by_device.get(device_type, "gloo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _silent(_: str) -> None:
     pass
 
 
-def _checked(network: _Network, group: Group, device: torch.device, seconds: float) -> dict[str, Any]:
+def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
     hosts = network_hosts.by_host(network.hosts)
     # Between ranks of one host there is no network; one pair shows what Gloo costs there.
     ranks = [members[0] for members in hosts] if len(hosts) > 1 else hosts[0][:2]
@@ -84,9 +84,9 @@ def _checked(network: _Network, group: Group, device: torch.device, seconds: flo
     pairs = _over_tcp(network, rounds, seconds)
     alternatives = _alternatives(network, pairs[0])
     pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, _LIMIT_S, network.report)
-    collective = _collective(network, group, device)
-    samples = network_collective.samples(network.control, collective, device, _COLLECTIVE_SHARE * seconds)
-    backend = dist.get_backend(collective)
+    network.report("all-reduce of 1 KiB and more")
+    network_pairs.step(network.control, _LIMIT_S, "network check, all-reduce")
+    samples = network_collective.samples(network.control, _COLLECTIVE_SHARE * seconds)
     measured = Measured(
         hosts=[network_hosts.described(network.places[rank], network.hosts[rank]) for rank in ranks],
         pairs=[dataclasses.replace(pair, a=ranks.index(pair.a), b=ranks.index(pair.b)) for pair in pairs],
@@ -97,9 +97,10 @@ def _checked(network: _Network, group: Group, device: torch.device, seconds: flo
     )
     return {
         "interfaces": [place.chosen.interface for place in network.places],
-        "collective": network_collective.fitted(samples, group.world_size),
+        "collective": network_collective.fitted(samples, network.control.world_size),
         "pairs": [_as_json(pair) for pair in pairs],
-        "findings": [dataclasses.asdict(found) for found in [*network_findings.findings(measured), *_untried(backend)]],
+        "alternatives": [_alternative_as_json(each) for each in alternatives],
+        "findings": [dataclasses.asdict(found) for found in network_findings.findings(measured)],
     }
 
 
@@ -116,13 +117,6 @@ def _control(group: Group) -> Group:
     return Group(group.rank, group.world_size, group.shared, own, _LIMIT_S)
 
 
-def _collective(network: _Network, group: Group, device: torch.device) -> Any:
-    """The group whose all-reduce is measured, when all ranks are ready for it."""
-    network.report("all-reduce of 1 KiB and more")
-    network_pairs.step(network.control, _LIMIT_S, "network check, all-reduce")
-    return network.control.own if device.type == "cpu" else make_group(group.shared, device, _LIMIT_S).own
-
-
 def _over_tcp(network: _Network, rounds: Rounds, seconds: float) -> list[Pair]:
     each_s = _TCP_SHARE * seconds / (len(rounds) * _MEASUREMENTS * _OVERHEAD)
     each_s = min(max(each_s, _MEASUREMENT_S[0]), _MEASUREMENT_S[1])
@@ -137,7 +131,7 @@ def _listening(network: _Network, address: str, timeout_s: float | None = None) 
     control = network.control
     listener, fault = None, None
     try:
-        listener = tcp.Listener(address, network.token, timeout_s)
+        listener = tcp.Listener(address, timeout_s)
     except Error as error:
         fault = f"rank {control.rank}: {error}"
     try:
@@ -165,14 +159,17 @@ def _alternatives(network: _Network, pair: Pair) -> list[Alternative]:
 
 
 def _rate_over(network: _Network, pair: tuple[int, int], name: str) -> float | None:
-    """None where the two cannot reach each other there."""
+    """None where the two cannot reach each other there, on all ranks alike."""
     rank = network.control.rank
     own = network.places[rank]
     address = own.chosen.address
     if rank == pair[0]:
-        address = next(each.addresses[0] for each in own.known if each.name == name)
-    with _listening(network, address, network_pairs.TRY_TIMEOUT_S) as ends:
-        return network.control.gather(network_pairs.one_way_bits_per_s(ends, pair))[pair[0]]
+        address = next(each.addresses[0] for each in own.others() if each.name == name)
+    try:
+        with _listening(network, address, network_pairs.TRY_TIMEOUT_S) as ends:
+            return network.control.gather(network_pairs.one_way_bits_per_s(ends, pair))[pair[0]]
+    except Error:
+        return None
 
 
 def _as_json(pair: Pair) -> dict[str, Any]:
@@ -184,20 +181,18 @@ def _as_json(pair: Pair) -> dict[str, Any]:
         "tcp_streams_gbit_per_s": _gbit(pair.streams_bits_per_s),
         "streams": network_pairs.STREAMS,
         "gloo_gbit_per_s": _gbit(pair.gloo_bits_per_s),
+        "alpha_us": pair.alpha_us,
+        "beta_ns_per_byte": pair.beta_ns_per_byte,
+    }
+
+
+def _alternative_as_json(each: Alternative) -> dict[str, Any]:
+    return {
+        "interface": each.interface,
+        "gbit_per_s": _gbit(each.bits_per_s),
+        "chosen_gbit_per_s": _gbit(each.chosen_bits_per_s),
     }
 
 
 def _gbit(bits_per_s: float | None) -> float | None:
     return None if bits_per_s is None else bits_per_s / 1e9
-
-
-def _untried(backend: str) -> list[Finding]:
-    if backend == "gloo":
-        return []
-    return [
-        Finding(
-            "untried_backend",
-            f"The all-reduce ran over {backend}. This check has been tried with gloo only; on other backends take its "
-            "numbers with care",
-        )
-    ]

@@ -18,13 +18,13 @@ _REPEATS = 5
 _FIRST_CALLS = 1  # opens connections and allocates
 
 
-def samples(group: Group, collective: Any, device: torch.device, seconds: float) -> list[tuple[int, float]]:
+def samples(group: Group, seconds: float) -> list[tuple[int, float]]:
     """Bytes and ns of each operation, the same on every rank: the shortest time over the ranks, since the others waited
-    for the last one. Sizes as large as fit into ``seconds``."""
+    for the last one. Sizes as large as fit into ``seconds``. In memory of the CPU, over ``group.own``."""
     found: list[tuple[int, float]] = []
     spent_s = 0.0
     for index, size in enumerate(_SIZES_BYTES):
-        own_s = _times_s(collective, size, device)
+        own_s = _times_s(group.own, size)
         times_s = [min(each) for each in zip(*group.gather(own_s), strict=True)]
         found += [(size, 1e9 * time_s) for time_s in times_s]
         # Every rank comes to the same decision, since all know the same times.
@@ -55,15 +55,13 @@ def fitted(found: list[tuple[int, float]], world_size: int) -> dict[str, Any]:
     }
 
 
-def _times_s(collective: Any, size_bytes: int, device: torch.device) -> list[float]:
-    tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
+def _times_s(collective: Any, size_bytes: int) -> list[float]:
+    tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
     times = []
     try:
         for _ in range(_FIRST_CALLS + _REPEATS):
             start = time.perf_counter()
             dist.all_reduce(tensor, group=collective)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)
     except RuntimeError as error:
         first = str(error).strip().splitlines()[0]

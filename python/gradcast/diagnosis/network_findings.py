@@ -37,7 +37,7 @@ class Finding:
 class Host:
     """``label`` names it in sentences. ``speed_mbit_per_s``: the chosen interface's nominal speed, None where unknown.
     ``physical_others``: interfaces of hardware that are up and have an address. ``connections``: Gloo's, to each
-    other rank."""
+    other rank. ``unmeasured``: interfaces that Gloo uses besides the chosen one."""
 
     label: str
     interface: str
@@ -45,12 +45,14 @@ class Host:
     physical: bool = True
     physical_others: tuple[str, ...] = ()
     connections: int = 1
+    unmeasured: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """``a`` and ``b``: indices of hosts. A rate is that of the slower direction, in bits per second; None where it
-    could not be measured, and ``fault`` says why."""
+    could not be measured, and ``fault`` says why. ``alpha_us``, ``beta_ns_per_byte``: what a message over Gloo takes,
+    by its size."""
 
     a: int
     b: int
@@ -58,6 +60,8 @@ class Pair:
     tcp_bits_per_s: float | None = None
     streams_bits_per_s: float | None = None
     gloo_bits_per_s: float | None = None
+    alpha_us: float | None = None
+    beta_ns_per_byte: float | None = None
     fault: str | None = None
 
     @property
@@ -76,8 +80,8 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """``hosts``: those of the pairs. One host alone has pairs of its ranks, about which only Gloo's share is told:
-    nothing between them is a network. ``streams``: how many "several" are."""
+    """``hosts``: those of the pairs. One host alone has a pair of its ranks, which is not judged: nothing between them
+    is a network. ``backend``: which carries the training's gradients. ``streams``: how many "several" are."""
 
     hosts: Sequence[Host]
     pairs: Sequence[Pair]
@@ -88,12 +92,14 @@ class Measured:
 
 
 def findings(measured: Measured) -> list[Finding]:
-    """The most serious first. Where nothing else is found, that the link is the limit, if Gloo fills it."""
+    """The most serious first, and last what the numbers do not tell. Where nothing else is found, how far the link is
+    the limit."""
     if measured.one_host:
-        return []
-    found = [*_unmeasured(measured), *_interface(measured), *_slow_hosts(measured), *_slow_pairs(measured)]
-    found += [*_one_connection(measured), *_gloo(measured), *_nominal(measured), *_latency(measured)]
-    return found or _link_rate(measured)
+        return _other_backend(measured)
+    found = [*_unmeasured(measured), *_interface(measured), *_slow_hosts(measured), *_unjudged_hosts(measured)]
+    found += [*_slow_pairs(measured), *_one_connection(measured), *_gloo(measured), *_nominal(measured)]
+    found += _latency(measured)
+    return [*(found or _link_rate(measured)), *_unmeasured_interfaces(measured), *_other_backend(measured)]
 
 
 def _unmeasured(measured: Measured) -> list[Finding]:
@@ -146,18 +152,30 @@ def _slow_hosts(measured: Measured) -> list[Finding]:
             f"{measured.hosts[host].interface}`: speed, duplex, errors), at its switch port and at what else uses "
             "them, or train without it",
         )
-        for host in sorted(_slow(best))
+        for host in sorted(_slow(measured, best))
     ]
+
+
+def _unjudged_hosts(measured: Measured) -> list[Finding]:
+    best = _best_by_host(measured)
+    hosts = [measured.hosts[host].label for host in sorted(_suspects(best) - _slow(measured, best))]
+    if not hosts:
+        return []
+    sentence = (
+        f"{' and '.join(hosts)}: measured only with hosts that seem slow themselves, so that nobody can tell what "
+        "belongs to which. Check again without the slow ones"
+    )
+    return [Finding("unjudged_host", sentence)]
 
 
 def _slow_pairs(measured: Measured) -> list[Finding]:
     """Of hosts that are not slow themselves."""
     best = _best_by_host(measured)
-    slow = _slow(best)
+    suspects = _suspects(best)
     found = []
     for pair in measured.pairs:
         rate = pair.best_tcp_bits_per_s
-        if rate is None or slow & {pair.a, pair.b}:
+        if rate is None or suspects & {pair.a, pair.b}:
             continue
         usual = min(best[pair.a], best[pair.b])
         if rate < SLOW_SHARE * usual:
@@ -210,19 +228,29 @@ def _gloo(measured: Measured) -> list[Finding]:
 
 
 def _nominal(measured: Measured) -> list[Finding]:
-    for index, rate in sorted(_best_by_host(measured).items()):
-        host = measured.hosts[index]
-        nominal = 1e6 * (host.speed_mbit_per_s or 0)
-        if rate < NOMINAL_SHARE * nominal:
-            return [_below_nominal(measured, host, nominal, rate)]
-    return []
+    """A pair is held against the slower of its two cards, and a host against its best pair."""
+    best: dict[int, tuple[float, Pair]] = {}
+    for pair in measured.pairs:
+        nominal = _slower_card(measured, pair).speed_mbit_per_s
+        if nominal and (rate := pair.best_tcp_bits_per_s):
+            for host in (pair.a, pair.b):
+                best[host] = max(best.get(host, (0.0, pair)), (rate / (1e6 * nominal), pair), key=lambda each: each[0])
+    share, worst = min(best.values(), key=lambda each: each[0], default=(1.0, None))
+    return [] if worst is None or share >= NOMINAL_SHARE else [_below_nominal(measured, worst)]
 
 
-def _below_nominal(measured: Measured, host: Host, nominal: float, rate: float) -> Finding:
+def _slower_card(measured: Measured, pair: Pair) -> Host:
+    """One of unknown speed may be the slower one."""
+    return min((measured.hosts[pair.a], measured.hosts[pair.b]), key=lambda each: each.speed_mbit_per_s or 0)
+
+
+def _below_nominal(measured: Measured, pair: Pair) -> Finding:
+    host = _slower_card(measured, pair)
     return Finding(
         "below_nominal",
-        f"{host.interface} of {host.label} is a link of {format_bandwidth(nominal)}, and {measured.streams} TCP "
-        f"connections reach {format_bandwidth(rate)}: a slower link on the way, other traffic, a limit of the cloud's "
+        f"{host.interface} of {host.label} is a link of {format_bandwidth(1e6 * (host.speed_mbit_per_s or 0))}, and "
+        f"TCP reaches {format_bandwidth(pair.best_tcp_bits_per_s or 0.0)} between {measured.hosts[pair.a].label} and "
+        f"{measured.hosts[pair.b].label}: a slower link on the way, other traffic, a limit of the cloud's "
         "machine type, or the processor is the limit. Compare with `iperf3 -P 8`; large frames (`ip link set "
         f"{host.interface} mtu 9000`, on all hosts and switches) spare the processor",
     )
@@ -245,15 +273,44 @@ def _latency(measured: Measured) -> list[Finding]:
 
 def _link_rate(measured: Measured) -> list[Finding]:
     share, pair = _gloo_share(measured)
-    best = _best_by_host(measured)
-    if pair is None or share < GLOO_SHARE_GOOD:
+    if pair is None or not _is_gloo(measured):
         return []
+    rate = format_bandwidth(statistics.median(_best_by_host(measured).values()))
+    if share < GLOO_SHARE_GOOD:
+        sentence = (
+            f"Gloo reaches {share:.0%} of raw TCP, {rate} per host: the rest is what it adds, copies and announces. "
+            "The link is most of the limit, so that fewer bytes help most (gradcast.Options(wire='bf16'), accumulated "
+            "gradients); a core for Gloo's thread (a smaller OMP_NUM_THREADS) may give a little"
+        )
+        return [Finding("link_and_gloo", sentence)]
     sentence = (
-        f"The link's rate is the limit: Gloo reaches {min(share, 1.0):.0%} of raw TCP, "
-        f"{format_bandwidth(statistics.median(best.values()))} per host. No setting makes it faster; fewer bytes do "
-        "(gradcast.Options(wire='bf16'), accumulated gradients), and so does a faster network"
+        f"The link's rate is the limit: Gloo reaches {min(share, 1.0):.0%} of raw TCP, {rate} per host. No setting "
+        "makes it faster; fewer bytes do (gradcast.Options(wire='bf16'), accumulated gradients), and so does a faster "
+        "network"
     )
     return [Finding("link_rate", sentence)]
+
+
+def _unmeasured_interfaces(measured: Measured) -> list[Finding]:
+    host = next((each for each in measured.hosts if each.unmeasured), None)
+    if host is None:
+        return []
+    sentence = (
+        f"Of the interfaces that GLOO_SOCKET_IFNAME names, TCP was measured over {host.interface} alone; Gloo uses "
+        f"{' and '.join(host.unmeasured)} as well, by turns"
+    )
+    return [Finding("unmeasured_interface", sentence)]
+
+
+def _other_backend(measured: Measured) -> list[Finding]:
+    if _is_gloo(measured):
+        return []
+    sentence = (
+        f"The training's gradients travel over {measured.backend}; all that is called Gloo here, and the all-reduce, "
+        f"is Gloo's over the CPU. Raw TCP tells what the network carries, and nothing here what {measured.backend} "
+        "makes of it"
+    )
+    return [Finding("other_backend", sentence)]
 
 
 def _gloo_share(measured: Measured) -> tuple[float, Pair | None]:
@@ -283,9 +340,20 @@ def _usual(best: Mapping[int, float]) -> float:
     return statistics.median_high(best.values()) if best else 0.0
 
 
-def _slow(best: Mapping[int, float]) -> set[int]:
+def _suspects(best: Mapping[int, float]) -> set[int]:
     """Of two hosts nobody can tell which one it is."""
     return {host for host, rate in best.items() if len(best) > 2 and rate < SLOW_SHARE * _usual(best)}
+
+
+def _slow(measured: Measured, best: Mapping[int, float]) -> set[int]:
+    """Those that a host which is none shows to be slow: between two slow hosts a good one is slow, too."""
+    suspects = _suspects(best)
+    return {
+        host
+        for pair in measured.pairs
+        for host, other in ((pair.a, pair.b), (pair.b, pair.a))
+        if pair.best_tcp_bits_per_s and host in suspects and other not in suspects
+    }
 
 
 def _is_gloo(measured: Measured) -> bool:

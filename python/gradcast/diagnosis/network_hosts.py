@@ -11,14 +11,15 @@ from gradcast.diagnosis.network_findings import Host
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/net")
+# A hostname, and what is the same for ranks that share a network stack.
+Identity = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank is. ``identity``: the same for ranks that share a network stack."""
+    """Where a rank is. ``host``: as ``own_host`` tells it."""
 
-    hostname: str
-    identity: str
+    host: Identity
     chosen: interfaces.Chosen
     known: tuple[interfaces.Interface, ...]
 
@@ -28,33 +29,35 @@ class Place:
         return next(names, interfaces.Interface(self.chosen.interface, (self.chosen.address,)))
 
     def others(self) -> list[interfaces.Interface]:
-        """What could be used instead."""
-        return [
-            each
-            for each in self.known
-            if each.name != self.chosen.interface and each.up and each.addresses and not each.loopback
+        """What could be used instead. Not by link-local addresses, which every interface has, connected or not."""
+        usable = (each for each in self.known if each.name != self.chosen.interface and each.up and not each.loopback)
+        reachable = [
+            dataclasses.replace(each, addresses=tuple(a for a in each.addresses if not interfaces.is_link_local(a)))
+            for each in usable
         ]
+        return [each for each in reachable if each.addresses]
 
 
 def own_place() -> Place:
     known = interfaces.interfaces()
-    return Place(socket.gethostname(), _identity(), interfaces.chosen(known), tuple(known))
+    return Place(own_host(), interfaces.chosen(known), tuple(known))
 
 
-def _identity() -> str:
+def own_host() -> Identity:
     """Hostnames can be the same on several machines, and containers on one machine have networks of their own."""
+    name = socket.gethostname()
     try:
-        return f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
+        return name, f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
     except OSError:
-        return socket.gethostname()
+        return name, name
 
 
-def names(places: Sequence[Place]) -> list[str]:
+def names(hosts: Sequence[Identity]) -> list[str]:
     """Of each rank's host; with a number behind it where several hosts have the same."""
     found = []
-    for place in places:
-        same = list(dict.fromkeys(each.identity for each in places if each.hostname == place.hostname))
-        found.append(place.hostname if len(same) == 1 else f"{place.hostname}/{same.index(place.identity)}")
+    for name, identity in hosts:
+        same = list(dict.fromkeys(each for other, each in hosts if other == name))
+        found.append(name if len(same) == 1 else f"{name}/{same.index(identity)}")
     return found
 
 
@@ -76,6 +79,7 @@ def described(place: Place, name: str) -> Host:
         physical=used.physical,
         physical_others=tuple(each.name for each in place.others() if each.physical),
         connections=place.chosen.connections,
+        unmeasured=place.chosen.others,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcast import _core
 from gradcast.diagnosis import tcp
 from gradcast.diagnosis.network_findings import Pair
 from gradcast.diagnosis.network_hosts import Place
@@ -19,15 +21,20 @@ STREAMS = 4
 # Of one stream over another interface, and for how long it is waited for there: many such networks connect nobody.
 _TRY_S = 0.2
 TRY_TIMEOUT_S = 1.5
-# Of a Gloo message: long enough that what it costs to start does not count.
+# Of the largest Gloo message: long enough that what it costs to start does not count, also at a high latency, where
+# TCP needs many round trips before it fills a link.
 _GLOO_MESSAGE_S = 0.05
-_GLOO_BYTES = (64 << 10, 64 << 20)
+_GLOO_BYTES = (64 << 10, 256 << 20)
+# The sizes by which its cost is fitted: that one, an eighth of it, and one that costs nothing but to start.
+_GLOO_SHARE, _GLOO_SMALL_BYTES = 8, 1 << 10
 _GLOO_MESSAGES = 3
 # Where TCP could not be measured: 10 Mbit/s.
 _UNKNOWN_BITS_PER_S = 10e6
 
 Rounds = Sequence[Sequence[tuple[int, int]]]
 Progress = Callable[[str], None]
+# Bytes, and ns until the answer.
+Samples = list[tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +81,46 @@ def measured_over_gloo(
     group: Group, rounds: Rounds, pairs: Sequence[Pair], limit_s: float, progress: Progress
 ) -> list[Pair]:
     """``pairs`` with Gloo's rates: of messages, in one direction at a time, as TCP's."""
-    tcp_rates = {(pair.a, pair.b): pair.tcp_bits_per_s for pair in pairs}
-    own: dict[tuple[int, int], float] = {}
+    over_tcp = {(pair.a, pair.b): pair for pair in pairs}
+    own: dict[tuple[int, int], Samples] = {}
     for pair in _own_pairs(group, rounds, limit_s, "Gloo", progress):
-        size = _GLOO_MESSAGE_S * (tcp_rates[pair] or _UNKNOWN_BITS_PER_S) / 8
-        own[pair] = _gloo_bits_per_s(group, pair, int(min(max(size, _GLOO_BYTES[0]), _GLOO_BYTES[1])), limit_s)
+        sizes = (_GLOO_SMALL_BYTES, gloo_bytes(over_tcp[pair]) // _GLOO_SHARE, gloo_bytes(over_tcp[pair]))
+        own[pair] = [sample for size in sizes for sample in _messages(group, pair, size, limit_s)]
     everybody = group.gather(own)
-    return [
-        dataclasses.replace(pair, gloo_bits_per_s=min(everybody[rank][pair.a, pair.b] for rank in (pair.a, pair.b)))
-        for pair in pairs
-    ]
+    return [with_gloo(pair, [everybody[rank][pair.a, pair.b] for rank in (pair.a, pair.b)]) for pair in pairs]
+
+
+def gloo_bytes(pair: Pair) -> int:
+    """Of the largest message of a pair."""
+    seconds = tcp.long_enough_s(_GLOO_MESSAGE_S, 2e-6 * (pair.latency_us or 0.0))
+    size = int(seconds * (pair.tcp_bits_per_s or _UNKNOWN_BITS_PER_S) / 8)
+    return min(max(size, _GLOO_BYTES[0]), _GLOO_BYTES[1])
+
+
+def with_gloo(pair: Pair, directions: Sequence[Samples]) -> Pair:
+    """``directions``: what each side's messages took."""
+    bits_per_s, alpha_us, beta = min(map(_fitted, directions))
+    return dataclasses.replace(pair, gloo_bits_per_s=bits_per_s, alpha_us=alpha_us, beta_ns_per_byte=beta)
+
+
+def _fitted(samples: Samples) -> tuple[float, float, float]:
+    """The largest message's rate in bits per second, and the line: us, and ns per byte. A sample holds a message and
+    its answer, which is as long on the way as what a message takes to start."""
+    largest = max(size for size, _ in samples)
+    rate = 8e9 * largest / statistics.median(time_ns for size, time_ns in samples if size == largest)
+    (piece,) = _core.fit_op_cost(samples, max_pieces=1).cost.pieces
+    return rate, piece.alpha_ns / 2 / 1e3, piece.beta_ns_per_byte
 
 
 def one_way_bits_per_s(ends: Ends, pair: tuple[int, int]) -> float | None:
     """Of one stream from the second of the pair to the first; None where it fails, and on all other ranks."""
     first, second = pair
+    token = tcp.pair_token(ends.token, pair)
     try:
         if ends.group.rank == first:
-            return tcp.answer_one_way(ends.listener, ends.labels[second])
+            return tcp.answer_one_way(ends.listener, token, ends.labels[second])
         if ends.group.rank == second:
-            tcp.measure_one_way(ends.addresses[first], ends.token, _TRY_S, ends.labels[first], TRY_TIMEOUT_S)
+            tcp.measure_one_way(ends.addresses[first], token, _TRY_S, ends.labels[first], TRY_TIMEOUT_S)
     except Error:
         return None
     return None
@@ -112,26 +139,24 @@ def _own_pairs(
 def _measure(ends: Ends, pair: tuple[int, int], seconds: float) -> tcp.Found:
     """The higher rank connects to the lower one."""
     first, second = pair
+    token = tcp.pair_token(ends.token, pair)
     if ends.group.rank == first:
-        return tcp.answer(ends.listener, streams=STREAMS, whom=ends.labels[second])
-    return tcp.measure(ends.addresses[first], ends.token, streams=STREAMS, seconds=seconds, whom=ends.labels[first])
+        return tcp.answer(ends.listener, token, streams=STREAMS, whom=ends.labels[second])
+    return tcp.measure(ends.addresses[first], token, streams=STREAMS, seconds=seconds, whom=ends.labels[first])
 
 
 def _pair(a_found: tcp.Found | str, b_found: tcp.Found | str, a: int, b: int) -> Pair:
     if isinstance(a_found, str) or isinstance(b_found, str):
         # Who connects knows more of why it failed than who waits.
         return Pair(a, b, fault=b_found if isinstance(b_found, str) else str(a_found))
-    return Pair(
-        a,
-        b,
-        b_found.latency_us,
-        min(a_found.one_bits_per_s, b_found.one_bits_per_s) or None,
-        min(a_found.several_bits_per_s, b_found.several_bits_per_s) or None,
-    )
+    one = min(a_found.one_bits_per_s, b_found.one_bits_per_s)
+    several = min(a_found.several_bits_per_s, b_found.several_bits_per_s)
+    fault = None if one and several else "too few bytes arrived to tell a rate"
+    return Pair(a, b, b_found.latency_us, one or None, several or None, fault=fault)
 
 
-def _gloo_bits_per_s(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: float) -> float:
-    """What this rank's messages to the other reach, until the answer that they have arrived."""
+def _messages(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: float) -> Samples:
+    """What this rank's messages to the other take, until the answer that they have arrived."""
     sends_first = group.rank == pair[0]
     other = pair[1] if sends_first else pair[0]
     message, answer = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -141,8 +166,8 @@ def _gloo_bits_per_s(group: Group, pair: tuple[int, int], size_bytes: int, limit
         for tensor, is_sent in ((message, sends), (answer, not sends)):
             _move(group, tensor, other, is_sent, limit_s)
         if sends:
-            times.append(time.perf_counter() - start)
-    return 8 * size_bytes / sorted(times)[len(times) // 2]
+            times.append((size_bytes, 1e9 * (time.perf_counter() - start)))
+    return times
 
 
 def _move(group: Group, tensor: torch.Tensor, other: int, sends: bool, limit_s: float) -> None:

@@ -9,9 +9,7 @@ from gradcast import trace_files
 from gradcast.diagnosis import words
 from gradcast.errors import Error
 from gradcast.files import write_text
-from gradcast.runs import RESULT, TRACES
-
-TRACE = TRACES[0]
+from gradcast.runs import RESULT, TRACE
 
 
 class Outcome:
@@ -34,10 +32,13 @@ class Outcome:
         """``found``: the result and the trace, on rank 0; None elsewhere."""
         if found is not None:
             self.result, trace = found[0] | {"script": self._script}, found[1]
+            # Of an earlier run in this folder: it would be taken for this one's.
+            (self._folder / TRACE).unlink(missing_ok=True)
             write_text(str(self._folder / RESULT), json.dumps(self.result), "result")
             if trace is not None:
                 trace_files.save(trace, self._folder / TRACE)
-            print(json.dumps(self.result) if self._as_json else f"\n{self._text()}", flush=True)
+            told = f"\n{self._text(trace is not None)}"
+            print(json.dumps(self.result) if self._as_json else told, flush=True)
         if self._ends:
             raise SystemExit(0)
 
@@ -46,8 +47,7 @@ class Outcome:
         if self._rank == 0:
             print(f"gradcast doctor: no diagnosis: {why}", file=sys.stderr, flush=True)
 
-    def _text(self) -> str:
-        end = (
-            f"`gradcast report {self._folder}` makes a page of it; the trace {self._folder / TRACE} opens in Perfetto."
-        )
+    def _text(self, traced: bool) -> str:
+        end = f"`gradcast report {self._folder}` makes a page of it"
+        end += f"; the trace {self._folder / TRACE} opens in Perfetto." if traced else "."
         return f"{words.text(self.result)}\n{end}"

@@ -1,7 +1,8 @@
 """Raw TCP between two ranks: what the network can do without Gloo.
 
 One rank listens, the other connects; both then know from the order of measurements who sends. Every wait has a limit,
-and an error says for whom this rank waited. Connections show a token, so that a stranger's are not measured.
+and an error says for whom this rank waited. Connections show the pair's token, so that neither a stranger's are
+measured nor those of a pair that has been given up, which may still wait to be accepted.
 
 Thread safety: each call uses threads of its own and joins them; a ``Listener`` is for one thread.
 """
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gradcast.diagnosis.interfaces import chosen, interfaces
+from gradcast.diagnosis.interfaces import chosen, interfaces, is_link_local
 from gradcast.diagnosis.tcp_rate import Record, bits_per_s
 from gradcast.errors import Error
 
@@ -58,11 +59,16 @@ class Found:
     latency_us: float | None = None
 
 
-class Listener:
-    """Accepts the connections of a pair. Close it with ``close()``."""
+def pair_token(session: bytes, pair: tuple[int, int]) -> bytes:
+    """``session``: what no stranger knows. A pair is measured once over a listener, and both sides take its connections
+    in the same order: no connection of another measurement has the same token."""
+    return hmac.digest(session, repr(pair).encode(), "sha256")[:TOKEN_BYTES]
 
-    def __init__(self, host: str, token: bytes, timeout_s: float | None = None) -> None:
-        self._token = token
+
+class Listener:
+    """Accepts the connections of pairs, one pair after the other. Close it with ``close()``."""
+
+    def __init__(self, host: str, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -71,8 +77,8 @@ class Listener:
             raise Error(f"cannot listen on {host}: {error.strerror or error}", "communication") from None
         self.address = Address(host, self._socket.getsockname()[1])
 
-    def accept(self, count: int, whom: str) -> tuple[list[socket.socket], float]:
-        """``count`` connections, and how long the other side wants to measure, in seconds."""
+    def accept(self, token: bytes, count: int, whom: str) -> tuple[list[socket.socket], float]:
+        """``count`` connections that show ``token``, and how long the other side wants to measure, in seconds."""
         timeout_s = self._timeout_s or TIMEOUT_S
         deadline = time.monotonic() + timeout_s
         accepted: list[socket.socket] = []
@@ -81,23 +87,32 @@ class Listener:
             while len(accepted) < count:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
-                accepted.append(_prepared(connection))
-                if (said := self._seconds(connection)) is None:
+                accepted.append(connection)
+                # Half of what is left: who connects and says nothing must not take all of it.
+                connection.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
+                if (said := _seconds(connection, token)) is None:
                     accepted.pop().close()
                 else:
                     seconds = said
+                    _prepared(connection)
         return accepted, seconds
 
     def close(self) -> None:
         self._socket.close()
 
-    def _seconds(self, connection: socket.socket) -> float | None:
-        """None for a stranger."""
-        try:
-            token, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size))
-        except (OSError, struct.error):
-            return None
-        return min(seconds, _MEASUREMENT_S_MAX) if hmac.compare_digest(token, self._token) else None
+
+def _seconds(connection: socket.socket, token: bytes) -> float | None:
+    """What the other side has said; None for a connection that is none of this measurement's."""
+    try:
+        shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size))
+    except (OSError, struct.error):
+        return None
+    return min(seconds, _MEASUREMENT_S_MAX) if hmac.compare_digest(shown, token) else None
+
+
+def long_enough_s(seconds: float, round_trip_s: float) -> float:
+    """``seconds``, or longer on a network with a high latency."""
+    return min(max(seconds, _ROUND_TRIPS_PER_MEASUREMENT * round_trip_s), _MEASUREMENT_S_MAX)
 
 
 def measure(address: Address, token: bytes, *, streams: int, seconds: float, whom: str) -> Found:
@@ -105,7 +120,7 @@ def measure(address: Address, token: bytes, *, streams: int, seconds: float, who
     network with a high latency. Raises Error."""
     with _connected(address, token, 1, 0.0, whom) as connections, _naming(whom, "small messages"):
         round_trip_s = _round_trip_s(connections[0])
-    seconds = min(max(seconds, _ROUND_TRIPS_PER_MEASUREMENT * round_trip_s), _MEASUREMENT_S_MAX)
+    seconds = long_enough_s(seconds, round_trip_s)
     received = []
     for count in (1, streams):
         with _connected(address, token, count, seconds, whom) as connections:
@@ -115,15 +130,15 @@ def measure(address: Address, token: bytes, *, streams: int, seconds: float, who
     return Found(received[0], received[1], round_trip_s / 2 * 1e6)
 
 
-def answer(listener: Listener, *, streams: int, whom: str) -> Found:
+def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> Found:
     """The listening side. Raises Error."""
-    with _accepted(listener, 1, whom) as (connections, _), _naming(whom, "small messages"):
+    with _accepted(listener, token, 1, whom) as (connections, _), _naming(whom, "small messages"):
         _echo(connections[0])
     received = []
     for count in (1, streams):
-        with _accepted(listener, count, whom) as (connections, seconds):
+        with _accepted(listener, token, count, whom) as (connections, seconds):
             received.append(_received_bits_per_s(connections, seconds, whom))
-        with _accepted(listener, count, whom) as (connections, seconds):
+        with _accepted(listener, token, count, whom) as (connections, seconds):
             _send(connections, seconds, whom)
     return Found(received[0], received[1])
 
@@ -135,8 +150,8 @@ def measure_one_way(address: Address, token: bytes, seconds: float, whom: str, t
         _send(connections, seconds, whom)
 
 
-def answer_one_way(listener: Listener, whom: str) -> float:
-    with _accepted(listener, 1, whom) as (connections, seconds):
+def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
+    with _accepted(listener, token, 1, whom) as (connections, seconds):
         return _received_bits_per_s(connections, seconds, whom)
 
 
@@ -145,7 +160,7 @@ def answer_one_way(listener: Listener, whom: str) -> float:
 
 def _with_scope(host: str, port: int) -> tuple:
     """A link-local address means nothing without its interface, which has other numbers on every host."""
-    if not host.lower().startswith("fe80:"):
+    if not is_link_local(host):
         return (host, port)
     return (host, port, 0, socket.if_nametoindex(chosen(interfaces()).interface))
 
@@ -176,8 +191,10 @@ def _connected(
 
 
 @contextlib.contextmanager
-def _accepted(listener: Listener, count: int, whom: str) -> Iterator[tuple[Sequence[socket.socket], float]]:
-    connections, seconds = listener.accept(count, whom)
+def _accepted(
+    listener: Listener, token: bytes, count: int, whom: str
+) -> Iterator[tuple[Sequence[socket.socket], float]]:
+    connections, seconds = listener.accept(token, count, whom)
     try:
         yield connections, seconds
     finally:
@@ -267,7 +284,7 @@ def _received_bits_per_s(connections: Sequence[socket.socket], seconds: float, w
         return records
 
     with _naming(whom, "receiving"):
-        return bits_per_s(_on_each(connections, receive))
+        return bits_per_s(_on_each(connections, receive), seconds)
 
 
 def _on_each(connections: Sequence[socket.socket], work: Callable) -> list:

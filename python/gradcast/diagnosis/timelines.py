@@ -6,13 +6,45 @@ backward pass to the end of the next forward pass, as ``play`` has it.
 Pure. Thread safety: pure; any thread.
 """
 
+import itertools
+import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradcast import _core
 from gradcast.traces import BlockSpan, RankTrace
 
 _MS = 1e6
+# Of a version, before any counts: in its first step blocks of the one before it still arrive.
+_SETTLING_STEPS = 2
+
+
+class FollowedStep(NamedTuple):
+    """``step``: its number; ``version``: of the plan that it followed."""
+
+    step: int
+    version: int
+    plan: _core.Plan
+    ms: float
+
+
+def versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
+    """What each version of the plan promised, and what its steps took in the median."""
+    found = []
+    for version, members in itertools.groupby(steps, key=lambda step: step.version):
+        made = list(members)
+        plan = made[0].plan
+        found.append(
+            {
+                "version": version,
+                "from_step": made[0].step,
+                "policy": plan.policy,
+                "blocks": len(plan.blocks),
+                "predicted_ms": plan.predicted_ns / _MS,
+                "measured_ms": statistics.median(step.ms for step in made[_SETTLING_STEPS:] or made),
+            }
+        )
+    return found
 
 
 def shown_step(ranks: Sequence[RankTrace]) -> int | None:

@@ -15,7 +15,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gradcast.diagnosis import timelines
 from gradcast.diagnosis.probes import Prober
+from gradcast.diagnosis.timelines import FollowedStep
 from gradcast.errors import Error
 from gradcast.traces import RankTrace, compact
 from gradcast.training.calibration import STEPS as CALIBRATION_STEPS
@@ -25,22 +27,19 @@ from gradcast.training.options import Options
 
 _FOLLOWED_STEPS = 8
 _SETTLING_STEPS = 2
-_MS = 1e6
 
 
 @dataclass
 class Trial:
-    """Of one rank; ``profile``, ``plan`` (the one that was followed): JSON objects, the same on every rank. ``error``:
-    why there is nothing else. ``trace``: of the steps that followed the plan, by this rank's clock."""
+    """Of one rank; ``profile``, ``plan`` (the last that was followed): JSON objects, the same on every rank. ``error``:
+    why there is nothing else. ``versions``: see timelines.versions. ``trace``: of the last steps, by this rank's
+    clock."""
 
     error: str | None = None
     profile: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
-    policy: str | None = None
-    version: int = 0
+    versions: list[dict[str, Any]] = field(default_factory=list)
     spread: tuple[float, float] = (1.0, 1.0)
-    predicted_ms: float | None = None
-    step_ms: list[float] = field(default_factory=list)
     trace: RankTrace | None = None
 
 
@@ -70,24 +69,25 @@ def try_overlap(
         try:
             attached = _Attached(module, handle)
             prober.steps(attached, options.warmup_steps, pause_ms=pause_ms)
-            times = prober.steps(attached, followed, pause_ms=pause_ms)[-_FOLLOWED_STEPS:]
+            made = [_step(prober, attached, handle, pause_ms) for _ in range(followed)]
             handle.flush()
-            return _found(handle, [each["step"] for each in times])
+            return _found(handle, made)
         finally:
             handle.detach()
 
 
-def _found(handle: Handle, step_ms: list[float]) -> Trial:
+def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) -> FollowedStep:
+    ms = prober.step(attached, pause_ms)["step"]
+    return FollowedStep(handle._session.trace.current.step, handle.plan_version, handle.plan, ms)
+
+
+def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
     session = handle._session
-    profile, plan = session.profile, session.plan
     return Trial(
-        profile=json.loads(profile.to_json()),
-        plan=json.loads(plan.to_json()),
-        policy=plan.policy,
-        version=handle.plan_version,
+        profile=json.loads(session.profile.to_json()),
+        plan=json.loads(session.plan.to_json()),
+        versions=timelines.versions(made),
         spread=session.live.link_spread,
-        predicted_ms=plan.predicted_ns / _MS,
-        step_ms=step_ms,
         trace=compact(handle.timeline()),
     )
 

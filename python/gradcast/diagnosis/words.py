@@ -4,9 +4,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from gradcast.diagnosis.actions import WORTH
 from gradcast.diagnosis.stalls import STAGE_WORDS
-from gradcast.runs import PARTS
+from gradcast.runs import PARTS, actions_by_worth
 
 
 def text(result: dict[str, Any]) -> str:
@@ -81,6 +80,7 @@ def _not_tried(result: dict[str, Any]) -> list[str]:
 def _actions(result: dict[str, Any]) -> list[str]:
     if result["hopeless"] is not None:
         return [result["hopeless"]]
+    helpful, others = actions_by_worth(result)
     rows = [
         [
             each["title"],
@@ -89,8 +89,7 @@ def _actions(result: dict[str, Any]) -> list[str]:
             f"{each['predicted_ms']:.0f}",
             each["how"],
         ]
-        for each in result["actions"]
-        if each["speedup"] >= WORTH
+        for each in helpful
     ]
     table = tabulate(
         rows,
@@ -99,5 +98,4 @@ def _actions(result: dict[str, Any]) -> list[str]:
         disable_numparse=True,
         colalign=["left", "right", "right", "right", "left"],
     )
-    idle = [each["title"] for each in result["actions"] if each["speedup"] < WORTH]
-    return [table, *([f"Would not help: {', '.join(idle)}."] if idle else [])]
+    return [table, *([others] if others else [])]
