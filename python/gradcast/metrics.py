@@ -14,6 +14,8 @@ _HELP = {
     "step_seconds": "Median time of a step.",
     "step_low_seconds": "Lower end of the 95 % interval of the median step.",
     "step_high_seconds": "Upper end of the 95 % interval of the median step.",
+    "world_size": "How many ranks train together.",
+    "straggler_seconds": "How much longer the step of the slowest rank is than that of the shown one.",
     "floor_seconds": "No schedule of all-reduces is faster on this network.",
     "part_seconds": "What a part of a step takes on a rank.",
     "own_seconds": "What a rank works itself per step: everything but communication and waiting.",

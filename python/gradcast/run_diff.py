@@ -15,7 +15,7 @@ _SETTING = {
 
 
 class Row(NamedTuple):
-    """``clear``: the 95 % intervals lie apart; None where one of them is not known."""
+    """``clear``: the intervals lie apart (of times 95 %, of gains their ranges); None where one is not known."""
 
     key: str
     words: str

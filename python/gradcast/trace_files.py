@@ -6,6 +6,8 @@ form to keep. Names without .gz are written as plain JSON.
 
 import gzip
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,12 @@ def load(path: str | Path) -> dict[str, Any]:
 
 def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     """What one rank did, as HTA wants it: of one rank, with its number, names and streams that it knows."""
-    events = [_as_hta_knows(event) for event in trace["traceEvents"] if event["pid"] == rank]
-    if not events:
+    own = [event for event in trace["traceEvents"] if event["pid"] == rank]
+    if not own:
         raise Error(f"the trace has no rank {rank}")
+    others = [event for event in own if event.get("cat") != "compute"]
+    compute = _apart(event for event in own if event.get("cat") == "compute")
+    events = [_as_hta_knows(event) for event in [*others, *compute]]
     world_size = trace["distributedInfo"]["world_size"]
     # First in the file, and written with spaces: HTA looks for the number with a pattern, line by line.
     return {
@@ -64,6 +69,32 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     for rank, path in zip(ranks(trace), paths, strict=True):
         write_atomically(path, _gzip(json.dumps(of_rank(trace, rank))), "trace")
     return paths
+
+
+def _apart(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Nested events of a lane, each in the pieces in which nothing lies inside of it: HTA takes a kernel for work from
+    its start to its end, and forward holds waits and updates."""
+    pieces: list[dict[str, Any]] = []
+    open_events: list[tuple[dict[str, Any], float]] = []  # with their ends; the innermost last
+    now_us = 0.0
+
+    def run_until(time_us: float) -> None:
+        nonlocal now_us
+        while open_events and now_us < time_us:
+            event, end_us = open_events[-1]
+            stop_us = min(end_us, time_us)
+            if stop_us > now_us:
+                pieces.append(event | {"ts": now_us, "dur": stop_us - now_us})
+                now_us = stop_us
+            if end_us <= time_us:
+                open_events.pop()
+        now_us = time_us
+
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        run_until(event["ts"])
+        open_events.append((event, event["ts"] + event["dur"]))
+    run_until(math.inf)
+    return pieces
 
 
 def _as_hta_knows(event: dict[str, Any]) -> dict[str, Any]:

@@ -112,9 +112,8 @@ def compact(timeline: dict[str, Any], *, clock: Clock | None = None, host: str =
         entry = _entry(trace.table, entries, arguments)
         ready_ns = round(arguments["ready_us"] * 1e3)
         trace.blocks.append(BlockSpan(arguments["step"], arguments["block"], entry, ready_ns, start_ns, end_ns))
-    ordered = sorted(starts.items(), key=lambda item: item[1])
-    ends = [start_ns for _, start_ns in ordered[1:]] + [last_ns]
-    trace.steps = [Step(number, start_ns, end) for (number, start_ns), end in zip(ordered, ends, strict=True)]
+    ordered = [*sorted(starts.items(), key=lambda item: item[1]), (None, last_ns)]
+    trace.steps = [Step(*start, end_ns) for start, (_, end_ns) in itertools.pairwise(ordered)]
     return trace
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import gradcast
 from gradcast import _core, traces
+from gradcast.diagnosis import timelines
 
 MS = 1e6
 FINDING = (
@@ -70,18 +71,18 @@ def doctor(world_size=WORLD, seed=1, slow_ms=24.0, **changes):
         "hopeless": None,
         "lint": LINT,
         "network": _network(now, dice),
-        "profile": json.loads(now.model.to_json()) | {"link": json.loads(now.link.to_json())},
+        "profile": json.loads(with_link(now).to_json()),
         "plan": json.loads(now.plan.to_json()),
         "prediction": {"mode": "overlap", "predicted_ms": predicted_ms, "measured_ms": predicted_ms * 1.013},
         "timeline": timeline,
-        "predicted_timeline": _shape(now, now.played, lambda ms: ms),
+        "predicted_timeline": timelines.predicted(with_link(now), now.plan),
         "bandwidth": [_bandwidth_of(step, dice) for step in range(32)],
         "plan_versions": [
-            _version(1, 0, now.ddp, None, step_ms),
-            _version(2, 6, now.plan, predicted_ms * 1.02, predicted_ms * 1.05),
-            _version(3, 14, now.plan, predicted_ms, predicted_ms * 1.013),
+            _version(7, 6, now.ddp, predicted_ms * 1.02, predicted_ms * 1.05),
+            _version(8, 11, now.plan, predicted_ms, predicted_ms * 1.013),
         ],
         "scaling": _scaling(),
+        "not_tried": None,
     }  # fmt: skip
     return whole | changes
 
@@ -134,12 +135,20 @@ def _rank_trace(now, played, rank, step_count, dice):
             traces.Span("wait", ends[0], ends[1]),
             traces.Span("forward", ends[1], ends[2]),
         ]
+        # Inside of forward, as in overlap mode: a wait, and the update of what has arrived.
+        inside = [ends[1] + round(share * (ends[2] - ends[1])) for share in (0.3, 0.4, 0.45)]
+        trace.spans += [traces.Span("wait", *inside[:2]), traces.Span("update", *inside[1:])]
         trace.steps.append(traces.Step(number, start, ends[2] + 500_000))
         for index, times in enumerate(played.blocks):
             ready, launch, finish = at(times.ready_ns), at(times.launch_ns) + 200_000, at(times.finish_ns)
             trace.blocks.append(traces.BlockSpan(number, index, index, ready, launch, max(finish, launch + 1000)))
         start = ends[2] + 500_000
     return trace
+
+
+def with_link(now):
+    fields = {"world_size": now.world_size, "link": json.loads(now.link.to_json())}
+    return _core.Profile.from_json(json.dumps(json.loads(now.model.to_json()) | fields))
 
 
 def _bytes(now):
@@ -192,16 +201,16 @@ def _normal_steps(rank, step_ms, own_ms, dice):
 
 
 def _actions(step_ms, predicted_ms):
-    def action(key, title, how, ms, note=None):
+    def action(key, title, how, ms):
         gain = step_ms / ms
         interval = {"speedup": gain, "low": gain * 0.96, "high": gain * 1.03}
-        return {"key": key, "title": title, "how": how, **interval, "predicted_ms": ms, "note": note}
+        return {"key": key, "title": title, "how": how, **interval, "predicted_ms": ms}
 
     return [
-        action("wire", "16-bit gradients, overlap mode", WIRE, predicted_ms * 0.82, "sums are rounded; check the loss"),
+        action("wire", "16-bit gradients, overlap mode", WIRE, predicted_ms * 0.82),
         action("overlap", "overlap mode", "gradcast.attach(model, optimizer)", predicted_ms),
         action("hook", "hook mode", "gradcast.attach(model)", step_ms * 0.97),
-    ]  # fmt: skip
+    ]
 
 
 def _network(now, dice):
@@ -224,9 +233,9 @@ def _network(now, dice):
     }  # fmt: skip
 
 
-def _shape(now, played, jitter):
+def _shape(now, jitter):
     """A timeline in the form of doctor.json, of what play says; ``jitter`` makes measured times of predicted ones."""
-    backward = now.model.backward_ns / MS
+    backward, played = now.model.backward_ns / MS, now.played
     end = played.iteration_ns / MS
     waits = [(times.read_ns / MS, times.wait_ns / MS) for times in played.tensors if times.wait_ns > 2e5]
     spans = [("backward", 0.0, backward), ("forward", backward, end)]
@@ -244,7 +253,7 @@ def _shape(now, played, jitter):
 def _rank_timeline(now, rank, dice):
     # One factor for all times of a rank: blocks end one after the other, measured or not.
     late_ms, factor = dice.uniform(0, 1.5), dice.uniform(1.0, 1.02) * (1.06 if rank == SLOW_RANK else 1.0)
-    return {"rank": rank} | _shape(now, now.played, lambda ms: late_ms + ms * factor)
+    return {"rank": rank} | _shape(now, lambda ms: late_ms + ms * factor)
 
 
 def _bandwidth_of(step, dice):

@@ -10,7 +10,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import doctor_runs
-from gradcast import page, trace_files, traces
+from gradcast import page, runs, trace_files, traces
+from gradcast.errors import Error
 from gradcast.page import axes, heat_map, numbers, prediction, scaling
 from gradcast.page.markup import Markup, element
 from gradcast.runs import PARTS
@@ -60,7 +61,7 @@ def test_the_top_says_what_matters(document, run_fields):
     assert run_fields["verdict"]["sentence"] in top
     assert numbers.ms(run_fields["step"]["ms"]) in top
     assert numbers.times(run_fields["actions"][0]["speedup"]) in top
-    assert "rank 2 24.0 ms later in backward in layer3.0.conv1" in top
+    assert "rank 2 24.0 ms later, most of it in backward, in layer3.0.conv1" in top
 
 
 def test_bars_are_as_long_as_the_parts(document, run_fields):
@@ -246,6 +247,14 @@ def test_ticks_are_round(low, high, expected):
 TIMES = {412.34: "412 ms", 41.23: "41.2 ms", 4.123: "4.12 ms", -0.001: "0 ms", None: numbers.UNKNOWN}
 
 
+RANGES = [((-0.001, 3.4), "0 to 3.40"), ((-250.0, 3.4), "-250 to 3"), ((9.5, 10.2), "9.5 to 10.2")]
+
+
+@pytest.mark.parametrize(("ends", "words"), [*RANGES, ((None, 1.0), numbers.UNKNOWN)])
+def test_both_ends_of_a_range_have_the_same_digits(ends, words):
+    assert numbers.ms_range(*ends) == words
+
+
 @pytest.mark.parametrize(("value", "words"), TIMES.items())
 def test_times_have_three_digits(value, words):
     assert numbers.ms(value) == words
@@ -284,6 +293,7 @@ def test_report_with_everything_else(run, run_folder, tmp_path):
 
 def test_report_says_what_is_wrong(run, run_folder, tmp_path, run_fields):
     assert "it has no doctor.json" in run("report", tmp_path).err
+    assert "cannot be read" in run("report", tmp_path / "nowhere").err
     (run_folder / "trace.json.gz").unlink()
     assert "has no trace" in run("report", run_folder, "--hta", tmp_path / "hta").err
     for fields, words in (
@@ -293,13 +303,37 @@ def test_report_says_what_is_wrong(run, run_folder, tmp_path, run_fields):
         (run_folder / "doctor.json").write_text(json.dumps(fields))
         assert words in run("report", run_folder).err
     (run_folder / "doctor.json").write_text("[")
-    assert "is not JSON" in run("report", run_folder).err
+    for path in (run_folder, run_folder / "doctor.json"):
+        assert "is not JSON" in run("report", path).err
     (run_folder / "doctor.json").write_text(json.dumps(run_fields))
     assert "does not exist; make it first" in run("report", run_folder, "-o", tmp_path / "none" / "x.html").err
 
 
+LACKING = [
+    ({"view_rank": None}, "lacks view_rank"),
+    ({"world_size": None, "ranks": 3}, "lacks world_size, ranks"),
+    ({"step": {"ms": 0.0}}, "lacks the time of a step"),
+    ({"step": {"ms": float("nan")}}, "lacks the time of a step"),
+    (
+        {"ranks": [{"rank": 0, "parts": {}, "own_ms": 1.0}, {"parts": {}}]},
+        "lacks rank of its ranks, own_ms of its ranks",
+    ),
+    ({"parts": [{"key": "forward"}]}, "lacks ms of its parts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), LACKING)
+def test_what_a_run_lacks_is_named(run_fields, changes, words):
+    with pytest.raises(Error, match=words):
+        runs.check_run(json.dumps(run_fields | changes), "doctor.json")
+
+
+def test_rank_0_may_be_the_one_that_is_shown(run_fields):
+    assert runs.check_run(json.dumps(run_fields | {"view_rank": 0}), "doctor.json")["view_rank"] == 0
+
+
 def test_a_picture_needs_a_name(run, tmp_path):
-    (tmp_path / "bench.json").write_text("{}")
+    (tmp_path / "bench.json").write_text(json.dumps({"kind": "gradcast-bench", "version": 1, "sweep": [{}]}))
     assert "give it with -o" in run("report", tmp_path / "bench.json").err
     result = run("report", tmp_path / "bench.json", "-o", "x.png", "--json")
     assert "are for runs of gradcast doctor" in result.err
@@ -321,11 +355,11 @@ def browser(tmp_path_factory, run_fields):
     folder = tmp_path_factory.mktemp("browser")
     (folder / "report.html").write_text(page.build(run_fields))
 
-    def look(*options):
+    def look(*options, name="report.html"):
         # No name resolves: what would be fetched is missing here, as on a plane.
         usual = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}"]
         usual += [f"--user-data-dir={folder}/profile", "--host-resolver-rules=MAP * ~NOTFOUND"]
-        command = [program, *usual, *options, f"file://{folder}/report.html"]
+        command = [program, *usual, *options, f"file://{folder}/{name}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
     look.folder = folder
@@ -358,6 +392,32 @@ def test_light_and_dark(browser):
         assert len(image.getcolors(1 << 24)) > 500
 
 
+# What the browser makes of the colours: the ratio of WCAG 2.1 between a label and what lies behind it.
+CONTRAST = """<script>
+const light = c => { const v = c.match(/[0-9.]+/g).slice(0, 3).map(x => x / 255)
+  .map(x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4); return .2126 * v[0] + .7152 * v[1] + .0722 * v[2] };
+const behind = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+  if (!/, 0\\)$/.test(c)) return c } };
+const found = %s.map(s => { const e = document.querySelector(s), style = getComputedStyle(e);
+  const [a, b] = [e.ownerSVGElement ? style.fill : style.color, behind(e)].map(light);
+  return s + "=" + (Math.max(a, b) + .05) / (Math.min(a, b) + .05) });
+document.title = "contrast: " + found.join(" ");
+</script>"""
+LABELS = ["h2", ".sentence", ".note", "figcaption", "svg .tick", "svg .name", "svg text.s1", "td.h5", "td.h4"]
+
+
+@pytest.mark.parametrize("options", [[], [DARK]], ids=["light", "dark"])
+def test_labels_can_be_read(browser, options):
+    text = (browser.folder / "report.html").read_text()
+    named = [label for label in LABELS if not label.startswith("td") or f'"r {label[3:]}"' in text]
+    asked = re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", CONTRAST % json.dumps(named) + "</body>")
+    (browser.folder / "contrast.html").write_text(asked)
+    told = re.search(r"<title>contrast: ([^<]*)<", browser("--dump-dom", *options, name="contrast.html").stdout)[1]
+    ratios = dict(re.findall(r"(\S[^=]*)=([\d.]+)", told))
+    assert list(ratios) == named
+    assert {label: ratio for label, ratio in ratios.items() if float(ratio) < 4.5} == {}
+
+
 def test_nothing_sticks_out_at_the_sides(browser):
     image = picture(browser, "light")
     for left in (0, WIDTH - 60):
@@ -369,3 +429,18 @@ def test_it_prints_on_a_few_pages_with_nothing_cut(browser):
     browser(f"--print-to-pdf={path}", "--no-pdf-header-footer")
     pages = len(re.findall(rb"/Type\s*/Page\b", path.read_bytes()))
     assert 3 <= pages <= 9
+
+
+def test_folded_tables_are_on_paper(browser, run_fields):
+    """What is folded on the screen, and not one line per step."""
+    if shutil.which("pdftotext") is None:
+        pytest.skip("this reads what was printed, with pdftotext, which is missing: apt-get install poppler-utils")
+    path = browser.folder / "folded.pdf"
+    browser(f"--print-to-pdf={path}", "--no-pdf-header-footer")
+    printed = subprocess.run(["pdftotext", "-layout", path, "-"], capture_output=True, text=True, check=True).stdout
+    samples = run_fields["network"]["collective"]["samples"]
+    assert 12 <= len(samples) <= 20
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    for sample in samples:
+        assert f"{numbers.size(sample['bytes'])} {numbers.ms(sample['ms'])}" in lines
+    assert "Bandwidth per step" not in printed

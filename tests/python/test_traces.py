@@ -14,7 +14,7 @@ import pytest
 
 import doctor_runs
 import gradcast
-from gradcast import _core, trace_files, traces
+from gradcast import _core, lanes, trace_files, traces
 from gradcast.errors import Error
 from gradcast.traces import BlockSpan, Clock, ClockOffset, Ping, RankTrace, Span, Step
 
@@ -181,6 +181,17 @@ def test_a_hundred_steps_of_eight_ranks_are_less_than_a_megabyte(tmp_path):
     assert 200_000 < (tmp_path / "trace.json.gz").stat().st_size < TRACE_BYTES_MAX
 
 
+def test_a_wait_that_seems_to_outlast_forward_is_cut():
+    spans = [Span("forward", 0, 10 * MS), Span("wait", 8 * MS, 10 * MS + 7000), Span("backward", 11 * MS, 12 * MS)]
+    assert lanes.nested(spans) == [spans[0], Span("wait", 8 * MS, 10 * MS), spans[2]]
+
+
+def test_a_handle_without_a_plan_has_an_empty_trace():
+    empty = traces.compact({"traceEvents": [], "distributedInfo": {"rank": 1, "world_size": 2}})
+    assert empty == RankTrace(1)
+    assert traces.merge([empty])["traceEvents"]
+
+
 def test_nothing_to_merge():
     with pytest.raises(Error, match="no rank's trace"):
         traces.merge([])
@@ -207,6 +218,8 @@ def test_a_handles_timeline_becomes_compact():
     found = traces.compact(timeline, clock=Clock(1000.0), host="h")
     assert (found.rank, found.host, found.clock.offset_ns) == (1, "h", 1000)
     assert found.steps[:2] == [Step(0, now, now + 100 * MS), Step(1, now + 100 * MS, now + 200 * MS)]
+    assert [step.number for step in found.steps] == [0, 1, 2]
+    assert found.steps[2].end_ns == max(found.blocks[-1].finish_ns, now + 250 * MS)
     assert len(found.table) == len(plan.blocks)
     assert sum(line["bytes"] for line in found.table) == sum(block.size_bytes for block in plan.blocks)
     assert len(found.blocks) == 3 * len(plan.blocks)
@@ -243,7 +256,44 @@ def test_a_rank_that_is_not_there(merged):
         trace_files.of_rank(merged, 9)
 
 
-# --- Holistic Trace Analysis, the real package ---
+# --- For Holistic Trace Analysis ---
+
+
+def kernels_of(trace):
+    """(name, start, end) of what HTA counts, us: what runs on a stream."""
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "kernel"]
+    return sorted((event["name"], event["ts"], event["ts"] + event["dur"]) for event in events)
+
+
+def test_what_forward_waits_is_no_kernel():
+    spans = [
+        Span("backward", 0, 10 * MS), Span("forward", 10 * MS, 30 * MS), Span("wait", 12 * MS, 20 * MS),
+        Span("update", 20 * MS, 22 * MS), Span("wait", 25 * MS, 30 * MS),
+    ]  # fmt: skip
+    table = [{"block": 0, "bytes": 4, "tensors": ["x"]}]
+    blocks = [BlockSpan(0, 0, 0, 4 * MS, 5 * MS, 20 * MS)]
+    trace = RankTrace(0, steps=[Step(0, 0, 30 * MS)], spans=spans, blocks=blocks, table=table)
+    rank = trace_files.of_rank(traces.merge([trace]), 0)
+    assert kernels_of(rank) == [
+        ("backward", 0, 10_000), ("forward", 10_000, 12_000), ("forward", 22_000, 25_000),
+        ("ncclKernel block 0", 5_000, 20_000), ("update", 20_000, 22_000),
+    ]  # fmt: skip
+    waits = [event for event in rank["traceEvents"] if event["ph"] == "X" and event["name"] == "wait"]
+    assert [(event["cat"], event["ts"], event["dur"]) for event in waits] == [
+        ("user_annotation", 12_000, 8_000), ("user_annotation", 25_000, 5_000),
+    ]  # fmt: skip
+
+
+def test_kernels_are_the_work_of_a_rank(ranks, merged):
+    for rank in ranks:
+        kernels = [each for each in kernels_of(trace_files.of_rank(merged, rank.rank)) if "nccl" not in each[0]]
+        in_order = sorted(kernels, key=lambda each: each[1])
+        assert all(before[2] <= after[1] for before, after in itertools.pairwise(in_order)), "none holds another"
+        work_ns = sum(end - start for start, end in work_of(rank))
+        assert sum(end - start for _, start, end in kernels) == pytest.approx(work_ns / 1e3, rel=1e-3)
+
+
+# --- The real package ---
 
 ASK_HTA = """
 import json, logging, sys
@@ -266,9 +316,21 @@ def python_with_hta():
     return named or sys.executable
 
 
+def work_of(rank):
+    """When compute worked: inside of a span, and of no wait."""
+    ends = sorted({time_ns for span in rank.spans for time_ns in span[1:]})
+
+    def covers(start, end, waits):
+        return any(
+            span.start_ns <= start and end <= span.end_ns for span in rank.spans if (span.kind == "wait") == waits
+        )
+
+    return [pair for pair in itertools.pairwise(ends) if covers(*pair, False) and not covers(*pair, True)]
+
+
 def overlap_of(rank):
     """Percent of the time with a block in flight in which compute worked."""
-    busy = [(span.start_ns, span.end_ns) for span in rank.spans if span.kind != "wait"]
+    busy = work_of(rank)
     sent = [(block.launch_ns, block.finish_ns) for block in rank.blocks]
     both = sum(max(0, min(end, stop) - max(start, go)) for start, end in busy for go, stop in sent)
     return 100 * both / sum(stop - go for go, stop in sent)
@@ -285,5 +347,5 @@ def test_hta_loads_the_files_of_the_ranks(tmp_path, ranks, merged):
     assert told["steps"] == list(range(10))
     for rank, overlap, compute_us in zip(ranks, told["overlap"], told["compute_us"], strict=True):
         assert overlap == pytest.approx(overlap_of(rank), abs=0.5)
-        work_ns = sum(span.end_ns - span.start_ns for span in rank.spans if span.kind != "wait")
+        work_ns = sum(end - start for start, end in work_of(rank))
         assert compute_us == pytest.approx(work_ns / 1e3, rel=1e-3)

@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
         "compare",
         "compare two runs of gradcast doctor",
         "Shows the step, its parts, the floor and the predicted\n"
-        "gains of both, and whether a difference is larger than the 95 % intervals.",
+        "gains of both, and whether a difference is larger than their intervals.",
         _EXAMPLE,
     )
     parser.add_argument("a", metavar="A", help="a run: its folder, or its doctor.json")

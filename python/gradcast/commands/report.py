@@ -10,12 +10,14 @@ from gradcast.atomic import write_atomically
 from gradcast.commands import common
 from gradcast.errors import Error
 from gradcast.files import check_writable
-from gradcast.runs import is_run, load_run, trace_of
+from gradcast.runs import KIND, RESULT, check_run, load_run, trace_of
 
 _EXAMPLE = """gradcast report run/
   gradcast report run/ -o report.html --prometheus gradcast.prom
   mpirun -n 4 gradcast-bench --transport mpi --json > bench.json && gradcast report bench.json -o bench.png"""
 _PAGE = "report.html"
+_BENCH = "gradcast-bench"
+_EITHER = f"a run of gradcast doctor, its {RESULT}, or what gradcast-bench --json prints"
 
 
 def add_parser(commands: Any) -> None:
@@ -49,14 +51,18 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if is_run(args.results):
-        _page(args)
+    if Path(args.results).is_dir():
+        _page(args, load_run(args.results))
+        return
+    text = _read(args.results)
+    fields = _fields(text, args.results)
+    if fields.get("kind") == KIND:
+        _page(args, check_run(text, args.results))
     else:
-        _picture(args)
+        _picture(args, fields)
 
 
-def _page(args: argparse.Namespace) -> None:
-    doctor = load_run(args.results)
+def _page(args: argparse.Namespace, doctor: dict[str, Any]) -> None:
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     output = args.output or str(folder / _PAGE)
     check_writable(output, "page")
@@ -72,12 +78,12 @@ def _page(args: argparse.Namespace) -> None:
     print(f"The page is in {output}.")
 
 
-def _picture(args: argparse.Namespace) -> None:
+def _picture(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    _check(results, args.results)
     if args.output is None:
         raise Error("the picture needs a name; give it with -o, for instance -o bench.png")
     if args.prometheus or args.hta or args.json:
         raise Error("--prometheus, --hta and --json are for runs of gradcast doctor; leave them out for gradcast-bench")
-    results = _read(args.results)
     check_writable(args.output, "picture")
     from gradcast.pictures import draw_bench
 
@@ -87,22 +93,32 @@ def _picture(args: argparse.Namespace) -> None:
     print(f"The picture is in {args.output}.")
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str) -> str:
     try:
-        results = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise Error(f"{path} cannot be read: {error.strerror}", "invalid_option") from None
     except ValueError:
-        raise Error(f"{path} is not JSON; it has to be what gradcast-bench --json prints", "invalid_option") from None
-    if not isinstance(results, dict) or results.get("kind") != "gradcast-bench":
+        raise Error(f"{path} is not text in UTF-8; it has to be {_EITHER}", "invalid_option") from None
+
+
+def _fields(text: str, path: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Error(f"{path} is not JSON; it has to be {_EITHER}", "invalid_option") from None
+    if not isinstance(fields, dict) or fields.get("kind") not in (KIND, _BENCH):
         raise Error(
-            f"{path} is not of gradcast-bench; it has to be what gradcast-bench --json prints", "invalid_option"
+            f"{path} is not of gradcast-bench, nor of gradcast doctor; it has to be {_EITHER}", "invalid_option"
         )
+    return fields
+
+
+def _check(results: dict[str, Any], path: str) -> None:
     if results.get("version") != 1:
         raise Error(f"{path} is of version {results.get('version')}; this gradcast reads version 1", "invalid_option")
     if not results.get("sweep") and not results.get("schedule"):
         raise Error(f"{path} has neither a sweep nor a schedule: nothing to draw", "invalid_option")
-    return results
 
 
 def _sentences(results: dict[str, Any]) -> list[str]:

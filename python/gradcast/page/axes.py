@@ -11,6 +11,7 @@ from gradcast.page.markup import Markup, element
 
 WIDTH = 960.0
 LEFT, RIGHT = 96.0, 20.0
+LETTER = 6.6  # width of a letter of a figure's text
 
 
 class Scale:

@@ -65,7 +65,7 @@ def _caption(points: list[dict[str, Any]], reachable: float | None) -> str:
     middle = statistics.median(rates)
     told = (
         f"Bytes of blocks by the time they were in flight: {numbers.rate(middle)} in the median, "
-        f"from {min(rates):.3g} to {max(rates):.3g}."
+        f"from {numbers.rate(min(rates))} to {numbers.rate(max(rates))}."
     )
     return (
         told

@@ -5,6 +5,7 @@ from typing import Any
 from gradcast.page import bandwidth, headline, heat_map, network, plans, prediction, scaling, step_time, timeline
 from gradcast.page.markup import Markup, element
 from gradcast.page.stylesheet import CSS
+from gradcast.runs import RESULT
 
 # Nothing may be fetched, by whatever a run has called its tensors: the page is what it is without a network.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -49,5 +50,6 @@ def _foot(run: dict[str, Any]) -> Markup:
             f"{steps.get('left_out', 0)} steps left out, {steps.get('normal', 0)} normal, "
             f"{steps.get('probe', 0)} with gradcast"
         )
-    told.append("all numbers are in doctor.json; the trace beside it opens in ui.perfetto.dev")
+    trace = "; the trace beside it opens in ui.perfetto.dev" if run.get("timeline") else ""
+    told.append(f"all numbers are in {RESULT}{trace}")
     return element("footer", element("p", " · ".join(told)))

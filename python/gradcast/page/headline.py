@@ -1,14 +1,19 @@
 """What a reader wants first: the verdict, four numbers, what to do about it, and what to mend."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradcast.diagnosis.stalls import STAGE_WORDS
 from gradcast.page import axes, numbers, parts
 from gradcast.page.axes import Scale
 from gradcast.page.markup import Markup, element
+from gradcast.runs import actions_by_worth
 
 _BAR = 150.0
+# An interval that reaches further, or down to less, is cut: the others would be dots beside it.
+_GAIN_MIN, _TIMES_BEST = 0.5, 1.5
 
 
 def top(run: dict[str, Any]) -> Markup:
@@ -56,8 +61,9 @@ def _tiles(run: dict[str, Any]) -> Markup:
             "step now", numbers.ms(step["ms"]), f"95 %: {numbers.ms_range(step.get('low_ms'), step.get('high_ms'))} ms"
         )
     ]
-    best = (run.get("actions") or [None])[0]
-    if best is not None:
+    helpful, _ = actions_by_worth(run)
+    if helpful:
+        best = helpful[0]
         note = f"{best['title']}: {numbers.ms(best['predicted_ms'])} predicted"
         made.append(_tile("best action", numbers.times(best["speedup"]), note))
     if run.get("floor_ms") is not None:
@@ -70,11 +76,10 @@ def _tiles(run: dict[str, Any]) -> Markup:
         )
     slow = run.get("straggler")
     if slow:
-        where = " in " + slow["layer"] if slow.get("layer") else ""
-        made.append(
-            _tile("slowest rank", f"rank {slow['rank']}", f"{numbers.ms(slow['ms'])} later in {slow['stage']}{where}")
-        )
-    elif run["world_size"] > 1:
+        where = f", in {slow['layer']}" if slow.get("layer") else ""
+        note = f"{numbers.ms(slow['ms'])} later, most of it in {STAGE_WORDS.get(slow['stage'], slow['stage'])}{where}"
+        made.append(_tile("slowest rank", f"rank {slow['rank']}", note))
+    else:
         made.append(_tile("slowest rank", "none", "no rank is slower than the others by much"))
     return element("div", made, class_="tiles")
 
@@ -86,33 +91,43 @@ def _tile(name: str, value: str, note: str) -> Markup:
 
 
 def actions(run: dict[str, Any]) -> Markup:
-    listed = run.get("actions") or []
+    listed, others = actions_by_worth(run)
+    more = element("p", others, class_="missing") if others else None
     if not listed:
-        return parts.missing(
-            "actions",
-            "What to do",
-            run.get("hopeless") or "Nothing that was tried is predicted to make a step shorter.",
-        )
-    most = max(1.1, *(action["high"] or action["speedup"] for action in listed))
+        words = run.get("hopeless") or "Nothing that was tried is predicted to make a step shorter."
+        return parts.section("actions", "What to do", element("p", words, class_="missing"), more)
+    scale = _gain_scale(listed)
     rows = [
         [
-            element("span", action["title"], element("small", action["note"]) if action.get("note") else None),
+            action["title"],
             element("code", action["how"]),
             numbers.times(action["speedup"]),
-            element("td", _gain(action, most), class_="gain"),
+            element("td", _gain(action, scale), class_="gain"),
             numbers.ms(action["predicted_ms"]),
         ]
         for action in listed
     ]
     headers = ["action", "how", "speedup", "with its interval", "predicted step"]
     caption = f"In order of predicted gain, over {numbers.ms(run['step']['ms'])} now"
-    return parts.section("actions", "What to do", parts.table(headers, rows, "llrlr", caption))
+    return parts.section("actions", "What to do", parts.table(headers, rows, "llrlr", caption), more)
 
 
-def _gain(action: dict[str, Any], most: float) -> Markup:
+def _gain_scale(listed: list[dict[str, Any]]) -> Callable[[float], float]:
+    """One for all rows, so that no gain is at the same place in each. Beyond its ends is drawn at its ends."""
+    best = max(action["speedup"] for action in listed)
+    least = max(_GAIN_MIN, min(0.95, *(_interval(action)[0] for action in listed)))
+    most = min(_TIMES_BEST * best, max(1.1, *(_interval(action)[1] for action in listed)))
+    scale = Scale(least, most, 4, _BAR - 4)
+    return lambda gain: scale(min(max(gain, least), most))
+
+
+def _interval(action: dict[str, Any]) -> tuple[float, float]:
+    return action["low"] or action["speedup"], action["high"] or action["speedup"]
+
+
+def _gain(action: dict[str, Any], scale: Callable[[float], float]) -> Markup:
     """A line from low to high with the estimate on it; the thin line is no gain."""
-    scale = Scale(min(0.95, action["low"] or 1), most, 4, _BAR - 4)
-    low, high = action["low"] or action["speedup"], action["high"] or action["speedup"]
+    low, high = _interval(action)
     words = f"{numbers.times(action['speedup'])}, from {numbers.times(low)} to {numbers.times(high)}"
     return axes.svg(
         18,

@@ -23,11 +23,8 @@ def draw(run: dict[str, Any]) -> Markup:
     ranks = [rank for rank in run.get("normal_steps") or [] if rank["step_ms"]]
     columns = min((len(rank["step_ms"]) for rank in ranks), default=0)
     if not columns:
-        return (
-            parts.missing("ranks", heading, "The steps of the ranks were not recorded one by one.")
-            if len(run["ranks"]) < 2
-            else parts.section("ranks", heading, _table(run))
-        )
+        missing = element("p", "The steps of the ranks were not recorded one by one.", class_="missing")
+        return parts.section("ranks", heading, missing, _table(run))
     own = {
         rank["rank"]: [step - wait for step, wait in zip(rank["step_ms"], rank["wait_ms"], strict=False)]
         for rank in ranks
@@ -97,23 +94,26 @@ def _table(run: dict[str, Any]) -> Markup:
     usual = {key: statistics.median(rank["parts"].get(key) or 0 for rank in ranks) for key in keys}
     own = statistics.median(rank["own_ms"] or 0 for rank in ranks)
     rows = [
-        [f"rank\u00a0{rank['rank']}", rank.get("host") or numbers.UNKNOWN, _shaded(rank["own_ms"], own)]
-        + [_plain_or_shaded(key, rank["parts"].get(key), usual[key]) for key in keys]
+        [f"rank\u00a0{rank['rank']}", rank.get("host") or numbers.UNKNOWN, _shaded(rank["own_ms"], own, own)]
+        + [_plain_or_shaded(key, rank["parts"].get(key), usual[key], own) for key in keys]
         for rank in ranks
     ]
     headers = ["rank", "host", "own work", *(PARTS[key] for key in keys)]
-    return parts.table(
-        headers, rows, "ll" + "r" * (len(keys) + 1), "ms per step; own work is everything but traffic and waiting"
+    caption = (
+        "ms per step; own work is everything but traffic and waiting. Shaded like the steps, where a rank takes longer "
+        f"than the median by {SHADES[0]:.0%} of its own work".replace("%", " %")
     )
+    return parts.table(headers, rows, "ll" + "r" * (len(keys) + 1), caption)
 
 
-def _plain_or_shaded(key: str, value: float | None, usual: float) -> Markup | str:
+def _plain_or_shaded(key: str, value: float | None, usual: float, own: float) -> Markup | str:
     """Only a rank's own work is shaded: who waits longer is the faster one."""
     if key in ("interconnect", "network", "waiting", "rest"):
         return numbers.ms(value, unit=False)
-    return _shaded(value, usual)
+    return _shaded(value, usual, own)
 
 
-def _shaded(value: float | None, usual: float) -> Markup:
-    level = shade(value or 0, usual) if (value or 0) - usual > 1 else 0
+def _shaded(value: float | None, usual: float, own: float) -> Markup:
+    """``own``: the median of all own work; a small part may differ by much and cost nothing."""
+    level = shade(value or 0, usual) if (value or 0) - usual > SHADES[0] * own else 0
     return element("td", numbers.ms(value, unit=False), class_=f"r h{level}" if level else "r")

@@ -7,17 +7,22 @@ def ms(value: float | None, unit: bool = True) -> str:
     """Three digits at most behind which nothing is certain: 412 ms, 41.2 ms, 4.12 ms."""
     if value is None:
         return UNKNOWN
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    text = f"{value:.{digits}f}"
-    text = text if float(text) else "0"  # never "-0.00"
+    text = _rounded(value, value)
     return f"{text} ms" if unit else text
 
 
 def ms_range(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return UNKNOWN
-    digits = 0 if abs(high) >= 100 else 1 if abs(high) >= 10 else 2
-    return f"{low:.{digits}f} to {high:.{digits}f}"
+    larger = max(low, high, key=abs)
+    return f"{_rounded(low, larger)} to {_rounded(high, larger)}"
+
+
+def _rounded(value: float, like: float) -> str:
+    """With as many digits behind the point as a number of the size of ``like`` has."""
+    digits = 0 if abs(like) >= 100 else 1 if abs(like) >= 10 else 2
+    text = f"{value:.{digits}f}"
+    return text if float(text) else "0"  # never "-0.00"
 
 
 def percent(fraction: float | None) -> str:

@@ -1,6 +1,6 @@
 """What sections of the page share: the frame of a section, tables, keys of colours."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradcast.page.markup import Markup, element
@@ -8,6 +8,8 @@ from gradcast.page.markup import Markup, element
 # Beyond this a table is folded: it is there for who looks for a number.
 _FOLDED_FROM = 12
 _PRINTED_MAX = 20
+# Of which a figure has a row each.
+_RANKS_MAX = 16
 
 
 def section(name: str, heading: str, *children: Any) -> Markup:
@@ -23,6 +25,11 @@ def missing(name: str, heading: str, reason: str) -> Markup:
 def untried(run: dict[str, Any], otherwise: str) -> str:
     """Why no step followed a plan, where the run says so."""
     return f"No step followed a plan: {run['not_tried']}" if run.get("not_tried") else otherwise
+
+
+def some_ranks(ranks: Sequence[dict[str, Any]], order: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    """As many as fit into a figure, the first in that order; shown in the order of their numbers."""
+    return sorted(sorted(ranks, key=order)[:_RANKS_MAX], key=lambda rank: rank["rank"])
 
 
 def figure(picture: Markup, caption: Any) -> Markup:

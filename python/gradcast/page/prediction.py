@@ -60,8 +60,8 @@ def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:
         axes.text(_MIDDLE - 30, _HEIGHT - 12, "predicted ms of a block", "end", "tick"),
         axes.text(70, 10, "measured ms", "start", "tick"),
     ]
-    ends = [(0, 0), (most, most * (1 + _BAND)), (most, most * (1 - _BAND))]
-    made.append(axes.area([(x(a), y(min(b, most))) for a, b in ends], "band"))
+    ends = [(0, 0), (most / (1 + _BAND), most), (most, most), (most, most * (1 - _BAND))]
+    made.append(axes.area([(x(a), y(b)) for a, b in ends], "band"))
     made.append(element("line", x1=x(0), y1=y(0), x2=x(most), y2=y(most), class_="diagonal"))
     for number, predicted, measured in pairs:
         words = f"block {number}: predicted {numbers.ms(predicted)}, measured {numbers.ms(measured)}"

@@ -8,9 +8,7 @@ from gradcast.page.markup import Markup, element
 from gradcast.runs import PARTS
 
 _ROW, _BAR = 30.0, 22.0
-_RANKS_MAX = 16
 _SEEN = 0.01  # of the step
-_LETTER = 6.6  # width of a letter of the figures' text
 
 
 def draw(run: dict[str, Any]) -> Markup:
@@ -33,11 +31,7 @@ def draw(run: dict[str, Any]) -> Markup:
 
 def _shown(run: dict[str, Any]) -> list[dict[str, Any]]:
     """All ranks where they fit; else the one that is shown, and the slowest others."""
-    ranks = run["ranks"]
-    if len(ranks) <= _RANKS_MAX:
-        return ranks
-    slowest = sorted(ranks, key=lambda rank: (rank["rank"] != run["view_rank"], -(rank["own_ms"] or 0)))
-    return sorted(slowest[:_RANKS_MAX], key=lambda rank: rank["rank"])
+    return parts.some_ranks(run["ranks"], lambda rank: (rank["rank"] != run["view_rank"], -(rank["own_ms"] or 0)))
 
 
 def _used(run: dict[str, Any]) -> list[str]:
@@ -75,7 +69,7 @@ def _over_ms(rank: dict[str, Any]) -> float:
 
 
 def _label(x: float, y: float, width: float, words: str) -> Markup | None:
-    if width < _LETTER * len(words) + 8:
+    if width < axes.LETTER * len(words) + 8:
         return None
     return axes.text(x + width / 2, y + 15, words, "middle", "inside")
 

@@ -7,11 +7,9 @@ from gradcast.page import axes, numbers, parts
 from gradcast.page.axes import LEFT, RIGHT, WIDTH, Scale, ticks
 from gradcast.page.markup import Markup, element
 
-_RANKS_MAX = 16
 _COMPUTE, _LINK, _GAP = 18.0, 15.0, 14.0
 _SPANS = ("forward", "backward", "update", "wait")
 _COLOURS = {"wait": "p-waiting"}
-_LETTER = 6.6
 _NAME_MAX = 64
 
 
@@ -48,11 +46,8 @@ def draw(run: dict[str, Any]) -> Markup:
 
 def _shown(run: dict[str, Any], ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first ranks, and always the slow one."""
-    if len(ranks) <= _RANKS_MAX:
-        return ranks
     slow = (run.get("straggler") or {}).get("rank")
-    chosen = sorted(ranks, key=lambda rank: (rank["rank"] != slow, rank["rank"]))[:_RANKS_MAX]
-    return sorted(chosen, key=lambda rank: rank["rank"])
+    return parts.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
 
 
 def _kinds(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -94,22 +89,24 @@ def _span(name: str, span: dict[str, Any], y: float, scale: Scale) -> Markup:
 
 def _block(name: str, block: dict[str, Any], y: float, scale: Scale) -> Markup:
     start, end = block["launch_ms"], block["finish_ms"]
+    # What play predicts has no names of tensors.
+    names = f", {_tensors(block)}" if block.get("first") else ""
     words = (
-        f"{name}: block {block['block']}, {numbers.size(block['bytes'])}, {_tensors(block)}; "
+        f"{name}: block {block['block']}, {numbers.size(block['bytes'])}{names}; "
         f"ready {numbers.ms(block['ready_ms'])}, launched {numbers.ms(start)}, finished {numbers.ms(end)}"
     )
     width = scale(end) - scale(start)
     label = str(block["block"])
     # Seams between blocks are space that is not drawn: they are there in every colour scheme.
     drawn = axes.bar(scale(start), y, width - 1 if width > 3 else width, _LINK, words, "block")
-    if width < _LETTER * len(label) + 4:
+    if width < axes.LETTER * len(label) + 4:
         return drawn
     return element("g", drawn, axes.text(scale(start) + width / 2, y + 11.5, label, "middle", "inside small"))
 
 
 def _tensors(block: dict[str, Any]) -> str:
-    first, last = block.get("first"), block.get("last")
-    return str(first) if first == last else f"{first} … {last}"
+    first, last = block["first"], block["last"]
+    return first if first == last else f"{first} … {last}"
 
 
 def _short(name: str) -> str:
@@ -119,7 +116,7 @@ def _short(name: str) -> str:
 
 def _caption(run: dict[str, Any], shown: list[dict[str, Any]]) -> str:
     left_out = len(run["timeline"]) - len(shown)
-    others = f" {numbers.plural(left_out, 'rank')} more: in the trace beside this page." if left_out else ""
+    others = f" {numbers.plural(left_out, 'rank')} more: in the trace of the run." if left_out else ""
     return f"Clocks are aligned. Above, what compute did; below, the blocks of the plan by their number.{others}"
 
 

@@ -1,0 +1,185 @@
+"""What the report reads is what the doctor writes: the fields of doctor.json, and what is in them."""
+
+import dataclasses
+import json
+
+import pytest
+
+import doctor_runs
+from gradcast import traces
+from gradcast.diagnosis import actions, timelines
+from gradcast.diagnosis.actions import Situation
+from gradcast.diagnosis.estimates import Estimate
+from gradcast.diagnosis.outcome import Outcome
+from gradcast.diagnosis.stalls import PARTS, RankSteps
+from gradcast.diagnosis.timelines import FollowedStep
+from gradcast.page import heat_map
+
+STEPS = 9
+FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS = 30.0, 60.0, 5.0, 5.0, 50.0
+SLOW_RANK, SLOW_MS = 2, 40.0
+WAITED_MS = 1.0  # at the end of backward
+
+
+def rank_steps(rank):
+    """Rank 2 is slow in forward; where buffers are sent before it, the others wait for them inside of forward."""
+    own = {"forward": FORWARD_MS + SLOW_MS * (rank == SLOW_RANK), "backward": BACKWARD_MS, "update": UPDATE_MS}
+    alone_ms = sum(own.values())
+    normal = {
+        "step": alone_ms - own["forward"] + FORWARD_MS + SLOW_MS + LOOP_MS + EXCHANGE_MS,
+        "forward": FORWARD_MS + SLOW_MS, "backward": BACKWARD_MS + EXCHANGE_MS, "update": UPDATE_MS, "loop": LOOP_MS,
+        "loader": 0.0, "exposed": WAITED_MS,
+    }  # fmt: skip
+    probes = {
+        "alone": own | {"step": alone_ms},
+        "node": {"step": alone_ms + 20},
+        "cluster": {"step": alone_ms + EXCHANGE_MS},
+    }
+    constant = lambda times: {name: [ms] * STEPS for name, ms in times.items()}  # noqa: E731
+    return RankSteps(
+        rank=rank,
+        node=rank // 2,
+        host=f"host{rank // 2}",
+        normal=constant(normal),
+        probes={kind: constant(times) for kind, times in probes.items()},
+        layers_ms={"layer1": own["forward"]},
+    )
+
+
+def result(*, buffers=False, tried=True):
+    """What the doctor writes of four ranks."""
+    pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
+    from gradcast.diagnosis import findings
+    from gradcast.diagnosis.environment import Process
+    from gradcast.diagnosis.trial import Trial
+
+    now = doctor_runs.scene()
+    profile = doctor_runs.with_link(now)
+    followed = [FollowedStep(6 + number, 7, now.plan, 400.0) for number in range(STEPS)]
+    recorded = doctor_runs.rank_traces()
+    ranks = [
+        findings.Measured(
+            steps=rank_steps(rank),
+            options={"find_unused_parameters": [100.0] * STEPS},
+            trial=Trial(
+                profile=json.loads(profile.to_json()),
+                plan=json.loads(now.plan.to_json()),
+                versions=timelines.versions(followed),
+                trace=dataclasses.replace(recorded[rank], clock=traces.Clock()),
+            )
+            if tried
+            else None,
+            clocks=[each.clock for each in recorded],
+            network=doctor_runs.doctor()["network"],
+            probe_steps=32,
+            process=Process({}, 1, frozenset({rank}), None, ""),
+        )
+        for rank in range(4)
+    ]
+    facts = findings.Facts(
+        backend="gloo", device="cpu", torch="2.11.0", model="ResNet",
+        parameter_bytes={tensor.name: tensor.bytes for tensor in profile.tensors}, caps_bytes=(1 << 20, 25 << 20),
+        is_fp32=True, compiled=False, find_unused_parameters=True, rebuilt=True, broadcast_buffers=buffers,
+        buffer_bytes=64, left_out_steps=5,
+    )  # fmt: skip
+    return json.loads(json.dumps(findings.result(ranks, facts)))
+
+
+def shape(value):
+    """Every key at every level; of a list, the keys of its elements."""
+    if isinstance(value, dict):
+        return {key: shape(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [each for number, each in enumerate(map(shape, value)) if each not in list(map(shape, value[:number]))]
+    return None
+
+
+def test_the_examples_have_the_fields_that_the_doctor_writes():
+    written, drawn = shape(result()), shape(doctor_runs.doctor())
+    assert written.keys() == drawn.keys()
+    for key in written:
+        assert written[key] == drawn[key], key
+
+
+def test_the_bare_example_has_what_the_doctor_leaves_empty():
+    written, drawn = result(tried=False), doctor_runs.bare()
+    assert written.keys() == drawn.keys()
+    untried = (
+        "profile",
+        "plan",
+        "prediction",
+        "predicted_timeline",
+        "timeline",
+        "bandwidth",
+        "plan_versions",
+        "scaling",
+    )
+    for key in untried:
+        assert written[key] == drawn[key], key
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_what_ranks_wait_inside_of_forward_is_not_their_own_work(buffers):
+    found = result(buffers=buffers, tried=False)
+    waits = [each["wait_ms"][0] for each in found["normal_steps"]]
+    others = WAITED_MS + SLOW_MS if buffers else WAITED_MS
+    assert waits == [others, others, WAITED_MS, others]
+    # In the picture the row of the slow one stands out.
+    classes = [line.split('class="')[1][:2] for line in heat_map.draw(found).split("<rect")[1:]]
+    rows = [set(classes[rank * STEPS : (rank + 1) * STEPS]) for rank in range(4)]
+    assert rows == [{"h0"}, {"h0"}, {"h4" if buffers else "h0"}, {"h0"}]
+
+
+# --- Plans ---
+
+
+def test_each_version_of_the_plan_is_told():
+    now = doctor_runs.scene()
+    times = {7: [900.0, 900.0, 410.0, 412.0, 414.0], 8: [400.0, 100.0, 300.0, 200.0, 302.0]}
+    plans = {7: now.ddp, 8: now.plan}
+    numbered = [(version, ms) for version, each in times.items() for ms in each]
+    steps = [FollowedStep(6 + place, version, plans[version], ms) for place, (version, ms) in enumerate(numbered)]
+    found = timelines.versions(steps)
+    assert [(each["version"], each["from_step"], each["policy"]) for each in found] == [
+        (7, 6, "ddp"), (8, 11, now.plan.policy),
+    ]  # fmt: skip
+    assert [each["measured_ms"] for each in found] == [412.0, 300.0], "without the first two of each"
+    assert [each["predicted_ms"] * 1e6 for each in found] == pytest.approx(
+        [now.ddp.predicted_ns, now.plan.predicted_ns]
+    )
+    assert timelines.versions(steps[:1])[0]["measured_ms"] == 900.0
+
+
+# --- Gains ---
+
+
+def test_no_gain_is_larger_than_what_the_passes_leave():
+    """A step whose interval is wider than itself, and a part of which more would go than there is."""
+    step = Estimate(100.0, 90.0, 400.0)
+    known = {part: Estimate(0.0, 0.0, 0.0) for part in PARTS}
+    known |= {"forward": Estimate(10.0, 9, 11), "backward": Estimate(30.0, 29, 31), "waiting": Estimate(70.0, 0, 500.0)}
+    situation = Situation(
+        step=step,
+        parts=known,
+        ranks=[{part: each.value for part, each in known.items()}],
+        profile=None,
+        caps_bytes=(1, 1),
+    )
+    found = {action.key: action for action in actions.actions(situation)}
+    for key in ("accumulate", "straggler"):
+        assert found[key].high == pytest.approx(100 / 40), key
+    assert found["straggler"].predicted_ms == 40.0
+    assert found["straggler"].speedup == pytest.approx(100 / 40)
+
+
+# --- The folder ---
+
+
+def test_a_folder_has_no_trace_of_an_earlier_run(tmp_path, capsys):
+    outcome, run = Outcome(str(tmp_path), rank=0), doctor_runs.doctor()
+    outcome.arrived((run, traces.merge(doctor_runs.rank_traces(2, 3))))
+    assert "opens in Perfetto" in capsys.readouterr().out
+    assert (tmp_path / "trace.json.gz").exists()
+    outcome.arrived((run, None))
+    assert "Perfetto" not in capsys.readouterr().out.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
