@@ -221,7 +221,8 @@ def _network(now, dice):
     ]
     pairs = [
         {"a": a, "b": b, "latency_us": dice.uniform(55, 80), "tcp_gbit_per_s": dice.uniform(2.7, 2.95),
-         "tcp_streams_gbit_per_s": dice.uniform(2.8, 2.99), "streams": 4, "gloo_gbit_per_s": dice.uniform(1.5, 1.8)}
+         "tcp_streams_gbit_per_s": dice.uniform(2.8, 2.99), "streams": 4, "gloo_gbit_per_s": dice.uniform(1.5, 1.8),
+         "alpha_us": dice.uniform(110, 140), "beta_ns_per_byte": dice.uniform(4.4, 5.3)}
         for a in range(now.world_size) for b in range(a + 1, now.world_size)
     ]  # fmt: skip
     return {

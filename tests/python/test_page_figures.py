@@ -207,6 +207,15 @@ def test_the_fitted_cost_runs_through_what_was_measured(run_fields):
     assert [y for _, y in curve] == pytest.approx([y for _, y in dots], abs=5)
 
 
+def test_what_a_pair_costs_is_told_where_it_is_known(run_fields):
+    known, unknown = ({"a": 0, "b": b, "alpha_us": 120.4, "beta_ns_per_byte": 4.8 if b == 1 else None} for b in (1, 2))
+    told = section(run_fields | {"network": run_fields["network"] | {"pairs": [known, unknown]}}, "network")
+    rows = [[words_of(cell) for cell in row] for row in told.iter() if row.tag.endswith("tr")]
+    costs = {row[0]: row[-1] for row in rows}
+    assert costs["0 and 1"] == "120 us and 4.8 ms per MB"
+    assert costs["0 and 2"] == "–"  # noqa: RUF001, as shown
+
+
 # --- Scaling ---
 
 

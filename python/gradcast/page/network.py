@@ -73,11 +73,18 @@ def _pairs(pairs: list[dict[str, Any]]) -> Markup | None:
         return None
     rows = [
         [f"{pair['a']} and {pair['b']}", _us(pair.get("latency_us")), numbers.rate(pair.get("tcp_gbit_per_s")),
-         numbers.rate(pair.get("tcp_streams_gbit_per_s")), numbers.rate(pair.get("gloo_gbit_per_s"))]
+         numbers.rate(pair.get("tcp_streams_gbit_per_s")), numbers.rate(pair.get("gloo_gbit_per_s")), _message(pair)]
         for pair in pairs
     ]  # fmt: skip
     streams = next((pair["streams"] for pair in pairs if pair.get("streams")), "several")
-    return parts.table(["ranks", "latency", "TCP", f"TCP, {streams} streams", "Gloo"], rows, "lrrrr", "Pairs of ranks")
+    headers = ["ranks", "latency", "TCP", f"TCP, {streams} streams", "Gloo", "a message of Gloo"]
+    return parts.table(headers, rows, "lrrrrr", "Pairs of ranks")
+
+
+def _message(pair: dict[str, Any]) -> str:
+    if pair.get("alpha_us") is None or pair.get("beta_ns_per_byte") is None:
+        return numbers.UNKNOWN
+    return f"{_us(pair['alpha_us'])} and {pair['beta_ns_per_byte']:.3g} ms per MB"
 
 
 def _us(value: float | None) -> str:
