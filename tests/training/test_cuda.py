@@ -49,3 +49,17 @@ def test_equal_to_ddp(ranks, task, mode):
     for found, policy in ranks.run(2, train, task, mode):
         assert found == []
         assert policy == "forecast"
+
+
+def capture(rank):
+    module = nn.Linear(8, 8).to("cuda")
+    gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    batch = torch.ones(4, 8, device="cuda")
+    module(batch).sum().backward()
+    with pytest.raises(gradcast.Error, match="captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        module(batch).sum().backward()
+    return True
+
+
+def test_a_graph_that_would_leave_the_traffic_out_is_refused(ranks):
+    assert all(ranks.run(2, capture))

@@ -1,5 +1,7 @@
 """Wrong use raises, on every rank, before any number is wrong; the sentence names what is at fault."""
 
+from unittest import mock
+
 import pytest
 
 import gradcast
@@ -193,3 +195,30 @@ def unknown_option(rank):
 def test_an_unknown_option_is_an_error_that_names_it(ranks):
     for message in ranks.run(2, unknown_option):
         assert "warm_up" in message
+
+
+def backward_of_a_graph(rank, mode):
+    """Without a device: that it is one and that a pass is being captured is given here."""
+    from gradcast.training import checks
+
+    module = nn.Linear(3, 3)
+    handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
+    cuda = mock.Mock(type="cuda")
+    refuse = checks.refuse_capture
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(checks, "refuse_capture", side_effect=lambda _: refuse(cuda)),
+        pytest.raises(gradcast.Error, match="captured in a CUDA graph"),
+    ):
+        module(torch.ones(2, 3)).sum().backward()
+    # On another device nothing is captured, and the step goes on.
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        module(torch.ones(2, 3)).sum().backward()
+    handle.flush()
+    return module.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_pass_that_is_captured_in_a_graph_is_refused(ranks, mode):
+    for gradient in ranks.run(2, backward_of_a_graph, mode):
+        assert gradient == [2.0] * 9

@@ -73,6 +73,17 @@ def check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
         raise _use("DDP's delay_all_reduce_named_params is not supported; make the DDP module without it")
 
 
+def refuse_capture(device: torch.device) -> None:
+    """Where a backward pass begins: a CUDA graph replays kernels, and what the host does in between, sending blocks, is
+    no part of it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise _use(
+            "this backward pass is being captured in a CUDA graph, which would leave gradcast's traffic out when it is "
+            "replayed; capture forward and backward with torch.cuda.make_graphed_callables before attach, or train "
+            "without a graph"
+        )
+
+
 def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
     """``given``: the optimizers as the user has them, wrapped or not."""
     if max_grad_norm is None:

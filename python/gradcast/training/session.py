@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.training import pending, planning
+from gradcast.training import checks, pending, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
 from gradcast.training.group import Group
@@ -192,6 +192,7 @@ class Session:
     def backward_begins(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
+            checks.refuse_capture(self.buffers.flats[0].device)
             if self._module_buffers is not None:
                 self._module_buffers.step_begins()
             # Forward has not read these. If it did after all, in a way that nobody saw, their gradients will tell.
