@@ -112,6 +112,30 @@ def test_more_threads_than_cores():
     assert found(hosts=[Host("a", threads=8, cores=8, ranks=2)]) == {}
 
 
+def test_what_more_threads_than_cores_cost():
+    hosts = [Host("a", threads=16, cores=8, ranks=2)]
+    assert found(hosts=hosts)["threads"].cost_ms is None
+    assert found(hosts=hosts, threads_cost=Estimate(4.0, 3.0, 5.0))["threads"].cost_ms == 4.0
+    assert "threads" not in found(hosts=hosts, threads_cost=Estimate(1.0, -1.0, 3.0)), "within the noise"
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "ranks", "fitting"), [(16, 8, 2, 4), (8, 1, 4, 1), (4, 1, 4, None), (8, 8, 2, None)]
+)
+def test_the_threads_that_fit(threads, cores, ranks, fitting):
+    assert Host("a", threads, cores, ranks).fitting_threads == fitting
+
+
+def test_where_one_host_has_too_many_threads_every_rank_takes_part():
+    doctor = pytest.importorskip("gradcast.diagnosis.doctor", exc_type=ImportError)
+    nodes = doctor.Nodes(("a", "a", "b"))
+    many, few = process(range(4), threads=4), process(range(4), threads=3)
+    assert [doctor._fitting_threads(nodes, rank, [many, many, few]) for rank in range(3)] == [2, 2, 3]
+    assert [doctor._fitting_threads(nodes, rank, [few, few, few]) for rank in range(3)] == [2, 2, 3]
+    one = process(range(4), threads=1)
+    assert [doctor._fitting_threads(nodes, rank, [one, one, few]) for rank in range(3)] == [None] * 3
+
+
 def test_the_host_with_too_many_threads_is_named():
     hosts = [Host("a", 2, 2, 2), Host("b", 12, 8, 4), Host("c", 16, 8, 4)]
     title = found(hosts=hosts)["threads"].title

@@ -228,6 +228,34 @@ def test_wrong_use_is_refused(ranks, case, words):
         assert words in said
 
 
+def with_more_threads_than_cores(rank, folder):
+    """The doctor's findings, the numbers of threads with which passes ran, and the one afterwards."""
+    usual, many, seen = torch.get_num_threads(), len(os.sched_getaffinity(0)) + 1, set()
+    ddp = make_ddp()
+    adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    ddp.module.register_forward_hook(lambda *_: seen.add(torch.get_num_threads()))
+    torch.set_num_threads(many)
+    try:
+        options = {"network": False, "trial": False, "output": folder}
+        with gradcast.doctor(ddp, adam, steps=5, seconds=0.01, **options) as outcome:
+            steps(rank, ddp, adam, 12)
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(usual)
+    return outcome.result, seen, after, many
+
+
+def test_steps_with_threads_that_fit_say_what_too_many_cost(ranks, tmp_path):
+    results = ranks.run(2, with_more_threads_than_cores, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    for _, seen, after, many in results:
+        assert len(seen) == 2
+        assert max(seen) == many
+        assert after == many
+    # If it costs too little to be told from noise, it is no finding.
+    (listed,) = [each for each in results[0][0]["lint"] if each["key"] == "threads"] or [{"cost_ms": 1.0}]
+    assert listed["cost_ms"] > 0
+
+
 def attached_by_the_script(rank, folder):
     """As in a script that attaches gradcast, which runs with GRADCAST_DISABLE=1 under the doctor."""
     ddp = make_ddp()

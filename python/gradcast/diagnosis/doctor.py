@@ -154,8 +154,13 @@ class Doctor:
         makers = {name: functools.partial(prober.wrapper, groups[name]) for name in run}
         options = _without_mistakes(self._ddp)
         makers |= {name: functools.partial(prober.wrapper, groups["cluster"], **{name: False}) for name in options}
+        process = environment.own_process()
+        threads = _fitting_threads(nodes, group.rank, group.gather(process))
+        if threads is not None:
+            options.append("threads")
+            makers["threads"] = makers["cluster"]
         rounds = self._rounds(group, ordinary, len(makers))
-        wrappers, found = prober.run(makers, rounds, tell)
+        wrappers, found = prober.run(makers, rounds, tell, {} if threads is None else {"threads": threads})
         layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = None, []
@@ -183,7 +188,7 @@ class Doctor:
             clocks=clocks,
             network=network,
             probe_steps=probes.step_count(len(makers), rounds),
-            process=environment.own_process(),
+            process=process,
         )
 
     def _network(self, group: Group, tell: "_Teller") -> dict[str, Any] | None:
@@ -302,6 +307,14 @@ def _without_mistakes(ddp: DistributedDataParallel) -> list[str]:
     if ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
         options.append("broadcast_buffers")
     return options
+
+
+def _fitting_threads(nodes: Nodes, rank: int, processes: Sequence[environment.Process]) -> int | None:
+    """For this rank, where on some host more threads compute than there are cores; None on all ranks alike."""
+    hosts = {host.name: host for host in environment.hosts(nodes.hosts, processes)}
+    if all(host.fitting_threads is None for host in hosts.values()):
+        return None
+    return hosts[nodes.hosts[rank]].fitting_threads or processes[rank].threads
 
 
 def _rebuilds(ddp: DistributedDataParallel) -> bool:

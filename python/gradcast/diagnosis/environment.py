@@ -40,8 +40,16 @@ def own_process() -> Process:
     )
 
 
+def hosts(names: Sequence[str], processes: Sequence[Process]) -> list[Host]:
+    """``names``: of each rank's host. ``processes``: as ``own_process`` tells it on each rank."""
+    return [
+        host(name, [process for other, process in zip(names, processes, strict=True) if other == name])
+        for name in dict.fromkeys(names)
+    ]
+
+
 def host(name: str, processes: Sequence[Process]) -> Host:
-    """``processes``: of the host's ranks, as ``own_process`` tells it on each."""
+    """``processes``: of the host's ranks."""
     return Host(
         name=name,
         threads=sum(process.threads for process in processes),

@@ -196,9 +196,9 @@ def _lint(
     ranks: Sequence[Measured], facts: Facts, found: Breakdown, profile: _core.Profile | None
 ) -> list[dict[str, Any]]:
     network = ranks[0].network
-    hosts = dict.fromkeys(each.steps.host for each in ranks)
     known = lint.Facts(
-        hosts=[environment.host(host, [each.process for each in ranks if each.steps.host == host]) for host in hosts],
+        hosts=environment.hosts([each.steps.host for each in ranks], [each.process for each in ranks]),
+        threads_cost=option_cost(ranks, "threads"),
         step_ms=found.step.value,
         compiled=facts.compiled,
         find_unused_parameters=facts.find_unused_parameters,
@@ -276,7 +276,8 @@ def aligned(ranks: Sequence[Measured]) -> list[RankTrace]:
 
 
 def option_cost(ranks: Sequence[Measured], name: str) -> Estimate | None:
-    """What one of DDP's options costs a step: with it less without it, of the slowest rank. None where not measured."""
+    """What one of DDP's options costs a step, or more threads than fit: with it less without it, of the slowest rank.
+    None where not measured."""
     if name not in ranks[0].options:
         return None
     with_it = [each.steps.probes["cluster"]["step"] for each in ranks]

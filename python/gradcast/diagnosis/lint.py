@@ -44,6 +44,13 @@ class Host:
     ranks: int
     variables: Sequence[Mapping[str, str]] = ()
 
+    @property
+    def fitting_threads(self) -> int | None:
+        """For each rank, where more threads compute than there are cores and a rank can do with fewer."""
+        if self.threads <= max(self.cores, self.ranks):
+            return None
+        return max(1, self.cores // self.ranks)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -55,7 +62,7 @@ class Facts:
     * ``compiled``: whether torch.compile got the whole module.
     * ``find_unused_parameters``, ``broadcast_buffers``: DDP's settings. ``rebuilt``: whether DDP lays its buckets out
       anew by when gradients come. ``all_used``: every parameter that is trained had a gradient in each step that was
-      seen. The costs: a step with the setting less one without it.
+      seen. The costs: a step with the setting less one without it. ``threads_cost``: less one with fitting threads.
     * ``device``: "cpu" or "cuda". ``hosts``: all of the training's.
     * ``network_findings``: sentences of the network check by key.
     * ``predicted_…_ms``: a step as ``play`` predicts it for DDP as it runs, with gradients that come evenly during
@@ -77,6 +84,7 @@ class Facts:
     broadcast_cost: Estimate | None = None
     device: str | None = None
     hosts: Sequence[Host] = ()
+    threads_cost: Estimate | None = None
     network_findings: Mapping[str, str] = field(default_factory=dict)
     predicted_ms: float | None = None
     predicted_even_ms: float | None = None
@@ -176,9 +184,9 @@ def _threads(facts: Facts) -> Finding | None:
     if host is None or host.threads <= host.cores:
         return None
     title = f"on {host.name}, {host.threads} threads compute on {host.cores} cores, and wait for each other"
-    fewer = [f"OMP_NUM_THREADS={max(1, host.cores // host.ranks)}"] if host.threads > host.ranks else []
+    fewer = [] if host.fitting_threads is None else [f"OMP_NUM_THREADS={host.fitting_threads}"]
     fewer += ["fewer ranks per host"] if host.ranks > host.cores else []
-    return Finding("threads", title, None, ", and ".join(fewer))
+    return _measured("threads", title, ", and ".join(fewer), facts.threads_cost)
 
 
 def _interface(facts: Facts) -> Finding | None:

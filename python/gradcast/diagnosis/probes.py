@@ -7,10 +7,11 @@ everything but send. The user's own wrapper takes no part: it reduces only after
 find_unused_parameters it does note which gradients have come, so all have to come in every step.)
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,22 +78,31 @@ class Prober:
         return wrapper
 
     def run(
-        self, makers: dict[str, Callable[[], Any]], rounds: int, told: Callable[[str], None]
+        self,
+        makers: dict[str, Callable[[], Any]],
+        rounds: int,
+        told: Callable[[str], None],
+        threads: Mapping[str, int] | None = None,
     ) -> tuple[dict[str, Any], dict[str, dict[str, list]]]:
         """The wrappers that ``makers`` make, by name, and ms by name and stage. They take turns, so that whatever else
-        the machine does falls on all of them."""
+        the machine does falls on all of them. ``threads``: with how many this rank computes under a name, if that is
+        another number than usual."""
+        threads = threads or {}
         wrappers = {}
         for name, make in makers.items():
             told(f"steps {name}")
             # With a static graph DDP counts in its first steps every gradient that comes, also of others' steps: so
             # one wrapper has made its first before the next one exists.
             wrappers[name] = make()
-            self.steps(wrappers[name], _SETTLING_STEPS)
+            with _computing_with(threads.get(name)):
+                self.steps(wrappers[name], _SETTLING_STEPS)
         found: dict[str, dict[str, list]] = {name: {} for name in wrappers}
         for number in range(rounds):
             told(f"round {number + 1} of {rounds}")
             for name, wrapper in wrappers.items():
-                for times in self.steps(wrapper, _LEFT_OUT_PER_TURN + _STEPS_PER_TURN)[_LEFT_OUT_PER_TURN:]:
+                with _computing_with(threads.get(name)):
+                    made = self.steps(wrapper, _LEFT_OUT_PER_TURN + _STEPS_PER_TURN)
+                for times in made[_LEFT_OUT_PER_TURN:]:
                     for stage, ms in times.items():
                         found[name].setdefault(stage, []).append(ms)
         return wrappers, found
@@ -125,6 +135,18 @@ class Prober:
         if self._ddp.device.type == "cuda":
             torch.cuda.synchronize(self._ddp.device)
         return time.perf_counter_ns()
+
+
+@contextlib.contextmanager
+def _computing_with(threads: int | None) -> Iterator[None]:
+    usual = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(usual)
 
 
 def step_count(kind_count: int, rounds: int) -> int:
