@@ -31,6 +31,7 @@ _PACKING_GAIN = 1.02
 # A measured start-up cost may be too low by much, even 0, and a plan of many blocks pays for that with each. So of
 # the plans that are nearly the best, the one with the fewest blocks.
 _FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
+_PLAIN_TOLERANCE = 0.01
 
 
 # Bytes of DDP's first bucket and of its others that are tried for the plain plan: its own, and any that a user may set.
@@ -157,7 +158,8 @@ def decide(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
 
 
 def plain_plan(profile: _core.Profile) -> _core.Plan:
-    """DDP's buckets, all waited for, with the cap that is best on this profile. REQUIRES: it has a link."""
+    """DDP's buckets, all waited for, with the cap that is best on this profile; of those that are nearly the best the
+    one with the fewest blocks. REQUIRES: it has a link."""
     plans = [
         _core.make_plan(
             profile,
@@ -168,7 +170,9 @@ def plain_plan(profile: _core.Profile) -> _core.Plan:
         )
         for first, cap in _PLAIN_CAPS_BYTES
     ]
-    return min(plans, key=lambda plan: plan.predicted_ns)
+    near_ns = (1 + _PLAIN_TOLERANCE) * min(plan.predicted_ns for plan in plans)
+    near = [plan for plan in plans if plan.predicted_ns <= near_ns]
+    return min(near, key=lambda plan: (len(plan.blocks), plan.predicted_ns))
 
 
 def _plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Options) -> _core.Plan:

@@ -1,0 +1,51 @@
+"""The plan that DDP's way is: its buckets with the best cap, and not many more of them than that needs."""
+
+import pytest
+
+import training.needs  # noqa: F401, skips where there is no torch
+from gradcast import _core
+
+MIB = 1 << 20
+COUNT = 12  # tensors of a MiB each
+
+
+def profile(beta_ns_per_byte, alpha_ns=0.0):
+    """Gradients come evenly during 120 ms of backward; forward is as long."""
+    tensors = [
+        _core.Tensor(name=str(i), bytes=MIB, ready_ns=1e7 * (COUNT - i), need_ns=1e7 * i, update_ns=0)
+        for i in range(COUNT)
+    ]
+    link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
+    return _core.Profile(name="even", forward_ns=1.2e8, backward_ns=1.2e8, tensors=tensors, world_size=2, link=link)
+
+
+def plain_and_predictions(given):
+    from gradcast.training import planning
+
+    predicted = {}
+    for cap in (1, 4, 8, 25):
+        parameters = {"first_bytes": cap * MIB, "cap_bytes": cap * MIB}
+        plan = _core.make_plan(given, given.link, policy="ddp", mode="hook", parameters=parameters)
+        predicted[len(plan.blocks)] = plan.predicted_ns
+    return planning.plain_plan(given), predicted
+
+
+@pytest.mark.parametrize("beta_ns_per_byte", [0.01, 0.1])
+def test_of_buckets_that_are_as_good_the_fewest(beta_ns_per_byte):
+    plan, predicted = plain_and_predictions(profile(beta_ns_per_byte))
+    best_ns = min(predicted.values())
+    good = [blocks for blocks, ns in predicted.items() if ns <= 1.01 * best_ns]
+    assert len(plan.blocks) == min(good) < max(good)
+    assert plan.predicted_ns <= 1.01 * best_ns
+
+
+def test_small_buckets_where_they_are_better():
+    plan, predicted = plain_and_predictions(profile(8.0))
+    assert len(plan.blocks) == COUNT
+    assert plan.predicted_ns == pytest.approx(predicted[COUNT])
+    assert predicted[COUNT] < 0.99 * min(ns for blocks, ns in predicted.items() if blocks < COUNT)
+
+
+def test_large_ones_where_starting_is_dear():
+    plan, _ = plain_and_predictions(profile(0.1, alpha_ns=5e7))
+    assert len(plan.blocks) == 1
