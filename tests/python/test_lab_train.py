@@ -468,3 +468,15 @@ def test_a_model_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(models, "_EXAMPLES", tmp_path)
     with pytest.raises(LabError, match="source tree"):
         models.load_example("digits")
+
+
+def test_batches_of_more_images_than_there_are_are_refused():
+    pytest.importorskip("sklearn")
+    from gradcast.lab import models
+
+    def settings(batch):
+        return Settings(model="digits", profile=None, rates_bits_per_s=(1e9, 1e9), names=("ddp",), batch=batch)
+
+    models.make_task(settings(718), 0)
+    with pytest.raises(LabError, match="at most --batch 7[0-9][0-9] on each of the hosts"):
+        models.make_task(settings(800), 0)
