@@ -478,5 +478,5 @@ def test_batches_of_more_images_than_there_are_are_refused():
         return Settings(model="digits", profile=None, rates_bits_per_s=(1e9, 1e9), names=("ddp",), batch=batch)
 
     models.make_task(settings(718), 0)
-    with pytest.raises(LabError, match="at most --batch 7[0-9][0-9] on each of the hosts"):
+    with pytest.raises(LabError, match=r"at most --batch 7\d\d on each of the hosts"):
         models.make_task(settings(800), 0)
