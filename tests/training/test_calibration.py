@@ -1,5 +1,6 @@
 """A new plan is held against its own first steps, and made again where the network or compute takes something else."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -198,6 +199,43 @@ def test_what_ddp_would_take_has_no_network_beside_its_forward():
     assert beside.gain < alone.gain
     assert beside.low <= beside.gain <= beside.high
     assert beside.compute_share == alone.compute_share
+
+
+@pytest.mark.parametrize(("mode", "plain_ms"), [("overlap", 100), ("hook", 200)])
+def test_compute_that_was_found_beside_overlap_is_not_expected_of_ddp(mode, plain_ms):
+    from gradcast.training import calibration, live_plan
+    from gradcast.training.planning import Proposal
+
+    given = profile_of(200, 100, 10)
+    plan = _core.make_plan(given, given.link, mode=mode)
+    live = mock.Mock(profile=given, in_force=plan, _mode=mode, _options=gradcast.Options(), link_spread=(0.9, 1.1))
+    live._proposal.return_value = Proposal(given.to_json(), plan.to_json())
+    live.agreed.hold_iterations = 7
+    found = calibration.Found(blocks=[], compute=compute_steps([(200, 200, 10)] * 3))
+    assert live_plan.LivePlan._calibrated(live, found).hold_iterations == 7
+    profile, _, spread, plain_profile = live._proposal.call_args.args
+    assert profile.forward_ns == 200e6
+    assert plain_profile.forward_ns == 1e6 * plain_ms
+    assert spread == (0.9, 1.1), "the warm-up's, where no block was measured"
+
+
+def test_where_ddps_way_is_taken_its_own_compute_is_expected():
+    """Beside the plan it took twice as long; that it does not now is no change."""
+    from gradcast.training import live_plan, planning
+    from gradcast.training.calibration import Compute, with_compute
+    from gradcast.training.expectation import expect
+
+    alone = profile_of(200, 100, 10)
+    beside = with_compute(alone, Compute(400e6, 200e6, 20e6))
+    plan, plain = _core.make_plan(beside, beside.link), planning.plain_plan(alone)
+    agreed = planning.Agreed(
+        beside, plan, (0, 1), plain, expect(beside, plan, alone, plain, (1.0, 1.0)), steps_aside=True
+    )
+    live = mock.Mock(in_force=plain)
+    with mock.patch.object(_core, "Monitor") as monitor:
+        live_plan.LivePlan._new_monitor(live, agreed)
+        live_plan.LivePlan._new_monitor(live, dataclasses.replace(agreed, steps_aside=False))
+    assert [call.kwargs["busy_ns"] for call in monitor.call_args_list] == pytest.approx([310e6, 620e6])
 
 
 def test_where_it_is_right_the_plan_stays(ranks):

@@ -282,10 +282,12 @@ class LivePlan:
             self._monitor = self._new_monitor(agreed)
 
     def _new_monitor(self, agreed: Agreed) -> _core.Monitor:
-        profile = agreed.profile
+        profile, busy_ns = agreed.profile, compute_ns(agreed.profile)
+        if agreed.steps_aside:  # of the plan that is followed: beside the other one compute may take longer
+            busy_ns = agreed.expectation.compute_share * agreed.plain.predicted_ns
         return _core.Monitor(
             self._group.world_size,
-            busy_ns=compute_ns(profile),
+            busy_ns=busy_ns,
             link_ns=_network_ns(self.in_force, profile),
             has_plain=agreed.plain is not None,
             begins_plain=agreed.steps_aside,
