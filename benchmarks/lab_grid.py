@@ -37,11 +37,11 @@ USUAL = "ddp,ddp-near,hook,overlap"
 FULL_HOSTS, FULL_RATIO = 4, 1.0  # in this cell of each model all is compared
 # Real models compute with all that their core has, so that only two hosts find a core each.
 REAL_HOSTS, REAL_COMPARE = 2, "ddp,ddp-sweep,hook,overlap"
-# Mbit/s and texts or images per host and step: communication of char_gpt takes about as long as compute, half and twice
-# as long; of digits, which has too few images for that, many times as long.
+# Mbit/s and texts or images per host and step: communication takes about as long as compute, half and twice as long.
+# digits has 750 images for each host, too few for 50 Mbit/s.
 REAL_CELLS = {
     "char_gpt": ((50, 96), (100, 48), (200, 24), (500, 10), (100, 96), (100, 24)),
-    "digits": ((50, 250), (100, 125), (200, 62), (500, 25), (100, 250), (100, 62)),
+    "digits": ((100, 700), (200, 480), (500, 200), (500, 400), (200, 320), (500, 120)),
 }
 ROUNDS, STEPS = 5, 3
 MARK = "lab grid"

@@ -50,6 +50,29 @@ def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(3e5 + 34.0 * size, rel=0.01)
 
 
+def test_blocks_that_share_the_network_tell_only_all_together():
+    from gradcast.training import link_costs
+
+    found = steps_on(linear(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000])
+    link = linear(1e5, 25.0)
+    corrected = link_costs.corrected(link, found, one_by_one=False)
+    factor = sum(ns for _, ns in found[0]) / sum(link.all_reduce.cost_ns(size) for size, _ in found[0])
+    for size in (50_000, 5_000_000):
+        assert corrected.all_reduce.cost_ns(size) == pytest.approx(factor * link.all_reduce.cost_ns(size))
+
+
+def test_a_block_costs_what_it_keeps_the_network_busy():
+    from gradcast.training.calibration import _on_the_wire_ns
+
+    def block(launch_ns, finish_ns):
+        return mock.Mock(launch_ns=launch_ns, finish_ns=finish_ns)
+
+    assert _on_the_wire_ns([block(10, 30), block(35, 50)]) == [20, 15], "one after the other"
+    # The second one begins beside the first, the third ends before it, the last one comes when all is quiet.
+    assert _on_the_wire_ns([block(10, 30), block(15, 60), block(31, 55), block(70, 75)]) == [20, 30, 0, 5]
+    assert _on_the_wire_ns([]) == []
+
+
 def compute_steps(ranks, disturbed=None):
     """Four steps of ``ranks``: backward, forward, update in ms; those of one step take ten times as long."""
     from gradcast.training.calibration import Compute
@@ -110,7 +133,7 @@ def test_what_a_step_computed_is_what_it_did_not_wait():
 def train(rank, mode, link_factor, compute_factor=None):
     from gradcast.training import calibration, link_costs
 
-    link = mock.Mock(side_effect=lambda link, _: link_factor and link.scaled(link_factor, link_factor))
+    link = mock.Mock(side_effect=lambda link, _, one_by_one: link_factor and link.scaled(link_factor, link_factor))
 
     def stretched(profile, steps):
         for step in steps:

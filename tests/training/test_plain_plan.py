@@ -3,7 +3,7 @@
 import pytest
 
 import training.needs  # noqa: F401, skips where there is no torch
-from gradcast import _core
+from gradcast import _core, stock_ddp
 
 MIB = 1 << 20
 COUNT = 12  # tensors of a MiB each
@@ -24,8 +24,7 @@ def plain_and_predictions(given):
 
     predicted = {}
     for cap in (1, 4, 8, 25):
-        parameters = {"first_bytes": cap * MIB, "cap_bytes": cap * MIB}
-        plan = _core.make_plan(given, given.link, policy="ddp", mode="hook", parameters=parameters)
+        plan = stock_ddp.plan(given, stock_ddp.same_caps(cap))
         predicted[len(plan.blocks)] = plan.predicted_ns
     return planning.plain_plan(given), predicted
 
@@ -36,6 +35,7 @@ def test_of_buckets_that_are_as_good_the_fewest(beta_ns_per_byte):
     best_ns = min(predicted.values())
     good = [blocks for blocks, ns in predicted.items() if ns <= 1.01 * best_ns]
     assert len(plan.blocks) == min(good) < max(good)
+    assert plan.in_flight == stock_ddp.IN_FLIGHT, "nobody waits for one bucket before the next one is sent"
     assert plan.predicted_ns <= 1.01 * best_ns
 
 

@@ -57,7 +57,7 @@ class Calibration:
         """None where one tells nothing. Returns whether that was the last step."""
         blocks = [] if iteration is None else iteration.blocks
         usable = len(blocks) == len(self._sizes)
-        self._blocks.append([float(block.finish_ns - block.launch_ns) for block in blocks] if usable else None)
+        self._blocks.append(_on_the_wire_ns(blocks) if usable else None)
         self._compute.append(compute)
         return len(self._blocks) == STEPS
 
@@ -102,6 +102,15 @@ def corrected_compute(profile: _core.Profile, steps: Sequence[Sequence[Compute]]
         statistics.median(statistics.median(step.update_ns for step in rank) for rank in ranks),
     )
     return None if abs(found.total_ns / compute_ns(profile) - 1) <= _RIGHT else found
+
+
+def _on_the_wire_ns(blocks: Sequence[_core.BlockRecord]) -> list[float]:
+    """How long each block has kept the network busy: from its launch, or from the end of those before it."""
+    found, end_ns = [], 0
+    for block in blocks:
+        found.append(float(max(0, block.finish_ns - max(block.launch_ns, end_ns))))
+        end_ns = max(end_ns, block.finish_ns)
+    return found
 
 
 def _measured_by_all(ranks: Sequence[Sequence[T | None]]) -> list[tuple[T, ...]]:

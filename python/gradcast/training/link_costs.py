@@ -32,8 +32,11 @@ def fitted(found: Sequence[Sample], pack_ns_per_byte: float) -> _core.LinkModel:
     return _core.LinkModel(all_reduce=[only], pack_ns_per_byte=pack_ns_per_byte)
 
 
-def corrected(link: _core.LinkModel, steps: Sequence[Sequence[Sample]]) -> _core.LinkModel | None:
+def corrected(
+    link: _core.LinkModel, steps: Sequence[Sequence[Sample]], *, one_by_one: bool = True
+) -> _core.LinkModel | None:
     """The link as a plan's own blocks have found it, None where ``link`` is right. ``steps``: of the same blocks each.
+    ``one_by_one``: of blocks that share the network only all together tell what it costs.
 
     A block that finds the network idle costs less than one that follows another: switches and token buckets have room
     again, and ranks that are not quite in step send one after the other. A plan leaves other pauses than the warm-up.
@@ -42,7 +45,7 @@ def corrected(link: _core.LinkModel, steps: Sequence[Sequence[Sample]]) -> _core
     factor = sum(time for _, time in usual) / sum(link.all_reduce.cost_ns(size) for size, _ in usual)
     if abs(factor - 1) <= _RIGHT:
         return None
-    if _size_count(usual) < 3:
+    if _size_count(usual) < 3 or not one_by_one:
         return link.scaled(factor, factor)
     return fitted([sample for step in steps for sample in step], link.pack_ns_per_byte)
 

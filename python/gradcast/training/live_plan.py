@@ -234,7 +234,8 @@ class LivePlan:
         return self._proposal(self.profile, plan, self.warmup.link_spread)
 
     def _calibrated(self, found: calibration.Found) -> Proposal | None:
-        link = link_costs.corrected(self.profile.link, found.blocks) if found.blocks else None
+        one_by_one = self.in_force.in_flight == 1
+        link = link_costs.corrected(self.profile.link, found.blocks, one_by_one=one_by_one) if found.blocks else None
         compute = calibration.corrected_compute(self.profile, found.compute)
         if link is None and compute is None:
             return None
@@ -243,7 +244,7 @@ class LivePlan:
         # Compute takes longer beside the network, but DDP's forward has no network beside it.
         plain_profile = idle if self.in_force.mode == "overlap" else profile
         samples = [sample for step in found.blocks for sample in step]
-        spread = link_costs.spread(samples, profile.link) if samples else self.link_spread
+        spread = link_costs.spread(samples, profile.link) if samples and one_by_one else self.link_spread
         plan = planning.decide(profile, self._mode, self._options)
         proposal = self._proposal(profile, plan, spread, plain_profile)
         return dataclasses.replace(proposal, hold_iterations=self.agreed.hold_iterations)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from gradcast import _core
+from gradcast import _core, stock_ddp
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
 from gradcast.training import link_costs
@@ -158,18 +158,9 @@ def decide(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
 
 
 def plain_plan(profile: _core.Profile) -> _core.Plan:
-    """DDP's buckets, all waited for, with the cap that is best on this profile; of those that are nearly the best the
-    one with the fewest blocks. REQUIRES: it has a link."""
-    plans = [
-        _core.make_plan(
-            profile,
-            profile.link,
-            policy="ddp",
-            mode="hook",
-            parameters={"first_bytes": first, "cap_bytes": cap},
-        )
-        for first, cap in _PLAIN_CAPS_BYTES
-    ]
+    """DDP's way, with the cap that is best on this profile; of those that are nearly the best the one with the fewest
+    blocks. REQUIRES: it has a link."""
+    plans = [stock_ddp.plan(profile, caps_bytes) for caps_bytes in _PLAIN_CAPS_BYTES]
     near_ns = (1 + _PLAIN_TOLERANCE) * min(plan.predicted_ns for plan in plans)
     near = [plan for plan in plans if plan.predicted_ns <= near_ns]
     return min(near, key=lambda plan: (len(plan.blocks), plan.predicted_ns))
