@@ -56,6 +56,7 @@ CAUSES = {
     for cause in (
         Cause("read", "data_storage", took="read", arguments=("--read-ms", "40")),
         Cause("prepare", "data_cpu", took="prepare", arguments=("--prepare-ms", "12")),
+        Cause("python", "launch", 40.0, arguments=("--python-ms", "40")),
         Cause("link", "network", rate_bits_per_s=SLOW_BITS_PER_S),
         Cause("slow host", "network", slow_node=True),
         Cause("inside", "interconnect", inside_bits_per_s=SLOW_INSIDE_BITS_PER_S),

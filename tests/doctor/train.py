@@ -36,13 +36,16 @@ class Waits(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, ms):
+    """``ms``: of computing in forward, twice that in backward; ``python_ms``: between operations, in forward."""
+
+    def __init__(self, ms, python_ms):
         super().__init__()
-        self.ms = ms
+        self.ms, self.python_ms = ms, python_ms
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, value):
+        time.sleep(self.python_ms / 1e3)
         return Waits.apply(torch.relu(self.norm(self.linear(value))), self.ms)
 
 
@@ -74,6 +77,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--layer-ms", type=float, default=2.0)
+    parser.add_argument("--python-ms", type=float, default=0.0, help="of a step, between operations")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--read-ms", type=float, default=0.0)
@@ -100,7 +104,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(args.layer_ms) for _ in range(args.layers)))
+    model = nn.Sequential(*(Layer(args.layer_ms, args.python_ms / args.layers) for _ in range(args.layers)))
     if rank == args.slow_rank:
         model[3].ms += args.slow_ms / 3
     ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mib)

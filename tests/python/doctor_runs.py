@@ -172,6 +172,7 @@ def _own_parts(now, dice, slow_ms):
         "forward": now.model.forward_ns / MS * noise(),
         "backward": now.model.backward_ns / MS * noise() + slow_ms,
         "update": 6.2 * noise(),
+        "launch": 5.1,
         "loop": 3.4 * noise(),
         "data_storage": 0.0,
         "data_cpu": 2.1 * noise(),

@@ -87,14 +87,15 @@ def of_parts(step_ms, known, ranks=None):
 
 
 def test_actions_come_in_the_order_of_their_gain():
-    known = parts(forward=40, backward=80, update=10, data_storage=50, data_cpu=10, waiting=8, network=2)
+    known = parts(forward=30, backward=70, launch=20, update=10, data_storage=50, data_cpu=10, waiting=8, network=2)
     listed = actions.actions(of_parts(200.0, known))
-    assert [action.key for action in listed] == ["loader", "straggler", "accumulate"]
+    assert [action.key for action in listed] == ["loader", "launch", "straggler", "accumulate"]
     assert listed[0].predicted_ms == 140
     assert listed[0].speedup == pytest.approx(200 / 140)
-    assert listed[1].predicted_ms == 192
+    assert listed[1].predicted_ms == 180
+    assert listed[2].predicted_ms == 192
     # Two batches: one that sends nothing but still waits for the slower rank, 188, and one as now.
-    assert listed[2].predicted_ms == pytest.approx((188 + 200) / 2)
+    assert listed[3].predicted_ms == pytest.approx((188 + 200) / 2)
 
 
 def test_a_loader_gains_what_the_slowest_rank_gains():
@@ -140,6 +141,12 @@ def test_a_step_that_only_computes_is_hopeless_and_says_so():
     [
         ({"forward": 60, "backward": 138, "network": 2}, {}, "compute-bound", "99% of the step's 200 ms"),
         ({"forward": 60, "loop": 100}, {}, "compute-bound", "the loop's own work (the loss, logging"),
+        (
+            {"forward": 60, "launch": 100},
+            {},
+            "compute-bound",
+            "launching operations, Python and the framework another 50%",
+        ),
         ({"forward": 100, "network": 100}, {"latency_share": 0.1}, "bandwidth-bound", "between nodes"),
         ({"forward": 100, "interconnect": 100}, {}, "bandwidth-bound", "between the devices of a node"),
         ({"forward": 100, "network": 100}, {"latency_share": 0.8}, "latency-bound", "80% of their time"),

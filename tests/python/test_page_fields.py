@@ -16,7 +16,7 @@ from gradcast.diagnosis.timelines import FollowedStep
 from gradcast.page import heat_map
 
 STEPS = 9
-FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS = 30.0, 60.0, 5.0, 5.0, 50.0
+FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS, LAUNCH_MS = 30.0, 60.0, 5.0, 5.0, 50.0, 4.0
 SLOW_RANK, SLOW_MS = 2, 40.0
 WAITED_MS = 1.0  # at the end of backward
 
@@ -42,6 +42,7 @@ def rank_steps(rank):
         host=f"host{rank // 2}",
         normal=constant(normal),
         probes={kind: constant(times) for kind, times in probes.items()},
+        computing=constant(own | {"forward": own["forward"] - LAUNCH_MS}),
         layers_ms={"layer1": own["forward"]},
     )
 

@@ -85,8 +85,11 @@ def test_an_estimate_of_a_difference_draws_each_sample_by_itself():
 # --- The breakdown ---
 
 
-def rank_steps(rank, *, step=200, loop=5, loader=20, forward=30, backward=60, update=5, node=20, cluster=50, **more):
-    """Constant samples. ``node`` and ``cluster``: what that adds to a step alone."""
+def rank_steps(
+    rank, *, step=200, loop=5, loader=20, forward=30, backward=60, update=5, launch=0, node=20, cluster=50, **more
+):
+    """Constant samples. ``node`` and ``cluster``: what that adds to a step alone; ``launch``: what of forward goes by
+    between operations."""
     alone = forward + backward + update
 
     def constant(ms):
@@ -103,6 +106,7 @@ def rank_steps(rank, *, step=200, loop=5, loader=20, forward=30, backward=60, up
             "node": {"step": constant(alone + node)},
             "cluster": {"step": constant(alone + cluster)},
         },
+        computing=compute | {"forward": constant(forward - launch)},
         **more,
     )
 
@@ -114,11 +118,20 @@ def values(found):
 def test_parts_of_equal_ranks():
     found = breakdown([rank_steps(rank, step=170, read_ms=15.0, prepare_ms=5.0) for rank in range(4)])
     assert values(found) == {
-        "forward": 30, "backward": 60, "update": 5, "loop": 5, "data_storage": 15, "data_cpu": 5,
+        "forward": 30, "backward": 60, "update": 5, "launch": 0, "loop": 5, "data_storage": 15, "data_cpu": 5,
         "interconnect": 20, "network": 30, "waiting": 0, "rest": 0,
     }  # fmt: skip
     assert found.straggler is None
     assert tuple(found.parts) == PARTS
+
+
+def test_what_goes_by_between_operations_is_no_computing():
+    found = values(breakdown([rank_steps(rank, step=170, launch=12) for rank in range(4)]))
+    assert (found["forward"], found["launch"], found["backward"]) == (18, 12, 60)
+    assert found["rest"] == 0
+    # Recording an operation may make it longer than the stage usually is: not so the parts.
+    found = values(breakdown([rank_steps(rank, step=170, launch=-3) for rank in range(4)]))
+    assert (found["forward"], found["launch"], found["rest"]) == (30, 0, 0)
 
 
 def test_what_is_exchanged_inside_costs_at_most_what_all_exchange_does():
@@ -139,6 +152,7 @@ def test_without_a_look_into_workers_all_waiting_for_data_is_preparation():
         ({"loader": 60}, "data_cpu", None),
         ({"loader": 60, "read_ms": 50.0, "prepare_ms": 0.0}, "data_storage", None),
         ({"loop": 45}, "loop", None),
+        ({"forward": 70, "launch": 40, "layers_ms": {"a": 50.0, "b": 20.0}}, "launch", "a"),
     ],
 )
 def test_a_slow_rank_is_waited_for_and_named_with_its_stage(more, stage, layer):
@@ -167,7 +181,8 @@ def test_parts_add_up_to_the_step_also_where_measurements_disagree():
             probes = {"alone": {"step": noisy(95), **compute}}
             probes |= {"node": {"step": noisy(100)}, "cluster": {"step": noisy(150)}}
             normal = {name: noisy(ms) for name, ms in (("step", 170), ("loop", 5), ("loader", 20), ("exposed", 1))}
-            ranks.append(RankSteps(rank, 0, "a", normal, probes))
+            computing = {"forward": noisy(25), "backward": noisy(62), "update": noisy(1)}
+            ranks.append(RankSteps(rank, 0, "a", normal, probes, computing))
         found = breakdown(ranks)
         assert sum(values(found).values()) == pytest.approx(found.step.value, abs=1e-9)
         for each in found.ranks:

@@ -94,6 +94,18 @@ def test_slow_data_is_told_apart(tmp_path, arguments, part):
     assert (result["verdict"]["kind"] == "data-bound") == (parts[part] + parts[other] > others)
 
 
+def test_python_between_operations_is_told_apart_from_what_they_compute(tmp_path):
+    train(tmp_path, "--layer-ms", "0.5", "--python-ms", "160", doctor=QUICK)
+    result = result_in(tmp_path)
+    require_sums(result)
+    parts = {each["key"]: each["ms"] for each in result["parts"]}
+    assert parts["launch"] >= 155
+    # Operations may wait for a core, but not for Python.
+    assert parts["forward"] < parts["launch"] / 2
+    (action,) = (each for each in result["actions"] if each["key"] == "launch")
+    assert action["predicted_ms"] == pytest.approx(result["step"]["ms"] - parts["launch"], rel=0.2)
+
+
 def diagnosed(program, tmp_path, *options, ranks=2):
     """A script of one's own under the doctor: exit code of rank 0 and all that was said, by one process per rank."""
     path = tmp_path / "script.py"
@@ -165,4 +177,15 @@ def test_three_steps_are_too_few(tmp_path):
     # What a rank says is kept only when it fails, and rank 0 says it.
     path.write_text(TRAINS + "\nif dist.get_rank() == 0: raise SystemExit(3)")
     with pytest.raises(LabError, match=r"exit code 3(.|\n)*ended after [12] of the 25 steps"):
+        run_workers(arguments, 2, timeout_s=TIMEOUT_S)
+
+
+def test_a_profiler_of_the_user_is_not_disturbed(tmp_path):
+    path = tmp_path / "script.py"
+    arguments = ["-m", "gradcast", "doctor", "--steps", "5", "-o", str(tmp_path / "run"), str(path), "12"]
+    profiled = TRAINS.replace("for step", "profiler = torch.profiler.profile()\nprofiler.start()\nfor step")
+    path.write_text(
+        profiled + "\nprofiler.stop()\nassert profiler.events()\nif dist.get_rank() == 0: raise SystemExit(3)"
+    )
+    with pytest.raises(LabError, match=r"exit code 3(.|\n)*torch's profiler is in use"):
         run_workers(arguments, 2, timeout_s=TIMEOUT_S)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gradcast import _core, stock_ddp
 from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.stalls import DATA, MEET_ONCE, together_ms
+from gradcast.diagnosis.stalls import COMPUTE, DATA, MEET_ONCE, together_ms
 from gradcast.runs import WORTH
 
 _MS = 1e6
@@ -53,7 +53,7 @@ class Situation:
 
 def actions(found: Situation) -> list[Action]:
     """In the order of predicted gain; all of them, also those that gain nothing."""
-    listed = [_loader(found), _straggler(found), _accumulate(found)]
+    listed = [_loader(found), _launching(found), _straggler(found), _accumulate(found)]
     if found.profile is not None:
         listed += [_overlap(found), _hook(found), _bucket(found)]
         if found.wire_possible:
@@ -75,7 +75,7 @@ def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
     """A sentence where no action is worth the trouble."""
     if any(action.speedup >= WORTH for action in listed):
         return None
-    compute_ms = sum(found.parts[part].value for part in ("forward", "backward", "update", "loop"))
+    compute_ms = sum(found.parts[part].value for part in (*COMPUTE, "launch", "loop"))
     return (
         f"Nothing here will help, because {compute_ms / found.step.value:.0%} of the step is computing and the loop's "
         "own work: only a faster device, a smaller model or fewer steps would."
@@ -159,7 +159,7 @@ def _connections(found: Situation, gain: float) -> Action:
 
 def _accumulate(found: Situation) -> Action:
     parts = found.parts
-    unsent = ("forward", "backward", "loop", "data_storage", "data_cpu", "waiting")
+    unsent = ("forward", "backward", "launch", "loop", "data_storage", "data_cpu", "waiting")
     unsent_ms = sum(max(0.0, parts[part].value) for part in unsent)
     return _by_part(
         found,
@@ -171,18 +171,32 @@ def _accumulate(found: Situation) -> Action:
 
 
 def _loader(found: Situation) -> Action:
-    """What the slowest rank's own work loses: a loader that is slow on one rank keeps everybody waiting, one that is
-    slow where another rank computes for longer keeps nobody."""
-    gone_ms = together_ms(found.ranks, found.meetings) - together_ms(found.ranks, found.meetings, DATA)
-    below_ms = sum(found.parts[part].value - found.parts[part].low for part in DATA)
-    above_ms = sum(found.parts[part].high - found.parts[part].value for part in DATA)
-    return _by_part(
+    return _without(
         found,
+        DATA,
         "loader",
         "a loader that never keeps the step waiting",
         "DataLoader(num_workers=…, prefetch_factor=…), or faster storage",
-        [gone_ms, max(0.0, gone_ms - below_ms), gone_ms + above_ms],
     )
+
+
+def _launching(found: Situation) -> Action:
+    return _without(
+        found,
+        ("launch",),
+        "launch",
+        "no time between operations",
+        "compile the layers (block.compile()), fused optimizers (fused=True), larger batches",
+    )
+
+
+def _without(found: Situation, parts: Sequence[str], key: str, title: str, how: str) -> Action:
+    """What the slowest rank's own work loses: a loader that is slow on one rank keeps everybody waiting, one that is
+    slow where another rank computes for longer keeps nobody."""
+    gone_ms = together_ms(found.ranks, found.meetings) - together_ms(found.ranks, found.meetings, parts)
+    below_ms = sum(found.parts[part].value - found.parts[part].low for part in parts)
+    above_ms = sum(found.parts[part].high - found.parts[part].value for part in parts)
+    return _by_part(found, key, title, how, [gone_ms, max(0.0, gone_ms - below_ms), gone_ms + above_ms])
 
 
 def _straggler(found: Situation) -> Action:

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis import environment, findings, network_hosts, pings, probes, trial
+from gradcast.diagnosis import environment, findings, launching, network_hosts, pings, probes, trial
 from gradcast.diagnosis.loader import LoaderWatch
 from gradcast.diagnosis.observer import TAPES, Observer
 from gradcast.diagnosis.probes import Nodes, Prober
@@ -132,6 +132,8 @@ class Doctor:
                 "parameters stay without a gradient in some steps, and DDP, which looks for them, would take the "
                 "doctor's steps for the training's"
             )
+        if any(group.gather(launching.runs())):
+            raise Error("torch's profiler is in use, which the doctor needs, too: leave it out for the diagnosis")
         snapshot = Snapshot(self._ddp.module, self._optimizers)
         try:
             measured = self._measure(group, tell)
@@ -161,6 +163,8 @@ class Doctor:
             makers["threads"] = makers["cluster"]
         rounds = self._rounds(group, ordinary, len(makers))
         wrappers, found = prober.run(makers, rounds, tell, {} if threads is None else {"threads": threads})
+        usual_ms = {stage: _median(samples) for stage, samples in found["alone"].items()}
+        computing = launching.computing_ms(prober, wrappers["alone"], self._ddp.device, usual_ms)
         layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = None, []
@@ -178,6 +182,7 @@ class Doctor:
                 host=nodes.hosts[group.rank],
                 normal={name: [each[name] for each in ordinary] for name in ordinary[0]},
                 probes={kind: found[run] for kind, run in probes.kinds(nodes).items()},
+                computing=computing,
                 loader_workers=self._loader.workers,
                 read_ms=reading and reading[0],
                 prepare_ms=reading and reading[1],

@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from gradcast.diagnosis import tape
 from gradcast.diagnosis.tape import Tape
 
+# Before the names of stages, where torch's profiler records steps.
+STAGE_MARK = "gradcast: "
 _MIB = 1 << 20
 # Of a kind, before any counts: DDP lays out its buckets anew after the first; and of each turn, in which caches and
 # TCP's windows are those that another kind has left.
@@ -115,21 +118,28 @@ class Prober:
     def step(self, model: Any, pause_ms: float = 0.0) -> dict[str, float]:
         began = self._now_ns()
         time.sleep(max(0.0, pause_ms) / 1e3)
-        times = {"forward": 0.0, "backward": 0.0}
+        times = {"forward": 0.0, "backward": 0.0, "update": 0.0}
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         for passes in next(self._tapes).by_backward:
-            stamps = [self._now_ns()]
-            for _ in tape.run_again(model, passes):
-                stamps.append(self._now_ns())
-            stamps.append(self._now_ns())
-            times["forward"] += (stamps[1] - stamps[0]) / 1e6
-            times["backward"] += (stamps[2] - stamps[1]) / 1e6
+            again = tape.run_again(model, passes)
+            with self._stage("forward", times):
+                next(again)
+            with self._stage("backward", times):
+                next(again, None)
+        with self._stage("update", times):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        return times | {"step": (self._now_ns() - began) / 1e6}
+
+    @contextlib.contextmanager
+    def _stage(self, name: str, times: dict[str, float]) -> Iterator[None]:
+        """Adds to ``times``, and is seen by torch's profiler."""
         start = self._now_ns()
-        for optimizer in self._optimizers:
-            optimizer.step()
-        end = self._now_ns()
-        return times | {"update": (end - start) / 1e6, "step": (end - began) / 1e6}
+        with record_function(STAGE_MARK + name):
+            yield
+            end = self._now_ns()
+        times[name] += (end - start) / 1e6
 
     def _now_ns(self) -> int:
         if self._ddp.device.type == "cuda":

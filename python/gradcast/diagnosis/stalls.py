@@ -28,13 +28,14 @@ from dataclasses import dataclass, field
 
 from gradcast.diagnosis.estimates import Estimate, estimate
 
-# In the order in which they are shown. "loop": launching, the framework, and the loop's own work.
+# In the order in which they are shown. "launch": what goes by in these three between operations.
 COMPUTE = ("forward", "backward", "update")
 DATA = ("data_storage", "data_cpu")
-OWN = (*COMPUTE, "loop", *DATA)
+OWN = (*COMPUTE, "launch", "loop", *DATA)
 PARTS = (*OWN, "interconnect", "network", "waiting", "rest")
 # In which a rank takes longer, for sentences.
 STAGE_WORDS = {part: part for part in COMPUTE} | {
+    "launch": "launching and the framework",
     "loop": "the loop's own work",
     "data_storage": "reading data",
     "data_cpu": "preparing data",
@@ -73,14 +74,16 @@ def cached_wait(wait: float, read: float, prepare: float, workers: int) -> float
 class RankSteps:
     """One rank's measurements, ms. ``normal``: of ordinary steps, in order: a stage's times by its name ("step",
     "loop", "loader"). ``probes``: of steps without data, by kind ("alone", "node", "cluster"), a stage's times by its
-    name ("step", "forward", "backward", "update"). ``read_ms``, ``prepare_ms``: of one batch in a loader's worker; None
-    where that is not known. ``node``: which the rank is on."""
+    name ("step", "forward", "backward", "update"). ``computing``: by stage, how long operations run in it in steps
+    "alone" (``launching.py``). ``read_ms``, ``prepare_ms``: of one batch in a loader's worker; None where that is not
+    known. ``node``: which the rank is on."""
 
     rank: int
     node: int
     host: str
     normal: Mapping[str, Sequence[float]]
     probes: Mapping[str, Mapping[str, Sequence[float]]]
+    computing: Mapping[str, Sequence[float]]
     loader_workers: int = 0
     read_ms: float | None = None
     prepare_ms: float | None = None
@@ -96,25 +99,39 @@ class RankSteps:
         return {part: self.own(part) for part in OWN}
 
     def own(self, part: str) -> float:
-        return self._share(part, statistics.median(self._samples(part)))
+        return self._value(part, *self._samples(part))
 
     def own_estimate(self, part: str) -> Estimate:
-        return estimate(lambda drawn: self._share(part, statistics.median(drawn)), self._samples(part))
+        return estimate(lambda *drawn: self._value(part, *drawn), *self._samples(part))
 
-    def _samples(self, part: str) -> Sequence[float]:
+    def _samples(self, part: str) -> list[Sequence[float]]:
         """What a part is taken from: of waiting for data, both of its parts."""
+        alone = self.probes["alone"]
         if part in COMPUTE:
-            return self.probes["alone"][part]
-        return self.normal["loop" if part == "loop" else "loader"]
+            return [alone[part], self.computing[part]]
+        if part == "launch":
+            return [samples for stage in COMPUTE for samples in (alone[stage], self.computing[stage])]
+        return [self.normal["loop" if part == "loop" else "loader"]]
 
-    def _share(self, part: str, value: float) -> float:
+    def _value(self, part: str, *samples: Sequence[float]) -> float:
         """Of what the samples say, the part's."""
-        if part not in DATA:
-            return value
-        prepared = value
+        medians = [statistics.median(each) for each in samples]
+        if part in COMPUTE:
+            return min(medians)
+        if part == "launch":
+            return sum(
+                max(0.0, stage - computing) for stage, computing in zip(medians[::2], medians[1::2], strict=True)
+            )
+        if part == "loop":
+            return medians[0]
+        return self._of_waiting(part, medians[0])
+
+    def _of_waiting(self, part: str, wait_ms: float) -> float:
+        """For a batch: what of it is reading, or preparing."""
+        prepared_ms = wait_ms
         if self.read_ms is not None and self.prepare_ms is not None:
-            prepared = cached_wait(value, self.read_ms, self.prepare_ms, self.loader_workers)
-        return prepared if part == "data_cpu" else value - prepared
+            prepared_ms = cached_wait(wait_ms, self.read_ms, self.prepare_ms, self.loader_workers)
+        return prepared_ms if part == "data_cpu" else wait_ms - prepared_ms
 
 
 @dataclass(frozen=True)
@@ -144,9 +161,9 @@ _STRAGGLES_SHARE, _STRAGGLES_MS = 0.02, 1.0
 
 
 # What ranks do from where they are together to where they are again: once a step, where gradients are averaged; with
-# buffers that come from rank 0 before each forward pass, there as well.
+# buffers that come from rank 0 before each forward pass, there as well. Launching is nearly all in the passes.
 MEET_ONCE = (OWN,)
-MEET_TWICE = (("update", "loop", *DATA), ("forward", "backward"))
+MEET_TWICE = (("update", "loop", *DATA), ("forward", "backward", "launch"))
 
 
 def together_ms(
@@ -220,7 +237,7 @@ def _straggler(view: RankSteps, slowest: RankSteps, step_ms: float, waiting: Est
         return None
     excess = {part: slowest.own(part) - view.own(part) for part in OWN}
     stage = max(excess, key=lambda part: excess[part])
-    layer = _slow_layer(view, slowest) if stage in COMPUTE[:2] else None
+    layer = _slow_layer(view, slowest) if stage in ("forward", "backward", "launch") else None
     return Straggler(slowest.rank, stage, layer, waiting.value)
 
 

@@ -72,8 +72,9 @@ svg circle.s2 { --c: var(--s2); } svg circle.s3 { --c: var(--s3); }
 svg circle[class^="s"] { fill: var(--page); stroke: var(--c); stroke-width: 2; }
 svg circle[class^="s"].measured { fill: var(--c); }
 svg circle[class^="s"].extrapolated { stroke-opacity: .55; }
-.p-forward { --p: #7cc6a6; } .p-backward { --p: #93b6e0; } .p-update { --p: #bba7e0; } .p-loop { --p: #d8cfae; }
-.p-data_storage { --p: #d9ad5c; } .p-data_cpu { --p: #f0d683; } .p-interconnect { --p: #f3b07a; }
+.p-forward { --p: #7cc6a6; } .p-backward { --p: #93b6e0; } .p-update { --p: #bba7e0; } .p-launch { --p: #e3a8cf; }
+.p-loop { --p: #d8cfae; } .p-data_storage { --p: #d9ad5c; } .p-data_cpu { --p: #f0d683; }
+.p-interconnect { --p: #f3b07a; }
 .p-network { --p: #ea8160; } .p-waiting { --p: #d9688d; } .p-rest { --p: #b6bec6; } .block { --p: #ee9a7d; }
 .predicted-bar { --p: #a9c9ea; } .measured-bar { --p: #5f9fd6; } .floor-bar { --p: #cdd5dc; }
 .h0 { --p: var(--h0); } .h1 { --p: var(--h1); } .h2 { --p: var(--h2); }
