@@ -48,6 +48,7 @@ class Cause:
     rate_bits_per_s: float | None = None  # of every node's link
     slow_node: bool = False  # of one node's link alone
     inside_bits_per_s: float | None = None
+    latency_s: float = 0.0  # of every node's link
     rank: int | None = None
 
 
@@ -59,6 +60,7 @@ CAUSES = {
         Cause("python", "launch", 40.0, arguments=("--python-ms", "40")),
         Cause("link", "network", rate_bits_per_s=SLOW_BITS_PER_S),
         Cause("slow host", "network", slow_node=True),
+        Cause("latency", "network", latency_s=2e-3),
         Cause("inside", "interconnect", inside_bits_per_s=SLOW_INSIDE_BITS_PER_S),
         Cause("slow rank", "waiting", 45.0, arguments=("--slow-rank", "3", "--slow-ms", "45"), rank=3),
         Cause("slow data", "waiting", 40.0, arguments=("--read-ms", "40", "--only-rank", "1"), rank=1),
@@ -87,6 +89,9 @@ def diagnose(causes: list[Cause]) -> dict[str, Any]:
                 network.set_all_rates(cause.rate_bits_per_s)
             if cause.slow_node:
                 network.set_rate(1, SLOW_BITS_PER_S)
+            if cause.latency_s > 0:
+                for node in range(network.host_count):
+                    network.set_latency(node, cause.latency_s)
             if cause.inside_bits_per_s is not None:
                 network.set_inside_rate(cause.inside_bits_per_s)
         options = ("--no-network", "--no-trial", "--seconds", "25", "-o", folder)

@@ -3,6 +3,7 @@
 What makes hosts needs root and Linux, and is skipped elsewhere; running workers on loopback is tested everywhere.
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradcast import cli
-from gradcast.lab import LabError, Network, hosts, owner, run_workers
+from gradcast.lab import LabError, Network, delay, hosts, owner, run_workers
 
 WAIT_S = 30
 
@@ -89,6 +90,77 @@ def test_a_link_is_not_faster_than_asked_for(network, receiver):
     assert sending.wait(WAIT_S) == 0
     assert int(count) == size_bytes
     assert 8 * size_bytes / float(seconds) < 1.5 * 20e6
+
+
+ANSWER = """
+import socket
+server = socket.create_server(("0.0.0.0", 5000))
+print("ready", flush=True)
+connection, _ = server.accept()
+while data := connection.recv(65536):
+    connection.sendall(data)
+"""
+ASK = """
+import random, socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000), timeout=10)
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for size in (1, 1, 200_000):
+    sent, start, answer = random.Random(size).randbytes(size), time.perf_counter(), b""
+    connection.sendall(sent)
+    while len(answer) < size:
+        answer += connection.recv(65536)
+    print(time.perf_counter() - start, answer == sent)
+"""
+
+
+def test_a_link_takes_as_long_as_asked_for_in_both_directions_and_loses_nothing():
+    with made_network(200e6) as network:
+        # Of one host each, so that between the two it is both of them, there and back.
+        network.set_latency(0, 0.03)
+        network.set_latency(1, 0.01)
+        answering = run_on(network, 1, ANSWER)
+        assert answering.stdout.readline() == "ready\n"
+        asking = run_on(network, 0, ASK, network.address(1))
+        lines = [line.split() for line in asking.communicate(timeout=WAIT_S)[0].splitlines()]
+        answering.wait(WAIT_S)
+    assert [equal for _, equal in lines] == ["True"] * 3
+    taken_s = [float(seconds) for seconds, _ in lines]
+    assert min(taken_s) >= 0.08
+    assert min(taken_s) < 0.16, "added once, not twice"
+
+
+def test_pieces_come_out_in_order_each_a_while_after_it_came():
+    arriving, given = [b"one", b"two"], []
+
+    def take():
+        if not arriving:
+            raise BlockingIOError
+        return arriving.pop(0)
+
+    late = delay.Delayed(take, given.append, 0.5)
+    assert late.pass_on(9.0) is None
+    late.arrived(10.0)
+    arriving.append(b"three")
+    late.arrived(10.25)
+    assert (late.pass_on(10.375), given) == (10.5, [])
+    assert (late.pass_on(10.5), given) == (10.75, [b"one", b"two"])
+    assert (late.pass_on(11.0), given) == (None, [b"one", b"two", b"three"])
+
+
+def test_a_link_that_is_cut_loses_what_is_on_its_way():
+    def cut(*_):
+        raise OSError(errno.ENETDOWN, "Network is down")
+
+    given, pieces = [], iter([b"one"])
+    late = delay.Delayed(lambda: next(pieces, None) or cut(), cut, 0.0)
+    late.arrived(1.0)
+    assert (late.pass_on(1.0), given) == (None, [])
+
+    def broken():
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        delay.Delayed(broken, given.append, 0.0).arrived(1.0)
 
 
 def test_a_network_comes_and_goes():

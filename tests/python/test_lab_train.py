@@ -4,6 +4,7 @@ judges a time.
 What makes hosts needs root and Linux, and is skipped elsewhere.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import gradcast
 from gradcast.lab import LabError, forecasts, hosts, variants
 from gradcast.lab.cores import BusyCores
-from gradcast.lab.report import report
+from gradcast.lab.report import network_words, report
 from gradcast.lab.results import table_of
 from gradcast.lab.settings import Settings
 from small_profile import small_profile
@@ -280,6 +281,13 @@ def test_a_run_is_bounded_in_time(small_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "did not end within 0.5 s" in done.stderr
+
+
+def test_links_are_named_with_their_latency_where_they_have_one():
+    assert network_words(SETTINGS) == "2 hosts with links of 1 Gbit/s"
+    late = dataclasses.replace(SETTINGS, latency_s=0.0005)
+    assert network_words(late) == "2 hosts with links of 1 Gbit/s and 500 us"
+    assert Settings.from_json(late.to_json()) == late
 
 
 def test_a_model_that_is_not_installed_is_named(monkeypatch, tmp_path):

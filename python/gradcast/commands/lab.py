@@ -11,6 +11,7 @@ from gradcast.commands.lab_options import (
     STAND_IN,
     WHERE,
     add_hosts_option,
+    add_latency_option,
     add_links,
     add_rate_option,
     add_stand_in,
@@ -54,6 +55,7 @@ def _add_run(actions: Any) -> None:
     )
     add_hosts_option(parser, default=2, help_="default: 2")
     add_rate_option(parser, "100mbit")
+    add_latency_option(parser)
     add_timeout_option(parser, 600)
     parser.add_argument("script", nargs="+", metavar="SCRIPT", help="a Python script and its arguments, after --")
     parser.set_defaults(run=run_script)
@@ -64,6 +66,7 @@ def _add_train(actions: Any) -> None:
         actions, "train", "compare ways of sending gradients in real training", STAND_IN, _TRAIN_EXAMPLE
     )
     add_links(parser)
+    add_latency_option(parser)
     parser.add_argument(
         "--model",
         required=True,
@@ -114,7 +117,7 @@ def run_script(args: argparse.Namespace) -> None:
     if not Path(args.script[0]).exists():
         raise Error(f"the script {args.script[0]} does not exist")
     unwind_when_told_to_end()
-    with Network(args.hosts, args.rate) as network:
+    with Network(args.hosts, args.rate, args.latency / 1e9) as network:
         run_workers(args.script, args.hosts, timeout_s=args.timeout, network=network)
 
 
@@ -162,4 +165,5 @@ def _settings(args: argparse.Namespace) -> Settings:
         rounds=args.rounds,
         steps=args.steps,
         in_flight=args.in_flight,
+        latency_s=args.latency / 1e9,
     )

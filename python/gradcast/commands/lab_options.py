@@ -9,7 +9,7 @@ from gradcast.errors import Error
 from gradcast.files import check_writable, load_profile, scaled_profile
 from gradcast.lab.hosts import obstacle
 from gradcast.lab.settings import REAL_MODELS
-from gradcast.units import parse_bandwidth_bits_per_s, parse_positive
+from gradcast.units import parse_bandwidth_bits_per_s, parse_positive, parse_time_ns
 
 _HOSTS_MAX = 250
 WHERE = """\
@@ -51,6 +51,16 @@ def add_rate_option(parser: argparse.ArgumentParser, default: str) -> None:
         type=common.argument(parse_bandwidth_bits_per_s),
         default=parse_bandwidth_bits_per_s(default),
         help=f"of each host's link, each way (default: {default})",
+    )
+
+
+def add_latency_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--latency",
+        type=common.argument(parse_time_ns),
+        default=0.0,
+        metavar="TIME",
+        help="of each host's link, each way: 500us; between two hosts it is twice that (default: none)",
     )
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast.lab.adapt import CHANGED_HOST, MARK, UNMARK, AdaptSettings
+from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
-from gradcast.lab.standin import wake_promptly
 
 _PROGRESS_EVERY = 10
 

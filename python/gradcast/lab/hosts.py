@@ -54,13 +54,14 @@ def obstacle() -> str | None:
 
 
 class Network:
-    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``.
+    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``, over a link that takes
+    ``latency_s`` longer than its packets.
 
     Remove it with ``close()`` or leave it as a context manager. What processes that died without doing so have left
     behind is removed first. Raises LabError where no network can be made.
     """
 
-    def __init__(self, host_count: int, rate_bits_per_s: float) -> None:
+    def __init__(self, host_count: int, rate_bits_per_s: float, latency_s: float = 0.0) -> None:
         if reason := obstacle():
             raise LabError(reason)
         if not 1 <= host_count <= 250:
@@ -68,9 +69,13 @@ class Network:
         remove_leftovers()
         self.host_count = host_count
         self.interface = "eth0"
+        self._delays: list[subprocess.Popen[str]] = []
         self._name = f"{_PREFIX}-{own_name()}-{next(_serial)}"
         try:
             self._make(rate_bits_per_s)
+            if latency_s > 0:
+                for host in range(host_count):
+                    self.set_latency(host, latency_s)
         except BaseException:
             self.close()
             raise
@@ -96,9 +101,23 @@ class Network:
         """Cuts the host off, or brings it back; what has been sent meanwhile, TCP sends again."""
         _run("ip", "-n", self._switch, "link", "set", f"host{host}", "up" if up else "down")
 
+    def set_latency(self, host: int, latency_s: float) -> None:
+        """What the host's link takes longer, in each direction. Once for each host."""
+        port, tap = f"host{host}", f"late{host}"
+        _run("ip", "-n", self._switch, "link", "set", port, "nomaster")
+        # Ends with the network: it runs on the switch.
+        arguments = [sys.executable, "-m", "gradcast.lab.delay", port, tap, f"{latency_s:g}"]
+        delay = subprocess.Popen(["ip", "netns", "exec", self._switch, *arguments], stdout=subprocess.PIPE, text=True)
+        if not delay.stdout.readline():
+            raise LabError(f"no latency on the link of host {host}: gradcast.lab.delay ended with {delay.wait()}")
+        self._delays.append(delay)
+        _run("ip", "-n", self._switch, "link", "set", tap, "master", "switch", "up")
+
     def close(self) -> None:
         """Ends what still runs on the hosts and removes them. Idempotent."""
         _remove([name for name in _namespaces() if name.startswith(f"{self._name}-")])
+        while self._delays:
+            self._delays.pop().communicate()
 
     def __enter__(self) -> "Network":
         return self

@@ -5,7 +5,7 @@ from tabulate import tabulate
 from gradcast.lab.results import Row, Table
 from gradcast.lab.settings import Settings
 from gradcast.lab.variants import COMPUTE
-from gradcast.units import format_bandwidth, format_percent, format_size
+from gradcast.units import format_bandwidth, format_percent, format_size, format_time
 
 # Above this, processes wait for a core as much as for the network.
 _CORES_TOO_BUSY = 0.9
@@ -16,7 +16,8 @@ _HEADERS = [
 
 
 def network_words(settings: Settings) -> str:
-    return links_words(settings.rates_bits_per_s)
+    late = f" and {format_time(settings.latency_s * 1e9)}" if settings.latency_s > 0 else ""
+    return f"{links_words(settings.rates_bits_per_s)}{late}"
 
 
 def links_words(rates_bits_per_s: tuple[float, ...]) -> str:

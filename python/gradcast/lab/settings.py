@@ -19,6 +19,7 @@ class Settings:
     rounds: int = 5
     steps: int = 4  # per round and variant; the first one is not counted
     in_flight: int = 1
+    latency_s: float = 0.0  # of each host's link, each way, besides what its rate makes of a packet
 
     @property
     def hosts(self) -> int:

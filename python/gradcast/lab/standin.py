@@ -6,11 +6,7 @@ which are constants prepared beforehand. So a machine with few cores and no acce
 network while compute goes on beside it; it says nothing about how fast an accelerator is, and nothing about accuracy.
 """
 
-import contextlib
-import ctypes
 import itertools
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +16,6 @@ import torch
 from torch import nn
 
 from gradcast import _core
-from gradcast.lab.errors import LabError
 
 # Stands for the launch queue of an accelerator: a host that comes this much later than the device is free has, on a
 # real one, queued the work in time.
@@ -31,7 +26,6 @@ _GRADIENT_SIZE = 1e-3
 GRADIENT_KINDS = 3
 _SHIFT_ELEMENTS = 16
 _ELEMENT_BYTES = 4
-_PR_SET_TIMERSLACK = 29
 
 
 class DeviceClock:
@@ -185,15 +179,3 @@ def sgd_on(clock: DeviceClock, parameters: Any, learning_rate: float) -> torch.o
             return loss
 
     return SGD(parameters, lr=learning_rate, momentum=0.9)
-
-
-def wake_promptly() -> None:
-    """From now on this thread, and those that it starts, run when they are woken, as on a host with cores to spare.
-
-    Linux otherwise rounds sleeps by 50 us, and a thread that is woken waits for up to a tick (4 ms) for a core that
-    another host's thread is using: real-time threads do not. They nearly always wait, so nothing is starved.
-    """
-    if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0) != 0:
-        raise LabError("the stand-in needs precise sleeps (prctl PR_SET_TIMERSLACK), which this system does not have")
-    with contextlib.suppress(PermissionError):  # in some containers; times then scatter more
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

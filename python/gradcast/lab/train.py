@@ -18,7 +18,7 @@ def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str,
     """What rank 0 measured, see worker.py; progress goes to ``output``."""
     _check_memory(settings)
     rates = settings.rates_bits_per_s
-    with Network(settings.hosts, rates[0]) as network:
+    with Network(settings.hosts, rates[0], settings.latency_s) as network:
         for host, rate in enumerate(rates):
             network.set_rate(host, rate)
         return run_for_result(

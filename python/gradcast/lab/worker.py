@@ -16,10 +16,9 @@ import torch.distributed as dist
 import gradcast
 from gradcast import _core
 from gradcast.lab import forecasts
-from gradcast.lab.cores import BusyCores
+from gradcast.lab.cores import BusyCores, wake_promptly
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.standin import wake_promptly
 from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import (
     BASELINE,
