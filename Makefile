@@ -50,9 +50,9 @@ test-cpp: all
 	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --output-junit ctest.xml
 
 .PHONY: test-python
-test-python: core
+test-python: core $(VENV)/hta.stamp
 	@rm -f $(BUILD)/pytest.xml
-	pytest --junitxml=$(BUILD)/pytest.xml -m 'not long'
+	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest.xml -m 'not long'
 
 # The C++ tests once more under the compilers' checkers: of threads on the engine, of memory and undefined behaviour on
 # everything. Clang where it is at hand: it builds them twice as fast, and checks the engine's locks while it compiles.
@@ -148,6 +148,12 @@ $(VENV)/tools.stamp: pyproject.toml tools/need.sh
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet $$(grep -oE '"[A-Za-z0-9_.-]+==[^"]+"' pyproject.toml | tr -d '"' \
 	  $(if $(TORCH),| sed 's/^torch==.*/torch==$(TORCH)/')) </dev/null
+	@touch $@
+
+# In an environment of its own: the newest numpy is not that of the tests.
+$(VENV)/hta.stamp: $(VENV)/tools.stamp tools/hta.txt
+	@$(PYTHON) -m venv $(VENV)/hta
+	@$(VENV)/hta/bin/python -m pip install --quiet --no-deps -r tools/hta.txt </dev/null
 	@touch $@
 
 $(VENV)/package.stamp: $(VENV)/tools.stamp setup.py

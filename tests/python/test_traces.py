@@ -308,11 +308,11 @@ print(json.dumps({"ranks": sorted(analysis.t.traces), "steps": [int(step) for st
 
 
 def python_with_hta():
-    """This one, or the one that GRADCAST_HTA_PYTHON names: the package brings 90 others, so tests do not install it."""
+    """This one, or the one that GRADCAST_HTA_PYTHON names, as `make test` does: the package has an environment of its
+    own there, see tools/hta.txt."""
     named = os.environ.get("GRADCAST_HTA_PYTHON")
     if named is None and importlib.util.find_spec("hta") is None:
-        pytest.skip("Holistic Trace Analysis is not installed: pip install HolisticTraceAnalysis==0.5.0, here or in an "
-                    "environment whose python GRADCAST_HTA_PYTHON names")  # fmt: skip
+        pytest.skip("Holistic Trace Analysis is not installed; `make test` does that, see tools/hta.txt")
     return named or sys.executable
 
 
