@@ -77,6 +77,8 @@ def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     models = [run.get("model") or {} for run in (a, b)]
     pairs += [("the model", models[0].get("name"), models[1].get("name"))]
     pairs += [("the bytes of gradients", models[0].get("bytes"), models[1].get("bytes"))]
+    launching = ["no" if part_ms(run, "launch") is None else "yes" for run in (a, b)]
+    pairs += [("whether launching is told apart from computing", *launching)]
     return [f"{words} ({one} and {other})" for words, one, other in pairs if one != other]
 
 

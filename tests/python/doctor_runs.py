@@ -66,6 +66,7 @@ def doctor(world_size=WORLD, seed=1, slow_ms=24.0, **changes):
             "sentence": f"The network is the limit: {ranks[view]['parts']['network']:.0f} of {step_ms:.0f} ms per step "
             "go into traffic between hosts that nothing hides.",
         },
+        "launching_untold": None,
         "floor_ms": _core.bound(now.model, now.link).best_ns / MS + slow_ms,
         "actions": _actions(step_ms, predicted_ms),
         "hopeless": None,

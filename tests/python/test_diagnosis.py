@@ -141,11 +141,12 @@ def test_a_step_that_only_computes_is_hopeless_and_says_so():
     [
         ({"forward": 60, "backward": 138, "network": 2}, {}, "compute-bound", "99% of the step's 200 ms"),
         ({"forward": 60, "loop": 100}, {}, "compute-bound", "the loop's own work (the loss, logging"),
+        ({"forward": 100, "launch": 60}, {}, "compute-bound", "Python and the framework another 30%"),
         (
             {"forward": 60, "launch": 100},
             {},
             "compute-bound",
-            "launching operations, Python and the framework another 50%",
+            "take 50% of the step's 200 ms, computing 30%",
         ),
         ({"forward": 100, "network": 100}, {"latency_share": 0.1}, "bandwidth-bound", "between nodes"),
         ({"forward": 100, "interconnect": 100}, {}, "bandwidth-bound", "between the devices of a node"),

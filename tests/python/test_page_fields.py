@@ -6,14 +6,14 @@ import json
 import pytest
 
 import doctor_runs
-from gradcast import traces
-from gradcast.diagnosis import actions, timelines
+from gradcast import run_diff, traces
+from gradcast.diagnosis import actions, timelines, words
 from gradcast.diagnosis.actions import Situation
 from gradcast.diagnosis.estimates import Estimate
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.stalls import PARTS, RankSteps
 from gradcast.diagnosis.timelines import FollowedStep
-from gradcast.page import heat_map
+from gradcast.page import heat_map, step_time
 
 STEPS = 9
 FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS, LAUNCH_MS = 30.0, 60.0, 5.0, 5.0, 50.0, 4.0
@@ -47,7 +47,7 @@ def rank_steps(rank):
     )
 
 
-def result(*, buffers=False, tried=True):
+def result(*, buffers=False, tried=True, untold=None):
     """What the doctor writes of four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.diagnosis import findings
@@ -72,6 +72,7 @@ def result(*, buffers=False, tried=True):
             else None,
             clocks=[each.clock for each in recorded],
             network=doctor_runs.doctor()["network"],
+            launching_untold=untold,
             probe_steps=32,
             process=Process({}, 1, frozenset({rank}), None, ""),
         )
@@ -117,6 +118,19 @@ def test_the_bare_example_has_what_the_doctor_leaves_empty():
     )
     for key in untried:
         assert written[key] == drawn[key], key
+
+
+def test_where_launching_is_not_told_apart_it_is_no_part_and_the_page_says_why():
+    told, untold = result(), result(untold="the profiler is <busy>")
+    lacks = {part["key"] for part in told["parts"]} - {part["key"] for part in untold["parts"]}
+    assert lacks == {"launch"}
+    assert all("launch" not in rank["parts"] for rank in untold["ranks"])
+    assert {action["key"] for action in told["actions"]} - {action["key"] for action in untold["actions"]} == {"launch"}
+    assert sum(part["ms"] for part in told["parts"]) == pytest.approx(told["step"]["ms"])
+    assert "are in forward, backward and update: the profiler is &lt;busy&gt;." in str(step_time.draw(untold))
+    assert "are in forward" not in str(step_time.draw(told))
+    assert words.text(untold).rstrip().endswith("are in forward, backward and update here: the profiler is <busy>")
+    assert "whether launching is told apart from computing (yes and no)" in run_diff.compare(told, untold).settings
 
 
 @pytest.mark.parametrize("buffers", [True, False])

@@ -53,24 +53,49 @@ def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
 def test_blocks_that_share_the_network_tell_only_all_together():
     from gradcast.training import link_costs
 
-    found = steps_on(linear(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000])
     link = linear(1e5, 25.0)
-    corrected = link_costs.corrected(link, found, one_by_one=False)
-    factor = sum(ns for _, ns in found[0]) / sum(link.all_reduce.cost_ns(size) for size, _ in found[0])
+    found = [[(2_000_000, 1.3 * 4e7)]] * 4
+    corrected = link_costs.corrected(link, found, shared_ns=4e7)
     for size in (50_000, 5_000_000):
-        assert corrected.all_reduce.cost_ns(size) == pytest.approx(factor * link.all_reduce.cost_ns(size))
+        assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.3 * link.all_reduce.cost_ns(size))
+    assert link_costs.corrected(link, found, shared_ns=1.32 * 4e7) is None
 
 
-def test_a_block_costs_what_it_keeps_the_network_busy():
-    from gradcast.training.calibration import _on_the_wire_ns
+@pytest.mark.parametrize("alpha_ns", [1e5, 1e6, 4e6])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
+    from gradcast.training import link_costs, planning
+    from gradcast.training.calibration import Calibration, planned_busy_ns
+
+    profile = even_profile(linear(alpha_ns, 2.0))
+    plan = planning.plain_plan(profile) if plain else planning.decide(profile, "overlap", gradcast.Options())
+    assert plan.in_flight == (2 if plain else 1)
+    calibration = Calibration(plan)
+    for _ in range(CALIBRATION_STEPS):
+        calibration.step_ended(_core.play(profile, profile.link, plan), None)
+    found = calibration.found(mock.Mock(gather=lambda own: [own, own]))
+    assert len(found.blocks) == CALIBRATION_STEPS - 1
+    shared_ns = planned_busy_ns(plan, profile) if plain else None
+    assert link_costs.corrected(profile.link, found.blocks, shared_ns=shared_ns) is None
+
+
+def even_profile(link):
+    tensors = [
+        _core.Tensor(name=str(i), bytes=1 << 20, ready_ns=1e7 * (8 - i), need_ns=1e7 * i, update_ns=0) for i in range(8)
+    ]
+    return _core.Profile(name="even", forward_ns=8e7, backward_ns=8e7, tensors=tensors, world_size=2, link=link)
+
+
+def test_the_network_is_busy_while_some_block_is_on_it():
+    from gradcast.training.calibration import busy_ns
 
     def block(launch_ns, finish_ns):
         return mock.Mock(launch_ns=launch_ns, finish_ns=finish_ns)
 
-    assert _on_the_wire_ns([block(10, 30), block(35, 50)]) == [20, 15], "one after the other"
+    assert busy_ns([block(10, 30), block(35, 50)]) == 35, "one after the other"
     # The second one begins beside the first, the third ends before it, the last one comes when all is quiet.
-    assert _on_the_wire_ns([block(10, 30), block(15, 60), block(31, 55), block(70, 75)]) == [20, 30, 0, 5]
-    assert _on_the_wire_ns([]) == []
+    assert busy_ns([block(10, 30), block(15, 60), block(31, 55), block(70, 75)]) == 55
+    assert busy_ns([]) == 0
 
 
 def compute_steps(ranks, disturbed=None):
@@ -133,7 +158,7 @@ def test_what_a_step_computed_is_what_it_did_not_wait():
 def train(rank, mode, link_factor, compute_factor=None):
     from gradcast.training import calibration, link_costs
 
-    link = mock.Mock(side_effect=lambda link, _, one_by_one: link_factor and link.scaled(link_factor, link_factor))
+    link = mock.Mock(side_effect=lambda link, _, shared_ns: link_factor and link.scaled(link_factor, link_factor))
 
     def stretched(profile, steps):
         for step in steps:

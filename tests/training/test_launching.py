@@ -1,6 +1,8 @@
 """How long operations run in a step of the doctor, and what goes by between them."""
 
+import concurrent.futures
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +60,17 @@ def test_what_recording_costs_is_taken_off_by_where_it_was_spent():
     assert by_stage(marks(*FIRST, *stages), stretches(operations), recordings, {})["forward"] == [4.0]
 
 
+def test_what_recording_costs_is_that_of_a_step_not_of_a_pass():
+    from gradcast.diagnosis.launching import by_stage, stretches
+
+    # Two passes of 10 ms, 5 usually: all of it is computing, in an operation with nine others inside.
+    operations = spans((1000, 1010), (1020, 1030)) + spans(*((1000 + i, 1001 + i) for i in (*range(9), *range(20, 29))))
+    stages = (("forward", 1000, 1010), ("forward", 1020, 1030), ("update", 1040, 1041))
+    recordings = sorted(each.begin_ns for each in operations)
+    found = by_stage(marks(*FIRST, *stages), stretches(operations), recordings, {"forward": 10.0})
+    assert found["forward"] == [pytest.approx(20 - 10 * 18 / 20)]
+
+
 class Waits(torch.autograd.Function):
     @staticmethod
     def forward(context, value, seconds):
@@ -101,9 +114,9 @@ class Prober:
         self._stage = lambda name, times: probes.Prober._stage(self, name, times)
         self._now_ns = time.perf_counter_ns
 
-    def steps(self, model, count):
+    def turn(self, model):
         assert model is self.module
-        for _ in range(count):
+        for _ in range(4):
             times = dict.fromkeys(("forward", "backward", "update"), 0.0)
             with self._stage("forward", times):
                 output = model(torch.ones(2, 8))
@@ -114,26 +127,110 @@ class Prober:
         return times
 
 
-def test_python_between_operations_is_no_computing():
+def computing(module, usual_ms):
     from gradcast.diagnosis import launching
 
-    module = Slow()
     prober = Prober(module, Optimizer(module.parameters(), lr=0.1))
-    usual_ms = prober.steps(module, 1)
-    assert not launching.runs()
-    found = launching.computing_ms(prober, module, torch.device("cpu"), usual_ms)
-    assert not launching.runs()
-    assert {stage: len(ms) for stage, ms in found.items()} == {"forward": 4, "backward": 4, "update": 4}
+    return launching.computing_ms(prober, module, torch.device("cpu"), usual_ms)
+
+
+def test_python_between_operations_is_no_computing():
+    found = computing(Slow(), {})
+    assert {stage: len(ms) for stage, ms in found.items()} == {"forward": 3, "backward": 3, "update": 3}
     # What sleeps takes as long as asked for, or longer.
     assert min(found["forward"]) >= 20
     assert min(found["backward"]) >= 40
-    assert usual_ms["forward"] >= 320 > 300 > min(found["forward"])
-    assert usual_ms["update"] >= 300 > min(found["update"])
+    assert min(found["forward"]) < 300
+    assert min(found["update"]) < 300
+    assert torch.autograd._profiler_enabled() is torch.autograd.profiler._is_profiler_enabled is False
 
 
-def test_a_profiler_that_runs_is_seen():
+def test_steps_that_are_no_longer_than_usual_lose_nothing():
+    plenty = dict.fromkeys(("forward", "backward", "update"), 1e6)
+    assert min(computing(Slow(), plenty)["backward"]) >= 40
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_made(in_thread):
+    module = Slow()
+    made = []
+    module.register_forward_hook(lambda *_: made.append(1))
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        run = (lambda call: other.submit(call).result()) if in_thread else (lambda call: call())
+        run(profiler.start)
+        found = computing(module, {})
+        torch.ones(2).add(1)
+        run(profiler.stop)
+    assert found == "torch's profiler cannot record here: the script uses it"
+    assert len(made) == 4
+    if not in_thread:
+        assert any(event.name == "aten::add" for event in profiler.events())
+
+
+def test_before_a_schedule_of_the_script_begins_the_steps_are_made_as_well():
+    module = Slow()
+    made = []
+    module.register_forward_hook(lambda *_: made.append(1))
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True
+    )
+    profiler.start()
+    found = computing(module, {})
+    assert isinstance(found, dict) or found.startswith("torch's profiler cannot record here: ")
+    assert len(made) == 4
+
+
+def event(name, begin_ms, end_ms, *, device="CPU", scope=0, annotation=False, is_async=False):
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=1e3 * begin_ms, end=1e3 * end_ms),
+        device_type=getattr(torch.autograd.DeviceType, device),
+        scope=scope,
+        is_user_annotation=annotation,
+        is_async=is_async,
+    )
+
+
+def test_a_gpu_computes_while_a_kernel_runs():
     from gradcast.diagnosis import launching
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        assert launching.runs()
-    assert not launching.runs()
+    events = []
+    for start in (0, 100):  # the first step is left out
+        stages = (
+            ("forward", start, start + 20),
+            ("backward", start + 20, start + 50),
+            ("update", start + 50, start + 55),
+        )
+        events += [event(f"gradcast: {name}", *ends, scope=7) for name, *ends in stages]
+        # As the device has it: the annotations again, kernels and copies. The host's launches are no computing.
+        events += [event(f"gradcast: {name}", *ends, device="CUDA", annotation=True) for name, *ends in stages]
+        events += [
+            event("gemm", start + 5, start + 15, device="CUDA"),
+            event("Memcpy HtoD", start + 14, start + 17, device="CUDA"),
+        ]
+        events += [event("gemm", start + 25, start + 45, device="CUDA"), event("aten::mm", start + 21, start + 50)]
+    # Recording makes no kernel longer, whatever the stages take usually.
+    found = launching._told(events, {"forward": 1.0, "backward": 1.0, "update": 1.0}, on_gpu=True)
+    assert found == {"forward": [pytest.approx(12)], "backward": [pytest.approx(20)], "update": [0.0]}
+
+
+def test_what_the_profiler_does_not_see_is_not_told():
+    from gradcast.diagnosis import launching
+
+    assert launching._told([], {}, on_gpu=False) == "torch's profiler has recorded no operations"
+    marks = [event("gradcast: update", 0, 1, scope=7)]
+    assert (
+        launching._told([*marks, event("aten::mm", 0, 1)], {}, on_gpu=True)
+        == "torch's profiler has recorded no kernels"
+    )
+    assert launching._told([*marks, event("c10d::allreduce_", 0, 1)], {}, on_gpu=False).endswith("no operations")
+
+
+def test_what_torch_compile_does_around_its_graphs_is_no_operation():
+    from gradcast.diagnosis import launching
+
+    steps = [event("gradcast: update", 100 * step, 100 * step + 50, scope=7) for step in range(2)]
+    compiled = [event("Torch-Compiled Region: 0/0", 100, 150), event("CompiledFunction", 110, 120)]
+    assert launching._told([*steps, *compiled], {}, on_gpu=False) == {"update": [10.0]}

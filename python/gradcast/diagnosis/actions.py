@@ -75,10 +75,10 @@ def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
     """A sentence where no action is worth the trouble."""
     if any(action.speedup >= WORTH for action in listed):
         return None
-    compute_ms = sum(found.parts[part].value for part in (*COMPUTE, "launch", "loop"))
+    own_ms = sum(found.parts[part].value for part in (*COMPUTE, "launch", "loop"))
     return (
-        f"Nothing here will help, because {compute_ms / found.step.value:.0%} of the step is computing and the loop's "
-        "own work: only a faster device, a smaller model or fewer steps would."
+        f"Nothing here will help, because {own_ms / found.step.value:.0%} of the step is the rank's own work: only a "
+        "faster device, a smaller model or fewer steps would."
     )
 
 
@@ -213,7 +213,8 @@ def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence
     """``gone_ms``: of a step: the value, and the ends of its range."""
     step_ms = found.step.value
     # The passes stay, whatever else goes; an interval as wide as the step itself would promise a step of nothing.
-    passes_ms = min(step_ms, found.parts["forward"].value + found.parts["backward"].value)
+    passes = ("forward", "backward") if key == "launch" else ("forward", "backward", "launch")
+    passes_ms = min(step_ms, sum(found.parts[part].value for part in passes))
     after_ms = [max(step_ms - gone, passes_ms) for gone in gone_ms]
     gains = [step_ms / after for after in after_ms]
     return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])

@@ -132,8 +132,6 @@ class Doctor:
                 "parameters stay without a gradient in some steps, and DDP, which looks for them, would take the "
                 "doctor's steps for the training's"
             )
-        if any(group.gather(launching.runs())):
-            raise Error("torch's profiler is in use, which the doctor needs, too: leave it out for the diagnosis")
         snapshot = Snapshot(self._ddp.module, self._optimizers)
         try:
             measured = self._measure(group, tell)
@@ -165,6 +163,7 @@ class Doctor:
         wrappers, found = prober.run(makers, rounds, tell, {} if threads is None else {"threads": threads})
         usual_ms = {stage: _median(samples) for stage, samples in found["alone"].items()}
         computing = launching.computing_ms(prober, wrappers["alone"], self._ddp.device, usual_ms)
+        untold = next((each for each in group.gather(computing) if isinstance(each, str)), None)
         layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = None, []
@@ -182,7 +181,7 @@ class Doctor:
                 host=nodes.hosts[group.rank],
                 normal={name: [each[name] for each in ordinary] for name in ordinary[0]},
                 probes={kind: found[run] for kind, run in probes.kinds(nodes).items()},
-                computing=computing,
+                computing=found["alone"] if untold else computing,
                 loader_workers=self._loader.workers,
                 read_ms=reading and reading[0],
                 prepare_ms=reading and reading[1],
@@ -192,6 +191,7 @@ class Doctor:
             trial=tried,
             clocks=clocks,
             network=network,
+            launching_untold=untold,
             probe_steps=probes.step_count(len(makers), rounds),
             process=process,
         )

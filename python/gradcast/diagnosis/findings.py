@@ -14,23 +14,27 @@ from gradcast import __version__, _core, scaling, stock_ddp
 from gradcast.diagnosis import actions, environment, lint, lint_costs, timelines
 from gradcast.diagnosis.actions import Situation
 from gradcast.diagnosis.estimates import Estimate, estimate
-from gradcast.diagnosis.stalls import MEET_ONCE, MEET_TWICE, Breakdown, RankSteps, breakdown
+from gradcast.diagnosis.stalls import MEET_ONCE, MEET_TWICE, PARTS, Breakdown, RankSteps, breakdown
 from gradcast.diagnosis.trial import Trial
 from gradcast.diagnosis.verdict import verdict
 from gradcast.runs import KIND, VERSION
 from gradcast.traces import Clock, RankTrace
 
+_PARTS_BUT_LAUNCHING = tuple(part for part in PARTS if part != "launch")
+
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's. ``options``: the steps' ms with one of DDP's options left out, by its name. ``process``: what
-    ``lint`` needs to know of it."""
+    """One rank's. ``options``: the steps' ms with one of DDP's options left out, by its name. ``launching_untold``: why
+    it is not told apart from computing, None where it is; the same on all ranks. ``process``: what ``lint`` needs to
+    know of it."""
 
     steps: RankSteps
     options: Mapping[str, Sequence[float]]
     trial: Trial | None
     clocks: list[Clock]  # of all ranks, on rank 0, where something was tried
     network: dict[str, Any] | None
+    launching_untold: str | None
     probe_steps: int
     process: environment.Process
 
@@ -60,9 +64,10 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
     steps = [each.steps for each in ranks]
     meetings = MEET_TWICE if facts.broadcast_buffers and facts.buffer_bytes else MEET_ONCE
     found = breakdown(steps, meetings)
+    untold = ranks[0].launching_untold
     profile = _profile(ranks)
     situation = _situation(found, meetings, ranks, facts, profile)
-    listed = actions.actions(situation)
+    listed = [action for action in actions.actions(situation) if not (untold and action.key == "launch")]
     mistakes = _lint(ranks, facts, found, profile)
     told = verdict(
         found.step,
@@ -93,7 +98,8 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
             "normal": len(steps[0].normal["step"]),
             "probe": ranks[0].probe_steps,
         },
-        **_breakdown_fields(found, steps, meetings),
+        **_breakdown_fields(found, steps, meetings, PARTS if untold is None else _PARTS_BUT_LAUNCHING),
+        "launching_untold": untold,
         "verdict": asdict(told),
         "floor_ms": actions.floor_ms(situation),
         "actions": [asdict(action) for action in listed],
@@ -106,12 +112,12 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
 
 
 def _breakdown_fields(
-    found: Breakdown, steps: Sequence[RankSteps], meetings: Sequence[Sequence[str]]
+    found: Breakdown, steps: Sequence[RankSteps], meetings: Sequence[Sequence[str]], told: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "step": found.step.fields(),
         "view_rank": found.view_rank,
-        "parts": [{"key": part, **value.fields()} for part, value in found.parts.items()],
+        "parts": [{"key": part, **found.parts[part].fields()} for part in told],
         "ranks": [
             {
                 "rank": each.rank,
@@ -119,7 +125,7 @@ def _breakdown_fields(
                 "node": each.node,
                 "step_ms": statistics.median(each.normal["step"]),
                 "own_ms": each.own_ms,
-                "parts": parts,
+                "parts": {part: parts[part] for part in told},
             }
             for each, parts in zip(steps, found.ranks, strict=True)
         ],

@@ -17,21 +17,25 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gradcast.diagnosis.probes import STAGE_MARK, Prober
+from gradcast.diagnosis.probes import LEFT_OUT_PER_TURN, STAGE_MARK, Prober
 
-# In the first the profiler sets itself up.
-_LEFT_OUT_STEPS, _STEPS = 1, 4
 _LAST_STAGE = "update"
 # RecordScope of c10: FUNCTION and BACKWARD_FUNCTION.
 _OPERATION_SCOPES = (0, 1)
-# The engine's work around a node; where it stores a gradient and calls DDP; traffic.
+# Traffic; the engine's work around a node; where it stores a gradient and calls DDP; what torch.compile does around its
+# graphs, whose own nodes count.
 _NO_OPERATIONS = (
-    "autograd::engine::evaluate_function",
-    "torch::autograd::AccumulateGrad",
     "c10d::",
     "gloo:",
     "nccl:",
     "mpi:",
+    "autograd::engine::evaluate_function",
+    "torch::autograd::AccumulateGrad",
+    "torch.distributed.ddp.reducer::",
+    "Torch-Compiled Region",
+    "TorchDynamo Cache Lookup",
+    "Pregraph bytecode",
+    "AOTDispatcher Runtime Wrapper Prologue",
 )
 
 
@@ -48,27 +52,46 @@ class Stretch(Span):
     inside: int
 
 
-def runs() -> bool:
-    """Whether torch's profiler is in use: there is one per process."""
-    return torch.autograd._profiler_enabled()
-
-
 def computing_ms(
     prober: Prober, model: Any, device: torch.device, usual_ms: Mapping[str, float]
-) -> dict[str, list[float]]:
-    """By stage, of each recorded step. ``usual_ms``: what the stages take when nothing is recorded. Collective, like
-    all steps of ``prober``. REQUIRES: not ``runs``."""
+) -> dict[str, list[float]] | str:
+    """By stage, of each recorded step; or why this rank cannot tell. ``usual_ms``: what the stages take when nothing is
+    recorded. Collective, like all steps of ``prober``, also on a rank that cannot tell."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with _no_complaints(on_gpu), profile(activities=activities, acc_events=True) as recorded:
-        prober.steps(model, _LEFT_OUT_STEPS + _STEPS)
-    events = [event for event in recorded.events() if not event.is_async]
+    recorder = None if _in_use() else profile(activities=activities, acc_events=True)
+    failure = None if recorder else "the script uses it"
+    with _no_complaints(on_gpu):
+        try:
+            if recorder:
+                recorder.start()
+        except RuntimeError as error:
+            recorder, failure = None, str(error)
+        prober.turn(model)
+        try:
+            if recorder:
+                recorder.stop()
+        except RuntimeError as error:  # of another thread, or of a schedule that has not begun: nothing says so before
+            failure = str(error)
+    if failure:
+        return f"torch's profiler cannot record here: {failure}"
+    return _told(list(recorder.events()), usual_ms, on_gpu=on_gpu)
+
+
+def _in_use() -> bool:
+    return torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
+
+
+def _told(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu: bool) -> dict[str, list[float]] | str:
+    events = [event for event in events if not event.is_async]
     marks = [(event.name.removeprefix(STAGE_MARK), _span(event)) for event in events if _is_mark(event)]
-    if on_gpu:
-        # A kernel takes no longer because the host records its launch.
-        return by_stage(marks, stretches([_span(event) for event in events if _is_kernel(event)]), [], {})
-    found = stretches([_span(event) for event in events if _is_operation(event)])
-    return by_stage(marks, found, sorted(_span(event).begin_ns for event in events), usual_ms)
+    marks.sort(key=lambda mark: mark[1].begin_ns)
+    operations = [_span(event) for event in events if (_is_kernel if on_gpu else _is_operation)(event)]
+    if not marks or not operations:
+        return f"torch's profiler has recorded no {'kernels' if marks and on_gpu else 'operations'}"
+    # A kernel takes no longer because the host records its launch.
+    recordings = [] if on_gpu else sorted(_span(event).begin_ns for event in events)
+    return by_stage(marks, stretches(operations), recordings, usual_ms)
 
 
 def stretches(operations: Sequence[Span]) -> list[Stretch]:
@@ -89,33 +112,43 @@ def by_stage(
     recordings_ns: Sequence[float],
     usual_ms: Mapping[str, float],
 ) -> dict[str, list[float]]:
-    """ms of computing in each stage of each step but the first. Pure.
+    """ms of computing in each stage of each step but those that are left out of a turn. Pure.
 
-    Recording an event takes a microsecond or so. What a stage has become longer than usual is spread evenly over its
-    events, and the share of those that lie within a stretch is taken from it. ``marks``: the stages in order, the last
-    one of a step ending it. ``recordings_ns``: when events began, in order; of none, nothing is taken off.
+    Recording an event takes a microsecond or so. What a step's stage has become longer than usual is spread evenly over
+    its events, and the share of those that lie within a stretch is taken from it. ``marks``: the stages in order, the
+    last one of a step ending it. ``recordings_ns``: when events began, in order; of none, nothing is taken off.
     """
-    steps: list[dict[str, float]] = [{}]
+    steps: list[dict[str, _Stage]] = [{}]
     for stage, span in marks:
-        steps[-1][stage] = steps[-1].get(stage, 0.0) + _computing_ms(
-            span, computing, recordings_ns, usual_ms.get(stage)
-        )
+        steps[-1].setdefault(stage, _Stage()).add(span, computing, recordings_ns)
         if stage == _LAST_STAGE:
             steps.append({})
-    counted = steps[_LEFT_OUT_STEPS:-1]
-    return {stage: [step[stage] for step in counted] for stage in counted[0]}
+    counted = steps[LEFT_OUT_PER_TURN:-1]
+    return {stage: [step[stage].computing_ms(usual_ms.get(stage)) for step in counted] for stage in counted[0]}
 
 
-def _computing_ms(
-    stage: Span, computing: Sequence[Stretch], recordings_ns: Sequence[float], usual_ms: float | None
-) -> float:
-    within = [each for each in computing if each.begin_ns < stage.end_ns and each.end_ns > stage.begin_ns]
-    found_ns = sum(min(each.end_ns, stage.end_ns) - max(each.begin_ns, stage.begin_ns) for each in within)
-    events = bisect.bisect(recordings_ns, stage.end_ns) - bisect.bisect(recordings_ns, stage.begin_ns)
-    if usual_ms is None or events == 0:
-        return found_ns / 1e6
-    longer_ms = max(0.0, (stage.end_ns - stage.begin_ns) / 1e6 - usual_ms)
-    return max(0.0, found_ns / 1e6 - longer_ms * sum(each.inside for each in within) / events)
+class _Stage:
+    """Of one step, in as many passes as it has."""
+
+    def __init__(self) -> None:
+        self._length_ms = self._found_ms = 0.0
+        self._events = self._inside = 0
+
+    def add(self, span: Span, computing: Sequence[Stretch], recordings_ns: Sequence[float]) -> None:
+        self._length_ms += (span.end_ns - span.begin_ns) / 1e6
+        until, since = (bisect.bisect_left(recordings_ns, time_ns) for time_ns in (span.end_ns, span.begin_ns))
+        self._events += until - since
+        for each in computing[bisect.bisect(computing, span.begin_ns, key=lambda stretch: stretch.end_ns) :]:
+            if each.begin_ns >= span.end_ns:
+                break
+            self._found_ms += (min(each.end_ns, span.end_ns) - max(each.begin_ns, span.begin_ns)) / 1e6
+            self._inside += each.inside
+
+    def computing_ms(self, usual_ms: float | None) -> float:
+        if usual_ms is None or self._events == 0:
+            return self._found_ms
+        longer_ms = max(0.0, self._length_ms - usual_ms)
+        return max(0.0, self._found_ms - longer_ms * self._inside / self._events)
 
 
 def _span(event: Any) -> Span:
@@ -136,7 +169,7 @@ def _is_operation(event: Any) -> bool:
 
 @contextlib.contextmanager
 def _no_complaints(on_gpu: bool) -> Iterator[None]:
-    """torch built for CUDA otherwise prints an error where there is no device for its profiler."""
+    """torch built for CUDA otherwise prints an error where there is no device for its profiler, the first time."""
     name = "KINETO_LOG_LEVEL"
     if on_gpu or name in os.environ:
         yield

@@ -29,7 +29,7 @@ _MIB = 1 << 20
 # Of a kind, before any counts: DDP lays out its buckets anew after the first; and of each turn, in which caches and
 # TCP's windows are those that another kind has left.
 _SETTLING_STEPS = 2
-_LEFT_OUT_PER_TURN = 1
+LEFT_OUT_PER_TURN = 1
 _STEPS_PER_TURN = 3
 
 
@@ -104,11 +104,15 @@ class Prober:
             told(f"round {number + 1} of {rounds}")
             for name, wrapper in wrappers.items():
                 with _computing_with(threads.get(name)):
-                    made = self.steps(wrapper, _LEFT_OUT_PER_TURN + _STEPS_PER_TURN)
-                for times in made[_LEFT_OUT_PER_TURN:]:
+                    made = self.turn(wrapper)
+                for times in made[LEFT_OUT_PER_TURN:]:
                     for stage, ms in times.items():
                         found[name].setdefault(stage, []).append(ms)
         return wrappers, found
+
+    def turn(self, model: Any) -> list[dict[str, float]]:
+        """Steps of which some are left out. Turns are alike: each begins with the same batch."""
+        return self.steps(model, LEFT_OUT_PER_TURN + _STEPS_PER_TURN)
 
     def steps(self, model: Any, count: int, *, pause_ms: float = 0.0) -> list[dict[str, float]]:
         """ms by stage. The ranks begin together. ``pause_ms``: before each step, and part of it."""
@@ -161,7 +165,7 @@ def _computing_with(threads: int | None) -> Iterator[None]:
 
 def step_count(kind_count: int, rounds: int) -> int:
     """How many steps ``run`` takes."""
-    return kind_count * (_SETTLING_STEPS + rounds * (_LEFT_OUT_PER_TURN + _STEPS_PER_TURN))
+    return kind_count * (_SETTLING_STEPS + rounds * (LEFT_OUT_PER_TURN + _STEPS_PER_TURN))
 
 
 def layers_ms(prober: Prober, model: Any, module: torch.nn.Module, steps: int) -> dict[str, float]:

@@ -51,7 +51,10 @@ def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Verdict:
     computing = sum(parts[part].value for part in COMPUTE) / step_ms
     launching, loop = (parts[part].value / step_ms for part in ("launch", "loop"))
     text = f"Compute is the limit: {computing:.0%} of the step's {step_ms:.0f} ms"
-    if launching > _COMPUTE_BOUND:
+    if launching > computing:
+        text = f"Launching is the limit: Python and the framework take {launching:.0%} of the step's {step_ms:.0f} ms, "
+        text += f"computing {computing:.0%}"
+    elif launching > _COMPUTE_BOUND:
         text += f", and launching operations, Python and the framework another {launching:.0%}"
     if loop > _COMPUTE_BOUND:
         text += f", and the loop's own work (the loss, logging, data that no DataLoader loads) another {loop:.0%}"

@@ -11,7 +11,7 @@ from gradcast.runs import PARTS, actions_by_worth
 def text(result: dict[str, Any]) -> str:
     """Verdict first, then what it rests on, then what to do."""
     paragraphs = [_verdict(result), _parts(result), *_slow_rank(result), *_network(result), *_mistakes(result)]
-    return "\n\n".join([*paragraphs, *_actions(result), *_not_tried(result)]) + "\n"
+    return "\n\n".join([*paragraphs, *_actions(result), *_not_tried(result), *_untold(result)]) + "\n"
 
 
 def _verdict(result: dict[str, Any]) -> str:
@@ -75,6 +75,11 @@ def _not_tried(result: dict[str, Any]) -> list[str]:
     """What nothing is predicted of, and why."""
     why = result["not_tried"]
     return [] if why is None else [f"gradcast could not be tried here, so nothing is said about its modes: {why}"]
+
+
+def _untold(result: dict[str, Any]) -> list[str]:
+    why = result.get("launching_untold")  # no key in runs of before
+    return [] if why is None else [f"Launching and the framework are in forward, backward and update here: {why}"]
 
 
 def _actions(result: dict[str, Any]) -> list[str]:

@@ -30,6 +30,8 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 0x1, 0x2, 0x4
 # linux/if_packet.h, linux/if_ether.h
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _ETH_P_ALL = 0x0003
+# Of a link that is cut off (Network.set_link), of a piece that its header cannot describe, of queues that are full.
+_LOST = (errno.ENETDOWN, errno.EINVAL, errno.ENOBUFS)
 # asm-generic/socket.h; Python names neither.
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 
@@ -48,9 +50,9 @@ class Delayed:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno != errno.ENETDOWN:
+                if error.errno not in _LOST:
                     raise
-                return  # cut off, see Network.set_link
+                return
             self._waiting.append((now_s + self._latency_s, piece))
 
     def pass_on(self, now_s: float) -> float | None:
@@ -69,7 +71,9 @@ def main(port: str, tap_name: str, latency_s: float) -> None:
         link.fileno(): Delayed(
             lambda: link.recv(_PIECE_BYTES_MAX, socket.MSG_DONTWAIT), lambda piece: os.write(tap, piece), latency_s
         ),
-        tap: Delayed(lambda: os.read(tap, _PIECE_BYTES_MAX), link.send, latency_s),
+        tap: Delayed(
+            lambda: os.read(tap, _PIECE_BYTES_MAX), lambda piece: link.send(piece, socket.MSG_DONTWAIT), latency_s
+        ),
     }
     due_s: float | None = None
     while True:

@@ -36,6 +36,7 @@ _CONGESTION_CONTROL_PATH = "/proc/sys/net/ipv4/tcp_congestion_control"
 # What may queue before a link, so that a full window of TCP is never dropped: a loss would measure TCP's recovery.
 _QUEUE_BYTES = 4 * 1024 * 1024
 _COMMAND_TIMEOUT_S = 20
+_TUN_PATH = "/dev/net/tun"
 _END_TIMEOUT_S = 5.0
 
 _serial = itertools.count()
@@ -54,8 +55,8 @@ def obstacle() -> str | None:
 
 
 class Network:
-    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``, over a link that takes
-    ``latency_s`` longer than its packets.
+    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``, and what it does arrives
+    ``latency_s`` later than it would.
 
     Remove it with ``close()`` or leave it as a context manager. What processes that died without doing so have left
     behind is removed first. Raises LabError where no network can be made.
@@ -103,21 +104,32 @@ class Network:
 
     def set_latency(self, host: int, latency_s: float) -> None:
         """What the host's link takes longer, in each direction. Once for each host."""
+        if not os.path.exists(_TUN_PATH):
+            raise LabError(f"latency needs {_TUN_PATH}, which this system does not have; leave it out")
         port, tap = f"host{host}", f"late{host}"
         _run("ip", "-n", self._switch, "link", "set", port, "nomaster")
-        # Ends with the network: it runs on the switch.
-        arguments = [sys.executable, "-m", "gradcast.lab.delay", port, tap, f"{latency_s:g}"]
-        delay = subprocess.Popen(["ip", "netns", "exec", self._switch, *arguments], stdout=subprocess.PIPE, text=True)
-        if not delay.stdout.readline():
-            raise LabError(f"no latency on the link of host {host}: gradcast.lab.delay ended with {delay.wait()}")
+        command = [sys.executable, "-m", "gradcast.lab.delay", port, tap, f"{latency_s:g}"]
+        # A session of its own: Ctrl-C is for whoever uses the network, and the network goes last.
+        delay = subprocess.Popen(
+            ["ip", "netns", "exec", self._switch, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         self._delays.append(delay)
+        if not delay.stdout.readline():
+            raise LabError(f"no latency on the link of host {host}: gradcast.lab.delay ended, see above")
         _run("ip", "-n", self._switch, "link", "set", tap, "master", "switch", "up")
 
     def close(self) -> None:
         """Ends what still runs on the hosts and removes them. Idempotent."""
-        _remove([name for name in _namespaces() if name.startswith(f"{self._name}-")])
         while self._delays:
-            self._delays.pop().communicate()
+            delay = self._delays.pop()
+            delay.kill()
+            delay.wait(_END_TIMEOUT_S)
+            delay.stdout.close()
+        _remove([name for name in _namespaces() if name.startswith(f"{self._name}-")])
 
     def __enter__(self) -> "Network":
         return self

@@ -81,8 +81,13 @@ def _caption(run: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
     steps = (run.get("steps") or {}).get("normal", "the")
     return (
         f"Medians of {steps} normal steps, without gradcast. The verdict is about rank {run['view_rank']}, "
-        f"the median of the ranks by its own work.{others}{_overlap(over_ms)}"
+        f"the median of the ranks by its own work.{others}{_overlap(over_ms)}{_untold(run)}"
     )
+
+
+def _untold(run: dict[str, Any]) -> str:
+    why = run.get("launching_untold")
+    return f" Launching and the framework are in forward, backward and update: {why}." if why else ""
 
 
 def _overlap(over_ms: float) -> str:

@@ -39,7 +39,8 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Of the steps that all ranks have measured: by step and block what the network took, and by step and rank."""
+    """Of the steps that all ranks have measured: by step and block what the network took (where several blocks may be
+    in flight, of all of them together), and by step and rank."""
 
     blocks: list[list[link_costs.Sample]]
     compute: list[tuple[Compute, ...]]
@@ -50,6 +51,7 @@ class Calibration:
 
     def __init__(self, plan: _core.Plan) -> None:
         self._sizes = [block.size_bytes for block in plan.blocks]
+        self._one_by_one = plan.in_flight == 1
         self._blocks: list[list[float] | None] = []
         self._compute: list[Compute | None] = []
 
@@ -57,16 +59,19 @@ class Calibration:
         """None where one tells nothing. Returns whether that was the last step."""
         blocks = [] if iteration is None else iteration.blocks
         usable = len(blocks) == len(self._sizes)
-        self._blocks.append(_on_the_wire_ns(blocks) if usable else None)
+        self._blocks.append([float(block.finish_ns - block.launch_ns) for block in blocks] if usable else None)
+        if usable and not self._one_by_one:
+            self._blocks[-1] = [busy_ns(blocks)]
         self._compute.append(compute)
         return len(self._blocks) == STEPS
 
     def found(self, group: Group) -> Found:
         """The same on every rank. Collective."""
         ranks = group.gather((self._blocks[1:], self._compute[1:]))  # in the first step memory is allocated
+        sizes = self._sizes if self._one_by_one else [sum(self._sizes)]
         return Found(
             [
-                link_costs.samples([self._sizes], [[times] for times in step])
+                link_costs.samples([sizes], [[times] for times in step])
                 for step in _measured_by_all([blocks for blocks, _ in ranks])
             ],
             _measured_by_all([compute for _, compute in ranks]),
@@ -104,13 +109,19 @@ def corrected_compute(profile: _core.Profile, steps: Sequence[Sequence[Compute]]
     return None if abs(found.total_ns / compute_ns(profile) - 1) <= _RIGHT else found
 
 
-def _on_the_wire_ns(blocks: Sequence[_core.BlockRecord]) -> list[float]:
-    """How long each block has kept the network busy: from its launch, or from the end of those before it."""
-    found, end_ns = [], 0
-    for block in blocks:
-        found.append(float(max(0, block.finish_ns - max(block.launch_ns, end_ns))))
+def busy_ns(blocks: Sequence[_core.BlockRecord] | Sequence[_core.BlockTimes]) -> float:
+    """For how long some block is on the network."""
+    total_ns, end_ns = 0.0, 0.0
+    for block in sorted(blocks, key=lambda each: each.launch_ns):
+        total_ns += max(0.0, block.finish_ns - max(block.launch_ns, end_ns))
         end_ns = max(end_ns, block.finish_ns)
-    return found
+    return total_ns
+
+
+def planned_busy_ns(plan: _core.Plan, profile: _core.Profile) -> float:
+    """For how long a step keeps the network busy, as ``play`` has it: where several blocks may be in flight, one hides
+    the start-up of the next."""
+    return busy_ns(_core.play(profile, profile.link, plan).blocks)
 
 
 def _measured_by_all(ranks: Sequence[Sequence[T | None]]) -> list[tuple[T, ...]]:

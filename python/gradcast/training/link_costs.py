@@ -33,19 +33,22 @@ def fitted(found: Sequence[Sample], pack_ns_per_byte: float) -> _core.LinkModel:
 
 
 def corrected(
-    link: _core.LinkModel, steps: Sequence[Sequence[Sample]], *, one_by_one: bool = True
+    link: _core.LinkModel, steps: Sequence[Sequence[Sample]], *, shared_ns: float | None = None
 ) -> _core.LinkModel | None:
     """The link as a plan's own blocks have found it, None where ``link`` is right. ``steps``: of the same blocks each.
-    ``one_by_one``: of blocks that share the network only all together tell what it costs.
 
     A block that finds the network idle costs less than one that follows another: switches and token buckets have room
     again, and ranks that are not quite in step send one after the other. A plan leaves other pauses than the warm-up.
+
+    ``shared_ns``: where several blocks may be in flight, what ``link`` says of all of them together; the one sample of
+    a step is what they have taken.
     """
     usual = [(blocks[0][0], statistics.median(time for _, time in blocks)) for blocks in zip(*steps, strict=True)]
-    factor = sum(time for _, time in usual) / sum(link.all_reduce.cost_ns(size) for size, _ in usual)
+    expected_ns = shared_ns or sum(link.all_reduce.cost_ns(size) for size, _ in usual)
+    factor = sum(time for _, time in usual) / expected_ns
     if abs(factor - 1) <= _RIGHT:
         return None
-    if _size_count(usual) < 3 or not one_by_one:
+    if _size_count(usual) < 3:
         return link.scaled(factor, factor)
     return fitted([sample for step in steps for sample in step], link.pack_ns_per_byte)
 

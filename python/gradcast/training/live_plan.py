@@ -205,7 +205,7 @@ class LivePlan:
         self._calibration = None
         if agreed is None:
             return
-        network = _network_ns(self.in_force, agreed.profile) / _network_ns(self.in_force, self.profile)
+        network = _costs_ns(self.in_force, agreed.profile.link) / _costs_ns(self.in_force, self.profile.link)
         computing = compute_ns(agreed.profile) / compute_ns(self.profile)
         self._tell(
             logging.INFO,
@@ -235,7 +235,8 @@ class LivePlan:
 
     def _calibrated(self, found: calibration.Found) -> Proposal | None:
         one_by_one = self.in_force.in_flight == 1
-        link = link_costs.corrected(self.profile.link, found.blocks, one_by_one=one_by_one) if found.blocks else None
+        shared_ns = None if one_by_one else calibration.planned_busy_ns(self.in_force, self.profile)
+        link = link_costs.corrected(self.profile.link, found.blocks, shared_ns=shared_ns) if found.blocks else None
         compute = calibration.corrected_compute(self.profile, found.compute)
         if link is None and compute is None:
             return None
@@ -289,7 +290,7 @@ class LivePlan:
         return _core.Monitor(
             self._group.world_size,
             busy_ns=busy_ns,
-            link_ns=_network_ns(self.in_force, profile),
+            link_ns=calibration.planned_busy_ns(self.in_force, profile),
             has_plain=agreed.plain is not None,
             begins_plain=agreed.steps_aside,
             hold_iterations=agreed.hold_iterations,
@@ -319,6 +320,6 @@ class LivePlan:
             _log.log(level, "%s", sentence)
 
 
-def _network_ns(plan: _core.Plan, profile: _core.Profile) -> float:
-    """For how long a step keeps the network busy."""
-    return sum(profile.link.all_reduce.cost_ns(block.size_bytes) for block in plan.blocks)
+def _costs_ns(plan: _core.Plan, link: _core.LinkModel) -> float:
+    """Of all blocks, one after the other."""
+    return sum(link.all_reduce.cost_ns(block.size_bytes) for block in plan.blocks)
