@@ -3,7 +3,7 @@
 Each case trains tests/doctor/train.py on two nodes of two ranks each, with a known cause or two, and is held against
 the case without any: what the cause's own part has gained, by what was injected or, for links, by what the step has.
 
-    python -m benchmarks.doctor_causes [--only read,link] [--refresh docs/benchmarks.md]
+    python -m benchmarks.doctor_causes [--only link,read+link] [--refresh docs/benchmarks.md]
 """
 
 import argparse
@@ -163,20 +163,23 @@ def is_named(cause: Cause, causes: list[Cause], found: dict[str, Any]) -> bool:
 
 
 def cases(only: str | None) -> list[list[Cause]]:
+    """``only``: names of causes with commas, those of a pair joined by a plus; None: all causes and all pairs."""
     if only:
-        return [[CAUSES[name]] for name in only.split(",")]
+        return [[], *([CAUSES[name] for name in case.split("+")] for case in only.split(","))]
     pairs = [list(pair) for pair in itertools.combinations(CAUSES.values(), 2)]
     return [[], *([cause] for cause in CAUSES.values()), *pairs]
 
 
 def rows_of(lines: list[dict[str, Any]]) -> list[list[str]]:
-    by_name = {line["name"]: line for line in lines}
-    rows = []
-    for causes in cases(None)[1:]:
-        name = name_of(causes)
-        if name in by_name:
-            rows += [row_of(cause, causes, by_name[name_of([])], by_name[name]) for cause in causes]
-    return rows
+    """Each run is held against the last one without a cause that came before it."""
+    usual: dict[str, Any] = {}
+    found = {}
+    for line in lines:
+        if line["name"] == name_of([]):
+            usual = line
+        found[line["name"]] = (usual, line)
+    named = [(causes, found[name_of(causes)]) for causes in cases(None)[1:] if name_of(causes) in found]
+    return [row_of(cause, causes, *held) for causes, held in named for cause in causes]
 
 
 def rests_of(lines: list[dict[str, Any]]) -> str:
@@ -196,7 +199,7 @@ def name_of(causes: list[Cause]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", default="benchmarks/results/doctor_causes.jsonl", metavar="JSONL")
-    parser.add_argument("--only", help="names of causes, with commas: these, and no pairs")
+    parser.add_argument("--only", help="these and the case without any, also where the record has them: link,read+link")
     parser.add_argument("--table", action="store_true", help="only the table of what the record has")
     parser.add_argument("--refresh", metavar="PAGE", help="renew the table of this Markdown page")
     args = parser.parse_args()
@@ -205,7 +208,8 @@ def main() -> int:
     missing = [] if args.table else cases(args.only)
     for causes in missing:
         name = name_of(causes)
-        if {cause.name for cause in causes} in _EXCLUDED or name in {line["name"] for line in lines}:
+        has_it = not args.only and name in {line["name"] for line in lines}
+        if {cause.name for cause in causes} in _EXCLUDED or has_it:
             continue
         lines.append(kept(name, diagnose(causes)))
         print(f"{name}: {lines[-1]['step_ms']:.1f} ms, {lines[-1]['verdict']}", file=sys.stderr, flush=True)
