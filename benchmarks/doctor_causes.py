@@ -165,7 +165,8 @@ def is_named(cause: Cause, causes: list[Cause], found: dict[str, Any]) -> bool:
 def cases(only: str | None) -> list[list[Cause]]:
     """``only``: names of causes with commas, those of a pair joined by a plus; None: all causes and all pairs."""
     if only:
-        return [[], *([CAUSES[name] for name in case.split("+")] for case in only.split(","))]
+        asked = [sorted(case.split("+"), key=list(CAUSES).index) for case in only.split(",")]
+        return [[], *([CAUSES[name] for name in names] for names in asked)]
     pairs = [list(pair) for pair in itertools.combinations(CAUSES.values(), 2)]
     return [[], *([cause] for cause in CAUSES.values()), *pairs]
 
