@@ -79,8 +79,8 @@ def _network_bound(
     if latency_share is not None and latency_share > 0.5:
         return Verdict(
             "latency-bound",
-            f"{text}, and {latency_share:.0%} of their time goes into starting operations: fewer and larger ones can help, "
-            "a wider network does not.",
+            f"{text}, and {latency_share:.0%} of their time goes into starting operations: fewer and larger ones can "
+            "help, a wider network does not.",
         )
     return Verdict("bandwidth-bound", f"{text} that nothing hides.")
 
