@@ -111,11 +111,12 @@ def measured(rank, host, *, cluster_ms, without_ms, threads=1, variables=None):
     probes = {"cluster": {"step": cluster_ms}}
     process_ = Process(variables or {}, threads, frozenset(range(4)), None, "a")
     return doctors.Measured(
-        steps=RankSteps(rank=rank, node="ab".index(host), host=host, normal=steps, probes=probes),
+        steps=RankSteps(rank=rank, node="ab".index(host), host=host, normal=steps, probes=probes, computing={}),
         options=without_ms,
         trial=None,
         clocks=[],
         network=None,
+        launching_untold=None,
         probe_steps=0,
         process=process_,
     )
