@@ -185,7 +185,8 @@ def test_beside_a_profiler_of_the_script_launching_is_not_told_apart(tmp_path):
     arguments = ["-m", "gradcast", "doctor", *QUICK, "-o", str(tmp_path / "run"), str(path), "15"]
     begin = "profiler = torch.profiler.profile()\nif dist.get_rank() == 0: profiler.start()\n"
     profiled = TRAINS.replace("for step", f"{begin}for step")
-    path.write_text(profiled + "\nif dist.get_rank() == 0:\n  profiler.stop()\n  assert profiler.events()")
+    end = "\nif dist.get_rank() == 0:\n  profiler.stop()\n  assert profiler.events()\ndist.destroy_process_group()"
+    path.write_text(profiled + end)
     with open(tmp_path / "said", "w") as said:
         run_workers(arguments, 2, timeout_s=TIMEOUT_S, output=said)
     result = result_in(tmp_path)

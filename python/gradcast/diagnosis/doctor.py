@@ -4,6 +4,8 @@ On all ranks alike: after so many ordinary steps, at the end of ``optimizer.step
 the probes, tries gradcast, checks the network, and restores the snapshot. The loop has seen nothing of it, but time.
 """
 
+import atexit
+import contextlib
 import functools
 import inspect
 import os
@@ -227,9 +229,11 @@ class Doctor:
 
     def _new_group(self, ranks: Sequence[int], backend: str) -> Any:
         # Kept until the program ends: torch gives names of destroyed groups to new ones, which Gloo then mixes up.
-        return dist.new_group(
+        group = dist.new_group(
             ranks=list(ranks), timeout=_TIMEOUT, backend=backend, use_local_synchronization=True, group_desc="doctor"
         )
+        atexit.register(_end_group, group)
+        return group
 
     def _facts(self) -> "findings.Facts":
         ddp = self._ddp
@@ -331,6 +335,13 @@ def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
     """Of the first bucket and of the others."""
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return first, ddp.bucket_bytes_cap
+
+
+def _end_group(group: Any) -> None:
+    """Its threads end while Python still runs: afterwards they may end the program with SIGABRT, and its exit code with
+    it, in a script that leaves its process groups open."""
+    with contextlib.suppress(Exception):  # the script has destroyed it, with all others
+        dist.destroy_process_group(group)
 
 
 def _median(values: Sequence[float]) -> float:
