@@ -232,7 +232,8 @@ class Doctor:
         group = dist.new_group(
             ranks=list(ranks), timeout=_TIMEOUT, backend=backend, use_local_synchronization=True, group_desc="doctor"
         )
-        atexit.register(_end_group, group)
+        if backend == "gloo":  # that of others waits for the other ranks, which may have died
+            atexit.register(_end_group, group)
         return group
 
     def _facts(self) -> "findings.Facts":
