@@ -100,6 +100,24 @@ def destroys_group(side: str, mode: str) -> None:
     tell(digest=compare.digest(training.module))
 
 
+def leaves_groups_open(way: str) -> None:
+    """Of the doctor's kind: tells how many threads of Gloo there are while they are in use, and at the end."""
+
+    def tell_threads() -> None:
+        tell(threads=sum("gloo" in Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()))
+
+    atexit.register(tell_threads)  # runs after what is registered later
+    from gradcast.training.group import Group, lasting_group
+
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    for name in ("one", "another"):
+        own = lasting_group([0, 1], timedelta(seconds=TIMEOUT_S), "gloo", name)
+        tell(sum=sum(Group(RANK, 2, own=own).gather(RANK + 1)))
+    tell_threads()
+    if way == "destroys":
+        distributed.destroy_process_group()
+
+
 def exits(side: str, how: str) -> None:
     training = Training(side)
     training.steps(6)
@@ -340,8 +358,8 @@ def catches_and_leaves(mode: str, failing_rank: str) -> None:
 PROGRAMS = {
     function.__name__: function
     for function in (
-        falls_off_the_end, reads_at_exit, destroys_group, exits, loads_data_in_processes, forks, is_disturbed, is_slow,
-        soaks, runs_one_more, fails_in_backward, is_killed, is_interrupted, catches_and_leaves,
+        falls_off_the_end, reads_at_exit, destroys_group, leaves_groups_open, exits, loads_data_in_processes, forks,
+        is_disturbed, is_slow, soaks, runs_one_more, fails_in_backward, is_killed, is_interrupted, catches_and_leaves,
     )
 }  # fmt: skip
 

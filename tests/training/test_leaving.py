@@ -45,6 +45,20 @@ def test_parameters_after_the_group_is_destroyed(mode):
     assert len(digests(ours)) == 2
 
 
+@pytest.mark.parametrize("way", ["leaves", "destroys"])
+def test_the_threads_of_lasting_groups_end_before_python(way):
+    """One that needs Python afterwards ends the program with SIGABRT."""
+    ends = launch(2, "leaves_groups_open", way)
+    ended_well(ends)
+    for end in ends:
+        assert "Traceback" not in end.errors, end.errors
+        assert [told["sum"] for told in end.told if "sum" in told] == [3, 3]
+        used, left = (told["threads"] for told in end.told if "threads" in told)
+        of_one_group = used // 3  # the program's own and two others
+        assert of_one_group > 0
+        assert left == (0 if way == "destroys" else of_one_group)
+
+
 @pytest.mark.parametrize(("how", "code"), [("sys.exit", 7), ("os._exit", 7), ("raise", 1)])
 def test_leaving_with_a_code_of_the_programs_own(how, code):
     ends = launch(2, "exits", "ours", how)

@@ -4,8 +4,6 @@ On all ranks alike: after so many ordinary steps, at the end of ``optimizer.step
 the probes, tries gradcast, checks the network, and restores the snapshot. The loop has seen nothing of it, but time.
 """
 
-import atexit
-import contextlib
 import functools
 import inspect
 import os
@@ -30,7 +28,7 @@ from gradcast.diagnosis.snapshot import Snapshot
 from gradcast.diagnosis.stalls import RankSteps
 from gradcast.errors import Error
 from gradcast.traces import clock_between, merge
-from gradcast.training.group import Group
+from gradcast.training.group import Group, lasting_group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 LEFT_OUT_STEPS = 5
@@ -122,7 +120,7 @@ class Doctor:
             self.close()
 
     def _diagnose(self) -> Found | None:
-        everybody = self._new_group(self._ranks(), "gloo")
+        everybody = lasting_group(self._ranks(), _TIMEOUT, "gloo", "doctor")
         rank = dist.get_rank(self._ddp.process_group)
         group = Group(rank, len(self._ranks()), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
         tell = _Teller(rank)
@@ -222,19 +220,11 @@ class Doctor:
         own = group.rank
         members = {"alone": [own], "node": nodes.ranks[nodes.of_rank[own]], "cluster": range(group.world_size)}[kind]
         everyone = self._ranks()
-        return self._new_group([everyone[member] for member in members], dist.get_backend(self._ddp.process_group))
+        backend = dist.get_backend(self._ddp.process_group)
+        return lasting_group([everyone[member] for member in members], _TIMEOUT, backend, "doctor")
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._ddp.process_group)
-
-    def _new_group(self, ranks: Sequence[int], backend: str) -> Any:
-        # Kept until the program ends: torch gives names of destroyed groups to new ones, which Gloo then mixes up.
-        group = dist.new_group(
-            ranks=list(ranks), timeout=_TIMEOUT, backend=backend, use_local_synchronization=True, group_desc="doctor"
-        )
-        if backend == "gloo":  # that of others waits for the other ranks, which may have died
-            atexit.register(_end_group, group)
-        return group
 
     def _facts(self) -> "findings.Facts":
         ddp = self._ddp
@@ -336,13 +326,6 @@ def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
     """Of the first bucket and of the others."""
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return first, ddp.bucket_bytes_cap
-
-
-def _end_group(group: Any) -> None:
-    """Its threads end while Python still runs: afterwards they may end the program with SIGABRT, and its exit code with
-    it, in a script that leaves its process groups open."""
-    with contextlib.suppress(Exception):  # the script has destroyed it, with all others
-        dist.destroy_process_group(group)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ in Python; the rest is the modules' Python, autograd's engine and DDP.
 import bisect
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,23 +59,23 @@ def computing_ms(
     recorded. Collective, like all steps of ``prober``, also on a rank that cannot tell."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    recorder = None if _in_use() else profile(activities=activities, acc_events=True)
-    failure = None if recorder else "the script uses it"
+    recorder = profile(activities=activities, acc_events=True)
     with _no_complaints(on_gpu):
-        try:
-            if recorder:
-                recorder.start()
-        except RuntimeError as error:
-            recorder, failure = None, str(error)
+        failure = "the script uses it" if _in_use() else _failure_of(recorder.start)
         prober.turn(model)
-        try:
-            if recorder:
-                recorder.stop()
-        except RuntimeError as error:  # of another thread, or of a schedule that has not begun: nothing says so before
-            failure = str(error)
+        # Also where another thread, or a schedule that has not begun, uses it: nothing says so before.
+        failure = failure or _failure_of(recorder.stop)
     if failure:
         return f"torch's profiler cannot record here: {failure}"
     return _told(list(recorder.events()), usual_ms, on_gpu=on_gpu)
+
+
+def _failure_of(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _in_use() -> bool:

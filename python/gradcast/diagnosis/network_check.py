@@ -18,7 +18,7 @@ from gradcast.diagnosis.network_findings import Alternative, Measured, Pair
 from gradcast.diagnosis.network_hosts import Place
 from gradcast.diagnosis.network_pairs import Ends, Progress, Rounds
 from gradcast.errors import Error
-from gradcast.training.group import Group
+from gradcast.training.group import Group, lasting_group
 
 # How the time is divided: the shares of raw TCP, and of the all-reduce; Gloo's messages take what is left.
 _TCP_SHARE, _COLLECTIVE_SHARE = 0.5, 0.3
@@ -106,14 +106,8 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
 
 def _control(group: Group) -> Group:
     """Over Gloo whatever the backend, with a limit of its own, and apart from what else uses ``group``."""
-    own = dist.new_group(
-        ranks=dist.get_process_group_ranks(group.own),
-        timeout=datetime.timedelta(seconds=_LIMIT_S),
-        backend="gloo",
-        use_local_synchronization=True,
-        group_desc="gradcast network check",
-    )
-    # Kept until the program ends: torch gives the name of a destroyed group to a new one, and Gloo mixes them up.
+    limit = datetime.timedelta(seconds=_LIMIT_S)
+    own = lasting_group(dist.get_process_group_ranks(group.own), limit, "gloo", "network check")
     return Group(group.rank, group.world_size, group.shared, own, _LIMIT_S)
 
 

@@ -161,8 +161,8 @@ _STRAGGLES_SHARE, _STRAGGLES_MS = 0.02, 1.0
 
 
 # What ranks do from where they are together to where they are again: once a step, where gradients are averaged; with
-# buffers that come from rank 0 before each forward pass, there as well. What of
-# launching is in the update is counted with that of the passes.
+# buffers that come from rank 0 before each forward pass, there as well. The update's share of launching is counted with
+# that of the passes.
 MEET_ONCE = (OWN,)
 MEET_TWICE = (("update", "loop", *DATA), ("forward", "backward", "launch"))
 

@@ -55,8 +55,8 @@ def obstacle() -> str | None:
 
 
 class Network:
-    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``, and what it does arrives
-    ``latency_s`` later than it would.
+    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``, and whose packets take
+    ``latency_s`` longer, each way.
 
     Remove it with ``close()`` or leave it as a context manager. What processes that died without doing so have left
     behind is removed first. Raises LabError where no network can be made.

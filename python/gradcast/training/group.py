@@ -4,6 +4,7 @@ A group of its own, because operations of one group must come in the same order 
 user's own collectives and the blocks of a plan would mix (on Gloo: wrong sums without an error, or a dead process).
 """
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gradcast.errors import Error
+
+# Those over Gloo.
+_lasting_groups: list[Any] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,34 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
         group_desc="gradcast",
     )
     return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds())
+
+
+def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
+    """A process group for the rest of the program. Collective over ``ranks``, which are global ones.
+
+    Not to be destroyed before: torch gives the name of a destroyed group to a new one, and Gloo mixes them up.
+    """
+    group = dist.new_group(
+        ranks=list(ranks),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=f"gradcast {description}",
+    )
+    if backend == "gloo":  # to end that of others is to wait for ranks that may have died
+        _lasting_groups.append(group)
+    return group
+
+
+@atexit.register
+def _end_lasting_groups() -> None:
+    """Gloo's threads drop what they have worked on a moment after its waiter has gone on, and Python's tensors with it.
+    One that needs Python for that when Python has begun to end is ended by it, which in C++ ends the program: SIGABRT.
+    They end before, each when its group is destroyed and nobody refers to it."""
+    while _lasting_groups:
+        group = _lasting_groups.pop()
+        with contextlib.suppress(ValueError):  # the program has destroyed all groups
+            dist.destroy_process_group(group)
 
 
 def is_one_of_several(process_group: Any) -> bool:
