@@ -11,7 +11,7 @@ from training.needs import torch
 from training.test_adapt import Heard, make_module, run_step
 
 WARMUP_STEPS = 3
-CALIBRATION_STEPS = 5
+CALIBRATION_STEPS = 9
 
 
 def linear(alpha_ns, beta_ns_per_byte):
@@ -48,6 +48,36 @@ def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
     corrected = link_costs.corrected(linear(1e5, 25.0), found)
     for size in (50_000, 500_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(3e5 + 34.0 * size, rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [[1_000_000] * 4, [400_000, 800_000, 1_000_000, 1_800_000]])
+def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
+    from gradcast.training import link_costs
+
+    link = linear(1e5, 8.0)
+    found = steps_on(link, sizes)
+    for late, step in enumerate(found):
+        step[late] = (sizes[late], step[late][1] + 9e6)
+    corrected = link_costs.corrected(link, found)
+    together_ns, usual_ns = (sum(each.all_reduce.cost_ns(size) for size in sizes) for each in (corrected, link))
+    assert together_ns == pytest.approx(usual_ns + 9e6)
+
+
+def test_a_block_takes_from_when_it_could_be_sent_until_it_has_finished():
+    from gradcast.training.link_costs import Took, took
+
+    times = [(10, 12, 30), (5, 34, 50), (50, 51, 60), (70, 70, 75)]
+    blocks = [mock.Mock(ready_ns=ready, launch_ns=launch, finish_ns=finish) for ready, launch, finish in times]
+    assert took(blocks) == [Took(20, False), Took(20, True), Took(10, True), Took(5, False)]
+
+
+def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
+    from gradcast.training.link_costs import Took, samples
+
+    sizes = [[100, 200], [100, 200]]
+    one = [[Took(30, True), Took(20, True)], [Took(11, True), Took(9, False)]]
+    other = [[Took(10, False), Took(24, True)], [Took(13, True), Took(7, False)]]
+    assert samples(sizes, [one, other]) == [(100, 10), (200, 22), (100, 12), (200, 7)]
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
@@ -100,7 +130,7 @@ def test_the_network_is_busy_while_some_block_is_on_it():
 
 def compute_steps(ranks, disturbed=None):
     """Four steps of ``ranks``: backward, forward, update in ms; those of one step take ten times as long."""
-    from gradcast.training.calibration import Compute
+    from gradcast.training.compute_times import Compute
 
     return [
         [Compute(*(1e6 * ms * (10 if step == disturbed else 1) for ms in rank)) for rank in ranks] for step in range(4)
@@ -129,12 +159,17 @@ def test_compute_that_is_right_stays():
     assert corrected_compute(profile, []) is None
 
 
-def test_compute_beside_a_plan_is_the_slowest_ranks_backward_and_the_usual_ranks_forward():
-    from gradcast.training.calibration import Compute, corrected_compute, with_compute
+def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
+    from gradcast.training.calibration import corrected_compute
+    from gradcast.training.compute_times import Compute, with_compute
 
     profile = profile_of(200, 100, 10)
-    found = corrected_compute(profile, compute_steps([(250, 120, 12), (210, 125, 13), (230, 160, 20)], disturbed=1))
-    assert found == Compute(250e6, 125e6, 13e6)
+    steps = compute_steps([(250, 125, 13), (210, 120, 12), (230, 130, 20)], disturbed=1)
+    steps[2].reverse()
+    steps[3].append(Compute(260e6, 150e6, 13e6))
+    found = corrected_compute(profile, steps)
+    assert found == Compute(255e6, 137.5e6, 13e6)
+    found = Compute(250e6, 125e6, 13e6)
     stretched = with_compute(profile, found)
     assert (stretched.backward_ns, stretched.forward_ns) == (250e6, 125e6)
     assert [tensor.ready_ns for tensor in stretched.tensors] == [250e6, 125e6]
@@ -147,7 +182,7 @@ def test_compute_beside_a_plan_is_the_slowest_ranks_backward_and_the_usual_ranks
 
 
 def test_what_a_step_computed_is_what_it_did_not_wait():
-    from gradcast.training.calibration import Compute, compute_of
+    from gradcast.training.compute_times import Compute, compute_of
     from gradcast.training.trace import StepRecord
 
     record = StepRecord(3, 3, None, None, 100)
@@ -156,7 +191,7 @@ def test_what_a_step_computed_is_what_it_did_not_wait():
 
 
 def train(rank, mode, link_factor, compute_factor=None):
-    from gradcast.training import calibration, link_costs
+    from gradcast.training import calibration, compute_times, link_costs
 
     link = mock.Mock(side_effect=lambda link, _, shared_ns: link_factor and link.scaled(link_factor, link_factor))
 
@@ -166,7 +201,7 @@ def train(rank, mode, link_factor, compute_factor=None):
             assert all(min(each.backward_ns, each.forward_ns) > 0 for each in step)
         update_ns = sum(tensor.update_ns for tensor in profile.tensors)
         times = (profile.backward_ns, profile.forward_ns, update_ns)
-        return compute_factor and calibration.Compute(*(compute_factor * time for time in times))
+        return compute_factor and compute_times.Compute(*(compute_factor * time for time in times))
 
     compute = mock.Mock(side_effect=stretched)
     # The process goes on with other tests.
@@ -235,7 +270,7 @@ def test_where_compute_takes_longer_all_ranks_plan_again_at_the_same_step(ranks)
 
 def test_what_ddp_would_take_has_no_network_beside_its_forward():
     from gradcast.training import planning
-    from gradcast.training.calibration import Compute, with_compute
+    from gradcast.training.compute_times import Compute, with_compute
     from gradcast.training.expectation import expect
 
     profile = profile_of(200, 100, 10)
@@ -270,7 +305,7 @@ def test_compute_that_was_found_beside_overlap_is_not_expected_of_ddp(mode, plai
 def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     """Beside the plan it took twice as long; that it does not now is no change."""
     from gradcast.training import live_plan, planning
-    from gradcast.training.calibration import Compute, with_compute
+    from gradcast.training.compute_times import Compute, with_compute
     from gradcast.training.expectation import expect
 
     alone = profile_of(200, 100, 10)

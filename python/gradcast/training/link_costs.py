@@ -1,24 +1,53 @@
 """What the network costs, from how long blocks took: in the warm-up, and in the plan that follows it."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 
 from gradcast import _core
 
-# Bytes of a block, and the time that the last rank to join it saw. The others' times hold their waiting for that one.
+# Bytes of a block, and for how long it kept the next one from being sent.
 Sample = tuple[int, float]
 
 # Below this a plan is not made again: it would not be another one.
 _RIGHT = 0.03
 
 
-def samples(block_bytes: Sequence[Sequence[int]], ranks_ns: Sequence[Sequence[Sequence[float]]]) -> list[Sample]:
-    """``block_bytes``: by step and block; ``ranks_ns``: by rank, step and block."""
+@dataclasses.dataclass(frozen=True)
+class Took:
+    """A block as one rank saw it, ns: from when it could be sent there, its gradients ready and the one before it
+    finished, until it had finished. The threads that launch it and see its end may wait for a core: that belongs to it.
+
+    ``at_once``: it could be sent as soon as the one before it had finished.
+    """
+
+    time_ns: float
+    at_once: bool
+
+
+def took(blocks: Sequence[_core.BlockRecord]) -> list[Took]:
+    """Of one step, in the order in which they were sent, one by one."""
+    found, free_ns = [], 0
+    for block in blocks:
+        found.append(Took(float(block.finish_ns - max(block.ready_ns, free_ns)), free_ns >= block.ready_ns))
+        free_ns = block.finish_ns
+    return found
+
+
+def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Sequence[Took]]]) -> list[Sample]:
+    """``block_bytes``: by step and block; ``ranks``: by rank, step and block."""
     return [
-        (size, min(rank[step][block] for rank in ranks_ns))
+        (size, _of_all([rank[step][block] for rank in ranks]))
         for step, sizes in enumerate(block_bytes)
         for block, size in enumerate(sizes)
     ]
+
+
+def _of_all(ranks: Sequence[Took]) -> float:
+    """Where some rank's gradients came late, the times of the others hold their waiting for them. Where none did, each
+    rank's times add up to the same, but it is now one rank that sees an end late and now another."""
+    times_ns = [each.time_ns for each in ranks]
+    return statistics.mean(times_ns) if all(each.at_once for each in ranks) else min(times_ns)
 
 
 def fitted(found: Sequence[Sample], pack_ns_per_byte: float) -> _core.LinkModel:
@@ -43,20 +72,26 @@ def corrected(
     ``shared_ns``: where several blocks may be in flight, what ``link`` says of all of them together; the one sample of
     a step is what they have taken.
     """
-    usual = [(blocks[0][0], statistics.median(time for _, time in blocks)) for blocks in zip(*steps, strict=True)]
-    expected_ns = shared_ns or sum(link.all_reduce.cost_ns(size) for size, _ in usual)
-    factor = sum(time for _, time in usual) / expected_ns
+    # Of whole steps: now one block is late and now another.
+    usual_ns = statistics.median(sum(time for _, time in step) for step in steps)
+    factor = usual_ns / (shared_ns or _together_ns(link, steps[0]))
     if abs(factor - 1) <= _RIGHT:
         return None
-    if _size_count(usual) < 3:
+    if _size_count(steps[0]) < 3:
         return link.scaled(factor, factor)
-    return fitted([sample for step in steps for sample in step], link.pack_ns_per_byte)
+    shaped = fitted([sample for step in steps for sample in step], link.pack_ns_per_byte)
+    left = usual_ns / _together_ns(shaped, steps[0])
+    return shaped.scaled(left, left)
 
 
 def spread(found: Sequence[Sample], link: _core.LinkModel) -> tuple[float, float]:
     """What nine tenths of the samples take at least, and at most, as a share of what the link model says."""
     shares = sorted(time / link.all_reduce.cost_ns(size) for size, time in found)
     return shares[len(shares) // 10], shares[-1 - len(shares) // 10]
+
+
+def _together_ns(link: _core.LinkModel, step: Sequence[Sample]) -> float:
+    return sum(link.all_reduce.cost_ns(size) for size, _ in step)
 
 
 def _size_count(found: Sequence[Sample]) -> int:

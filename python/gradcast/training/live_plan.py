@@ -17,7 +17,7 @@ import torch
 from gradcast import _core
 from gradcast.compare import compute_ns
 from gradcast.errors import Error
-from gradcast.training import calibration, link_costs, planning
+from gradcast.training import calibration, compute_times, link_costs, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.calibration import Calibration
 from gradcast.training.expectation import expect
@@ -196,7 +196,7 @@ class LivePlan:
         compute = None
         # On a device the host runs ahead: its times are not those of compute.
         if own is not None and self._buffers.flats[0].device.type == "cpu":
-            compute = calibration.compute_of(self._trace.current, own.facts.busy_ns)
+            compute = compute_times.compute_of(self._trace.current, own.facts.busy_ns)
         if not self._calibration.step_ended(ended[-1] if ended else None, compute):
             return
         with self._traffic.watch.waiting("the agreement on the plan"):
@@ -241,7 +241,7 @@ class LivePlan:
         if link is None and compute is None:
             return None
         idle = self.profile if link is None else planning.with_link(self.profile, link)
-        profile = idle if compute is None else calibration.with_compute(idle, compute)
+        profile = idle if compute is None else compute_times.with_compute(idle, compute)
         # Compute takes longer beside the network, but DDP's forward has no network beside it.
         plain_profile = idle if self.in_force.mode == "overlap" else profile
         samples = [sample for step in found.blocks for sample in step]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from gradcast.training.compute_times import Compute
+from gradcast.training.link_costs import Took
 from gradcast.training.planning import Measured
 
 _PACK_PROBE_ELEMENTS = 1 << 20
@@ -117,16 +119,11 @@ class Stopwatch:
             times.append(self._clock.between(start, self._clock.stamp()))
         return statistics.median(times) / (part.numel() * part.element_size())
 
-    def medians(self, block_bytes: list[list[int]], block_ns: list[list[float]], pack_ns_per_byte: float) -> Measured:
+    def medians(self, block_bytes: list[list[int]], blocks: list[list[Took]], pack_ns_per_byte: float) -> Measured:
         """Of all complete steps but the first, in which memory is allocated. A median forgets a disturbed step."""
-        steps = [step for step in self._steps if step.complete][1:]
-        update_ns = [self._total_ns(step.updates) for step in steps]
-        # Before forward reads anything: what is taken out of the time since backward.
-        pause_ns = [self._total_ns(step.waits) + update for step, update in zip(steps, update_ns, strict=True)]
-        since_backward = [
-            functools.partial(self._since, step.backward_end, pause)
-            for step, pause in zip(steps, pause_ns, strict=True)
-        ]
+        compute = [self._compute(step) for step in self._steps[1:]]
+        steps = [step for step in self._steps[1:] if step.complete]
+        since_backward = [functools.partial(self._since, step.backward_end, self._pause_ns(step)) for step in steps]
         ready_ns, need_ns = [], []
         for index in range(self._parameter_count):
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
@@ -137,15 +134,24 @@ class Stopwatch:
         return Measured(
             ready_ns=ready_ns,
             need_ns=need_ns,
-            backward_ns=statistics.median(self._clock.between(s.backward_start, s.backward_end) for s in steps),
-            forward_ns=statistics.median(
-                since(s.next_backward) for s, since in zip(steps, since_backward, strict=True)
-            ),
-            update_ns=statistics.median(update_ns),
+            compute=compute,
             block_bytes=block_bytes,
-            block_ns=block_ns,
+            blocks=blocks,
             pack_ns_per_byte=pack_ns_per_byte,
         )
+
+    def _compute(self, step: _Step) -> Compute | None:
+        if not step.complete:
+            return None
+        return Compute(
+            backward_ns=self._clock.between(step.backward_start, step.backward_end),
+            forward_ns=self._since(step.backward_end, self._pause_ns(step), step.next_backward),
+            update_ns=self._total_ns(step.updates),
+        )
+
+    def _pause_ns(self, step: _Step) -> float:
+        """Before forward reads anything: what is taken out of the time since backward."""
+        return self._total_ns(step.waits) + self._total_ns(step.updates)
 
     def _since(self, backward_end: Any, pause_ns: float, stamp: Any) -> float:
         return max(0.0, self._clock.between(backward_end, stamp) - pause_ns)

@@ -13,8 +13,9 @@ from typing import Any
 from gradcast import _core, stock_ddp
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
-from gradcast.training import link_costs
+from gradcast.training import compute_times, link_costs
 from gradcast.training.buffers import Sizes
+from gradcast.training.compute_times import Compute
 from gradcast.training.expectation import Expectation
 from gradcast.training.group import Group
 from gradcast.training.options import Options
@@ -65,15 +66,14 @@ class Agreed:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One rank's medians, ns; lists are by parameter. ``block_ns``: per warm-up step, per block of its plan."""
+    """One rank's medians, ns, by parameter. ``compute``: per warm-up step, None where it is not known. ``blocks``: per
+    warm-up step, per block of its plan."""
 
     ready_ns: list[float]
     need_ns: list[float]
-    backward_ns: float
-    forward_ns: float
-    update_ns: float
+    compute: list[Compute | None]
     block_bytes: list[list[int]]
-    block_ns: list[list[float]]
+    blocks: list[list[link_costs.Took]]
     pack_ns_per_byte: float
 
 
@@ -104,9 +104,11 @@ def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:
 def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
     """All ranks' measurements as one profile; ready on the slowest rank, since a block needs every rank's gradient."""
     count = len(names)
-    backward_ns = max(rank.backward_ns for rank in ranks)
-    forward_ns = statistics.median(rank.forward_ns for rank in ranks)
-    update_ns = statistics.median(rank.update_ns for rank in ranks)
+    steps = compute_times.measured_by_all([rank.compute for rank in ranks])
+    usual = [compute_times.of_slowest([[step[rank]] for step in steps]) for rank in range(len(ranks))]
+    backward_ns = max(each.backward_ns for each in usual)
+    forward_ns = statistics.median(each.forward_ns for each in usual)
+    update_ns = statistics.median(each.update_ns for each in usual)
     total = sum(sizes.bytes_of(index) for index in range(count))
     tensors = []
     for index in range(count):
@@ -131,11 +133,12 @@ def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Siz
         link=None if len(ranks) == 1 else _measured_link(ranks),
     )
     # Through JSON, which rounds and sorts: what is planned with is then what a file of it holds.
-    return _core.Profile.from_json(profile.to_json())
+    profile = _core.Profile.from_json(profile.to_json())
+    return compute_times.with_compute(profile, compute_times.of_slowest(steps))
 
 
 def block_samples(ranks: Sequence[Measured]) -> list[link_costs.Sample]:
-    return link_costs.samples(ranks[0].block_bytes, [rank.block_ns for rank in ranks])
+    return link_costs.samples(ranks[0].block_bytes, [rank.blocks for rank in ranks])
 
 
 def _measured_link(ranks: Sequence[Measured]) -> _core.LinkModel:

@@ -41,7 +41,7 @@ class Warmup:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._steps = 0
         self._block_bytes: list[list[int]] = []
-        self._block_ns: list[list[float]] = []
+        self._blocks: list[list[link_costs.Took]] = []
         self._order = tuple(order)
         profile = planning.layout_profile(names, sizes, self._order, world_size=group.world_size, name="warm-up")
         plans = planning.warmup_plans(profile, mode)
@@ -75,7 +75,7 @@ class Warmup:
         # The first step is not counted: connections are made and memory is allocated in it.
         if iteration is not None and self._steps > 0:
             self._block_bytes.append([block.size_bytes for block in plan.blocks])
-            self._block_ns.append([float(block.finish_ns - block.launch_ns) for block in iteration.blocks])
+            self._blocks.append(link_costs.took(iteration.blocks))
         self._steps += 1
         if self._steps == self._options.warmup_steps:
             return None
@@ -84,7 +84,7 @@ class Warmup:
     def profile(self, flats: Sequence[torch.Tensor]) -> _core.Profile:
         """All ranks' measurements; the same on every rank. ``flats``: the buffers, at rest. Collective."""
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
-        ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._block_ns, pack_ns_per_byte))
+        ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._blocks, pack_ns_per_byte))
         text: Any = None
         if self._group.rank == 0:
             try:

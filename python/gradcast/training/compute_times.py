@@ -1,0 +1,59 @@
+"""What the ranks compute in a step: measured in the warm-up and beside a plan, and put into a profile."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import TypeVar
+
+from gradcast import _core
+from gradcast.files import scaled_profile
+from gradcast.training.trace import StepRecord
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Of a step, ns, with nothing waited for. Forward is everything but backward and the update, as in a profile."""
+
+    backward_ns: float
+    forward_ns: float
+    update_ns: float
+
+    @property
+    def total_ns(self) -> float:
+        return self.backward_ns + self.forward_ns + self.update_ns
+
+
+def compute_of(record: StepRecord, busy_ns: float) -> Compute:
+    """``busy_ns``: of the step, what it did not wait."""
+    backward_ns, update_ns = record.total_ns("backward"), record.total_ns("update")
+    return Compute(backward_ns, max(0.0, busy_ns - backward_ns - update_ns), update_ns)
+
+
+def with_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
+    """Each part of a step as long as ``compute`` says, what happens within it at the same share of it."""
+    old = profile.backward_ns, profile.forward_ns, sum(tensor.update_ns for tensor in profile.tensors)
+    backward, forward, update = (
+        new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in zip(dataclasses.astuple(compute), old, strict=True)
+    )
+    return scaled_profile(profile, forward, backward_factor=backward, update_factor=update)
+
+
+def of_slowest(steps: Sequence[Sequence[Compute]]) -> Compute:
+    """Of the usual step. ``steps``: by step, at least one, and rank.
+
+    In each step it is the slowest rank's, since all wait for it: a block needs every rank's gradient. Where compute
+    scatters that is now one rank and now another, and the usual time of each of them is less than what a step takes.
+    """
+    slowest = [max(ranks, key=lambda each: each.total_ns) for ranks in steps]
+    return Compute(
+        statistics.median(each.backward_ns for each in slowest),
+        statistics.median(each.forward_ns for each in slowest),
+        statistics.median(each.update_ns for each in slowest),
+    )
+
+
+def measured_by_all(ranks: Sequence[Sequence[T | None]]) -> list[tuple[T, ...]]:
+    """By step and rank, of the steps in which no rank lacks it. ``ranks``: by rank and step."""
+    return [step for step in zip(*ranks, strict=True) if None not in step]
