@@ -89,9 +89,25 @@ void Engine::Loop::handle_on_loop(const Event& event) {
         follower_.on_ready(static_cast<int32_t>(event.subject));
       }
       break;
+    case Event::Kind::kBegan:
+      began_on_loop(event);
+      break;
     case Event::Kind::kComplete:
       complete_on_loop(event);
       break;
+  }
+}
+
+void Engine::Loop::began_on_loop(const Event& event) {
+  GC_CHECK(on_loop());
+  const int64_t block = event.subject - first_ticket_;
+  if (!follower_.is_in_flight(block)) {
+    return;
+  }
+  MutexLock lock(mutex_);
+  recorder_.current().blocks[block].ready_ns = recorder_.current().blocks[block].launch_ns = event.time_ns;
+  if (on_network_count_ == 1) {
+    on_network_since_ns_ = event.time_ns;
   }
 }
 
@@ -220,6 +236,11 @@ void Engine::Loop::leave_on_loop() {
   if (!is_abandoned_) {
     transport_.close();
   }
+}
+
+// Only the record hears of it, so it wakes nobody.
+void Engine::Loop::began(int64_t ticket) noexcept {
+  queue_.push({Event::Kind::kBegan, ticket, steady_now_ns()}, Queue::Wake::kCounted);
 }
 
 void Engine::Loop::complete(int64_t ticket, const char* error) noexcept {

@@ -42,6 +42,7 @@ class Engine::Loop final : public CompletionSink {
   EngineCounters counters() const GC_EXCLUDES(mutex_);
   void shutdown() GC_EXCLUDES(mutex_, join_mutex_);
 
+  void began(int64_t ticket) noexcept override;
   void complete(int64_t ticket, const char* error) noexcept override;
 
   // After shutdown: the transport broke its promise and may still complete something, so this object must stay.
@@ -49,10 +50,10 @@ class Engine::Loop final : public CompletionSink {
 
  private:
   struct Event {
-    enum class Kind { kBegin, kReady, kComplete };
+    enum class Kind { kBegin, kReady, kBegan, kComplete };
     Kind kind = Kind::kBegin;
-    int64_t subject = 0;  // of kReady the tensor, of kComplete the ticket
-    int64_t time_ns = 0;  // of kComplete
+    int64_t subject = 0;  // of kReady the tensor, of kBegan and kComplete the ticket
+    int64_t time_ns = 0;  // of kBegan and kComplete
     std::optional<std::string> error{};
     std::shared_ptr<const FollowedPlan> plan{};  // of kBegin
   };
@@ -64,6 +65,7 @@ class Engine::Loop final : public CompletionSink {
   template <typename Action>
   void attempt_on_loop(const Action& action);
   void handle_on_loop(const Event& event);
+  void began_on_loop(const Event& event) GC_EXCLUDES(mutex_);
   void complete_on_loop(const Event& event);
   void finish_on_loop(int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
   void launch_on_loop();

@@ -52,9 +52,9 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
                                             std::to_string(iteration_) +
                                             " are not finished; wait for all of them first");
   }
-  // One event for each gradient of an iteration, one for each block on the network.
+  // One event for each gradient of an iteration, two for each block on the network.
   const size_t in_flight_max = std::min(static_cast<size_t>(plan.in_flight), plan.blocks.size());
-  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + in_flight_max);
+  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 2 * in_flight_max);
   next_plan_ = std::move(followed);
   return ++plan_version_;
 }

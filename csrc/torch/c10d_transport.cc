@@ -86,17 +86,23 @@ struct C10dTransport::Flight {
     }
   }
 
+  // The stream waits for kernels that write what is to be sent.
+  static void watch_beginning(DeviceStream& stream, const std::shared_ptr<Outstanding>& outstanding, int64_t ticket) {
+    stream.watch({[outstanding] { return outstanding->aborted(); },
+                  [outstanding, ticket](const std::exception_ptr&) { outstanding->began(ticket); }});
+  }
+
   // The host's part is done; the rest is the device's.
-  static DeviceStream::Ending ending(std::shared_ptr<Flight> flight) {
+  static void end_on(DeviceStream& stream, const std::shared_ptr<Flight>& flight) {
     const auto enqueue = [flight] {
       flight->collective.work->wait();  // the stream waits, not the host
       if (flight->collective.unpack) flight->collective.unpack();
     };
-    const auto finished = [flight](const std::exception_ptr& exception) {
+    const auto passed = [flight](const std::exception_ptr& exception) {
       // A backend that gives an operation up lets its stream go on; only the work knows.
       flight->complete(exception ? exception : flight->collective.work->exception());
     };
-    return {enqueue, [flight] { return flight->outstanding->aborted(); }, finished};
+    stream.end(enqueue, {[flight] { return flight->outstanding->aborted(); }, passed});
   }
 };
 
@@ -168,9 +174,11 @@ void C10dTransport::launch(const Operation& operation) {
   const Buffer& buffer = buffer_at(operation.buffer);
   c10::OptionalStreamGuard guard;
   if (buffer.stream != nullptr) {
+    bool is_waiting = false;
     for (int32_t i = 0; i < operation.range_count; ++i) {
-      buffer.stream->wait_for_writes(operation.buffer, operation.ranges[i]);
+      is_waiting = buffer.stream->wait_for_writes(operation.buffer, operation.ranges[i]) || is_waiting;
     }
+    if (is_waiting) Flight::watch_beginning(*buffer.stream, outstanding_, operation.ticket);
     guard.reset_stream(buffer.stream->stream());
   }
   const Row row(buffer.tensor, operation.ranges, operation.range_count);
@@ -196,7 +204,7 @@ void C10dTransport::launch(const Operation& operation) {
         } else if (stream == nullptr) {
           flight->unpack_and_complete();
         } else {
-          stream->end(Flight::ending(flight));
+          Flight::end_on(*stream, flight);
         }
       },
       /*uses_future=*/false);

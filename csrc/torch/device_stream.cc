@@ -19,6 +19,7 @@ constexpr auto kPollPeriod = std::chrono::microseconds(50);
 DeviceStream::DeviceStream(c10::Device device)
     : device_(device),
       stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      end_stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       thread_([this] { loop(); }) {}
 
 DeviceStream::~DeviceStream() {
@@ -33,58 +34,101 @@ void DeviceStream::on_written(int32_t buffer, Range range) {
   place->second.record(writer);
 }
 
-void DeviceStream::wait_for_writes(int32_t buffer, Range range) {
+bool DeviceStream::wait_for_writes(int32_t buffer, Range range) {
+  bool is_waiting = false;
   const std::lock_guard lock(writes_mutex_);
   for (const auto& [written, event] : writes_[buffer]) {
     if (written.first >= range.hi_bytes) break;
-    if (written.second > range.lo_bytes) event.block(stream_);
+    if (written.second <= range.lo_bytes) continue;
+    event.block(stream_);
+    is_waiting = is_waiting || !event.query();
   }
+  return is_waiting;
 }
 
-void DeviceStream::end(Ending ending) {
+void DeviceStream::watch(Place here) {
+  Watched watched = recorded(stream_, std::move(here));
   {
-    const std::lock_guard lock(endings_mutex_);
-    endings_.push_back(std::move(ending));
+    const std::lock_guard lock(mutex_);
+    news_.emplace_back(std::move(watched));
+  }
+  changed_.notify_one();
+}
+
+void DeviceStream::end(std::function<void()> enqueue, Place past_it) {
+  {
+    const std::lock_guard lock(mutex_);
+    news_.emplace_back(Ending{std::move(enqueue), std::move(past_it)});
   }
   changed_.notify_one();
 }
 
 void DeviceStream::close() {
   {
-    const std::lock_guard lock(endings_mutex_);
+    const std::lock_guard lock(mutex_);
     closed_ = true;
   }
   changed_.notify_one();
   if (thread_.joinable()) thread_.join();
 }
 
+DeviceStream::Watched DeviceStream::recorded(const c10::Stream& stream, Place place) const {
+  Watched watched{c10::Event(device_.type()), std::move(place)};
+  watched.event.record(stream);
+  return watched;
+}
+
 void DeviceStream::loop() {
   pthread_setname_np(pthread_self(), "gradcast-wait");
-  std::unique_lock lock(endings_mutex_);
+  std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return closed_ || !endings_.empty(); });
-    if (closed_) return;
-    const Ending ending = std::move(endings_.front());
-    endings_.pop_front();
+    if (watched_.empty()) {
+      changed_.wait(lock, [this] { return closed_ || !news_.empty(); });
+    } else {
+      changed_.wait_for(lock, kPollPeriod, [this] { return !closed_ && !news_.empty(); });
+    }
+    std::deque<std::variant<Watched, Ending>> news;
+    news.swap(news_);
+    if (closed_) news.clear();
+    if (closed_ && watched_.empty()) return;
     lock.unlock();
-    finish(ending);
+    for (auto& each : news) {
+      if (auto* watched = std::get_if<Watched>(&each)) {
+        watched_.push_back(std::move(*watched));
+      } else {
+        put_on_stream(std::get<Ending>(each));
+      }
+    }
+    look();
+    news.clear();  // destroys what belongs to operations: not under the lock
     lock.lock();
   }
 }
 
-void DeviceStream::finish(const Ending& ending) {
+void DeviceStream::put_on_stream(const Ending& ending) {
   try {
-    const c10::StreamGuard guard(stream_);
+    const c10::StreamGuard guard(end_stream_);
     ending.enqueue();
-    c10::Event past(device_.type());
-    past.record(stream_);
-    while (!past.query() && !ending.given_up())
-      std::this_thread::sleep_for(kPollPeriod);
+    watched_.push_back(recorded(end_stream_, ending.past_it));
   } catch (...) {
-    ending.finished(std::current_exception());
-    return;
+    ending.past_it.passed(std::current_exception());
   }
-  ending.finished(nullptr);
+}
+
+void DeviceStream::look() {
+  for (auto each = watched_.begin(); each != watched_.end();) {
+    std::exception_ptr error;
+    try {
+      if (!each->event.query() && !each->place.given_up()) {
+        ++each;
+        continue;
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    each->place.passed(error);
+    each = watched_.erase(each);
+  }
 }
 
 }  // namespace gradcast

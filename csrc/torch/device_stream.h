@@ -1,8 +1,10 @@
-// The communication stream of a device whose kernels run after the host has gone on (CUDA).
+// The communication streams of a device whose kernels run after the host has gone on (CUDA): one on which operations start,
+// one on which their ends are waited for, so that no end is late because the next operation waits for its gradients.
 //
-// NOT YET RUN ON A GPU. It is written against the interface of c10 that every such device implements, so that no vendor's
-// header is needed. The stream waits for the kernels that write the bytes it is about to send, and a thread named
-// "gradcast-wait" tells when the stream has come past the end of an operation: whoever waits for gradcast waits on the host.
+// NOT YET RUN ON A GPU, but on a device of the tests' own. It is written against the interface of c10 that every such device
+// implements, so that no vendor's header is needed. The first stream waits for the kernels that write the bytes it is about
+// to send, and a thread named "gradcast-wait" tells when it has come past that, and the other one past the end of an
+// operation: whoever waits for gradcast waits on the host.
 //
 // Thread safety: any thread.
 #pragma once
@@ -15,10 +17,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <variant>
 
 #include "gradcast/types.h"
 
@@ -26,11 +30,10 @@ namespace gradcast {
 
 class DeviceStream {
  public:
-  // What is left of an operation when its backend has put it on the device. All three run on the waiting thread.
-  struct Ending {
-    std::function<void()> enqueue;                     // puts the rest on the stream, which is current; may throw
-    std::function<bool()> given_up;                    // true when nobody waits any more
-    std::function<void(std::exception_ptr)> finished;  // the stream has come past the rest, or an error; must not throw
+  // A place on a stream that somebody waits for. Both run on the waiting thread.
+  struct Place {
+    std::function<bool()> given_up;                  // true when nobody waits any more
+    std::function<void(std::exception_ptr)> passed;  // the stream has come past it, or an error; must not throw
   };
 
   explicit DeviceStream(c10::Device device);
@@ -43,28 +46,49 @@ class DeviceStream {
 
   // The calling thread's current stream has been given the kernels that write this range.
   void on_written(int32_t buffer, Range range);
-  // What is put on the stream after this runs after those kernels, where the ranges overlap.
-  void wait_for_writes(int32_t buffer, Range range);
+  // What is put on the stream after this runs after those kernels, where the ranges overlap. Returns whether one of them
+  // has still to run.
+  bool wait_for_writes(int32_t buffer, Range range);
 
-  void end(Ending ending);
+  // Waits for the place where the stream is now.
+  void watch(Place here);
+  // Runs `enqueue`, which may throw, on the waiting thread and with the other stream current, so that it puts the rest of
+  // an operation there, and waits for its end.
+  void end(std::function<void()> enqueue, Place past_it);
   // Ends the thread; what it has not begun is dropped. REQUIRES: what it has begun is given up or finishes. Idempotent.
   void close();
 
  private:
+  struct Watched {
+    c10::Event event;
+    Place place;
+  };
+  struct Ending {
+    std::function<void()> enqueue;
+    Place past_it;
+  };
+
+  Watched recorded(const c10::Stream& stream, Place place) const;
   void loop();
-  void finish(const Ending& ending);
+  void put_on_stream(const Ending& ending);
+  void look();
 
   const c10::Device device_;
   const c10::Stream stream_;
+  const c10::Stream end_stream_;
 
   std::mutex writes_mutex_;
   // Recorded again in each iteration, so there is one for each range that was ever written, and none is ever removed.
   std::map<int32_t, std::map<std::pair<int64_t, int64_t>, c10::Event>> writes_;
 
-  std::mutex endings_mutex_;
+  std::list<Watched> watched_;  // the waiting thread's own
+
+  std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Ending> endings_;
+  // Guarded by mutex_: for the thread, in the order in which they came.
+  std::deque<std::variant<Watched, Ending>> news_;
   bool closed_ = false;
+
   std::thread thread_;
 };
 

@@ -28,7 +28,8 @@ struct EngineOptions {
   int32_t timeline_iterations = 16;      // of which the record is kept; at least 1
 };
 
-// Times of the steady clock, ns; 0 for what has not happened.
+// Times of the steady clock, ns; 0 for what has not happened. A block that was handed to the transport before a device had
+// written its gradients became ready, and was launched, when the device had.
 struct BlockRecord {
   int64_t ready_ns = 0;   // what it waits for existed: its gradients, or of an all-gather the sums of its scatter
   int64_t launch_ns = 0;  // it was handed to the transport

@@ -16,7 +16,7 @@
 namespace gradcast {
 
 // The name of the Python capsule that hands a Transport* from the module that made it to the one that runs the engine.
-inline constexpr const char* kTransportCapsule = "gradcast.Transport.1";
+inline constexpr const char* kTransportCapsule = "gradcast.Transport.2";
 
 // One collective operation over `ranges` of one buffer: sums of what all ranks hold there. kAllReduce leaves the sum on
 // every rank. kReduceScatter leaves on rank r the sum of the r-th of world_size parts and the rest undefined; kAllGather
@@ -33,6 +33,9 @@ struct Operation {
 // Where completions go. Implemented by the engine.
 class CompletionSink {
  public:
+  // A device had not written all of the operation's bytes when it was started, and now it has: the operation begins. At
+  // most once, before the completion; ignored afterwards. Returns at once.
+  virtual void began(int64_t ticket) noexcept = 0;
   // `error` is nullptr after success, otherwise a sentence, which is copied before the call returns. Returns at once.
   virtual void complete(int64_t ticket, const char* error) noexcept = 0;
 

@@ -66,6 +66,31 @@ TEST(Engine, StartsBlocksInPlanOrderAndSaysWhatHasArrived) {
   EXPECT_EQ(fixture.transport.started(), std::vector<int64_t>({0, 1, 2}));
 }
 
+TEST(Engine, ABlockThatADeviceHasNotWrittenIsOnTheNetworkOnceItHas) {
+  Fixture fixture(2);
+  fixture.engine.begin();
+  fixture.engine.on_ready(1);
+  fixture.engine.on_ready(0);
+  ASSERT_TRUE(fixture.transport.await_started(1));
+  const int64_t written_ns = Engine::now_ns();
+  fixture.transport.began(0);
+  fixture.transport.complete(0);
+  ASSERT_TRUE(fixture.transport.await_started(2));
+  fixture.transport.complete(1);
+  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
+  for (const int64_t ticket : {1, 0, -1, 7}) {
+    fixture.transport.began(ticket);  // too late, or never started
+  }
+  fixture.engine.shutdown();
+  const std::vector<BlockRecord> blocks = fixture.engine.timeline().back().blocks;
+  EXPECT_GE(blocks[0].ready_ns, written_ns);
+  EXPECT_EQ(blocks[0].launch_ns, blocks[0].ready_ns);
+  EXPECT_LT(blocks[1].ready_ns, written_ns) << "the gradient was there when the block could be sent";
+  EXPECT_LT(blocks[1].launch_ns, blocks[1].finish_ns);
+  EXPECT_EQ(fixture.engine.counters().link_ns,
+            blocks[0].finish_ns - blocks[0].launch_ns + blocks[1].finish_ns - blocks[1].launch_ns);
+}
+
 TEST(Engine, KeepsNoMoreInFlightThanThePlanSays) {
   Fixture fixture(4, Manner::kByHand, 2);
   fixture.engine.begin();

@@ -85,6 +85,14 @@ class HandTransport final : public Transport {
     std::lock_guard lock(mutex_);
     return started_;
   }
+  void began(int64_t ticket) {
+    CompletionSink* sink = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      sink = sink_;
+    }
+    sink->began(ticket);
+  }
   // Completes an operation that may, or may not, have been started.
   void complete(int64_t ticket, const char* error = nullptr) {
     CompletionSink* sink = nullptr;

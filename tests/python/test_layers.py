@@ -81,6 +81,7 @@ LAYERS = {
         words_only=True,
         own=("csrc/transport/shared",),
     ),
+    "tests/training": Layer(frozenset(), ("torch/", "c10/"), own=("csrc/torch",)),
     "tests/mpi": Layer(
         frozenset({"core", "transport"}), ("mpi.h", "pybind11/"), own=("csrc/bindings", "csrc/transport/shared")
     ),
@@ -269,6 +270,9 @@ def built_files() -> set[str]:
         built |= {folder / name for name in SOURCE_NAME.findall(GLOB.sub("", text))}
     # What the package compiles by itself, for the torch that it meets.
     built |= set(runpy.run_path(str(ROOT / "python/gradcast/training/native_build.py"))["files"](ROOT))
+    # What a test compiles with torch's headers, which CMake does not know.
+    tests = "".join(path.read_text() for path in (ROOT / "tests/training").glob("test_*.py"))
+    built |= {path for path in (ROOT / "tests/training").glob("*.cc") if f'"{path.name}"' in tests}
     return {str(path.relative_to(ROOT)) for path in built if path.exists() and path.suffix == ".cc"}
 
 

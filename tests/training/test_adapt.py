@@ -142,6 +142,27 @@ def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
     assert "your step is compute-bound: expected gain below 2 %, running as DDP" in results[0]["lines"]
 
 
+@pytest.mark.parametrize(
+    ("gain", "limit", "compute_share", "tries", "said"),
+    [
+        (1.02, 1.30, 0.80, True, "the network allows 1.30x"),
+        (1.02, 1.03, 0.97, True, "the network allows 1.03x"),
+        (1.01, 1.30, 0.80, True, "so the plan is tried, and kept if it is faster"),
+        (0.95, 1.30, 0.80, True, "so the plan is tried, and kept if it is faster"),
+        (0.94, 1.30, 0.80, False, "but no order of the gradients hides the rest"),
+        (1.01, 1.01, 0.80, False, "but no order of the gradients hides the rest"),
+        (1.01, 1.04, 0.95, False, "your step is compute-bound"),
+    ],
+)
+def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(gain, limit, compute_share, tries, said):
+    from gradcast.training.expectation import Expectation
+
+    expected = Expectation(gain=gain, low=gain - 0.1, high=gain + 0.1, limit=limit, compute_share=compute_share)
+    assert expected.is_worth_trying == tries
+    assert said in expected.sentence()
+    assert ("running as DDP" in expected.sentence()) == (not tries)
+
+
 def test_without_adapt_the_plan_is_followed(ranks):
     results = ranks.run(2, steady, 1.01, False)
     require_agreement(results)

@@ -3,6 +3,8 @@
 NOT YET RUN ON A GPU. Without one these tests are skipped.
 """
 
+import time
+
 import pytest
 
 import gradcast
@@ -49,6 +51,45 @@ def test_equal_to_ddp(ranks, task, mode):
     for found, policy in ranks.run(2, train, task, mode):
         assert found == []
         assert policy == "forecast"
+
+
+class LateGradient(torch.autograd.Function):
+    """The device is busy for some tenths of a second before it has the gradient; the host goes on at once."""
+
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        torch.cuda._sleep(300_000_000)
+        return gradient
+
+
+def train_late(rank):
+    module = nn.Linear(8, 8).to("cuda")
+    handle = gradcast.attach(module, options=gradcast.Options(adapt=False, warmup_steps=3))
+    times = []
+    for _ in range(5):
+        value = LateGradient.apply(module(torch.ones(4, 8, device="cuda"))).sum()
+        torch.cuda.synchronize()
+        begin_us = time.perf_counter_ns() / 1e3
+        value.backward()
+        handle.flush()
+        torch.cuda.synchronize()
+        end_us = time.perf_counter_ns() / 1e3
+        blocks = [event for event in handle.timeline()["traceEvents"] if event.get("cat") == "block"]
+        times.append([(each["ts"] - begin_us, end_us - begin_us) for each in blocks if each["ts"] >= begin_us])
+    handle.detach()
+    return times
+
+
+def test_a_block_is_launched_when_the_device_has_its_gradients(ranks):
+    for times in ranks.run(2, train_late):
+        for step in times:
+            assert step
+            for launch_us, step_us in step:
+                assert launch_us > 0.5 * step_us, "while the device was busy nothing was on the network"
 
 
 def capture(rank):

@@ -45,6 +45,7 @@ class NcclTransport final : public DeviceTransport {
   struct Flight {
     int64_t ticket;
     std::string what_failed;
+    cudaEvent_t begun;  // nullptr where the device had written the bytes before
     cudaEvent_t ended;
   };
 
@@ -52,7 +53,8 @@ class NcclTransport final : public DeviceTransport {
   void connect(const std::string& id, const NcclOptions& options);
   void settle(std::chrono::steady_clock::time_point deadline, const std::string& action);
   void launch(const Operation& operation);
-  void wait_for_writes(const Operation& operation);
+  cudaEvent_t recorded_event();
+  bool wait_for_writes(const Operation& operation);
   void reduce_in_place(const Operation& operation);
   void run_halves(const Operation& operation);
   void run();
@@ -189,12 +191,10 @@ void NcclTransport::start(const Operation& operation) noexcept {
 
 void NcclTransport::launch(const Operation& operation) {
   const OnDevice current(device_);
-  wait_for_writes(operation);
+  cudaEvent_t begun = wait_for_writes(operation) ? recorded_event() : nullptr;
   operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_halves(operation);
   settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
-  Flight flight{operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), nullptr};
-  require(cudaEventCreateWithFlags(&flight.ended, cudaEventDisableTiming), "make an event");
-  require(cudaEventRecord(flight.ended, stream_), "record an event");
+  Flight flight{operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), begun, recorded_event()};
   {
     std::lock_guard lock(mutex_);
     flights_.push_back(std::move(flight));
@@ -202,7 +202,17 @@ void NcclTransport::launch(const Operation& operation) {
   changed_.notify_one();
 }
 
-void NcclTransport::wait_for_writes(const Operation& operation) {
+// Where the stream is now.
+cudaEvent_t NcclTransport::recorded_event() {
+  cudaEvent_t event = nullptr;
+  require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
+  require(cudaEventRecord(event, stream_), "record an event");
+  return event;
+}
+
+// Returns whether some of the operation's bytes are still to be written.
+bool NcclTransport::wait_for_writes(const Operation& operation) {
+  bool is_waiting = false;
   std::lock_guard lock(writes_mutex_);
   for (const Range& range : ranges_of(operation)) {
     for (const auto& [place, write] : writes_) {
@@ -210,9 +220,11 @@ void NcclTransport::wait_for_writes(const Operation& operation) {
       const auto& [hi_bytes, event] = write;
       if (buffer == operation.buffer && lo_bytes < range.hi_bytes && range.lo_bytes < hi_bytes) {
         require(cudaStreamWaitEvent(stream_, event, 0), "wait for a gradient");
+        is_waiting = is_waiting || cudaEventQuery(event) == cudaErrorNotReady;
       }
     }
   }
+  return is_waiting;
 }
 
 // Several ranges as one launch, each in its place: nothing is packed.
@@ -276,16 +288,25 @@ void NcclTransport::run() {
     }
     const Flight flight = flights_.front();  // the stream ends them in their order
     lock.unlock();
-    cudaError_t state = cudaErrorNotReady;
     std::optional<std::string> failed;
-    while ((state = cudaEventQuery(flight.ended)) == cudaErrorNotReady && !outstanding_.aborted() &&
-           !(failed = failure())) {
-      std::this_thread::sleep_for(kPause);
+    const auto pass = [&](cudaEvent_t event) {
+      cudaError_t state = cudaErrorNotReady;
+      while ((state = cudaEventQuery(event)) == cudaErrorNotReady && !outstanding_.aborted() && !(failed = failure())) {
+        std::this_thread::sleep_for(kPause);
+      }
+      return state;
+    };
+    if (flight.begun != nullptr && pass(flight.begun) == cudaSuccess) {
+      outstanding_.began(flight.ticket);
     }
+    const cudaError_t state = pass(flight.ended);
     if (failed || (state != cudaSuccess && state != cudaErrorNotReady)) {
       outstanding_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
     } else if (state == cudaSuccess) {
       outstanding_.complete(flight.ticket, nullptr);
+    }
+    if (flight.begun != nullptr) {
+      cudaEventDestroy(flight.begun);
     }
     cudaEventDestroy(flight.ended);
     lock.lock();

@@ -33,7 +33,11 @@ class Outstanding {
     return true;
   }
 
-  // Does nothing for an operation that has completed already.
+  // These do nothing for an operation that has completed already.
+  void began(int64_t ticket) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (tickets_.contains(ticket) && sink_ != nullptr) sink_->began(ticket);
+  }
   void complete(int64_t ticket, const char* error) noexcept {
     const std::lock_guard lock(mutex_);
     if (tickets_.erase(ticket) > 0) report(ticket, error);

@@ -37,6 +37,7 @@ class TransportDriver final : public CompletionSink {
   // then it is not closed, and this driver must not be destroyed. Idempotent.
   bool close();
 
+  void began(int64_t) noexcept override {}  // who drives by hand has written the bytes before
   void complete(int64_t ticket, const char* error) noexcept override;
 
  private:

@@ -264,7 +264,7 @@ def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None)
     index_of = {name: index for index, name in enumerate(names)}
     order = tuple(index_of[tensor.name] for tensor in profile.tensors)
     expectation = proposal.expectation
-    steps_aside = expectation is not None and not expectation.is_worth_it
+    steps_aside = expectation is not None and not expectation.is_worth_trying
     return Agreed(profile, plan, order, plain, expectation, steps_aside, proposal.hold_iterations)
 
 

@@ -1,0 +1,177 @@
+// A device whose kernels run when a test says so, and a DeviceStream on it. For test_device_stream.py.
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device_stream.h"
+
+namespace {
+
+constexpr auto kKind = c10::DeviceType::PrivateUse1;
+const c10::Device kDevice(kKind, 0);
+
+// A stream is the list of what it was given: kernels, which the test finishes, and places of other streams to wait for.
+class FakeDevice {
+ public:
+  using Place = std::pair<c10::StreamId, size_t>;  // behind so many entries of a stream
+
+  size_t add_kernel(c10::StreamId stream) { return add(stream, {}); }
+  void finish(c10::StreamId stream, size_t kernel) {
+    const std::lock_guard lock(mutex_);
+    streams_[stream][kernel].finished = true;
+  }
+  Place end_of(c10::StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    return {stream, streams_[stream].size()};
+  }
+  void add_wait(c10::StreamId stream, Place place) { add(stream, {false, place}); }
+  bool is_past(Place place) {
+    const std::lock_guard lock(mutex_);
+    return is_past_locked(place);
+  }
+
+ private:
+  struct Entry {
+    bool finished = false;
+    std::optional<Place> waits_for;
+  };
+
+  size_t add(c10::StreamId stream, Entry entry) {
+    const std::lock_guard lock(mutex_);
+    streams_[stream].push_back(std::move(entry));
+    return streams_[stream].size() - 1;
+  }
+  bool is_past_locked(const Place& place) {
+    const std::vector<Entry>& entries = streams_[place.first];
+    return std::all_of(
+        entries.begin(), entries.begin() + static_cast<std::ptrdiff_t>(place.second),
+        [&](const Entry& each) { return each.waits_for ? is_past_locked(*each.waits_for) : each.finished; });
+  }
+
+  std::mutex mutex_;
+  std::map<c10::StreamId, std::vector<Entry>> streams_;
+};
+
+FakeDevice fake;
+thread_local c10::StreamId current_stream = 0;
+
+struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kKind; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    static c10::StreamId last = 0;
+    return stream(++last);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(std::exchange(current_stream, next.id()));
+  }
+  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new FakeDevice::Place;
+    *static_cast<FakeDevice::Place*>(*event) = fake.end_of(on.id());
+  }
+  void block(void* event, const c10::Stream& on) const override {
+    if (event != nullptr) fake.add_wait(on.id(), *static_cast<FakeDevice::Place*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || fake.is_past(*static_cast<FakeDevice::Place*>(event));
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<FakeDevice::Place*>(event);
+  }
+  static c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
+
+// Starts and ends operations as the transport does, and notes what it is told of them.
+class Checked {
+ public:
+  // Kernels that write: on the stream that is current where autograd runs, which is 0 here.
+  size_t write(gradcast::Range range) {
+    const size_t kernel = fake.add_kernel(0);
+    stream_.on_written(0, range);
+    return kernel;
+  }
+  void finish_write(size_t kernel) { fake.finish(0, kernel); }
+
+  bool start(const std::string& name, gradcast::Range range) {
+    const bool is_waiting = stream_.wait_for_writes(0, range);
+    if (is_waiting) stream_.watch(place(name + " began"));
+    const std::lock_guard lock(mutex_);
+    starts_[name] = fake.end_of(stream_.stream().id());
+    return is_waiting;
+  }
+  // The rest of the operation is a kernel, which runs after its start; its number on its stream is noted.
+  void end(const std::string& name, bool fails) {
+    const auto enqueue = [this, name, fails] {
+      if (fails) throw std::runtime_error("no memory");
+      const std::lock_guard lock(mutex_);
+      fake.add_wait(current_stream, starts_[name]);
+      ends_[name] = {current_stream, fake.add_kernel(current_stream)};
+    };
+    stream_.end(enqueue, place(name + " ended"));
+  }
+  // False where it is not on its stream yet.
+  bool finish_end(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    if (!ends_.contains(name)) return false;
+    fake.finish(ends_[name].first, ends_[name].second);
+    return true;
+  }
+  void give_up() { given_up_ = true; }
+  void close() { stream_.close(); }
+  std::vector<std::string> told() {
+    const std::lock_guard lock(mutex_);
+    return told_;
+  }
+
+ private:
+  gradcast::DeviceStream::Place place(const std::string& text) {
+    return {[this] { return given_up_.load(); },
+            [this, text](const std::exception_ptr& error) {
+              const std::lock_guard lock(mutex_);
+              told_.push_back(text + (error ? " badly" : ""));
+            }};
+  }
+
+  std::atomic<bool> given_up_ = false;
+  std::mutex mutex_;
+  std::map<std::string, FakeDevice::Place> starts_, ends_;
+  std::vector<std::string> told_;
+  gradcast::DeviceStream stream_{kDevice};
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  const auto released = pybind11::call_guard<pybind11::gil_scoped_release>();
+  pybind11::class_<Checked>(m, "Checked")
+      .def(pybind11::init<>())
+      .def("write",
+           [](Checked& own, int64_t lo, int64_t hi) {
+             return own.write({lo, hi});
+           })
+      .def("finish_write", &Checked::finish_write)
+      .def("start",
+           [](Checked& own, const std::string& name, int64_t lo, int64_t hi) {
+             return own.start(name, {lo, hi});
+           })
+      .def("end", &Checked::end, pybind11::arg("name"), pybind11::arg("fails") = false)
+      .def("finish_end", &Checked::finish_end)
+      .def("give_up", &Checked::give_up)
+      .def("close", &Checked::close, released)
+      .def("told", &Checked::told);
+}

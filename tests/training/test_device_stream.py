@@ -1,0 +1,119 @@
+"""Streams of a device whose kernels run after the host has gone on, on a device of the test's own: no GPU is needed."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from training.needs import torch  # noqa: F401
+
+PATIENCE_S = 20
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    """The module with such a device, which is torch's PrivateUse1 in this process."""
+    from torch.utils import cpp_extension
+
+    from gradcast.training.extension import sources_root
+
+    root = sources_root()
+    return cpp_extension.load(
+        name="device_stream_check",
+        sources=[str(Path(__file__).with_name("device_stream_check.cc")), str(root / "csrc/torch/device_stream.cc")],
+        extra_include_paths=[str(root / "csrc/torch"), str(root / "include")],
+        extra_cflags=["-std=c++20", "-O1"],
+        build_directory=str(tmp_path_factory.mktemp("device_stream")),
+    )
+
+
+@pytest.fixture
+def checked(device):
+    checked = device.Checked()
+    yield checked
+    checked.give_up()
+    checked.close()
+
+
+def becomes_true(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return condition()
+
+
+def tells(checked, *expected):
+    """And nothing else a moment later."""
+    becomes_true(lambda: len(checked.told()) >= len(expected))
+    time.sleep(0.02)
+    return checked.told() == list(expected)
+
+
+def test_an_operation_whose_bytes_are_written_begins_where_it_is_started(checked):
+    checked.finish_write(checked.write(0, 100))
+    assert not checked.start("a", 0, 100)
+    assert not checked.start("b", 200, 300), "nobody writes there"
+    checked.end("a")
+    assert tells(checked)
+    assert becomes_true(lambda: checked.finish_end("a"))
+    assert tells(checked, "a ended")
+
+
+def test_an_operation_begins_when_the_device_has_written_all_of_its_bytes(checked):
+    first, second, other = checked.write(0, 50), checked.write(50, 100), checked.write(100, 200)
+    assert checked.start("a", 20, 100)
+    checked.end("a")
+    checked.finish_write(first)
+    assert becomes_true(lambda: checked.finish_end("a"))
+    assert tells(checked)
+    checked.finish_write(second)
+    assert tells(checked, "a began", "a ended")
+    assert checked.start("b", 100, 200)
+    checked.finish_write(other)
+    assert tells(checked, "a began", "a ended", "b began")
+
+
+def test_the_end_of_one_does_not_wait_for_the_gradients_of_the_next(checked):
+    first, second = checked.write(0, 100), checked.write(100, 200)
+    assert checked.start("a", 0, 100)
+    assert checked.start("b", 100, 200)
+    checked.end("a")
+    checked.finish_write(first)
+    assert becomes_true(lambda: checked.finish_end("a"))
+    assert tells(checked, "a began", "a ended")
+    checked.end("b")
+    checked.finish_write(second)
+    assert becomes_true(lambda: checked.finish_end("b"))
+    assert tells(checked, "a began", "a ended", "b began", "b ended")
+
+
+def test_a_range_that_is_written_again_is_waited_for_again(checked):
+    for turn in range(3):
+        kernel = checked.write(0, 100)
+        assert checked.start(f"step {turn}", 0, 100)
+        checked.finish_write(kernel)
+        checked.end(f"step {turn}")
+        assert becomes_true(lambda: checked.finish_end(f"step {turn}"))  # noqa: B023
+        assert becomes_true(lambda: len(checked.told()) == 2 * (turn + 1))  # noqa: B023
+    assert checked.told() == [f"step {turn} {what}" for turn in range(3) for what in ("began", "ended")]
+
+
+def test_what_cannot_be_put_on_the_device_ends_badly_and_the_next_one_well(checked):
+    checked.end("a", fails=True)
+    assert tells(checked, "a ended badly")
+    checked.end("b")
+    assert becomes_true(lambda: checked.finish_end("b"))
+    assert tells(checked, "a ended badly", "b ended")
+
+
+def test_what_is_given_up_is_waited_for_no_more(checked):
+    checked.write(0, 100)
+    assert checked.start("a", 0, 100)
+    checked.end("a")
+    assert tells(checked)
+    checked.give_up()
+    assert becomes_true(lambda: len(checked.told()) == 2)
+    checked.close()
+    checked.close()
+    checked.end("b")
+    assert tells(checked, "a began", "a ended")
