@@ -70,9 +70,10 @@ bool wait_all(BoundEngine& engine, int64_t timeout_ns) {
 void bind_records(py::module_& module) {
   py::class_<BlockRecord> block(module, "BlockRecord");
   block.def_readonly("ready_ns", &BlockRecord::ready_ns)
+      .def_readonly("due_ns", &BlockRecord::due_ns)
       .def_readonly("launch_ns", &BlockRecord::launch_ns)
       .def_readonly("finish_ns", &BlockRecord::finish_ns);
-  def_repr(block, {"ready_ns", "launch_ns", "finish_ns"});
+  def_repr(block, {"ready_ns", "due_ns", "launch_ns", "finish_ns"});
 
   py::class_<IterationRecord> iteration(module, "IterationRecord");
   iteration.def_readonly("iteration", &IterationRecord::iteration)

@@ -25,6 +25,19 @@ int64_t thread_cpu_now_ns() {
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
+// In which at least one of these blocks was due and not finished.
+int64_t together_ns(std::vector<BlockRecord>& blocks) {
+  std::sort(blocks.begin(), blocks.end(),
+            [](const BlockRecord& one, const BlockRecord& other) { return one.due_ns < other.due_ns; });
+  int64_t total_ns = 0;
+  int64_t end_ns = 0;
+  for (const BlockRecord& block : blocks) {
+    total_ns += std::max(int64_t{0}, block.finish_ns - std::max(block.due_ns, end_ns));
+    end_ns = std::max(end_ns, block.finish_ns);
+  }
+  return total_ns;
+}
+
 }  // namespace
 
 void Engine::Loop::run_on_loop() {
@@ -105,10 +118,8 @@ void Engine::Loop::began_on_loop(const Event& event) {
     return;
   }
   MutexLock lock(mutex_);
-  recorder_.current().blocks[block].ready_ns = recorder_.current().blocks[block].launch_ns = event.time_ns;
-  if (on_network_count_ == 1) {
-    on_network_since_ns_ = event.time_ns;
-  }
+  BlockRecord& record = recorder_.current().blocks[block];
+  record.ready_ns = record.due_ns = record.launch_ns = event.time_ns;
 }
 
 void Engine::Loop::complete_on_loop(const Event& event) {
@@ -136,7 +147,9 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   const std::vector<int32_t> arrived = follower_.on_finish(block);
   const int64_t size_bytes = follower_.plan().plan.blocks[block].size_bytes();
   MutexLock lock(mutex_);
+  room_since_ns_ = finish_ns;
   recorder_.current().blocks[block].finish_ns = finish_ns;
+  lately_on_network_.push_back(recorder_.current().blocks[block]);
   for (const int32_t tensor : arrived) {
     GC_CHECK(!arrived_[tensor]);
     arrived_[tensor] = true;
@@ -146,7 +159,8 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   ++counters_.blocks;
   counters_.bytes += size_bytes;
   if (--on_network_count_ == 0) {
-    counters_.link_ns += finish_ns - on_network_since_ns_;
+    counters_.link_ns += together_ns(lately_on_network_);
+    lately_on_network_.clear();
   }
   counters_.iterations += unfinished_count_ == 0 ? 1 : 0;
   callers_due_ = callers_due_ || !arrived.empty() || unfinished_count_ == 0;
@@ -190,10 +204,9 @@ void Engine::Loop::record_launch_on_loop(int32_t block, int64_t launch_ns) {
     }
   }
   record.blocks[block].ready_ns = ready_ns;
-  record.blocks[block].launch_ns = launch_ns;
-  if (on_network_count_++ == 0) {
-    on_network_since_ns_ = launch_ns;
-  }
+  record.blocks[block].due_ns = std::max(ready_ns, room_since_ns_);
+  record.blocks[block].launch_ns = room_since_ns_ = launch_ns;
+  ++on_network_count_;
 }
 
 void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
@@ -238,7 +251,7 @@ void Engine::Loop::leave_on_loop() {
   }
 }
 
-// Only the record hears of it, so it wakes nobody.
+// Only the record hears of it, so nothing has to be done at once.
 void Engine::Loop::began(int64_t ticket) noexcept {
   queue_.push({Event::Kind::kBegan, ticket, steady_now_ns()}, Queue::Wake::kCounted);
 }

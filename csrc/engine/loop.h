@@ -110,6 +110,7 @@ class Engine::Loop final : public CompletionSink {
   int64_t drain_deadline_ns_ = kNever;  // when the thread stops hoping that what is in flight completes
   bool callers_due_ = false;            // what callers wait for has changed in this turn
   int64_t start_ns_ = 0;                // CPU time spent inside the transport's start() so far
+  int64_t room_since_ns_ = 0;           // when a block before the next one was last in its way
 
   // Has its own lock.
   Queue queue_;
@@ -126,8 +127,8 @@ class Engine::Loop final : public CompletionSink {
   std::vector<int32_t> arrivals_ GC_GUARDED_BY(mutex_);
   Recorder recorder_ GC_GUARDED_BY(mutex_);
   EngineCounters counters_ GC_GUARDED_BY(mutex_);
-  int32_t on_network_count_ GC_GUARDED_BY(mutex_) = 0;  // blocks; after a failure it counts no more
-  int64_t on_network_since_ns_ GC_GUARDED_BY(mutex_) = 0;
+  int32_t on_network_count_ GC_GUARDED_BY(mutex_) = 0;                // blocks; after a failure it counts no more
+  std::vector<BlockRecord> lately_on_network_ GC_GUARDED_BY(mutex_);  // finished since the network was last idle
   std::optional<Failure> failure_ GC_GUARDED_BY(mutex_);
   bool settled_ GC_GUARDED_BY(mutex_) = false;  // after a failure or at the end: nothing is in flight any more
   bool closed_ GC_GUARDED_BY(mutex_) = false;   // shutdown has begun

@@ -61,7 +61,7 @@ struct Parts {
 Collective all_reduce(c10d::ProcessGroup& group, const Row& row) {
   const int64_t size = row.element_count();
   std::vector<at::Tensor> message = {row.in_place() ? row.view() : row.read(0, size, size)};
-  Collective started{group.allreduce(message), nullptr};
+  Collective started{group.allreduce(message), nullptr, message};
   if (!row.in_place()) started.unpack = [row, size, sum = message[0]] { row.write(0, size, sum); };
   return started;
 }
@@ -80,7 +80,7 @@ Collective reduce_scatter(c10d::ProcessGroup& group, const Row& row) {
   at::Tensor input = fits ? row.view() : row.read(0, size, parts.padded_size);
   at::Tensor output = at::empty({parts.part_size}, input.options());
   Work work = scatter(group, output, input);
-  return {std::move(work), [row, parts, output] { row.write(parts.own_first, parts.own_count, output); }};
+  return {std::move(work), [row, parts, output] { row.write(parts.own_first, parts.own_count, output); }, {input}};
 }
 
 Collective all_gather(c10d::ProcessGroup& group, const Row& row) {
@@ -89,7 +89,7 @@ Collective all_gather(c10d::ProcessGroup& group, const Row& row) {
   const bool fits = row.in_place() && parts.padded_size == size;
   at::Tensor input = row.read(parts.own_first, parts.own_count, parts.part_size);
   at::Tensor output = fits ? row.view() : at::empty({parts.padded_size}, input.options());
-  Collective started{gather(group, output, input), nullptr};
+  Collective started{gather(group, output, input), nullptr, {input}};
   if (!fits) started.unpack = [row, size, output] { row.write(0, size, output); };
   return started;
 }
@@ -118,7 +118,7 @@ Collective start_exchange_on_stream(c10d::ProcessGroup& group, const Row& row, c
   at::Tensor sum = received.view({group.getSize(), parts.part_size}).sum(0, /*keepdim=*/false, at::kFloat).to(wire);
   at::Tensor sums = at::empty_like(sent);
   Work work = gather(group, sums, sum);
-  return {std::move(work), [row, size, sums] { row.write(0, size, sums); }};
+  return {std::move(work), [row, size, sums] { row.write(0, size, sums); }, {sum}};
 }
 
 }  // namespace gradcast

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 #include "gradcast/types.h"
 #include "row.h"
@@ -15,6 +16,9 @@ struct Collective {
   c10::intrusive_ptr<c10d::Work> work;
   // To be called when `work` has succeeded, for instance on the backend's thread. Empty where the bytes are in place already.
   std::function<void()> unpack;
+  // On a device to be kept until `work` has been seen to end: a backend gives memory that it reads back as soon as some stream
+  // waits for it, and that may not be the one on which the memory was allocated.
+  std::vector<at::Tensor> read;
 };
 
 // Throws what the backend throws, c10::Error for instance where it does not know the operation or the data type.

@@ -81,27 +81,30 @@ DeviceStream::Watched DeviceStream::recorded(const c10::Stream& stream, Place pl
 void DeviceStream::loop() {
   pthread_setname_np(pthread_self(), "gradcast-wait");
   std::unique_lock lock(mutex_);
-  while (true) {
+  while (!closed_ || !watched_.empty()) {
     if (watched_.empty()) {
       changed_.wait(lock, [this] { return closed_ || !news_.empty(); });
     } else {
       changed_.wait_for(lock, kPollPeriod, [this] { return !closed_ && !news_.empty(); });
     }
-    std::deque<std::variant<Watched, Ending>> news;
+    std::deque<News> news;
     news.swap(news_);
-    if (closed_) news.clear();
-    if (closed_ && watched_.empty()) return;
+    const bool is_closing = closed_;
     lock.unlock();
-    for (auto& each : news) {
-      if (auto* watched = std::get_if<Watched>(&each)) {
-        watched_.push_back(std::move(*watched));
-      } else {
-        put_on_stream(std::get<Ending>(each));
-      }
-    }
+    if (!is_closing) take(news);
     look();
     news.clear();  // destroys what belongs to operations: not under the lock
     lock.lock();
+  }
+}
+
+void DeviceStream::take(std::deque<News>& news) {
+  for (News& each : news) {
+    if (auto* watched = std::get_if<Watched>(&each)) {
+      watched_.push_back(std::move(*watched));
+    } else {
+      put_on_stream(std::get<Ending>(each));
+    }
   }
 }
 
@@ -116,18 +119,26 @@ void DeviceStream::put_on_stream(const Ending& ending) {
 }
 
 void DeviceStream::look() {
-  for (auto each = watched_.begin(); each != watched_.end();) {
-    std::exception_ptr error;
-    try {
-      if (!each->event.query() && !each->place.given_up()) {
-        ++each;
-        continue;
-      }
-    } catch (...) {
-      error = std::current_exception();
+  std::list<Watched> passed;
+  // The last ones first: what a place waits for has been passed when it has, and is told before it.
+  for (auto each = watched_.end(); each != watched_.begin();) {
+    const auto here = std::prev(each);
+    if (here->is_past()) {
+      passed.splice(passed.begin(), watched_, here);
+    } else {
+      each = here;
     }
-    each->place.passed(error);
-    each = watched_.erase(each);
+  }
+  for (const Watched& each : passed)
+    each.place.passed(each.error);
+}
+
+bool DeviceStream::Watched::is_past() {
+  try {
+    return event.query() || place.given_up();
+  } catch (...) {
+    error = std::current_exception();
+    return true;
   }
 }
 

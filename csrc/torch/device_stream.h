@@ -60,16 +60,21 @@ class DeviceStream {
 
  private:
   struct Watched {
+    bool is_past();
+
     c10::Event event;
     Place place;
+    std::exception_ptr error{};
   };
   struct Ending {
     std::function<void()> enqueue;
     Place past_it;
   };
+  using News = std::variant<Watched, Ending>;
 
   Watched recorded(const c10::Stream& stream, Place place) const;
   void loop();
+  void take(std::deque<News>& news);
   void put_on_stream(const Ending& ending);
   void look();
 
@@ -86,7 +91,7 @@ class DeviceStream {
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_: for the thread, in the order in which they came.
-  std::deque<std::variant<Watched, Ending>> news_;
+  std::deque<News> news_;
   bool closed_ = false;
 
   std::thread thread_;

@@ -29,9 +29,10 @@ struct EngineOptions {
 };
 
 // Times of the steady clock, ns; 0 for what has not happened. A block that was handed to the transport before a device had
-// written its gradients became ready, and was launched, when the device had.
+// written its gradients became ready, was due and was launched when the device had.
 struct BlockRecord {
   int64_t ready_ns = 0;   // what it waits for existed: its gradients, or of an all-gather the sums of its scatter
+  int64_t due_ns = 0;     // it was ready and no block before it was in its way
   int64_t launch_ns = 0;  // it was handed to the transport
   int64_t finish_ns = 0;  // its completion came
 };
@@ -47,7 +48,7 @@ struct EngineCounters {
   int64_t iterations = 0;    // finished
   int64_t blocks = 0;        // finished
   int64_t bytes = 0;         // in finished blocks
-  int64_t link_ns = 0;       // in which at least one of them was on the network
+  int64_t link_ns = 0;       // in which at least one of them was due and not finished
   int64_t loop_ns = 0;       // CPU time of the engine's thread, the transport's start() left out
   int64_t record_bytes = 0;  // held by the record of what happened
 };

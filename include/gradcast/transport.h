@@ -1,4 +1,5 @@
-// A transport carries blocks between ranks. The engine starts operations; the transport posts one completion for each.
+// A transport carries blocks between ranks. The engine starts operations; the transport posts one completion for each, and
+// before it, where a device was still to write the bytes, that it has.
 //
 // Only plain data crosses this interface, and no exception does: a transport for torch is compiled on the user's machine,
 // by another compiler than the one that built the engine. A change of anything here changes kTransportCapsule.

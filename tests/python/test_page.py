@@ -109,15 +109,20 @@ def test_shades(value, level):
     assert heat_map.shade(value, 100) == level
 
 
-def test_blocks_are_compared_by_the_rank_that_did_not_wait():
-    def block(number, launch_ms, finish_ms, size_bytes=8):
-        return {"block": number, "launch_ms": launch_ms, "finish_ms": finish_ms, "bytes": size_bytes}
+def test_blocks_are_compared_from_when_they_are_due_and_by_the_rank_that_did_not_wait():
+    def block(number, ready_ms, launch_ms, finish_ms, size_bytes=8):
+        times = {"ready_ms": ready_ms, "launch_ms": launch_ms, "finish_ms": finish_ms}
+        return {"block": number, "bytes": size_bytes, **times}
 
-    # Block 1 is another one than was planned, block 7 was never seen.
-    measured = [{"blocks": [block(0, start_ms, 15), block(1, 15, 16)]} for start_ms in (0, 3, 4)]
-    planned = [block(0, 0, 10), block(1, 10, 11, size_bytes=16), block(7, 0, 1)]
+    # Block 0 waits for the last rank's gradients, block 2 on all ranks for block 1, which is another one than was
+    # planned; block 7 was never seen.
+    measured = [
+        {"blocks": [block(0, start_ms, start_ms, 15), block(1, 15, 15, 16), block(2, 5, 16.5, end_ms)]}
+        for start_ms, end_ms in ((0, 20), (3, 21), (4, 25))
+    ]
+    planned = [block(0, 0, 0, 10), block(1, 10, 10, 11, size_bytes=16), block(2, 5, 11, 15), block(7, 0, 0, 1)]
     run = {"predicted_timeline": {"blocks": planned}, "timeline": measured}
-    assert prediction.block_pairs(run) == [(0, 10, 11)]
+    assert prediction.block_pairs(run) == [(0, 10, 11), (2, 4, 6)]
 
 
 def test_the_band_is_the_steps_interval():

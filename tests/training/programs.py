@@ -104,7 +104,11 @@ def leaves_groups_open(way: str) -> None:
     """Of the doctor's kind: tells how many threads of Gloo there are while they are in use, and at the end."""
 
     def tell_threads() -> None:
-        tell(threads=sum("gloo" in Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()))
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended since
+                names.append(Path(task, "comm").read_text())
+        tell(threads=sum("gloo" in name for name in names))
 
     atexit.register(tell_threads)  # runs after what is registered later
     from gradcast.training.group import Group, lasting_group

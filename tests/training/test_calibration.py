@@ -63,12 +63,26 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
     assert together_ns == pytest.approx(usual_ns + 9e6)
 
 
-def test_a_block_takes_from_when_it_could_be_sent_until_it_has_finished():
+def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
     from gradcast.training.link_costs import Took, took
 
-    times = [(10, 12, 30), (5, 34, 50), (50, 51, 60), (70, 70, 75)]
-    blocks = [mock.Mock(ready_ns=ready, launch_ns=launch, finish_ns=finish) for ready, launch, finish in times]
-    assert took(blocks) == [Took(20, False), Took(20, True), Took(10, True), Took(5, False)]
+    times = [(10, 10, 30), (5, 30, 50), (70, 70, 75)]
+    blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish) for ready, due, finish in times]
+    assert [took(block) for block in blocks] == [Took(20, False), Took(20, True), Took(5, False)]
+
+
+@pytest.mark.parametrize("pack_ns_per_byte", [0.0, 1.5])
+def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
+    from gradcast.training.calibration import Calibration
+
+    whole = mock.Mock(size_bytes=4_000_000, ranges=[(0, 4_000_000)])
+    packed = mock.Mock(size_bytes=2_000_000, ranges=[(0, 1_000_000), (5_000_000, 6_000_000)])
+    calibration = Calibration(mock.Mock(blocks=[whole, packed], in_flight=1), pack_ns_per_byte)
+    blocks = [mock.Mock(ready_ns=0, due_ns=0, finish_ns=8e6), mock.Mock(ready_ns=1e6, due_ns=8e6, finish_ns=15e6)]
+    for _ in range(CALIBRATION_STEPS):
+        calibration.step_ended(mock.Mock(blocks=blocks), None)
+    found = calibration.found(mock.Mock(gather=lambda own: [own, own])).blocks
+    assert found[0] == [(4_000_000, 8e6), (2_000_000, 7e6 - 2_000_000 * pack_ns_per_byte)]
 
 
 def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
@@ -100,9 +114,13 @@ def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
     profile = even_profile(linear(alpha_ns, 2.0))
     plan = planning.plain_plan(profile) if plain else planning.decide(profile, "overlap", gradcast.Options())
     assert plan.in_flight == (2 if plain else 1)
-    calibration = Calibration(plan)
+    calibration = Calibration(plan, pack_ns_per_byte=0)
+    played = [
+        mock.Mock(ready_ns=block.ready_ns, due_ns=block.launch_ns, finish_ns=block.finish_ns)
+        for block in _core.play(profile, profile.link, plan).blocks
+    ]
     for _ in range(CALIBRATION_STEPS):
-        calibration.step_ended(_core.play(profile, profile.link, plan), None)
+        calibration.step_ended(mock.Mock(blocks=played), None)
     found = calibration.found(mock.Mock(gather=lambda own: [own, own]))
     assert len(found.blocks) == CALIBRATION_STEPS - 1
     shared_ns = planned_busy_ns(plan, profile) if plain else None
@@ -119,12 +137,9 @@ def even_profile(link):
 def test_the_network_is_busy_while_some_block_is_on_it():
     from gradcast.training.calibration import busy_ns
 
-    def block(launch_ns, finish_ns):
-        return mock.Mock(launch_ns=launch_ns, finish_ns=finish_ns)
-
-    assert busy_ns([block(10, 30), block(35, 50)]) == 35, "one after the other"
+    assert busy_ns([(10, 30), (35, 50)]) == 35, "one after the other"
     # The second one begins beside the first, the third ends before it, the last one comes when all is quiet.
-    assert busy_ns([block(10, 30), block(15, 60), block(31, 55), block(70, 75)]) == 55
+    assert busy_ns([(10, 30), (31, 55), (15, 60), (70, 75)]) == 55
     assert busy_ns([]) == 0
 
 
@@ -314,11 +329,14 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     agreed = planning.Agreed(
         beside, plan, (0, 1), plain, expect(beside, plan, alone, plain, (1.0, 1.0)), steps_aside=True
     )
-    live = mock.Mock(in_force=plain)
+    live = mock.Mock(in_force=plain, _sees_compute=True)
+    on_device = mock.Mock(in_force=plain, _sees_compute=False)
     with mock.patch.object(_core, "Monitor") as monitor:
         live_plan.LivePlan._new_monitor(live, agreed)
         live_plan.LivePlan._new_monitor(live, dataclasses.replace(agreed, steps_aside=False))
-    assert [call.kwargs["busy_ns"] for call in monitor.call_args_list] == pytest.approx([310e6, 620e6])
+        live_plan.LivePlan._new_monitor(on_device, agreed)
+    # On a device nobody knows, and nothing is expected.
+    assert [call.kwargs["busy_ns"] for call in monitor.call_args_list] == pytest.approx([310e6, 620e6, 0])
 
 
 def test_where_it_is_right_the_plan_stays(ranks):

@@ -220,7 +220,10 @@ bool NcclTransport::wait_for_writes(const Operation& operation) {
       const auto& [hi_bytes, event] = write;
       if (buffer == operation.buffer && lo_bytes < range.hi_bytes && range.lo_bytes < hi_bytes) {
         require(cudaStreamWaitEvent(stream_, event, 0), "wait for a gradient");
-        is_waiting = is_waiting || cudaEventQuery(event) == cudaErrorNotReady;
+        if (cudaEventQuery(event) == cudaErrorNotReady) {
+          is_waiting = true;
+          cudaGetLastError();  // whoever asks for this thread's last error next did not make it
+        }
       }
     }
   }

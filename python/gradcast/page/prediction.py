@@ -35,19 +35,28 @@ def draw(run: dict[str, Any]) -> Markup:
 
 
 def block_pairs(run: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Per block (number, predicted, measured): the shortest time over the ranks, which is the one without waiting."""
+    """Per block (number, predicted, measured), as gradcast.training.link_costs has it: from when it was due to its end,
+    the mean of the ranks, or the shortest time where some rank's gradients were late, since that one does not wait."""
     planned = {block["block"]: block for block in (run.get("predicted_timeline") or {}).get("blocks", [])}
-    measured: dict[int, float] = {}
+    taken: dict[int, list[tuple[float, bool]]] = {}
     for rank in run.get("timeline") or []:
-        for block in rank["blocks"]:
+        free_ms = -math.inf
+        for block in sorted(rank["blocks"], key=lambda each: each["block"]):
+            due_ms = min(block["launch_ms"], max(block["ready_ms"], free_ms))
             # A step may have followed another plan than the one that was predicted.
             if block["bytes"] == planned.get(block["block"], {}).get("bytes"):
-                measured[block["block"]] = min(_length(block), measured.get(block["block"], math.inf))
-    return [(number, _length(planned[number]), measured[number]) for number in sorted(measured)]
+                at_once = due_ms > block["ready_ms"]
+                taken.setdefault(block["block"], []).append((block["finish_ms"] - due_ms, at_once))
+            free_ms = block["finish_ms"]
+    return [
+        (number, planned[number]["finish_ms"] - planned[number]["launch_ms"], _of_all(taken[number]))
+        for number in sorted(taken)
+    ]
 
 
-def _length(block: dict[str, Any]) -> float:
-    return block["finish_ms"] - block["launch_ms"]
+def _of_all(ranks: list[tuple[float, bool]]) -> float:
+    times = [time_ms for time_ms, _ in ranks]
+    return sum(times) / len(times) if all(at_once for _, at_once in ranks) else min(times)
 
 
 def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:

@@ -6,7 +6,7 @@ takes longer.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gradcast import _core
 from gradcast.compare import compute_ns
@@ -31,8 +31,9 @@ class Found:
 class Calibration:
     """Of one plan. Ends on all ranks after the same step, because every rank counts its own."""
 
-    def __init__(self, plan: _core.Plan) -> None:
+    def __init__(self, plan: _core.Plan, pack_ns_per_byte: float) -> None:
         self._sizes = [block.size_bytes for block in plan.blocks]
+        self._packing_ns = [pack_ns_per_byte * block.size_bytes * (len(block.ranges) > 1) for block in plan.blocks]
         self._one_by_one = plan.in_flight == 1
         self._blocks: list[list[link_costs.Took] | None] = []
         self._compute: list[Compute | None] = []
@@ -40,11 +41,19 @@ class Calibration:
     def step_ended(self, iteration: _core.IterationRecord | None, compute: Compute | None) -> bool:
         """None where one tells nothing. Returns whether that was the last step."""
         blocks = [] if iteration is None else iteration.blocks
-        together = link_costs.Took(busy_ns(blocks), at_once=False)
-        taken = link_costs.took(blocks) if self._one_by_one else [together]
-        self._blocks.append(taken if len(blocks) == len(self._sizes) else None)
+        self._blocks.append(self._taken(blocks) if len(blocks) == len(self._sizes) else None)
         self._compute.append(compute)
         return len(self._blocks) == STEPS
+
+    def _taken(self, blocks: Sequence[_core.BlockRecord]) -> list[link_costs.Took]:
+        """Of the network: packing has a cost of its own in a link."""
+        if not self._one_by_one:
+            return [link_costs.Took(busy_ns([(block.due_ns, block.finish_ns) for block in blocks]), at_once=False)]
+        taken = map(link_costs.took, blocks)
+        return [
+            dataclasses.replace(each, time_ns=max(0.0, each.time_ns - packing_ns))
+            for each, packing_ns in zip(taken, self._packing_ns, strict=True)
+        ]
 
     def found(self, group: Group) -> Found:
         """The same on every rank. Collective."""
@@ -67,16 +76,16 @@ def corrected_compute(profile: _core.Profile, steps: Sequence[Sequence[Compute]]
     return None if abs(found.total_ns / compute_ns(profile) - 1) <= _RIGHT else found
 
 
-def busy_ns(blocks: Sequence[_core.BlockRecord] | Sequence[_core.BlockTimes]) -> float:
-    """For how long some block is on the network."""
-    total_ns, end_ns = 0.0, 0.0
-    for block in sorted(blocks, key=lambda each: each.launch_ns):
-        total_ns += max(0.0, block.finish_ns - max(block.launch_ns, end_ns))
-        end_ns = max(end_ns, block.finish_ns)
+def busy_ns(blocks: Iterable[tuple[float, float]]) -> float:
+    """For how long some block is on the network, from the times when each begins and ends."""
+    total_ns, busy_until_ns = 0.0, 0.0
+    for begin_ns, end_ns in sorted(blocks):
+        total_ns += max(0.0, end_ns - max(begin_ns, busy_until_ns))
+        busy_until_ns = max(busy_until_ns, end_ns)
     return total_ns
 
 
 def planned_busy_ns(plan: _core.Plan, profile: _core.Profile) -> float:
     """For how long a step keeps the network busy, as ``play`` has it: where several blocks may be in flight, one hides
     the start-up of the next."""
-    return busy_ns(_core.play(profile, profile.link, plan).blocks)
+    return busy_ns((block.launch_ns, block.finish_ns) for block in _core.play(profile, profile.link, plan).blocks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gradcast import _core
+from gradcast.errors import Error
 from gradcast.files import scaled_profile
 from gradcast.training.trace import StepRecord
 
@@ -41,11 +42,13 @@ def with_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
 
 
 def of_slowest(steps: Sequence[Sequence[Compute]]) -> Compute:
-    """Of the usual step. ``steps``: by step, at least one, and rank.
+    """Of the usual step. ``steps``: by step and rank. Raises where there is none.
 
     In each step it is the slowest rank's, since all wait for it: a block needs every rank's gradient. Where compute
     scatters that is now one rank and now another, and the usual time of each of them is less than what a step takes.
     """
+    if not steps:
+        raise Error("no step could be measured: backward has failed in each of them", "invalid_use")
     slowest = [max(ranks, key=lambda each: each.total_ns) for ranks in steps]
     return Compute(
         statistics.median(each.backward_ns for each in slowest),

@@ -41,9 +41,11 @@ class Expectation:
             return f"{expected}the network allows {self.limit:.2f}x, so the plan is tried, and kept if it is faster"
         if self.compute_share >= _COMPUTE_BOUND:
             return "your step is compute-bound: expected gain below 2 %, running as DDP"
+        no_order = self.limit < WORTH
+        why = "no order of the gradients hides the rest" if no_order else "no plan was found that hides more"
         return (
-            f"compute is {self.compute_share:.0%} of your step, but no order of the gradients hides the rest: expected "
-            "gain below 2 %, running as DDP with its best bucket size"
+            f"compute is {self.compute_share:.0%} of your step, but {why}: expected gain below 2 %, running as DDP "
+            "with its best bucket size"
         )
 
 

@@ -15,23 +15,18 @@ _RIGHT = 0.03
 
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """A block as one rank saw it, ns: from when it could be sent there, its gradients ready and the one before it
-    finished, until it had finished. The threads that launch it and see its end may wait for a core: that belongs to it.
+    """A block as one rank saw it, ns: from when it was due there, its gradients ready and the one before it finished,
+    until it had finished. The threads that launch it and see its end may wait for a core: that belongs to it.
 
-    ``at_once``: it could be sent as soon as the one before it had finished.
+    ``at_once``: its gradients were ready before the one before it had finished.
     """
 
     time_ns: float
     at_once: bool
 
 
-def took(blocks: Sequence[_core.BlockRecord]) -> list[Took]:
-    """Of one step, in the order in which they were sent, one by one."""
-    found, free_ns = [], 0
-    for block in blocks:
-        found.append(Took(float(block.finish_ns - max(block.ready_ns, free_ns)), free_ns >= block.ready_ns))
-        free_ns = block.finish_ns
-    return found
+def took(block: _core.BlockRecord) -> Took:
+    return Took(float(block.finish_ns - block.due_ns), block.due_ns > block.ready_ns)
 
 
 def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Sequence[Took]]]) -> list[Sample]:
@@ -101,7 +96,7 @@ def _size_count(found: Sequence[Sample]) -> int:
 def _with_stalls(cost: _core.OpCost, found: Sequence[Sample]) -> list[_core.LinkPiece]:
     """The fit goes through the middle of the samples, but a plan pays for stalls, too: threads that wait for a core,
     packets that come late. What blocks take above the fit on average, each of them pays. The extreme quarters are left
-    out: one disturbed step of the five that are measured has no say."""
+    out: one disturbed step of those that are measured has no say."""
     above = sorted(time - cost.cost_ns(size) for size, time in found)
     cut = len(above) // 4
     stall_ns = max(0.0, statistics.mean(above[cut : len(above) - cut]))

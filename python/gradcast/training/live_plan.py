@@ -69,6 +69,11 @@ class LivePlan:
         self._begin_warmup(range(len(names)))
 
     @property
+    def _sees_compute(self) -> bool:
+        """On a device the host runs ahead: what it does not wait is not what the device computes."""
+        return self._buffers.flats[0].device.type == "cpu"
+
+    @property
     def in_force(self) -> _core.Plan:
         return self.agreed.plain if self.agreed.steps_aside else self.agreed.plan
 
@@ -188,14 +193,13 @@ class LivePlan:
             self._tell(logging.INFO, self._change.sentence(self.in_force))
             self._change = None
         if self._monitor is not None:
-            self._calibration = Calibration(self.in_force)
+            self._calibration = Calibration(self.in_force, self.profile.link.pack_ns_per_byte)
 
     def _advance_calibration(self, own: Note | None) -> None:
         """``own``: of the step that ends now."""
         ended = self._traffic.timeline()
         compute = None
-        # On a device the host runs ahead: its times are not those of compute.
-        if own is not None and self._buffers.flats[0].device.type == "cpu":
+        if own is not None and self._sees_compute:
             compute = compute_times.compute_of(self._trace.current, own.facts.busy_ns)
         if not self._calibration.step_ended(ended[-1] if ended else None, compute):
             return
@@ -285,7 +289,9 @@ class LivePlan:
 
     def _new_monitor(self, agreed: Agreed) -> _core.Monitor:
         profile, busy_ns = agreed.profile, compute_ns(agreed.profile)
-        if agreed.steps_aside:  # of the plan that is followed: beside the other one compute may take longer
+        if not self._sees_compute:
+            busy_ns = 0.0
+        elif agreed.steps_aside:  # of the plan that is followed: beside the other one compute may take longer
             busy_ns = agreed.expectation.compute_share * agreed.plain.predicted_ns
         return _core.Monitor(
             self._group.world_size,

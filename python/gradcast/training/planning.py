@@ -104,8 +104,7 @@ def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:
 def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
     """All ranks' measurements as one profile; ready on the slowest rank, since a block needs every rank's gradient."""
     count = len(names)
-    steps = compute_times.measured_by_all([rank.compute for rank in ranks])
-    usual = [compute_times.of_slowest([[step[rank]] for step in steps]) for rank in range(len(ranks))]
+    usual = [compute_times.of_slowest([[each] for each in rank.compute if each is not None]) for rank in ranks]
     backward_ns = max(each.backward_ns for each in usual)
     forward_ns = statistics.median(each.forward_ns for each in usual)
     update_ns = statistics.median(each.update_ns for each in usual)
@@ -134,7 +133,8 @@ def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Siz
     )
     # Through JSON, which rounds and sorts: what is planned with is then what a file of it holds.
     profile = _core.Profile.from_json(profile.to_json())
-    return compute_times.with_compute(profile, compute_times.of_slowest(steps))
+    steps = compute_times.measured_by_all([rank.compute for rank in ranks])
+    return compute_times.with_compute(profile, compute_times.of_slowest(steps)) if steps else profile
 
 
 def block_samples(ranks: Sequence[Measured]) -> list[link_costs.Sample]:

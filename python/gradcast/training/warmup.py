@@ -75,7 +75,7 @@ class Warmup:
         # The first step is not counted: connections are made and memory is allocated in it.
         if iteration is not None and self._steps > 0:
             self._block_bytes.append([block.size_bytes for block in plan.blocks])
-            self._blocks.append(link_costs.took(iteration.blocks))
+            self._blocks.append([link_costs.took(block) for block in iteration.blocks])
         self._steps += 1
         if self._steps == self._options.warmup_steps:
             return None
