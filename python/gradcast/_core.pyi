@@ -326,6 +326,10 @@ class BlockRecord:
         """Everything that it waits for existed: its gradients, or for an all-gather the sums of its reduce-scatter."""
 
     @property
+    def due_ns(self) -> int:
+        """It was ready and no block before it was in its way."""
+
+    @property
     def launch_ns(self) -> int: ...
     @property
     def finish_ns(self) -> int: ...

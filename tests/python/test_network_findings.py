@@ -296,6 +296,18 @@ def test_a_pair_is_as_fast_as_its_slower_direction():
         assert found.gloo_bits_per_s == pytest.approx(8 * G * (1 << 20) / (140e3 + 4.0 * (1 << 20)))
 
 
+def test_a_message_takes_what_the_largest_ones_took():
+    """Smaller ones, which a token bucket lets through at once, have no say, nor has one that was disturbed."""
+    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
+
+    took_ms = {1024: (5.7, 0.15, 0.15), 22_390: (5.1, 4.5, 4.5), 179_123: (48.5, 48.6, 48.5)}
+    samples = [(size, 1e6 * ms) for size, times in took_ms.items() for ms in times]
+    found = pairs.with_gloo(Pair(0, 1), [samples, samples])
+    assert found.beta_ns_per_byte == pytest.approx((48.5e6 - 0.15e6) / (179_123 - 1024))
+    assert found.gloo_bits_per_s == pytest.approx(8e9 * 179_123 / 48.5e6)
+    assert found.alpha_us == 0, "the small ones took no longer than their bytes"
+
+
 def test_a_pair_without_a_rate_says_why():
     pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
     from gradcast.diagnosis.tcp import Found

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -22,6 +23,8 @@ namespace {
 
 // Between two looks at what is under way: far below what a block takes, and little of a core.
 constexpr auto kPause = std::chrono::microseconds(20);
+
+using Event = std::unique_ptr<CUevent_st, decltype([](cudaEvent_t event) { cudaEventDestroy(event); })>;
 
 class NcclTransport final : public DeviceTransport {
  public:
@@ -45,15 +48,15 @@ class NcclTransport final : public DeviceTransport {
   struct Flight {
     int64_t ticket;
     std::string what_failed;
-    cudaEvent_t begun;  // nullptr where the device had written the bytes before
-    cudaEvent_t ended;
+    Event begun;  // nullptr where the device had written the bytes before
+    Event ended;
   };
 
   void acquire(const std::string& id, const NcclOptions& options);
   void connect(const std::string& id, const NcclOptions& options);
   void settle(std::chrono::steady_clock::time_point deadline, const std::string& action);
   void launch(const Operation& operation);
-  cudaEvent_t recorded_event();
+  Event recorded_event();
   bool wait_for_writes(const Operation& operation);
   void reduce_in_place(const Operation& operation);
   void run_halves(const Operation& operation);
@@ -191,10 +194,11 @@ void NcclTransport::start(const Operation& operation) noexcept {
 
 void NcclTransport::launch(const Operation& operation) {
   const OnDevice current(device_);
-  cudaEvent_t begun = wait_for_writes(operation) ? recorded_event() : nullptr;
+  Event begun = wait_for_writes(operation) ? recorded_event() : nullptr;
   operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_halves(operation);
   settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
-  Flight flight{operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), begun, recorded_event()};
+  Flight flight{operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), std::move(begun),
+                recorded_event()};
   {
     std::lock_guard lock(mutex_);
     flights_.push_back(std::move(flight));
@@ -203,10 +207,11 @@ void NcclTransport::launch(const Operation& operation) {
 }
 
 // Where the stream is now.
-cudaEvent_t NcclTransport::recorded_event() {
-  cudaEvent_t event = nullptr;
-  require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
-  require(cudaEventRecord(event, stream_), "record an event");
+Event NcclTransport::recorded_event() {
+  cudaEvent_t made = nullptr;
+  require(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
+  Event event(made);
+  require(cudaEventRecord(event.get(), stream_), "record an event");
   return event;
 }
 
@@ -289,12 +294,13 @@ void NcclTransport::run() {
     if (flights_.empty()) {
       return;
     }
-    const Flight flight = flights_.front();  // the stream ends them in their order
+    const Flight flight = std::move(flights_.front());  // the stream ends them in their order
     lock.unlock();
     std::optional<std::string> failed;
-    const auto pass = [&](cudaEvent_t event) {
+    const auto pass = [&](const Event& event) {
       cudaError_t state = cudaErrorNotReady;
-      while ((state = cudaEventQuery(event)) == cudaErrorNotReady && !outstanding_.aborted() && !(failed = failure())) {
+      while ((state = cudaEventQuery(event.get())) == cudaErrorNotReady && !outstanding_.aborted() &&
+             !(failed = failure())) {
         std::this_thread::sleep_for(kPause);
       }
       return state;
@@ -308,10 +314,6 @@ void NcclTransport::run() {
     } else if (state == cudaSuccess) {
       outstanding_.complete(flight.ticket, nullptr);
     }
-    if (flight.begun != nullptr) {
-      cudaEventDestroy(flight.begun);
-    }
-    cudaEventDestroy(flight.ended);
     lock.lock();
     flights_.pop_front();
   }

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcast import _core
 from gradcast.diagnosis import tcp
 from gradcast.diagnosis.network_findings import Pair
 from gradcast.diagnosis.network_hosts import Place
@@ -25,8 +24,9 @@ TRY_TIMEOUT_S = 1.5
 # TCP needs many round trips before it fills a link.
 _GLOO_MESSAGE_S = 0.05
 _GLOO_BYTES = (64 << 10, 256 << 20)
-# The sizes by which its cost is fitted: that one, an eighth of it, and one that costs nothing but to start.
-_GLOO_SHARE, _GLOO_SMALL_BYTES = 8, 1 << 10
+# The other size is one that costs nothing but to start. One in between would tell of the bucket that lets the first
+# bytes through at once.
+_GLOO_SMALL_BYTES = 1 << 10
 _GLOO_MESSAGES = 3
 # Where TCP could not be measured: 10 Mbit/s.
 _UNKNOWN_BITS_PER_S = 10e6
@@ -84,7 +84,7 @@ def measured_over_gloo(
     over_tcp = {(pair.a, pair.b): pair for pair in pairs}
     own: dict[tuple[int, int], Samples] = {}
     for pair in _own_pairs(group, rounds, limit_s, "Gloo", progress):
-        sizes = (_GLOO_SMALL_BYTES, gloo_bytes(over_tcp[pair]) // _GLOO_SHARE, gloo_bytes(over_tcp[pair]))
+        sizes = (_GLOO_SMALL_BYTES, gloo_bytes(over_tcp[pair]))
         own[pair] = [sample for size in sizes for sample in _messages(group, pair, size, limit_s)]
     everybody = group.gather(own)
     return [with_gloo(pair, [everybody[rank][pair.a, pair.b] for rank in (pair.a, pair.b)]) for pair in pairs]
@@ -99,17 +99,20 @@ def gloo_bytes(pair: Pair) -> int:
 
 def with_gloo(pair: Pair, directions: Sequence[Samples]) -> Pair:
     """``directions``: what each side's messages took."""
-    bits_per_s, alpha_us, beta = min(map(_fitted, directions))
+    bits_per_s, alpha_us, beta = min(map(_line, directions))
     return dataclasses.replace(pair, gloo_bits_per_s=bits_per_s, alpha_us=alpha_us, beta_ns_per_byte=beta)
 
 
-def _fitted(samples: Samples) -> tuple[float, float, float]:
-    """The largest message's rate in bits per second, and the line: us, and ns per byte. A sample holds a message and
-    its answer, which is as long on the way as what a message takes to start."""
-    largest = max(size for size, _ in samples)
-    rate = 8e9 * largest / statistics.median(time_ns for size, time_ns in samples if size == largest)
-    (piece,) = _core.fit_op_cost(samples, max_pieces=1).cost.pieces
-    return rate, piece.alpha_ns / 2 / 1e3, piece.beta_ns_per_byte
+def _line(samples: Samples) -> tuple[float, float, float]:
+    """The largest message's rate in bits per second, and the line through the smallest and the largest: us, and ns per
+    byte. A sample holds a message and its answer, which is as long on the way as what a message takes to start."""
+    sizes = [size for size, _ in samples]
+    small, large = min(sizes), max(sizes)
+    small_ns, large_ns = (
+        statistics.median(time_ns for size, time_ns in samples if size == each) for each in (small, large)
+    )
+    beta = max(0.0, large_ns - small_ns) / (large - small)
+    return 8e9 * large / large_ns, max(0.0, small_ns - beta * small) / 2 / 1e3, beta
 
 
 def one_way_bits_per_s(ends: Ends, pair: tuple[int, int]) -> float | None:
