@@ -146,8 +146,8 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   GC_CHECK(on_loop());
   const std::vector<int32_t> arrived = follower_.on_finish(block);
   const int64_t size_bytes = follower_.plan().plan.blocks[block].size_bytes();
-  MutexLock lock(mutex_);
   room_since_ns_ = finish_ns;
+  MutexLock lock(mutex_);
   recorder_.current().blocks[block].finish_ns = finish_ns;
   lately_on_network_.push_back(recorder_.current().blocks[block]);
   for (const int32_t tensor : arrived) {

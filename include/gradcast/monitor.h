@@ -18,7 +18,7 @@ namespace gradcast {
 struct RankFacts {
   double step_ns = 0;
   double busy_ns = 0;  // of it, not waiting for gradients
-  double link_ns = 0;  // in which a block of its was on the network
+  double link_ns = 0;  // in which a block of its was due and not finished
 };
 
 struct MonitorOptions {

@@ -357,7 +357,7 @@ class EngineCounters:
     def bytes(self) -> int: ...
     @property
     def link_ns(self) -> int:
-        """In which at least one block was on the network."""
+        """In which at least one block was due and not finished."""
     @property
     def loop_ns(self) -> int:
         """The engine thread's own work: without waiting, and without the transport's part."""

@@ -63,6 +63,44 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
     assert together_ns == pytest.approx(usual_ns + 9e6)
 
 
+def measured_by(*compute_ms):
+    """One rank's warm-up of a tensor: backward, forward and update in ms per step, None where it has failed."""
+    from gradcast.training.compute_times import Compute
+    from gradcast.training.link_costs import Took
+    from gradcast.training.planning import Measured
+
+    steps = [None if each is None else Compute(*(1e6 * ms for ms in each)) for each in compute_ms]
+    return Measured([1e6], [0.0], steps, [[100]], [[Took(1e6, at_once=False)]], pack_ns_per_byte=0.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "times_ms"),
+    [
+        # The slowest of each step, now the one and now the other.
+        ([[(20, 10, 1), (10, 10, 1), (20, 10, 1)], [(10, 10, 1), (22, 12, 1), (10, 10, 1)]], (20, 10, 1)),
+        # A step that one rank lacks says nothing.
+        ([[(20, 10, 1), None, (30, 10, 1)], [(10, 10, 1), (90, 90, 1), (40, 20, 3)]], (30, 15, 2)),
+        # No step of all: the usual one of each rank.
+        ([[None, (20, 10, 1)], [(30, 20, 3), None]], (30, 15, 2)),
+    ],
+)
+def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
+    from gradcast.training.planning import measured_profile
+
+    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
+    profile = measured_profile([measured_by(*each) for each in ranks], ["only"], sizes, name="measured")
+    times_ns = profile.backward_ns, profile.forward_ns, profile.tensors[0].update_ns
+    assert times_ns == pytest.approx([1e6 * ms for ms in times_ms])
+
+
+def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
+    from gradcast.training.planning import measured_profile
+
+    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
+    with pytest.raises(gradcast.Error, match="no step could be measured: backward has failed in each of them"):
+        measured_profile([measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured")
+
+
 def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
     from gradcast.training.link_costs import Took, took
 

@@ -49,13 +49,18 @@ def tells(checked, *expected):
     return checked.told() == list(expected)
 
 
+def ends(checked, name):
+    """Once the waiting thread has put the operation's rest on its stream."""
+    return becomes_true(lambda: checked.finish_end(name))
+
+
 def test_an_operation_whose_bytes_are_written_begins_where_it_is_started(checked):
     checked.finish_write(checked.write(0, 100))
     assert not checked.start("a", 0, 100)
     assert not checked.start("b", 200, 300), "nobody writes there"
     checked.end("a")
     assert tells(checked)
-    assert becomes_true(lambda: checked.finish_end("a"))
+    assert ends(checked, "a")
     assert tells(checked, "a ended")
 
 
@@ -64,7 +69,7 @@ def test_an_operation_begins_when_the_device_has_written_all_of_its_bytes(checke
     assert checked.start("a", 20, 100)
     checked.end("a")
     checked.finish_write(first)
-    assert becomes_true(lambda: checked.finish_end("a"))
+    assert ends(checked, "a")
     assert tells(checked)
     checked.finish_write(second)
     assert tells(checked, "a began", "a ended")
@@ -79,11 +84,11 @@ def test_the_end_of_one_does_not_wait_for_the_gradients_of_the_next(checked):
     assert checked.start("b", 100, 200)
     checked.end("a")
     checked.finish_write(first)
-    assert becomes_true(lambda: checked.finish_end("a"))
+    assert ends(checked, "a")
     assert tells(checked, "a began", "a ended")
     checked.end("b")
     checked.finish_write(second)
-    assert becomes_true(lambda: checked.finish_end("b"))
+    assert ends(checked, "b")
     assert tells(checked, "a began", "a ended", "b began", "b ended")
 
 
@@ -93,16 +98,15 @@ def test_a_range_that_is_written_again_is_waited_for_again(checked):
         assert checked.start(f"step {turn}", 0, 100)
         checked.finish_write(kernel)
         checked.end(f"step {turn}")
-        assert becomes_true(lambda: checked.finish_end(f"step {turn}"))  # noqa: B023
-        assert becomes_true(lambda: len(checked.told()) == 2 * (turn + 1))  # noqa: B023
-    assert checked.told() == [f"step {turn} {what}" for turn in range(3) for what in ("began", "ended")]
+        assert ends(checked, f"step {turn}")
+        assert tells(checked, *(f"step {each} {what}" for each in range(turn + 1) for what in ("began", "ended")))
 
 
 def test_what_cannot_be_put_on_the_device_ends_badly_and_the_next_one_well(checked):
     checked.end("a", fails=True)
     assert tells(checked, "a ended badly")
     checked.end("b")
-    assert becomes_true(lambda: checked.finish_end("b"))
+    assert ends(checked, "b")
     assert tells(checked, "a ended badly", "b ended")
 
 

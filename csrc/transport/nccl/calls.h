@@ -7,6 +7,7 @@
 #include <nccl.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "gradcast/nccl.h"
@@ -23,6 +24,8 @@ void require(ncclResult_t result, const std::string& action, ncclComm_t communic
 
 int32_t nccl_version();
 std::string version_text(int32_t version);  // "2.28.9"
+
+using Event = std::unique_ptr<CUevent_st, decltype([](cudaEvent_t event) { cudaEventDestroy(event); })>;
 
 // Makes a device current for as long as it lives.
 class OnDevice {

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -23,8 +22,6 @@ namespace {
 
 // Between two looks at what is under way: far below what a block takes, and little of a core.
 constexpr auto kPause = std::chrono::microseconds(20);
-
-using Event = std::unique_ptr<CUevent_st, decltype([](cudaEvent_t event) { cudaEventDestroy(event); })>;
 
 class NcclTransport final : public DeviceTransport {
  public:
