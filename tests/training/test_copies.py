@@ -151,3 +151,23 @@ def copies_in_turn(rank):
 def test_a_copy_can_be_attached_beside_the_original(ranks):
     for found in ranks.run(2, copies_in_turn):
         assert found == []
+
+
+def copy_ddp(rank, way):
+    """Of the wrapper itself, which stock DDP lets one save."""
+    torch.manual_seed(0)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    handle = gradcast.attach(ddp)
+    copied = WAYS[way](ddp)
+    for module in (ddp, copied):
+        module(torch.full((2, 4), 1.0 + rank.index)).sum().backward()
+    found = compare.trees(copied.module.weight.grad, ddp.module.weight.grad)
+    handle.detach()
+    return found, type(copied.join_hook(divide_by_initial_world_size=True)) is type(ddp.join_hook())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copied_ddp_module_is_stock_ddp(ranks, way):
+    for found, has_own_join in ranks.run(2, copy_ddp, way):
+        assert found == []
+        assert has_own_join

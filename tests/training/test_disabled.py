@@ -54,6 +54,51 @@ def test_everything_is_left_to_ddp(ranks, mode, wrap):
         assert alone
 
 
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.main, self.aux = nn.BatchNorm1d(12), nn.Linear(12, 10), nn.Linear(12, 10)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.main(x), self.aux(x)
+
+
+def bare_module(rank):
+    """What gradcast lets pass: an output that the loss leaves out, nested no_sync, evaluation on rank 0 alone."""
+    os.environ["GRADCAST_DISABLE"] = "1"
+    try:
+        task, module = TASKS["plain"], TwoOutputs()
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        handle = gradcast.attach(module, sgd)
+        for number in range(4):
+            sgd.zero_grad()
+            inputs, targets = task.batch(rank.index, number)
+            with handle.no_sync():
+                with handle.no_sync():
+                    pass
+                nn.functional.cross_entropy(module(inputs)[0], targets).backward()
+            local = module.main.weight.grad.clone()
+            nn.functional.cross_entropy(module(inputs)[0], targets).backward()
+            sgd.step()
+            if rank.index == 0:
+                module.eval()
+                with torch.no_grad():
+                    module(inputs)
+                module.train()
+        handle.detach()
+        return compare.digest(module), local.sum().item(), module.aux.weight.grad is None
+    finally:
+        del os.environ["GRADCAST_DISABLE"]
+
+
+def test_a_bare_module_may_do_what_it_may_with_gradcast(ranks):
+    (first, local, unused), (second, other, _) = ranks.run(2, bare_module)
+    assert first == second
+    assert local != other, "under no_sync nothing was averaged"
+    assert unused
+
+
 def clipped(rank):
     """What gradcast was asked to do in the step, it still does."""
     os.environ["GRADCAST_DISABLE"] = "1"

@@ -239,3 +239,51 @@ def caught_failure(rank, mode):
 def test_a_failure_in_backward_that_all_ranks_catch(ranks, mode):
     for found in ranks.run(2, caught_failure, mode):
         assert found == []
+
+
+def swap_what_has_no_parameters(rank):
+    """A metric on one rank, and a loss with this step's weights on all: nothing that gradcast sends has changed."""
+    sides = Sides(rank, "overlap")
+    for number in range(8):
+        for module in sides.modules:
+            module.criterion = nn.CrossEntropyLoss(weight=torch.ones(10))
+            if rank.index == 0 and number == 5:
+                module.metric = nn.Identity()
+        sides.step(number)
+    return sides.differences(), sides.handle.measuring
+
+
+def test_a_part_without_parameters_may_be_replaced(ranks):
+    for found, measuring in ranks.run(2, swap_what_has_no_parameters):
+        assert found == []
+        assert not measuring
+
+
+def add_what_cannot_be_trained(rank):
+    """On rank 0 the memory of the next session is not to be had; afterwards the module is an ordinary one."""
+    from unittest import mock
+
+    from gradcast.training import attachment
+
+    sides = Sides(rank, "overlap")
+    _, module, optimizer = sides.each()[1]
+    for number in range(6):
+        sides.step(number)
+    module.more = nn.Linear(12, 12)
+    optimizer.add_param_group({"params": list(module.more.parameters())})
+    inputs, _ = TASKS["plain"].batch(rank.index, 6)
+    with mock.patch.object(attachment, "Session", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        module(inputs)
+    again = error_of(lambda: module(inputs))
+    sides.handle.detach()
+    sides.handle.detach()
+    module(inputs).sum().backward()
+    error = error_of(lambda: gradcast.attach(module, optimizer).detach())
+    return again, error
+
+
+def test_where_a_module_cannot_begin_again_it_is_said_and_given_back(ranks):
+    for (code, message), error in ranks.run(2, add_what_cannot_be_trained):
+        assert code == "invalid_use"
+        assert "could not begin again with the module's new parameters (KeyboardInterrupt" in message
+        assert error == (None, "no error")

@@ -19,11 +19,17 @@ def note(rank, iteration):
     return Note(facts, {"backward": 5.5e7 + rank, "loop": 1e6, "forward": 2.25e7 + 10.0 * rank})
 
 
+def buffer_of(dtype, failed=0.0):
+    return SimpleNamespace(
+        notes=torch.zeros(NOTE_ELEMENTS, dtype=dtype), somebody_failed=lambda: torch.tensor([failed], dtype=dtype)
+    )
+
+
 def play(dtype, world_size, iterations):
     """What each iteration's exchange returns on each rank."""
     from gradcast.training.notes import Notes
 
-    buffers = [SimpleNamespace(notes=torch.zeros(NOTE_ELEMENTS, dtype=dtype)) for _ in range(world_size)]
+    buffers = [buffer_of(dtype) for _ in range(world_size)]
     notes = [Notes(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
     told = []
     for iteration in range(iterations):
@@ -53,6 +59,19 @@ def test_times_arrive_one_iteration_later(dtype, error):
             for rank, fact in enumerate(known):
                 # Half precision holds tens of nanoseconds.
                 assert as_numbers(fact) == pytest.approx(as_numbers(note(rank, iteration - 2)), rel=error, abs=100)
+
+
+def test_a_failed_pass_is_told_with_its_iteration():
+    from gradcast.training.notes import Notes
+
+    buffer = buffer_of(torch.float32)
+    notes = Notes(buffer, 0, 2)
+    for iteration in range(3):
+        notes.exchange(None)
+        assert notes.failed_iteration is None
+        buffer.somebody_failed = lambda failed=float(iteration == 2): torch.tensor([failed])
+    notes.exchange(None)
+    assert notes.failed_iteration == 2
 
 
 def test_many_ranks_take_turns():

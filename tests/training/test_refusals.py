@@ -104,6 +104,18 @@ def comm_hook_on_ddp(rank):
     gradcast.attach(ddp)
 
 
+def ignored_by_ddp(rank):
+    module = nn.Linear(3, 3)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    gradcast.attach(nn.parallel.DistributedDataParallel(module))
+
+
+def ignored_in_a_bare_module(rank):
+    module = nn.Linear(3, 3)
+    module._ddp_params_and_buffers_to_ignore = ["weight"]
+    gradcast.attach(module, sgd(module))
+
+
 def unknown_policy(rank):
     gradcast.attach(nn.Linear(3, 3), options=gradcast.Options(policy="fastest"))
 
@@ -152,6 +164,8 @@ AT_ATTACH = {
     meta_device: ("invalid_use", "meta"),
     several_devices: ("invalid_use", "device"),
     comm_hook_on_ddp: ("invalid_use", "hook"),
+    ignored_by_ddp: ("invalid_use", "ignore bias"),
+    ignored_in_a_bare_module: ("invalid_use", "ignore weight"),
     unknown_policy: ("invalid_option", "fastest"),
     unknown_policy_parameter: ("invalid_option", "slices"),
     policy_of_other_operations: ("invalid_option", "dear"),

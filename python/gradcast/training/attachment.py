@@ -39,7 +39,7 @@ class Attachment:
     ) -> None:
         self._module, self._optimizers, self._group, self._options = module, list(optimizers), group, options
         self.session = Session(module, parameters, optimizers, group, options)
-        self._failure: Exception | None = None  # in beginning again; nothing synchronizes the module since
+        self._failure: Error | None = None  # in beginning again; nothing synchronizes the module since
         self._structure = Structure(module, optimizers)
         self._compiled = CompiledBlocks(module)
         self._taken_over = None
@@ -48,12 +48,19 @@ class Attachment:
         self._hooks = around_forward(module, self._before_forward, self._after_forward)
         forking.watch(self)
 
+    @property
+    def released(self) -> bool:
+        """Whether nothing of gradcast is on the module, or this is a forked child, which it leaves alone."""
+        return self.session.released and self._failure is None
+
     def release(self) -> None:
         """The module, its optimizers and DDP are as they were."""
+        self._failure = None
         for hook in self._hooks:
             hook.remove()
         self._compiled.release()
-        self.session.release()
+        if not self.session.released:
+            self.session.release()
         if self._taken_over is not None:
             self._taken_over.give_back()
 
@@ -77,6 +84,8 @@ class Attachment:
 
     def _begin_again(self) -> None:
         """With the parameters that the module has now. Collective: a model changes on all ranks alike."""
+        before = self.session
+        before.flush()  # what follows may not mix with blocks
         refusal, parameters = None, {}
         try:
             parameters = checks.trainable(self._module)
@@ -84,18 +93,21 @@ class Attachment:
         except Error as error:
             refusal = error
         # Until all ranks agree, the session stays: whoever goes on after an error meets it again.
-        checks.check_same_call(self._group.shared, refusal, self.session.mode, self._options)
         inner = checks.unwrapped(self._module)
-        checks.check_same_model(self._group, inner)
-        before = self.session
-        before.flush()
+        with before.traffic.watch.waiting("the agreement on the module's new parameters"):
+            checks.check_same_call(self._group.shared, refusal, before.mode, self._options)
+            checks.check_same_model(self._group, inner)
         before.release()
         try:
             # What is new may have been made from each rank's own random numbers.
             self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
             self.session = Session(self._module, parameters, self._optimizers, self._group, self._options)
-        except Exception as error:
-            self._failure = error
+        except BaseException as error:
+            self._failure = Error(
+                f"gradcast could not begin again with the module's new parameters ({type(error).__name__}: {error}), "
+                "and nothing synchronizes it now; call handle.detach(), or end the training",
+                "invalid_use",
+            )
             raise
         self.session.succeed(before)
         self._structure = Structure(self._module, self._optimizers)

@@ -84,6 +84,15 @@ class GradientBuffers(Sizes):
         """This rank has not used this parameter."""
         self._marks[index].zero_()
 
+    def mark_failed(self, index: int) -> None:
+        """This rank's backward pass has failed before it came to this parameter: no sum hides that."""
+        self._marks[index].fill_(float("nan"))
+
+    def somebody_failed(self) -> torch.Tensor:
+        """Whether any rank has marked that: one element, 1 or 0, of the notes' type. REQUIRES: all have arrived."""
+        failed = [flat[marked].isnan().any() for flat, marked in zip(self.flats, self._marked, strict=True)]
+        return torch.stack(failed).any().to(self.notes.dtype).unsqueeze(0)
+
     def used_anywhere(self, index: int) -> bool:
         """Whether any rank has. REQUIRES: the gradient has arrived."""
         return self._marks[index].item() > 0
@@ -100,11 +109,12 @@ class GradientBuffers(Sizes):
         self.views[index] = _view(self.flats[place.buffer], offset, self._parameters[index])
 
     def lay_out(self, order: Sequence[int]) -> None:
-        """Gives every parameter a new place, in this order of their indices; the gradients move with them.
+        """Gives every parameter a new place, in this order of their indices; gradients and notes move with them.
 
         Makes new ``views``. Needs once the memory of the largest buffer. REQUIRES: nothing of the buffers travels.
         """
         old_views, self.views = self.views, [torch.Tensor()] * len(self._parameters)
+        notes = self.notes.clone()
         self._marks = [torch.Tensor()] * len(self._parameters)
         places = []
         offsets = [0] * len(self.flats)
@@ -127,6 +137,7 @@ class GradientBuffers(Sizes):
         self._marked = [torch.tensor(end, device=flat.device) for end, flat in zip(ends, self.flats, strict=True)]
         if old_views:
             self._move(old_views)
+            self.notes.copy_(notes)
 
     def _move(self, old_views: Sequence[torch.Tensor]) -> None:
         for buffer, flat in enumerate(self.flats):

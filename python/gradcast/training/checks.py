@@ -59,6 +59,17 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def check_ignored(module: nn.Module) -> None:
+    """DDP leaves these to each rank, where they may differ (experts, parts of a table)."""
+    inner = unwrapped(module)
+    ignored = {*getattr(module, "parameters_to_ignore", ()), *getattr(inner, "_ddp_params_and_buffers_to_ignore", ())}
+    if ignored:
+        raise _use(
+            f"DDP is told to ignore {min(ignored)}, which each rank then has for itself, and gradcast would average "
+            "it; leave it out of the module that is attached, or train with DDP"
+        )
+
+
 def check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
     if process_group is not None and process_group is not ddp.process_group:
         raise _use("process_group is not the group of this DDP module; leave it out")

@@ -3,6 +3,7 @@
 DDP keeps what it does besides: buffers from rank 0 before forward, ``no_sync``, its forward. Only its reduction goes.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +26,7 @@ class TakenOver:
         self._find_unused_parameters = ddp.find_unused_parameters
         self.active = False
         self.take()
-        join_hook = ddp.join_hook
-
-        def watched_join_hook(**options: Any) -> JoinHook:
-            self._in_join = True
-            return _WatchedJoin(join_hook(**options), self)
-
-        ddp.join_hook = watched_join_hook
+        ddp.join_hook = _WatchedJoinHook(self, ddp)
 
     def take(self) -> None:
         ddp = self._ddp()
@@ -69,6 +64,20 @@ class TakenOver:
         del ddp.join_hook
         if self.active:
             self.reduce_again()
+
+
+class _WatchedJoinHook:
+    """In the place of ``ddp.join_hook``. A copy of the module, which has nothing of gradcast, gets DDP's own."""
+
+    def __init__(self, taken_over: TakenOver, ddp: DistributedDataParallel) -> None:
+        self._taken_over, self._ddp = taken_over, weakref.ref(ddp)
+
+    def __call__(self, **options: Any) -> JoinHook:
+        self._taken_over._in_join = True
+        return _WatchedJoin(DistributedDataParallel.join_hook(self._ddp(), **options), self._taken_over)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (DistributedDataParallel.join_hook, self._ddp())
 
 
 class _WatchedJoin(JoinHook):

@@ -40,6 +40,7 @@ class DisabledSession:
         self.released = False
         self.steps = 0
         self._removables: list[Any] = []
+        self._synchronized: list[bool] = []  # outside of each no_sync() that is open
         if options.max_grad_norm is not None:
             # What the user asked of gradcast in DDP's place, stays.
             self._clip = ClipOnce(module, options.max_grad_norm)
@@ -48,6 +49,7 @@ class DisabledSession:
                 for number, optimizer in enumerate(optimizers)
             ]
             self._removables += [self._clip, *self._interceptions]
+        self._module = module
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         self._wraps = self._ddp is None and group.world_size > 1
         if self._wraps:
@@ -63,8 +65,11 @@ class DisabledSession:
         """DDP waits at the end of backward."""
 
     def no_sync(self, entering: bool) -> None:
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = not entering
+        if self._ddp is None:
+            return
+        if entering:
+            self._synchronized.append(self._ddp.require_backward_grad_sync)
+        self._ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"mode": self.mode, "world_size": self.group.world_size, "profile": None, "plan": None}
@@ -84,8 +89,11 @@ class DisabledSession:
         self._interceptions[number].run_whole()
 
     def _before_forward(self, _: Any, _compiled: bool) -> None:
-        self._ddp._pre_forward()
-
-    def _after_forward(self, output: Any, _: bool) -> None:
+        # Evaluation is no business of the other ranks, as with gradcast.
         if torch.is_grad_enabled():
-            self._ddp._post_forward(output)
+            self._ddp.broadcast_buffers = self._module.training
+            self._ddp._pre_forward()
+
+    def _after_forward(self, output: Any, _: bool) -> Any:
+        """DDP's: it passes the outputs on, and sees which of them backward comes through."""
+        return self._ddp._post_forward(output) if torch.is_grad_enabled() else None

@@ -31,6 +31,7 @@ class Listener(Protocol):
     def backward_begins(self) -> None: ...
     def gradient_ready(self, slot: Slot) -> None: ...
     def backward_ended(self) -> None: ...
+    def backward_failed(self) -> None: ...
     def finish_gradients(self) -> None: ...
     def views_changed(self) -> None: ...
     def touched(self, tensors: list[torch.Tensor], function: Any) -> bool: ...
@@ -92,20 +93,26 @@ class Gradients:
     def finish(self) -> None:
         """Waits until all gradients of this step have arrived. Those that backward has not made are contributed now."""
         if self._ready_count < len(self._slots):
-            # After a backward pass that failed, or in the next one, the ranks complete what they had begun.
             inside = torch._C._current_graph_task_id() != _NO_TASK and self._task == self._open_task
             if inside or self.runs_elsewhere():
                 raise Error(
                     "a gradient is used inside backward, before those of all parameters exist; use it after backward",
                     "invalid_use",
                 )
-            self._contribute_missing()
+            # The pass has failed: what the ranks have begun is completed, and the others hear that this is no sum.
+            self._listener().backward_failed()
+            self._contribute_missing(failed=True)
         self._traffic.wait_all()
         for slot in self._slots:
             self.settle(slot)
             # An update still needs the value: zero_grad() has to wait for it.
             if not slot.updating:
                 pending.clear(self._buffers.views[slot.index])
+
+    @property
+    def complete(self) -> bool:
+        """Not after a backward pass that has failed."""
+        return self._ready_count == len(self._slots)
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread is in the backward pass of the open gradients, as far as this one can know."""
@@ -117,7 +124,7 @@ class Gradients:
         if absence is None:
             return
         slot.absence = None
-        if self._buffers.used_anywhere(slot.index):
+        if not absence.failed and self._buffers.used_anywhere(slot.index):
             return
         if absence.in_view:
             with torch._C.DisableTorchFunctionSubclass():
@@ -203,12 +210,12 @@ class Gradients:
         slot.gradient = view
         pending.mark(view, listener)
 
-    def _contribute_missing(self) -> None:
+    def _contribute_missing(self, *, failed: bool = False) -> None:
         listener = self._listener()
         for slot in self._slots:
             if not slot.ready:
-                if slot.index not in self._used_before:
-                    self._note_absence(slot)
+                if failed or slot.index not in self._used_before:
+                    self._note_absence(slot, failed)
                 if slot.parameter.grad is None:
                     view = self._buffers.views[slot.index]
                     slot.parameter.grad = view.zero_()
@@ -216,11 +223,14 @@ class Gradients:
                 self._report(slot, listener)
         self._used_before.clear()
 
-    def _note_absence(self, slot: Slot) -> None:
+    def _note_absence(self, slot: Slot, failed: bool) -> None:
         gradient, view = slot.parameter.grad, self._buffers.views[slot.index]
         in_view = gradient is view
-        slot.absence = Absence(view.clone() if in_view else gradient, in_view)
-        self._buffers.unmark(slot.index)
+        slot.absence = Absence(view.clone() if in_view else gradient, in_view, failed)
+        if failed:
+            self._buffers.mark_failed(slot.index)
+        else:
+            self._buffers.unmark(slot.index)
 
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:

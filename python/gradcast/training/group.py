@@ -21,6 +21,12 @@ from gradcast.errors import Error
 _lasting_groups: list[Any] = []
 
 
+def backend_of(process_group: Any, device_type: str) -> str:
+    """Which one carries tensors of this kind, also where none was named or several were."""
+    by_device = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
+    return by_device.get(device_type, "gloo")
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements."""

@@ -107,6 +107,7 @@ def _checked(
         require_splittable(each)
     if isinstance(module, DistributedDataParallel):
         checks.check_ddp(module, process_group)
+    checks.check_ignored(module)
     if is_one_of_several(process_group):
         extension.load()
     return parameters
@@ -218,11 +219,12 @@ class Handle:
 
     def detach(self) -> None:
         """Finishes what is in flight and gives back module and optimizers as they were. Collective. Idempotent."""
-        if self._session.released:
+        if self._attached.released:
             return
         try:
-            self._session.flush()
-            _tell_summary(self._session)
+            if not self._session.released:  # not where a session has ended and the next one could not begin
+                self._session.flush()
+                _tell_summary(self._session)
         finally:
             # Also where what is in flight never arrives: the module is then an ordinary one that can be read and saved.
             self._give_back()

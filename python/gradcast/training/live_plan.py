@@ -74,6 +74,11 @@ class LivePlan:
         return self._buffers.flats[0].device.type == "cpu"
 
     @property
+    def failed_iteration(self) -> int | None:
+        """The last one that is known of in which some rank's backward pass has failed."""
+        return self._notes.failed_iteration
+
+    @property
     def in_force(self) -> _core.Plan:
         return self.agreed.plain if self.agreed.steps_aside else self.agreed.plan
 

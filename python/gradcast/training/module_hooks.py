@@ -14,17 +14,16 @@ from torch import nn
 
 class UncopiedHook:
     """Calls ``function(value, compiled)`` with the last of the hook's arguments, and whether the forward pass runs
-    inside torch.compile, which must not look into us."""
+    inside torch.compile, which must not look into us. What it returns takes the value's place, unless it is None."""
 
-    def __init__(self, function: Callable[[Any, bool], None]) -> None:
+    def __init__(self, function: Callable[[Any, bool], Any]) -> None:
         self._function = torch.compiler.disable(function)
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> Any:
         # While torch.compile traces, the first branch is the one that it sees and keeps.
         if torch.compiler.is_compiling():
-            self._function(arguments[-1], True)
-        else:
-            self._function(arguments[-1], False)
+            return self._function(arguments[-1], True)
+        return self._function(arguments[-1], False)
 
     def __deepcopy__(self, memo: dict) -> Any:
         return contextlib.nullcontext().__exit__
@@ -34,7 +33,7 @@ class UncopiedHook:
 
 
 def around_forward(
-    module: nn.Module, before: Callable[[Any, bool], None], after: Callable[[Any, bool], None]
+    module: nn.Module, before: Callable[[Any, bool], None], after: Callable[[Any, bool], Any]
 ) -> list[Any]:
     """Calls the functions before and after each forward pass of this module, with its inputs and with its output.
 

@@ -47,6 +47,8 @@ class Notes:
         self._on_device = buffers.notes.device.type != "cpu"
         self._coming: Any = None  # from the device: host memory, the event after which it is there, its iteration
         self.lag = 3 if self._on_device else 2
+        # The last iteration that is known of in which some rank's backward pass has failed.
+        self.failed_iteration: int | None = None
 
     def exchange(self, own: Note | None) -> list[Note] | None:
         """Where an iteration begins. ``own``: of the last one, None if it tells nothing. Returns all ranks' notes in
@@ -58,18 +60,21 @@ class Notes:
 
     def _read(self) -> None:
         written = self._iteration - 1
+        told = torch.cat([self._buffers.notes, self._buffers.somebody_failed()])
         if not self._on_device:
-            self._take(self._buffers.notes.tolist(), written)
+            self._take(told.tolist(), written)
             return
         # The host does not wait for the device: it takes what was sent on its way an iteration ago.
-        coming, host = self._coming, torch.empty(NOTE_ELEMENTS, dtype=self._buffers.notes.dtype, pin_memory=True)
-        host.copy_(self._buffers.notes, non_blocking=True)
+        coming, host = self._coming, torch.empty(len(told), dtype=told.dtype, pin_memory=True)
+        host.copy_(told, non_blocking=True)
         self._coming = host, torch.cuda.current_stream().record_event(), written
         if coming is not None:
             coming[1].synchronize()
             self._take(coming[0].tolist(), coming[2])
 
     def _take(self, values: Sequence[float], written: int) -> None:
+        if values[NOTE_ELEMENTS] > 0:
+            self.failed_iteration = written
         first = self._turn(written) * _RANKS_AT_ONCE
         for rank in range(first, min(first + _RANKS_AT_ONCE, self._world_size)):
             start = (rank - first) * _ELEMENTS_PER_RANK

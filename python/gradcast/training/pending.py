@@ -13,6 +13,7 @@ Thread safety: any thread; an owner serialises its own work.
 """
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -56,9 +57,10 @@ class Owner(Protocol):
         """
 
 
-# By id, since a tensor's own attributes would travel with its copies. An entry lives from mark() to clear(), and the
-# owner holds the tensor in between.
-_owners: dict[int, tuple[Owner, type]] = {}
+# By id, since a tensor's own attributes would travel with its copies. An entry lives from mark() to clear(). It does
+# not keep its owner alive: a module that nobody trains any more goes, with all that belongs to it, and what is left of
+# its entries says nothing of tensors of another class that come to lie in the same places.
+_owners: dict[int, tuple["weakref.ref[Owner]", type]] = {}
 
 
 class _Pending:
@@ -93,28 +95,28 @@ def _pending_class(original: type) -> type:
 def mark(tensor: torch.Tensor, owner: Owner) -> None:
     """From now on whoever touches the tensor waits for ``owner``. It must not be pending yet."""
     original = tensor.__class__
-    _owners[id(tensor)] = (owner, original)
+    _owners[id(tensor)] = (weakref.ref(owner), original)
     tensor.__class__ = _pending_class(original)
 
 
 def clear(tensor: torch.Tensor) -> None:
     """The tensor is finished. Does nothing to one that is not pending."""
     entry = _owners.pop(id(tensor), None)
-    if entry is not None:
+    if entry is not None and isinstance(tensor, _Pending):
         tensor.__class__ = entry[1]
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    return id(tensor) in _owners
+    return isinstance(tensor, _Pending) and id(tensor) in _owners
 
 
 def finish(values: Iterable[Any], function: Any) -> None:
     """Finishes every pending tensor in ``values``, however deep in lists, tuples and dicts."""
     by_owner: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
     for tensor in _pending_in(values):
-        entry = _owners.get(id(tensor))
-        if entry is not None:  # otherwise another thread has just finished it
-            by_owner.setdefault(id(entry[0]), (entry[0], []))[1].append(tensor)
+        owner = _owner_of(tensor)
+        if owner is not None:
+            by_owner.setdefault(id(owner), (owner, []))[1].append(tensor)
     for owner, tensors in by_owner.values():
         owner.touched(tensors, function)
 
@@ -122,10 +124,21 @@ def finish(values: Iterable[Any], function: Any) -> None:
 def _zero(tensors: Any, function: Any) -> Any:
     """zero_grad(set_to_none=False): an owner that still needs the values zeroes them later, and nobody waits."""
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        entry = _owners.get(id(tensor))
-        if entry is None or not entry[0].touched([tensor], function):
+        owner = _owner_of(tensor)
+        if owner is None or not owner.touched([tensor], function):
             tensor.zero_()
     return tensors if isinstance(tensors, torch.Tensor) else None
+
+
+def _owner_of(tensor: torch.Tensor) -> Owner | None:
+    """None where another thread has just finished the tensor, or its owner is gone and never will."""
+    entry = _owners.get(id(tensor))
+    if entry is None or not isinstance(tensor, _Pending):
+        return None
+    owner = entry[0]()
+    if owner is None:
+        clear(tensor)
+    return owner
 
 
 def _pending_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -51,6 +51,7 @@ class Session:
         self._compare_every = options.compare_every
         self._iteration = 0  # the engine's number of the open one
         self._damage: Error | None = None
+        self._failed_iterations: set[int] = set()  # in which this rank's own backward pass has failed
         self.aside = False  # DDP reduces by itself for a while
         self._module = module
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
@@ -58,6 +59,7 @@ class Session:
         self._no_sync_depth = 0
         self._forward_ns = (0, 0)
         self._said_compiled = False
+        self._forward_seen = False  # of the module itself
         owner = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
         self._slots = [Slot(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
         self._slot_of: dict[int, Slot] = {}
@@ -113,7 +115,8 @@ class Session:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
         self.flush()
-        state = self.group.from_first(state)
+        with self.traffic.watch.waiting("rank 0's handle.load_state_dict()"):
+            state = self.group.from_first(state)
         names = [slot.name for slot in self._slots]
         reason = planning.reason_to_measure(state, names, self.buffers, self.mode, self.group.world_size)
         if reason is not None:
@@ -195,6 +198,7 @@ class Session:
             checks.refuse_capture(self.buffers.flats[0].device)
             if self._module_buffers is not None:
                 self._module_buffers.step_begins()
+            self._say_forward_unseen()
             # Forward has not read these. If it did after all, in a way that nobody saw, their gradients will tell.
             for slot in self._steps.waiting:
                 slot.stale = True
@@ -204,6 +208,7 @@ class Session:
                 self.trace.span("forward", forward_start_ns, forward_end_ns)
             start_ns = forward_end_ns or now_ns
             self._changing_layout(lambda: self.live.next(start_ns))
+            self._look_for_failures()
             if self._damage is not None:
                 raise self._damage
             agreed = self.traffic.agreed
@@ -226,9 +231,25 @@ class Session:
                 self._await_gradients(now_ns)
                 self._end_step()
 
+    def backward_failed(self) -> None:
+        self._failed_iterations.add(self._iteration)
+
+    def _look_for_failures(self) -> None:
+        """A backward pass that fails on all ranks may be caught by all, and nothing has happened; one that fails on
+        some of them leaves the others with sums of a part."""
+        failed = self.live.failed_iteration
+        if failed is not None and failed not in self._failed_iterations and self._damage is None:
+            self._damage = Error(
+                f"in iteration {failed} the backward pass of another rank failed, so that its gradients are missing in "
+                "the sums, and the ranks' parameters differ now; let an error inside backward (out of memory, say) end "
+                "the training, or all ranks skip that step, and go on from the last checkpoint",
+                "invalid_use",
+            )
+
     # --- Forward and step ---
 
     def before_forward(self, compiled: bool) -> None:
+        self._forward_seen = True
         if compiled:
             # Compiled code has decided which class its parameters have, and does not ask who may read them.
             self._say_compiled()
@@ -242,6 +263,14 @@ class Session:
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self.live.warmup is not None and training and not compiled:
             self.live.warmup.watch_reads()
+
+    def _say_forward_unseen(self) -> None:
+        if not self._forward_seen and self.group.rank == 0:
+            _log.warning(
+                "this backward pass comes from another method of the module than forward, where buffers are sent to "
+                "all ranks and new parameters are noticed; call the module itself: module(...)"
+            )
+        self._forward_seen = True
 
     def _say_compiled(self) -> None:
         if self.mode == "overlap" and not self._said_compiled and self.group.rank == 0:
@@ -306,6 +335,8 @@ class Session:
     def _end_step(self) -> None:
         self._gradients.open = False
         self.steps += 1
+        for slot in self._slots:
+            slot.stale = False  # also where forward is not seen: a module that is trained by another method
 
     def _changing_layout(self, change: Callable[[], None]) -> None:
         """Around what may give the gradients other places: whoever holds one gets the new view."""

@@ -158,6 +158,8 @@ class Steps:
 
     def _reason_to_wait(self, number: int) -> str | None:
         optimizer = self._optimizers[number]
+        if not self._gradients.complete:
+            return "the backward pass has failed before all gradients existed"
         if self._gradients.used:
             return "gradients are used between backward and step(), as clipping does"
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:

@@ -12,22 +12,36 @@ class Structure:
     """As it was when this object was made."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        # Two modules that differ in a parameter differ in one of these dicts.
-        self._members = [held for each in module.modules() for held in (each._parameters, each._modules)]
-        self._optimizers = list(optimizers)
-        self._held = self._now()
+        self._module, self._optimizers = module, list(optimizers)
+        self._parameters = self._all_parameters()
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._hold()
 
     def changed(self) -> bool:
         """A parameter was added, removed, replaced or thawed, or given to an optimizer or taken from it.
 
         Not when one is frozen: that is a parameter without gradient, and loops (of GANs, say) freeze and thaw by turns.
         """
-        now = self._now()
-        if len(now) != len(self._held) or not all(map(operator.is_, now, self._held)):
-            return True
+        if not _same(self._now(), self._held):
+            if not _same(self._all_parameters(), self._parameters):
+                return True
+            self._hold()  # a part without parameters was replaced: a metric, a loss of this step's weights
         return any(parameter.requires_grad for parameter in self._frozen)
 
+    def _hold(self) -> None:
+        # Two modules that differ in a parameter differ in one of these dicts.
+        self._members = [held for each in self._module.modules() for held in (each._parameters, each._modules)]
+        self._held = self._now()
+
     def _now(self) -> list[object]:
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        return list(itertools.chain(*(held.values() for held in self._members), *groups))
+        return list(itertools.chain(*(held.values() for held in self._members), *self._updated()))
+
+    def _all_parameters(self) -> list[object]:
+        return list(itertools.chain(self._module.parameters(), *self._updated()))
+
+    def _updated(self) -> list[list[object]]:
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+def _same(some: list[object], others: list[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

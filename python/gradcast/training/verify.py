@@ -71,9 +71,11 @@ class _Passes:
     def __init__(self, compute_loss: Callable[[nn.Module], torch.Tensor]) -> None:
         self._compute_loss = compute_loss
         self._random_state = torch.get_rng_state()
+        self._device_states = torch.cuda.get_rng_state_all()  # empty where there is none
 
     def run(self, called: nn.Module) -> None:
         torch.set_rng_state(self._random_state)
+        torch.cuda.set_rng_state_all(self._device_states)
         self._compute_loss(called).backward()
 
     def gradients(self, called: nn.Module, owner: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,150 @@
+"""A backward pass that fails and is caught: nothing of it is left where all ranks fail, and nobody trains on with the
+sums of a part where some do."""
+
+import pytest
+
+from training.attached import error_of
+from training.bomb import Bomb
+from training.models import TASKS
+from training.needs import torch
+from training.test_graph_changes import Branches, Sides
+
+nn = torch.nn
+# Where each rank fails: gradients come from the head down, so that they have some of them, others than each other.
+PLACES = ("trunk", "left")
+
+
+def fail(sides, number, place):
+    """On gradcast's side only: stock DDP raises in the next forward pass."""
+    forward, module, optimizer = sides.each()[1]
+    optimizer.zero_grad()
+    hook = getattr(module, place).register_forward_hook(lambda *call: Bomb.apply(call[2]))
+    with pytest.raises(RuntimeError, match="in backward"):
+        sides.loss(forward, number).backward()
+    hook.remove()
+
+
+def fail_at_different_places(rank, mode):
+    sides = Sides(rank, mode)
+    for number in range(10):
+        if number in (1, 6):
+            fail(sides, number, PLACES[rank.index])
+        else:
+            sides.step(number)
+    return sides.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_what_all_ranks_skip_leaves_nothing_behind(ranks, mode):
+    for found in ranks.run(2, fail_at_different_places, mode):
+        assert found == []
+
+
+def step_after_a_failure(rank):
+    """As a loop that logs the error and goes on: what has no gradient is not updated, on any rank."""
+    sides = Sides(rank, "overlap")
+    for number in range(6):
+        sides.step(number)
+    before = {name: p.detach().clone() for name, p in sides.modules[1].named_parameters()}
+    fail(sides, 6, "left")
+    sides.each()[1][2].step()
+    sides.handle.flush()
+    return {name: bool((p != before[name]).any()) for name, p in sides.modules[1].named_parameters()}
+
+
+def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(ranks):
+    for updated in ranks.run(2, step_after_a_failure):
+        assert updated["head.weight"]
+        assert not updated["trunk.weight"]
+        assert not updated["left.weight"]
+
+
+def fail_alone(rank, mode):
+    sides = Sides(rank, mode)
+    _, module, optimizer = sides.each()[1]
+
+    def train(number):
+        optimizer.zero_grad()
+        sides.loss(module, number).backward()
+        optimizer.step()
+
+    for number in range(7):
+        train(number)
+    if rank.index == 1:
+        fail(sides, 7, "trunk")
+    else:
+        train(7)  # waits for what rank 1 brings with its next pass
+    failure = error_of(lambda: [train(number) for number in (8, 9, 10)])
+    if rank.index == 0:  # the other one would wait for it
+        sides.handle.detach()
+    return failure
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_where_one_rank_fails_alone_the_others_do_not_train_on(ranks, mode):
+    (code, message), other = ranks.run(2, fail_alone, mode)
+    assert code == "invalid_use"
+    assert "in iteration 7 the backward pass of another rank failed" in message
+    assert other[0] == "communication"
+
+
+def test_the_sum_of_marks_tells_of_a_failure_in_every_type():
+    from gradcast.training.buffers import GradientBuffers
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        buffers = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)])
+        buffers.mark_all()
+        assert buffers.somebody_failed().tolist() == [0.0]
+        other = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)])
+        other.mark_all()
+        other.mark_failed(0)
+        for mine, theirs in zip(buffers.flats, other.flats, strict=True):
+            mine += theirs
+        assert buffers.somebody_failed().tolist() == [1.0]
+        assert not buffers.used_anywhere(0)
+        assert buffers.used_anywhere(1)
+
+
+def test_notes_move_with_the_gradients():
+    from gradcast.training.buffers import GradientBuffers
+
+    buffers = GradientBuffers(["a", "b"], [torch.zeros(3), torch.zeros(5)])
+    buffers.views[0].fill_(1.0)
+    buffers.notes.fill_(7.0)
+    buffers.lay_out([1, 0])
+    assert buffers.notes.tolist() == [7.0] * len(buffers.notes)
+    assert buffers.views[0].tolist() == [1.0] * 3
+    assert buffers.views[1].tolist() == [0.0] * 5
+
+
+class Other(nn.Module):
+    """Trained by a method of its own, as frameworks have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = Branches()
+
+    def training_loss(self, inputs, targets, use):
+        return nn.functional.cross_entropy(self.branches(inputs, use), targets)
+
+
+def train_by_a_method(rank):
+    sides = Sides(rank, "overlap", make=Other)
+    for number in range(8):
+        use = ("left",) if number % 3 == 1 else ("left", "right")
+        for module, optimizer in zip(sides.modules, [r.optimizer for r in sides.recipes], strict=True):
+            optimizer.zero_grad()
+            inputs, targets = TASKS["plain"].batch(rank.index, number)
+            module.training_loss(inputs, targets, use).backward()
+            if module is sides.modules[0]:  # DDP has no such method: its sum by hand
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        torch.distributed.all_reduce(parameter.grad)
+                        parameter.grad /= 2
+            optimizer.step()
+    return sides.differences()
+
+
+def test_a_module_that_is_trained_by_another_method_than_forward(ranks):
+    for found in ranks.run(2, train_by_a_method):
+        assert found == []
