@@ -23,7 +23,7 @@ std::string read(const std::filesystem::path& path) {
 
 // A file, or one of the profiles beside the program or in the source tree it was built from.
 Profile load_profile(const std::string& name) {
-  if (std::filesystem::exists(name)) {
+  if (std::filesystem::exists(name) && !std::filesystem::is_directory(name)) {
     return profile_from_json(read(name));
   }
   std::error_code ignored;
@@ -77,12 +77,13 @@ void run(Group& group, const BenchOptions& options) {
   results.world_size = group.world_size();
   say(group, options,
       "gradcast-bench: " + std::to_string(group.world_size()) + " ranks over " + options.transport + "\n\n");
+  // Before minutes of measuring: it may not be there.
+  Profile profile = options.runs_schedule ? load_profile(options.profile) : Profile{};
   if (options.runs_sweep || options.runs_schedule) {
     measure_network(group, options, results);
     say(group, options, "\n" + fits_text(results) + "\n");
   }
   if (options.runs_schedule) {
-    Profile profile = load_profile(options.profile);
     const double time_factor =
         options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
     profile = scaled(profile, time_factor, options.scale_size);

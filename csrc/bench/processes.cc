@@ -78,6 +78,7 @@ class DeviceMemory final : public Memory {
   DeviceMemory(int64_t size_bytes, Element element) : size_bytes_(size_bytes), element_(element) {
     require(cudaMalloc(&data_, static_cast<size_t>(size_bytes)), "give memory");
     require(cudaMemset(data_, 0, static_cast<size_t>(size_bytes)), "clear memory");
+    require(cudaStreamSynchronize(nullptr), "clear memory");
   }
   ~DeviceMemory() override { cudaFree(data_); }
 
@@ -88,6 +89,8 @@ class DeviceMemory final : public Memory {
  private:
   void copy(void* to, const void* from, cudaMemcpyKind kind) {
     require(cudaMemcpy(to, from, static_cast<size_t>(size_bytes_), kind), "copy memory");
+    // The host may go on before the device has the bytes, and the transport's stream waits for no other one.
+    require(cudaStreamSynchronize(nullptr), "copy memory");
   }
 
   void* data_ = nullptr;
@@ -97,15 +100,18 @@ class DeviceMemory final : public Memory {
 
 class NcclGroup final : public MpiGroup {
  public:
-  NcclGroup() : device_(place_on_host()) {
+  NcclGroup() {
     int device_count = 0;
-    if (cudaGetDeviceCount(&device_count) != cudaSuccess || device_ >= device_count) {
+    const int32_t place = place_on_host();
+    if (cudaGetDeviceCount(&device_count) != cudaSuccess || (device_count != 1 && place >= device_count)) {
       throw Error(ErrorCode::kInvalidUse, "this host has " + std::to_string(device_count) +
                                               " CUDA devices and a rank that would take number " +
-                                              std::to_string(device_) +
+                                              std::to_string(place) +
                                               "; start one rank per device, or use "
                                               "--transport mpi");
     }
+    // Slurm shows each rank its own one alone; where two share it after all, NCCL refuses.
+    device_ = device_count == 1 ? 0 : place;
     require(cudaSetDevice(device_), "use the device");
     require(cudaStreamCreateWithFlags(&compute_, cudaStreamNonBlocking), "make a stream");
   }
@@ -141,7 +147,7 @@ class NcclGroup final : public MpiGroup {
     return place;
   }
 
-  const int32_t device_;
+  int32_t device_ = 0;
   cudaStream_t compute_ = nullptr;
 };
 

@@ -23,7 +23,7 @@ double updates_ns(const Profile& profile) {
                          [](double sum, const Tensor& tensor) { return sum + tensor.update_ns; });
 }
 
-// Memory for a profile's gradients, and a transport over it.
+// Memory for a profile's gradients: one for all plans, which take turns.
 class Gradients {
  public:
   Gradients(Group& group, const Profile& profile) {
@@ -40,30 +40,28 @@ class Gradients {
       buffer_bytes[tensor.buffer] += tensor.bytes;
       elements[tensor.buffer] = tensor.element_bytes == 8 ? Element::kFloat64 : Element::kFloat32;
     }
-    std::vector<HostBuffer> buffers;
     for (size_t i = 0; i < buffer_bytes.size(); ++i) {
       memory_.push_back(group.make_memory(buffer_bytes[i], elements[i]));
-      buffers.push_back(memory_.back()->buffer());
+      buffers_.push_back(memory_.back()->buffer());
     }
-    transport_ = group.make_transport(std::move(buffers));
   }
 
-  Transport& transport() { return *transport_; }
+  const std::vector<HostBuffer>& buffers() const { return buffers_; }
 
  private:
   std::vector<std::unique_ptr<Memory>> memory_;
-  std::unique_ptr<Transport> transport_;
+  std::vector<HostBuffer> buffers_;
 };
 
 // One rank that trains under one plan.
 class Trainer {
  public:
-  Trainer(Group& group, const Profile& profile, Plan plan)
+  Trainer(Group& group, const Profile& profile, const Gradients& gradients, Plan plan)
       : group_(group),
         profile_(profile),
         plan_(std::move(plan)),
-        gradients_(group, profile),
-        engine_(gradients_.transport(), {}) {
+        transport_(group.make_transport(gradients.buffers())),
+        engine_(*transport_, {}) {
     engine_.follow(profile_, plan_);
     by_ready_.resize(profile.tensors.size());
     std::iota(by_ready_.rbegin(), by_ready_.rend(), 0);
@@ -130,7 +128,7 @@ class Trainer {
   Group& group_;
   const Profile& profile_;
   const Plan plan_;
-  Gradients gradients_;
+  const std::unique_ptr<Transport> transport_;
   Engine engine_;
   std::vector<int32_t> by_ready_;
 };
@@ -168,9 +166,10 @@ std::vector<double> steps_ns(Group& group, Trainer& trainer, int32_t step_count)
 std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
                                   const std::function<void(int32_t round)>& tell) {
   wake_promptly();
+  const Gradients gradients(group, profile);
   std::vector<std::unique_ptr<Trainer>> trainers;
   for (Plan& plan : plans_of(profile, options)) {
-    trainers.push_back(std::make_unique<Trainer>(group, profile, std::move(plan)));
+    trainers.push_back(std::make_unique<Trainer>(group, profile, gradients, std::move(plan)));
   }
   std::vector<std::vector<double>> times_ns(trainers.size());
   for (int32_t round = 0; round < options.round_count; ++round) {

@@ -19,6 +19,10 @@ float number(int32_t rank, int64_t element) {
   return static_cast<float>(element % 13 + rank);
 }
 
+float sum_of_numbers(int64_t world_size, int64_t element) {
+  return static_cast<float>(world_size * (element % 13) + world_size * (world_size - 1) / 2);
+}
+
 // One operation after the other over one buffer.
 class Runner {
  public:
@@ -73,11 +77,7 @@ class Runner {
       const auto part = part_of(0, world_size, static_cast<int64_t>(numbers_.size())).count();
       return number(static_cast<int32_t>(element / part), element);
     }
-    float sum = 0;
-    for (int32_t rank = 0; rank < world_size; ++rank) {
-      sum += number(rank, element);
-    }
-    return sum;
+    return sum_of_numbers(world_size, element);
   }
 
   Group& group_;
@@ -129,9 +129,11 @@ std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
   auto bytes = static_cast<double>(options.bytes_min);
   while (bytes <= static_cast<double>(options.bytes_max) * (1 + 1e-9)) {
     const int64_t element_count = std::max<int64_t>(1, std::llround(bytes / sizeof(float)));
-    rows.push_back(measured(group, op, element_count * static_cast<int64_t>(sizeof(float)), options.iteration_count));
-    tell(rows.back());
+    const int64_t size_bytes = element_count * static_cast<int64_t>(sizeof(float));
     bytes *= options.factor;
+    if (!rows.empty() && rows.back().size_bytes == size_bytes) continue;  // of the smallest a step may be no element
+    rows.push_back(measured(group, op, size_bytes, options.iteration_count));
+    tell(rows.back());
   }
   return rows;
 }

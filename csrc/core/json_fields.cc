@@ -24,7 +24,11 @@ std::string line_and_column(std::string_view text, size_t byte) {
 std::string shown(const Json& value) {
   std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
   constexpr size_t kShownMax = 40;
-  return text.size() > kShownMax ? text.substr(0, kShownMax) + "…" : text;
+  if (text.size() <= kShownMax) return text;
+  size_t end = kShownMax;
+  while ((static_cast<unsigned char>(text[end]) & 0xC0) == 0x80)  // not inside of a character
+    --end;
+  return text.substr(0, end) + "…";
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Numbers on their way: fp32 gradients as 16-bit ones and back, with the average folded in, and a checksum of bytes.
 //
 // Each function exists twice: for memory of the host, which is the reference, and for memory of a device, as one kernel on a
-// stream. Both give the same bits. Rounding is to the nearest, ties to even; what is too large becomes infinite; a NaN stays one.
+// stream. Both give the same bits, but of a NaN, which stays one. Rounding is to the nearest, ties to even; what is too large
+// becomes infinite.
 //
 // Thread safety: pure; any thread. The device functions return when the kernel has been queued.
 #pragma once

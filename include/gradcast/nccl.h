@@ -5,7 +5,8 @@
 //
 // It has a communicator and a stream of its own; the stream is of high priority, because a late block delays the next forward
 // pass. A block waits on the device for the kernels that write it (on_written), never on the host. A thread named
-// "gradcast-nccl" looks for what has ended, and for errors of the communicator.
+// "gradcast-nccl" puts operations on the stream, looks for what has ended, and for errors of the communicator: NCCL does
+// not begin some operations before all ranks have come to them, and nobody else waits for that.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once

@@ -49,6 +49,7 @@ BREAK_PROFILE = {
     "ready after backward": (lambda p: p["tensors"][0].update(ready_ns=7e6), "tensors[0].ready_ns"),
     "needed after forward": (lambda p: p["tensors"][2].update(need_ns=7e6), "tensors[2].need_ns"),
     "tensor is a list": (lambda p: p.update(tensors=[[]]), "tensors[0]"),
+    "a long word in another alphabet": (lambda p: p.update(world_size="é" * 30), "world_size"),
     "no workers": (lambda p: p.update(world_size=0), "world_size"),
     "link without pieces": (lambda p: p["link"].update(all_reduce=[]), "all_reduce"),
     "link that ends": (lambda p: p["link"]["all_reduce"][0].update(up_to_bytes=9), "up_to_bytes"),

@@ -171,6 +171,24 @@ def test_bench_takes_the_cost_of_an_emulated_network_apart():
 
 
 @needs_bench
+def test_bench_sweeps_each_size_once_and_tells_of_few():
+    """8, 9.6 and 11.5 bytes are two and three elements."""
+    ended = bench("--ranks", "2", "--sweep", "--json", "--bytes-min", "8", "--bytes-max", "12", "--factor", "1.2")
+    assert ended.returncode == 0, ended.stderr
+    sizes = [row["size_bytes"] for row in json.loads(ended.stdout)["sweep"] if row["op"] == "all_reduce"]
+    assert sizes == [8, 12]
+
+
+@needs_bench
+def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
+    (tmp_path / "resnet18").mkdir()
+    monkeypatch.chdir(tmp_path)
+    ended = bench("--ranks", "2", "--profile", "resnet18", "--json", *QUICK)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["schedule"]
+
+
+@needs_bench
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

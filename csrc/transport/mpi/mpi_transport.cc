@@ -187,7 +187,12 @@ void MpiTransport::run() {
       std::swap(started, started_);
     }
     for (const Operation& operation : started) {
-      launch(operation);
+      try {
+        launch(operation);
+      } catch (const std::exception& error) {  // no memory for a message
+        const std::string what = failure_text(operation, rank_, world_size_, "MPI") + error.what();
+        outstanding_.complete(operation.ticket, what.c_str());
+      }
     }
     const size_t ended_count = std::erase_if(flights_, [this](const auto& flight) { return has_ended(*flight); });
     if (!started.empty() || ended_count > 0) {

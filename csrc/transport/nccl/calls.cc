@@ -44,7 +44,8 @@ void require(cudaError_t error, const std::string& action) {
 void require(ncclResult_t result, const std::string& action, ncclComm_t communicator) {
   if (result != ncclSuccess && result != ncclInProgress) {
     const char* detail = ncclGetLastError(communicator);
-    throw Error(ErrorCode::kCommunication,
+    // Of these, two ranks on one device.
+    throw Error(result == ncclInvalidUsage ? ErrorCode::kInvalidUse : ErrorCode::kCommunication,
                 "NCCL could not " + action + ": " + ncclGetErrorString(result) +
                     (detail != nullptr && *detail != '\0' ? std::string("; ") + detail : ""));
   }

@@ -22,6 +22,9 @@ namespace {
 
 // Between two looks at what is under way: far below what a block takes, and little of a core.
 constexpr auto kPause = std::chrono::microseconds(20);
+// How long the other ranks may take to close, too, before the communicator is given up instead.
+constexpr auto kFarewell = std::chrono::seconds(1);
+using Clock = std::chrono::steady_clock;
 
 class NcclTransport final : public DeviceTransport {
  public:
@@ -41,6 +44,10 @@ class NcclTransport final : public DeviceTransport {
   void on_written(int32_t buffer, Range range, cudaStream_t stream) override;
 
  private:
+  struct Started {
+    Operation operation;
+    std::vector<Range> ranges;  // its own: the engine's go with an abort
+  };
   // An operation that is on the stream.
   struct Flight {
     int64_t ticket;
@@ -51,15 +58,19 @@ class NcclTransport final : public DeviceTransport {
 
   void acquire(const std::string& id, const NcclOptions& options);
   void connect(const std::string& id, const NcclOptions& options);
-  void settle(std::chrono::steady_clock::time_point deadline, const std::string& action);
+  void settle(Clock::time_point deadline, const std::string& action);
   void launch(const Operation& operation);
+  void begin(const Operation& operation) noexcept;
   Event recorded_event();
   bool wait_for_writes(const Operation& operation);
   void reduce_in_place(const Operation& operation);
   void run_halves(const Operation& operation);
   void run();
-  std::optional<std::string> failure();
+  void look() noexcept;
+  bool look_at(Flight& flight) noexcept;
+  std::optional<std::string> failure() noexcept;
   void give_up_connection() noexcept;
+  bool say_farewell() noexcept;
   void release() noexcept;
 
   const int32_t rank_;
@@ -67,24 +78,23 @@ class NcclTransport final : public DeviceTransport {
   const int32_t device_;
   const std::vector<DeviceBuffer> buffers_;
   std::vector<Extent> extents_;
-  ncclComm_t communicator_ = nullptr;
   cudaStream_t stream_ = nullptr;
-  std::vector<void*> registrations_;
   Outstanding outstanding_;
+  // The thread's alone from open() to close(): NCCL's calls for a communicator must not meet, its questions neither.
+  ncclComm_t communicator_ = nullptr;
+  bool is_connected_ = false;
+  std::vector<void*> registrations_;
+  std::deque<Flight> flights_;
 
   std::mutex writes_mutex_;
-  // Recorded again in each iteration: one for each range that was ever written.
-  std::map<std::pair<int32_t, int64_t>, std::pair<int64_t, cudaEvent_t>>
-      writes_;  // by buffer and beginning: end, event
+  // Recorded again in each iteration: one for each range that was ever written. By buffer and beginning: end, event.
+  std::map<std::pair<int32_t, int64_t>, std::pair<int64_t, Event>> writes_;
 
   // Guarded by mutex_.
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Flight> flights_;
+  std::deque<Started> started_;
   bool closing_ = false;
-
-  std::mutex connection_mutex_;  // held while the communicator is looked at or given up
-  bool is_connected_ = false;
 
   std::thread thread_;
 };
@@ -145,22 +155,27 @@ void NcclTransport::connect(const std::string& id, const NcclOptions& options) {
   if (options.cta_count_max > 0) {
     config.maxCTAs = options.cta_count_max;
   }
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
   const std::string action = "connect rank " + std::to_string(rank_) + " of " + std::to_string(world_size_);
   require(ncclCommInitRankConfig(&communicator_, world_size_, unique, rank_, &config), action, communicator_);
   is_connected_ = true;
   settle(deadline, action);
 }
 
-// A call of a communicator that does not block has been accepted, not done.
-void NcclTransport::settle(std::chrono::steady_clock::time_point deadline, const std::string& action) {
+// A call of a communicator that does not block has been accepted, not done. The first operations of a kind are done when
+// all ranks have come to them, which connects them: that may take as long as the slowest rank does.
+void NcclTransport::settle(Clock::time_point deadline, const std::string& action) {
   ncclResult_t state = ncclInProgress;
   while (true) {
     require(ncclCommGetAsyncError(communicator_, &state), action, communicator_);
     if (state != ncclInProgress) {
       break;
     }
-    if (std::chrono::steady_clock::now() > deadline) {
+    if (outstanding_.aborted()) {
+      throw Error(ErrorCode::kCommunication, "given up");  // nobody hears it: the abort has completed everything
+    }
+    look();
+    if (Clock::now() > deadline) {
       give_up_connection();
       throw Error(ErrorCode::kCommunication,
                   "NCCL could not " + action + " in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
@@ -183,6 +198,20 @@ void NcclTransport::start(const Operation& operation) noexcept {
     if (const auto fault = fault_of(operation, extents_)) {
       throw Error(ErrorCode::kInvalidUse, *fault);
     }
+    const auto ranges = ranges_of(operation);
+    Started started{operation, {ranges.begin(), ranges.end()}};
+    {
+      std::lock_guard lock(mutex_);
+      started_.push_back(std::move(started));
+    }
+    changed_.notify_one();
+  } catch (const std::exception& error) {
+    outstanding_.complete(operation.ticket, error.what());
+  }
+}
+
+void NcclTransport::begin(const Operation& operation) noexcept {
+  try {
     launch(operation);
   } catch (const std::exception& error) {
     outstanding_.complete(operation.ticket, error.what());
@@ -190,17 +219,11 @@ void NcclTransport::start(const Operation& operation) noexcept {
 }
 
 void NcclTransport::launch(const Operation& operation) {
-  const OnDevice current(device_);
   Event begun = wait_for_writes(operation) ? recorded_event() : nullptr;
   operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_halves(operation);
-  settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
-  Flight flight{operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), std::move(begun),
-                recorded_event()};
-  {
-    std::lock_guard lock(mutex_);
-    flights_.push_back(std::move(flight));
-  }
-  changed_.notify_one();
+  settle(Clock::time_point::max(), "start a block");
+  flights_.push_back(
+      {operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), std::move(begun), recorded_event()});
 }
 
 // Where the stream is now.
@@ -221,8 +244,8 @@ bool NcclTransport::wait_for_writes(const Operation& operation) {
       const auto& [buffer, lo_bytes] = place;
       const auto& [hi_bytes, event] = write;
       if (buffer == operation.buffer && lo_bytes < range.hi_bytes && range.lo_bytes < hi_bytes) {
-        require(cudaStreamWaitEvent(stream_, event, 0), "wait for a gradient");
-        if (cudaEventQuery(event) == cudaErrorNotReady) {
+        require(cudaStreamWaitEvent(stream_, event.get(), 0), "wait for a gradient");
+        if (cudaEventQuery(event.get()) == cudaErrorNotReady) {
           is_waiting = true;
           cudaGetLastError();  // whoever asks for this thread's last error next did not make it
         }
@@ -255,9 +278,11 @@ void NcclTransport::run_halves(const Operation& operation) {
   const int64_t element_count = size_bytes(operation) / bytes_of(buffer.element);
   const int64_t part_count = part_of(0, world_size_, element_count).count();
   const auto part_bytes = static_cast<size_t>(part_count * bytes_of(buffer.element));
-  char* message = nullptr;
-  require(cudaMallocAsync(reinterpret_cast<void**>(&message), part_bytes * static_cast<size_t>(world_size_), stream_),
-          "hold a block on its way");
+  void* memory = nullptr;
+  require(cudaMallocAsync(&memory, part_bytes * static_cast<size_t>(world_size_), stream_), "hold a block on its way");
+  const auto give_back = [this](char* unused) { cudaFreeAsync(unused, stream_); };
+  const std::unique_ptr<char, decltype(give_back)> owner(static_cast<char*>(memory), give_back);
+  char* const message = owner.get();
   const auto copy = [&](bool is_inward) {
     char* place = message;
     for (const Range& range : ranges_of(operation)) {
@@ -277,9 +302,8 @@ void NcclTransport::run_halves(const Operation& operation) {
           ? ncclReduceScatter(message, own, static_cast<size_t>(part_count), type, ncclSum, communicator_, stream_)
           : ncclAllGather(own, message, static_cast<size_t>(part_count), type, communicator_, stream_);
   require(result, "start half of an all-reduce", communicator_);
-  settle(std::chrono::steady_clock::now() + std::chrono::seconds(60), "start a block");
+  settle(Clock::time_point::max(), "start a block");
   copy(false);
-  require(cudaFreeAsync(message, stream_), "give back memory");
 }
 
 void NcclTransport::run() {
@@ -287,42 +311,70 @@ void NcclTransport::run() {
   cudaSetDevice(device_);
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return closing_ || !flights_.empty(); });
+    const auto has_news = [this] { return closing_ || !started_.empty() || (is_connected_ && outstanding_.aborted()); };
     if (flights_.empty()) {
-      return;
+      changed_.wait(lock, has_news);
+    } else {
+      changed_.wait_for(lock, kPause, [this] { return !started_.empty(); });
     }
-    const Flight flight = std::move(flights_.front());  // the stream ends them in their order
+    if (outstanding_.aborted()) {
+      // Kernels that wait for other ranks end by it, the peers learn that this rank will not go on, also where nothing is
+      // in flight, and the stream goes on.
+      give_up_connection();
+      flights_.clear();
+      started_.clear();
+    }
+    if (started_.empty() && flights_.empty()) {
+      if (closing_) return;
+      continue;
+    }
+    std::optional<Started> next;
+    if (!started_.empty()) {
+      next = std::move(started_.front());
+      started_.pop_front();
+    }
     lock.unlock();
-    std::optional<std::string> failed;
-    const auto pass = [&](const Event& event) {
-      cudaError_t state = cudaErrorNotReady;
-      while ((state = cudaEventQuery(event.get())) == cudaErrorNotReady && !outstanding_.aborted() &&
-             !(failed = failure())) {
-        std::this_thread::sleep_for(kPause);
-      }
-      return state;
-    };
-    if (flight.begun != nullptr && pass(flight.begun) == cudaSuccess) {
-      outstanding_.began(flight.ticket);
+    if (next) {
+      next->operation.ranges = next->ranges.data();
+      begin(next->operation);
     }
-    const cudaError_t state = pass(flight.ended);
-    if (failed || (state != cudaSuccess && state != cudaErrorNotReady)) {
-      outstanding_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
-    } else if (state == cudaSuccess) {
-      outstanding_.complete(flight.ticket, nullptr);
-    }
+    look();
     lock.lock();
-    flights_.pop_front();
   }
 }
 
+// Tells of what has ended. The stream ends operations in their order.
+void NcclTransport::look() noexcept {
+  while (!flights_.empty() && look_at(flights_.front()))
+    flights_.pop_front();
+}
+
+// Returns whether it has ended, well or not.
+bool NcclTransport::look_at(Flight& flight) noexcept {
+  cudaError_t state = cudaSuccess;
+  if (flight.begun != nullptr && (state = cudaEventQuery(flight.begun.get())) == cudaSuccess) {
+    outstanding_.began(flight.ticket);
+    flight.begun.reset();
+  }
+  if (state == cudaSuccess) {
+    state = cudaEventQuery(flight.ended.get());
+  }
+  if (state == cudaSuccess) {
+    outstanding_.complete(flight.ticket, nullptr);
+    return true;
+  }
+  const std::optional<std::string> failed = failure();
+  if (state == cudaErrorNotReady && !failed) return false;
+  outstanding_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
+  return true;
+}
+
 // What has gone wrong with the communicator, of itself or of a peer.
-std::optional<std::string> NcclTransport::failure() {
-  ncclResult_t state = ncclSuccess;
-  std::lock_guard lock(connection_mutex_);
+std::optional<std::string> NcclTransport::failure() noexcept {
   if (!is_connected_) {
     return "the communicator was aborted";
   }
+  ncclResult_t state = ncclSuccess;
   if (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess &&
       (state == ncclSuccess || state == ncclInProgress)) {
     return std::nullopt;
@@ -332,13 +384,13 @@ std::optional<std::string> NcclTransport::failure() {
 
 void NcclTransport::abort(const char* reason) noexcept {
   outstanding_.abort(reason);
-  // Also where nothing is in flight: the peers must learn that this rank will not go on. Kernels that wait for other ranks end
-  // by it, and the stream goes on.
-  give_up_connection();
+  {
+    std::lock_guard lock(mutex_);  // the thread is waiting or will look: it misses nothing
+  }
+  changed_.notify_one();
 }
 
 void NcclTransport::give_up_connection() noexcept {
-  std::lock_guard lock(connection_mutex_);
   if (is_connected_) {
     ncclCommAbort(communicator_);
     is_connected_ = false;
@@ -348,7 +400,7 @@ void NcclTransport::give_up_connection() noexcept {
 void NcclTransport::close() noexcept {
   outstanding_.close();
   {
-    std::lock_guard closing_lock(mutex_);
+    std::lock_guard lock(mutex_);
     closing_ = true;
   }
   changed_.notify_one();
@@ -358,19 +410,33 @@ void NcclTransport::close() noexcept {
   release();
 }
 
+// Returns whether the communicator has ended well: not with an error, and not where other ranks of this host go on.
+bool NcclTransport::say_farewell() noexcept {
+  if (outstanding_.aborted() || failure()) return false;
+  const ncclResult_t begun = ncclCommFinalize(communicator_);
+  if (begun != ncclSuccess && begun != ncclInProgress) return false;
+  const auto deadline = Clock::now() + kFarewell;
+  ncclResult_t state = ncclInProgress;
+  while (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess && state == ncclInProgress &&
+         Clock::now() < deadline) {
+    std::this_thread::sleep_for(kPause);
+  }
+  return state == ncclSuccess;
+}
+
 void NcclTransport::release() noexcept {
-  std::lock_guard lock(connection_mutex_);
   if (is_connected_) {
     for (void* registration : registrations_) {
       ncclCommDeregister(communicator_, registration);
     }
-    ncclCommDestroy(communicator_);
-    is_connected_ = false;
-  }
-  if (stream_ != nullptr) {
-    for (const auto& [place, write] : writes_) {
-      cudaEventDestroy(write.second);
+    if (say_farewell()) {
+      ncclCommDestroy(communicator_);
+      is_connected_ = false;
     }
+    give_up_connection();  // what an error has left, ncclCommDestroy would wait for
+  }
+  writes_.clear();
+  if (stream_ != nullptr) {
     cudaStreamDestroy(stream_);
     stream_ = nullptr;
   }
@@ -386,9 +452,11 @@ void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream)
   auto& [hi_bytes, event] = writes_[{buffer, range.lo_bytes}];
   hi_bytes = range.hi_bytes;
   if (event == nullptr) {
-    require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
+    cudaEvent_t made = nullptr;
+    require(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
+    event.reset(made);
   }
-  require(cudaEventRecord(event, stream), "record an event");
+  require(cudaEventRecord(event.get(), stream), "record an event");
 }
 
 }  // namespace
