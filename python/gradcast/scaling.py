@@ -188,6 +188,7 @@ def as_json(found: Band) -> dict[str, Any]:
         ],
         "knee_workers": found.knee,
         "worth_trying": list(found.worth_trying),
+        "left_out": list(dict.fromkeys(found.skipped.values())),
     }
 
 

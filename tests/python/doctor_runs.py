@@ -83,7 +83,7 @@ def doctor(world_size=WORLD, seed=1, slow_ms=24.0, **changes):
             _version(8, 11, now.plan, predicted_ms, predicted_ms * 1.013),
         ],
         "scaling": _scaling(),
-        "not_tried": None,
+        "not_tried": None, "overlap_left_out": None,
     }  # fmt: skip
     return whole | changes
 
@@ -100,7 +100,9 @@ def _version(version, from_step, plan, predicted_ms, measured_ms):
 
 def bare(**changes):
     """What is left where nothing but normal steps was measured: every part that may be null is."""
-    nothing = dict.fromkeys(("straggler", "hopeless", "network", "profile", "plan", "prediction", "scaling", "script"))
+    nothing = dict.fromkeys(
+        ("straggler", "hopeless", "overlap_left_out", "network", "profile", "plan", "prediction", "scaling", "script")
+    )
     nothing |= {key: [] for key in ("lint", "actions", "timeline", "bandwidth", "plan_versions", "normal_steps")}
     return doctor(**nothing, predicted_timeline=None, floor_ms=None) | changes
 
@@ -232,6 +234,7 @@ def _network(now, dice):
         "collective": {"op": "all_reduce", "samples": samples, "alpha_us": cost.alpha_ns / 1e3,
                        "beta_ns_per_byte": cost.beta_ns_per_byte, "bus_gbit_per_s": 2.8, "fit_error": 0.02},
         "pairs": pairs,
+        "connections": 1,
         "findings": [{"key": "one_core", "sentence": FINDING}],
     }  # fmt: skip
 
@@ -274,4 +277,5 @@ def _scaling():
             point = {"workers": workers, "network": network, "algorithm": "ring", "basis": basis, "step_ms": ms}
             interval = {"low_ms": ms * (1 - wide / 2), "high_ms": ms * (1 + wide)}
             points.append(point | interval | {"efficiency": 270 / ms})
-    return {"points": points, "knee_workers": 16, "worth_trying": [2, 4, 8, 16]}
+    left_out = ["nothing is known of the network inside a node"]
+    return {"points": points, "knee_workers": 16, "worth_trying": [2, 4, 8, 16], "left_out": left_out}

@@ -124,6 +124,38 @@ def test_without_numbers_to_cast_there_is_no_wire_format_and_without_streams_no_
     assert keys["connections"].speedup > 1.2
 
 
+def test_connections_help_as_many_operations_as_ddp_has_under_way():
+    ranges = [by_key(actions.actions(situation(with_link(500e3, 6.0), streams_gain=gain))) for gain in (2.0, 3.9)]
+    assert ranges[0]["connections"] == ranges[1]["connections"]
+
+
+def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_under_forward():
+    profile = with_link(500e3, 2.0)
+    usual, used = situation(profile), situation(profile, gradients_used=True)
+    before, after = by_key(actions.actions(usual)), by_key(actions.actions(used))
+    assert before.keys() - after.keys() == {"overlap"}
+    assert after["hook"] == before["hook"]
+    half = profile.link.scaled(1, 0.5)
+    assert after["wire"].predicted_ms == pytest.approx(gradcast.make_plan(profile, half, mode="hook").predicted_ns / MS)
+    assert after["wire"].how == 'gradcast.attach(model, options=gradcast.Options(wire="bf16"))'
+    assert actions.floor_ms(used) > actions.floor_ms(usual)
+    assert actions.overlap_left_out(usual) is None
+    assert "between backward and step()" in actions.overlap_left_out(used)
+
+
+def test_no_step_is_predicted_to_be_shorter_than_its_passes():
+    """While gradcast was tried the network was far slower than in the steps that were measured."""
+    profile = with_link(500e3, 20.0)
+    usual = situation(profile)
+    passes_ms = (profile.forward_ns + profile.backward_ns) / MS
+    fast = dataclasses.replace(usual, step=exact(1.5 * passes_ms))
+    assert fast.step.value < usual.step.value / 2
+    for action in actions.actions(fast):
+        assert action.predicted_ms >= passes_ms
+        assert action.high <= 1.5 + 1e-9, action.key
+    assert actions.floor_ms(fast) >= passes_ms
+
+
 def test_a_step_that_only_computes_is_hopeless_and_says_so():
     profile = with_link(1e3, 1e-4)
     found = situation(profile)

@@ -137,6 +137,7 @@ FACTS = doctors.Facts(
     broadcast_buffers=True,
     buffer_bytes=4000,
     left_out_steps=5,
+    gradients_used=False,
 )
 BREAKDOWN = Breakdown(step=Estimate(100.0, 100.0, 100.0), parts={}, ranks=[], view_rank=0, straggler=None)
 

@@ -1,7 +1,9 @@
 """What the report reads is what the doctor writes: the fields of doctor.json, and what is in them."""
 
 import dataclasses
+import io
 import json
+import sys
 
 import pytest
 
@@ -13,7 +15,8 @@ from gradcast.diagnosis.estimates import Estimate
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.stalls import PARTS, RankSteps
 from gradcast.diagnosis.timelines import FollowedStep
-from gradcast.page import heat_map, step_time
+from gradcast.errors import Error
+from gradcast.page import headline, heat_map, step_time
 
 STEPS = 9
 FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS, LAUNCH_MS = 30.0, 60.0, 5.0, 5.0, 50.0, 4.0
@@ -47,7 +50,7 @@ def rank_steps(rank):
     )
 
 
-def result(*, buffers=False, tried=True, untold=None):
+def result(*, buffers=False, tried=True, untold=None, gradients_used=False):
     """What the doctor writes of four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.diagnosis import findings
@@ -82,7 +85,7 @@ def result(*, buffers=False, tried=True, untold=None):
         backend="gloo", device="cpu", torch="2.11.0", model="ResNet",
         parameter_bytes={tensor.name: tensor.bytes for tensor in profile.tensors}, caps_bytes=(1 << 20, 25 << 20),
         is_fp32=True, compiled=False, find_unused_parameters=True, rebuilt=True, broadcast_buffers=buffers,
-        buffer_bytes=64, left_out_steps=5,
+        buffer_bytes=64, left_out_steps=5, gradients_used=gradients_used,
     )  # fmt: skip
     return json.loads(json.dumps(findings.result(ranks, facts)))
 
@@ -131,6 +134,29 @@ def test_where_launching_is_not_told_apart_it_is_no_part_and_the_page_says_why()
     assert "are in forward" not in str(step_time.draw(told))
     assert words.text(untold).rstrip().endswith("are in forward, backward and update here: the profiler is <busy>")
     assert "whether launching is told apart from computing (yes and no)" in run_diff.compare(told, untold).settings
+
+
+def test_where_the_loop_uses_all_gradients_overlap_mode_is_left_out_and_text_and_page_say_why():
+    usual, used = result(), result(gradients_used=True)
+    assert usual["overlap_left_out"] is None
+    assert {each["key"] for each in usual["actions"]} - {each["key"] for each in used["actions"]} == {"overlap"}
+    for told in (words.text(used), str(headline.actions(used))):
+        assert "writes into the gradients between backward and step()" in told
+
+
+def test_what_was_measured_between_hosts_is_not_taken_for_the_inside_of_one():
+    """Two ranks per host."""
+    scaling = result()["scaling"]
+    assert scaling["left_out"] == ["nothing is known of the network inside a node"]
+    assert min(point["workers"] for point in scaling["points"]) == 4
+
+
+def test_the_text_fits_a_terminal():
+    """Titles and remedies are as long as sentences."""
+    lines = words.text(result()).splitlines()
+    tables = [line for line in lines if "  " in line.strip()]
+    assert len(tables) > 20
+    assert max(map(len, tables)) <= 120
 
 
 @pytest.mark.parametrize("buffers", [True, False])
@@ -192,9 +218,33 @@ def test_no_gain_is_larger_than_what_the_passes_leave():
 
 def test_a_folder_has_no_trace_of_an_earlier_run(tmp_path, capsys):
     outcome, run = Outcome(str(tmp_path), rank=0), doctor_runs.doctor()
-    outcome.arrived((run, traces.merge(doctor_runs.rank_traces(2, 3))))
+    outcome.arrived(run, traces.merge(doctor_runs.rank_traces(2, 3)))
     assert "opens in Perfetto" in capsys.readouterr().out
     assert (tmp_path / "trace.json.gz").exists()
-    outcome.arrived((run, None))
+    outcome.arrived(run, None)
     assert "Perfetto" not in capsys.readouterr().out.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
+
+
+def test_a_result_that_cannot_be_written_is_told_before_the_training_begins(tmp_path):
+    (tmp_path / "doctor.json").mkdir()
+    with pytest.raises(Error, match=r"doctor\.json: it is a folder"):
+        Outcome(str(tmp_path), rank=0)
+
+
+def test_what_was_found_is_told_also_where_it_cannot_be_written(tmp_path, capsys):
+    outcome = Outcome(str(tmp_path / "run"), rank=0)
+    (tmp_path / "run").rmdir()
+    with pytest.raises(Error, match="result cannot be written"):
+        outcome.arrived(doctor_runs.doctor(), None)
+    assert "what would help" in capsys.readouterr().out
+
+
+def test_a_terminal_that_knows_few_characters_gets_the_text_without_the_others(tmp_path, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    run = doctor_runs.doctor()
+    run["actions"][0]["how"] = "num_workers=\u2026"
+    Outcome(str(tmp_path), rank=0).arrived(run, None)
+    assert b"num_workers=?" in raw.getvalue()
+    assert "num_workers=\u2026" in json.loads((tmp_path / "doctor.json").read_text())["actions"][0]["how"]

@@ -386,7 +386,7 @@ def test_json_is_what_the_doctor_writes():
     found = scaling.band(one_tensor(4, line(600e3, 1.2)), scaling.Options(workers=(4, 8), algorithms=("ring",)))
     fields = scaling.as_json(found)
     assert json.loads(json.dumps(fields)) == fields
-    assert set(fields) == {"points", "knee_workers", "worth_trying"}
+    assert set(fields) == {"points", "knee_workers", "worth_trying", "left_out"}
     assert fields["points"][0] == {
         "workers": 4, "network": "measured", "algorithm": "ring", "step_ms": pytest.approx(10.8),
         "low_ms": pytest.approx(9 + 0.9 * 1.8), "high_ms": pytest.approx(9 + 1.1 * 1.8),

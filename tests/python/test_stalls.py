@@ -1,10 +1,11 @@
 """Where a step's time goes: tables made by hand, the sums, and what noise may not do."""
 
+import dataclasses
 import random
 
 import pytest
 
-from gradcast.diagnosis.estimates import estimate, median
+from gradcast.diagnosis.estimates import Estimate, estimate, median
 from gradcast.diagnosis.stalls import MEET_TWICE, PARTS, RankSteps, breakdown, cached_wait, stash, together_ms
 from gradcast.frontier import frontier
 
@@ -139,6 +140,22 @@ def test_what_is_exchanged_inside_costs_at_most_what_all_exchange_does():
     assert (found["interconnect"], found["network"]) == (50, 0)
     found = values(breakdown([rank_steps(rank, node=-3, cluster=50) for rank in range(4)]))
     assert (found["interconnect"], found["network"]) == (0, 50)
+
+
+def test_where_two_kinds_are_the_same_steps_nothing_is_between_them_by_chance():
+    """A rank per host: steps of the node are steps alone."""
+    chance = random.Random(3)
+    ranks = []
+    for rank in range(2):
+        usual = rank_steps(rank)
+        alone = usual.probes["alone"] | {"step": [95 * chance.uniform(0.9, 1.2) for _ in range(12)]}
+        cluster = {"step": [150 * chance.uniform(0.9, 1.2) for _ in range(12)]}
+        ranks.append(dataclasses.replace(usual, probes={"alone": alone, "node": alone, "cluster": cluster}))
+    found = breakdown(ranks)
+    assert found.parts["interconnect"] == Estimate(0.0, 0.0, 0.0)
+    assert found.parts["network"].low < found.parts["network"].value < found.parts["network"].high
+    widths = {part: each.high - each.low for part, each in found.parts.items()}
+    assert widths["rest"] == pytest.approx(widths["network"]), "no surer than what it is the rest of"
 
 
 def test_without_a_look_into_workers_all_waiting_for_data_is_preparation():

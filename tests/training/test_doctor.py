@@ -171,6 +171,21 @@ def test_its_own_options_reach_the_script(tmp_path):
     assert done.stdout.strip() == str(arguments)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_diagnosis_all_ranks_end_or_none(tmp_path, fails):
+    path, run = tmp_path / "script.py", tmp_path / "run"
+    path.write_text(f"{TRAINS}\nopen({str(tmp_path / 'ended')!r} + str(dist.get_rank()), 'w')")
+    if fails:  # on rank 0 alone: what is to be replaced is no file
+        (run / "trace.json.gz").mkdir(parents=True)
+    arguments = ["-m", "gradcast", "doctor", *QUICK, "--stop", "-o", str(run), str(path), "20"]
+    with open(tmp_path / "errors", "w") as errors:
+        run_workers(arguments, 2, timeout_s=TIMEOUT_S, errors=errors)
+    ended = sorted(each.name for each in tmp_path.glob("ended*"))
+    assert ended == (["ended0", "ended1"] if fails else [])
+    assert ("no diagnosis: IsADirectoryError" in (tmp_path / "errors").read_text()) == fails
+    assert (run / "doctor.json").exists()
+
+
 def test_three_steps_are_too_few(tmp_path):
     path = tmp_path / "script.py"
     arguments = ["-m", "gradcast", "doctor", "-o", str(tmp_path / "run"), str(path)]

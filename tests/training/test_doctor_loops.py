@@ -9,7 +9,7 @@ import pytest
 import gradcast
 from training.needs import torch
 
-nn = torch.nn
+dist, nn = torch.distributed, torch.nn
 TIMEOUT_S = 180
 
 
@@ -47,6 +47,7 @@ def with_doctor(rank, folder, accumulate):
     hooks = len(ddps[0]._forward_hooks) + len(ddps[0]._forward_pre_hooks)
     hooks += len(adams[0]._optimizer_step_pre_hooks) + len(adams[0]._optimizer_step_post_hooks)
     result = outcome.result
+    assert outcome.why_nothing is None
     return equal, hooks, None if result is None else {"parts": result["parts"], "step": result["step"]}
 
 
@@ -190,6 +191,79 @@ def test_a_defect_of_the_doctor_does_not_end_a_training(ranks, tmp_path):
     for equal, said in ranks.run(2, train_with_a_defect, str(tmp_path / "run"), timeout_s=TIMEOUT_S):
         assert equal
         assert said is None
+
+
+def with_clipping(rank, folder, clips):
+    """How often a hook was called that came after the doctor's; on rank 0 the actions, and why overlap is left out."""
+    ddp, called = make_ddp(), []
+    adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    with gradcast.doctor(ddp, adam, steps=5, seconds=0.01, network=False, output=folder) as outcome:
+        for step in range(14):
+            torch.manual_seed(100 * rank.index + step)
+            adam.zero_grad()
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            if clips:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            if step == 4:
+                adam.register_step_post_hook(lambda *_: called.append(1))
+            adam.step()
+    found = outcome.result
+    return len(called), found and ({each["key"] for each in found["actions"]}, found["overlap_left_out"])
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loop_that_clips_is_promised_no_overlap(ranks, tmp_path, clips):
+    results = ranks.run(2, with_clipping, str(tmp_path / "run"), clips, timeout_s=TIMEOUT_S)
+    assert [called for called, _ in results] == [10, 10]
+    keys, why = results[0][1]
+    assert ("overlap" in keys) == (not clips)
+    assert (why is None) == (not clips)
+    assert "wire" in keys
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 8)
+
+    def forward(self, words):
+        return self.head(self.table(words))
+
+
+def with_sparse_gradients(rank, folder):
+    torch.manual_seed(0)
+    ddp = nn.parallel.DistributedDataParallel(Words())
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with gradcast.doctor(ddp, sgd, steps=5, seconds=0.01, network=False, output=folder) as outcome:
+        for step in range(14):
+            sgd.zero_grad()
+            ddp(torch.arange(rank.index, rank.index + 4) + step % 4).square().mean().backward()
+            sgd.step()
+    return outcome.result
+
+
+def test_what_gradcast_cannot_train_is_diagnosed_all_the_same(ranks, tmp_path):
+    found, other = ranks.run(2, with_sparse_gradients, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    assert other is None
+    assert "the gradient of table.weight is sparse" in found["not_tried"]
+    assert found["parts"]
+    assert {"accumulate", "straggler"} <= {each["key"] for each in found["actions"]}
+
+
+def in_a_part_of_the_ranks(rank):
+    from gradcast.diagnosis.doctor import obstacle
+
+    group = dist.new_group([0, 1])
+    if rank.index == 2:
+        return None
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    return obstacle(ddp, [torch.optim.SGD(ddp.parameters(), lr=0.1)])
+
+
+def test_a_module_of_a_part_of_the_ranks_is_refused(ranks):
+    first, second, _ = ranks.run(3, in_a_part_of_the_ranks)
+    assert first == second
+    assert "averaged over 2 of 3 ranks" in first
 
 
 def refused(rank, case):

@@ -118,7 +118,7 @@ def run_script(args: argparse.Namespace) -> None:
         raise Error(f"the script {args.script[0]} does not exist")
     unwind_when_told_to_end()
     with Network(args.hosts, args.rate, args.latency / 1e9) as network:
-        run_workers(args.script, args.hosts, timeout_s=args.timeout, network=network)
+        run_workers(args.script, args.hosts, timeout_s=args.timeout, network=network, errors=sys.stderr)
 
 
 def run_train(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from gradcast.runs import WORTH
 _MS = 1e6
 # What casting takes is not in it, so 16 bits halve the cost per byte at best.
 _WIRE = 0.5
+_PASSES = ("forward", "backward", "launch")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Situation:
     """What is known. ``ranks``: the parts of each, ms. ``profile``: with its link, as ``attach`` measured it in this
     training, so that forward holds the loop's own work; None where it could not. ``caps_bytes``: of DDP's first bucket
     and of the others. ``spread``: see link_costs.spread. ``streams_gain``: how many times the bytes of one TCP stream
-    several carry; None: not known.
+    several carry; None: not known. ``gradients_used``: by the loop, between backward and step(), as clipping does: then
+    all of them are waited for there, and nothing travels under forward.
     """
 
     step: Estimate
@@ -49,13 +51,16 @@ class Situation:
     wire_possible: bool = True
     streams_gain: float | None = None
     meetings: Sequence[Sequence[str]] = MEET_ONCE  # see stalls.py
+    gradients_used: bool = False
 
 
 def actions(found: Situation) -> list[Action]:
     """In the order of predicted gain; all of them, also those that gain nothing."""
     listed = [_loader(found), _launching(found), _straggler(found), _accumulate(found)]
     if found.profile is not None:
-        listed += [_overlap(found), _hook(found), _bucket(found)]
+        listed += [_hook(found), _bucket(found)]
+        if not found.gradients_used:
+            listed.append(_overlap(found))
         if found.wire_possible:
             listed.append(_wire(found))
         if found.streams_gain is not None:
@@ -67,8 +72,9 @@ def floor_ms(found: Situation) -> float | None:
     """The step below which no schedule of all-reduces gets on this network."""
     if found.profile is None:
         return None
-    bound_ns = _core.bound(found.profile, found.profile.link).best_ns
-    return found.step.value + (bound_ns - _ddp_ns(found)) / _MS
+    mode = "hook" if found.gradients_used else "overlap"
+    bound_ns = _core.bound(found.profile, found.profile.link, mode=mode).best_ns
+    return _with_passes(found, found.step.value + (bound_ns - _ddp_ns(found)) / _MS)
 
 
 def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
@@ -79,6 +85,16 @@ def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
     return (
         f"Nothing here will help, because {own_ms / found.step.value:.0%} of the step is the rank's own work: only a "
         "faster device, a smaller model or fewer steps would."
+    )
+
+
+def overlap_left_out(found: Situation) -> str | None:
+    """A sentence where nothing is said of sending gradients under forward."""
+    if found.profile is None or not found.gradients_used:
+        return None
+    return (
+        "Your loop writes into the gradients between backward and step(), as clipping and a GradScaler do: it waits "
+        "for all of them there, so overlap mode, which sends them under the next forward pass, is left out."
     )
 
 
@@ -97,7 +113,7 @@ def _by_play(
         link = found.profile.link.scaled(factor, factor)
         # On a network that costs more, the step of now would be longer, too.
         now_ns = _ddp_ns(found, link)
-        after_ms.append(found.step.value + (iteration_ns(link) - usual_ns) / _MS)
+        after_ms.append(_with_passes(found, found.step.value + (iteration_ns(link) - usual_ns) / _MS))
         gains.append((found.step.value + (now_ns - usual_ns) / _MS) / after_ms[-1])
     return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
 
@@ -125,12 +141,14 @@ def _hook(found: Situation) -> Action:
 
 
 def _wire(found: Situation) -> Action:
-    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE))
+    mode = "hook" if found.gradients_used else "overlap"
+    given = "model" if found.gradients_used else "model, optimizer"
+    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE), mode=mode)
     return _by_play(
         found,
         "wire",
-        "overlap mode, bf16 on the wire (lossy)",
-        'gradcast.attach(model, optimizer, options=gradcast.Options(wire="bf16"))',
+        f"{mode} mode, bf16 on the wire (lossy)",
+        f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))',
         lambda link: _core.play(found.profile, link.scaled(1, _WIRE), plan).iteration_ns,
     )
 
@@ -148,6 +166,8 @@ def _bucket(found: Situation) -> Action:
 
 
 def _connections(found: Situation, gain: float) -> Action:
+    """An operation uses one of them: DDP, as many as it has under way."""
+    gain = min(gain, stock_ddp.IN_FLIGHT)
     return _by_play(
         found,
         "connections",
@@ -212,12 +232,16 @@ def _straggler(found: Situation) -> Action:
 def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence[float]) -> Action:
     """``gone_ms``: of a step: the value, and the ends of its range."""
     step_ms = found.step.value
-    # The passes stay, whatever else goes; an interval as wide as the step itself would promise a step of nothing.
-    passes = ("forward", "backward") if key == "launch" else ("forward", "backward", "launch")
-    passes_ms = min(step_ms, sum(found.parts[part].value for part in passes))
-    after_ms = [max(step_ms - gone, passes_ms) for gone in gone_ms]
+    passes = ("forward", "backward") if key == "launch" else _PASSES
+    after_ms = [_with_passes(found, step_ms - gone, passes) for gone in gone_ms]
     gains = [step_ms / after for after in after_ms]
     return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
+
+
+def _with_passes(found: Situation, after_ms: float, passes: Sequence[str] = _PASSES) -> float:
+    """The passes stay, whatever else goes: where the network was slower during the trial than in the training, or an
+    interval is as wide as the step, a step of nothing would be promised."""
+    return max(after_ms, min(found.step.value, sum(found.parts[part].value for part in passes)))
 
 
 def _range(each: Estimate) -> tuple[float, float, float]:

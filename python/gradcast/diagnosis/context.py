@@ -30,14 +30,15 @@ def doctor(
     and ``steps`` steps the ranks run probes for about ``seconds``, try gradcast (``trial``) and check the network
     (``network``); then parameters, buffers, the optimizer and random generators are what they were, bit for bit. Rank 0
     prints the result and writes it into the folder ``output``; ``outcome.result`` is doctor.json's dict there, None on
-    the others. Raises gradcast.Error for what cannot be diagnosed.
+    the others; ``outcome.why_nothing`` is a sentence where there is no diagnosis. Raises gradcast.Error for what cannot
+    be diagnosed.
     """
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     optimizers = [unwrapped_optimizer(each) for each in given]
     settings = Settings(steps=steps, seconds=seconds, network=network, trial=trial)
     _check(model, optimizers)
     outcome = Outcome(output, rank=dist.get_rank())
-    watching = Doctor(settings, outcome.arrived, outcome.nothing)
+    watching = Doctor(settings, outcome)
     watching.begin(model, optimizers)
     try:
         yield outcome

@@ -23,21 +23,19 @@ from torch.optim import Optimizer
 from gradcast.diagnosis import environment, findings, launching, network_hosts, pings, probes, trial
 from gradcast.diagnosis.loader import LoaderWatch
 from gradcast.diagnosis.observer import TAPES, Observer
+from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.probes import Nodes, Prober
 from gradcast.diagnosis.snapshot import Snapshot
 from gradcast.diagnosis.stalls import RankSteps
 from gradcast.errors import Error
 from gradcast.traces import clock_between, merge
-from gradcast.training.group import Group, lasting_group
+from gradcast.training.group import Group, backend_of, lasting_group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 LEFT_OUT_STEPS = 5
 _ROUNDS = (2, 6)  # at least and at most
 _LAYER_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
-
-# The result, doctor.json's fields, and the trace of all ranks.
-Found = tuple[dict[str, Any], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,10 @@ class Settings:
 
 
 class Doctor:
-    """``finished``, with result and trace on rank 0 and None elsewhere, is called once, on every rank; or ``failed``,
-    with a sentence: then the training goes on as well."""
+    """Tells the outcome what was found, or why nothing was: then the training goes on as well."""
 
-    def __init__(
-        self, settings: Settings, finished: Callable[[Found | None], None], failed: Callable[[str], None]
-    ) -> None:
-        self._settings, self._finished, self._failed = settings, finished, failed
+    def __init__(self, settings: Settings, outcome: Outcome) -> None:
+        self._settings, self._outcome = settings, outcome
         self._loader = LoaderWatch()
         self._observer: Observer | None = None
         self.done = False
@@ -110,16 +105,18 @@ class Doctor:
             # Whatever the user's step() is called in.
             kind = self._ddp.device.type
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
-                found = self._diagnose()
-            self._finished(found)
+                why_nothing = self._diagnose()
         except Exception as error:  # a diagnosis that fails must not end a training
-            if os.environ.get("GRADCAST_DEBUG"):
-                raise
-            self._failed(str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}")
+            why_nothing = _sentence(error)
         finally:
             self.close()
+        if why_nothing is None:
+            self._outcome.over()
+        else:
+            self._outcome.nothing(why_nothing)
 
-    def _diagnose(self) -> Found | None:
+    def _diagnose(self) -> str | None:
+        """Why rank 0 could not tell what was found; the same on all ranks, which all go on, or all end."""
         everybody = lasting_group(self._ranks(), _TIMEOUT, "gloo", "doctor")
         rank = dist.get_rank(self._ddp.process_group)
         group = Group(rank, len(self._ranks()), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
@@ -139,10 +136,15 @@ class Doctor:
             snapshot.restore()
         tell("parameters, optimizer and random generators are what they were; the training goes on")
         everything = group.gather(measured)
-        if rank != 0:
-            return None
-        traces = findings.aligned(everything)
-        return findings.result(everything, self._facts()), merge(traces) if traces else None
+        return group.from_first(self._told(everything) if rank == 0 else None)
+
+    def _told(self, everything: "Sequence[findings.Measured]") -> str | None:
+        try:
+            traces = findings.aligned(everything)
+            self._outcome.arrived(findings.result(everything, self._facts()), merge(traces) if traces else None)
+        except Exception as error:
+            return _sentence(error)
+        return None
 
     def _measure(self, group: Group, tell: "_Teller") -> "findings.Measured":
         nodes = Nodes(tuple(network_hosts.names(group.gather(network_hosts.own_host()))))
@@ -171,6 +173,9 @@ class Doctor:
             tell("gradcast for a few steps")
             before = pings.offsets(group)
             tried = trial.try_overlap(prober, self._ddp.module, self._optimizers, self._ddp.process_group, pause_ms)
+            refused = next((each for each in group.gather(tried.error) if each is not None), None)
+            if refused is not None:  # maybe by one rank alone
+                tried = trial.Trial(error=refused)
             clocks = [clock_between(*each) for each in zip(before, pings.offsets(group), strict=True)]
         network = self._network(group, tell)
         reading = self._reading()
@@ -229,7 +234,7 @@ class Doctor:
     def _facts(self) -> "findings.Facts":
         ddp = self._ddp
         return findings.Facts(
-            backend=dist.get_backend(ddp.process_group),
+            backend=backend_of(ddp.process_group, ddp.device.type),
             device=ddp.device.type,
             torch=torch.__version__,
             model=type(ddp.module).__name__,
@@ -242,6 +247,7 @@ class Doctor:
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
             left_out_steps=LEFT_OUT_STEPS,
+            gradients_used=self._observer.gradients_used,
         )
 
 
@@ -258,8 +264,14 @@ class _Teller:
 
 def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> str | None:
     """Why this training cannot be diagnosed, as a sentence; the same on all ranks."""
-    if dist.get_world_size(ddp.process_group) == 1:
+    members, everybody = dist.get_world_size(ddp.process_group), dist.get_world_size()
+    if members == 1:
         return "there is one worker, so nothing travels and nobody waits; start two or more with torchrun"
+    if members < everybody:
+        return (
+            f"the module's gradients are averaged over {members} of {everybody} ranks, and the others would not know "
+            "of the doctor's own steps; diagnose it in a group of all"
+        )
     for name in ("mixed_precision", "_delay_all_reduce_params"):
         if getattr(ddp, name, None):
             return f"DDP's {name.strip('_')} is not supported by the doctor's own steps; leave it out for the diagnosis"
@@ -297,6 +309,12 @@ def _hook_obstacle(ddp: DistributedDataParallel) -> str | None:
     if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
         return "a communication hook of C++ is registered; leave it out for the diagnosis"
     return None
+
+
+def _sentence(error: Exception) -> str:
+    if os.environ.get("GRADCAST_DEBUG"):
+        raise error
+    return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
 def _without_mistakes(ddp: DistributedDataParallel) -> list[str]:

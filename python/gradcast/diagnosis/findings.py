@@ -17,6 +17,7 @@ from gradcast.diagnosis.estimates import Estimate, estimate
 from gradcast.diagnosis.stalls import MEET_ONCE, MEET_TWICE, PARTS, Breakdown, RankSteps, breakdown
 from gradcast.diagnosis.trial import Trial
 from gradcast.diagnosis.verdict import verdict
+from gradcast.growth import Nodes
 from gradcast.runs import KIND, VERSION
 from gradcast.traces import Clock, RankTrace
 
@@ -42,7 +43,7 @@ class Measured:
 @dataclass(frozen=True)
 class Facts:
     """What is the same on all ranks. ``parameter_bytes``: by name, in the order of registration. ``rebuilt``: whether
-    DDP lays its buckets out anew."""
+    DDP lays its buckets out anew. ``gradients_used``: see actions.Situation."""
 
     backend: str
     device: str
@@ -57,6 +58,7 @@ class Facts:
     broadcast_buffers: bool
     buffer_bytes: int
     left_out_steps: int
+    gradients_used: bool
 
 
 def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
@@ -100,6 +102,7 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
         },
         **_breakdown_fields(found, steps, meetings, PARTS if untold is None else _PARTS_BUT_LAUNCHING),
         "launching_untold": untold,
+        "overlap_left_out": actions.overlap_left_out(situation),
         "verdict": asdict(told),
         "floor_ms": actions.floor_ms(situation),
         "actions": [asdict(action) for action in listed],
@@ -107,7 +110,7 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
         "lint": mistakes,
         "network": ranks[0].network,
         **_trial_fields(ranks, profile),
-        "scaling": None if profile is None else scaling.as_json(scaling.band(profile)),
+        "scaling": None if profile is None else scaling.as_json(scaling.band(profile, _growth(_nodes(steps)))),
     }
 
 
@@ -151,6 +154,12 @@ def _nodes(steps: Sequence[RankSteps]) -> list[list[int]]:
     return [[each.rank for each in steps if each.node == node] for node in sorted({each.node for each in steps})]
 
 
+def _growth(nodes: Sequence[Sequence[int]]) -> scaling.Options:
+    """What was measured inside of hosts, or between some of several ranks each, tells nothing of the other kind."""
+    per_node = max(len(members) for members in nodes)
+    return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
+
+
 def _profile(ranks: Sequence[Measured]) -> _core.Profile | None:
     trial = ranks[0].trial
     return None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
@@ -174,12 +183,15 @@ def _situation(
         spread=(1.0, 1.0) if trial is None else trial.spread,
         wire_possible=facts.is_fp32,
         streams_gain=_streams_gain(ranks[0].network) if facts.backend == "gloo" else None,
+        gradients_used=facts.gradients_used,
     )
 
 
 def _streams_gain(network: dict[str, Any] | None) -> float | None:
-    """What several TCP streams carry by what one does, in the median pair."""
+    """What several TCP streams carry by what one does, in the median pair; None where Gloo has as many."""
     pairs = [] if network is None else network["pairs"]
+    if any(network["connections"] >= pair["streams"] for pair in pairs):
+        return None
     gains = [
         pair["tcp_streams_gbit_per_s"] / pair["tcp_gbit_per_s"]
         for pair in pairs

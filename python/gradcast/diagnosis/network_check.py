@@ -18,7 +18,7 @@ from gradcast.diagnosis.network_findings import Alternative, Measured, Pair
 from gradcast.diagnosis.network_hosts import Place
 from gradcast.diagnosis.network_pairs import Ends, Progress, Rounds
 from gradcast.errors import Error
-from gradcast.training.group import Group, lasting_group
+from gradcast.training.group import Group, backend_of, lasting_group
 
 # How the time is divided: the shares of raw TCP, and of the all-reduce; Gloo's messages take what is left.
 _TCP_SHARE, _COLLECTIVE_SHARE = 0.5, 0.3
@@ -52,13 +52,7 @@ def check(
         control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
         progress if progress is not None and group.rank == 0 else _silent,
     )
-    return _checked(network, _backend(group, device_type), seconds)
-
-
-def _backend(group: Group, device_type: str) -> str:
-    """Which one carries tensors of this kind over the training's group."""
-    by_device = dict(each.split(":") for each in dist.get_backend_config(group.shared).split(","))
-    return by_device.get(device_type, "gloo")
+    return _checked(network, backend_of(group.shared, device_type), seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +94,7 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
         "collective": network_collective.fitted(samples, network.control.world_size),
         "pairs": [_as_json(pair) for pair in pairs],
         "alternatives": [_alternative_as_json(each) for each in alternatives],
+        "connections": measured.hosts[0].connections,
         "findings": [dataclasses.asdict(found) for found in network_findings.findings(measured)],
     }
 

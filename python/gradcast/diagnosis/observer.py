@@ -6,7 +6,8 @@ comes back into the model to DDP's end, waiting for the network included), updat
 the loop: the loss, clipping, logging, launching, other models.
 
 Stamps are the host's. On a GPU the host runs ahead of the device, so there only the step and the loading mean what they
-say; the other stages come from the probes, which wait for the device. (That path has not run on a GPU.)
+say; the other stages come from the probes, which wait for the device, and the loop's own work is not known: it stays in
+what is left. (That path has not run on a GPU.)
 """
 
 import collections
@@ -23,6 +24,7 @@ from gradcast.diagnosis.loader import LoaderWatch
 from gradcast.diagnosis.tape import Pass, Tape, begin_pass, outputs_of
 
 TAPES = 2
+_LOOKED_AT = 8  # gradients
 _MS = 1e6
 
 
@@ -43,6 +45,8 @@ class Observer:
         self.steps: list[dict[str, float]] = []  # ms by stage, and "step"; "exposed": what backward waited at its end
         self.optimizer_steps = 0  # also those without the module
         self.all_used = True  # every parameter had a gradient of this rank in every step
+        # Between backward and step() the loop has written into gradients, as clipping and a GradScaler do.
+        self.gradients_used = False
         self._ddp, self._loader, self._step_ended, self._keep_from = ddp, loader, step_ended, keep_from
         self._trainable = [each for each in ddp.module.parameters() if each.requires_grad]
         self._open: Pass | None = None
@@ -53,8 +57,9 @@ class Observer:
         ]
         main = max(optimizers, key=lambda each: sum(p.numel() for g in each.param_groups for p in g["params"]))
         for each in optimizers:
-            self._handles.append(each.register_step_pre_hook(self._before_update))
-            self._handles.append(each.register_step_post_hook(functools.partial(self._after_update, each is main)))
+            after = each.register_step_post_hook(functools.partial(self._after_update, each is main))
+            before = each.register_step_pre_hook(functools.partial(self._before_update, after.id))
+            self._handles += [before, after]
         # Only where DDP itself looks for parameters without gradients: it costs a call per gradient.
         self._used: set[int] = set()
         if ddp.find_unused_parameters or ddp.static_graph:
@@ -78,6 +83,7 @@ class Observer:
         self._forward_ns = self._backward_ns = self._exposed_ns = self._update_ns = 0
         self._backward_start_ns = self._computed_ns = self._backwards = 0
         self._forward_start_ns = 0
+        self._written: list[tuple[int, int] | None] | None = None  # as backward has left them
 
     def _before_forward(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._open = None
@@ -115,11 +121,24 @@ class Observer:
         self._backward_ns += now_ns - self._backward_start_ns
         self._exposed_ns += now_ns - self._computed_ns
         self._backward_start_ns = 0
+        self._written = self._gradient_versions()
 
     def _note_use(self, parameter: int, _: torch.Tensor) -> None:
         self._used.add(parameter)
 
-    def _before_update(self, *_: Any) -> None:
+    def _gradient_versions(self) -> list[tuple[int, int] | None]:
+        """Of some parameters: whoever writes into gradients writes into all."""
+        gradients = [each.grad for each in self._trainable[:_LOOKED_AT]]
+        return [None if each is None else (id(each), each._version) for each in gradients]
+
+    def _before_update(self, after: int, optimizer: Optimizer, *_: Any) -> None:
+        # The last of this step's hooks, so that it may be taken away while torch calls them.
+        if after in optimizer._optimizer_step_post_hooks:
+            optimizer._optimizer_step_post_hooks.move_to_end(after)
+        scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+        if self._written is not None:
+            self.gradients_used |= scaled or self._gradient_versions() != self._written
+            self._written = None
         # With a closure the passes run inside of the step.
         self._update_start_ns = time.perf_counter_ns()
         self._passes_before_ns = self._forward_ns + self._backward_ns
@@ -144,7 +163,8 @@ class Observer:
             "backward": self._backward_ns,
             "update": self._update_ns,
         }
-        stages["loop"] = max(0, step_ns - sum(stages.values()))
+        on_host = self._ddp.device.type == "cpu"
+        stages["loop"] = max(0, step_ns - sum(stages.values())) if on_host else 0
         found = stages | {"step": step_ns, "exposed": self._exposed_ns}
         self.steps.append({name: value / _MS for name, value in found.items()})
         self.all_used &= len(self._used) == len(self._trainable)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from gradcast import trace_files
+from gradcast.atomic import write_atomically
 from gradcast.diagnosis import words
 from gradcast.errors import Error
-from gradcast.files import write_text
+from gradcast.files import check_writable
 from gradcast.runs import RESULT, TRACE
 
 
@@ -21,29 +22,34 @@ class Outcome:
         self._folder, self._rank, self._script = Path(folder), rank, script
         self._as_json, self._ends = as_json, ends
         self.result: dict[str, Any] | None = None
+        self.why_nothing: str | None = None
         if rank != 0:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Error(f"the folder {folder} cannot be made: {(error.strerror or str(error)).lower()}") from None
+        check_writable(str(self._folder / RESULT), "result")
 
-    def arrived(self, found: tuple[dict[str, Any], dict[str, Any] | None] | None) -> None:
-        """``found``: the result and the trace, on rank 0; None elsewhere."""
-        if found is not None:
-            self.result, trace = found[0] | {"script": self._script}, found[1]
-            # Of an earlier run in this folder: it would be taken for this one's.
-            (self._folder / TRACE).unlink(missing_ok=True)
-            write_text(str(self._folder / RESULT), json.dumps(self.result), "result")
-            if trace is not None:
-                trace_files.save(trace, self._folder / TRACE)
-            told = f"\n{self._text(trace is not None)}"
-            print(json.dumps(self.result) if self._as_json else told, flush=True)
+    def arrived(self, result: dict[str, Any], trace: dict[str, Any] | None) -> None:
+        """Doctor.json's fields, and the trace of all ranks. On rank 0; told first, since a disk may be full."""
+        self.result = result | {"script": self._script}
+        text = json.dumps(self.result)
+        _print(text if self._as_json else f"\n{self._text(trace is not None)}")
+        write_atomically(self._folder / RESULT, text, "result")
+        # Of an earlier run in this folder: it would be taken for this one's.
+        (self._folder / TRACE).unlink(missing_ok=True)
+        if trace is not None:
+            trace_files.save(trace, self._folder / TRACE)
+
+    def over(self) -> None:
+        """On every rank, after ``arrived``."""
         if self._ends:
             raise SystemExit(0)
 
     def nothing(self, why: str) -> None:
         """Said by one rank, and with no exit code of its own: that is the script's."""
+        self.why_nothing = why
         if self._rank == 0:
             print(f"gradcast doctor: no diagnosis: {why}", file=sys.stderr, flush=True)
 
@@ -51,3 +57,9 @@ class Outcome:
         end = f"`gradcast report {self._folder}` makes a page of it"
         end += f"; the trace {self._folder / TRACE} opens in Perfetto." if traced else "."
         return f"{words.text(self.result)}\n{end}"
+
+
+def _print(text: str) -> None:
+    """Also where a terminal does not know every character."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)

@@ -80,7 +80,7 @@ def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcom
     os.environ[DISABLE_VARIABLE] = "1"
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    doctor = Doctor(settings, outcome.arrived, outcome.nothing)
+    doctor = Doctor(settings, outcome)
     finder = Finder(doctor)
     try:
         runpy.run_path(path, run_name="__main__")

@@ -22,6 +22,7 @@ Pure. Thread safety: pure; any thread.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +188,7 @@ def breakdown(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]] = ME
     parts |= {kind: _communication(ranks, kind) for kind in ("interconnect", "network")}
     parts["waiting"] = _waiting(view, slowest, all_ms)
     left = step.value - sum(part.value for part in parts.values())
-    parts["rest"] = Estimate(left, left - (step.value - step.low), left + (step.high - step.value))
+    parts["rest"] = _combined(left, [step], list(parts.values()))
     return Breakdown(
         view.rank,
         step,
@@ -199,11 +200,14 @@ def breakdown(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]] = ME
 
 def _waiting(view: RankSteps, slowest: RankSteps, all_ms: float) -> Estimate:
     mine, its = ([each.own_estimate(part) for part in OWN] for each in (view, slowest))
-    value = all_ms - view.own_ms
-    # Independent errors of both sides add as squares.
-    below = sum((a.high - a.value) ** 2 + (b.value - b.low) ** 2 for a, b in zip(mine, its, strict=True)) ** 0.5
-    above = sum((a.value - a.low) ** 2 + (b.high - b.value) ** 2 for a, b in zip(mine, its, strict=True)) ** 0.5
-    return Estimate(value, value - below, value + above)
+    return _combined(all_ms - view.own_ms, its, mine)
+
+
+def _combined(value: float, added: Sequence[Estimate], taken_off: Sequence[Estimate]) -> Estimate:
+    """A sum and its interval: errors that are independent add as squares."""
+    below = [each.value - each.low for each in added] + [each.high - each.value for each in taken_off]
+    above = [each.high - each.value for each in added] + [each.value - each.low for each in taken_off]
+    return Estimate(value, value - math.hypot(*below), value + math.hypot(*above))
 
 
 def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
@@ -212,17 +216,24 @@ def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
     Of what all exchange costs, the one inside of nodes is at most all: where it is slow by itself, but goes on while
     other nodes' links are busy, the two together may cost less than it alone.
     """
-    steps = [[each.probes[name]["step"] for each in ranks] for name in ("alone", "node", "cluster")]
+    steps = {name: [each.probes[name]["step"] for each in ranks] for name in ("alone", "node", "cluster")}
+    # Two kinds may be the same steps, which are drawn once: they do not differ by chance.
+    run = list({id(samples): samples for samples in itertools.chain(*steps.values())}.values())
+    places = {name: [_place(run, samples) for samples in each] for name, each in steps.items()}
 
     def added(*drawn: Sequence[float]) -> float:
         medians = [statistics.median(samples) for samples in drawn]
-        count = len(ranks)
-        alone, node, cluster = (max(medians[place : place + count]) for place in (0, count, 2 * count))
+        alone, node, cluster = (max(medians[place] for place in each) for each in places.values())
         cluster = max(cluster, alone)
         node = min(max(node, alone), cluster)
         return getattr(stash(alone=alone, node=node, cluster=cluster, cached=cluster, cold=cluster), kind)
 
-    return estimate(added, *itertools.chain(*steps))
+    return estimate(added, *run)
+
+
+def _place(lists: Sequence[Sequence[float]], samples: Sequence[float]) -> int:
+    """By identity: two kinds may have measured equal numbers."""
+    return next(place for place, each in enumerate(lists) if each is samples)
 
 
 def _values(each: RankSteps, all_ms: float, parts: Mapping[str, Estimate]) -> dict[str, float]:

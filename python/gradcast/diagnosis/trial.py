@@ -72,8 +72,11 @@ def try_overlap(
             made = [_step(prober, attached, handle, pause_ms) for _ in range(followed)]
             handle.flush()
             return _found(handle, made)
+        except Error as error:  # what only a step shows, as a sparse gradient
+            return Trial(error=str(error))
         finally:
-            handle.detach()
+            with contextlib.suppress(Error):  # the same once more; the module is given back all the same
+                handle.detach()
 
 
 def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) -> FollowedStep:

@@ -1,5 +1,6 @@
 """A diagnosis for the terminal. Pure: doctor.json's fields in, text out."""
 
+import textwrap
 from typing import Any
 
 from tabulate import tabulate
@@ -7,11 +8,14 @@ from tabulate import tabulate
 from gradcast.diagnosis.stalls import STAGE_WORDS
 from gradcast.runs import PARTS, actions_by_worth
 
+_CELL_WIDTH = 76
+
 
 def text(result: dict[str, Any]) -> str:
     """Verdict first, then what it rests on, then what to do."""
     paragraphs = [_verdict(result), _parts(result), *_slow_rank(result), *_network(result), *_mistakes(result)]
-    return "\n\n".join([*paragraphs, *_actions(result), *_not_tried(result), *_untold(result)]) + "\n"
+    paragraphs += [*_actions(result), *_overlap_left_out(result), *_not_tried(result), *_untold(result)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _verdict(result: dict[str, Any]) -> str:
@@ -34,7 +38,7 @@ def _parts(result: dict[str, Any]) -> str:
         for part in result["parts"]
     ]
     rows.append(["step", f"{step['ms']:.1f}", f"{step['low_ms']:.1f} to {step['high_ms']:.1f}", "100%"])
-    headers = [f"rank {result['view_rank']} of {result['world_size']}", "ms", "95 % of it", "of the step"]
+    headers = [f"rank {result['view_rank']} of {result['world_size']}", "ms", "95 % interval", "of the step"]
     return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", *["right"] * 3])
 
 
@@ -65,10 +69,13 @@ def _network(result: dict[str, Any]) -> list[str]:
 
 def _mistakes(result: dict[str, Any]) -> list[str]:
     rows = [
-        [each["title"], "" if each["cost_ms"] is None else f"{each['cost_ms']:.1f}", each["remedy"]]
+        [_told(each["title"], each["remedy"]), "" if each["cost_ms"] is None else f"{each['cost_ms']:.1f}"]
         for each in result["lint"]
     ]
-    return [tabulate(rows, ["found", "ms", "remedy"], tablefmt="simple", disable_numparse=True)] if rows else []
+    headers = ["found, and the remedy", "ms"]
+    return (
+        [tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", "right"])] if rows else []
+    )
 
 
 def _not_tried(result: dict[str, Any]) -> list[str]:
@@ -82,25 +89,35 @@ def _untold(result: dict[str, Any]) -> list[str]:
     return [] if why is None else [f"Launching and the framework are in forward, backward and update here: {why}"]
 
 
+def _overlap_left_out(result: dict[str, Any]) -> list[str]:
+    why = result.get("overlap_left_out")  # no key in runs of before
+    return [] if why is None else [why]
+
+
+def _told(what: str, how: str) -> str:
+    """A cell of a table that is no wider than a terminal: what it is, and below it how."""
+    remedy = textwrap.wrap(how, _CELL_WIDTH, initial_indent="-> ", subsequent_indent="   ")
+    return "\n".join([*textwrap.wrap(what, _CELL_WIDTH), *remedy])
+
+
 def _actions(result: dict[str, Any]) -> list[str]:
     if result["hopeless"] is not None:
         return [result["hopeless"]]
     helpful, others = actions_by_worth(result)
     rows = [
         [
-            each["title"],
+            _told(each["title"], each["how"]),
             f"{each['speedup']:.2f}x",
             f"{each['low']:.2f} to {each['high']:.2f}",
             f"{each['predicted_ms']:.0f}",
-            each["how"],
         ]
         for each in helpful
     ]
     table = tabulate(
         rows,
-        ["what would help", "speed-up", "range", "ms per step", "how"],
+        ["what would help, and how", "speed-up", "range", "ms per step"],
         tablefmt="simple",
         disable_numparse=True,
-        colalign=["left", "right", "right", "right", "left"],
+        colalign=["left", "right", "right", "right"],
     )
     return [table, *([others] if others else [])]

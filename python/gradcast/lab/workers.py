@@ -39,13 +39,14 @@ def run_workers(
     timeout_s: float,
     network: Network | None = None,
     output: IO[str] | None = None,
+    errors: IO[str] | None = None,
     inherited: Sequence[IO[bytes]] = (),
 ) -> None:
     """Runs ``python arguments`` once per rank until all have ended, each on its host of ``network`` or all on loopback.
 
-    What rank 0 prints goes to ``output`` (standard output if None); what the others print, and all errors, are shown
-    only in the LabError that is raised when a worker fails or ``timeout_s`` is over. The workers find the open files
-    ``inherited`` under the same numbers.
+    What rank 0 prints goes to ``output`` (standard output if None), its errors to ``errors`` if given; what the others
+    print, and all other errors, are shown only in the LabError that is raised when a worker fails or ``timeout_s`` is
+    over. The workers find the open files ``inherited`` under the same numbers.
     """
     port = _PORT if network else _free_port()
     workers: list[_Worker] = []
@@ -59,7 +60,7 @@ def run_workers(
                 command,
                 environment={**os.environ, **_environment(rank, worker_count, network, port)},
                 output=(output or sys.stdout) if rank == 0 else log,
-                errors=log,
+                errors=errors if rank == 0 and errors is not None else log,
                 inherited=inherited,
             )
             workers.append(_Worker(rank, process, log))
@@ -118,7 +119,7 @@ def _start(
     *,
     environment: dict[str, str],
     output: IO[Any],
-    errors: IO[bytes],
+    errors: IO[Any],
     inherited: Sequence[IO[bytes]],
 ) -> subprocess.Popen[bytes]:
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None

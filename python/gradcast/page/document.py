@@ -48,7 +48,7 @@ def _foot(run: dict[str, Any]) -> Markup:
     if steps:
         told.append(
             f"{steps.get('left_out', 0)} steps left out, {steps.get('normal', 0)} normal, "
-            f"{steps.get('probe', 0)} with gradcast"
+            f"{steps.get('probe', 0)} of the doctor's own"
         )
     trace = "; the trace beside it opens in ui.perfetto.dev" if run.get("timeline") else ""
     told.append(f"all numbers are in {RESULT}{trace}")

@@ -92,7 +92,7 @@ def _tile(name: str, value: str, note: str) -> Markup:
 
 def actions(run: dict[str, Any]) -> Markup:
     listed, others = actions_by_worth(run)
-    more = element("p", others, class_="missing") if others else None
+    more = [element("p", each, class_="missing") for each in (run.get("overlap_left_out"), others) if each]
     if not listed:
         words = run.get("hopeless") or "Nothing that was tried is predicted to make a step shorter."
         return parts.section("actions", "What to do", element("p", words, class_="missing"), more)

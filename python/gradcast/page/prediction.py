@@ -108,7 +108,7 @@ def _caption(prediction: dict[str, Any], off: list[float]) -> str:
         return told + "Blocks were not predicted one by one."
     within = sum(abs(each) <= _BAND for each in off)
     blocks = f"{within} of {numbers.plural(len(off), 'block')} lie within 5 % of their prediction (the band)."
-    return f"{told}{blocks} A block's time is the shortest over the ranks."
+    return f"{told}{blocks} Of a block's times on the ranks the mean counts, or the shortest where gradients came late."
 
 
 def _table(run: dict[str, Any], prediction: dict[str, Any]) -> Markup:

@@ -98,6 +98,8 @@ def _caption(scaling: dict[str, Any]) -> str:
         told += f" Beyond {knee} workers each further one brings little."
     if scaling.get("worth_trying"):
         told += f" Worth trying: {', '.join(str(count) for count in scaling['worth_trying'])} workers."
+    if scaling.get("left_out"):
+        told += f" Left out: {'; '.join(scaling['left_out'])}."
     return told
 
 
