@@ -287,3 +287,34 @@ def test_where_a_module_cannot_begin_again_it_is_said_and_given_back(ranks):
         assert code == "invalid_use"
         assert "could not begin again with the module's new parameters (KeyboardInterrupt" in message
         assert error == (None, "no error")
+
+
+def freeze_by_turns(rank, mode):
+    """One branch is frozen already at attach. How often gradcast has begun again, turn by turn."""
+    sides = Sides(rank, mode, make=HalfFrozen)
+    sessions = []
+    for number in range(20):
+        turn = number // 5
+        if number % 5 == 0:
+            for module in sides.modules:
+                module.left.requires_grad_(turn % 2 == 0)
+                module.right.requires_grad_(turn % 2 == 1)
+            sides.wrap()  # DDP cannot go on with other parameters
+        sides.step(number)
+        if number % 5 == 4:
+            sessions.append(id(sides.handle._session))
+    return sides.differences(), sessions
+
+
+class HalfFrozen(Branches):
+    def __init__(self):
+        super().__init__()
+        self.right.requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_parts_that_are_frozen_by_turns_are_measured_once(ranks, mode):
+    for found, sessions in ranks.run(2, freeze_by_turns, mode):
+        assert found == []
+        assert sessions[0] != sessions[1], "the thawed branch is new"
+        assert sessions[1] == sessions[2] == sessions[3]

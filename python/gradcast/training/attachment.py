@@ -40,7 +40,7 @@ class Attachment:
         self._module, self._optimizers, self._group, self._options = module, list(optimizers), group, options
         self.session = Session(module, parameters, optimizers, group, options)
         self._failure: Error | None = None  # in beginning again; nothing synchronizes the module since
-        self._structure = Structure(module, optimizers)
+        self._structure = Structure(module, optimizers, parameters.values())
         self._compiled = CompiledBlocks(module)
         self._taken_over = None
         if isinstance(module, DistributedDataParallel):
@@ -88,7 +88,7 @@ class Attachment:
         before.flush()  # what follows may not mix with blocks
         refusal, parameters = None, {}
         try:
-            parameters = checks.trainable(self._module)
+            parameters = checks.trainable(self._module, known=self._frozen_since(before))
             checks.check_optimizers(self._optimizers, parameters)
         except Error as error:
             refusal = error
@@ -110,11 +110,17 @@ class Attachment:
             )
             raise
         self.session.succeed(before)
-        self._structure = Structure(self._module, self._optimizers)
+        self._structure = Structure(self._module, self._optimizers, parameters.values())
         self._compiled.release()
         self._compiled = CompiledBlocks(self._module)
         if self._group.rank == 0:
             _log.info("the module's parameters have changed: measuring again, for %d steps", self._options.warmup_steps)
+
+    def _frozen_since(self, before: Session) -> set[int]:
+        """Parameters that were trained before and may be again: a loop that freezes parts by turns begins again once,
+        not at each turn. Not where an optimizer has let go of them."""
+        updated = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        return {id(p) for p in before.parameters if not self._optimizers or id(p) in updated}
 
     def _joining(self) -> None:
         if self.session.mode == "overlap":

@@ -1,6 +1,6 @@
 """What attach refuses before training begins."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,22 +30,25 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters with gradients by name, each once; names without the prefix that DDP's wrapper adds."""
+def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Parameter]:
+    """Parameters with gradients by name, each once; names without the prefix that DDP's wrapper adds. ``known``: ids of
+    some that count though they are frozen."""
     if not isinstance(module, nn.Module):
         raise _use(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
     found = {}
     for name, parameter in unwrapped(module).named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise _use(f"{name} is not initialized yet; run one forward pass before attach")
-        if parameter.requires_grad and type(parameter.detach()) is not torch.Tensor:
+        if not parameter.requires_grad and id(parameter) not in known:
+            continue
+        if type(parameter.detach()) is not torch.Tensor:
             raise _use(
                 f"{name} is a {type(parameter.detach()).__name__}, a tensor that is more than its values; gradcast "
                 "reduces ordinary tensors only"
             )
-        if parameter.requires_grad and parameter.is_complex():
+        if parameter.is_complex():
             raise _use(f"{name} is complex; gradcast sends real gradients only")
-        if parameter.requires_grad and parameter.numel() > 0:
+        if parameter.numel() > 0:
             found[name] = parameter
     if not found:
         raise _use("the module has no parameter that needs a gradient")

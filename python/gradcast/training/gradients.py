@@ -63,9 +63,7 @@ class Gradients:
             if gradients is not None:
                 gradients._on_gradient(slot)
 
-        return [
-            slot.parameter.register_post_accumulate_grad_hook(functools.partial(hook, slot)) for slot in self._slots
-        ]
+        return [_hooked(slot.parameter, functools.partial(hook, slot)) for slot in self._slots]
 
     def watch(self, output: Any) -> None:
         """Backward through what a forward pass has returned begins here, before any gradient exists.
@@ -241,6 +239,15 @@ class Gradients:
         self._contribute_missing()
         self._running_on = None
         self._listener().backward_ended()
+
+
+def _hooked(parameter: torch.nn.Parameter, hook: Any) -> Any:
+    """Also where it is frozen now: torch refuses a hook on what needs no gradient."""
+    needs_gradient = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(needs_gradient)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

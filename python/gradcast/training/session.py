@@ -90,6 +90,10 @@ class Session:
     # --- For the handle and the attachment ---
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [slot.parameter for slot in self._slots]
+
+    @property
     def plan(self) -> _core.Plan:
         return self.live.in_force
 

@@ -2,19 +2,20 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 
 class Structure:
-    """As it was when this object was made."""
+    """As it was when this object was made, with a session of ``trained``."""
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], trained: Iterable[nn.Parameter]) -> None:
         self._module, self._optimizers = module, list(optimizers)
         self._parameters = self._all_parameters()
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        known = set(map(id, trained))
+        self._frozen = [each for each in module.parameters() if not each.requires_grad and id(each) not in known]
         self._hold()
 
     def changed(self) -> bool:
