@@ -84,6 +84,8 @@ def heads_loss(ddp, value, **keywords):
 
 def train_heads(rank, case, doctor):
     """Ten steps of one kind of loop: the final state, and what the doctor has said."""
+    from gradcast.diagnosis import findings
+
     torch.manual_seed(0)
     module, encoder = Heads(), nn.Linear(8, 8)
     if case == "frozen":
@@ -110,11 +112,13 @@ def train_heads(rank, case, doctor):
     around = contextlib.nullcontext()
     if doctor is not None:
         around = gradcast.doctor(ddp, optimizers, steps=5, seconds=0.01, network=False, trial=False, output=doctor)
-    with around as outcome:
+    with mock.patch.object(findings, "result", wraps=findings.result) as made, around as outcome:
         for step in range(14):
             torch.manual_seed(100 * rank.index + step)
             train_step(case, rank, step, ddp, encoder, optimizers, scaler)
-    said = None if outcome is None or outcome.result is None else outcome.result["steps"]
+    said = None
+    if outcome is not None and outcome.result is not None:
+        said = outcome.result["steps"] | {"gradients_used": made.call_args.args[1].gradients_used}
     return state_of([ddp, encoder], optimizers), said
 
 
@@ -165,6 +169,7 @@ def test_any_loop_goes_on_as_if_nothing_had_been(ranks, tmp_path, case):
     assert equal
     assert others_equal
     assert said["normal"] == 5
+    assert said["gradients_used"] == (case == "scaler"), "DDP's own writing is none of the loop's"
 
 
 def test_where_parameters_stay_unused_there_is_no_diagnosis_and_training_goes_on(ranks, tmp_path):

@@ -65,12 +65,25 @@ class Observer:
         if ddp.find_unused_parameters or ddp.static_graph:
             for each in self._trainable:
                 self._handles.append(each.register_hook(functools.partial(self._note_use, id(each))))
+        self._scaler_step = torch.amp.GradScaler.step
+        torch.amp.GradScaler.step = self._noting(self._scaler_step)
         self._begin_step()
 
     def close(self) -> None:
+        torch.amp.GradScaler.step = self._scaler_step
         for handle in [*self._handles, *self._output_handles]:
             handle.remove()
         self._handles, self._output_handles = [], []
+
+    def _noting(self, scaler_step: Callable[..., Any]) -> Callable[..., Any]:
+        """A scaler's writing into gradients is not counted in their versions."""
+
+        @functools.wraps(scaler_step)
+        def step(scaler: Any, *arguments: Any, **keywords: Any) -> Any:
+            self.gradients_used |= scaler.is_enabled()
+            return scaler_step(scaler, *arguments, **keywords)
+
+        return step
 
     def _begin_step(self) -> None:
         for handle in self._output_handles:
@@ -135,9 +148,8 @@ class Observer:
         # The last of this step's hooks, so that it may be taken away while torch calls them.
         if after in optimizer._optimizer_step_post_hooks:
             optimizer._optimizer_step_post_hooks.move_to_end(after)
-        scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         if self._written is not None:
-            self.gradients_used |= scaled or self._gradient_versions() != self._written
+            self.gradients_used |= self._gradient_versions() != self._written
             self._written = None
         # With a closure the passes run inside of the step.
         self._update_start_ns = time.perf_counter_ns()
