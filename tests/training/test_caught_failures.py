@@ -5,11 +5,9 @@ import pytest
 
 from training.attached import error_of
 from training.bomb import Bomb
-from training.models import TASKS
 from training.needs import torch
-from training.test_graph_changes import Branches, Sides
+from training.test_graph_changes import Sides
 
-nn = torch.nn
 # Where each rank fails: gradients come from the head down, so that they have some of them, others than each other.
 PLACES = ("trunk", "left")
 
@@ -103,48 +101,3 @@ def test_the_sum_of_marks_tells_of_a_failure_in_every_type():
         assert buffers.somebody_failed().tolist() == [1.0]
         assert not buffers.used_anywhere(0)
         assert buffers.used_anywhere(1)
-
-
-def test_notes_move_with_the_gradients():
-    from gradcast.training.buffers import GradientBuffers
-
-    buffers = GradientBuffers(["a", "b"], [torch.zeros(3), torch.zeros(5)])
-    buffers.views[0].fill_(1.0)
-    buffers.notes.fill_(7.0)
-    buffers.lay_out([1, 0])
-    assert buffers.notes.tolist() == [7.0] * len(buffers.notes)
-    assert buffers.views[0].tolist() == [1.0] * 3
-    assert buffers.views[1].tolist() == [0.0] * 5
-
-
-class Other(nn.Module):
-    """Trained by a method of its own, as frameworks have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = Branches()
-
-    def training_loss(self, inputs, targets, use):
-        return nn.functional.cross_entropy(self.branches(inputs, use), targets)
-
-
-def train_by_a_method(rank):
-    sides = Sides(rank, "overlap", make=Other)
-    for number in range(8):
-        use = ("left",) if number % 3 == 1 else ("left", "right")
-        for module, optimizer in zip(sides.modules, [r.optimizer for r in sides.recipes], strict=True):
-            optimizer.zero_grad()
-            inputs, targets = TASKS["plain"].batch(rank.index, number)
-            module.training_loss(inputs, targets, use).backward()
-            if module is sides.modules[0]:  # DDP has no such method: its sum by hand
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        torch.distributed.all_reduce(parameter.grad)
-                        parameter.grad /= 2
-            optimizer.step()
-    return sides.differences()
-
-
-def test_a_module_that_is_trained_by_another_method_than_forward(ranks):
-    for found in ranks.run(2, train_by_a_method):
-        assert found == []

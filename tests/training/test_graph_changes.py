@@ -318,3 +318,49 @@ def test_parts_that_are_frozen_by_turns_are_measured_once(ranks, mode):
         assert found == []
         assert sessions[0] != sessions[1], "the thawed branch is new"
         assert sessions[1] == sessions[2] == sessions[3]
+
+
+class Other(nn.Module):
+    """Trained by a method of its own, as frameworks have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = Branches()
+
+    def training_loss(self, inputs, targets, use):
+        return nn.functional.cross_entropy(self.branches(inputs, use), targets)
+
+
+def train_by_a_method(rank):
+    """In a third of the steps one branch is not used, and its gradient of the step before comes late."""
+    sides = Sides(rank, "overlap", make=Other)
+    traffic = sides.handle._session.traffic
+    arrived, late = traffic.newly_arrived, []
+    names = [name for name, _ in sides.modules[1].named_parameters()]
+
+    def without_the_late_ones():
+        found = arrived()
+        late.extend(index for index in found if ".right." in names[index])
+        return [index for index in found if index not in late]
+
+    for number in range(8):
+        use = ("left",) if number % 3 == 1 else ("left", "right")
+        for module, recipe in zip(sides.modules, sides.recipes, strict=True):
+            recipe.optimizer.zero_grad()
+            inputs, targets = TASKS["plain"].batch(rank.index, number)
+            traffic.newly_arrived = without_the_late_ones if len(use) == 1 else arrived
+            loss = module.training_loss(inputs, targets, use)
+            traffic.newly_arrived = lambda: [*arrived(), *(late.pop() for _ in list(late))]
+            loss.backward()
+            if module is sides.modules[0]:  # DDP has no such method: its sum by hand
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        torch.distributed.all_reduce(parameter.grad)
+                        parameter.grad /= 2
+            recipe.optimizer.step()
+    return sides.differences()
+
+
+def test_a_module_that_is_trained_by_another_method_than_forward(ranks):
+    for found in ranks.run(2, train_by_a_method):
+        assert found == []

@@ -85,3 +85,15 @@ def test_many_ranks_take_turns():
             # Of one of the last iterations, whichever was this rank's turn.
             iteration = round((fact.facts.step_ns - 1e8 - 1e6 * rank) / 1e3)
             assert 10 - turns <= iteration <= 10
+
+
+def test_notes_move_with_the_gradients():
+    from gradcast.training.buffers import GradientBuffers
+
+    buffers = GradientBuffers(["a", "b"], [torch.zeros(3), torch.zeros(5)])
+    buffers.views[0].fill_(1.0)
+    buffers.notes.fill_(7.0)
+    buffers.lay_out([1, 0])
+    assert buffers.notes.tolist() == [7.0] * len(buffers.notes)
+    assert buffers.views[0].tolist() == [1.0] * 3
+    assert buffers.views[1].tolist() == [0.0] * 5

@@ -94,7 +94,7 @@ class GradientBuffers(Sizes):
         return torch.stack(failed).any().to(self.notes.dtype).unsqueeze(0)
 
     def used_anywhere(self, index: int) -> bool:
-        """Whether any rank has. REQUIRES: the gradient has arrived."""
+        """Whether any rank has, and no rank's pass has failed before it. REQUIRES: the gradient has arrived."""
         return self._marks[index].item() > 0
 
     def is_in_place(self, index: int) -> bool:

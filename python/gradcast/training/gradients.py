@@ -122,7 +122,7 @@ class Gradients:
         if absence is None:
             return
         slot.absence = None
-        if not absence.failed and self._buffers.used_anywhere(slot.index):
+        if self._buffers.used_anywhere(slot.index):
             return
         if absence.in_view:
             with torch._C.DisableTorchFunctionSubclass():
@@ -224,7 +224,7 @@ class Gradients:
     def _note_absence(self, slot: Slot, failed: bool) -> None:
         gradient, view = slot.parameter.grad, self._buffers.views[slot.index]
         in_view = gradient is view
-        slot.absence = Absence(view.clone() if in_view else gradient, in_view, failed)
+        slot.absence = Absence(view.clone() if in_view else gradient, in_view)
         if failed:
             self._buffers.mark_failed(slot.index)
         else:

@@ -14,12 +14,11 @@ _NAMES_SHOWN = 3
 @dataclasses.dataclass(frozen=True)
 class Absence:
     """No backward pass of this step has used the parameter here. ``gradient``: what its ``.grad`` was, which it stays
-    if no other rank has used it either. ``in_view``: that was in the buffer, and this is a copy. ``failed``: because
-    the pass has failed before; it stays what it was whatever the others have."""
+    if no other rank has used it either, or some rank's pass has failed before. ``in_view``: that was in the buffer, and
+    this is a copy."""
 
     gradient: torch.Tensor | None
     in_view: bool
-    failed: bool
 
 
 class Slot:
