@@ -50,7 +50,7 @@ def rank_steps(rank):
     )
 
 
-def result(*, buffers=False, tried=True, untold=None, gradients_used=False):
+def result(*, buffers=False, tried=True, untold=None, gradients_used=False, connections=1):
     """What the doctor writes of four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.diagnosis import findings
@@ -74,7 +74,7 @@ def result(*, buffers=False, tried=True, untold=None, gradients_used=False):
             if tried
             else None,
             clocks=[each.clock for each in recorded],
-            network=doctor_runs.doctor()["network"],
+            network=doctor_runs.doctor()["network"] | {"connections": connections},
             launching_untold=untold,
             probe_steps=32,
             process=Process({}, 1, frozenset({rank}), None, ""),
@@ -149,6 +149,11 @@ def test_what_was_measured_between_hosts_is_not_taken_for_the_inside_of_one():
     scaling = result()["scaling"]
     assert scaling["left_out"] == ["nothing is known of the network inside a node"]
     assert min(point["workers"] for point in scaling["points"]) == 4
+
+
+def test_connections_that_gloo_has_are_no_action():
+    keys = [{each["key"] for each in result(connections=count)["actions"]} for count in (3, 4)]
+    assert keys[0] - keys[1] == {"connections"}
 
 
 def test_the_text_fits_a_terminal():
