@@ -52,7 +52,7 @@ def hook_us() -> tuple[float, float]:
     profile = planning.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")
     engine.follow(profile, planning.warmup_plans(profile, "overlap")[0])
     listener = Listener()
-    traffic = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all)
+    traffic = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all, marked=lambda: None)
     slots = [Slot(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]
     gradients = Gradients(slots, buffers, traffic, world_size=2)
     handles = gradients.listen(listener)

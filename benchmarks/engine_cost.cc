@@ -95,6 +95,7 @@ BENCHMARK(BM_EngineOnInproc)->Arg(10)->Arg(100)->Arg(1000)->UseRealTime()->Unit(
 class Waiter final : public CompletionSink {
  public:
   void began(int64_t) noexcept override {}
+  void queued(int64_t) noexcept override {}
   void complete(int64_t ticket, const char*) noexcept override {
     {
       std::lock_guard lock(mutex_);

@@ -59,12 +59,16 @@ bool wait_without_gil(int64_t timeout_ns, const Wait& wait) {
   return wait(timeout_ns);
 }
 
-bool wait(BoundEngine& engine, const std::vector<int32_t>& tensors, int64_t timeout_ns) {
-  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine->wait(tensors, time_ns); });
+Progress until(bool queued) {
+  return queued ? Progress::kQueued : Progress::kArrived;
 }
 
-bool wait_all(BoundEngine& engine, int64_t timeout_ns) {
-  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine->wait_all(time_ns); });
+bool wait(BoundEngine& engine, const std::vector<int32_t>& tensors, int64_t timeout_ns, bool queued) {
+  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine->wait(tensors, time_ns, until(queued)); });
+}
+
+bool wait_all(BoundEngine& engine, int64_t timeout_ns, bool queued) {
+  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine->wait_all(time_ns, until(queued)); });
 }
 
 void bind_records(py::module_& module) {
@@ -107,8 +111,8 @@ void bind_engine(py::module_& module) {
       .def("begin", [](BoundEngine& engine) { return engine->begin(); })
       .def(
           "on_ready", [](BoundEngine& engine, int32_t tensor) { engine->on_ready(tensor); }, py::arg("tensor"))
-      .def("wait", &wait, py::arg("tensors"), py::arg("timeout_ns") = -1)
-      .def("wait_all", &wait_all, py::arg("timeout_ns") = -1)
+      .def("wait", &wait, py::arg("tensors"), py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
+      .def("wait_all", &wait_all, py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def(
           "arrivals", [](BoundEngine& engine, int64_t position) { return engine->arrivals(position); },
           py::arg("position") = 0)

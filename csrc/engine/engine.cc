@@ -27,12 +27,12 @@ void Engine::on_ready(int32_t tensor) {
   loop_->on_ready(tensor);
 }
 
-bool Engine::wait(std::span<const int32_t> tensors, int64_t timeout_ns) {
-  return loop_->wait(tensors, timeout_ns);
+bool Engine::wait(std::span<const int32_t> tensors, int64_t timeout_ns, Progress until) {
+  return loop_->wait(tensors, timeout_ns, until);
 }
 
-bool Engine::wait_all(int64_t timeout_ns) {
-  return loop_->wait(std::nullopt, timeout_ns);
+bool Engine::wait_all(int64_t timeout_ns, Progress until) {
+  return loop_->wait(std::nullopt, timeout_ns, until);
 }
 
 std::vector<int32_t> Engine::arrivals(int64_t position) const {

@@ -110,6 +110,7 @@ void Follower::begin(std::shared_ptr<const FollowedPlan> plan) {
     missing_[k] = gathers ? 1 : static_cast<int32_t>(plan_->touched[k].size());
   }
   unfinished_ = plan_->arriving_count;
+  unqueued_ = plan_->arriving_count;
 }
 
 void Follower::on_ready(int32_t tensor) {
@@ -130,8 +131,20 @@ std::optional<int32_t> Follower::next() {
   return next_block_++;
 }
 
-std::vector<int32_t> Follower::on_finish(int32_t block) {
+void Follower::on_queued(int32_t block) {
   GC_CHECK(is_in_flight(block));
+  // Of a reduce-scatter alone nothing arrives.
+  if (states_[block] == BlockState::kQueued || plan_->plan.blocks[block].op == Op::kReduceScatter) {
+    return;
+  }
+  states_[block] = BlockState::kQueued;
+  for (const int32_t tensor : plan_->touched[block]) {
+    --unqueued_[tensor];
+  }
+}
+
+std::vector<int32_t> Follower::on_finish(int32_t block) {
+  on_queued(block);
   states_[block] = BlockState::kFinished;
   --in_flight_count_;
   std::vector<int32_t> arrived;
@@ -147,8 +160,16 @@ std::vector<int32_t> Follower::on_finish(int32_t block) {
   return arrived;
 }
 
+Progress Follower::progress_of(int32_t tensor) const {
+  if (unqueued_[tensor] > 0) {
+    return Progress::kTravelling;
+  }
+  return unfinished_[tensor] > 0 ? Progress::kQueued : Progress::kArrived;
+}
+
 bool Follower::is_in_flight(int64_t block) const {
-  return is_open() && block >= 0 && block < plan_->block_count() && states_[block] == BlockState::kInFlight;
+  return is_open() && block >= 0 && block < plan_->block_count() &&
+         (states_[block] == BlockState::kInFlight || states_[block] == BlockState::kQueued);
 }
 
 size_t Follower::ready_missing_min() const {

@@ -1,4 +1,4 @@
-// The follower: which block may start now, and which tensors have arrived. It is told what happens and keeps no time.
+// The follower: which block may start now, and how far each tensor has come. It is told what happens and keeps no time.
 //
 // Blocks start in the plan's order only, at most `in_flight` at a time: what a rank alone knows (its own gradients, its own
 // clock) may delay a block, never let another one pass it. That keeps the operations of all ranks matched.
@@ -50,8 +50,11 @@ class Follower {
   // The block that starts now, if one may; it counts as in flight from this moment.
   std::optional<int32_t> next();
 
-  // Returns the tensors that arrive by it. REQUIRES: in_flight(block).
+  // A device ends the block by itself. REQUIRES: is_in_flight(block).
+  void on_queued(int32_t block);
+  // Returns the tensors that arrive by it. REQUIRES: is_in_flight(block).
   std::vector<int32_t> on_finish(int32_t block);
+  Progress progress_of(int32_t tensor) const;
 
   // A started block that has not finished.
   bool is_in_flight(int64_t block) const;
@@ -63,7 +66,7 @@ class Follower {
   const FollowedPlan& plan() const { return *plan_; }
 
  private:
-  enum class BlockState : uint8_t { kWaiting, kInFlight, kFinished };
+  enum class BlockState : uint8_t { kWaiting, kInFlight, kQueued, kFinished };
 
   std::shared_ptr<const FollowedPlan> plan_;
   int32_t next_block_ = 0;
@@ -71,6 +74,7 @@ class Follower {
   std::vector<BlockState> states_;
   std::vector<int32_t> missing_;     // by block: gradients, or of a gather its scatter, that it still waits for
   std::vector<int32_t> unfinished_;  // by tensor: blocks that it still waits for
+  std::vector<int32_t> unqueued_;    // by tensor: those of them that are not queued
 };
 
 }  // namespace gradcast

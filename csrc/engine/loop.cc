@@ -105,6 +105,9 @@ void Engine::Loop::handle_on_loop(const Event& event) {
     case Event::Kind::kBegan:
       began_on_loop(event);
       break;
+    case Event::Kind::kQueued:
+      queued_on_loop(event);
+      break;
     case Event::Kind::kComplete:
       complete_on_loop(event);
       break;
@@ -120,6 +123,17 @@ void Engine::Loop::began_on_loop(const Event& event) {
   MutexLock lock(mutex_);
   BlockRecord& record = recorder_.current().blocks[block];
   record.ready_ns = record.due_ns = record.launch_ns = event.time_ns;
+}
+
+void Engine::Loop::queued_on_loop(const Event& event) {
+  GC_CHECK(on_loop());
+  const int64_t block = event.subject - first_ticket_;
+  if (!follower_.is_in_flight(block)) {
+    return;
+  }
+  follower_.on_queued(static_cast<int32_t>(block));
+  MutexLock lock(mutex_);
+  take_progress_on_loop(static_cast<int32_t>(block));
 }
 
 void Engine::Loop::complete_on_loop(const Event& event) {
@@ -150,11 +164,8 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   MutexLock lock(mutex_);
   recorder_.current().blocks[block].finish_ns = finish_ns;
   lately_on_network_.push_back(recorder_.current().blocks[block]);
-  for (const int32_t tensor : arrived) {
-    GC_CHECK(!arrived_[tensor]);
-    arrived_[tensor] = true;
-    arrivals_.push_back(tensor);
-  }
+  take_progress_on_loop(block);
+  arrivals_.insert(arrivals_.end(), arrived.begin(), arrived.end());
   --unfinished_count_;
   ++counters_.blocks;
   counters_.bytes += size_bytes;
@@ -163,7 +174,15 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
     lately_on_network_.clear();
   }
   counters_.iterations += unfinished_count_ == 0 ? 1 : 0;
-  callers_due_ = callers_due_ || !arrived.empty() || unfinished_count_ == 0;
+  callers_due_ = callers_due_ || unfinished_count_ == 0;
+}
+
+// How far the tensors of this block have come by it: callers wait for that.
+void Engine::Loop::take_progress_on_loop(int32_t block) {
+  for (const int32_t tensor : follower_.plan().touched[block]) {
+    const Progress before = std::exchange(progress_[tensor], follower_.progress_of(tensor));
+    callers_due_ = callers_due_ || progress_[tensor] != before;
+  }
 }
 
 void Engine::Loop::launch_on_loop() {
@@ -254,6 +273,10 @@ void Engine::Loop::leave_on_loop() {
 // Only the record hears of it, so nothing has to be done at once.
 void Engine::Loop::began(int64_t ticket) noexcept {
   queue_.push({Event::Kind::kBegan, ticket, steady_now_ns()}, Queue::Wake::kCounted);
+}
+
+void Engine::Loop::queued(int64_t ticket) noexcept {
+  queue_.push({Event::Kind::kQueued, ticket, steady_now_ns()}, Queue::Wake::kAtOnce);
 }
 
 void Engine::Loop::complete(int64_t ticket, const char* error) noexcept {

@@ -33,8 +33,8 @@ class Engine::Loop final : public CompletionSink {
   int64_t follow(const Profile& profile, const Plan& plan) GC_EXCLUDES(mutex_);
   int64_t begin() GC_EXCLUDES(mutex_);
   void on_ready(int32_t tensor) GC_EXCLUDES(mutex_);
-  // Without tensors: for all of them.
-  bool wait(std::optional<std::span<const int32_t>> tensors, int64_t timeout_ns) GC_EXCLUDES(mutex_);
+  using Tensors = std::optional<std::span<const int32_t>>;  // without them: all
+  bool wait(Tensors tensors, int64_t timeout_ns, Progress until) GC_EXCLUDES(mutex_);
   std::vector<int32_t> arrivals(int64_t position) const GC_EXCLUDES(mutex_);
   bool busy() const GC_EXCLUDES(mutex_);
   std::string waiting_for() const GC_EXCLUDES(mutex_);
@@ -43,6 +43,7 @@ class Engine::Loop final : public CompletionSink {
   void shutdown() GC_EXCLUDES(mutex_, join_mutex_);
 
   void began(int64_t ticket) noexcept override;
+  void queued(int64_t ticket) noexcept override;
   void complete(int64_t ticket, const char* error) noexcept override;
 
   // After shutdown: the transport broke its promise and may still complete something, so this object must stay.
@@ -50,9 +51,9 @@ class Engine::Loop final : public CompletionSink {
 
  private:
   struct Event {
-    enum class Kind { kBegin, kReady, kBegan, kComplete };
+    enum class Kind { kBegin, kReady, kBegan, kQueued, kComplete };
     Kind kind = Kind::kBegin;
-    int64_t subject = 0;  // of kReady the tensor, of kBegan and kComplete the ticket
+    int64_t subject = 0;  // of kReady the tensor, of what a transport tells the ticket
     int64_t time_ns = 0;  // of kBegan and kComplete
     std::optional<std::string> error{};
     std::shared_ptr<const FollowedPlan> plan{};  // of kBegin
@@ -66,10 +67,12 @@ class Engine::Loop final : public CompletionSink {
   void attempt_on_loop(const Action& action);
   void handle_on_loop(const Event& event);
   void began_on_loop(const Event& event) GC_EXCLUDES(mutex_);
+  void queued_on_loop(const Event& event) GC_EXCLUDES(mutex_);
   void complete_on_loop(const Event& event);
   void finish_on_loop(int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
   void launch_on_loop();
   void record_launch_on_loop(int32_t block, int64_t launch_ns) GC_EXCLUDES(mutex_);
+  void take_progress_on_loop(int32_t block) GC_REQUIRES(mutex_);
   void fail_on_loop(ErrorCode code, const std::string& message) GC_EXCLUDES(mutex_);
   void stop_on_loop();
   void settle_on_loop() GC_EXCLUDES(mutex_);
@@ -79,7 +82,7 @@ class Engine::Loop final : public CompletionSink {
   bool on_loop() const { return std::this_thread::get_id() == loop_id_; }
 
   // What callers share.
-  enum class Outcome { kArrived, kTimeout, kFailed };
+  enum class Outcome { kThere, kTimeout, kFailed };
 
   void require_open() const GC_REQUIRES(mutex_);
   void require_healthy() const GC_REQUIRES(mutex_);
@@ -87,8 +90,8 @@ class Engine::Loop final : public CompletionSink {
   void require_tensor(int32_t tensor) const GC_REQUIRES(mutex_);
   [[noreturn]] void throw_latched() const GC_REQUIRES(mutex_);
   bool is_busy() const GC_REQUIRES(mutex_);
-  bool has_arrived(std::optional<std::span<const int32_t>> tensors) const GC_REQUIRES(mutex_);
-  Outcome wait_until(std::optional<std::span<const int32_t>> tensors, int64_t deadline_ns) GC_REQUIRES(mutex_);
+  bool are_there(Tensors tensors, Progress until) const GC_REQUIRES(mutex_);
+  Outcome wait_until(Tensors tensors, int64_t deadline_ns, Progress until) GC_REQUIRES(mutex_);
 
   struct Failure {
     ErrorCode code;
@@ -122,8 +125,8 @@ class Engine::Loop final : public CompletionSink {
   std::shared_ptr<const FollowedPlan> next_plan_ GC_GUARDED_BY(mutex_);  // of the next one
   int64_t plan_version_ GC_GUARDED_BY(mutex_) = 0;
   int64_t iteration_ GC_GUARDED_BY(mutex_) = -1;
-  int32_t unfinished_count_ GC_GUARDED_BY(mutex_) = 0;  // blocks
-  std::vector<bool> arrived_ GC_GUARDED_BY(mutex_);     // by tensor
+  int32_t unfinished_count_ GC_GUARDED_BY(mutex_) = 0;    // blocks
+  std::vector<Progress> progress_ GC_GUARDED_BY(mutex_);  // by tensor
   std::vector<int32_t> arrivals_ GC_GUARDED_BY(mutex_);
   Recorder recorder_ GC_GUARDED_BY(mutex_);
   EngineCounters counters_ GC_GUARDED_BY(mutex_);

@@ -52,9 +52,9 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
                                             std::to_string(iteration_) +
                                             " are not finished; wait for all of them first");
   }
-  // One event for each gradient of an iteration, two for each block on the network.
+  // One event for each gradient of an iteration, three for each block on the network.
   const size_t in_flight_max = std::min(static_cast<size_t>(plan.in_flight), plan.blocks.size());
-  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 2 * in_flight_max);
+  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 3 * in_flight_max);
   next_plan_ = std::move(followed);
   return ++plan_version_;
 }
@@ -72,7 +72,7 @@ int64_t Engine::Loop::begin() {
   plan_ = next_plan_;
   ++iteration_;
   unfinished_count_ = plan_->block_count();
-  arrived_.assign(plan_->tensor_names.size(), false);
+  progress_.assign(plan_->tensor_names.size(), Progress::kTravelling);
   arrivals_.clear();
   recorder_.begin(iteration_, plan_version_, plan_->tensor_names.size(), plan_->plan.blocks.size());
   // Posted under the lock, so that no gradient of this iteration is posted before it.
@@ -103,7 +103,7 @@ void Engine::Loop::on_ready(int32_t tensor) {
   GC_CHECK(queue_.push(std::move(event), Queue::Wake::kCounted));
 }
 
-bool Engine::Loop::wait(std::optional<std::span<const int32_t>> tensors, int64_t timeout_ns) {
+bool Engine::Loop::wait(Tensors tensors, int64_t timeout_ns, Progress until) {
   const int64_t deadline_ns = deadline_of(timeout_ns);
   MutexLock lock(mutex_);
   require_open();
@@ -114,7 +114,7 @@ bool Engine::Loop::wait(std::optional<std::span<const int32_t>> tensors, int64_t
     }
   }
   ++waiter_count_;
-  const Outcome outcome = wait_until(tensors, deadline_ns);
+  const Outcome outcome = wait_until(tensors, deadline_ns, until);
   --waiter_count_;
   if (closed_) {
     changed_.notify_all();
@@ -122,10 +122,10 @@ bool Engine::Loop::wait(std::optional<std::span<const int32_t>> tensors, int64_t
   if (outcome == Outcome::kFailed) {
     throw_latched();
   }
-  return outcome == Outcome::kArrived;
+  return outcome == Outcome::kThere;
 }
 
-Engine::Loop::Outcome Engine::Loop::wait_until(std::optional<std::span<const int32_t>> tensors, int64_t deadline_ns) {
+Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline_ns, Progress until) {
   const int64_t iteration = iteration_;
   while (true) {
     const bool ending = failure_ || closed_;
@@ -133,8 +133,8 @@ Engine::Loop::Outcome Engine::Loop::wait_until(std::optional<std::span<const int
       return Outcome::kFailed;
     }
     // The next iteration begins only when all of this one has arrived, perhaps before this thread has woken.
-    if (!ending && (iteration_ != iteration || has_arrived(tensors))) {
-      return Outcome::kArrived;
+    if (!ending && (iteration_ != iteration || are_there(tensors, until))) {
+      return Outcome::kThere;
     }
     if (steady_now_ns() >= deadline_ns) {
       return Outcome::kTimeout;
@@ -236,16 +236,11 @@ bool Engine::Loop::is_busy() const {
   return unfinished_count_ > 0 && !failure_;
 }
 
-bool Engine::Loop::has_arrived(std::optional<std::span<const int32_t>> tensors) const {
+bool Engine::Loop::are_there(Tensors tensors, Progress until) const {
   if (!tensors) {
-    return unfinished_count_ == 0;
+    return std::all_of(progress_.begin(), progress_.end(), [&](Progress progress) { return progress >= until; });
   }
-  for (const int32_t tensor : *tensors) {
-    if (!arrived_[tensor]) {
-      return false;
-    }
-  }
-  return true;
+  return std::all_of(tensors->begin(), tensors->end(), [&](int32_t tensor) { return progress_[tensor] >= until; });
 }
 
 }  // namespace gradcast

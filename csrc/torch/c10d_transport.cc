@@ -65,6 +65,8 @@ at::Tensor lend(const at::Tensor& tensor) {
 // joins its threads, and the callbacks run on these.
 struct C10dTransport::Flight {
   int64_t ticket;
+  int32_t buffer;
+  std::vector<Range> ranges;  // its own: the engine's go with an abort
   std::string what_failed;
   std::shared_ptr<Outstanding> outstanding;
   Collective collective;
@@ -102,7 +104,9 @@ struct C10dTransport::Flight {
       // A backend that gives an operation up lets its stream go on; only the work knows.
       flight->complete(exception ? exception : flight->collective.work->exception());
     };
-    stream.end(enqueue, {[flight] { return flight->outstanding->aborted(); }, passed});
+    const auto queued = [flight] { flight->outstanding->queued(flight->ticket); };
+    const auto given_up = [flight] { return flight->outstanding->aborted(); };
+    stream.end({flight->buffer, flight->ranges, enqueue, queued, {given_up, passed}});
   }
 };
 
@@ -182,8 +186,9 @@ void C10dTransport::launch(const Operation& operation) {
     guard.reset_stream(buffer.stream->stream());
   }
   const Row row(buffer.tensor, operation.ranges, operation.range_count);
-  const auto flight =
-      std::make_shared<Flight>(operation.ticket, what_failed(operation, buffer), outstanding_, Collective{});
+  const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
+  const auto flight = std::make_shared<Flight>(operation.ticket, operation.buffer, ranges,
+                                               what_failed(operation, buffer), outstanding_, Collective{});
   if (buffer.stream != nullptr && is_cast(operation, buffer)) {
     flight->collective = start_exchange_on_stream(*group_, row, *wire_);
   } else if (is_cast(operation, buffer)) {
@@ -250,6 +255,11 @@ void C10dTransport::close() noexcept {
 void C10dTransport::on_written(int32_t buffer, Range range) {
   const Buffer& written = buffer_at(buffer);
   if (written.stream != nullptr) written.stream->on_written(buffer, range);
+}
+
+void C10dTransport::order_behind(int32_t buffer, Range range) {
+  const Buffer& used = buffer_at(buffer);
+  if (used.stream != nullptr) used.stream->order_behind(buffer, range);
 }
 
 }  // namespace gradcast

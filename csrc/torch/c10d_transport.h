@@ -49,6 +49,9 @@ class C10dTransport final : public Transport {
   // CUDA: the calling thread's current stream has been given the kernels that write this range; what is started later waits
   // for them. CPU: nothing to do. Throws std::invalid_argument for a buffer that does not exist.
   void on_written(int32_t buffer, Range range);
+  // CUDA: what the calling thread's current stream is given from now on runs behind the operations on this range that have
+  // been reported as queued. CPU: nothing to do. Throws as above.
+  void order_behind(int32_t buffer, Range range);
 
  private:
   struct Buffer {

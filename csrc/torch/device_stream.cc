@@ -55,12 +55,25 @@ void DeviceStream::watch(Place here) {
   changed_.notify_one();
 }
 
-void DeviceStream::end(std::function<void()> enqueue, Place past_it) {
+void DeviceStream::end(Ending ending) {
   {
     const std::lock_guard lock(mutex_);
-    news_.emplace_back(Ending{std::move(enqueue), std::move(past_it)});
+    news_.emplace_back(std::move(ending));
   }
   changed_.notify_one();
+}
+
+void DeviceStream::order_behind(int32_t buffer, Range range) {
+  const c10::Stream here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  const std::lock_guard lock(ends_mutex_);
+  const c10::Event* last = nullptr;  // ranges of one operation are often neighbours
+  for (const auto& [lo_bytes, end] : ends_[buffer]) {
+    const auto& [hi_bytes, event] = end;
+    if (lo_bytes >= range.hi_bytes) break;
+    if (hi_bytes <= range.lo_bytes || event.get() == last) continue;
+    event->block(here);
+    last = event.get();
+  }
 }
 
 void DeviceStream::close() {
@@ -73,9 +86,9 @@ void DeviceStream::close() {
 }
 
 DeviceStream::Watched DeviceStream::recorded(const c10::Stream& stream, Place place) const {
-  Watched watched{c10::Event(device_.type()), std::move(place)};
-  watched.event.record(stream);
-  return watched;
+  auto event = std::make_shared<c10::Event>(device_.type());
+  event->record(stream);
+  return {std::move(event), std::move(place)};
 }
 
 void DeviceStream::loop() {
@@ -112,9 +125,25 @@ void DeviceStream::put_on_stream(const Ending& ending) {
   try {
     const c10::StreamGuard guard(end_stream_);
     ending.enqueue();
-    watched_.push_back(recorded(end_stream_, ending.past_it));
+    Watched watched = recorded(end_stream_, ending.past_it);
+    note_end(ending, watched.event);
+    watched_.push_back(std::move(watched));
+    ending.queued();
   } catch (...) {
     ending.past_it.passed(std::current_exception());
+  }
+}
+
+void DeviceStream::note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event) {
+  const std::lock_guard lock(ends_mutex_);
+  auto& ends = ends_[ending.buffer];
+  for (const Range& range : ending.ranges) {
+    // What began before this range may reach into it.
+    auto each = ends.lower_bound(range.lo_bytes);
+    if (each != ends.begin() && std::prev(each)->second.first > range.lo_bytes) --each;
+    while (each != ends.end() && each->first < range.hi_bytes)
+      each = ends.erase(each);
+    ends[range.lo_bytes] = {range.hi_bytes, event};
   }
 }
 
@@ -135,7 +164,7 @@ void DeviceStream::look() {
 
 bool DeviceStream::Watched::is_past() {
   try {
-    return event.query() || place.given_up();
+    return event->query() || place.given_up();
   } catch (...) {
     error = std::current_exception();
     return true;

@@ -4,7 +4,10 @@
 // NOT YET RUN ON A GPU, but on a device of the tests' own. It is written against the interface of c10 that every such device
 // implements, so that no vendor's header is needed. The first stream waits for the kernels that write the bytes it is about
 // to send, and a thread named "gradcast-wait" tells when it has come past that, and the other one past the end of an
-// operation: whoever waits for gradcast waits on the host.
+// operation.
+//
+// What comes after an operation need not wait on the host either: its end is an event on the second stream, which any other
+// stream can wait for as soon as it is there.
 //
 // Thread safety: any thread.
 #pragma once
@@ -19,10 +22,12 @@
 #include <functional>
 #include <list>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "gradcast/types.h"
 
@@ -52,9 +57,19 @@ class DeviceStream {
 
   // Waits for the place where the stream is now.
   void watch(Place here);
-  // Runs `enqueue`, which may throw, on the waiting thread and with the other stream current, so that it puts the rest of
-  // an operation there, and waits for its end.
-  void end(std::function<void()> enqueue, Place past_it);
+  // An operation on these ranges. On the waiting thread: runs `enqueue`, which may throw, with the other stream current, so
+  // that it puts the rest of the operation there; calls `queued`, which must not throw; and waits for the operation's end.
+  struct Ending {
+    int32_t buffer;
+    std::vector<Range> ranges;
+    std::function<void()> enqueue;
+    std::function<void()> queued;
+    Place past_it;
+  };
+  void end(Ending ending);
+  // What is put on the calling thread's current stream after this runs behind the ends of operations on this range, as far
+  // as they were `queued` before. REQUIRES: of two operations on the same bytes, the second was started after the first.
+  void order_behind(int32_t buffer, Range range);
   // Ends the thread; what it has not begun is dropped. REQUIRES: what it has begun is given up or finishes. Idempotent.
   void close();
 
@@ -62,13 +77,9 @@ class DeviceStream {
   struct Watched {
     bool is_past();
 
-    c10::Event event;
+    std::shared_ptr<const c10::Event> event;
     Place place;
     std::exception_ptr error{};
-  };
-  struct Ending {
-    std::function<void()> enqueue;
-    Place past_it;
   };
   using News = std::variant<Watched, Ending>;
 
@@ -76,6 +87,7 @@ class DeviceStream {
   void loop();
   void take(std::deque<News>& news);
   void put_on_stream(const Ending& ending);
+  void note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event);
   void look();
 
   const c10::Device device_;
@@ -85,6 +97,10 @@ class DeviceStream {
   std::mutex writes_mutex_;
   // Recorded again in each iteration, so there is one for each range that was ever written, and none is ever removed.
   std::map<int32_t, std::map<std::pair<int64_t, int64_t>, c10::Event>> writes_;
+
+  std::mutex ends_mutex_;
+  // Of the last operation on each byte. By buffer and beginning: end, event.
+  std::map<int32_t, std::map<int64_t, std::pair<int64_t, std::shared_ptr<const c10::Event>>>> ends_;
 
   std::list<Watched> watched_;  // the waiting thread's own
 

@@ -76,5 +76,13 @@ PYBIND11_MODULE(_c10d, module) {
             transport.on_written(buffer, {lo_bytes, hi_bytes});
           },
           py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
-          "CUDA: this thread's current stream has just been given the kernels that write these bytes.");
+          "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
+      .def(
+          "order_behind",
+          [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+            transport.order_behind(buffer, {lo_bytes, hi_bytes});
+          },
+          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
+          "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
+          "as the engine has called it queued.");
 }

@@ -76,11 +76,11 @@ class Engine {
   // than a microsecond. Throws Error{kInvalidUse} for an unknown tensor, a second time, or when no iteration is open.
   void on_ready(int32_t tensor);
 
-  // Returns true when all of these tensors (all tensors: wait_all) have arrived, false when the time is over first. A
+  // Returns true when all of these tensors (all tensors: wait_all) have come so far, false when the time is over first. A
   // negative timeout waits without end. Throws the latched error; Error{kInvalidUse} for an unknown tensor or before the
   // first begin().
-  bool wait(std::span<const int32_t> tensors, int64_t timeout_ns);
-  bool wait_all(int64_t timeout_ns);
+  bool wait(std::span<const int32_t> tensors, int64_t timeout_ns, Progress until = Progress::kArrived);
+  bool wait_all(int64_t timeout_ns, Progress until = Progress::kArrived);
 
   // The tensors that have arrived in this iteration, in the order of arrival, from the given position on. Never waits.
   std::vector<int32_t> arrivals(int64_t position) const;

@@ -1,5 +1,5 @@
 // A transport carries blocks between ranks. The engine starts operations; the transport posts one completion for each, and
-// before it, where a device was still to write the bytes, that it has.
+// before it, where a device works on by itself: that it had written the bytes, that it will end the operation.
 //
 // Only plain data crosses this interface, and no exception does: a transport for torch is compiled on the user's machine,
 // by another compiler than the one that built the engine. A change of anything here changes kTransportCapsule.
@@ -17,7 +17,7 @@
 namespace gradcast {
 
 // The name of the Python capsule that hands a Transport* from the module that made it to the one that runs the engine.
-inline constexpr const char* kTransportCapsule = "gradcast.Transport.2";
+inline constexpr const char* kTransportCapsule = "gradcast.Transport.3";
 
 // One collective operation over `ranges` of one buffer: sums of what all ranks hold there. kAllReduce leaves the sum on
 // every rank. kReduceScatter leaves on rank r the sum of the r-th of world_size parts and the rest undefined; kAllGather
@@ -37,6 +37,9 @@ class CompletionSink {
   // A device had not written all of the operation's bytes when it was started, and now it has: the operation begins. At
   // most once, before the completion; ignored afterwards. Returns at once.
   virtual void began(int64_t ticket) noexcept = 0;
+  // All that is left of the operation is in a device's queue: whoever puts work there behind it need not wait on the host.
+  // At most once, before the completion; ignored afterwards. Returns at once.
+  virtual void queued(int64_t ticket) noexcept = 0;
   // `error` is nullptr after success, otherwise a sentence, which is copied before the call returns. Returns at once.
   virtual void complete(int64_t ticket, const char* error) noexcept = 0;
 

@@ -29,6 +29,10 @@ enum class Op { kAllReduce, kReduceScatter, kAllGather };
 // all gradients have arrived, as DDP does; no read ever waits.
 enum class Mode { kOverlap, kHook };
 
+// How far a tensor has come in this iteration. kQueued: what is left of its way is a device's work, which needs no host
+// (CompletionSink::queued).
+enum class Progress : uint8_t { kTravelling, kQueued, kArrived };
+
 // Bytes [lo_bytes, hi_bytes) of one gradient buffer.
 struct Range {
   int64_t lo_bytes = 0;

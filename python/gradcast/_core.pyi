@@ -384,10 +384,13 @@ class Engine:
     def on_ready(self, tensor: int) -> None:
         """The gradient of this tensor exists from now on; once per tensor and iteration."""
 
-    def wait(self, tensors: Sequence[int], timeout_ns: int = -1) -> bool:
-        """True when these tensors have arrived, False when the time is over first; a negative timeout has no end."""
+    def wait(self, tensors: Sequence[int], timeout_ns: int = -1, *, queued: bool = False) -> bool:
+        """True when these tensors have arrived, False when the time is over first; a negative timeout has no end.
 
-    def wait_all(self, timeout_ns: int = -1) -> bool: ...
+        ``queued``: or when a device will bring them by itself, without the host.
+        """
+
+    def wait_all(self, timeout_ns: int = -1, *, queued: bool = False) -> bool: ...
     def arrivals(self, position: int = 0) -> list[int]:
         """The tensors that have arrived in this iteration, in the order of arrival, from the given position on."""
 

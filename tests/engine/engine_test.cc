@@ -112,6 +112,52 @@ TEST(Engine, ABlockThatADeviceHasNotWrittenIsDueOnceItHas) {
   EXPECT_EQ(fixture.engine.counters().link_ns, together_ns(blocks));
 }
 
+TEST(Engine, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
+  Fixture fixture(3, Manner::kByHand, 2);
+  Engine& engine = fixture.engine;
+  engine.begin();
+  for (const int32_t tensor : {2, 1, 0}) {
+    engine.on_ready(tensor);
+  }
+  ASSERT_TRUE(fixture.transport.await_started(2));
+  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2}, 0, Progress::kQueued));
+  fixture.transport.queued(0);
+  EXPECT_TRUE(engine.wait(std::vector<int32_t>{2}, kPatienceNs, Progress::kQueued));
+  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2}, 0)) << "the device is not there yet";
+  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2, 1}, 0, Progress::kQueued));
+  EXPECT_TRUE(engine.arrivals(0).empty());
+  EXPECT_EQ(fixture.transport.started().size(), 2U) << "it still counts as in flight";
+  fixture.transport.complete(1);  // which needs no queue
+  EXPECT_TRUE(engine.wait(std::vector<int32_t>{2, 1}, kPatienceNs, Progress::kQueued));
+  ASSERT_TRUE(fixture.transport.await_started(3));
+  fixture.transport.queued(2);
+  EXPECT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
+  EXPECT_FALSE(engine.wait_all(0));
+  EXPECT_TRUE(engine.busy());
+  expect_refused([&] { engine.begin(); }, ErrorCode::kInvalidUse, "not finished");
+  fixture.transport.complete(0);
+  fixture.transport.complete(2);
+  EXPECT_TRUE(engine.wait_all(kPatienceNs));
+  for (const int64_t ticket : {0, 2, -1, 7}) {
+    fixture.transport.queued(ticket);  // too late, or never started
+  }
+  engine.begin();
+  EXPECT_FALSE(engine.wait_all(0, Progress::kQueued)) << "a new iteration";
+}
+
+TEST(Engine, WhoWaitsForADeviceHearsOfAFailure) {
+  Fixture fixture(1, Manner::kByHand, 1);
+  fixture.engine.begin();
+  fixture.engine.on_ready(0);
+  ASSERT_TRUE(fixture.transport.await_started(1));
+  fixture.transport.queued(0);
+  EXPECT_TRUE(fixture.engine.wait_all(kPatienceNs, Progress::kQueued));
+  fixture.transport.complete(0, "the cable is gone");
+  expect_refused([&] { fixture.engine.wait_all(kPatienceNs); }, ErrorCode::kCommunication, "the cable is gone");
+  expect_refused([&] { fixture.engine.wait_all(kPatienceNs, Progress::kQueued); }, ErrorCode::kCommunication,
+                 "the cable is gone");
+}
+
 TEST(Engine, KeepsNoMoreInFlightThanThePlanSays) {
   Fixture fixture(4, Manner::kByHand, 2);
   fixture.engine.begin();

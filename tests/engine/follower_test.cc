@@ -110,6 +110,50 @@ TEST(Follower, AGatherStartsAfterItsScatterAndOnlyThenTensorsArrive) {
   EXPECT_EQ(follower.on_finish(1), std::vector<int32_t>({0, 1, 2}));
 }
 
+TEST(Follower, ATensorIsQueuedWithTheLastBlockThatADeviceEnds) {
+  Follower follower =
+      begun(three_tensors(), plan_of({block_of({{0, 2}, {6, 12}}), block_of({{2, 6}})}, Mode::kHook, 2));
+  for (const int32_t tensor : {0, 1, 2}) {
+    follower.on_ready(tensor);
+  }
+  const auto progress = [&] {
+    return std::vector<Progress>{follower.progress_of(0), follower.progress_of(1), follower.progress_of(2)};
+  };
+  const Progress travelling = Progress::kTravelling;
+  const Progress queued = Progress::kQueued;
+  const Progress arrived = Progress::kArrived;
+  follower.next();
+  follower.next();
+  EXPECT_EQ(progress(), std::vector<Progress>({travelling, travelling, travelling}));
+  follower.on_queued(0);
+  follower.on_queued(0);
+  EXPECT_EQ(progress(), std::vector<Progress>({travelling, travelling, queued}));
+  EXPECT_TRUE(follower.is_in_flight(0));
+  EXPECT_EQ(follower.in_flight_count(), 2);
+  EXPECT_TRUE(follower.on_finish(1).empty());  // it was never called queued
+  EXPECT_EQ(progress(), std::vector<Progress>({queued, queued, queued}));
+  EXPECT_EQ(follower.on_finish(0), std::vector<int32_t>({0, 1, 2}));
+  EXPECT_EQ(progress(), std::vector<Progress>({arrived, arrived, arrived}));
+}
+
+TEST(Follower, ATensorIsNotQueuedWithItsScatter) {
+  const Plan plan =
+      plan_of({block_of({{0, 12}}, Op::kReduceScatter), block_of({{0, 12}}, Op::kAllGather)}, Mode::kOverlap, 2);
+  Follower follower = begun(three_tensors(), plan);
+  for (const int32_t tensor : {0, 1, 2}) {
+    follower.on_ready(tensor);
+  }
+  follower.next();
+  follower.on_queued(0);
+  EXPECT_EQ(follower.progress_of(1), Progress::kTravelling);
+  EXPECT_EQ(follower.next(), std::nullopt) << "the sums are not there yet";
+  follower.on_finish(0);
+  follower.next();
+  EXPECT_EQ(follower.progress_of(1), Progress::kTravelling);
+  follower.on_queued(1);
+  EXPECT_EQ(follower.progress_of(1), Progress::kQueued);
+}
+
 TEST(Follower, TheNextIterationStartsFromNothing) {
   const auto plan = followed(three_tensors(), plan_of({block_of({{0, 12}})}));
   Follower follower;

@@ -85,14 +85,8 @@ class HandTransport final : public Transport {
     std::lock_guard lock(mutex_);
     return started_;
   }
-  void began(int64_t ticket) {
-    CompletionSink* sink = nullptr;
-    {
-      std::lock_guard lock(mutex_);
-      sink = sink_;
-    }
-    sink->began(ticket);
-  }
+  void began(int64_t ticket) { sink()->began(ticket); }
+  void queued(int64_t ticket) { sink()->queued(ticket); }
   // Completes an operation that may, or may not, have been started.
   void complete(int64_t ticket, const char* error = nullptr) {
     CompletionSink* sink = nullptr;
@@ -118,6 +112,11 @@ class HandTransport final : public Transport {
   }
 
  private:
+  CompletionSink* sink() const {
+    std::lock_guard lock(mutex_);
+    return sink_;
+  }
+
   const Manner manner_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;

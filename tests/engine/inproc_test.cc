@@ -23,6 +23,7 @@ constexpr int64_t kHourNs = 3'600'000'000'000;
 class Sink final : public CompletionSink {
  public:
   void began(int64_t ticket) noexcept override { ADD_FAILURE() << "operation " << ticket << " waits for no device"; }
+  void queued(int64_t ticket) noexcept override { ADD_FAILURE() << "operation " << ticket << " is on no device"; }
   void complete(int64_t ticket, const char* error) noexcept override {
     std::lock_guard lock(mutex_);
     completions_.emplace_back(ticket, error == nullptr ? "" : error);

@@ -81,7 +81,9 @@ LAYERS = {
         words_only=True,
         own=("csrc/transport/shared",),
     ),
-    "tests/training": Layer(frozenset(), ("torch/", "c10/"), own=("csrc/torch",)),
+    "tests/training": Layer(
+        frozenset({"core", "transport"}), ("torch/", "c10/", "pybind11/"), own=("csrc/torch", "csrc/bindings")
+    ),
     "tests/mpi": Layer(
         frozenset({"core", "transport"}), ("mpi.h", "pybind11/"), own=("csrc/bindings", "csrc/transport/shared")
     ),

@@ -115,14 +115,18 @@ class Checked {
     return is_waiting;
   }
   // The rest of the operation is a kernel, which runs after its start; its number on its stream is noted.
-  void end(const std::string& name, bool fails) {
+  void end(const std::string& name, std::vector<gradcast::Range> ranges, bool fails) {
     const auto enqueue = [this, name, fails] {
       if (fails) throw std::runtime_error("no memory");
       const std::lock_guard lock(mutex_);
       fake.add_wait(current_stream, starts_[name]);
       ends_[name] = {current_stream, fake.add_kernel(current_stream)};
     };
-    stream_.end(enqueue, place(name + " ended"));
+    const auto queued = [this, name] {
+      const std::lock_guard lock(mutex_);
+      queued_.push_back(name);
+    };
+    stream_.end({0, std::move(ranges), enqueue, queued, place(name + " ended")});
   }
   // False where it is not on its stream yet.
   bool finish_end(const std::string& name) {
@@ -131,6 +135,18 @@ class Checked {
     fake.finish(ends_[name].first, ends_[name].second);
     return true;
   }
+  std::vector<std::string> queued() {
+    const std::lock_guard lock(mutex_);
+    return queued_;
+  }
+  // Kernels that use these bytes, on the stream that is current for the test; how far behind them is said by `could_run`.
+  size_t use(c10::StreamId stream, gradcast::Range range) {
+    const c10::StreamId before = std::exchange(current_stream, stream);
+    stream_.order_behind(0, range);
+    current_stream = before;
+    return fake.end_of(stream).second;
+  }
+  bool could_run(c10::StreamId stream, size_t kernel) { return fake.is_past({stream, kernel}); }
   void give_up() { given_up_ = true; }
   void close() { stream_.close(); }
   std::vector<std::string> told() {
@@ -150,7 +166,7 @@ class Checked {
   std::atomic<bool> given_up_ = false;
   std::mutex mutex_;
   std::map<std::string, FakeDevice::Place> starts_, ends_;
-  std::vector<std::string> told_;
+  std::vector<std::string> told_, queued_;
   gradcast::DeviceStream stream_{kDevice};
 };
 
@@ -169,7 +185,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            [](Checked& own, const std::string& name, int64_t lo, int64_t hi) {
              return own.start(name, {lo, hi});
            })
-      .def("end", &Checked::end, pybind11::arg("name"), pybind11::arg("fails") = false)
+      .def(
+          "end",
+          [](Checked& own, const std::string& name, const std::vector<std::pair<int64_t, int64_t>>& ranges,
+             bool fails) {
+            std::vector<gradcast::Range> carried;
+            for (const auto& [lo, hi] : ranges)
+              carried.push_back({lo, hi});
+            own.end(name, carried, fails);
+          },
+          pybind11::arg("name"), pybind11::arg("ranges") = std::vector<std::pair<int64_t, int64_t>>(),
+          pybind11::arg("fails") = false)
+      .def("queued", &Checked::queued)
+      .def("use",
+           [](Checked& own, c10::StreamId stream, int64_t lo, int64_t hi) {
+             return own.use(stream, {lo, hi});
+           })
+      .def("could_run", &Checked::could_run)
       .def("finish_end", &Checked::finish_end)
       .def("give_up", &Checked::give_up)
       .def("close", &Checked::close, released)

@@ -121,3 +121,58 @@ def test_what_is_given_up_is_waited_for_no_more(checked):
     checked.close()
     checked.end("b")
     assert tells(checked, "a began", "a ended")
+
+
+STREAM = 1000  # of whoever uses what has arrived
+
+
+def queued(checked, *names):
+    return becomes_true(lambda: checked.queued() == list(names))
+
+
+def test_what_uses_the_bytes_of_an_operation_runs_behind_its_end(checked):
+    checked.start("a", 0, 100)
+    checked.end("a", [(0, 40), (60, 100)])
+    assert queued(checked, "a")
+    between, beyond = checked.use(STREAM, 40, 60), checked.use(STREAM, 100, 120)
+    assert checked.could_run(STREAM, between)
+    assert checked.could_run(STREAM, beyond)
+    uses = [checked.use(STREAM + number, *range_) for number, range_ in enumerate([(0, 10), (90, 200), (30, 70)], 1)]
+    assert not any(checked.could_run(STREAM + number, use) for number, use in enumerate(uses, 1))
+    assert ends(checked, "a")
+    assert all(checked.could_run(STREAM + number, use) for number, use in enumerate(uses, 1))
+
+
+def test_it_does_not_wait_for_other_operations(checked):
+    for name, start in (("a", 0), ("b", 100)):
+        checked.start(name, start, start + 100)
+        checked.end(name, [(start, start + 100)])
+    assert queued(checked, "a", "b")
+    use = checked.use(STREAM, 0, 100)
+    assert ends(checked, "a")
+    assert checked.could_run(STREAM, use)
+    late = checked.use(STREAM, 50, 150)
+    assert not checked.could_run(STREAM, late)
+    assert ends(checked, "b")
+    assert checked.could_run(STREAM, late)
+
+
+def test_of_operations_on_the_same_bytes_the_last_one_counts(checked):
+    checked.end("a", [(0, 100)])
+    assert ends(checked, "a")
+    checked.end("b", [(40, 60)])  # another plan cuts elsewhere
+    checked.end("c", [(50, 150)])
+    assert queued(checked, "a", "b", "c")
+    use = checked.use(STREAM, 45, 55)
+    assert not checked.could_run(STREAM, use)
+    assert ends(checked, "b")
+    assert not checked.could_run(STREAM, use)
+    assert ends(checked, "c")
+    assert checked.could_run(STREAM, use)
+
+
+def test_what_could_not_be_queued_is_not_called_so(checked):
+    checked.end("a", [(0, 100)], fails=True)
+    assert tells(checked, "a ended badly")
+    assert checked.queued() == []
+    assert checked.could_run(STREAM, checked.use(STREAM, 0, 100))

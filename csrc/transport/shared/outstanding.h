@@ -38,6 +38,10 @@ class Outstanding {
     const std::lock_guard lock(mutex_);
     if (tickets_.contains(ticket) && sink_ != nullptr) sink_->began(ticket);
   }
+  void queued(int64_t ticket) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (tickets_.contains(ticket) && sink_ != nullptr) sink_->queued(ticket);
+  }
   void complete(int64_t ticket, const char* error) noexcept {
     const std::lock_guard lock(mutex_);
     if (tickets_.erase(ticket) > 0) report(ticket, error);

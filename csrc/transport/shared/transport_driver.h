@@ -38,6 +38,7 @@ class TransportDriver final : public CompletionSink {
   bool close();
 
   void began(int64_t) noexcept override {}  // who drives by hand has written the bytes before
+  void queued(int64_t) noexcept override {}
   void complete(int64_t ticket, const char* error) noexcept override;
 
  private:

@@ -172,6 +172,7 @@ class Gradients:
             self._await_end(torch._C._current_graph_task_id())
         listener.backward_begins()
         self._buffers.mark_all()
+        self._traffic.marked()
         for each in self._slots:
             each.ready = False
         self._ready_count, self.open, self.used, self._open_task = 0, True, False, self._task

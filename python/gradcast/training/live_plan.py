@@ -134,6 +134,8 @@ class LivePlan:
         return None if facts is None else Note(facts, stages_ns)
 
     def _stage_that_waits(self) -> str:
+        if self._buffers.flats[0].device.type != "cpu":
+            return "forward"  # the host waits where the next backward pass begins
         if self._mode == "hook" and self._options.max_grad_norm is None:
             return "backward"
         return "loop" if self.plain or self.warmup is not None else "forward"

@@ -102,13 +102,22 @@ class Session:
         return self.live.profile
 
     def flush(self) -> None:
-        """Everything that is in flight arrives, every update that waits for it runs."""
+        """Everything that is in flight arrives, every update that waits for it runs; on a device what is left of that
+        is on the current stream, and nothing travels any more."""
         with self._lock:
-            self.live.interrupted = True
-            self._steps.finish_all()
             # Another thread's backward pass goes on; its gradients are nobody else's business yet.
-            if self._gradients.open and not self._gradients.runs_elsewhere():
-                self._use_gradients()
+            if self._finish_all():
+                self.traffic.settle()
+
+    def _finish_all(self) -> bool:
+        """Returns whether that is all: not where another thread is in its backward pass."""
+        self.live.interrupted = True
+        self._steps.finish_all()
+        if self._gradients.open and self._gradients.runs_elsewhere():
+            return False
+        if self._gradients.open:
+            self._use_gradients()
+        return True
 
     def no_sync(self, entering: bool) -> None:
         self._no_sync_depth += 1 if entering else -1
@@ -176,6 +185,7 @@ class Session:
                 slots[0].zero_after = True
                 return True
             if updating:
+                self._steps.home.parameter_read()
                 self._steps.finish(updating)
             if self._steps.must_clip_first:
                 self._steps.finish_all()
@@ -210,7 +220,7 @@ class Session:
             forward_start_ns, forward_end_ns = self._forward_ns
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, forward_end_ns)
-            start_ns = forward_end_ns or now_ns
+            start_ns = self._settled_at_ns() or forward_end_ns or now_ns
             self._changing_layout(lambda: self.live.next(start_ns))
             self._look_for_failures()
             if self._damage is not None:
@@ -219,6 +229,15 @@ class Session:
             self._iteration = self.traffic.begin()
             self.trace.begin(StepRecord(self.steps, self._iteration, agreed.plan, agreed.profile, start_ns))
             self._forward_ns = (0, 0)
+
+    def _settled_at_ns(self) -> int | None:
+        """On a device the host may have come here while blocks still travel; None where it has not."""
+        start_ns = time.perf_counter_ns()
+        if not self.traffic.settle():
+            return None
+        settled_ns = time.perf_counter_ns()
+        self.trace.span("wait", start_ns, settled_ns)
+        return settled_ns
 
     def gradient_ready(self, slot: Slot) -> None:
         if self.live.warmup is not None:
@@ -257,7 +276,8 @@ class Session:
         if compiled:
             # Compiled code has decided which class its parameters have, and does not ask who may read them.
             self._say_compiled()
-            self.flush()
+            with self._lock:
+                self._finish_all()
         training = torch.is_grad_enabled() and self._module.training
         if training and self._module_buffers is not None:
             self._module_buffers.send()
@@ -266,7 +286,7 @@ class Session:
                 slot.stale = False  # what a forward pass reads from now on is up to date
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self.live.warmup is not None and training and not compiled:
-            self.live.warmup.watch_reads()
+            self.live.warmup.watch_reads(self._steps.home.parameter_read)
 
     def _say_forward_unseen(self) -> None:
         if not self._forward_seen and self.group.rank == 0:

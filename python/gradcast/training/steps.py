@@ -15,6 +15,7 @@ from gradcast.training import pending, updates
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.clipping import NormClipping
 from gradcast.training.gradients import Gradients
+from gradcast.training.home_stream import HomeStream
 from gradcast.training.slots import Slot
 from gradcast.training.trace import Trace
 from gradcast.training.traffic import Traffic
@@ -46,6 +47,7 @@ class Steps:
         self._arrived: set[int] = set()
         self._interceptions: list[updates.StepInterception] = []
         self._all_slots = list(slots)
+        self.home = HomeStream(buffers.flats[0].device)
         self._clipping = None if max_norm is None else NormClipping(slots, max_norm)
         self._tells = tells
         self._said: set[str] = set()
@@ -87,6 +89,11 @@ class Steps:
 
         ``at_once``: all is waited for and updated now (warm-up); otherwise only where the user's code requires it.
         """
+        self.home.step_called()
+        with self.home.entered():
+            return self._take(number, owner, at_once)
+
+    def _take(self, number: int, owner: pending.Owner, at_once: bool) -> bool:
         optimizer = self._optimizers[number]
         updates.run_pre_hooks(optimizer)
         if self._clipping is not None and getattr(optimizer, "grad_scale", None) is not None:
@@ -117,6 +124,10 @@ class Steps:
 
     def finish(self, slots: Sequence[Slot]) -> None:
         """Waits for the gradients of these and updates them, with everything else that has arrived by then."""
+        with self.home.entered():
+            self._finish(slots)
+
+    def _finish(self, slots: Sequence[Slot]) -> None:
         start_ns = time.perf_counter_ns()
         if self._clipping is None:
             self._traffic.wait([slot.index for slot in slots])
@@ -125,6 +136,7 @@ class Steps:
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip()
+        self._arrived.update(slot.index for slot in slots)
         self._arrived.update(self._traffic.newly_arrived())
         for number in list(self._partial):
             part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
@@ -158,6 +170,8 @@ class Steps:
 
     def _reason_to_wait(self, number: int) -> str | None:
         optimizer = self._optimizers[number]
+        if self.home.left:
+            return "forward reads parameters on another CUDA stream than that of step()"
         if not self._gradients.complete:
             return "the backward pass has failed before all gradients existed"
         if self._gradients.used:

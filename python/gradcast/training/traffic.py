@@ -1,10 +1,12 @@
 """The gradients on the network: buffers, engine and the plan in force, and waiting that says what it waits for.
 
+On a device the host waits only until the end of what is asked for is in the device's queue: the current stream waits
+for the rest, and the host goes on. Only where an iteration begins has everything to have arrived.
+
 Thread safety: ``ready`` from any thread; everything else from the training thread, or under its owner's lock.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -54,6 +56,12 @@ class Traffic:
         except Error as error:
             raise self.watch.explain(error) from None
 
+    def marked(self) -> None:
+        """Marks were written all over the buffers, on a device perhaps on another stream than a gradient will be."""
+        if self._on_device:
+            for buffer, flat in enumerate(self._buffers.flats):
+                self._transport.on_written(buffer, 0, flat.numel() * flat.element_size())
+
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
         place = self.place_of[index]
@@ -65,12 +73,28 @@ class Traffic:
         except Error as error:
             raise self.watch.explain(error) from None
 
-    def wait(self, indices: Sequence[int]) -> int:
-        """Waits until these have arrived. Returns how long it waited, ns; raises what failed on the network."""
-        return self._wait([self.place_of[index] for index in indices])
+    def wait(self, indices: Sequence[int]) -> None:
+        """Whoever uses these from now on, on a device on the current stream, finds that they have arrived. Raises what
+        failed on the network."""
+        places = [self.place_of[index] for index in indices]
+        self._wait(lambda: self._engine.wait(places, _WAIT_SLICE_NS, queued=self._on_device))
+        if self._on_device:
+            for place in places:
+                where = self._buffers.layout[place]
+                self._transport.order_behind(where.buffer, where.lo_bytes, where.end_bytes)
 
-    def wait_all(self) -> int:
-        return self._wait(None)
+    def wait_all(self) -> None:
+        self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self._on_device))
+        if self._on_device:
+            for buffer, flat in enumerate(self._buffers.flats):
+                self._transport.order_behind(buffer, 0, flat.numel() * flat.element_size())
+
+    def settle(self) -> bool:
+        """The host waits until nothing travels any more. Returns whether it had to. REQUIRES: all gradients exist."""
+        if not self._on_device or not self._engine.busy:
+            return False
+        self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS))
+        return True
 
     def compare_ranks(self, iteration: int) -> None:
         """Raises, on every rank, where the ranks have received different sums. Collective.
@@ -132,14 +156,7 @@ class Traffic:
         self.watch.close()
         self._engine.shutdown()
 
-    def _wait(self, places: list[int] | None) -> int:
-        start_ns = time.perf_counter_ns()
+    def _wait(self, wait_slice: Callable[[], bool]) -> None:
         with self.watch.waiting():
-            while not self._wait_slice(places):
+            while not wait_slice():
                 pass
-        return time.perf_counter_ns() - start_ns
-
-    def _wait_slice(self, places: list[int] | None) -> bool:
-        if places is None:
-            return self._engine.wait_all(_WAIT_SLICE_NS)
-        return self._engine.wait(places, _WAIT_SLICE_NS)

@@ -4,7 +4,7 @@ Until it is over, training is what DDP would do. It ends on all ranks after the 
 own steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ class Warmup:
     def first(self) -> Agreed:
         return planning.agree(self._group, self._names, Proposal(self._profile.to_json(), self._plans[0].to_json()))
 
-    def watch_reads(self) -> None:
-        """Before a forward pass: notes when each parameter is first read in it."""
+    def watch_reads(self, on_read: Callable[[], None]) -> None:
+        """Before a forward pass: notes when each parameter is first read in it, and calls ``on_read`` then."""
+        self._on_read = on_read
         for parameter in self._parameters:
             if not pending.is_pending(parameter):
                 pending.mark(parameter, self)
@@ -64,6 +65,7 @@ class Warmup:
             pending.clear(parameter)
 
     def touched(self, tensors: list[torch.Tensor], function: Any) -> bool:
+        self._on_read()
         for tensor in tensors:
             self.stopwatch.read(self._index_of[id(tensor)])
             pending.clear(tensor)

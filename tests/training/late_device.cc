@@ -1,0 +1,150 @@
+// A device for tests, over the host's own transport: every operation is queued at once and runs only a while later, so the
+// host is ahead of it wherever it does not wait. What a stream would wait for, the caller waits for here. The engine hears of
+// a completion a moment after that, as it does of a device's.
+//
+// Thread safety: any thread.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "capsule.h"
+#include "gradcast/transport.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+class LateTransport final : public Transport, private CompletionSink {
+ public:
+  LateTransport(py::object inner, int64_t delay_us)
+      : owner_(std::move(inner)), inner_(transport_of(owner_)), delay_(delay_us), thread_([this] { run(); }) {}
+  ~LateTransport() {
+    const py::gil_scoped_release released;
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  int32_t rank() const noexcept override { return inner_.rank(); }
+  int32_t world_size() const noexcept override { return inner_.world_size(); }
+  void open(CompletionSink* sink) noexcept override {
+    sink_ = sink;
+    inner_.open(this);
+  }
+  void start(const Operation& operation) noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
+      const Late late{operation, ranges, Clock::now() + delay_};
+      open_[operation.ticket] = late;
+      waiting_.push_back(late);
+    }
+    changed_.notify_all();
+    sink_->queued(operation.ticket);
+  }
+  void abort(const char* reason) noexcept override { inner_.abort(reason); }  // what is started later ends by it, too
+  void close() noexcept override { inner_.close(); }
+
+  // Returns when nothing that has been started carries any of these bytes any more.
+  void order_behind(int32_t buffer, Range range) {
+    std::unique_lock lock(mutex_);
+    const auto is_behind = [&] {
+      return std::none_of(open_.begin(), open_.end(), [&](const auto& each) {
+        const auto& [operation, ranges, due] = each.second;
+        return operation.buffer == buffer && std::ranges::any_of(ranges, [&](const Range& carried) {
+                 return carried.lo_bytes < range.hi_bytes && range.lo_bytes < carried.hi_bytes;
+               });
+      });
+    };
+    waited_count_ += is_behind() ? 0 : 1;
+    changed_.wait(lock, is_behind);
+  }
+  // So many of these calls had to wait.
+  int64_t waited_count() {
+    const std::lock_guard lock(mutex_);
+    return waited_count_;
+  }
+
+ private:
+  struct Late {
+    Operation operation;
+    std::vector<Range> ranges;
+    Clock::time_point due;
+  };
+
+  void began(int64_t ticket) noexcept override { sink_->began(ticket); }
+  void queued(int64_t) noexcept override {}
+  void complete(int64_t ticket, const char* error) noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      open_.erase(ticket);
+    }
+    changed_.notify_all();
+    std::this_thread::sleep_for(delay_ / 2);
+    sink_->complete(ticket, error);
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return ended_ || !waiting_.empty(); });
+      if (ended_) return;
+      Late late = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      std::this_thread::sleep_until(late.due);
+      late.operation.ranges = late.ranges.data();
+      inner_.start(late.operation);
+      lock.lock();
+    }
+  }
+
+  const py::object owner_;
+  Transport& inner_;
+  const std::chrono::microseconds delay_;
+  CompletionSink* sink_ = nullptr;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int64_t, Late> open_;  // by ticket
+  std::deque<Late> waiting_;
+  int64_t waited_count_ = 0;
+  bool ended_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace
+}  // namespace gradcast
+
+PYBIND11_MODULE(_late_device, module) {
+  using gradcast::LateTransport;
+  py::class_<LateTransport>(module, "Transport")
+      .def(py::init<py::object, int64_t>(), py::arg("inner"), py::arg("delay_us"))
+      .def_property_readonly(
+          "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<LateTransport&>(), self); })
+      .def("on_written", [](LateTransport&, int32_t, int64_t, int64_t) {})
+      .def(
+          "order_behind",
+          [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+            transport.order_behind(buffer, {lo_bytes, hi_bytes});
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("waited_count", &LateTransport::waited_count);
+}

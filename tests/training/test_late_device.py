@@ -1,0 +1,68 @@
+"""The host runs ahead of a device that brings gradients late, and training is the same: a device of the tests' own,
+over the host's memory (late_device.cc). What a stream would wait for, the host waits for where it asks for that order.
+"""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+import gradcast
+from gradcast.training import extension, traffic
+from training import _late_device
+from training.needs import torch
+from training.test_equality import CASES, train_both
+
+nn = torch.nn
+DELAY_US = 2000
+
+
+@contextlib.contextmanager
+def late_device(delay_us=DELAY_US):
+    """Every module that is attached in here trains on it."""
+    transports, attach = [], gradcast.attach
+
+    def transport(*arguments):
+        transports.append(_late_device.Transport(extension.load().Transport(*arguments), delay_us))
+        return transports[-1]
+
+    def attach_there(*arguments, **options):
+        handle = attach(*arguments, **options)
+        handle._session.traffic._on_device = True
+        return handle
+
+    native = SimpleNamespace(load=lambda: SimpleNamespace(Transport=transport))
+    with mock.patch.object(traffic, "extension", native), mock.patch.object(gradcast, "attach", attach_there):
+        yield transports
+
+
+def train_late(rank, case):
+    with late_device() as transports:
+        result = train_both(rank, case, 20)
+    assert len(transports) == 1
+    return result, transports[0].waited_count
+
+
+@pytest.mark.parametrize("case", [CASES[number] for number in (0, 1, 4, 5, 7, 9, 10)], ids=str)
+def test_equal_to_the_same_reductions(ranks, case):
+    for result, waited_count in ranks.run(case.world_size, train_late, case, timeout_s=120):
+        assert result["first_wrong_step"] is None
+        assert result["differences"] == []
+        assert waited_count > 0, "the host was never ahead of the device"
+
+
+def flush_late(rank):
+    with late_device(300_000):
+        module = nn.Linear(8, 8)
+        handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
+    module(torch.ones(4, 8)).sum().backward()
+    handle.flush()
+    travels = handle._session.traffic.busy
+    handle.detach()
+    return travels
+
+
+def test_after_flush_nothing_travels(ranks):
+    """A device's memory may go then, and the process group."""
+    assert ranks.run(2, flush_late) == [False, False]
