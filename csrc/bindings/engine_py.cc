@@ -114,6 +114,10 @@ void bind_engine(py::module_& module) {
       .def("wait", &wait, py::arg("tensors"), py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def("wait_all", &wait_all, py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def(
+          "coming_with",
+          [](BoundEngine& engine, const std::vector<int32_t>& tensors) { return engine->coming_with(tensors); },
+          py::arg("tensors"))
+      .def(
           "arrivals", [](BoundEngine& engine, int64_t position) { return engine->arrivals(position); },
           py::arg("position") = 0)
       .def_property_readonly("busy", [](BoundEngine& engine) { return engine->busy(); })

@@ -35,6 +35,10 @@ bool Engine::wait_all(int64_t timeout_ns, Progress until) {
   return loop_->wait(std::nullopt, timeout_ns, until);
 }
 
+std::vector<int32_t> Engine::coming_with(std::span<const int32_t> tensors) const {
+  return loop_->coming_with(tensors);
+}
+
 std::vector<int32_t> Engine::arrivals(int64_t position) const {
   return loop_->arrivals(position);
 }

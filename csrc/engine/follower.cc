@@ -80,6 +80,7 @@ FollowedPlan::FollowedPlan(const Profile& profile, const Plan& given)
     : plan(given),
       blocks_waiting(profile.tensors.size()),
       arriving_count(profile.tensors.size(), 0),
+      last_block(profile.tensors.size(), -1),
       partner(partners_of(given.blocks)) {
   for (const Tensor& tensor : profile.tensors) {
     tensor_names.push_back(tensor.name);
@@ -94,6 +95,7 @@ FollowedPlan::FollowedPlan(const Profile& profile, const Plan& given)
       }
       if (block.op != Op::kReduceScatter) {
         ++arriving_count[tensor];
+        last_block[tensor] = k;
       }
     }
   }
@@ -133,11 +135,13 @@ std::optional<int32_t> Follower::next() {
 
 void Follower::on_queued(int32_t block) {
   GC_CHECK(is_in_flight(block));
-  // Of a reduce-scatter alone nothing arrives.
-  if (states_[block] == BlockState::kQueued || plan_->plan.blocks[block].op == Op::kReduceScatter) {
+  if (states_[block] == BlockState::kQueued) {
     return;
   }
   states_[block] = BlockState::kQueued;
+  if (plan_->plan.blocks[block].op == Op::kReduceScatter) {
+    return;  // nothing arrives by it alone
+  }
   for (const int32_t tensor : plan_->touched[block]) {
     --unqueued_[tensor];
   }
@@ -165,6 +169,10 @@ Progress Follower::progress_of(int32_t tensor) const {
     return Progress::kTravelling;
   }
   return unfinished_[tensor] > 0 ? Progress::kQueued : Progress::kArrived;
+}
+
+bool Follower::all_queued() const {
+  return std::ranges::find(states_, BlockState::kInFlight) == states_.end();
 }
 
 bool Follower::is_in_flight(int64_t block) const {

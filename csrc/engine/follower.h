@@ -33,6 +33,7 @@ struct FollowedPlan {
   std::vector<std::string> tensor_names;
   std::vector<std::vector<int32_t>> blocks_waiting;  // all-reduces and reduce-scatters that touch it: they wait for it
   std::vector<int32_t> arriving_count;               // all-reduces and all-gathers that touch it: it waits for them
+  std::vector<int32_t> last_block;                   // of those
 
   // By block.
   std::vector<std::vector<int32_t>> touched;  // its tensors, by offset
@@ -55,6 +56,8 @@ class Follower {
   // Returns the tensors that arrive by it. REQUIRES: is_in_flight(block).
   std::vector<int32_t> on_finish(int32_t block);
   Progress progress_of(int32_t tensor) const;
+  // Whether a device ends by itself all that is in flight.
+  bool all_queued() const;
 
   // A started block that has not finished.
   bool is_in_flight(int64_t block) const;

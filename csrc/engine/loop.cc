@@ -14,6 +14,8 @@ namespace {
 
 // A transport completes everything within a second of abort(); what it still holds then, it will hold for good.
 constexpr int64_t kDrainNs = 1'500'000'000;
+// What a device ends by itself at the end of a program: the last blocks of a step that was trained to its end.
+constexpr int64_t kDeviceEndsNs = 400'000'000;
 // As a number of gradients: none is waited for.
 constexpr size_t kNoGradient = std::numeric_limits<size_t>::max();
 
@@ -65,8 +67,10 @@ void Engine::Loop::turn_on_loop(const Queue::Condition& condition) {
     stop_on_loop();
   }
   attempt_on_loop([&] { launch_on_loop(); });
-  if (is_draining() && (follower_.in_flight_count() == 0 || steady_now_ns() >= drain_deadline_ns_)) {
+  if (is_draining() && follower_.in_flight_count() == 0) {
     settle_on_loop();
+  } else if (is_draining() && steady_now_ns() >= drain_deadline_ns_) {
+    aborted_ ? settle_on_loop() : abort_on_loop("the engine was shut down");
   }
   if (callers_due_) {
     changed_.notify_all();
@@ -239,17 +243,24 @@ void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
     failure_ = Failure{code, message};
   }
   // Also when nothing else is in flight: the peers must learn that this rank will not go on.
-  transport_.abort(message.c_str());
+  abort_on_loop(message);
+}
+
+void Engine::Loop::abort_on_loop(const std::string& reason) {
+  GC_CHECK(on_loop());
+  aborted_ = true;
+  transport_.abort(reason.c_str());
   drain_deadline_ns_ = steady_now_ns() + kDrainNs;
 }
 
 void Engine::Loop::stop_on_loop() {
   GC_CHECK(on_loop());
   stopping_ = true;
-  if (follower_.in_flight_count() > 0) {
-    transport_.abort("the engine was shut down");
+  if (follower_.all_queued()) {
+    drain_deadline_ns_ = steady_now_ns() + kDeviceEndsNs;
+  } else {
+    abort_on_loop("the engine was shut down");
   }
-  drain_deadline_ns_ = steady_now_ns() + kDrainNs;
 }
 
 // Callers hear of a failure, or of the end, only now: their buffers must not go while the transport still touches them.

@@ -35,6 +35,7 @@ class Engine::Loop final : public CompletionSink {
   void on_ready(int32_t tensor) GC_EXCLUDES(mutex_);
   using Tensors = std::optional<std::span<const int32_t>>;  // without them: all
   bool wait(Tensors tensors, int64_t timeout_ns, Progress until) GC_EXCLUDES(mutex_);
+  std::vector<int32_t> coming_with(std::span<const int32_t> tensors) const GC_EXCLUDES(mutex_);
   std::vector<int32_t> arrivals(int64_t position) const GC_EXCLUDES(mutex_);
   bool busy() const GC_EXCLUDES(mutex_);
   std::string waiting_for() const GC_EXCLUDES(mutex_);
@@ -75,6 +76,7 @@ class Engine::Loop final : public CompletionSink {
   void take_progress_on_loop(int32_t block) GC_REQUIRES(mutex_);
   void fail_on_loop(ErrorCode code, const std::string& message) GC_EXCLUDES(mutex_);
   void stop_on_loop();
+  void abort_on_loop(const std::string& reason);
   void settle_on_loop() GC_EXCLUDES(mutex_);
   void leave_on_loop();
   // After a failure and at the end: nothing is started any more.
@@ -111,9 +113,10 @@ class Engine::Loop final : public CompletionSink {
   bool failed_ = false;
   bool stopping_ = false;
   int64_t drain_deadline_ns_ = kNever;  // when the thread stops hoping that what is in flight completes
-  bool callers_due_ = false;            // what callers wait for has changed in this turn
-  int64_t start_ns_ = 0;                // CPU time spent inside the transport's start() so far
-  int64_t room_since_ns_ = 0;           // when a block before the next one was last in its way
+  bool aborted_ = false;
+  bool callers_due_ = false;   // what callers wait for has changed in this turn
+  int64_t start_ns_ = 0;       // CPU time spent inside the transport's start() so far
+  int64_t room_since_ns_ = 0;  // when a block before the next one was last in its way
 
   // Has its own lock.
   Queue queue_;

@@ -143,6 +143,24 @@ Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline
   }
 }
 
+std::vector<int32_t> Engine::Loop::coming_with(std::span<const int32_t> tensors) const {
+  MutexLock lock(mutex_);
+  require_open();
+  require_iteration();
+  int32_t last_block = -1;
+  for (const int32_t tensor : tensors) {
+    require_tensor(tensor);
+    last_block = std::max(last_block, plan_->last_block[tensor]);
+  }
+  std::vector<int32_t> coming;
+  for (int32_t tensor = 0; tensor < plan_->tensor_count(); ++tensor) {
+    if (plan_->last_block[tensor] <= last_block && progress_[tensor] == Progress::kQueued) {
+      coming.push_back(tensor);
+    }
+  }
+  return coming;
+}
+
 std::vector<int32_t> Engine::Loop::arrivals(int64_t position) const {
   MutexLock lock(mutex_);
   require_open();

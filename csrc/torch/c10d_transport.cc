@@ -68,6 +68,7 @@ struct C10dTransport::Flight {
   int32_t buffer;
   std::vector<Range> ranges;  // its own: the engine's go with an abort
   std::string what_failed;
+  bool is_nccl;
   std::shared_ptr<Outstanding> outstanding;
   Collective collective;
 
@@ -101,8 +102,7 @@ struct C10dTransport::Flight {
       if (flight->collective.unpack) flight->collective.unpack();
     };
     const auto passed = [flight](const std::exception_ptr& exception) {
-      // A backend that gives an operation up lets its stream go on; only the work knows.
-      flight->complete(exception ? exception : flight->collective.work->exception());
+      flight->complete(exception ? exception : failure_of(*flight->collective.work, flight->is_nccl));
     };
     const auto queued = [flight] { flight->outstanding->queued(flight->ticket); };
     const auto given_up = [flight] { return flight->outstanding->aborted(); };
@@ -187,8 +187,9 @@ void C10dTransport::launch(const Operation& operation) {
   }
   const Row row(buffer.tensor, operation.ranges, operation.range_count);
   const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
-  const auto flight = std::make_shared<Flight>(operation.ticket, operation.buffer, ranges,
-                                               what_failed(operation, buffer), outstanding_, Collective{});
+  const auto flight =
+      std::make_shared<Flight>(operation.ticket, operation.buffer, ranges, what_failed(operation, buffer),
+                               buffer.backend == "nccl", outstanding_, Collective{});
   if (buffer.stream != nullptr && is_cast(operation, buffer)) {
     flight->collective = start_exchange_on_stream(*group_, row, *wire_);
   } else if (is_cast(operation, buffer)) {

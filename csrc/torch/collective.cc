@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -95,6 +96,19 @@ Collective all_gather(c10d::ProcessGroup& group, const Row& row) {
 }
 
 }  // namespace
+
+std::exception_ptr failure_of(c10d::Work& work, bool is_nccl) {
+  try {
+    static_cast<void>(work.isCompleted());  // looks, and tells exception() what it has seen
+    if (work.exception() || !is_nccl) return work.exception();
+    const auto result = work.getFutureResult();
+    const bool is_known = result != nullptr && result->completed() && !result->hasError();
+    if (!is_known || result->constValue().toInt() == static_cast<int64_t>(c10d::WorkResult::SUCCESS)) return nullptr;
+    throw std::runtime_error("NCCL gave it up: it took too long, or a connection is lost");
+  } catch (...) {
+    return std::current_exception();
+  }
+}
 
 Collective start_collective(c10d::ProcessGroup& group, Op op, const Row& row) {
   switch (op) {

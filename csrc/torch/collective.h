@@ -3,6 +3,7 @@
 // Thread safety: pure; any thread. A group is called by one thread at a time.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -20,6 +21,10 @@ struct Collective {
   // waits for it, and that may not be the one on which the memory was allocated.
   std::vector<at::Tensor> read;
 };
+
+// What has gone wrong with a work whose end a stream has passed: nullptr where nothing has. A backend that gives an operation up
+// lets streams go on. `is_nccl`: its watchdog tells a copy of the work, which shares the result with this one.
+std::exception_ptr failure_of(c10d::Work& work, bool is_nccl);
 
 // Throws what the backend throws, c10::Error for instance where it does not know the operation or the data type.
 Collective start_collective(c10d::ProcessGroup& group, Op op, const Row& row);

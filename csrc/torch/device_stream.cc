@@ -135,14 +135,15 @@ void DeviceStream::put_on_stream(const Ending& ending) {
 }
 
 void DeviceStream::note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event) {
+  Ends replaced;  // destroyed without the lock: tools that watch the device may ask for the GIL there
   const std::lock_guard lock(ends_mutex_);
-  auto& ends = ends_[ending.buffer];
+  Ends& ends = ends_[ending.buffer];
   for (const Range& range : ending.ranges) {
     // What began before this range may reach into it.
     auto each = ends.lower_bound(range.lo_bytes);
     if (each != ends.begin() && std::prev(each)->second.first > range.lo_bytes) --each;
     while (each != ends.end() && each->first < range.hi_bytes)
-      each = ends.erase(each);
+      replaced.insert(ends.extract(each++));
     ends[range.lo_bytes] = {range.hi_bytes, event};
   }
 }

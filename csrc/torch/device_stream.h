@@ -68,7 +68,8 @@ class DeviceStream {
   };
   void end(Ending ending);
   // What is put on the calling thread's current stream after this runs behind the ends of operations on this range, as far
-  // as they were `queued` before. REQUIRES: of two operations on the same bytes, the second was started after the first.
+  // as they were `queued` before. REQUIRES: of two operations that share bytes, the second was started after the end of the
+  // first.
   void order_behind(int32_t buffer, Range range);
   // Ends the thread; what it has not begun is dropped. REQUIRES: what it has begun is given up or finishes. Idempotent.
   void close();
@@ -82,6 +83,7 @@ class DeviceStream {
     std::exception_ptr error{};
   };
   using News = std::variant<Watched, Ending>;
+  using Ends = std::map<int64_t, std::pair<int64_t, std::shared_ptr<const c10::Event>>>;
 
   Watched recorded(const c10::Stream& stream, Place place) const;
   void loop();
@@ -100,7 +102,7 @@ class DeviceStream {
 
   std::mutex ends_mutex_;
   // Of the last operation on each byte. By buffer and beginning: end, event.
-  std::map<int32_t, std::map<int64_t, std::pair<int64_t, std::shared_ptr<const c10::Event>>>> ends_;
+  std::map<int32_t, Ends> ends_;
 
   std::list<Watched> watched_;  // the waiting thread's own
 

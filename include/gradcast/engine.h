@@ -82,6 +82,10 @@ class Engine {
   bool wait(std::span<const int32_t> tensors, int64_t timeout_ns, Progress until = Progress::kArrived);
   bool wait_all(int64_t timeout_ns, Progress until = Progress::kArrived);
 
+  // The tensors that are kQueued by blocks no later than those of the given ones: whoever puts work behind these on a device
+  // waits no longer for them. Never waits. Throws Error{kInvalidUse} as wait() does.
+  std::vector<int32_t> coming_with(std::span<const int32_t> tensors) const;
+
   // The tensors that have arrived in this iteration, in the order of arrival, from the given position on. Never waits.
   std::vector<int32_t> arrivals(int64_t position) const;
 
@@ -96,7 +100,7 @@ class Engine {
   std::vector<IterationRecord> timeline() const;
   EngineCounters counters() const;
 
-  // Ends the thread. Operations in flight are aborted; waiters get Error{kCommunication}. Idempotent; returns within two
+  // Ends the thread. Operations in flight are aborted, where a device does not end all of them by itself soon; waiters get Error{kCommunication}. Idempotent; returns within two
   // seconds. Every other function then throws Error{kInvalidUse}, except timeline() and counters().
   void shutdown();
 

@@ -59,7 +59,8 @@ class Transport {
 
   // Begins the operation and returns without waiting for the network. Its completion comes exactly once, from any thread,
   // also after an abort; an operation that cannot even begin completes with an error. REQUIRES: every tensor in its
-  // ranges exists, and nobody else touches these bytes until the completion.
+  // ranges exists, and nobody else touches these bytes until the completion, but work that a device does behind the end of
+  // the operation.
   virtual void start(const Operation& operation) noexcept = 0;
 
   // Everything that has been started completes within a second, with `reason` as its error where the network has not

@@ -145,6 +145,32 @@ TEST(Engine, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
   EXPECT_FALSE(engine.wait_all(0, Progress::kQueued)) << "a new iteration";
 }
 
+TEST(Engine, SaysWhatComesAlongOnADevice) {
+  Fixture fixture(4, Manner::kByHand, 3);
+  Engine& engine = fixture.engine;
+  engine.begin();
+  for (const int32_t tensor : {3, 2, 1, 0}) {
+    engine.on_ready(tensor);
+  }
+  ASSERT_TRUE(fixture.transport.await_started(3));
+  EXPECT_TRUE(engine.coming_with(std::vector<int32_t>{2}).empty());
+  for (const int64_t ticket : {0, 1, 2}) {
+    fixture.transport.queued(ticket);
+  }
+  ASSERT_TRUE(engine.wait(std::vector<int32_t>{1, 2, 3}, kPatienceNs, Progress::kQueued));
+  EXPECT_EQ(engine.coming_with(std::vector<int32_t>{2}), std::vector<int32_t>({2, 3})) << "1 comes later than 2";
+  EXPECT_EQ(engine.coming_with(std::vector<int32_t>{3, 1}), std::vector<int32_t>({1, 2, 3}));
+  EXPECT_EQ(engine.coming_with(std::vector<int32_t>{0}), std::vector<int32_t>({1, 2, 3})) << "0 is not there yet";
+  expect_refused([&] { engine.coming_with(std::vector<int32_t>{4}); }, ErrorCode::kInvalidUse, "does not exist");
+  for (const int64_t ticket : {0, 1, 2}) {
+    fixture.transport.complete(ticket);
+  }
+  ASSERT_TRUE(fixture.transport.await_started(4));
+  fixture.transport.complete(3);
+  ASSERT_TRUE(engine.wait_all(kPatienceNs));
+  EXPECT_TRUE(engine.coming_with(std::vector<int32_t>{0}).empty()) << "all have arrived";
+}
+
 TEST(Engine, WhoWaitsForADeviceHearsOfAFailure) {
   Fixture fixture(1, Manner::kByHand, 1);
   fixture.engine.begin();

@@ -128,10 +128,12 @@ TEST(Follower, ATensorIsQueuedWithTheLastBlockThatADeviceEnds) {
   follower.on_queued(0);
   follower.on_queued(0);
   EXPECT_EQ(progress(), std::vector<Progress>({travelling, travelling, queued}));
+  EXPECT_FALSE(follower.all_queued());
   EXPECT_TRUE(follower.is_in_flight(0));
   EXPECT_EQ(follower.in_flight_count(), 2);
   EXPECT_TRUE(follower.on_finish(1).empty());  // it was never called queued
   EXPECT_EQ(progress(), std::vector<Progress>({queued, queued, queued}));
+  EXPECT_TRUE(follower.all_queued());
   EXPECT_EQ(follower.on_finish(0), std::vector<int32_t>({0, 1, 2}));
   EXPECT_EQ(progress(), std::vector<Progress>({arrived, arrived, arrived}));
 }

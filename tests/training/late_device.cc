@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -14,6 +15,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -75,6 +77,19 @@ class LateTransport final : public Transport, private CompletionSink {
     waited_count_ += is_behind() ? 0 : 1;
     changed_.wait(lock, is_behind);
   }
+  void on_written(int32_t buffer, Range range) {
+    const std::lock_guard lock(mutex_);
+    ++written_counts_[{buffer, range.lo_bytes, range.hi_bytes}];
+  }
+  int64_t written_count(int32_t buffer, Range range) {
+    const std::lock_guard lock(mutex_);
+    return written_counts_[{buffer, range.lo_bytes, range.hi_bytes}];
+  }
+  // What is started from now on fails, a while after it was queued.
+  void fail() {
+    const std::lock_guard lock(mutex_);
+    fails_ = true;
+  }
   // So many of these calls had to wait.
   int64_t waited_count() {
     const std::lock_guard lock(mutex_);
@@ -110,7 +125,7 @@ class LateTransport final : public Transport, private CompletionSink {
       lock.unlock();
       std::this_thread::sleep_until(late.due);
       late.operation.ranges = late.ranges.data();
-      inner_.start(late.operation);
+      fails_ ? complete(late.operation.ticket, "the cable is gone") : inner_.start(late.operation);
       lock.lock();
     }
   }
@@ -125,6 +140,8 @@ class LateTransport final : public Transport, private CompletionSink {
   std::map<int64_t, Late> open_;  // by ticket
   std::deque<Late> waiting_;
   int64_t waited_count_ = 0;
+  std::map<std::tuple<int32_t, int64_t, int64_t>, int64_t> written_counts_;
+  std::atomic<bool> fails_ = false;
   bool ended_ = false;
 
   std::thread thread_;
@@ -139,7 +156,15 @@ PYBIND11_MODULE(_late_device, module) {
       .def(py::init<py::object, int64_t>(), py::arg("inner"), py::arg("delay_us"))
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<LateTransport&>(), self); })
-      .def("on_written", [](LateTransport&, int32_t, int64_t, int64_t) {})
+      .def("on_written",
+           [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+             transport.on_written(buffer, {lo_bytes, hi_bytes});
+           })
+      .def("written_count",
+           [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+             return transport.written_count(buffer, {lo_bytes, hi_bytes});
+           })
+      .def("fail", &LateTransport::fail)
       .def(
           "order_behind",
           [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {

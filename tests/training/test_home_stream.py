@@ -4,8 +4,12 @@ import contextlib
 
 import pytest
 
+import gradcast
+from gradcast.training import pending
 from gradcast.training.home_stream import HomeStream
 from training.needs import torch
+
+nn = torch.nn
 
 
 class Stream:
@@ -39,7 +43,7 @@ def streams(monkeypatch):
 @pytest.fixture
 def home(streams):
     home = HomeStream(torch.device("cuda", 0))
-    home.step_called()
+    home.called()
     return home
 
 
@@ -61,7 +65,20 @@ def test_updates_run_at_home_and_whoever_asked_runs_behind_them(streams, home):
 
 def test_a_step_on_another_stream_is_before_its_updates(streams, home):
     with streams.on(streams.b):
-        home.step_called()
+        home.called()
+    assert streams.a.behind == ["b"]
+
+
+def test_home_moves_with_the_step_and_behind_what_ran_there(streams, home):
+    with streams.on(streams.b):
+        home.parameter_read()
+        home.move()
+        assert not home.left, "everything may be on one stream from now on"
+        home.called()
+    assert streams.b.behind == ["a"]
+    assert streams.a.behind == []
+    with home.entered():
+        assert streams.current is streams.b
     assert streams.a.behind == ["b"]
 
 
@@ -74,6 +91,7 @@ def test_a_parameter_that_is_read_elsewhere_is_noticed(streams, home):
 def test_nothing_is_known_before_the_first_step(streams):
     home = HomeStream(torch.device("cuda", 0))
     home.parameter_read()
+    home.move()
     with streams.on(streams.b), home.entered():
         assert streams.current is streams.b
     assert not home.left
@@ -83,8 +101,59 @@ def test_nothing_is_known_before_the_first_step(streams):
 def test_on_the_cpu_there_are_no_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is no CUDA"))
     home = HomeStream(torch.device("cpu"))
-    home.step_called()
+    home.called()
+    home.move()
     home.parameter_read()
     with home.entered():
         pass
     assert not home.left
+
+
+class Watched(HomeStream):
+    """What a session asks of it."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.asked = []
+
+    def called(self):
+        self.asked.append("called")
+
+    def parameter_read(self):
+        self.asked.append("read")
+
+    @contextlib.contextmanager
+    def entered(self):
+        self.asked.append("in")
+        yield
+        self.asked.append("out")
+
+
+def train_watched(rank):
+    module = nn.Linear(4, 4, bias=False)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
+    home = handle._session._steps.home = Watched()
+    steps = []
+    for number in range(6):
+        if number == 5:
+            handle.flush()
+            home.left = True
+        home.asked.clear()
+        module(torch.ones(2, 4)).sum().backward()
+        sgd.step()
+        steps.append((list(home.asked), pending.is_pending(module.weight)))
+    handle.detach()
+    return steps
+
+
+def test_a_session_watches_reads_and_updates_at_home(ranks):
+    for steps in ranks.run(2, train_watched):
+        for asked, is_pending in steps[1:3]:  # the warm-up: read, and the step at once
+            assert asked[0] == "read"
+            assert not is_pending
+        for asked, is_pending in steps[4:5]:
+            update, backward_end, step = ["read", "in", "out"], ["called"], ["called", "in", "out"]
+            assert asked == update + backward_end + step
+            assert is_pending
+        assert not steps[5][1], "parameters are read elsewhere: the step is taken at once"

@@ -3,6 +3,7 @@ over the host's memory (late_device.cc). What a stream would wait for, the host 
 """
 
 import contextlib
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -66,3 +67,61 @@ def flush_late(rank):
 def test_after_flush_nothing_travels(ranks):
     """A device's memory may go then, and the process group."""
     assert ranks.run(2, flush_late) == [False, False]
+
+
+def train_marked(rank):
+    with late_device() as transports:
+        module = nn.Linear(8, 8)
+        handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
+    for _ in range(3):
+        module(torch.ones(4, 8)).sum().backward()
+    (flat,) = handle._session.buffers.flats
+    handle.detach()
+    return transports[0].written_count(0, 0, flat.numel() * flat.element_size())
+
+
+def test_every_block_starts_behind_the_marks(ranks):
+    """They are written all over the buffer where backward begins, and a gradient perhaps on another stream."""
+    assert ranks.run(2, train_marked) == [3, 3]
+
+
+def fail_late(rank, next_use):
+    with late_device(400_000) as transports:
+        module = nn.Linear(8, 8, bias=False)
+        handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
+    module(torch.ones(4, 8)).sum().backward()
+    handle.flush()
+    transports[0].fail()
+    module(torch.ones(4, 8)).sum().backward()  # the host goes on before that is known
+    deadline_s = time.monotonic() + 20
+    while handle._session.traffic.busy and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # whether that has been known for long makes no difference
+    with pytest.raises(gradcast.Error, match="the cable is gone"):
+        handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("next_use", ["flush", "backward"])
+def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(ranks, next_use):
+    assert all(ranks.run(2, fail_late, next_use))
+
+
+def train_one_block(rank):
+    with late_device():
+        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        options = gradcast.Options(
+            adapt=False, warmup_steps=3, policy="ddp", policy_parameters={"first_bytes": 1 << 20}
+        )
+        handle = gradcast.attach(module, sgd, options=options)
+    for _ in range(8):
+        module(torch.ones(4, 8)).sum().backward()
+        sgd.step()
+    handle.flush()
+    blocks, update_calls = len(handle.plan.blocks), handle.stats()["update_calls"]
+    handle.detach()
+    return blocks, update_calls
+
+
+def test_what_comes_in_one_block_is_updated_in_one_call(ranks):
+    assert ranks.run(2, train_one_block) == [(1, 1)] * 2

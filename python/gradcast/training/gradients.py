@@ -127,6 +127,8 @@ class Gradients:
         if absence.in_view:
             with torch._C.DisableTorchFunctionSubclass():
                 view.copy_(absence.gradient)
+            if view.is_cuda:
+                absence.gradient.record_stream(torch.cuda.current_stream(view.device))  # perhaps not that it comes from
             return
         slot.gradient = absence.gradient
         if slot.parameter.grad is view:

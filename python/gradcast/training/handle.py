@@ -165,7 +165,8 @@ class Handle:
         return self._live.buffers.layout if self._session.has_plan else ()
 
     def flush(self) -> None:
-        """Waits until every gradient in flight has arrived and every update that waits for it has run.
+        """Waits until every gradient in flight has arrived, and runs every update that waits for it (on a device: puts
+        it on the current stream).
 
         Needed only before parameters are read in ways that PyTorch's own checks do not see: DLPack, raw pointers.
         """

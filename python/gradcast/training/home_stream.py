@@ -1,4 +1,4 @@
-"""On CUDA, the stream that updates run on: that on which ``step()`` was called first.
+"""On CUDA, the stream that updates run on: that of the last ``step()``, and before the first one that of backward.
 
 A forward pass orders what it reads behind ``step()`` by itself where it uses that stream. Where it reads parameters on
 others, it has ordered them behind the call of ``step()``, in ways that gradcast does not see, so an update that runs
@@ -22,18 +22,27 @@ class HomeStream:
         self._stream: Any = None
         self.left = False
 
-    def step_called(self) -> None:
-        """An update may use everything that is on the calling thread's stream by now."""
+    def move(self) -> None:
+        """Home is from now on where the calling thread is. REQUIRES: no update is still to run."""
+        if self._stream is None:
+            return
+        here = self._here()
+        if here != self._stream:
+            here.wait_stream(self._stream)
+            self._stream, self.left = here, False
+
+    def called(self) -> None:
+        """What runs at home from now on may use everything that is on the calling thread's stream by now."""
         if self._device.type != "cuda":
             return
-        here = torch.cuda.current_stream(self._device)
+        here = self._here()
         if self._stream is None:
             self._stream = here
         elif here != self._stream:
             self._stream.wait_stream(here)
 
     def parameter_read(self) -> None:
-        if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
+        if self._stream is not None and self._here() != self._stream:
             self.left = True
 
     @contextlib.contextmanager
@@ -42,8 +51,11 @@ class HomeStream:
         if self._stream is None:
             yield
             return
-        here = torch.cuda.current_stream(self._device)
+        here = self._here()
         with torch.cuda.stream(self._stream):
             yield
         if here != self._stream:
             here.wait_stream(self._stream)
+
+    def _here(self) -> Any:
+        return torch.cuda.current_stream(self._device)

@@ -135,7 +135,7 @@ class LivePlan:
 
     def _stage_that_waits(self) -> str:
         if self._buffers.flats[0].device.type != "cpu":
-            return "forward"  # the host waits where the next backward pass begins
+            return "forward"  # it ends where the next backward pass begins, and there the host waits for everything
         if self._mode == "hook" and self._options.max_grad_norm is None:
             return "backward"
         return "loop" if self.plain or self.warmup is not None else "forward"

@@ -95,7 +95,9 @@ class Notes:
             times_ns = (facts.step_ns, facts.busy_ns, facts.link_ns, *stages_ns)
             for number, time_ns in enumerate(times_ns):
                 values[start + 2 * number : start + 2 * number + 2] = _halves(time_ns / _NS)
-        self._buffers.notes.copy_(torch.tensor(values, dtype=self._buffers.notes.dtype))
+        # Pinned, so that the host does not wait for the device here either.
+        written = torch.tensor(values, dtype=self._buffers.notes.dtype, pin_memory=self._on_device)
+        self._buffers.notes.copy_(written, non_blocking=True)
 
     def _turn(self, iteration: int) -> int:
         return iteration % self._turns

@@ -218,9 +218,10 @@ class Session:
                 slot.stale = True
             self._steps.backward_begins()
             forward_start_ns, forward_end_ns = self._forward_ns
-            if forward_end_ns:
-                self.trace.span("forward", forward_start_ns, forward_end_ns)
+            # On a device forward has not ended for the ranks before all that it reads has arrived.
             start_ns = self._settled_at_ns() or forward_end_ns or now_ns
+            if forward_end_ns:
+                self.trace.span("forward", forward_start_ns, start_ns)
             self._changing_layout(lambda: self.live.next(start_ns))
             self._look_for_failures()
             if self._damage is not None:
@@ -246,6 +247,7 @@ class Session:
     def backward_ended(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
+            self._steps.home.called()  # autograd calls this on the stream on which backward() was
             self.trace.span("backward", self.trace.current.start_ns, now_ns)
             if self.live.warmup is not None:
                 self.live.warmup.stopwatch.backward_ended()
@@ -352,7 +354,8 @@ class Session:
     def _await_gradients(self, start_ns: int) -> None:
         """After backward. Whoever wants them, it is no part of compute."""
         warmup = self.live.warmup
-        with contextlib.nullcontext() if warmup is None else warmup.stopwatch.waiting():
+        # Wherever gradients are looked at first, the stream that computes is behind them as well.
+        with contextlib.nullcontext() if warmup is None else warmup.stopwatch.waiting(), self._steps.home.entered():
             self._gradients.finish()
         self.trace.span("wait", start_ns, time.perf_counter_ns())
 

@@ -82,14 +82,18 @@ class Steps:
 
     def run_whole(self, number: int) -> None:
         """The optimizer's own step, on the gradients as they are."""
-        self._interceptions[number].run_whole()
+        self.home.called()
+        with self.home.entered():
+            self._interceptions[number].run_whole()
 
     def take(self, number: int, owner: pending.Owner, at_once: bool) -> bool:
         """A step with the gradients of the open backward pass. Returns True when every optimizer has taken them.
 
         ``at_once``: all is waited for and updated now (warm-up); otherwise only where the user's code requires it.
         """
-        self.home.step_called()
+        if not self.waiting:
+            self.home.move()
+        self.home.called()
         with self.home.entered():
             return self._take(number, owner, at_once)
 
@@ -130,13 +134,14 @@ class Steps:
     def _finish(self, slots: Sequence[Slot]) -> None:
         start_ns = time.perf_counter_ns()
         if self._clipping is None:
-            self._traffic.wait([slot.index for slot in slots])
+            there = self._traffic.wait([slot.index for slot in slots])
         else:
             self._gradients.finish()
+            there = [slot.index for slot in self._all_slots]
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip()
-        self._arrived.update(slot.index for slot in slots)
+        self._arrived.update(there)
         self._arrived.update(self._traffic.newly_arrived())
         for number in list(self._partial):
             part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
@@ -171,7 +176,7 @@ class Steps:
     def _reason_to_wait(self, number: int) -> str | None:
         optimizer = self._optimizers[number]
         if self.home.left:
-            return "forward reads parameters on another CUDA stream than that of step()"
+            return "parameters are read on another CUDA stream than that of step()"
         if not self._gradients.complete:
             return "the backward pass has failed before all gradients existed"
         if self._gradients.used:

@@ -6,7 +6,7 @@ for the rest, and the host goes on. Only where an iteration begins has everythin
 Thread safety: ``ready`` from any thread; everything else from the training thread, or under its owner's lock.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -37,6 +37,7 @@ class Traffic:
         self.place_of: list[int] = []  # of each parameter, its tensor in the profile in force
         self.agreed: Agreed | None = None
         self._seen = 0
+        self._has_begun = False
 
     def follow(self, agreed: Agreed) -> None:
         """The plan of the next iteration; moves the gradients where its layout is another one."""
@@ -52,9 +53,11 @@ class Traffic:
         """Opens an iteration; returns the engine's number of it."""
         self._seen = 0
         try:
-            return self._engine.begin()
+            iteration = self._engine.begin()
         except Error as error:
             raise self.watch.explain(error) from None
+        self._has_begun = True
+        return iteration
 
     def marked(self) -> None:
         """Marks were written all over the buffers, on a device perhaps on another stream than a gradient will be."""
@@ -73,15 +76,18 @@ class Traffic:
         except Error as error:
             raise self.watch.explain(error) from None
 
-    def wait(self, indices: Sequence[int]) -> None:
-        """Whoever uses these from now on, on a device on the current stream, finds that they have arrived. Raises what
-        failed on the network."""
+    def wait(self, indices: Sequence[int]) -> Sequence[int]:
+        """Whoever uses these from now on, on a device on the current stream, finds that they have arrived. Returns them
+        with those that come along on a device. Raises what failed on the network."""
         places = [self.place_of[index] for index in indices]
         self._wait(lambda: self._engine.wait(places, _WAIT_SLICE_NS, queued=self._on_device))
-        if self._on_device:
-            for place in places:
-                where = self._buffers.layout[place]
-                self._transport.order_behind(where.buffer, where.lo_bytes, where.end_bytes)
+        if not self._on_device:
+            return indices
+        there = {*places, *self._engine.coming_with(places)}
+        for place in there:
+            where = self._buffers.layout[place]
+            self._transport.order_behind(where.buffer, where.lo_bytes, where.end_bytes)
+        return self._parameters_at(there)
 
     def wait_all(self) -> None:
         self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self._on_device))
@@ -90,11 +96,13 @@ class Traffic:
                 self._transport.order_behind(buffer, 0, flat.numel() * flat.element_size())
 
     def settle(self) -> bool:
-        """The host waits until nothing travels any more. Returns whether it had to. REQUIRES: all gradients exist."""
-        if not self._on_device or not self._engine.busy:
+        """The host waits until nothing travels any more. Returns whether it had to. Raises what failed on the network
+        since. REQUIRES: all gradients exist."""
+        if not self._on_device or not self._has_begun:
             return False
+        had_to = self._engine.busy
         self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS))
-        return True
+        return had_to
 
     def compare_ranks(self, iteration: int) -> None:
         """Raises, on every rank, where the ranks have received different sums. Collective.
@@ -131,8 +139,7 @@ class Traffic:
         """Parameters that have arrived since the last call in this iteration."""
         places = self._engine.arrivals(self._seen)
         self._seen += len(places)
-        order = self.agreed.order
-        return [order[place] for place in places]
+        return self._parameters_at(places)
 
     def wire_bytes(self, plan: _core.Plan) -> int:
         """What the plan's blocks are as they travel."""
@@ -153,8 +160,13 @@ class Traffic:
         return self._engine.counters()
 
     def shutdown(self) -> None:
+        self._has_begun = False
         self.watch.close()
         self._engine.shutdown()
+
+    def _parameters_at(self, places: Collection[int]) -> list[int]:
+        order = self.agreed.order
+        return [order[place] for place in places]
 
     def _wait(self, wait_slice: Callable[[], bool]) -> None:
         with self.watch.waiting():
