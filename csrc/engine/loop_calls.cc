@@ -258,7 +258,12 @@ bool Engine::Loop::are_there(Tensors tensors, Progress until) const {
   if (!tensors) {
     return std::all_of(progress_.begin(), progress_.end(), [&](Progress progress) { return progress >= until; });
   }
-  return std::all_of(tensors->begin(), tensors->end(), [&](int32_t tensor) { return progress_[tensor] >= until; });
+  for (const int32_t tensor : *tensors) {
+    if (progress_[tensor] < until) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace gradcast
