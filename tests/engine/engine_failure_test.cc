@@ -121,36 +121,6 @@ TEST(EngineFailure, WaitersHearOfAFailureOnlyWhenNothingIsInFlightAnyMore) {
   EXPECT_EQ(fixture.engine->arrivals(0), std::vector<int32_t>({0})) << "what arrived meanwhile has arrived";
 }
 
-TEST(EngineFailure, WhatADeviceEndsByItselfIsNotAbortedAtTheEnd) {
-  Fixture fixture(2, 2);
-  ASSERT_TRUE(fixture.transport->await_started(2));
-  fixture.transport->queued(0);
-  fixture.transport->queued(1);
-  std::thread device([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    fixture.transport->complete(0);
-    fixture.transport->complete(1);
-  });
-  fixture.engine->shutdown();
-  device.join();
-  EXPECT_TRUE(fixture.transport->abort_reasons().empty());
-  EXPECT_TRUE(fixture.transport->closed());
-}
-
-TEST(EngineFailure, ADeviceThatDoesNotEndIsAbortedAtTheEndAllTheSame) {
-  for (const bool is_all : {false, true}) {
-    Fixture fixture(2, 2);
-    ASSERT_TRUE(fixture.transport->await_started(2));
-    fixture.transport->queued(0);
-    if (is_all) {
-      fixture.transport->queued(1);
-    }
-    fixture.engine->shutdown();
-    EXPECT_EQ(fixture.transport->abort_reasons(), std::vector<std::string>({"the engine was shut down"}));
-    EXPECT_TRUE(fixture.transport->closed());
-  }
-}
-
 TEST(EngineFailure, ACompletionOfWhatIsNotInFlightIsADefect) {
   for (const int64_t ticket : {0, 7, -1}) {
     SCOPED_TRACE("ticket " + std::to_string(ticket));

@@ -225,13 +225,21 @@ class Naive {
     return missing;
   }
 
-  bool has_arrived(size_t tensor, const std::vector<bool>& finished) const {
-    for (size_t k = 0; k < finished.size(); ++k) {
-      if (plan_.blocks[k].op != Op::kReduceScatter && touches_tensor(k, tensor) && !finished[k]) {
+  // Whether none of the blocks that it waits for is missing here.
+  bool has_all(size_t tensor, const std::vector<bool>& blocks) const {
+    for (size_t k = 0; k < blocks.size(); ++k) {
+      if (plan_.blocks[k].op != Op::kReduceScatter && touches_tensor(k, tensor) && !blocks[k]) {
         return false;
       }
     }
     return true;
+  }
+
+  Progress progress_of(size_t tensor, const std::vector<bool>& queued, const std::vector<bool>& finished) const {
+    if (has_all(tensor, finished)) {
+      return Progress::kArrived;
+    }
+    return has_all(tensor, queued) ? Progress::kQueued : Progress::kTravelling;
   }
 
  private:
@@ -246,6 +254,7 @@ void play_random_events(Random& random, const Profile& profile, const Plan& plan
   std::vector<int32_t> unready = random_order(random, tensor_count);
   std::vector<bool> ready(profile.tensors.size(), false);
   std::vector<bool> arrived(profile.tensors.size(), false);
+  std::vector<bool> queued(plan.blocks.size(), false);  // or finished
   std::vector<bool> finished(plan.blocks.size(), false);
   std::vector<int32_t> in_flight;
   size_t started = 0;
@@ -272,6 +281,15 @@ void play_random_events(Random& random, const Profile& profile, const Plan& plan
     }
     const auto at = in_flight.begin() + random.integer(0, static_cast<int64_t>(in_flight.size()) - 1);
     const int32_t block = *at;
+    queued[block] = true;
+    if (random.chance(0.5)) {
+      follower.on_queued(block);
+      ASSERT_EQ(follower.all_queued(), std::ranges::all_of(in_flight, [&](int32_t each) { return queued[each]; }));
+      for (size_t i = 0; i < arrived.size(); ++i) {
+        ASSERT_EQ(follower.progress_of(static_cast<int32_t>(i)), naive.progress_of(i, queued, finished)) << i;
+      }
+      continue;
+    }
     in_flight.erase(at);
     for (const int32_t tensor : follower.on_finish(block)) {
       ASSERT_FALSE(arrived[tensor]);
@@ -279,7 +297,8 @@ void play_random_events(Random& random, const Profile& profile, const Plan& plan
     }
     finished[block] = true;
     for (size_t i = 0; i < arrived.size(); ++i) {
-      ASSERT_EQ(arrived[i], naive.has_arrived(i, finished)) << "tensor " << i << " after block " << block;
+      ASSERT_EQ(arrived[i], naive.has_all(i, finished)) << "tensor " << i << " after block " << block;
+      ASSERT_EQ(follower.progress_of(static_cast<int32_t>(i)), naive.progress_of(i, queued, finished)) << i;
     }
   }
   ASSERT_EQ(follower.next(), std::nullopt);

@@ -127,7 +127,8 @@ class Steps:
         return None if norm is None else norm.item()
 
     def finish(self, slots: Sequence[Slot]) -> None:
-        """Waits for the gradients of these and updates them, with everything else that has arrived by then."""
+        """Waits for the gradients of these and updates them, with everything else that has arrived by then, or comes
+        along on a device."""
         with self.home.entered():
             self._finish(slots)
 

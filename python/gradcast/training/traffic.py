@@ -63,7 +63,7 @@ class Traffic:
         """Marks were written all over the buffers, on a device perhaps on another stream than a gradient will be."""
         if self._on_device:
             for buffer, flat in enumerate(self._buffers.flats):
-                self._transport.on_written(buffer, 0, flat.numel() * flat.element_size())
+                self._transport.on_written(buffer, 0, flat.nbytes)
 
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
@@ -93,7 +93,7 @@ class Traffic:
         self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self._on_device))
         if self._on_device:
             for buffer, flat in enumerate(self._buffers.flats):
-                self._transport.order_behind(buffer, 0, flat.numel() * flat.element_size())
+                self._transport.order_behind(buffer, 0, flat.nbytes)
 
     def settle(self) -> bool:
         """The host waits until nothing travels any more. Returns whether it had to. Raises what failed on the network
