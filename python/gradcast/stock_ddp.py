@@ -8,6 +8,10 @@ IN_FLIGHT = 2
 SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
 
 _MIB = 1 << 20
+# Bytes of the first bucket and of the others, to choose the best from: from 50 KB to 100 MiB in steps of a factor
+# sqrt(2), the first as large as the others or, as by default, a 25th of them.
+_OTHERS_BYTES = [int(25 * _MIB * 2 ** (step / 2)) for step in range(-18, 5)]
+TUNED_CAPS_BYTES = [(others // part, others) for part in (1, 25) for others in _OTHERS_BYTES]
 
 
 def same_caps(cap_mib: float) -> tuple[int, int]:
@@ -15,9 +19,15 @@ def same_caps(cap_mib: float) -> tuple[int, int]:
     return int(cap_mib * _MIB), int(cap_mib * _MIB)
 
 
-def plan(profile: _core.Profile, caps_bytes: tuple[int, int], link: _core.LinkModel | None = None) -> _core.Plan:
+def plan(
+    profile: _core.Profile,
+    caps_bytes: tuple[int, int],
+    link: _core.LinkModel | None = None,
+    *,
+    in_flight: int = IN_FLIGHT,
+) -> _core.Plan:
     """``caps_bytes``: of the first bucket and of the others. ``link``: None for the profile's own. REQUIRES: one."""
     parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
     return _core.make_plan(
-        profile, link or profile.link, policy="ddp", mode="hook", in_flight=IN_FLIGHT, parameters=parameters
+        profile, link or profile.link, policy="ddp", mode="hook", in_flight=in_flight, parameters=parameters
     )
