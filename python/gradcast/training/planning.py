@@ -31,8 +31,8 @@ _NEVER_PACK_NS_PER_BYTE = 1e6
 _PACKING_GAIN = 1.02
 # A measured start-up cost may be too low by much, even 0, and a plan of many blocks pays for that with each. So of
 # the plans that are nearly the best, the one with the fewest blocks.
-_BLOCK_TOLERANCE = 0.005
-_FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": _BLOCK_TOLERANCE}}
+_FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
+_PLAIN_TOLERANCE = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def plain_plan(profile: _core.Profile) -> _core.Plan:
     make the fewest buckets. Compared as if buckets went one after the other: `play` hides the start-up cost of one
     behind another in flight, and busy hosts do not (docs/benchmarks.md). REQUIRES: it has a link."""
     found = [(stock_ddp.plan(profile, caps, in_flight=1), caps) for caps in stock_ddp.TUNED_CAPS_BYTES]
-    near_ns = (1 + _BLOCK_TOLERANCE) * min(plan.predicted_ns for plan, _ in found)
+    near_ns = (1 + _PLAIN_TOLERANCE) * min(plan.predicted_ns for plan, _ in found)
     near = [each for each in found if each[0].predicted_ns <= near_ns]
     _, caps_bytes = min(near, key=lambda each: (len(each[0].blocks), each[0].predicted_ns))
     return stock_ddp.plan(profile, caps_bytes)
