@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     """The cells that are missing in the record, one after the other."""
     record = Path(args.record)
     record.parent.mkdir(parents=True, exist_ok=True)
-    done = {line["cell"] for line in _lines(record)} if record.exists() else set()
+    done = {line["cell"] for line in read_lines(record)} if record.exists() else set()
     missing = [cell for cell in cells() if cell.key not in done and _is_asked_for(cell, args)]
     for number, cell in enumerate(missing):
         arguments = cell.arguments()
@@ -143,7 +143,7 @@ def _tries(cell: Cell, arguments: list[str], record: Path) -> Iterator[dict[str,
 
 def _unsteadiness(line: dict[str, Any]) -> float:
     """Of compute alone, with which no network interferes: the longest of 80 % of the steps over the shortest."""
-    alone = _row(line, "alone")
+    alone = row_of(line, "alone")
     return alone["high_ms"] / alone["low_ms"]
 
 
@@ -174,16 +174,16 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
     }
 
 
-def _lines(record: Path) -> list[dict[str, Any]]:
+def read_lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in record.read_text(encoding="utf-8").splitlines() if text.strip()]
 
 
-def _row(line: dict[str, Any], name: str) -> dict[str, Any]:
+def row_of(line: dict[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in line["rows"] if row["name"] == name)
 
 
 def _words(line: dict[str, Any]) -> str:
-    overlap, hook = _row(line, "overlap"), _row(line, "hook")
+    overlap, hook = row_of(line, "overlap"), row_of(line, "hook")
     return (
         f"  overlap {overlap['step_ms']:.0f} ms, {overlap['ratio_to_best_ddp']:.2f} x best DDP, "
         f"{overlap['ratio_to_bound']:.3f} of the bound; hook {hook['ratio_to_best_ddp']:.2f} x"
@@ -192,7 +192,7 @@ def _words(line: dict[str, Any]) -> str:
 
 def table(args: argparse.Namespace) -> None:
     order = [cell.key for cell in cells()]
-    lines = sorted(_lines(Path(args.record)), key=lambda line: order.index(line["cell"]))
+    lines = sorted(read_lines(Path(args.record)), key=lambda line: order.index(line["cell"]))
     stand_ins, real = ([line for line in lines if bool(line["ratio"]) is wanted] for wanted in (True, False))
     tables = [_hosts_table(stand_ins, hosts) for hosts in sorted({line["hosts"] for line in stand_ins})]
     text = "\n\n".join([_summary(stand_ins), *tables, *_full_table(stand_ins), *_real_table(real)])
@@ -203,9 +203,10 @@ def table(args: argparse.Namespace) -> None:
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
-    overlaps = [_row(line, "overlap") for line in lines]
+    overlaps = [row_of(line, "overlap") for line in lines]
     gains = [row["ratio_to_best_ddp"] for row in overlaps]
-    hook_gains = [_row(line, "hook")["ratio_to_best_ddp"] for line in lines]
+    hook_gains = [row_of(line, "hook")["ratio_to_best_ddp"] for line in lines]
+    hook_slower = sum(row_of(line, "hook")["low_ms"] > row_of(line, line["best_ddp"])["high_ms"] for line in lines)
     near = sum(row["ratio_to_bound"] <= NEAR_BOUND for row in overlaps)
     errors = [abs(row["prediction_error"]) for row in overlaps]
     promised = [gain for line, gain in zip(lines, gains, strict=True) if _predicted_gain(line) >= PROMISED_GAIN]
@@ -214,14 +215,15 @@ def _summary(lines: list[dict[str, Any]]) -> str:
         f"{len(lines)} cells. Overlap mode: {near} within 5 % of the bound; {statistics.median(gains):.2f} x "
         f"best-tuned DDP in the median cell, {min(gains):.2f} to {max(gains):.2f}; {KEPT_GAIN} or more in {kept} of "
         f"the {len(promised)} cells where {PROMISED_GAIN} was predicted. Hook mode: {min(hook_gains):.2f} to "
-        f"{max(hook_gains):.2f} x, {statistics.median(hook_gains):.2f} in the median cell. Prediction: off by "
+        f"{max(hook_gains):.2f} x, {statistics.median(hook_gains):.2f} in the median cell; in {hook_slower or 'none'} are "
+        "its steps slower than the best DDP's beyond the ranges of both. Prediction: off by "
         f"{statistics.median(errors):.1%} in the median cell, {max(errors):.1%} at most."
     )
 
 
 def _predicted_gain(line: dict[str, Any]) -> float:
     ddp_ms = min(row["predicted_ms"] for row in line["rows"] if row["mode"] == "ddp")
-    return ddp_ms / _row(line, "overlap")["predicted_ms"]
+    return ddp_ms / row_of(line, "overlap")["predicted_ms"]
 
 
 HEADERS = [
@@ -244,8 +246,8 @@ def _real_table(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
-    overlap, hook, ddp = _row(line, "overlap"), _row(line, "hook"), _row(line, "ddp")
-    best = _row(line, line["best_ddp"])
+    overlap, hook, ddp = row_of(line, "overlap"), row_of(line, "hook"), row_of(line, "ddp")
+    best = row_of(line, line["best_ddp"])
     as_ddp = " (as DDP)" if overlap["runs_as_ddp"] else ""
     busy = overlap["cores_busy"]
     return [
@@ -276,7 +278,7 @@ def _full_table(lines: list[dict[str, Any]]) -> list[str]:
     if not full:
         return []
     names = list(dict.fromkeys(row["name"] for line in full for row in line["rows"]))
-    rows = [[name, *(f"{_row(line, name)['step_ms']:.0f}" for line in full)] for name in names]
+    rows = [[name, *(f"{row_of(line, name)['step_ms']:.0f}" for line in full)] for name in names]
     headers = ["", *(line["model"] for line in full)]
     title = f"**Everything, {FULL_HOSTS} hosts, communication as long as compute** (ms per step)"
     return [f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
@@ -284,13 +286,13 @@ def _full_table(lines: list[dict[str, Any]]) -> list[str]:
 
 def compare(args: argparse.Namespace) -> None:
     """Another record of the same cells: what has become slower or faster, as ratios to the best DDP of the same run."""
-    old = {line["cell"]: line for line in _lines(Path(args.other))}
+    old = {line["cell"]: line for line in read_lines(Path(args.other))}
     rows = []
-    for line in _lines(Path(args.record)):
+    for line in read_lines(Path(args.record)):
         if line["cell"] not in old:
             continue
         for name in ("hook", "overlap"):
-            new_ratio, old_ratio = (_row(each, name)["ratio_to_best_ddp"] for each in (line, old[line["cell"]]))
+            new_ratio, old_ratio = (row_of(each, name)["ratio_to_best_ddp"] for each in (line, old[line["cell"]]))
             rows.append(
                 [line["cell"], name, f"{old_ratio:.2f}", f"{new_ratio:.2f}", f"{new_ratio / old_ratio - 1:+.1%}"]
             )

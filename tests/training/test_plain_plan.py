@@ -47,8 +47,10 @@ def test_of_buckets_that_are_as_good_the_fewest(beta_ns_per_byte):
 
 
 def test_small_buckets_where_they_are_better():
-    plan, predicted = plain_and_predictions(profile(8.0))
+    given = profile(8.0)
+    plan, predicted = plain_and_predictions(given)
     assert len(plan.blocks) == COUNT
+    assert one_by_one_ns(given, plan) == pytest.approx(predicted[COUNT])
     assert predicted[COUNT] < 0.99 * min(ns for blocks, ns in predicted.items() if blocks < COUNT)
 
 
