@@ -20,8 +20,13 @@ def linear(alpha_ns, beta_ns_per_byte):
 
 def steps_on(link, sizes, factor=1.0, disturbed=None):
     """Four steps of blocks that take ``factor`` times what the link says; the blocks of one step ten times as long."""
+    from gradcast.training.link_costs import Sample
+
     cost = link.all_reduce.cost_ns
-    return [[(size, (10 if step == disturbed else 1) * factor * cost(size)) for size in sizes] for step in range(4)]
+    return [
+        [Sample(size, (10 if step == disturbed else 1) * factor * cost(size), at_once=True) for size in sizes]
+        for step in range(4)
+    ]
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.0, 1.02])
@@ -57,7 +62,7 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
     link = linear(1e5, 8.0)
     found = steps_on(link, sizes)
     for late, step in enumerate(found):
-        step[late] = (sizes[late], step[late][1] + 9e6)
+        step[late] = step[late]._replace(time_ns=step[late].time_ns + 9e6)
     corrected = link_costs.corrected(link, found)
     together_ns, usual_ns = (sum(each.all_reduce.cost_ns(size) for size in sizes) for each in (corrected, link))
     assert together_ns == pytest.approx(usual_ns + 9e6)
@@ -120,7 +125,7 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
     for _ in range(CALIBRATION_STEPS):
         calibration.step_ended(mock.Mock(blocks=blocks), None)
     found = calibration.found(mock.Mock(gather=lambda own: [own, own])).blocks
-    assert found[0] == [(4_000_000, 8e6), (2_000_000, 7e6 - 2_000_000 * pack_ns_per_byte)]
+    assert found[0] == [(4_000_000, 8e6, False), (2_000_000, 7e6 - 2_000_000 * pack_ns_per_byte, True)]
 
 
 def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
@@ -129,14 +134,72 @@ def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
     sizes = [[100, 200], [100, 200]]
     one = [[Took(30, True), Took(20, True)], [Took(11, True), Took(9, False)]]
     other = [[Took(10, False), Took(24, True)], [Took(13, True), Took(7, False)]]
-    assert samples(sizes, [one, other]) == [(100, 10), (200, 22), (100, 12), (200, 7)]
+    assert samples(sizes, [one, other]) == [(100, 10, False), (200, 22, True), (100, 12, True), (200, 7, False)]
+
+
+SAVED_NS = 1.6e6
+FOLLOWING, FIRST = [50_000, 70_000, 110_000, 170_000], [90_000, 120_000, 190_000, 210_000, 310_000, 400_000]
+
+
+def with_pauses(link):
+    """Steps in which the larger blocks find the network idle, and take less by the same time."""
+    from gradcast.training.link_costs import Sample
+
+    cost = link.all_reduce.cost_ns
+    return [
+        [
+            *(Sample(size, cost(size), at_once=True) for size in FOLLOWING),
+            *(Sample(size, cost(size) - SAVED_NS, at_once=False) for size in FIRST),
+        ]
+        for _ in range(4)
+    ]
+
+
+def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
+    """Fitted as they are, the larger ones would say that a start costs nothing, and a byte less than the wire takes."""
+    from gradcast.training import link_costs
+
+    link = linear(3e5, 105.0)
+    found = [sample for step in with_pauses(link) for sample in step]
+    fitted = link_costs.fitted(found, 0.0)
+    bent = _core.fit_op_cost([(sample.size_bytes, sample.time_ns) for sample in found]).cost
+    for size in (20_000, 100_000, 250_000, 800_000):
+        assert fitted.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=1e-6)
+    assert bent.cost_ns(800_000) < link.all_reduce.cost_ns(800_000) - SAVED_NS / 2
+    assert link_costs.spread(found, link) == pytest.approx((1.0, 1.0))
+
+
+def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
+    from gradcast.training import link_costs
+
+    link = linear(3e5, 105.0)
+    found = with_pauses(link)
+    seen_ns, said_ns = (
+        sum(cost(sample) for sample in found[0])
+        for cost in (lambda sample: sample.time_ns, lambda sample: link.all_reduce.cost_ns(sample.size_bytes))
+    )
+    assert seen_ns < 0.97 * said_ns, "without a correction this would be another network"
+    assert link_costs.corrected(link, found) is None
+    corrected = link_costs.corrected(linear(1e5, 90.0), found)
+    for size in (50_000, 400_000):
+        assert corrected.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=0.01)
+
+
+@pytest.mark.parametrize("saved_ns", [SAVED_NS, -SAVED_NS])
+def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are(saved_ns):
+    from gradcast.training.link_costs import Sample, in_a_row
+
+    cost = linear(3e5, 105.0).all_reduce.cost_ns
+    first = [Sample(size, cost(size) - saved_ns, at_once=False) for size in FIRST]
+    following = [Sample(size, cost(size), at_once=True) for size in (FOLLOWING[:2] if saved_ns > 0 else FOLLOWING)]
+    assert [sample[:2] for sample in in_a_row(following + first)] == [sample[:2] for sample in following + first]
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
     from gradcast.training import link_costs
 
     link = linear(1e5, 25.0)
-    found = [[(2_000_000, 1.3 * 4e7)]] * 4
+    found = [[link_costs.Sample(2_000_000, 1.3 * 4e7)]] * 4
     corrected = link_costs.corrected(link, found, shared_ns=4e7)
     for size in (50_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.3 * link.all_reduce.cost_ns(size))

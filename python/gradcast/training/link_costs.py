@@ -3,11 +3,9 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gradcast import _core
-
-# Bytes of a block, and for how long it kept the next one from being sent.
-Sample = tuple[int, float]
 
 # Below this a plan is not made again: it would not be another one.
 _RIGHT = 0.03
@@ -25,6 +23,15 @@ class Took:
     at_once: bool
 
 
+class Sample(NamedTuple):
+    """A block as all ranks together saw it, ns: for how long it kept the next one from being sent. ``at_once``: on all
+    of them its gradients were ready before the one before it had finished."""
+
+    size_bytes: int
+    time_ns: float
+    at_once: bool = False
+
+
 def took(block: _core.BlockRecord) -> Took:
     return Took(float(block.finish_ns - block.due_ns), block.due_ns > block.ready_ns)
 
@@ -32,26 +39,48 @@ def took(block: _core.BlockRecord) -> Took:
 def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Sequence[Took]]]) -> list[Sample]:
     """``block_bytes``: by step and block; ``ranks``: by rank, step and block."""
     return [
-        (size, _of_all([rank[step][block] for rank in ranks]))
+        _of_all(size, [rank[step][block] for rank in ranks])
         for step, sizes in enumerate(block_bytes)
         for block, size in enumerate(sizes)
     ]
 
 
-def _of_all(ranks: Sequence[Took]) -> float:
+def _of_all(size_bytes: int, ranks: Sequence[Took]) -> Sample:
     """Where some rank's gradients came late, the times of the others hold their waiting for them. Where none did, each
     rank's times add up to the same, but it is now one rank that sees an end late and now another."""
     times_ns = [each.time_ns for each in ranks]
-    return statistics.mean(times_ns) if all(each.at_once for each in ranks) else min(times_ns)
+    at_once = all(each.at_once for each in ranks)
+    return Sample(size_bytes, statistics.mean(times_ns) if at_once else min(times_ns), at_once)
+
+
+def in_a_row(found: Sequence[Sample]) -> list[Sample]:
+    """The samples as if each block had followed another one.
+
+    A block that finds the network idle costs less, by the same time whatever its size: switches, token buckets and
+    socket buffers have room again, and it is as if it had begun earlier. Which blocks these are depends on the plan,
+    and they fill pauses: how long a step takes is decided by blocks in a row. Mixed, the two bend a fit, to start-up
+    costs of 0 and a network faster than it is. Where too few follow another one, all stay as they are.
+    """
+    following = [sample for sample in found if sample.at_once]
+    others = [sample for sample in found if not sample.at_once]
+    if _size_count(following) < 3 or not others:
+        return list(found)
+    cost = _fit(following)
+    saved_ns = max(0.0, statistics.median(cost.cost_ns(sample.size_bytes) - sample.time_ns for sample in others))
+    return [
+        sample if sample.at_once else sample._replace(time_ns=sample.time_ns + saved_ns, at_once=True)
+        for sample in found
+    ]
 
 
 def fitted(found: Sequence[Sample], pack_ns_per_byte: float) -> _core.LinkModel:
     """REQUIRES: at least one sample."""
+    found = in_a_row(found)
     if _size_count(found) >= 3:
-        pieces = _with_stalls(_core.fit_op_cost(found).cost, found)
+        pieces = _with_stalls(_fit(found), found)
         return _core.LinkModel(all_reduce=pieces, pack_ns_per_byte=pack_ns_per_byte)
     # A model so small that every block has nearly the same size: what it costs is then all there is to know.
-    alpha_ns = statistics.median(time for _, time in found)
+    alpha_ns = statistics.median(sample.time_ns for sample in found)
     only = _core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=0)
     return _core.LinkModel(all_reduce=[only], pack_ns_per_byte=pack_ns_per_byte)
 
@@ -61,43 +90,55 @@ def corrected(
 ) -> _core.LinkModel | None:
     """The link as a plan's own blocks have found it, None where ``link`` is right. ``steps``: of the same blocks each.
 
-    A block that finds the network idle costs less than one that follows another: switches and token buckets have room
-    again, and ranks that are not quite in step send one after the other. A plan leaves other pauses than the warm-up.
+    A plan leaves other pauses than the warm-up, and ranks that are not quite in step send one after the other.
 
     ``shared_ns``: where several blocks may be in flight, what ``link`` says of all of them together; the one sample of
     a step is what they have taken.
     """
-    # Of whole steps: now one block is late and now another.
-    usual_ns = statistics.median(sum(time for _, time in step) for step in steps)
-    factor = usual_ns / (shared_ns or _together_ns(link, steps[0]))
+    found = in_a_row([sample for step in steps for sample in step])
+    count = len(steps[0])
+    steps = [found[first : first + count] for first in range(0, len(found), count)]
+    factor = _longer(steps, link, shared_ns)
     if abs(factor - 1) <= _RIGHT:
         return None
-    if _size_count(steps[0]) < 3:
+    if _size_count(found) < 3:
         return link.scaled(factor, factor)
-    shaped = fitted([sample for step in steps for sample in step], link.pack_ns_per_byte)
-    left = usual_ns / _together_ns(shaped, steps[0])
+    shaped = fitted(found, link.pack_ns_per_byte)
+    left = _longer(steps, shaped)
     return shaped.scaled(left, left)
+
+
+def _longer(steps: Sequence[Sequence[Sample]], link: _core.LinkModel, shared_ns: float | None = None) -> float:
+    """How many times what ``link`` says. Of whole steps: now one block is late and now another."""
+    return statistics.median(
+        _total_ns(step) / (shared_ns or sum(link.all_reduce.cost_ns(sample.size_bytes) for sample in step))
+        for step in steps
+    )
 
 
 def spread(found: Sequence[Sample], link: _core.LinkModel) -> tuple[float, float]:
     """What nine tenths of the samples take at least, and at most, as a share of what the link model says."""
-    shares = sorted(time / link.all_reduce.cost_ns(size) for size, time in found)
+    shares = sorted(sample.time_ns / link.all_reduce.cost_ns(sample.size_bytes) for sample in in_a_row(found))
     return shares[len(shares) // 10], shares[-1 - len(shares) // 10]
 
 
-def _together_ns(link: _core.LinkModel, step: Sequence[Sample]) -> float:
-    return sum(link.all_reduce.cost_ns(size) for size, _ in step)
+def _fit(found: Sequence[Sample]) -> _core.OpCost:
+    return _core.fit_op_cost([(sample.size_bytes, sample.time_ns) for sample in found]).cost
+
+
+def _total_ns(found: Sequence[Sample]) -> float:
+    return sum(sample.time_ns for sample in found)
 
 
 def _size_count(found: Sequence[Sample]) -> int:
-    return len({size for size, _ in found})
+    return len({sample.size_bytes for sample in found})
 
 
 def _with_stalls(cost: _core.OpCost, found: Sequence[Sample]) -> list[_core.LinkPiece]:
     """The fit goes through the middle of the samples, but a plan pays for stalls, too: threads that wait for a core,
     packets that come late. What blocks take above the fit on average, each of them pays. The extreme quarters are left
     out: one disturbed step of those that are measured has no say."""
-    above = sorted(time - cost.cost_ns(size) for size, time in found)
+    above = sorted(sample.time_ns - cost.cost_ns(sample.size_bytes) for sample in found)
     cut = len(above) // 4
     stall_ns = max(0.0, statistics.mean(above[cut : len(above) - cut]))
     return [
