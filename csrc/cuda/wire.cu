@@ -3,22 +3,18 @@
 #include <cstdint>
 
 #include "numbers.h"
+#include "split.h"
 #include "wire.h"
 
 namespace gradcast {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kVector = 8;  // numbers that a thread takes at once: 32 bytes in, 16 out
 // Enough to fill any GPU; threads walk on in strides of the grid.
 constexpr int64_t kBlocksMax = 2048;
 
 int blocks_for(int64_t work) {
   return static_cast<int>(std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, kBlocksMax));
-}
-
-bool is_aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
 __device__ int64_t first_index() {
@@ -29,17 +25,21 @@ __device__ int64_t stride() {
   return static_cast<int64_t>(gridDim.x) * blockDim.x;
 }
 
+// The i-th of the numbers that go one by one.
+__device__ int64_t single(int64_t i, Split split) {
+  return i < split.head ? i : i + kVector * split.vector_count;
+}
+
 // Two 16-bit numbers as the word that holds them in memory.
 __device__ uint32_t pair_of(uint16_t low, uint16_t high) {
   return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
 }
 
 template <typename Number>
-__global__ void to_wire_kernel(uint16_t* wire, const float* numbers, int64_t count, float factor,
-                               int64_t vector_count) {
-  const auto* in = reinterpret_cast<const float4*>(numbers);
-  auto* out = reinterpret_cast<uint4*>(wire);
-  for (int64_t i = first_index(); i < vector_count; i += stride()) {
+__global__ void to_wire_kernel(uint16_t* wire, const float* numbers, int64_t count, float factor, Split split) {
+  const auto* in = reinterpret_cast<const float4*>(numbers + split.head);
+  auto* out = reinterpret_cast<uint4*>(wire + split.head);
+  for (int64_t i = first_index(); i < split.vector_count; i += stride()) {
     const float4 a = in[2 * i];
     const float4 b = in[2 * i + 1];
     out[i] = make_uint4(pair_of(Number::from(a.x * factor), Number::from(a.y * factor)),
@@ -47,25 +47,26 @@ __global__ void to_wire_kernel(uint16_t* wire, const float* numbers, int64_t cou
                         pair_of(Number::from(b.x * factor), Number::from(b.y * factor)),
                         pair_of(Number::from(b.z * factor), Number::from(b.w * factor)));
   }
-  for (int64_t i = kVector * vector_count + first_index(); i < count; i += stride()) {
-    wire[i] = Number::from(numbers[i] * factor);
+  for (int64_t i = first_index(); i < count - kVector * split.vector_count; i += stride()) {
+    const int64_t place = single(i, split);
+    wire[place] = Number::from(numbers[place] * factor);
   }
 }
 
 template <typename Number>
-__global__ void from_wire_kernel(float* numbers, const uint16_t* wire, int64_t count, float factor,
-                                 int64_t vector_count) {
-  const auto* in = reinterpret_cast<const uint4*>(wire);
-  auto* out = reinterpret_cast<float4*>(numbers);
+__global__ void from_wire_kernel(float* numbers, const uint16_t* wire, int64_t count, float factor, Split split) {
+  const auto* in = reinterpret_cast<const uint4*>(wire + split.head);
+  auto* out = reinterpret_cast<float4*>(numbers + split.head);
   const auto low = [factor](uint32_t pair) { return Number::to(static_cast<uint16_t>(pair)) * factor; };
   const auto high = [factor](uint32_t pair) { return Number::to(static_cast<uint16_t>(pair >> 16)) * factor; };
-  for (int64_t i = first_index(); i < vector_count; i += stride()) {
+  for (int64_t i = first_index(); i < split.vector_count; i += stride()) {
     const uint4 w = in[i];
     out[2 * i] = make_float4(low(w.x), high(w.x), low(w.y), high(w.y));
     out[2 * i + 1] = make_float4(low(w.z), high(w.z), low(w.w), high(w.w));
   }
-  for (int64_t i = kVector * vector_count + first_index(); i < count; i += stride()) {
-    numbers[i] = Number::to(wire[i]) * factor;
+  for (int64_t i = first_index(); i < count - kVector * split.vector_count; i += stride()) {
+    const int64_t place = single(i, split);
+    numbers[place] = Number::to(wire[place]) * factor;
   }
 }
 
@@ -96,8 +97,8 @@ __global__ void spin_kernel(int64_t duration_ns) {
   }
 }
 
-int64_t vectors_in(const void* wire, const void* numbers, int64_t count) {
-  return is_aligned(wire) && is_aligned(numbers) ? count / kVector : 0;
+int blocks_for(Split split, int64_t count) {
+  return blocks_for(split.vector_count > 0 ? split.vector_count : count);
 }
 
 }  // namespace
@@ -107,12 +108,12 @@ cudaError_t to_wire(uint16_t* wire, const float* numbers, int64_t count, float f
   if (count == 0) {
     return cudaSuccess;
   }
-  const int64_t vector_count = vectors_in(wire, numbers, count);
-  const int blocks = blocks_for(vector_count > 0 ? vector_count : count);
+  const Split split = split_of(wire, numbers, count);
+  const int blocks = blocks_for(split, count);
   if (format == WireFormat::kBf16) {
-    to_wire_kernel<Bf16><<<blocks, kThreads, 0, stream>>>(wire, numbers, count, factor, vector_count);
+    to_wire_kernel<Bf16><<<blocks, kThreads, 0, stream>>>(wire, numbers, count, factor, split);
   } else {
-    to_wire_kernel<Fp16><<<blocks, kThreads, 0, stream>>>(wire, numbers, count, factor, vector_count);
+    to_wire_kernel<Fp16><<<blocks, kThreads, 0, stream>>>(wire, numbers, count, factor, split);
   }
   return cudaGetLastError();
 }
@@ -122,12 +123,12 @@ cudaError_t from_wire(float* numbers, const uint16_t* wire, int64_t count, float
   if (count == 0) {
     return cudaSuccess;
   }
-  const int64_t vector_count = vectors_in(wire, numbers, count);
-  const int blocks = blocks_for(vector_count > 0 ? vector_count : count);
+  const Split split = split_of(wire, numbers, count);
+  const int blocks = blocks_for(split, count);
   if (format == WireFormat::kBf16) {
-    from_wire_kernel<Bf16><<<blocks, kThreads, 0, stream>>>(numbers, wire, count, factor, vector_count);
+    from_wire_kernel<Bf16><<<blocks, kThreads, 0, stream>>>(numbers, wire, count, factor, split);
   } else {
-    from_wire_kernel<Fp16><<<blocks, kThreads, 0, stream>>>(numbers, wire, count, factor, vector_count);
+    from_wire_kernel<Fp16><<<blocks, kThreads, 0, stream>>>(numbers, wire, count, factor, split);
   }
   return cudaGetLastError();
 }

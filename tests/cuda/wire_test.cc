@@ -9,6 +9,8 @@
 #include <random>
 #include <vector>
 
+#include "split.h"
+
 namespace gradcast {
 namespace {
 
@@ -119,6 +121,31 @@ TEST(Wire, TheAverageIsFoldedIn) {
       ASSERT_EQ(back[i], number * 4);
     }
   }
+}
+
+TEST(Split, EveryNumberIsTakenOnceAndVectorsAreAligned) {
+  alignas(32) static float numbers[64];
+  alignas(32) static uint16_t wire[64];
+  int vectors = 0;
+  for (int64_t skipped = 0; skipped < 9; ++skipped) {
+    for (int64_t wire_skipped = 0; wire_skipped < 9; ++wire_skipped) {
+      for (int64_t count = 1; count < 50; ++count) {
+        const Split split = split_of(wire + wire_skipped, numbers + skipped, count);
+        ASSERT_LE(split.head + kVector * split.vector_count, count);
+        if (split.vector_count == 0) continue;
+        ++vectors;
+        ASSERT_LT(split.head, kVector);
+        ASSERT_LT(count - split.head - kVector * split.vector_count, kVector);
+        ASSERT_EQ((skipped + split.head) % 4, 0);
+        ASSERT_EQ((wire_skipped + split.head) % 8, 0);
+      }
+      // Where both begin at the same place of a vector, vectors are found.
+      ASSERT_TRUE(skipped % 4 != wire_skipped % 4 ||
+                  split_of(wire + wire_skipped, numbers + skipped, 40).vector_count ==
+                      (40 - (8 - wire_skipped % 8) % 8) / 8);
+    }
+  }
+  EXPECT_GT(vectors, 0);
 }
 
 TEST(Checksum, TellsBytesPlacesAndLengthsApart) {
