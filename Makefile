@@ -44,6 +44,14 @@ test: all
 	for check in test-cpp test-python $(if $(TORCH),,test-tsan test-asan) lint; do $(MAKE) --no-print-directory $$check || status=1; done; \
 	exit $$status
 
+# For a machine with a GPU that can install nothing: what benchmarks/gpu_check.sh compiles with, in a folder to carry there.
+.PHONY: gpu-needs
+gpu-needs: all
+	rm -rf build-gpu/needs && mkdir -p build-gpu/needs/include
+	cp -rL --parents /usr/include/gtest /usr/include/benchmark /usr/lib/*/cmake/GTest /usr/lib/*/cmake/benchmark \
+	  /usr/lib/*/libgtest*.a /usr/lib/*/libbenchmark* build-gpu/needs
+	cp -r $$(python -c 'import nlohmann_json; print(nlohmann_json.get_include())')/nlohmann build-gpu/needs/include
+
 .PHONY: test-cpp
 test-cpp: all
 	@rm -f $(BUILD)/ctest.xml
@@ -70,7 +78,7 @@ test-tsan: $(VENV)/tools.stamp
 	@tools/need.sh tests
 	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-tsan.xml
 	@$(call SANITIZED,thread) -B $(BUILD)-tsan >/dev/null
-	@cmake --build $(BUILD)-tsan --target engine_test --parallel $(JOBS)
+	@cmake --build $(BUILD)-tsan --target threaded_tests --parallel $(JOBS)
 	$(CTEST_SANITIZED) --test-dir $(BUILD)-tsan --output-junit $(CURDIR)/$(BUILD)/ctest-tsan.xml
 
 .PHONY: test-asan
@@ -78,7 +86,7 @@ test-asan: $(VENV)/tools.stamp
 	@tools/need.sh tests
 	@mkdir -p $(BUILD) && rm -f $(BUILD)/ctest-asan.xml
 	@$(call SANITIZED,address$(,)undefined) -B $(BUILD)-asan >/dev/null
-	@cmake --build $(BUILD)-asan --target core_test engine_test sim_test wire_test --parallel $(JOBS)
+	@cmake --build $(BUILD)-asan --target core_test sim_test wire_test threaded_tests --parallel $(JOBS)
 	GRADCAST_SEED_FACTOR=0.05 $(CTEST_SANITIZED) --test-dir $(BUILD)-asan --output-junit $(CURDIR)/$(BUILD)/ctest-asan.xml
 
 # Many more seeds of every randomized test, many more mutated files, a wheel built and used from nothing, and the fuzzers

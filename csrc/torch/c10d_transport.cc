@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "collective.h"
+#include "message.h"
 #include "row.h"
 
 namespace gradcast {
@@ -26,22 +27,6 @@ const char* name_of(Op op) {
       return "all_gather";
   }
   return "operation";
-}
-
-// The backend's own words, without the list of addresses that torch adds to them.
-std::string message_of(const std::exception_ptr& exception) {
-  std::string message = "an unknown error";
-  try {
-    std::rethrow_exception(exception);
-  } catch (const c10::Error& error) {
-    message = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    message = error.what();
-  } catch (...) {
-  }
-  while (!message.empty() && message.back() == '\n')
-    message.pop_back();
-  return message;
 }
 
 std::optional<c10::ScalarType> wire_of(const std::string& name) {
@@ -157,6 +142,9 @@ const C10dTransport::Buffer& C10dTransport::buffer_at(int32_t index) const {
 
 void C10dTransport::open(CompletionSink* sink) noexcept {
   outstanding_->open(sink);
+  for (const Buffer& buffer : buffers_) {
+    if (buffer.stream != nullptr) buffer.stream->enter_device();
+  }
 }
 
 void C10dTransport::start(const Operation& operation) noexcept {

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "gradcast/types.h"
+#include "last_marks.h"
 
 namespace gradcast {
 
@@ -48,6 +49,10 @@ class DeviceStream {
 
   // To be made current by whoever starts an operation. Of high priority: a late block delays the next forward pass.
   c10::Stream stream() const { return stream_; }
+
+  // To be called by a thread that will work for this device. What it does would otherwise end with device 0 as its current
+  // one, which takes memory there: with many ranks on a host, hundreds of MB for each on the first device.
+  void enter_device() const noexcept;
 
   // The calling thread's current stream has been given the kernels that write this range.
   void on_written(int32_t buffer, Range range);
@@ -83,7 +88,6 @@ class DeviceStream {
     std::exception_ptr error{};
   };
   using News = std::variant<Watched, Ending>;
-  using Ends = std::map<int64_t, std::pair<int64_t, std::shared_ptr<const c10::Event>>>;
 
   Watched recorded(const c10::Stream& stream, Place place) const;
   void loop();
@@ -101,8 +105,7 @@ class DeviceStream {
   std::map<int32_t, std::map<std::pair<int64_t, int64_t>, c10::Event>> writes_;
 
   std::mutex ends_mutex_;
-  // Of the last operation on each byte. By buffer and beginning: end, event.
-  std::map<int32_t, Ends> ends_;
+  LastMarks<std::shared_ptr<const c10::Event>> ends_;  // of the last operation on each byte
 
   std::list<Watched> watched_;  // the waiting thread's own
 

@@ -36,6 +36,8 @@ struct NcclOptions {
   // Thread blocks that communication takes from compute at most; 0: as NCCL chooses.
   int32_t cta_count_max = 0;
   int64_t connect_timeout_ns = 120'000'000'000;
+  // So long may an operation take once the device has written its bytes; then all fail, and the communicator is given up.
+  int64_t operation_timeout_ns = 600'000'000'000;
 };
 
 class DeviceTransport : public Transport {
@@ -43,7 +45,14 @@ class DeviceTransport : public Transport {
   // `stream` has been given the kernels that write this range; what is started later waits for them. Throws
   // Error{kInvalidOption} for a buffer that does not exist, Error{kCommunication} for what CUDA refuses.
   virtual void on_written(int32_t buffer, Range range, cudaStream_t stream) = 0;
+  // What is put on `stream` after this runs behind the ends of the operations on this range, as far as they were `queued`
+  // (CompletionSink) before: the host waits for Progress::kQueued only (Engine::wait). Throws as on_written does.
+  virtual void order_behind(int32_t buffer, Range range, cudaStream_t stream) = 0;
 };
+
+// Memory of the current device for a gradient buffer that NCCL can send from where it lies (ncclMemAlloc), or where that is
+// not to be had, ordinary memory of the device. It frees itself; not zeroed. Throws Error{kCommunication}: no memory.
+std::shared_ptr<void> allocate_for_nccl(int64_t size_bytes);
 
 // Names a communicator: made on one rank and carried to all others, by the c10d store, by MPI, by any other way.
 // Throws Error{kCommunication} for what NCCL refuses.

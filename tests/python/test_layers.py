@@ -59,13 +59,14 @@ LAYERS = {
     ),
     "csrc/transport/nccl": Layer(
         frozenset({"core", "transport"}),
-        ("nccl.h", "cuda_runtime", "pthread.h"),
+        ("nccl.h", "cuda_runtime", "pthread.h", "sys/prctl.h"),
         words_only=True,
         own=("csrc/transport/shared",),
     ),
     "csrc/engine": Layer(frozenset({"core", "engine", "transport"}), ("pthread.h",)),
     "csrc/cuda": Layer(frozenset(), ("cuda",)),
     "tests/cuda": Layer(frozenset(), ("gtest/",), own=("csrc/cuda",)),
+    "tests/nccl": Layer(frozenset({"core", "transport"}), ("gtest/", "nccl.h", "cuda_runtime")),
     "csrc/bench": Layer(
         frozenset({"core", "engine", "transport"}),
         ("nlohmann/", "mpi.h", "cuda_runtime", "getopt.h", "time.h", "sys/prctl.h"),
@@ -77,7 +78,7 @@ LAYERS = {
     ),
     "csrc/torch": Layer(
         frozenset({"core", "transport"}),
-        ("torch/", "c10/", "ATen/", "pybind11/", "pthread.h"),
+        ("torch/", "c10/", "ATen/", "pybind11/", "pthread.h", "sys/prctl.h"),
         words_only=True,
         own=("csrc/transport/shared",),
     ),

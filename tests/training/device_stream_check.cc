@@ -8,15 +8,17 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "device_stream.h"
+#include "message.h"
 
 namespace {
 
 constexpr auto kKind = c10::DeviceType::PrivateUse1;
-const c10::Device kDevice(kKind, 0);
+const c10::Device kDevice(kKind, 1);
 
 // A stream is the list of what it was given: kernels, which the test finishes, and places of other streams to wait for.
 class FakeDevice {
@@ -62,14 +64,21 @@ class FakeDevice {
 
 FakeDevice fake;
 thread_local c10::StreamId current_stream = 0;
+// Of a thread that has said nothing it is device 0. Calls for another device go back to it, and it takes memory.
+thread_local c10::DeviceIndex current_device = 0;
+std::atomic<int> calls_from_device_0 = 0;
+
+void come_back() {
+  if (current_device == 0) ++calls_from_device_0;
+}
 
 struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kKind; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
   c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void setDevice(c10::Device device) const override { current_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
   c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
     static c10::StreamId last = 0;
@@ -79,10 +88,12 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
     return stream(std::exchange(current_stream, next.id()));
   }
   void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+    come_back();
     if (*event == nullptr) *event = new FakeDevice::Place;
     *static_cast<FakeDevice::Place*>(*event) = fake.end_of(on.id());
   }
   void block(void* event, const c10::Stream& on) const override {
+    come_back();
     if (event != nullptr) fake.add_wait(on.id(), *static_cast<FakeDevice::Place*>(event));
   }
   bool queryEvent(void* event) const override {
@@ -99,6 +110,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
 // Starts and ends operations as the transport does, and notes what it is told of them.
 class Checked {
  public:
+  Checked() { stream_.enter_device(); }  // as a trainer's thread has
+
   // Kernels that write: on the stream that is current where autograd runs, which is 0 here.
   size_t write(gradcast::Range range) {
     const size_t kernel = fake.add_kernel(0);
@@ -147,6 +160,15 @@ class Checked {
     return fake.end_of(stream).second;
   }
   bool could_run(c10::StreamId stream, size_t kernel) { return fake.is_past({stream, kernel}); }
+  // By a thread of its own, which works for the device from its beginning.
+  bool start_elsewhere(const std::string& name, gradcast::Range range) {
+    bool is_waiting = false;
+    std::thread([&] {
+      stream_.enter_device();
+      is_waiting = start(name, range);
+    }).join();
+    return is_waiting;
+  }
   void give_up() { given_up_ = true; }
   void close() { stream_.close(); }
   std::vector<std::string> told() {
@@ -196,6 +218,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           pybind11::arg("name"), pybind11::arg("ranges") = std::vector<std::pair<int64_t, int64_t>>(),
           pybind11::arg("fails") = false)
+      .def("start_elsewhere",
+           [](Checked& own, const std::string& name, int64_t lo, int64_t hi) {
+             return own.start_elsewhere(name, {lo, hi});
+           })
       .def("queued", &Checked::queued)
       .def("use",
            [](Checked& own, c10::StreamId stream, int64_t lo, int64_t hi) {
@@ -206,4 +232,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("give_up", &Checked::give_up)
       .def("close", &Checked::close, released)
       .def("told", &Checked::told);
+  m.def("message_of_no_memory", [](const std::string& words) {
+    return gradcast::message_of(
+        std::make_exception_ptr(c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words)));
+  });
+  m.def("calls_from_device_0", [] { return calls_from_device_0.load(); });
 }

@@ -20,8 +20,11 @@ def device(tmp_path_factory):
     root = sources_root()
     return cpp_extension.load(
         name="device_stream_check",
-        sources=[str(Path(__file__).with_name("device_stream_check.cc")), str(root / "csrc/torch/device_stream.cc")],
-        extra_include_paths=[str(root / "csrc/torch"), str(root / "include")],
+        sources=[
+            str(Path(__file__).with_name("device_stream_check.cc")),
+            *(str(root / f"csrc/torch/{name}.cc") for name in ("device_stream", "message")),
+        ],
+        extra_include_paths=[str(root / folder) for folder in ("csrc/torch", "csrc/transport/shared", "include")],
         extra_cflags=["-std=c++20", "-O1"],
         build_directory=str(tmp_path_factory.mktemp("device_stream")),
     )
@@ -52,6 +55,22 @@ def tells(checked, *expected):
 def ends(checked, name):
     """Once the waiting thread has put the operation's rest on its stream."""
     return becomes_true(lambda: checked.finish_end(name))
+
+
+def queued(checked, *names):
+    return becomes_true(lambda: checked.queued() == list(names))
+
+
+def test_its_threads_do_not_take_memory_on_the_first_device(device, checked):
+    before = device.calls_from_device_0()
+    kernel = checked.write(0, 100)
+    assert checked.start_elsewhere("a", 0, 100)
+    checked.end("a", [(0, 100)])
+    assert queued(checked, "a")
+    checked.finish_write(kernel)
+    assert ends(checked, "a")
+    assert tells(checked, "a began", "a ended")
+    assert device.calls_from_device_0() == before
 
 
 def test_an_operation_whose_bytes_are_written_begins_where_it_is_started(checked):
@@ -126,10 +145,6 @@ def test_what_is_given_up_is_waited_for_no_more(checked):
 STREAM = 1000  # of whoever uses what has arrived
 
 
-def queued(checked, *names):
-    return becomes_true(lambda: checked.queued() == list(names))
-
-
 def test_what_uses_the_bytes_of_an_operation_runs_behind_its_end(checked):
     checked.start("a", 0, 100)
     checked.end("a", [(0, 40), (60, 100)])
@@ -176,3 +191,10 @@ def test_what_could_not_be_queued_is_not_called_so(checked):
     assert tells(checked, "a ended badly")
     assert checked.queued() == []
     assert checked.could_run(STREAM, checked.use(STREAM, 0, 100))
+
+
+def test_no_memory_on_the_device_says_what_to_do(device):
+    told = device.message_of_no_memory("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert told.startswith("the device has no memory left for a block on its way; make the batch smaller")
+    assert "Tried to allocate 2.00 GiB" in told
+    assert "\n" not in told

@@ -44,10 +44,15 @@ void require(cudaError_t error, const std::string& action) {
 void require(ncclResult_t result, const std::string& action, ncclComm_t communicator) {
   if (result != ncclSuccess && result != ncclInProgress) {
     const char* detail = ncclGetLastError(communicator);
-    // Of these, two ranks on one device.
+    const std::string words = detail == nullptr ? "" : detail;
+    if (words.find("Duplicate GPU") != std::string::npos) {
+      throw Error(ErrorCode::kInvalidUse,
+                  "two ranks use the same device, which NCCL refuses; start one rank per device, and "
+                  "give each its own in NcclOptions::device (" +
+                      words + ")");
+    }
     throw Error(result == ncclInvalidUsage ? ErrorCode::kInvalidUse : ErrorCode::kCommunication,
-                "NCCL could not " + action + ": " + ncclGetErrorString(result) +
-                    (detail != nullptr && *detail != '\0' ? std::string("; ") + detail : ""));
+                "NCCL could not " + action + ": " + ncclGetErrorString(result) + (words.empty() ? "" : "; " + words));
   }
 }
 
@@ -69,6 +74,17 @@ OnDevice::OnDevice(int32_t device) {
 
 OnDevice::~OnDevice() {
   cudaSetDevice(before_);
+}
+
+std::shared_ptr<void> allocate_for_nccl(int64_t size_bytes) {
+  void* data = nullptr;
+  const auto size = static_cast<size_t>(size_bytes);
+  if (ncclMemAlloc(&data, size) == ncclSuccess) {
+    return {data, [](void* mine) { ncclMemFree(mine); }};
+  }
+  cudaGetLastError();  // of this attempt
+  require(cudaMalloc(&data, size), "hold " + std::to_string(size_bytes) + " bytes");
+  return {data, [](void* mine) { cudaFree(mine); }};
 }
 
 }  // namespace gradcast

@@ -1,9 +1,9 @@
 #include <nccl.h>
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -12,9 +12,11 @@
 #include <utility>
 
 #include "calls.h"
+#include "communicator.h"
 #include "gradcast/error.h"
 #include "gradcast/nccl.h"
 #include "host_memory.h"
+#include "last_marks.h"
 #include "outstanding.h"
 
 namespace gradcast {
@@ -22,9 +24,9 @@ namespace {
 
 // Between two looks at what is under way: far below what a block takes, and little of a core.
 constexpr auto kPause = std::chrono::microseconds(20);
-// How long the other ranks may take to close, too, before the communicator is given up instead.
-constexpr auto kFarewell = std::chrono::seconds(1);
 using Clock = std::chrono::steady_clock;
+// The end of an operation: its flight's, and that of each of its ranges.
+using SharedEvent = std::shared_ptr<CUevent_st>;
 
 class NcclTransport final : public DeviceTransport {
  public:
@@ -42,6 +44,7 @@ class NcclTransport final : public DeviceTransport {
   void abort(const char* reason) noexcept override;
   void close() noexcept override;
   void on_written(int32_t buffer, Range range, cudaStream_t stream) override;
+  void order_behind(int32_t buffer, Range range, cudaStream_t stream) override;
 
  private:
   struct Started {
@@ -52,43 +55,49 @@ class NcclTransport final : public DeviceTransport {
   struct Flight {
     int64_t ticket;
     std::string what_failed;
-    Event begun;  // nullptr where the device had written the bytes before
-    Event ended;
+    Event begun;  // nullptr where the device has written the bytes
+    Clock::time_point begun_at;
+    SharedEvent ended;
   };
 
   void acquire(const std::string& id, const NcclOptions& options);
-  void connect(const std::string& id, const NcclOptions& options);
-  void settle(Clock::time_point deadline, const std::string& action);
+  void settle();
   void launch(const Operation& operation);
   void begin(const Operation& operation) noexcept;
   Event recorded_event();
+  void note_end(const Operation& operation, const SharedEvent& ended);
   bool wait_for_writes(const Operation& operation);
   void reduce_in_place(const Operation& operation);
-  void run_halves(const Operation& operation);
+  void run_half(const Operation& operation);
+  void run_half(const Operation& operation, char* message, int64_t part_bytes);
+  char* message_memory(size_t size_bytes);
   void run();
   void look() noexcept;
   bool look_at(Flight& flight) noexcept;
-  std::optional<std::string> failure() noexcept;
-  void give_up_connection() noexcept;
-  bool say_farewell() noexcept;
+  void check_time(const Flight& flight) noexcept;
+  void check_buffer(int32_t buffer) const;
   void release() noexcept;
 
   const int32_t rank_;
   const int32_t world_size_;
   const int32_t device_;
+  const std::chrono::nanoseconds timeout_;
   const std::vector<DeviceBuffer> buffers_;
   std::vector<Extent> extents_;
   cudaStream_t stream_ = nullptr;
   Outstanding outstanding_;
-  // The thread's alone from open() to close(): NCCL's calls for a communicator must not meet, its questions neither.
-  ncclComm_t communicator_ = nullptr;
-  bool is_connected_ = false;
-  std::vector<void*> registrations_;
+  // The thread's alone from open() to close().
+  std::optional<Communicator> communicator_;
   std::deque<Flight> flights_;
+  char* message_ = nullptr;  // used in the stream's order, so that one is enough
+  size_t message_bytes_ = 0;
 
   std::mutex writes_mutex_;
   // Recorded again in each iteration: one for each range that was ever written. By buffer and beginning: end, event.
   std::map<std::pair<int32_t, int64_t>, std::pair<int64_t, Event>> writes_;
+
+  std::mutex ends_mutex_;
+  LastMarks<SharedEvent> ends_;  // of the last operation on each byte
 
   // Guarded by mutex_.
   std::mutex mutex_;
@@ -101,7 +110,11 @@ class NcclTransport final : public DeviceTransport {
 
 NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_size, std::vector<DeviceBuffer> buffers,
                              const NcclOptions& options)
-    : rank_(rank), world_size_(world_size), device_(options.device), buffers_(std::move(buffers)) {
+    : rank_(rank),
+      world_size_(world_size),
+      device_(options.device),
+      timeout_(options.operation_timeout_ns),
+      buffers_(std::move(buffers)) {
   for (const DeviceBuffer& buffer : buffers_) {
     extents_.push_back({buffer.size_bytes, bytes_of(buffer.element)});
   }
@@ -126,63 +139,20 @@ void NcclTransport::acquire(const std::string& id, const NcclOptions& options) {
   int highest = 0;
   require(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "name its priorities");
   require(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "make a stream");
-  connect(id, options);
-  // A registered buffer is sent from where it lies. Where that is not possible it is copied on the way, as always.
+  communicator_.emplace(id, rank_, world_size_, options);
   for (const DeviceBuffer& buffer : buffers_) {
-    void* registration = nullptr;
-    if (ncclCommRegister(communicator_, buffer.data, static_cast<size_t>(buffer.size_bytes), &registration) ==
-        ncclSuccess) {
-      registrations_.push_back(registration);
-    }
+    communicator_->register_memory(buffer.data, buffer.size_bytes);
   }
 }
 
-void NcclTransport::connect(const std::string& id, const NcclOptions& options) {
-  ncclUniqueId unique{};
-  int32_t version = 0;
-  if (id.size() != sizeof version + sizeof unique) {
-    throw Error(ErrorCode::kInvalidOption, "the id is not what new_nccl_id() has returned on one of the ranks");
-  }
-  std::memcpy(&version, id.data(), sizeof version);
-  std::memcpy(&unique, id.data() + sizeof version, sizeof unique);
-  if (version != nccl_version()) {
-    throw Error(ErrorCode::kInvalidUse, "rank " + std::to_string(rank_) + " has NCCL " + version_text(nccl_version()) +
-                                            ", the rank that made the id " + version_text(version) +
-                                            "; install the same on all hosts");
-  }
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
-  if (options.cta_count_max > 0) {
-    config.maxCTAs = options.cta_count_max;
-  }
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
-  const std::string action = "connect rank " + std::to_string(rank_) + " of " + std::to_string(world_size_);
-  require(ncclCommInitRankConfig(&communicator_, world_size_, unique, rank_, &config), action, communicator_);
-  is_connected_ = true;
-  settle(deadline, action);
-}
-
-// A call of a communicator that does not block has been accepted, not done. The first operations of a kind are done when
-// all ranks have come to them, which connects them: that may take as long as the slowest rank does.
-void NcclTransport::settle(Clock::time_point deadline, const std::string& action) {
-  ncclResult_t state = ncclInProgress;
-  while (true) {
-    require(ncclCommGetAsyncError(communicator_, &state), action, communicator_);
-    if (state != ncclInProgress) {
-      break;
-    }
+// Until the operation that was just called is on the stream.
+void NcclTransport::settle() {
+  communicator_->settle(Clock::now() + timeout_, "start a block", [this] {
     if (outstanding_.aborted()) {
       throw Error(ErrorCode::kCommunication, "given up");  // nobody hears it: the abort has completed everything
     }
     look();
-    if (Clock::now() > deadline) {
-      give_up_connection();
-      throw Error(ErrorCode::kCommunication,
-                  "NCCL could not " + action + " in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
-    }
-    std::this_thread::sleep_for(kPause);
-  }
-  require(state, action, communicator_);
+  });
 }
 
 void NcclTransport::open(CompletionSink* sink) noexcept {
@@ -219,11 +189,24 @@ void NcclTransport::begin(const Operation& operation) noexcept {
 }
 
 void NcclTransport::launch(const Operation& operation) {
+  if (const auto failed = communicator_->failure()) {
+    throw Error(ErrorCode::kCommunication, failure_text(operation, rank_, world_size_, "NCCL") + *failed);
+  }
   Event begun = wait_for_writes(operation) ? recorded_event() : nullptr;
-  operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_halves(operation);
-  settle(Clock::time_point::max(), "start a block");
+  operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_half(operation);
+  settle();
+  const SharedEvent ended = recorded_event();
+  note_end(operation, ended);
   flights_.push_back(
-      {operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), std::move(begun), recorded_event()});
+      {operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), std::move(begun), Clock::now(), ended});
+  outstanding_.queued(operation.ticket);
+}
+
+void NcclTransport::note_end(const Operation& operation, const SharedEvent& ended) {
+  decltype(ends_)::Marks replaced;
+  const std::lock_guard lock(ends_mutex_);
+  for (const Range& range : ranges_of(operation))
+    ends_.set(operation.buffer, range, ended, replaced);
 }
 
 // Where the stream is now.
@@ -263,64 +246,85 @@ void NcclTransport::reduce_in_place(const Operation& operation) {
   for (const Range& range : ranges_of(operation)) {
     auto* place = static_cast<char*>(buffer.data) + range.lo_bytes;
     const auto count = static_cast<size_t>(range.size_bytes() / bytes_of(buffer.element));
-    result = ncclAllReduce(place, place, count, type_of(buffer.element), ncclSum, communicator_, stream_);
+    result = ncclAllReduce(place, place, count, type_of(buffer.element), ncclSum, communicator_->get(), stream_);
     if (result != ncclSuccess && result != ncclInProgress) {
       break;
     }
   }
-  require(ncclGroupEnd(), "end a block", communicator_);
-  require(result, "all-reduce a block", communicator_);
+  require(ncclGroupEnd(), "end a block", communicator_->get());
+  require(result, "all-reduce a block", communicator_->get());
 }
 
-// All parts of a reduce-scatter or all-gather are of one length for NCCL, so a block is padded in memory of its own.
-void NcclTransport::run_halves(const Operation& operation) {
+// All parts of a reduce-scatter or all-gather are of one length for NCCL: a block that does not fall into such parts where it
+// lies is put together, and padded, in memory of its own.
+void NcclTransport::run_half(const Operation& operation) {
   const DeviceBuffer& buffer = buffers_[operation.buffer];
-  const int64_t element_count = size_bytes(operation) / bytes_of(buffer.element);
-  const int64_t part_count = part_of(0, world_size_, element_count).count();
-  const auto part_bytes = static_cast<size_t>(part_count * bytes_of(buffer.element));
-  void* memory = nullptr;
-  require(cudaMallocAsync(&memory, part_bytes * static_cast<size_t>(world_size_), stream_), "hold a block on its way");
-  const auto give_back = [this](char* unused) { cudaFreeAsync(unused, stream_); };
-  const std::unique_ptr<char, decltype(give_back)> owner(static_cast<char*>(memory), give_back);
-  char* const message = owner.get();
+  const int64_t part_count = part_of(0, world_size_, size_bytes(operation) / bytes_of(buffer.element)).count();
+  const int64_t part_bytes = part_count * bytes_of(buffer.element);
+  auto* const gradients = static_cast<char*>(buffer.data);
+  if (operation.range_count == 1 && part_bytes * world_size_ == size_bytes(operation)) {
+    run_half(operation, gradients + operation.ranges[0].lo_bytes, part_bytes);
+    return;
+  }
+  char* const message = message_memory(static_cast<size_t>(part_bytes * world_size_));
   const auto copy = [&](bool is_inward) {
     char* place = message;
     for (const Range& range : ranges_of(operation)) {
-      char* gradients = static_cast<char*>(buffer.data) + range.lo_bytes;
+      char* own = gradients + range.lo_bytes;
       const auto size = static_cast<size_t>(range.size_bytes());
-      require(cudaMemcpyAsync(is_inward ? place : gradients, is_inward ? gradients : place, size,
-                              cudaMemcpyDeviceToDevice, stream_),
-              "copy a block");
+      require(
+          cudaMemcpyAsync(is_inward ? place : own, is_inward ? own : place, size, cudaMemcpyDeviceToDevice, stream_),
+          "copy a block");
       place += size;
     }
   };
   copy(true);
-  char* own = message + part_bytes * static_cast<size_t>(rank_);
-  const ncclDataType_t type = type_of(buffer.element);
+  run_half(operation, message, part_bytes);
+  settle();
+  copy(false);
+}
+
+void NcclTransport::run_half(const Operation& operation, char* message, int64_t part_bytes) {
+  const DeviceElement element = buffers_[operation.buffer].element;
+  const auto count = static_cast<size_t>(part_bytes / bytes_of(element));
+  char* const own = message + part_bytes * rank_;
   const ncclResult_t result =
       operation.op == Op::kReduceScatter
-          ? ncclReduceScatter(message, own, static_cast<size_t>(part_count), type, ncclSum, communicator_, stream_)
-          : ncclAllGather(own, message, static_cast<size_t>(part_count), type, communicator_, stream_);
-  require(result, "start half of an all-reduce", communicator_);
-  settle(Clock::time_point::max(), "start a block");
-  copy(false);
+          ? ncclReduceScatter(message, own, count, type_of(element), ncclSum, communicator_->get(), stream_)
+          : ncclAllGather(own, message, count, type_of(element), communicator_->get(), stream_);
+  require(result, "start half of an all-reduce", communicator_->get());
+}
+
+// What the stream has used before is given back, and what it gets is there, when it comes to that.
+char* NcclTransport::message_memory(size_t size_bytes) {
+  if (size_bytes <= message_bytes_) return message_;
+  if (message_ != nullptr) require(cudaFreeAsync(message_, stream_), "give memory back");
+  message_ = nullptr;
+  message_bytes_ = 0;
+  void* memory = nullptr;
+  require(cudaMallocAsync(&memory, size_bytes, stream_), "hold a block on its way");
+  message_ = static_cast<char*>(memory);
+  message_bytes_ = size_bytes;
+  return message_;
 }
 
 void NcclTransport::run() {
   pthread_setname_np(pthread_self(), "gradcast-nccl");
+  prctl(PR_SET_TIMERSLACK, 1);  // ns; Linux adds 50 us to each pause otherwise
   cudaSetDevice(device_);
+  bool is_given_up = false;
   std::unique_lock lock(mutex_);
   while (true) {
-    const auto has_news = [this] { return closing_ || !started_.empty() || (is_connected_ && outstanding_.aborted()); };
+    const auto has_news = [&] { return closing_ || !started_.empty() || (!is_given_up && outstanding_.aborted()); };
     if (flights_.empty()) {
       changed_.wait(lock, has_news);
     } else {
       changed_.wait_for(lock, kPause, [this] { return !started_.empty(); });
     }
     if (outstanding_.aborted()) {
-      // Kernels that wait for other ranks end by it, the peers learn that this rank will not go on, also where nothing is
-      // in flight, and the stream goes on.
-      give_up_connection();
+      // Also where nothing is in flight: the peers are to learn of it, and the stream goes on.
+      communicator_->give_up();
+      is_given_up = true;
       flights_.clear();
       started_.clear();
     }
@@ -355,6 +359,7 @@ bool NcclTransport::look_at(Flight& flight) noexcept {
   if (flight.begun != nullptr && (state = cudaEventQuery(flight.begun.get())) == cudaSuccess) {
     outstanding_.began(flight.ticket);
     flight.begun.reset();
+    flight.begun_at = Clock::now();
   }
   if (state == cudaSuccess) {
     state = cudaEventQuery(flight.ended.get());
@@ -363,23 +368,22 @@ bool NcclTransport::look_at(Flight& flight) noexcept {
     outstanding_.complete(flight.ticket, nullptr);
     return true;
   }
-  const std::optional<std::string> failed = failure();
-  if (state == cudaErrorNotReady && !failed) return false;
+  const std::optional<std::string> failed = communicator_->failure();
+  if (state == cudaErrorNotReady && !failed) {
+    check_time(flight);
+    return false;
+  }
   outstanding_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
   return true;
 }
 
-// What has gone wrong with the communicator, of itself or of a peer.
-std::optional<std::string> NcclTransport::failure() noexcept {
-  if (!is_connected_) {
-    return "the communicator was aborted";
-  }
-  ncclResult_t state = ncclSuccess;
-  if (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess &&
-      (state == ncclSuccess || state == ncclInProgress)) {
-    return std::nullopt;
-  }
-  return ncclGetErrorString(state);
+// Nobody else notices where another rank of this host has given up, or never comes.
+void NcclTransport::check_time(const Flight& flight) noexcept {
+  if (flight.begun != nullptr || Clock::now() - flight.begun_at < timeout_) return;
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(timeout_).count();
+  outstanding_.abort((flight.what_failed + "it has not ended in " + std::to_string(ms) +
+                      " ms; another rank has stopped, or is slower than NcclOptions::operation_timeout_ns allows")
+                         .c_str());
 }
 
 void NcclTransport::abort(const char* reason) noexcept {
@@ -388,13 +392,6 @@ void NcclTransport::abort(const char* reason) noexcept {
     std::lock_guard lock(mutex_);  // the thread is waiting or will look: it misses nothing
   }
   changed_.notify_one();
-}
-
-void NcclTransport::give_up_connection() noexcept {
-  if (is_connected_) {
-    ncclCommAbort(communicator_);
-    is_connected_ = false;
-  }
 }
 
 void NcclTransport::close() noexcept {
@@ -410,43 +407,28 @@ void NcclTransport::close() noexcept {
   release();
 }
 
-// Returns whether the communicator has ended well: not with an error, and not where other ranks of this host go on.
-bool NcclTransport::say_farewell() noexcept {
-  if (outstanding_.aborted() || failure()) return false;
-  const ncclResult_t begun = ncclCommFinalize(communicator_);
-  if (begun != ncclSuccess && begun != ncclInProgress) return false;
-  const auto deadline = Clock::now() + kFarewell;
-  ncclResult_t state = ncclInProgress;
-  while (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess && state == ncclInProgress &&
-         Clock::now() < deadline) {
-    std::this_thread::sleep_for(kPause);
-  }
-  return state == ncclSuccess;
-}
-
 void NcclTransport::release() noexcept {
-  if (is_connected_) {
-    for (void* registration : registrations_) {
-      ncclCommDeregister(communicator_, registration);
-    }
-    if (say_farewell()) {
-      ncclCommDestroy(communicator_);
-      is_connected_ = false;
-    }
-    give_up_connection();  // what an error has left, ncclCommDestroy would wait for
-  }
+  if (communicator_ && outstanding_.aborted()) communicator_->give_up();
+  communicator_.reset();
   writes_.clear();
+  ends_.clear();
+  if (message_ != nullptr) cudaFreeAsync(message_, stream_);
+  message_ = nullptr;
   if (stream_ != nullptr) {
     cudaStreamDestroy(stream_);
     stream_ = nullptr;
   }
 }
 
-void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream) {
+void NcclTransport::check_buffer(int32_t buffer) const {
   if (buffer < 0 || static_cast<size_t>(buffer) >= buffers_.size()) {
     throw Error(ErrorCode::kInvalidOption,
                 "buffer " + std::to_string(buffer) + " does not exist; there are " + std::to_string(buffers_.size()));
   }
+}
+
+void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream) {
+  check_buffer(buffer);
   const OnDevice current(device_);
   std::lock_guard lock(writes_mutex_);
   auto& [hi_bytes, event] = writes_[{buffer, range.lo_bytes}];
@@ -459,17 +441,19 @@ void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream)
   require(cudaEventRecord(event.get(), stream), "record an event");
 }
 
-}  // namespace
-
-std::string new_nccl_id() {
-  ncclUniqueId unique{};
-  require(ncclGetUniqueId(&unique), "make an id");
-  const int32_t version = nccl_version();
-  std::string id(sizeof version + sizeof unique, '\0');
-  std::memcpy(id.data(), &version, sizeof version);
-  std::memcpy(id.data() + sizeof version, &unique, sizeof unique);
-  return id;
+void NcclTransport::order_behind(int32_t buffer, Range range, cudaStream_t stream) {
+  check_buffer(buffer);
+  const OnDevice current(device_);
+  const std::lock_guard lock(ends_mutex_);
+  const CUevent_st* last = nullptr;  // ranges of one operation are often neighbours
+  ends_.over(buffer, range, [&](const SharedEvent& ended) {
+    if (ended.get() == last) return;
+    require(cudaStreamWaitEvent(stream, ended.get(), 0), "wait for a block");
+    last = ended.get();
+  });
 }
+
+}  // namespace
 
 std::unique_ptr<DeviceTransport> make_nccl_transport(const std::string& id, int32_t rank, int32_t world_size,
                                                      std::vector<DeviceBuffer> buffers, const NcclOptions& options) {

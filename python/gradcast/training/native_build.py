@@ -14,7 +14,12 @@ from pathlib import Path
 
 MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # What csrc/torch includes of other folders, from the root; a test compares this list with the sources.
-HEADERS = ("include/gradcast/transport.h", "include/gradcast/types.h", "csrc/transport/shared/outstanding.h")
+HEADERS = (
+    "include/gradcast/transport.h",
+    "include/gradcast/types.h",
+    "csrc/transport/shared/last_marks.h",
+    "csrc/transport/shared/outstanding.h",
+)
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 _WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion")

@@ -1,0 +1,137 @@
+#include "communicator.h"
+
+#include <cstring>
+#include <thread>
+
+#include "calls.h"
+#include "gradcast/error.h"
+
+namespace gradcast {
+namespace {
+
+// Between two looks: far below what a block takes, and little of a core.
+constexpr auto kPause = std::chrono::microseconds(20);
+// How long the other ranks may take to end, too, before the communicator is given up instead.
+constexpr auto kFarewell = std::chrono::seconds(1);
+
+ncclUniqueId unique_of(const std::string& id, int32_t rank) {
+  ncclUniqueId unique{};
+  int32_t version = 0;
+  if (id.size() != sizeof version + sizeof unique) {
+    throw Error(ErrorCode::kInvalidOption, "the id is not what new_nccl_id() has returned on one of the ranks");
+  }
+  std::memcpy(&version, id.data(), sizeof version);
+  std::memcpy(&unique, id.data() + sizeof version, sizeof unique);
+  if (version != nccl_version()) {
+    throw Error(ErrorCode::kInvalidUse, "rank " + std::to_string(rank) + " has NCCL " + version_text(nccl_version()) +
+                                            ", the rank that made the id " + version_text(version) +
+                                            "; install the same on all hosts");
+  }
+  return unique;
+}
+
+}  // namespace
+
+Communicator::Communicator(const std::string& id, int32_t rank, int32_t world_size, const NcclOptions& options) {
+  const ncclUniqueId unique = unique_of(id, rank);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  if (options.cta_count_max > 0) {
+    config.maxCTAs = options.cta_count_max;
+  }
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
+  const std::string action = "connect rank " + std::to_string(rank) + " of " + std::to_string(world_size);
+  require(ncclCommInitRankConfig(&communicator_, world_size, unique, rank, &config), action, communicator_);
+  is_connected_ = true;
+  try {
+    settle(deadline, action, [] {});
+  } catch (...) {
+    give_up();  // the destructor of what was never constructed does not run
+    throw;
+  }
+}
+
+Communicator::~Communicator() {
+  end();
+}
+
+void Communicator::register_memory(void* data, int64_t size_bytes) {
+  void* registration = nullptr;
+  if (ncclCommRegister(communicator_, data, static_cast<size_t>(size_bytes), &registration) == ncclSuccess) {
+    registrations_.push_back(registration);
+  }
+}
+
+void Communicator::settle(Clock::time_point deadline, const std::string& action,
+                          const std::function<void()>& meanwhile) {
+  ncclResult_t state = ncclInProgress;
+  while (true) {
+    require(ncclCommGetAsyncError(communicator_, &state), action, communicator_);
+    if (state != ncclInProgress) break;
+    meanwhile();
+    if (Clock::now() > deadline) {
+      give_up();
+      throw Error(ErrorCode::kCommunication,
+                  "NCCL could not " + action + " in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+  require(state, action, communicator_);
+}
+
+std::optional<std::string> Communicator::failure() noexcept {
+  if (!is_connected_) {
+    return "the communicator was aborted; what has ended it was said before: go on with a new transport on every rank";
+  }
+  ncclResult_t state = ncclSuccess;
+  if (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess &&
+      (state == ncclSuccess || state == ncclInProgress)) {
+    return std::nullopt;
+  }
+  return ncclGetErrorString(state);
+}
+
+void Communicator::give_up() noexcept {
+  if (is_connected_) {
+    ncclCommAbort(communicator_);
+    is_connected_ = false;
+  }
+}
+
+void Communicator::end() noexcept {
+  if (!is_connected_) return;
+  for (void* registration : registrations_) {
+    ncclCommDeregister(communicator_, registration);
+  }
+  registrations_.clear();
+  if (!failure() && say_farewell()) {
+    ncclCommDestroy(communicator_);
+    is_connected_ = false;
+  }
+  give_up();  // what an error has left, ncclCommDestroy would wait for
+}
+
+// Returns whether the communicator has ended well: not where other ranks of this host go on.
+bool Communicator::say_farewell() noexcept {
+  const ncclResult_t begun = ncclCommFinalize(communicator_);
+  if (begun != ncclSuccess && begun != ncclInProgress) return false;
+  const auto deadline = Clock::now() + kFarewell;
+  ncclResult_t state = ncclInProgress;
+  while (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess && state == ncclInProgress &&
+         Clock::now() < deadline) {
+    std::this_thread::sleep_for(kPause);
+  }
+  return state == ncclSuccess;
+}
+
+std::string new_nccl_id() {
+  ncclUniqueId unique{};
+  require(ncclGetUniqueId(&unique), "make an id");
+  const int32_t version = nccl_version();
+  std::string id(sizeof version + sizeof unique, '\0');
+  std::memcpy(id.data(), &version, sizeof version);
+  std::memcpy(id.data() + sizeof version, &unique, sizeof unique);
+  return id;
+}
+
+}  // namespace gradcast
