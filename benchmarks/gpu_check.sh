@@ -1,49 +1,89 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, and a table of what passed as the last thing: benchmarks/gpu_check.sh [FOLDER]. Needs the CUDA
-# toolkit, a device, and torch for CUDA in the environment of `make core` (or in PYTHON). FOLDER receives the logs.
+# Everything that needs a GPU, and a table of what passed as the last thing: benchmarks/gpu_check.sh [FOLDER], which receives
+# the logs. What skips itself has not passed.
+#
+# Needs a device, the CUDA toolkit, cmake, and a Python (PYTHON, else python3) with torch for CUDA, pybind11, pytest and
+# tabulate. GoogleTest, Google Benchmark and nlohmann-json are the system's, or those that `make gpu-needs` has put into
+# build-gpu/needs on another machine; NCCL is the system's, or that of torch.
 #
 # NOT YET RUN ON A GPU.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-logs=${1:-build-gpu/logs}
-python=${PYTHON:-.venv/bin/python}
+build=build-gpu
+logs=${1:-$build/logs}
+python=${PYTHON:-python3}
+needs=$PWD/$build/needs
 mkdir -p "$logs"
 names=() states=()
+
+note() {
+  names+=("$1")
+  states+=("$2")
+}
 
 check() {
   local name=$1 begin=$SECONDS
   shift
   echo "== $name"
-  if "$@" >"$logs/$name.log" 2>&1; then
-    states+=("passed, $((SECONDS - begin)) s")
-  else
-    states+=("FAILED, see $logs/$name.log")
+  if ! "$@" >"$logs/$name.log" 2>&1; then
+    note "$name" "FAILED, see $logs/$name.log"
     tail -n 15 "$logs/$name.log"
+  elif grep -qE '\[  SKIPPED \]|[0-9]+ skipped' "$logs/$name.log"; then
+    note "$name" "FAILED, something was skipped, see $logs/$name.log"
+  else
+    note "$name" "passed, $((SECONDS - begin)) s"
   fi
-  names+=("$name")
 }
 
-nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || {
+if ! device=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader); then
   echo "there is no CUDA device here (nvidia-smi finds none): nothing can be checked" >&2
   exit 1
-}
+fi
 
-check build cmake -S . -B build-gpu -DGRADCAST_CUDA=ON -DGRADCAST_BUILD_PYTHON=OFF -DCMAKE_BUILD_TYPE=Release \
-  -DNLOHMANN_JSON_HINT="$("$python" -c 'import nlohmann_json; print(nlohmann_json.get_include())')"
-check compile cmake --build build-gpu --parallel --target wire_test wire_benchmark gradcast-bench
-check kernels build-gpu/tests/wire_test
+# Of the NCCL that torch brings: the include folder and the library.
+nccl=$("$python" -c 'import nvidia.nccl; print(nvidia.nccl.__path__[0])' 2>/dev/null) || nccl=/nonexistent
+options=(-DGRADCAST_CUDA=ON -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")"
+  -DCMAKE_PREFIX_PATH="$needs/usr" -DNLOHMANN_JSON_HINT="$needs/include"
+  -Dpybind11_DIR="$("$python" -c 'import pybind11; print(pybind11.get_cmake_dir())')")
+if [ -e "$nccl/lib/libnccl.so.2" ]; then
+  options+=(-DNCCL_INCLUDE_DIR="$nccl/include" -DNCCL_LIBRARY="$nccl/lib/libnccl.so.2")
+fi
+export PYTHONPATH=$PWD/python:$PWD/tests:$PWD${PYTHONPATH:+:$PYTHONPATH}
+export GRADCAST_CACHE_DIR=$PWD/$build/cache
+export CUBLAS_WORKSPACE_CONFIG=:4096:8 # sums in the same order each time, for comparing bits
+
+check configure cmake -S . -B $build "${options[@]}"
+check compile cmake --build $build --parallel --target _core wire_test wire_benchmark nccl_device_test gradcast-bench
+check extension "$python" -c 'from gradcast.training import extension; extension.load()'
+
+check kernels $build/tests/wire_test
+check nccl $build/tests/nccl_device_test
 for tool in memcheck racecheck initcheck synccheck; do
-  check "kernels-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 build-gpu/tests/wire_test \
-    --gtest_filter='WireOnDevice.*'
+  check "kernels-$tool" compute-sanitizer --tool $tool --error-exitcode 9 $build/tests/wire_test --gtest_filter='WireOnDevice.*'
 done
-check training "$python" -m pytest -q tests/training/test_cuda.py
-check training-memcheck compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 "$python" -m pytest -q \
-  tests/training/test_cuda.py -k 'plain'
-check bench mpirun --allow-run-as-root -n 1 build-gpu/csrc/bench/gradcast-bench --transport nccl
-check bandwidth build-gpu/benchmarks/wire_benchmark
-cat "$logs/bandwidth.log"
+check nccl-memcheck compute-sanitizer --tool memcheck --error-exitcode 9 $build/tests/nccl_device_test
 
+check training "$python" -m pytest -q -rs -p no:cacheprovider tests/training/test_cuda.py
+train=("$python" -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/gpu_training.py)
+check training-speed "${train[@]}" --trace "$logs/trace.json"
+for tool in memcheck racecheck initcheck synccheck; do
+  check "training-$tool" compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 "${train[@]}" --steps 8 --width 64
+done
+
+if command -v mpirun >/dev/null; then
+  check bench mpirun --allow-run-as-root -n 1 $build/csrc/bench/gradcast-bench --transport nccl
+else
+  note bench "left out: there is no mpirun here"
+fi
+check bandwidth-measured $build/benchmarks/wire_benchmark --benchmark_out="$logs/bandwidth.json" --benchmark_out_format=json
+check bandwidth "$python" -m benchmarks.gpu_bandwidth "$logs/bandwidth.json"
+
+for name in training-speed bandwidth; do
+  echo
+  cat "$logs/$name.log"
+done
 echo
+echo "$(date -u +%F), $device, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 failed=0
 for i in "${!names[@]}"; do
   printf '%-20s %s\n' "${names[$i]}" "${states[$i]}"

@@ -1,0 +1,172 @@
+"""Two ranks that train on one GPU over Gloo: DDP's numbers, the host's time per step, and traffic beside compute.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/gpu_training.py [--trace trace.json]
+
+Fails where gradcast's parameters differ from DDP's in a bit, or, with --trace, where no copy of gradients runs while
+the device computes. NOT YET RUN ON A GPU; ``--device cpu`` shows that the rest works.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcast
+
+LAYERS = 12
+# After so many gradcast follows its plan: 3 of them measure, 9 hold the plan against what it takes.
+WARMUP = 16
+MODES = ("ddp", "hook", "overlap")
+
+
+class Training:
+    def __init__(self, mode: str, device: torch.device, width: int) -> None:
+        torch.manual_seed(0)
+        layers = [each for _ in range(LAYERS) for each in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())]
+        self.module = nn.Sequential(*layers).to(device)
+        self.sgd = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
+        self.model: Any = self.module
+        self.handle: Any = None
+        if mode == "ddp":
+            self.model = DistributedDataParallel(self.module)
+        else:
+            options = gradcast.Options(adapt=False, warmup_steps=3)
+            self.handle = gradcast.attach(self.module, self.sgd if mode == "overlap" else None, options=options)
+
+    def step(self, inputs: torch.Tensor) -> None:
+        self.sgd.zero_grad()
+        self.model(inputs).square().mean().backward()
+        self.sgd.step()
+
+    def end(self) -> list[torch.Tensor]:
+        if self.handle is not None:
+            self.handle.flush()
+        parameters = [each.detach().clone() for each in self.module.parameters()]
+        if self.handle is not None:
+            self.handle.detach()
+        return parameters
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured(
+    training: Training, batches: Iterable[torch.Tensor], device: torch.device
+) -> tuple[list[float], list[float]]:
+    """ms per step: of the host until step() has returned, and until the device has done it all."""
+    host_ms, whole_ms = [], []
+    for inputs in batches:
+        synchronize(device)
+        start_ns = time.perf_counter_ns()
+        training.step(inputs)
+        host_ms.append((time.perf_counter_ns() - start_ns) / 1e6)
+        synchronize(device)
+        whole_ms.append((time.perf_counter_ns() - start_ns) / 1e6)
+    return host_ms[WARMUP:], whole_ms[WARMUP:]
+
+
+def traced(training: Training, batches: Iterable[torch.Tensor], path: str) -> float:
+    """ms for which the device copied on one stream while it computed on another, from torch's own trace."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for inputs in batches:
+            training.step(inputs)
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(path)
+    return together_ms(json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"])
+
+
+def together_ms(events: Iterable[dict[str, Any]]) -> float:
+    """Of a Chrome trace: how long some copy runs while a kernel does, on another stream."""
+    spans: dict[str, list[tuple[float, float, Any]]] = {"kernel": [], "gpu_memcpy": []}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in spans:
+            spans[event["cat"]].append((event["ts"], event["ts"] + event["dur"], event["args"].get("stream")))
+    overlaps = sorted(
+        (max(begin, first), min(end, last))
+        for begin, end, stream in spans["gpu_memcpy"]
+        for first, last, other in spans["kernel"]
+        if stream != other and max(begin, first) < min(end, last)
+    )
+    total_us, until = 0.0, float("-inf")
+    for begin, end in overlaps:
+        total_us += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total_us / 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--width", type=int, default=1024, help="of each of the layers")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--trace", metavar="JSON", help="write a trace of some steps, and look for overlap in it")
+    args = parser.parse_args()
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
+        return 1
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    failed = run(args, device, rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+def run(args: argparse.Namespace, device: torch.device, rank: int) -> bool:
+    """Whether something is not as it should be."""
+    generator = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(64, args.width, generator=generator).to(device) for _ in range(args.steps)]
+    rows, parameters = [], {}
+    for mode in MODES:
+        training = Training(mode, device, args.width)
+        host_ms, whole_ms = measured(training, batches, device)
+        parameters[mode] = training.end()
+        if host_ms:
+            rows.append([mode, *(f"{statistics.median(each):.2f}" for each in (host_ms, whole_ms))])
+    different = [
+        mode
+        for mode in MODES
+        if any(not torch.equal(a, b) for a, b in zip(parameters[mode], parameters["ddp"], strict=True))
+    ]
+    if rank == 0 and rows:
+        print(tabulate(rows, ["", "host, ms per step", "until the device is done, ms"]))
+    if different:
+        print(f"rank {rank}: the parameters differ from DDP's in {' and '.join(different)} mode", file=sys.stderr)
+        return True
+    if rank == 0:
+        print(f"the parameters are DDP's, bit for bit, after {args.steps} steps in both modes")
+    return args.trace is not None and not overlaps(args, device, rank, batches)
+
+
+def overlaps(args: argparse.Namespace, device: torch.device, rank: int, batches: list[torch.Tensor]) -> bool:
+    training = Training("overlap", device, args.width)
+    for inputs in batches:
+        training.step(inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.trace if rank == 0 else os.path.join(folder, "trace.json")
+        copying_ms = traced(training, batches[:5], path)
+    training.end()
+    if rank == 0:
+        print(f"in 5 steps gradients were copied for {copying_ms:.2f} ms while the device computed ({args.trace})")
+    return copying_ms > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
