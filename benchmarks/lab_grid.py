@@ -215,8 +215,8 @@ def _summary(lines: list[dict[str, Any]]) -> str:
         f"{len(lines)} cells. Overlap mode: {near} within 5 % of the bound; {statistics.median(gains):.2f} x "
         f"best-tuned DDP in the median cell, {min(gains):.2f} to {max(gains):.2f}; {KEPT_GAIN} or more in {kept} of "
         f"the {len(promised)} cells where {PROMISED_GAIN} was predicted. Hook mode: {min(hook_gains):.2f} to "
-        f"{max(hook_gains):.2f} x, {statistics.median(hook_gains):.2f} in the median cell; in {hook_slower or 'none'} are "
-        "its steps slower than the best DDP's beyond the ranges of both. Prediction: off by "
+        f"{max(hook_gains):.2f} x, {statistics.median(hook_gains):.2f} in the median cell; in {hook_slower or 'none'} "
+        "are its steps slower than the best DDP's beyond the ranges of both. Prediction: off by "
         f"{statistics.median(errors):.1%} in the median cell, {max(errors):.1%} at most."
     )
 

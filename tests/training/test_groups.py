@@ -1,6 +1,9 @@
 """Process groups: a forgotten one, one of other workers, one for other devices, and a part of the workers."""
 
 import os
+from unittest import mock
+
+import pytest
 
 import gradcast
 from training import compare, optimizers
@@ -121,3 +124,84 @@ def test_the_users_own_collectives_are_not_disturbed(ranks):
     for found, right in ranks.run(2, users_own_collectives):
         assert found == []
         assert right
+
+
+def group_over_nccl(rank):
+    """Without a device: what gradcast asks torch for, where the trainer's group has NCCL for one."""
+    from gradcast.training.group import make_group
+
+    dist = torch.distributed
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "new_group", return_value=dist.group.WORLD) as new_group,
+    ):
+        make_group(None, torch.device("cpu"), 30.0)
+    asked = new_group.call_args.kwargs
+    return asked["backend"], asked["pg_options"].is_high_priority_stream, asked["pg_options"]._timeout.total_seconds()
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
+def test_blocks_go_before_compute_on_nccl(ranks):
+    assert ranks.run(2, group_over_nccl) == [("cpu:gloo,cuda:nccl", True, 30.0)] * 2
+
+
+def groups_beside_a_bound_device(rank):
+    """init_process_group(device_id=...): torch would split a new group off, and wait for the ranks outside of it."""
+    from gradcast.training.group import make_group
+
+    dist = torch.distributed
+    everybody, part = dist.group.WORLD, dist.new_group([0, 1])
+    bound = torch.device("cuda", rank.index)
+    seen = []
+
+    def new_group(**_):
+        seen.append(everybody.bound_device_id)
+        return part
+
+    if rank.index == 2:
+        return None
+    everybody.bound_device_id = bound
+    try:
+        with mock.patch.object(dist, "new_group", new_group):
+            make_group(part, torch.device("cpu"), None)
+            kept = everybody.bound_device_id
+            make_group(None, torch.device("cpu"), None)
+    finally:
+        everybody.bound_device_id = None
+    return seen == [None, bound] and kept == bound
+
+
+def test_a_group_of_a_part_of_the_workers_waits_for_no_others(ranks):
+    assert ranks.run(3, groups_beside_a_bound_device) == [True, True, None]
+
+
+def refused_by_nccl(rank, words):
+    """What attach says where the first operation of the trainer's group fails."""
+    dist = torch.distributed
+    with mock.patch.object(dist, "all_gather_object", side_effect=dist.DistBackendError(words)):
+        try:
+            gradcast.attach(nn.Linear(3, 3))
+        except gradcast.Error as error:
+            return error.code, str(error)
+    return None, "accepted"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (
+            "NCCL error ... Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            "invalid_use",
+            "use the same GPU, which NCCL refuses; give each rank its own, with torch.cuda.set_device(",
+        ),
+        (
+            "NCCL error ... unhandled system error",
+            "communication",
+            "comparing the ranks' calls of attach failed on rank",
+        ),
+    ],
+)
+def test_what_nccl_refuses_is_told_in_a_sentence(ranks, words, code, told):
+    for found, message in ranks.run(2, refused_by_nccl, words):
+        assert found == code
+        assert told in message

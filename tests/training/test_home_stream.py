@@ -37,6 +37,7 @@ def streams(monkeypatch):
     streams = Streams()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
     monkeypatch.setattr(torch.cuda, "stream", streams.on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return streams
 
 
@@ -157,3 +158,13 @@ def test_a_session_watches_reads_and_updates_at_home(ranks):
             assert asked == update + backward_end + step
             assert is_pending
         assert not steps[5][1], "parameters are read elsewhere: the step is taken at once"
+
+
+def test_a_stream_that_is_captured_in_a_graph_is_ordered_behind_nothing(streams, home, monkeypatch):
+    """CUDA would end the capture with an error that says nothing of the traffic."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with streams.on(streams.b):
+        for order in (home.called, home.move, home.entered().__enter__):
+            with pytest.raises(gradcast.Error, match="captured in a CUDA graph"):
+                order()
+    assert streams.a.behind == streams.b.behind == []

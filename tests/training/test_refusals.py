@@ -236,3 +236,35 @@ def backward_of_a_graph(rank, mode):
 def test_a_pass_that_is_captured_in_a_graph_is_refused(ranks, mode):
     for gradient in ranks.run(2, backward_of_a_graph, mode):
         assert gradient == [2.0] * 9
+
+
+def passes_of_a_graph(rank, mode):
+    """Each is refused before anything is waited for."""
+    from gradcast.training import checks
+
+    module = nn.Linear(3, 3)
+    handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
+    traffic = handle._session.traffic
+    cuda = mock.Mock(type="cuda")
+    refuse = checks.refuse_capture
+    loss = module(torch.ones(2, 3)).sum()
+    again = module(torch.ones(2, 3)).sum()
+    loss.backward()  # its gradients are still to be taken
+    found = []
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(checks, "refuse_capture", side_effect=lambda _: refuse(cuda)),
+        mock.patch.object(traffic, "wait", side_effect=AssertionError),
+        mock.patch.object(traffic, "wait_all", side_effect=AssertionError),
+    ):
+        for captured in (lambda: module(torch.ones(2, 3)), again.backward):
+            with pytest.raises(gradcast.Error, match="captured in a CUDA graph"):
+                captured()
+            found.append(True)
+    handle.flush()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_capture_is_refused_before_it_would_wait(ranks, mode):
+    assert ranks.run(2, passes_of_a_graph, mode) == [[True, True]] * 2

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
-from gradcast.training.group import Group
+from gradcast.training.group import Group, naming
 from gradcast.training.options import Options
 
 
@@ -88,13 +88,14 @@ def check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Where a backward pass begins: a CUDA graph replays kernels, and what the host does in between, sending blocks, is
-    no part of it."""
+    """Where a training's pass begins, and before anything is waited for: a CUDA graph replays kernels, and what the
+    host does in between, sending blocks, is no part of it. To make a stream that is captured wait for traffic would end
+    the capture with an error of CUDA's that does not say why."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _use(
-            "this backward pass is being captured in a CUDA graph, which would leave gradcast's traffic out when it is "
+            "this pass is being captured in a CUDA graph, which would leave gradcast's traffic out when it is "
             "replayed; capture forward and backward with torch.cuda.make_graphed_callables before attach, or train "
-            "without a graph"
+            "without a graph (what does not train can be captured: call handle.flush() before)"
         )
 
 
@@ -154,7 +155,8 @@ def check_same_call(process_group: Any, refusal: Error | None, mode: str, option
     everyone: list[Any] = [None] * dist.get_world_size(process_group)
     settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
     mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    with naming("comparing the ranks' calls of attach", dist.get_rank(process_group), len(everyone)):
+        dist.all_gather_object(everyone, mine, group=process_group)
     if refusal is not None:
         raise refusal
     for rank, (refused, *_) in enumerate(everyone):

@@ -74,13 +74,24 @@ class Group:
                 for tensor, part in zip(same_kind, parts, strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
-    @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        """Says what has failed, and where, when the network or a peer fails."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise Error(f"{what} failed on rank {self.rank} of {self.world_size}: {error}", "communication") from error
+    def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return naming(what, self.rank, self.world_size)
+
+
+@contextlib.contextmanager
+def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
+    """Says what has failed, and where, when the network or a peer fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Duplicate GPU" in str(error):  # NCCL's words
+            raise Error(
+                f"rank {rank} of {world_size} and another rank use the same GPU, which NCCL refuses; give each rank "
+                "its own, with torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group(), or "
+                "use Gloo",
+                "invalid_use",
+            ) from error
+        raise Error(f"{what} failed on rank {rank} of {world_size}: {error}", "communication") from error
 
 
 def make_group(process_group: Any, device: torch.device, timeout_s: float | None) -> Group:
@@ -94,13 +105,7 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     if world_size == 1:
         return Group(0, 1, shared)
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    own = dist.new_group(
-        ranks=dist.get_process_group_ranks(shared),
-        timeout=timeout,
-        backend=dist.get_backend_config(shared),
-        use_local_synchronization=True,
-        group_desc="gradcast",
-    )
+    own = _new_group(dist.get_process_group_ranks(shared), timeout, dist.get_backend_config(shared), "gradcast")
     return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds())
 
 
@@ -109,16 +114,49 @@ def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: st
 
     Not to be destroyed before: torch gives the name of a destroyed group to a new one, and Gloo mixes them up.
     """
-    group = dist.new_group(
-        ranks=list(ranks),
-        timeout=timeout,
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=f"gradcast {description}",
-    )
+    group = _new_group(list(ranks), timeout, backend, f"gradcast {description}")
     if backend == "gloo":  # to end that of others is to wait for ranks that may have died
         _lasting_groups.append(group)
     return group
+
+
+def _new_group(ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str) -> Any:
+    """Collective over ``ranks`` alone."""
+    with _not_split_off(ranks):
+        return dist.new_group(
+            ranks=ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=_nccl_options(timeout) if "nccl" in backend else None,
+            use_local_synchronization=True,
+            group_desc=description,
+        )
+
+
+def _nccl_options(timeout: datetime.timedelta | None) -> Any:
+    """Its kernels go before those of compute: a late block delays the next forward pass. Other backends that belong to
+    the same group do not look at them."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+@contextlib.contextmanager
+def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
+    """WORKAROUND(torch 2.11 to 2.15, NCCL): where init_process_group() was given a device_id, a new group is split off
+    from the communicator of all ranks. NCCL waits for every one of them, and those that are not in the group, which
+    nobody asks, never come. Such a group gets a communicator of its own."""
+    everybody = dist.group.WORLD
+    device = everybody.bound_device_id
+    if device is None or len(ranks) == everybody.size():
+        yield
+        return
+    everybody.bound_device_id = None
+    try:
+        yield
+    finally:
+        everybody.bound_device_id = device
 
 
 @atexit.register

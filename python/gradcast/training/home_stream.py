@@ -4,6 +4,8 @@ A forward pass orders what it reads behind ``step()`` by itself where it uses th
 others, it has ordered them behind the call of ``step()``, in ways that gradcast does not see, so an update that runs
 later would not be waited for: then updates have to run inside of ``step()``.
 
+A stream that is being captured in a CUDA graph is refused wherever it would be ordered: no replay would know of it.
+
 Thread safety: under the session's lock.
 """
 
@@ -12,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from gradcast.training import checks
 
 
 class HomeStream:
@@ -58,4 +62,5 @@ class HomeStream:
             here.wait_stream(self._stream)
 
     def _here(self) -> Any:
+        checks.refuse_capture(self._device)
         return torch.cuda.current_stream(self._device)

@@ -35,9 +35,14 @@ class HostClock:
 
 
 class DeviceClock:
+    """``device``: the module's, which need not be the calling thread's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def stamp(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def between(self, start: Any, end: Any) -> float:
@@ -65,7 +70,7 @@ class Stopwatch:
     """Takes the stamps of one rank. One object per warm-up."""
 
     def __init__(self, device: torch.device, parameter_count: int) -> None:
-        self._clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._clock = DeviceClock(device) if device.type == "cuda" else HostClock()
         self._parameter_count = parameter_count
         self._steps: list[_Step] = []
         self._forward_end: Any = None

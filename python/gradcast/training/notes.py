@@ -67,7 +67,7 @@ class Notes:
         # The host does not wait for the device: it takes what was sent on its way an iteration ago.
         coming, host = self._coming, torch.empty(len(told), dtype=told.dtype, pin_memory=True)
         host.copy_(told, non_blocking=True)
-        self._coming = host, torch.cuda.current_stream().record_event(), written
+        self._coming = host, torch.cuda.current_stream(told.device).record_event(), written
         if coming is not None:
             coming[1].synchronize()
             self._take(coming[0].tolist(), coming[2])

@@ -203,13 +203,17 @@ class Session:
         self._slot_of |= {id(self.buffers.views[slot.index]): slot for slot in self._slots}
 
     def finish_gradients(self) -> None:
+        self._refuse_capture()
         with self._lock:
             self._gradients.finish()
+
+    def _refuse_capture(self) -> None:
+        checks.refuse_capture(self.buffers.flats[0].device)
 
     def backward_begins(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
-            checks.refuse_capture(self.buffers.flats[0].device)
+            self._refuse_capture()
             if self._module_buffers is not None:
                 self._module_buffers.step_begins()
             self._say_forward_unseen()
@@ -281,6 +285,8 @@ class Session:
             with self._lock:
                 self._finish_all()
         training = torch.is_grad_enabled() and self._module.training
+        if training:
+            self._refuse_capture()
         if training and self._module_buffers is not None:
             self._module_buffers.send()
         if torch._C._current_graph_task_id() == -1:
