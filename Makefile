@@ -46,10 +46,11 @@ test: all
 
 # For a machine with a GPU that can install nothing: what benchmarks/gpu_check.sh compiles with, in a folder to carry there.
 .PHONY: gpu-needs
-gpu-needs: all
+gpu-needs: $(VENV)/tools.stamp
+	@tools/need.sh tests
 	rm -rf build-gpu/needs && mkdir -p build-gpu/needs/include
-	cp -rL --parents /usr/include/gtest /usr/include/benchmark /usr/lib/*/cmake/GTest /usr/lib/*/cmake/benchmark \
-	  /usr/lib/*/libgtest*.a /usr/lib/*/libbenchmark* build-gpu/needs
+	cp -rL --parents /usr/include/gtest /usr/include/gmock /usr/include/benchmark /usr/lib/*/cmake/GTest /usr/lib/*/cmake/benchmark \
+	  /usr/lib/*/libgtest*.a /usr/lib/*/libgmock*.a /usr/lib/*/libbenchmark* build-gpu/needs
 	cp -r $$(python -c 'import nlohmann_json; print(nlohmann_json.get_include())')/nlohmann build-gpu/needs/include
 
 .PHONY: test-cpp

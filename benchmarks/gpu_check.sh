@@ -71,7 +71,7 @@ for tool in memcheck racecheck initcheck synccheck; do
 done
 
 if command -v mpirun >/dev/null; then
-  check bench mpirun --allow-run-as-root -n 1 $build/csrc/bench/gradcast-bench --transport nccl
+  check bench mpirun --allow-run-as-root -n 1 python/gradcast/bin/gradcast-bench --transport nccl
 else
   note bench "left out: there is no mpirun here"
 fi
