@@ -46,7 +46,8 @@ class DeviceTransport : public Transport {
   // Error{kInvalidOption} for a buffer that does not exist, Error{kCommunication} for what CUDA refuses.
   virtual void on_written(int32_t buffer, Range range, cudaStream_t stream) = 0;
   // What is put on `stream` after this runs behind the ends of the operations on this range, as far as they were `queued`
-  // (CompletionSink) before: the host waits for Progress::kQueued only (Engine::wait). Throws as on_written does.
+  // (CompletionSink) before: the host waits for Progress::kQueued only (Engine::wait). REQUIRES: of two operations that share
+  // bytes, the second was started after the end of the first. Throws as on_written does.
   virtual void order_behind(int32_t buffer, Range range, cudaStream_t stream) = 0;
 };
 

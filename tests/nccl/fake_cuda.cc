@@ -63,7 +63,7 @@ namespace {
 
 constexpr int kDevices = 8;
 thread_local int current_device = 0;
-std::atomic<int> allocation_count = 0;
+std::atomic<int> allocation_count = 0, allocation_count_ever = 0;
 std::atomic<int> refusals = 0;
 std::mutex ending_mutex;
 std::vector<std::thread> ending;
@@ -75,6 +75,7 @@ cudaError_t allocate(void** memory, size_t size) {
   }
   *memory = std::malloc(size);
   ++allocation_count;
+  ++allocation_count_ever;
   return cudaSuccess;
 }
 
@@ -94,6 +95,10 @@ void put(cudaStream_t stream, std::function<void()> kernel) {
 
 int allocations() {
   return allocation_count;
+}
+
+int allocations_ever() {
+  return allocation_count_ever;
 }
 
 void end_streams() {

@@ -46,6 +46,7 @@ void end_streams();
 
 // Memory that was given by the device and has not come back.
 int allocations();
+int allocations_ever();
 // The next so many calls that ask for memory get none.
 void refuse_memory(int calls);
 

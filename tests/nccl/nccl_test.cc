@@ -354,12 +354,12 @@ TEST(NcclOrder, MemoryForMessagesIsKept) {
   on_ranks(1, [](Rank& rank, int32_t) {
     rank.start(0, {{0, 100}, {200, 300}}, Op::kReduceScatter);
     ASSERT_EQ(rank.sink().end_of(0), "done");
-    const int before = fake::allocations();
+    const int before = fake::allocations_ever();
     for (int64_t ticket = 1; ticket < 5; ++ticket) {
       rank.start(ticket, {{0, 50}, {200, 250}}, Op::kAllGather);
       ASSERT_EQ(rank.sink().end_of(ticket), "done");
     }
-    EXPECT_EQ(fake::allocations(), before);
+    EXPECT_EQ(fake::allocations_ever(), before);
   });
   fake::end_streams();
 }
@@ -387,6 +387,30 @@ TEST_F(NcclFails, ARankThatNeverComesIsGivenUpAfterTheTimeout) {
       options);
 }
 
+TEST_F(NcclFails, ARankThatDoesNotComeToTheFirstOperationFailsWhatCameBefore) {
+  NcclOptions options;
+  options.operation_timeout_ns = 200'000'000;
+  fake::Place given_up;
+  on_ranks(
+      2,
+      [&](Rank& rank, int32_t number) {
+        if (number == 1) {
+          given_up.wait();
+          return;
+        }
+        rank.start(0, {{0, 10}});
+        rank.start(1, {{10, 20}});
+        const std::string end = rank.sink().end_of(0);
+        EXPECT_TRUE(
+            end.starts_with("failed: all_reduce of 40 bytes failed on rank 0 of 2 (NCCL): NCCL could not start a "
+                            "block in time: not every rank has come"))
+            << end;
+        EXPECT_EQ(rank.sink().end_of(1), end);
+        given_up.reach();
+      },
+      options);
+}
+
 TEST_F(NcclFails, AnAbortEndsEverythingAtOnce) {
   const int aborts = fake::aborts();
   fake::Place aborted;
@@ -395,6 +419,7 @@ TEST_F(NcclFails, AnAbortEndsEverythingAtOnce) {
     ASSERT_EQ(rank.sink().end_of(0), "done");
     if (number == 1) {
       aborted.wait();
+      rank.transport().close();
       return;
     }
     rank.start(1, {{0, 10}});

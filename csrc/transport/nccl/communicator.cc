@@ -84,10 +84,8 @@ std::optional<std::string> Communicator::failure() noexcept {
     return "the communicator was aborted; what has ended it was said before: go on with a new transport on every rank";
   }
   ncclResult_t state = ncclSuccess;
-  if (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess &&
-      (state == ncclSuccess || state == ncclInProgress)) {
-    return std::nullopt;
-  }
+  if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &state); asked != ncclSuccess) state = asked;
+  if (state == ncclSuccess || state == ncclInProgress) return std::nullopt;
   return ncclGetErrorString(state);
 }
 

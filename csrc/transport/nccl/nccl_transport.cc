@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "calls.h"
@@ -61,7 +62,7 @@ class NcclTransport final : public DeviceTransport {
   };
 
   void acquire(const std::string& id, const NcclOptions& options);
-  void settle();
+  void settle(const Operation& operation);
   void launch(const Operation& operation);
   void begin(const Operation& operation) noexcept;
   Event recorded_event();
@@ -93,8 +94,8 @@ class NcclTransport final : public DeviceTransport {
   size_t message_bytes_ = 0;
 
   std::mutex writes_mutex_;
-  // Recorded again in each iteration: one for each range that was ever written. By buffer and beginning: end, event.
-  std::map<std::pair<int32_t, int64_t>, std::pair<int64_t, Event>> writes_;
+  // Recorded again in each iteration: one for each range that was ever written. By buffer, beginning and end.
+  std::map<std::tuple<int32_t, int64_t, int64_t>, Event> writes_;
 
   std::mutex ends_mutex_;
   LastMarks<SharedEvent> ends_;  // of the last operation on each byte
@@ -145,14 +146,20 @@ void NcclTransport::acquire(const std::string& id, const NcclOptions& options) {
   }
 }
 
-// Until the operation that was just called is on the stream.
-void NcclTransport::settle() {
-  communicator_->settle(Clock::now() + timeout_, "start a block", [this] {
-    if (outstanding_.aborted()) {
-      throw Error(ErrorCode::kCommunication, "given up");  // nobody hears it: the abort has completed everything
-    }
-    look();
-  });
+// Until the operation that was just called is on the stream. Where that takes too long nothing on it is to be believed: the
+// kernels of earlier operations end by the abort, too.
+void NcclTransport::settle(const Operation& operation) {
+  try {
+    communicator_->settle(Clock::now() + timeout_, "start a block", [this] {
+      if (outstanding_.aborted()) {
+        throw Error(ErrorCode::kCommunication, "given up");  // nobody hears it: the abort has completed everything
+      }
+      look();
+    });
+  } catch (const Error& error) {
+    outstanding_.abort((failure_text(operation, rank_, world_size_, "NCCL") + error.what()).c_str());
+    throw;
+  }
 }
 
 void NcclTransport::open(CompletionSink* sink) noexcept {
@@ -194,7 +201,7 @@ void NcclTransport::launch(const Operation& operation) {
   }
   Event begun = wait_for_writes(operation) ? recorded_event() : nullptr;
   operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_half(operation);
-  settle();
+  settle(operation);
   const SharedEvent ended = recorded_event();
   note_end(operation, ended);
   flights_.push_back(
@@ -223,9 +230,8 @@ bool NcclTransport::wait_for_writes(const Operation& operation) {
   bool is_waiting = false;
   std::lock_guard lock(writes_mutex_);
   for (const Range& range : ranges_of(operation)) {
-    for (const auto& [place, write] : writes_) {
-      const auto& [buffer, lo_bytes] = place;
-      const auto& [hi_bytes, event] = write;
+    for (const auto& [place, event] : writes_) {
+      const auto& [buffer, lo_bytes, hi_bytes] = place;
       if (buffer == operation.buffer && lo_bytes < range.hi_bytes && range.lo_bytes < hi_bytes) {
         require(cudaStreamWaitEvent(stream_, event.get(), 0), "wait for a gradient");
         if (cudaEventQuery(event.get()) == cudaErrorNotReady) {
@@ -280,7 +286,7 @@ void NcclTransport::run_half(const Operation& operation) {
   };
   copy(true);
   run_half(operation, message, part_bytes);
-  settle();
+  settle(operation);
   copy(false);
 }
 
@@ -431,8 +437,7 @@ void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream)
   check_buffer(buffer);
   const OnDevice current(device_);
   std::lock_guard lock(writes_mutex_);
-  auto& [hi_bytes, event] = writes_[{buffer, range.lo_bytes}];
-  hi_bytes = range.hi_bytes;
+  Event& event = writes_[{buffer, range.lo_bytes, range.hi_bytes}];
   if (event == nullptr) {
     cudaEvent_t made = nullptr;
     require(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
