@@ -76,7 +76,8 @@ def main() -> int:
     for (hosts, ratio), lines in sorted(cells.items()):
         row = [hosts, f"{ratio:g}", len(lines)]
         for in_flight in IN_FLIGHT:
-            each = [mean_and_slope(errors(line, in_flight)) for line in lines]
+            found = [errors(line, in_flight) for line in lines]
+            each = [mean_and_slope(rows) for rows in found if len({count for count, _ in rows}) > 1]
             row += [f"{statistics.median(values):+.2%}" for values in zip(*each, strict=True)]
         rows.append(row)
     titles = [f"{what}, {number} in flight" for number in IN_FLIGHT for what in ("too short by", "more per bucket")]

@@ -53,7 +53,7 @@ export GRADCAST_CACHE_DIR=$PWD/$build/cache
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 # sums in the same order each time, for comparing bits
 
 check configure cmake -S . -B $build "${options[@]}"
-check compile cmake --build $build --parallel --target _core wire_test wire_benchmark nccl_device_test gradcast-bench
+check compile cmake --build $build --parallel "$(nproc)" --target _core wire_test wire_benchmark nccl_device_test gradcast-bench
 check extension "$python" -c 'from gradcast.training import extension; extension.load()'
 
 check kernels $build/tests/wire_test

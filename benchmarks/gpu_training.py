@@ -67,7 +67,8 @@ def synchronize(device: torch.device) -> None:
 def measured(
     training: Training, batches: Iterable[torch.Tensor], device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """ms per step: of the host until step() has returned, and until the device has done it all."""
+    """ms per step: of the host until step() has returned, and until the device has done what it was given by then. In
+    overlap mode blocks may still be on their way, and the next step waits for them."""
     host_ms, whole_ms = [], []
     for inputs in batches:
         synchronize(device)
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace, device: torch.device, rank: int) -> bool:
         if any(not torch.equal(a, b) for a, b in zip(parameters[mode], parameters["ddp"], strict=True))
     ]
     if rank == 0 and rows:
-        print(tabulate(rows, ["", "host, ms per step", "until the device is done, ms"]))
+        print(tabulate(rows, ["", "host, ms per step", "until the device is idle, ms"]))
     if different:
         print(f"rank {rank}: the parameters differ from DDP's in {' and '.join(different)} mode", file=sys.stderr)
         return True

@@ -1,6 +1,7 @@
 """A new plan is held against its own first steps, and made again where the network or compute takes something else."""
 
 import dataclasses
+import random
 from unittest import mock
 
 import pytest
@@ -192,7 +193,45 @@ def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are
     cost = linear(3e5, 105.0).all_reduce.cost_ns
     first = [Sample(size, cost(size) - saved_ns, at_once=False) for size in FIRST]
     following = [Sample(size, cost(size), at_once=True) for size in (FOLLOWING[:2] if saved_ns > 0 else FOLLOWING)]
-    assert [sample[:2] for sample in in_a_row(following + first)] == [sample[:2] for sample in following + first]
+    assert in_a_row(following + first) == following + first
+
+
+def test_a_network_that_costs_something_else_for_large_blocks_saves_nothing():
+    """Small ones follow each other, at 0.15 ns per byte; large ones come after pauses, and take 0.02."""
+    from gradcast.training.link_costs import Sample, fitted
+
+    small = [Sample(size << 10, 2e4 + 0.15 * (size << 10), at_once=True) for size in (32, 64, 128, 256)] * 3
+    large = [Sample(size << 20, 5e4 + 0.02 * (size << 20), at_once=False) for size in (1, 2, 8, 25)] * 3
+    link = fitted(small + large, 0.0)
+    for size in (1 << 20, 4 << 20, 25 << 20):
+        assert link.all_reduce.cost_ns(size) == pytest.approx(5e4 + 0.02 * size, rel=0.05)
+
+
+def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
+    """A plan of few blocks, of which only two follow others."""
+    from gradcast.training import link_costs
+
+    link = linear(3e5, 105.0)
+    steps = [[*step[:2], *step[len(FOLLOWING) :]] for step in with_pauses(link)]
+    assert link_costs.corrected(link, steps, saved_ns=SAVED_NS) is None
+    assert link_costs.spread(steps[0], link, SAVED_NS) == pytest.approx((1.0, 1.0))
+    assert link_costs.corrected(link, steps) is not None, "as if the network were faster"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_not_taken_for_what_blocks_save(seed):
+    """Three sizes that are much alike follow others; nothing is saved, and all times scatter by 5 %."""
+    from gradcast.training.link_costs import Sample, saved_after_pause_ns
+
+    draw = random.Random(seed)
+    link = linear(3e5, 105.0)
+
+    def found(size, at_once):
+        return Sample(size, link.all_reduce.cost_ns(size) * draw.gauss(1, 0.05), at_once)
+
+    samples = [found(size, True) for size in (90_000, 100_000, 110_000) for _ in range(5)]
+    samples += [found(size, False) for size in (30_000, 80_000, 120_000, 140_000, 300_000) for _ in range(5)]
+    assert (saved_after_pause_ns(samples) or 0.0) < 0.05 * link.all_reduce.cost_ns(100_000)
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
@@ -210,7 +249,7 @@ def test_blocks_that_share_the_network_tell_only_all_together():
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
     from gradcast.training import link_costs, planning
-    from gradcast.training.calibration import Calibration, planned_busy_ns
+    from gradcast.training.calibration import Calibration, planned_busy_periods_ns
 
     profile = even_profile(linear(alpha_ns, 2.0))
     plan = planning.plain_plan(profile) if plain else planning.decide(profile, "overlap", gradcast.Options())
@@ -224,7 +263,7 @@ def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
         calibration.step_ended(mock.Mock(blocks=played), None)
     found = calibration.found(mock.Mock(gather=lambda own: [own, own]))
     assert len(found.blocks) == CALIBRATION_STEPS - 1
-    shared_ns = planned_busy_ns(plan, profile) if plain else None
+    shared_ns = sum(planned_busy_periods_ns(plan, profile)) if plain else None
     assert link_costs.corrected(profile.link, found.blocks, shared_ns=shared_ns) is None
 
 
@@ -236,12 +275,12 @@ def even_profile(link):
 
 
 def test_the_network_is_busy_while_some_block_is_on_it():
-    from gradcast.training.calibration import busy_ns
+    from gradcast.training.calibration import busy_periods_ns
 
-    assert busy_ns([(10, 30), (35, 50)]) == 35, "one after the other"
+    assert busy_periods_ns([(10, 30), (35, 50), (50, 60)]) == [20, 25], "one after the other"
     # The second one begins beside the first, the third ends before it, the last one comes when all is quiet.
-    assert busy_ns([(10, 30), (31, 55), (15, 60), (70, 75)]) == 55
-    assert busy_ns([]) == 0
+    assert busy_periods_ns([(10, 30), (31, 55), (15, 60), (70, 75)]) == [50, 5]
+    assert busy_periods_ns([]) == []
 
 
 def compute_steps(ranks, disturbed=None):
@@ -309,7 +348,9 @@ def test_what_a_step_computed_is_what_it_did_not_wait():
 def train(rank, mode, link_factor, compute_factor=None):
     from gradcast.training import calibration, compute_times, link_costs
 
-    link = mock.Mock(side_effect=lambda link, _, shared_ns: link_factor and link.scaled(link_factor, link_factor))
+    link = mock.Mock(
+        side_effect=lambda link, _, shared_ns, saved_ns: link_factor and link.scaled(link_factor, link_factor)
+    )
 
     def stretched(profile, steps):
         for step in steps:
@@ -407,7 +448,9 @@ def test_compute_that_was_found_beside_overlap_is_not_expected_of_ddp(mode, plai
 
     given = profile_of(200, 100, 10)
     plan = _core.make_plan(given, given.link, mode=mode)
-    live = mock.Mock(profile=given, in_force=plan, _mode=mode, _options=gradcast.Options(), link_spread=(0.9, 1.1))
+    live = mock.Mock(
+        profile=given, in_force=plan, _mode=mode, _options=gradcast.Options(), link_spread=(0.9, 1.1), _saved_ns=0.0
+    )
     live._proposal.return_value = Proposal(given.to_json(), plan.to_json())
     live.agreed.hold_iterations = 7
     found = calibration.Found(blocks=[], compute=compute_steps([(200, 200, 10)] * 3))

@@ -6,6 +6,7 @@ takes longer.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 from gradcast import _core
@@ -48,10 +49,11 @@ class Calibration:
     def _taken(self, blocks: Sequence[_core.BlockRecord]) -> list[link_costs.Took]:
         """Of the network: packing has a cost of its own in a link."""
         if not self._one_by_one:
-            return [link_costs.Took(busy_ns([(block.due_ns, block.finish_ns) for block in blocks]), at_once=False)]
+            together_ns = sum(busy_periods_ns([(block.due_ns, block.finish_ns) for block in blocks]))
+            return [link_costs.Took(together_ns, at_once=False)]
         taken = map(link_costs.took, blocks)
         return [
-            dataclasses.replace(each, time_ns=max(0.0, each.time_ns - packing_ns))
+            dataclasses.replace(each, time_ns=max(1.0, each.time_ns - packing_ns))
             for each, packing_ns in zip(taken, self._packing_ns, strict=True)
         ]
 
@@ -76,16 +78,21 @@ def corrected_compute(profile: _core.Profile, steps: Sequence[Sequence[Compute]]
     return None if abs(found.total_ns / compute_ns(profile) - 1) <= _RIGHT else found
 
 
-def busy_ns(blocks: Iterable[tuple[float, float]]) -> float:
-    """For how long some block is on the network, from the times when each begins and ends."""
-    total_ns, busy_until_ns = 0.0, 0.0
+def busy_periods_ns(blocks: Iterable[tuple[float, float]]) -> list[float]:
+    """For how long some block is on the network each time, from the times when each begins and ends."""
+    periods_ns: list[float] = []
+    busy_until_ns = -math.inf
     for begin_ns, end_ns in sorted(blocks):
-        total_ns += max(0.0, end_ns - max(begin_ns, busy_until_ns))
+        if begin_ns > busy_until_ns:
+            periods_ns.append(0.0)
+        periods_ns[-1] += max(0.0, end_ns - max(begin_ns, busy_until_ns))
         busy_until_ns = max(busy_until_ns, end_ns)
-    return total_ns
+    return periods_ns
 
 
-def planned_busy_ns(plan: _core.Plan, profile: _core.Profile) -> float:
-    """For how long a step keeps the network busy, as ``play`` has it: where several blocks may be in flight, one hides
-    the start-up of the next."""
-    return busy_ns((block.launch_ns, block.finish_ns) for block in _core.play(profile, profile.link, plan).blocks)
+def planned_busy_periods_ns(plan: _core.Plan, profile: _core.Profile) -> list[float]:
+    """How a step keeps the network busy, as ``play`` has it: where several blocks may be in flight, one hides the
+    start-up of the next."""
+    return busy_periods_ns(
+        (block.launch_ns, block.finish_ns) for block in _core.play(profile, profile.link, plan).blocks
+    )

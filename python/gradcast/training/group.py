@@ -105,7 +105,8 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     if world_size == 1:
         return Group(0, 1, shared)
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    own = _new_group(dist.get_process_group_ranks(shared), timeout, dist.get_backend_config(shared), "gradcast")
+    ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
+    own = _new_group(ranks, timeout, backend, "gradcast", _nccl_options(timeout) if "nccl" in backend else None)
     return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds())
 
 
@@ -120,22 +121,24 @@ def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: st
     return group
 
 
-def _new_group(ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str) -> Any:
+def _new_group(
+    ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
+) -> Any:
     """Collective over ``ranks`` alone."""
     with _not_split_off(ranks):
         return dist.new_group(
             ranks=ranks,
             timeout=timeout,
             backend=backend,
-            pg_options=_nccl_options(timeout) if "nccl" in backend else None,
+            pg_options=options,
             use_local_synchronization=True,
             group_desc=description,
         )
 
 
 def _nccl_options(timeout: datetime.timedelta | None) -> Any:
-    """Its kernels go before those of compute: a late block delays the next forward pass. Other backends that belong to
-    the same group do not look at them."""
+    """Its kernels go before those of compute: a late block delays the next forward pass. Torch's other backends that
+    belong to the same group do not look at them."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout

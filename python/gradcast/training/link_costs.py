@@ -9,6 +9,9 @@ from gradcast import _core
 
 # Below this a plan is not made again: it would not be another one.
 _RIGHT = 0.03
+# What a line through blocks needs, and how far beyond their sizes it says something of others.
+_SIZES_MIN, _REACH = 3, 1.5
+_SAMPLES_MIN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +56,41 @@ def _of_all(size_bytes: int, ranks: Sequence[Took]) -> Sample:
     return Sample(size_bytes, statistics.mean(times_ns) if at_once else min(times_ns), at_once)
 
 
-def in_a_row(found: Sequence[Sample]) -> list[Sample]:
-    """The samples as if each block had followed another one.
+def saved_after_pause_ns(found: Sequence[Sample]) -> float | None:
+    """What a block saves that finds the network idle instead of following another one. None where that cannot be told.
 
-    A block that finds the network idle costs less, by the same time whatever its size: switches, token buckets and
-    socket buffers have room again, and it is as if it had begun earlier. Which blocks these are depends on the plan,
-    and they fill pauses: how long a step takes is decided by blocks in a row. Mixed, the two bend a fit, to start-up
-    costs of 0 and a network faster than it is. Where too few follow another one, all stay as they are.
+    It is the same time whatever the block's size: switches, token buckets and socket buffers have room again, and it is
+    as if the block had begun earlier. Told by sizes that those that follow others have, too, since a network may cost
+    another one beyond them; and only where most of these blocks agree.
     """
     following = [sample for sample in found if sample.at_once]
-    others = [sample for sample in found if not sample.at_once]
-    if _size_count(following) < 3 or not others:
-        return list(found)
+    if _size_count(following) < _SIZES_MIN:
+        return None
+    sizes = [sample.size_bytes for sample in following]
+    least_bytes, most_bytes = min(sizes) / _REACH, max(sizes) * _REACH
     cost = _fit(following)
-    saved_ns = max(0.0, statistics.median(cost.cost_ns(sample.size_bytes) - sample.time_ns for sample in others))
+    saved_ns = [
+        cost.cost_ns(sample.size_bytes) - sample.time_ns
+        for sample in found
+        if not sample.at_once and least_bytes <= sample.size_bytes <= most_bytes
+    ]
+    if len(saved_ns) < _SAMPLES_MIN:
+        return None
+    low_ns, usual_ns, _ = statistics.quantiles(saved_ns)
+    return usual_ns if low_ns >= usual_ns / 2 > 0 else 0.0
+
+
+def in_a_row(found: Sequence[Sample], saved_ns: float = 0.0) -> list[Sample]:
+    """The samples as if each block had followed another one.
+
+    Which blocks find the network idle depends on the plan, and they fill pauses: how long a step takes is decided by
+    blocks in a row. Mixed, the two bend a fit, to start-up costs of 0 and a network faster than it is. ``saved_ns``:
+    what such a block has been found to save before, for samples that do not tell.
+    """
+    told_ns = saved_after_pause_ns(found)
+    added_ns = saved_ns if told_ns is None else told_ns
     return [
-        sample if sample.at_once else sample._replace(time_ns=sample.time_ns + saved_ns, at_once=True)
+        sample if sample.at_once else sample._replace(time_ns=sample.time_ns + added_ns, at_once=added_ns > 0)
         for sample in found
     ]
 
@@ -76,7 +98,7 @@ def in_a_row(found: Sequence[Sample]) -> list[Sample]:
 def fitted(found: Sequence[Sample], pack_ns_per_byte: float) -> _core.LinkModel:
     """REQUIRES: at least one sample."""
     found = in_a_row(found)
-    if _size_count(found) >= 3:
+    if _size_count(found) >= _SIZES_MIN:
         pieces = _with_stalls(_fit(found), found)
         return _core.LinkModel(all_reduce=pieces, pack_ns_per_byte=pack_ns_per_byte)
     # A model so small that every block has nearly the same size: what it costs is then all there is to know.
@@ -86,22 +108,28 @@ def fitted(found: Sequence[Sample], pack_ns_per_byte: float) -> _core.LinkModel:
 
 
 def corrected(
-    link: _core.LinkModel, steps: Sequence[Sequence[Sample]], *, shared_ns: float | None = None
+    link: _core.LinkModel,
+    steps: Sequence[Sequence[Sample]],
+    *,
+    shared_ns: float | None = None,
+    saved_ns: float = 0.0,
 ) -> _core.LinkModel | None:
     """The link as a plan's own blocks have found it, None where ``link`` is right. ``steps``: of the same blocks each.
 
     A plan leaves other pauses than the warm-up, and ranks that are not quite in step send one after the other.
 
     ``shared_ns``: where several blocks may be in flight, what ``link`` says of all of them together; the one sample of
-    a step is what they have taken.
+    a step is what they have taken. ``saved_ns``: see in_a_row; of such a sample nothing is left out.
     """
-    found = in_a_row([sample for step in steps for sample in step])
+    found = [sample for step in steps for sample in step]
+    if shared_ns is None:
+        found = in_a_row(found, saved_ns)
     count = len(steps[0])
     steps = [found[first : first + count] for first in range(0, len(found), count)]
     factor = _longer(steps, link, shared_ns)
     if abs(factor - 1) <= _RIGHT:
         return None
-    if _size_count(found) < 3:
+    if _size_count(found) < _SIZES_MIN:
         return link.scaled(factor, factor)
     shaped = fitted(found, link.pack_ns_per_byte)
     left = _longer(steps, shaped)
@@ -116,9 +144,10 @@ def _longer(steps: Sequence[Sequence[Sample]], link: _core.LinkModel, shared_ns:
     )
 
 
-def spread(found: Sequence[Sample], link: _core.LinkModel) -> tuple[float, float]:
-    """What nine tenths of the samples take at least, and at most, as a share of what the link model says."""
-    shares = sorted(sample.time_ns / link.all_reduce.cost_ns(sample.size_bytes) for sample in in_a_row(found))
+def spread(found: Sequence[Sample], link: _core.LinkModel, saved_ns: float = 0.0) -> tuple[float, float]:
+    """What nine tenths of the samples take at least, and at most, as a share of what the link model says. ``saved_ns``:
+    see in_a_row."""
+    shares = sorted(sample.time_ns / link.all_reduce.cost_ns(sample.size_bytes) for sample in in_a_row(found, saved_ns))
     return shares[len(shares) // 10], shares[-1 - len(shares) // 10]
 
 

@@ -47,7 +47,9 @@ class Warmup:
         plans = planning.warmup_plans(profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         self._profile = profile
-        self.link_spread = (1.0, 1.0)  # once there is a profile, on rank 0; see link_costs.spread
+        # Once there is a profile, on rank 0: see link_costs.spread and link_costs.saved_after_pause_ns.
+        self.link_spread = (1.0, 1.0)
+        self.saved_after_pause_ns = 0.0
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
     def first(self) -> Agreed:
@@ -92,7 +94,9 @@ class Warmup:
             try:
                 profile = planning.measured_profile(ranks, self._names, self._sizes, name="measured")
                 if profile.link is not None:
-                    self.link_spread = link_costs.spread(planning.block_samples(ranks), profile.link)
+                    samples = planning.block_samples(ranks)
+                    self.link_spread = link_costs.spread(samples, profile.link)
+                    self.saved_after_pause_ns = link_costs.saved_after_pause_ns(samples) or 0.0
                 text = profile.to_json()
             except Error as error:
                 text = error
