@@ -267,6 +267,11 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Nccl, testing::ValuesIn(kWorlds));
 
 #ifdef GRADCAST_FAKE_DEVICE
 
+class NcclOrder : public testing::Test {
+ protected:
+  void TearDown() override { fake::end_streams(); }
+};
+
 class NcclFails : public testing::Test {
  protected:
   void TearDown() override {
@@ -287,7 +292,7 @@ std::string refusal(const std::string& id, int32_t rank, int32_t world_size, con
   return "none";
 }
 
-TEST(NcclOrder, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
+TEST_F(NcclOrder, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
   on_ranks(2, [](Rank& rank, int32_t number) {
     fake::Place go;
     fake::put(rank.stream(), [&] {
@@ -308,7 +313,7 @@ TEST(NcclOrder, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
   });
 }
 
-TEST(NcclOrder, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
+TEST_F(NcclOrder, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
   fake::Place late;
   fake::Place looked;
   on_ranks(2, [&](Rank& rank, int32_t number) {
@@ -350,7 +355,7 @@ TEST(NcclOrder, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
   fake::end_streams();
 }
 
-TEST(NcclOrder, MemoryForMessagesIsKept) {
+TEST_F(NcclOrder, MemoryForMessagesIsKept) {
   on_ranks(1, [](Rank& rank, int32_t) {
     rank.start(0, {{0, 100}, {200, 300}}, Op::kReduceScatter);
     ASSERT_EQ(rank.sink().end_of(0), "done");

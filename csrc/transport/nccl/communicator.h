@@ -1,6 +1,6 @@
 // NCCL's communicator of one rank, whose calls do not block: connected, asked, ended well or given up.
 //
-// Thread safety: one thread at a time: NCCL's calls for a communicator must not meet, its questions neither.
+// Thread safety: any thread, one at a time: NCCL's calls for a communicator must not meet, its questions neither.
 #pragma once
 
 #include <nccl.h>
