@@ -60,8 +60,8 @@ def saved_after_pause_ns(found: Sequence[Sample]) -> float | None:
     """What a block saves that finds the network idle instead of following another one. None where that cannot be told.
 
     It is the same time whatever the block's size: switches, token buckets and socket buffers have room again, and it is
-    as if the block had begun earlier. Told by sizes that those that follow others have, too, since a network may cost
-    another one beyond them; and only where most of these blocks agree.
+    as if the block had begun earlier. Told by sizes that those that follow others have, too: what a network costs
+    beyond them their line does not say.
     """
     following = [sample for sample in found if sample.at_once]
     if _size_count(following) < _SIZES_MIN:
@@ -76,8 +76,7 @@ def saved_after_pause_ns(found: Sequence[Sample]) -> float | None:
     ]
     if len(saved_ns) < _SAMPLES_MIN:
         return None
-    low_ns, usual_ns, _ = statistics.quantiles(saved_ns)
-    return usual_ns if low_ns >= usual_ns / 2 > 0 else 0.0
+    return max(0.0, statistics.median(saved_ns))
 
 
 def in_a_row(found: Sequence[Sample], saved_ns: float = 0.0) -> list[Sample]:
