@@ -1,6 +1,6 @@
 // What was last said of each byte of some buffers: the event behind which it has arrived, for instance.
 //
-// Thread safety: none.
+// Thread safety: any thread, one at a time.
 #pragma once
 
 #include <cstdint>
