@@ -20,7 +20,7 @@ LEAST_SHARE, FROM_BYTES = 0.85, 16 << 20
 def measured(text: str) -> dict[str, dict[int, float]]:
     """Bytes per second by kernel and block size, of Google Benchmark's JSON. Raises ValueError for one that failed."""
     found: dict[str, dict[int, float]] = {}
-    for each in json.loads(text)["benchmarks"]:
+    for each in json.loads(text).get("benchmarks", []):
         name, size = each["name"].removesuffix("/manual_time").rsplit("/", 1)
         if "bytes_per_second" not in each:
             raise ValueError(f"{each['name']} was not measured: {each.get('error_message', 'no reason is given')}")
@@ -48,7 +48,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         text, is_fast = table(measured(Path(args.results).read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"{args.results}: {error}", file=sys.stderr)
         return 1
     print(text)

@@ -121,6 +121,9 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
         return 1
+    if "RANK" not in os.environ:
+        print("start it with torchrun --standalone --nproc-per-node 2 (see --help)", file=sys.stderr)
+        return 1
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

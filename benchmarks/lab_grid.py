@@ -175,6 +175,8 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
 
 
 def read_lines(record: Path) -> list[dict[str, Any]]:
+    if not record.exists():
+        sys.exit(f"there is no record {record}; make one with `python -m benchmarks.lab_grid run --record {record}`")
     return [json.loads(text) for text in record.read_text(encoding="utf-8").splitlines() if text.strip()]
 
 
