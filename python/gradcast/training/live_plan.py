@@ -63,7 +63,7 @@ class LivePlan:
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
         self.link_spread = (1.0, 1.0)  # on rank 0, of what the plan was made from; see link_costs.spread
-        self._saved_ns = 0.0  # on rank 0, by a block that finds the network idle, in the warm-up
+        self._saved_after_pause_ns = 0.0  # on rank 0, in the warm-up; see link_costs
         self.version = 0
         self.plain = False
         self.interrupted = False  # this iteration: how long it takes tells nothing
@@ -193,7 +193,7 @@ class LivePlan:
             return
         with self._traffic.watch.waiting("the agreement on the plan"):
             self.profile = self.warmup.profile(self._buffers.flats)
-            self._saved_ns = self.warmup.saved_after_pause_ns
+            self._saved_after_pause_ns = self.warmup.saved_after_pause_ns
             agreed = self._agreement(self._decided)
         self.warmup = None
         self._take(agreed)
@@ -251,10 +251,12 @@ class LivePlan:
         shared_ns = None
         if not one_by_one:
             periods_ns = calibration.planned_busy_periods_ns(self.in_force, self.profile)
-            shared_ns = sum(max(0.0, each_ns - self._saved_ns) for each_ns in periods_ns)
+            shared_ns = sum(max(0.0, each_ns - self._saved_after_pause_ns) for each_ns in periods_ns)
         link = None
         if found.blocks:
-            link = link_costs.corrected(self.profile.link, found.blocks, shared_ns=shared_ns, saved_ns=self._saved_ns)
+            link = link_costs.corrected(
+                self.profile.link, found.blocks, shared_ns=shared_ns, saved_ns=self._saved_after_pause_ns
+            )
         compute = calibration.corrected_compute(self.profile, found.compute)
         if link is None and compute is None:
             return None
@@ -264,7 +266,9 @@ class LivePlan:
         plain_profile = idle if self.in_force.mode == "overlap" else profile
         samples = [sample for step in found.blocks for sample in step]
         spread = (
-            link_costs.spread(samples, profile.link, self._saved_ns) if samples and one_by_one else self.link_spread
+            link_costs.spread(samples, profile.link, self._saved_after_pause_ns)
+            if samples and one_by_one
+            else self.link_spread
         )
         plan = planning.decide(profile, self._mode, self._options)
         proposal = self._proposal(profile, plan, spread, plain_profile)
