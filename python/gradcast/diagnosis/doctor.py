@@ -33,7 +33,7 @@ from gradcast.training.group import Group, backend_of, lasting_group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 LEFT_OUT_STEPS = 5
-_ROUNDS = (2, 6)  # at least and at most
+_ROUNDS = (2, 6)  # at least, and at most unless more ordinary steps are watched
 _LAYER_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
 
@@ -41,7 +41,7 @@ _TIMEOUT = timedelta(minutes=5)
 @dataclass(frozen=True)
 class Settings:
     """``steps``: ordinary ones that count. ``seconds``: about so long may the probes take, within 2 to 6 rounds of each
-    kind. ``network``, ``trial``: whether these parts are wanted."""
+    kind, more where that is fewer than the ordinary steps. ``network``, ``trial``: whether these parts are wanted."""
 
     steps: int = 20
     seconds: float = 60.0
@@ -216,10 +216,12 @@ class Doctor:
         return (reading / batches, preparing / batches) if batches else None
 
     def _rounds(self, group: Group, ordinary: Sequence[dict[str, float]], kind_count: int) -> int:
-        """As many as the time allows, the same on every rank."""
+        """As many as the time allows, the same on every rank. More steps than ordinary ones would tell little."""
         step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
         per_round = probes.step_count(kind_count, 1) - probes.step_count(kind_count, 0)
-        return min(max(int(self._settings.seconds / (per_round * step_s)), _ROUNDS[0]), _ROUNDS[1])
+        at_least, at_most = _ROUNDS
+        at_most = max(at_most, self._settings.steps // probes.STEPS_PER_TURN)
+        return min(max(int(self._settings.seconds / (per_round * step_s)), at_least), at_most)
 
     def _group_of(self, kind: str, nodes: Nodes, group: Group) -> Any:
         own = group.rank

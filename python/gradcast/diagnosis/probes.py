@@ -30,7 +30,7 @@ _MIB = 1 << 20
 # TCP's windows are those that another kind has left.
 _SETTLING_STEPS = 2
 LEFT_OUT_PER_TURN = 1
-_STEPS_PER_TURN = 3
+STEPS_PER_TURN = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Prober:
 
     def turn(self, model: Any) -> list[dict[str, float]]:
         """Steps of which some are left out. Turns are alike: each begins with the same batch."""
-        return self.steps(model, LEFT_OUT_PER_TURN + _STEPS_PER_TURN)
+        return self.steps(model, LEFT_OUT_PER_TURN + STEPS_PER_TURN)
 
     def steps(self, model: Any, count: int, *, pause_ms: float = 0.0) -> list[dict[str, float]]:
         """ms by stage. The ranks begin together. ``pause_ms``: before each step, and part of it."""
@@ -165,7 +165,7 @@ def _computing_with(threads: int | None) -> Iterator[None]:
 
 def step_count(kind_count: int, rounds: int) -> int:
     """How many steps ``run`` takes."""
-    return kind_count * (_SETTLING_STEPS + rounds * (LEFT_OUT_PER_TURN + _STEPS_PER_TURN))
+    return kind_count * (_SETTLING_STEPS + rounds * (LEFT_OUT_PER_TURN + STEPS_PER_TURN))
 
 
 def layers_ms(prober: Prober, model: Any, module: torch.nn.Module, steps: int) -> dict[str, float]:
