@@ -124,22 +124,34 @@ def run(args: argparse.Namespace) -> None:
     for number, cell in enumerate(missing):
         arguments = cell.arguments()
         print(f"{number + 1} of {len(missing)}: gradcast {' '.join(arguments)}", flush=True)
-        line = min(_tries(cell, arguments, record), key=_unsteadiness)
+        tries = [line for line in _tries(cell, arguments, record) if _is_settled(line)]
+        if not tries:
+            print("  left out; run it again", flush=True)
+            continue
+        line = min(tries, key=_unsteadiness)
         with record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def _tries(cell: Cell, arguments: list[str], record: Path) -> Iterator[dict[str, Any]]:
-    for _ in range(TRIES if cell.ratio else 1):  # a real model's compute is never steady
+    for _ in range(TRIES):
         finished = subprocess.run(["gradcast", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False)
         if finished.returncode != 0:
             sys.exit(f"the cell failed with exit code {finished.returncode}; the others are in {record}")
         line = _line(cell, arguments, json.loads(finished.stdout))
         print(_words(line), flush=True)
         yield line
-        if _unsteadiness(line) <= STEADY:
+        if not _is_settled(line):
+            print("  but the machine has changed so much that gradcast was measuring it again at the end", flush=True)
+        elif cell.ratio and _unsteadiness(line) > STEADY:  # a real model's compute is never steady
+            print("  but compute alone was not steady: the machine had something else to do", flush=True)
+        else:
             return
-        print("  but compute alone was not steady: the machine had something else to do", flush=True)
+
+
+def _is_settled(line: dict[str, Any]) -> bool:
+    """Whether hook and overlap mode had a plan at the end."""
+    return all(row_of(line, name)["predicted_ms"] is not None for name in ("hook", "overlap"))
 
 
 def _unsteadiness(line: dict[str, Any]) -> float:
@@ -157,7 +169,8 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
     """What is kept of a run: everything but single steps, details and the profile."""
     rows = [{key: value for key, value in row.items() if key not in ("steps_ms", "details")} for row in result["rows"]]
     for row, full in zip(rows, result["rows"], strict=True):
-        row["runs_as_ddp"] = full["details"].get("stats", {}).get("runs_as_ddp")
+        stats = full["details"].get("stats", {})
+        row |= {key: stats.get(key) for key in ("runs_as_ddp", "plan_version")}
     return {
         "cell": cell.key,
         "model": cell.model,

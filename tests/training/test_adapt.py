@@ -68,6 +68,7 @@ def train_both(rank, mode, steps, facts_of, options):
         run_step(rank, step, modules[0], sgds[0])
         stats = handle.stats()
         seen.append((stats["plan_version"], stats["policy"], stats["runs_as_ddp"]))
+        assert (stats["predicted_ms"] is None) == (stats["bound_ms"] is None) == handle.measuring
     handle.flush()
     stats = handle.stats()
     handle.detach()

@@ -170,14 +170,8 @@ def _facts(trainer: Trainer, profile: _core.Profile) -> dict[str, Any]:
         }
     if trainer.handle is None:
         return {"blocks": None, "predicted_ms": None}
-    plan = trainer.handle.plan
-    return {
-        "blocks": len(plan.blocks),
-        "predicted_ms": plan.predicted_ns / 1e6,
-        "policy": plan.policy,
-        "plan_version": trainer.handle.plan_version,
-        "stats": trainer.handle.stats(),
-    }
+    stats = trainer.handle.stats()
+    return {key: stats[key] for key in ("blocks", "predicted_ms", "policy", "plan_version")} | {"stats": stats}
 
 
 def _tell(text: str, end: str = "\n") -> None:

@@ -41,9 +41,9 @@ def stats_of(session: Any) -> dict[str, Any]:
         "grad_norm": session.grad_norm,
         "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
     }
-    if profile is not None:
-        values |= {"predicted_ms": plan.predicted_ns / 1e6, "bound_ms": plan.bound_ns / 1e6}
     live = session.live
+    if profile is not None and live.warmup is None:  # of a warm-up's plans nothing is predicted
+        values |= {"predicted_ms": plan.predicted_ns / 1e6, "bound_ms": plan.bound_ns / 1e6}
     expectation, compared = live.agreed.expectation, live.comparison
     values |= {
         "runs_as_ddp": live.agreed.steps_aside,
