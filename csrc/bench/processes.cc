@@ -75,16 +75,15 @@ void require(cudaError_t error, const char* action) {
 
 class DeviceMemory final : public Memory {
  public:
-  DeviceMemory(int64_t size_bytes, Element element) : size_bytes_(size_bytes), element_(element) {
-    require(cudaMalloc(&data_, static_cast<size_t>(size_bytes)), "give memory");
-    require(cudaMemset(data_, 0, static_cast<size_t>(size_bytes)), "clear memory");
+  DeviceMemory(int64_t size_bytes, Element element)
+      : data_(allocate_for_nccl(size_bytes)), size_bytes_(size_bytes), element_(element) {
+    require(cudaMemset(data_.get(), 0, static_cast<size_t>(size_bytes)), "clear memory");
     require(cudaStreamSynchronize(nullptr), "clear memory");
   }
-  ~DeviceMemory() override { cudaFree(data_); }
 
-  HostBuffer buffer() override { return {data_, size_bytes_, element_}; }
-  void write(const void* bytes) override { copy(data_, bytes, cudaMemcpyHostToDevice); }
-  void read(void* bytes) override { copy(bytes, data_, cudaMemcpyDeviceToHost); }
+  HostBuffer buffer() override { return {data_.get(), size_bytes_, element_}; }
+  void write(const void* bytes) override { copy(data_.get(), bytes, cudaMemcpyHostToDevice); }
+  void read(void* bytes) override { copy(bytes, data_.get(), cudaMemcpyDeviceToHost); }
 
  private:
   void copy(void* to, const void* from, cudaMemcpyKind kind) {
@@ -93,7 +92,7 @@ class DeviceMemory final : public Memory {
     require(cudaStreamSynchronize(nullptr), "copy memory");
   }
 
-  void* data_ = nullptr;
+  const std::shared_ptr<void> data_;
   const int64_t size_bytes_;
   const Element element_;
 };
