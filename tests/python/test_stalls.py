@@ -87,10 +87,22 @@ def test_an_estimate_of_a_difference_draws_each_sample_by_itself():
 
 
 def rank_steps(
-    rank, *, step=200, loop=5, loader=20, forward=30, backward=60, update=5, launch=0, node=20, cluster=50, **more
+    rank,
+    *,
+    step=200,
+    loop=5,
+    loader=20,
+    forward=30,
+    backward=60,
+    update=5,
+    launch=0,
+    node=20,
+    cluster=50,
+    sent=(0, 0),
+    **more,
 ):
-    """Constant samples. ``node`` and ``cluster``: what that adds to a step alone; ``launch``: what of forward goes by
-    between operations."""
+    """Constant samples. ``node`` and ``cluster``: what that adds to a step alone, and ``sent``, of both, to its
+    forward pass; ``launch``: what of forward goes by between operations."""
     alone = forward + backward + update
 
     def constant(ms):
@@ -104,8 +116,8 @@ def rank_steps(
         normal={"step": constant(step), "loop": constant(loop), "loader": constant(loader), "exposed": constant(1)},
         probes={
             "alone": {"step": constant(alone), **compute},
-            "node": {"step": constant(alone + node)},
-            "cluster": {"step": constant(alone + cluster)},
+            "node": {"step": constant(alone + node), "forward": constant(forward + sent[0])},
+            "cluster": {"step": constant(alone + cluster), "forward": constant(forward + sent[1])},
         },
         computing=compute | {"forward": constant(forward - launch)},
         **more,
@@ -216,6 +228,18 @@ def test_ranks_that_meet_twice_wait_twice():
     assert breakdown(ranks, MEET_TWICE).straggler.rank == 3
     own = [each.own_parts for each in ranks]
     assert together_ms(own, MEET_TWICE) - together_ms(own, MEET_TWICE, ("data_storage", "data_cpu")) == 60
+
+
+@pytest.mark.parametrize(
+    ("late", "lag", "interconnect", "network"),
+    [(2, 40, 16, 22), (2, 6, 18, 26), (0, 40, 20, 30)],  # of rank 0 nobody has anything before it is there
+)
+def test_buffers_that_are_sent_while_a_rank_is_waited_for_cost_nothing(late, lag, interconnect, network):
+    ranks = [rank_steps(rank, loader=20 + (lag if rank == late else 0), sent=(4, 12)) for rank in range(4)]
+    found = values(breakdown(ranks, MEET_TWICE))
+    assert (found["interconnect"], found["network"], found["waiting"]) == (interconnect, network, lag)
+    once = values(breakdown(ranks))
+    assert (once["interconnect"], once["network"]) == (20, 30), "without buffers nothing is sent before gradients"
 
 
 def test_noise_is_no_straggler():

@@ -33,14 +33,14 @@ from gradcast.training.group import Group, backend_of, lasting_group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 LEFT_OUT_STEPS = 5
-_ROUNDS = (2, 6)  # at least, and at most unless more ordinary steps are watched
+_ROUNDS = (1, 4)  # at least, and at most unless more ordinary steps are watched
 _LAYER_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``steps``: ordinary ones that count. ``seconds``: about so long may the probes take, within 2 to 6 rounds of each
+    """``steps``: ordinary ones that count. ``seconds``: about so long may the probes take, within 1 to 4 rounds of each
     kind, more where that is fewer than the ordinary steps. ``network``, ``trial``: whether these parts are wanted."""
 
     steps: int = 20

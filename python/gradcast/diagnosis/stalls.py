@@ -33,7 +33,8 @@ from gradcast.diagnosis.estimates import Estimate, estimate
 COMPUTE = ("forward", "backward", "update")
 DATA = ("data_storage", "data_cpu")
 OWN = (*COMPUTE, "launch", "loop", *DATA)
-PARTS = (*OWN, "interconnect", "network", "waiting", "rest")
+TRAFFIC = ("interconnect", "network")
+PARTS = (*OWN, *TRAFFIC, "waiting", "rest")
 # In which a rank takes longer, for sentences.
 STAGE_WORDS = {part: part for part in COMPUTE} | {
     "launch": "launching and the framework",
@@ -185,7 +186,10 @@ def breakdown(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]] = ME
     all_ms = together_ms([each.own_parts for each in ranks], meetings)
     step = estimate(statistics.median, view.normal["step"])
     parts = {part: view.own_estimate(part) for part in OWN}
-    parts |= {kind: _communication(ranks, kind) for kind in ("interconnect", "network")}
+    hidden_ms = _hidden_ms(ranks, meetings)
+    for kind in TRAFFIC:
+        cost = _communication(ranks, kind)
+        parts[kind] = Estimate(*(ms - hidden_ms[kind] for ms in (cost.value, cost.low, cost.high)))
     parts["waiting"] = _waiting(view, slowest, all_ms)
     left = step.value - sum(part.value for part in parts.values())
     parts["rest"] = _combined(left, [step], list(parts.values()))
@@ -223,12 +227,33 @@ def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
 
     def added(*drawn: Sequence[float]) -> float:
         medians = [statistics.median(samples) for samples in drawn]
-        alone, node, cluster = (max(medians[place] for place in each) for each in places.values())
-        cluster = max(cluster, alone)
-        node = min(max(node, alone), cluster)
-        return getattr(stash(alone=alone, node=node, cluster=cluster, cached=cluster, cold=cluster), kind)
+        return _stall(kind, *(max(medians[place] for place in each) for each in places.values()))
 
     return estimate(added, *run)
+
+
+def _stall(kind: str, alone: float, node: float, cluster: float) -> float:
+    cluster = max(cluster, alone)
+    node = min(max(node, alone), cluster)
+    return getattr(stash(alone=alone, node=node, cluster=cluster, cached=cluster, cold=cluster), kind)
+
+
+def _hidden_ms(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]]) -> dict[str, float]:
+    """By kind of exchange, what of it goes on while the ranks wait for one of them anyway.
+
+    Where they meet twice, rank 0 sends its buffers as soon as it is there: who comes later than that finds them.
+    """
+    if meetings == MEET_ONCE:
+        return dict.fromkeys(TRAFFIC, 0.0)
+    there_ms = [sum(each.own(part) for part in meetings[0]) for each in ranks]
+    forward_ms = {
+        name: max(statistics.median(each.probes[name]["forward"]) for each in ranks)
+        for name in ("alone", "node", "cluster")
+    }
+    sending_ms = {kind: _stall(kind, **forward_ms) for kind in TRAFFIC}
+    total_ms = sum(sending_ms.values())
+    share = min(1.0, (max(there_ms) - there_ms[0]) / total_ms) if total_ms > 0 else 0.0
+    return {kind: share * ms for kind, ms in sending_ms.items()}
 
 
 def _place(lists: Sequence[Sequence[float]], samples: Sequence[float]) -> int:
@@ -238,7 +263,7 @@ def _place(lists: Sequence[Sequence[float]], samples: Sequence[float]) -> int:
 
 def _values(each: RankSteps, all_ms: float, parts: Mapping[str, Estimate]) -> dict[str, float]:
     values = each.own_parts
-    values |= {kind: parts[kind].value for kind in ("interconnect", "network")}
+    values |= {kind: parts[kind].value for kind in TRAFFIC}
     values["waiting"] = all_ms - each.own_ms
     values["rest"] = statistics.median(each.normal["step"]) - sum(values.values())
     return {part: values[part] for part in PARTS}
