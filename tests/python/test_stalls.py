@@ -231,11 +231,12 @@ def test_ranks_that_meet_twice_wait_twice():
 
 
 @pytest.mark.parametrize(
-    ("late", "lag", "interconnect", "network"),
-    [(2, 40, 16, 22), (2, 6, 18, 26), (0, 40, 20, 30)],  # of rank 0 nobody has anything before it is there
+    ("sent", "late", "lag", "interconnect", "network"),
+    # Of rank 0 nobody has anything before it is there.
+    [((4, 12), 2, 40, 16, 22), ((4, 12), 2, 6, 18, 26), ((4, 12), 0, 40, 20, 30), ((0, 35), 2, 40, 20, 0)],
 )
-def test_buffers_that_are_sent_while_a_rank_is_waited_for_cost_nothing(late, lag, interconnect, network):
-    ranks = [rank_steps(rank, loader=20 + (lag if rank == late else 0), sent=(4, 12)) for rank in range(4)]
+def test_buffers_that_are_sent_while_a_rank_is_waited_for_cost_nothing(sent, late, lag, interconnect, network):
+    ranks = [rank_steps(rank, loader=20 + (lag if rank == late else 0), sent=sent) for rank in range(4)]
     found = values(breakdown(ranks, MEET_TWICE))
     assert (found["interconnect"], found["network"], found["waiting"]) == (interconnect, network, lag)
     once = values(breakdown(ranks))

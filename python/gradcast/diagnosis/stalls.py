@@ -189,7 +189,7 @@ def breakdown(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]] = ME
     hidden_ms = _hidden_ms(ranks, meetings)
     for kind in TRAFFIC:
         cost = _communication(ranks, kind)
-        parts[kind] = Estimate(*(ms - hidden_ms[kind] for ms in (cost.value, cost.low, cost.high)))
+        parts[kind] = Estimate(*(max(0.0, ms - hidden_ms[kind]) for ms in (cost.value, cost.low, cost.high)))
     parts["waiting"] = _waiting(view, slowest, all_ms)
     left = step.value - sum(part.value for part in parts.values())
     parts["rest"] = _combined(left, [step], list(parts.values()))
