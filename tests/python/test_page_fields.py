@@ -35,8 +35,8 @@ def rank_steps(rank):
     }  # fmt: skip
     probes = {
         "alone": own | {"step": alone_ms},
-        "node": {"step": alone_ms + 20},
-        "cluster": {"step": alone_ms + EXCHANGE_MS},
+        "node": own | {"step": alone_ms + 20},
+        "cluster": own | {"step": alone_ms + EXCHANGE_MS},
     }
     constant = lambda times: {name: [ms] * STEPS for name, ms in times.items()}  # noqa: E731
     return RankSteps(
