@@ -35,7 +35,7 @@ def marks(*stages):
     return [(stage, span) for (stage, *ends) in stages for span in spans(tuple(ends))]
 
 
-FIRST = (("forward", 0, 1), ("backward", 1, 2), ("update", 2, 3))  # left out
+FIRST = (("forward", 0, 1), ("backward", 1, 2), ("update", 2, 3)) * 2  # steps that are left out
 STEP = (("forward", 10, 20), ("backward", 20, 40), ("forward", 40, 45), ("backward", 45, 50), ("update", 60, 62))
 
 
@@ -117,7 +117,7 @@ class Prober:
 
     def turn(self, model):
         assert model is self.module
-        for _ in range(4):
+        for _ in range(5):  # two are left out
             times = dict.fromkeys(("forward", "backward", "update"), 0.0)
             with self._stage("forward", times):
                 output = model(torch.ones(2, 8))
@@ -164,7 +164,7 @@ def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_ma
         torch.ones(2).add(1)
         run(profiler.stop)
     assert found == "torch's profiler cannot record here: the script uses it"
-    assert len(made) == 4
+    assert len(made) == 5
     if not in_thread:
         assert any(event.name == "aten::add" for event in profiler.events())
 
@@ -184,7 +184,7 @@ def test_before_a_schedule_of_the_script_begins_the_steps_are_made_as_well():
         with contextlib.suppress(RuntimeError):  # torch's own, where another one has run meanwhile
             profiler.stop()
     assert isinstance(found, dict) or found.startswith("torch's profiler cannot record here: ")
-    assert len(made) == 4
+    assert len(made) == 5
 
 
 def event(name, begin_ms, end_ms, *, device="CPU", scope=0, annotation=False, is_async=False):
@@ -202,7 +202,7 @@ def test_a_gpu_computes_while_a_kernel_runs():
     from gradcast.diagnosis import launching
 
     events = []
-    for start in (0, 100):  # the first step is left out
+    for start in (0, 0, 100):  # the first two steps are left out
         stages = (
             ("forward", start, start + 20),
             ("backward", start + 20, start + 50),
@@ -236,6 +236,6 @@ def test_what_the_profiler_does_not_see_is_not_told():
 def test_what_torch_compile_does_around_its_graphs_is_no_operation():
     from gradcast.diagnosis import launching
 
-    steps = [event("gradcast: update", 100 * step, 100 * step + 50, scope=7) for step in range(2)]
-    compiled = [event("Torch-Compiled Region: 0/0", 100, 150), event("CompiledFunction", 110, 120)]
+    steps = [event("gradcast: update", 100 * step, 100 * step + 50, scope=7) for step in range(3)]
+    compiled = [event("Torch-Compiled Region: 0/0", 200, 250), event("CompiledFunction", 210, 220)]
     assert launching._told([*steps, *compiled], {}, on_gpu=False) == {"update": [10.0]}
