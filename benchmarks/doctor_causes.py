@@ -20,6 +20,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.pages import commit, refresh
+from gradcast.diagnosis.stalls import TRAFFIC
 from gradcast.lab.hosts import Network
 from gradcast.lab.workers import run_workers
 
@@ -31,7 +32,6 @@ FAST_BITS_PER_S, SLOW_BITS_PER_S, SLOW_INSIDE_BITS_PER_S = 2e9, 150e6, 300e6
 WATCHED_STEPS = 50
 USUAL = ("--layer-ms", "5", "--steps", str(WATCHED_STEPS + 10), "--batch", "4")
 TIMEOUT_S = 300
-TRAFFIC = ("interconnect", "network")
 # What a part may be off: of the step, or ms.
 SHARE, MS = 0.05, 2.0
 _REST_AIM = 0.02  # of the step

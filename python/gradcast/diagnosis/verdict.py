@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.stalls import COMPUTE, DATA, STAGE_WORDS, Straggler
+from gradcast.diagnosis.stalls import COMPUTE, DATA, STAGE_WORDS, TRAFFIC, Straggler
 
 # Stalls of less than this share of a step are not what limits it.
 _COMPUTE_BOUND = 0.05
@@ -63,7 +63,7 @@ def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Verdict:
 
 def _shares(step: Estimate, parts: Mapping[str, Estimate]) -> dict[str, float]:
     groups = {
-        "communication": ("interconnect", "network"),
+        "communication": TRAFFIC,
         "data": DATA,
         "waiting": ("waiting",),
     }
