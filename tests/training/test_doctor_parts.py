@@ -135,3 +135,22 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
     for step in observer.steps:
         stages = sum(step[name] for name in ("loader", "forward", "backward", "update", "loop"))
         assert stages == pytest.approx(step["step"])
+
+
+@pytest.mark.parametrize(
+    ("watched_steps", "affordable_steps", "rounds"),
+    [
+        (20, 1000, 4),  # few ordinary steps, and four rounds all the same
+        (29, 1000, 4),
+        (30, 1000, 5),  # as many as ordinary ones
+        (60, 1000, 10),
+        (60, 3 * 8 * 7 + 23, 7),  # of three kinds, 8 steps each: what the time allows
+        (20, 3 * 8 * 2, 2),
+        (20, 5, 1),  # where it allows none, one
+    ],
+)
+def test_the_doctor_runs_as_many_steps_of_each_kind_as_it_watched(watched_steps, affordable_steps, rounds):
+    from gradcast.diagnosis import probes
+
+    assert probes.LEFT_OUT_PER_TURN + probes.STEPS_PER_TURN == 8
+    assert probes.round_count(3, watched_steps, affordable_steps) == rounds

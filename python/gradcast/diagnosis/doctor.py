@@ -33,7 +33,6 @@ from gradcast.training.group import Group, backend_of, lasting_group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 LEFT_OUT_STEPS = 5
-_ROUNDS = (1, 4)  # at least, and at most unless more ordinary steps are watched
 _LAYER_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
 
@@ -216,12 +215,9 @@ class Doctor:
         return (reading / batches, preparing / batches) if batches else None
 
     def _rounds(self, group: Group, ordinary: Sequence[dict[str, float]], kind_count: int) -> int:
-        """As many as the time allows, the same on every rank. More steps than ordinary ones would tell little."""
+        """The same on every rank."""
         step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
-        per_round = probes.step_count(kind_count, 1) - probes.step_count(kind_count, 0)
-        at_least, at_most = _ROUNDS
-        at_most = max(at_most, self._settings.steps // probes.STEPS_PER_TURN)
-        return min(max(int(self._settings.seconds / (per_round * step_s)), at_least), at_most)
+        return probes.round_count(kind_count, self._settings.steps, self._settings.seconds / step_s)
 
     def _group_of(self, kind: str, nodes: Nodes, group: Group) -> Any:
         own = group.rank

@@ -32,6 +32,7 @@ _MIB = 1 << 20
 _SETTLING_STEPS = 2
 LEFT_OUT_PER_TURN = 2
 STEPS_PER_TURN = 6
+_USUAL_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,14 @@ def _computing_with(threads: int | None) -> Iterator[None]:
 def step_count(kind_count: int, rounds: int) -> int:
     """How many steps ``run`` takes."""
     return kind_count * (_SETTLING_STEPS + rounds * (LEFT_OUT_PER_TURN + STEPS_PER_TURN))
+
+
+def round_count(kind_count: int, watched_steps: int, affordable_steps: float) -> int:
+    """How many rounds to run in the time of ``affordable_steps``: with as many steps of each kind as ordinary ones were
+    watched, since more would tell little, but four where those were few; one at least."""
+    per_round = step_count(kind_count, 1) - step_count(kind_count, 0)
+    wanted = max(_USUAL_ROUNDS, watched_steps // STEPS_PER_TURN)
+    return max(1, min(wanted, int(affordable_steps / per_round)))
 
 
 def layers_ms(prober: Prober, model: Any, module: torch.nn.Module, steps: int) -> dict[str, float]:

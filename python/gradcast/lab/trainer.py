@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +31,9 @@ class Trainer:
         self._optimizer = optimizer
         self._model = module
         if variant.mode == "ddp":
-            self._model = DistributedDataParallel(module, **_bucket_options(variant))
+            # Connections of its own, as in a training of its own: TCP learns the link from its messages alone.
+            own = dist.new_group()
+            self._model = DistributedDataParallel(module, process_group=own, **_bucket_options(variant))
         elif variant.by_gradcast:
             options = _options(variant, variant.in_flight or in_flight)
             self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
