@@ -68,20 +68,22 @@ struct Fp16 {
   }
 };
 
+inline constexpr int64_t kWordBytes = 8;
+
 // What the word at `index` adds to a checksum: every bit of word and place goes into every bit of it (the finalizer of
 // SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
-GRADCAST_HOST_DEVICE uint64_t checksum_term(uint32_t word, int64_t index) {
+GRADCAST_HOST_DEVICE uint64_t checksum_term(uint64_t word, int64_t index) {
   uint64_t mixed = (static_cast<uint64_t>(index) + 1) * 0x9e3779b97f4a7c15ull + word;
   mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ull;
   mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebull;
   return mixed ^ (mixed >> 31);
 }
 
-// The four bytes at `index`, those behind the end taken for 0.
-GRADCAST_HOST_DEVICE uint32_t word_at(const unsigned char* data, int64_t size_bytes, int64_t index) {
-  uint32_t word = 0;
-  for (int64_t i = 0; i < 4 && 4 * index + i < size_bytes; ++i) {
-    word |= static_cast<uint32_t>(data[4 * index + i]) << (8 * i);
+// The word at `index`, bytes behind the end taken for 0.
+GRADCAST_HOST_DEVICE uint64_t word_at(const unsigned char* data, int64_t size_bytes, int64_t index) {
+  uint64_t word = 0;
+  for (int64_t i = 0; i < kWordBytes && kWordBytes * index + i < size_bytes; ++i) {
+    word |= static_cast<uint64_t>(data[kWordBytes * index + i]) << (8 * i);
   }
   return word;
 }

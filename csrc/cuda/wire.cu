@@ -70,12 +70,28 @@ __global__ void from_wire_kernel(float* numbers, const uint16_t* wire, int64_t c
   }
 }
 
-__global__ void checksum_kernel(uint64_t* sum, const unsigned char* data, int64_t size_bytes, bool words_are_aligned) {
+// A word of a checksum, read in parts as large as the alignment of the data allows.
+template <typename Part>
+__device__ uint64_t whole_word(const unsigned char* data, int64_t index) {
+  constexpr int64_t kParts = kWordBytes / sizeof(Part);
+  const Part* parts = reinterpret_cast<const Part*>(data) + kParts * index;
+  uint64_t word = 0;
+  for (int64_t i = 0; i < kParts; ++i) {
+    word |= static_cast<uint64_t>(parts[i]) << (8 * sizeof(Part) * i);
+  }
+  return word;
+}
+
+template <typename Part>
+__global__ void checksum_kernel(uint64_t* sum, const unsigned char* data, int64_t size_bytes) {
   uint64_t own = 0;
-  for (int64_t i = first_index(); 4 * i < size_bytes; i += stride()) {
-    const bool is_whole = words_are_aligned && 4 * i + 4 <= size_bytes;
-    const uint32_t word = is_whole ? reinterpret_cast<const uint32_t*>(data)[i] : word_at(data, size_bytes, i);
-    own += checksum_term(word, i);
+  const int64_t whole_count = size_bytes / kWordBytes;
+#pragma unroll 4  // so that several loads of a thread are under way at a time
+  for (int64_t i = first_index(); i < whole_count; i += stride()) {
+    own += checksum_term(whole_word<Part>(data, i), i);
+  }
+  if (first_index() == 0 && kWordBytes * whole_count < size_bytes) {
+    own += checksum_term(word_at(data, size_bytes, whole_count), whole_count);
   }
   for (int lane = 16; lane > 0; lane /= 2) {
     own += __shfl_down_sync(0xffffffffu, own, lane);
@@ -137,9 +153,12 @@ cudaError_t checksum(uint64_t* sum, const void* data, int64_t size_bytes, cudaSt
   if (size_bytes == 0) {
     return cudaSuccess;
   }
-  const bool words_are_aligned = reinterpret_cast<uintptr_t>(data) % 4 == 0;
-  checksum_kernel<<<blocks_for((size_bytes + 3) / 4), kThreads, 0, stream>>>(
-      sum, static_cast<const unsigned char*>(data), size_bytes, words_are_aligned);
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  auto* kernel = address % 8 == 0   ? checksum_kernel<uint64_t>
+                 : address % 4 == 0 ? checksum_kernel<uint32_t>
+                                    : checksum_kernel<unsigned char>;
+  kernel<<<blocks_for(size_bytes / kWordBytes), kThreads, 0, stream>>>(sum, bytes, size_bytes);
   return cudaGetLastError();
 }
 

@@ -33,7 +33,7 @@ void from_wire(float* numbers, const uint16_t* wire, int64_t count, float factor
 uint64_t checksum(const void* data, int64_t size_bytes) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   uint64_t sum = 0;
-  for (int64_t index = 0; 4 * index < size_bytes; ++index) {
+  for (int64_t index = 0; kWordBytes * index < size_bytes; ++index) {
     sum += checksum_term(word_at(bytes, size_bytes, index), index);
   }
   return sum;

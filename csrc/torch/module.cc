@@ -56,6 +56,8 @@ void raise_in_python(const std::invalid_argument& error) {
 
 PYBIND11_MODULE(_c10d, module) {
   using gradcast::C10dTransport;
+  // Both take locks under which the engine's thread tells torch's tools, which are written in Python, of its events.
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
   module.doc() = "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed.";
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -75,14 +77,14 @@ PYBIND11_MODULE(_c10d, module) {
           [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
             transport.on_written(buffer, {lo_bytes, hi_bytes});
           },
-          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
+          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
           "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
       .def(
           "order_behind",
           [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
             transport.order_behind(buffer, {lo_bytes, hi_bytes});
           },
-          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
+          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
           "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
           "as the engine has called it queued.");
 }

@@ -32,6 +32,7 @@ struct DeviceBuffer {
 };
 
 struct NcclOptions {
+  // Best the thread's own (cudaSetDevice): CUDA takes memory on every device that it comes back to, used or not.
   int32_t device = 0;
   // Thread blocks that communication takes from compute at most; 0: as NCCL chooses.
   int32_t cta_count_max = 0;

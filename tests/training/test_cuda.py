@@ -9,11 +9,13 @@ import time
 import pytest
 
 import gradcast
+from gradcast.training import comm_hook
 from training import compare
 from training.models import TASKS
 from training.needs import torch
 
 nn = torch.nn
+dist = torch.distributed
 STEPS = 12
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -58,6 +60,124 @@ def test_equal_to_ddp(ranks, task, mode):
         assert policy == "forecast"
 
 
+def by_comm_hook(rank):
+    """DDP with torch's average and with gradcast's hook, backward on a stream of its own."""
+    modules = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to("cuda") for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    theirs, ours = (nn.parallel.DistributedDataParallel(module, device_ids=[0]) for module in modules)
+    ours.register_comm_hook(gradcast.HookState(block_bytes=4096), gradcast.comm_hook)
+    torch.manual_seed(rank.index)
+    batch = torch.randn(16, 64, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for ddp in (theirs, ours):
+            ddp(batch).square().mean().backward()
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        return all(torch.equal(mine.grad, other.grad) for mine, other in pairs)
+
+
+def test_the_comm_hook_gives_ddps_gradients(ranks):
+    assert all(ranks.run(2, by_comm_hook))
+
+
+def behind_nccl(rank):
+    """What a stream reads that waits for the hook's future, while the stream of the gradients is busy."""
+    group = dist.new_group(backend="nccl")
+    buffer = torch.zeros(1 << 20, device="cuda")
+    dist.all_reduce(buffer, group=group)  # makes the communicator
+    torch.cuda.synchronize()
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(writer):
+        torch.cuda._sleep(300_000_000)
+        buffer.fill_(1)
+        works = [dist.all_reduce(piece, group=group, async_op=True) for piece in buffer.chunk(4)]
+        future = comm_hook.finished(works, buffer, group)
+    with torch.cuda.stream(reader):
+        future.wait()
+        seen = buffer.clone()
+    reader.synchronize()
+    return seen.min().item()
+
+
+def test_who_waits_for_the_comm_hook_waits_for_nccl(ranks):
+    assert ranks.run(1, behind_nccl) == [1]
+
+
+def clipped(rank):
+    """How torch's norm of all gradients compares with the one that is taken as they arrive."""
+    norms = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)).to("cuda")
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        options = gradcast.Options(adapt=False, warmup_steps=3, max_grad_norm=0.5 if own else None)
+        handle = gradcast.attach(module, sgd, options=options)
+        for number in range(STEPS):
+            torch.manual_seed(number)
+            sgd.zero_grad()
+            module(torch.randn(8, 300, device="cuda")).square().mean().backward()
+            if not own:
+                handle.flush()
+                norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            sgd.step()
+        handle.flush()
+        norms.append(handle.stats()["grad_norm"] if own else norm.item())
+        handle.detach()
+    return norms
+
+
+def test_clipping_gives_torchs_norm(ranks):
+    for own, torchs in ranks.run(2, clipped):
+        assert own == torchs
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("on purpose")
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.broken = False
+
+    def forward(self, batch):
+        hidden = self.first(batch)
+        return self.last(Raising.apply(hidden) if self.broken else hidden)
+
+
+def step_after_a_failure(rank):
+    """As a loop that logs the error and goes on. The gradients' hooks have run on a thread of autograd's."""
+    module = Fragile().to("cuda")
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
+    batch = torch.ones(4, 8, device="cuda")
+    for _ in range(6):
+        sgd.zero_grad()
+        module(batch).square().sum().backward()
+        sgd.step()
+    handle.flush()
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    module.broken = True
+    sgd.zero_grad()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        module(batch).square().sum().backward()
+    sgd.step()
+    handle.flush()
+    return {name for name, each in module.named_parameters() if not torch.equal(each, before[name])}
+
+
+def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(ranks):
+    assert ranks.run(2, step_after_a_failure) == [{"last.weight", "last.bias"}] * 2
+
+
 class LateGradient(torch.autograd.Function):
     """The device is busy for some tenths of a second before it has the gradient; the host goes on at once."""
 
@@ -99,9 +219,10 @@ def test_a_block_is_launched_when_the_device_has_its_gradients(ranks):
 
 def capture(rank):
     module = nn.Linear(8, 8).to("cuda")
-    gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    handle = gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=0.1))
     batch = torch.ones(4, 8, device="cuda")
     module(batch).sum().backward()
+    handle.flush()  # a capture would refuse the questions that other threads ask the device meanwhile
     with pytest.raises(gradcast.Error, match="captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         module(batch).sum().backward()
     return True

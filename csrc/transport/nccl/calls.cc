@@ -67,13 +67,13 @@ std::string version_text(int32_t version) {
          std::to_string(version % 100);
 }
 
-OnDevice::OnDevice(int32_t device) {
+OnDevice::OnDevice(int32_t device) : device_(device) {
   require(cudaGetDevice(&before_), "name the current device");
-  require(cudaSetDevice(device), "use device " + std::to_string(device));
+  if (device_ != before_) require(cudaSetDevice(device_), "use device " + std::to_string(device_));
 }
 
 OnDevice::~OnDevice() {
-  cudaSetDevice(before_);
+  if (device_ != before_) cudaSetDevice(before_);
 }
 
 std::shared_ptr<void> allocate_for_nccl(int64_t size_bytes) {

@@ -36,6 +36,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  int device_ = 0;
   int before_ = 0;
 };
 

@@ -122,7 +122,7 @@ class Prober:
         return [self.step(model, pause_ms) for _ in range(count)]
 
     def step(self, model: Any, pause_ms: float = 0.0) -> dict[str, float]:
-        began = self._now_ns()
+        began = self.now_ns()
         time.sleep(max(0.0, pause_ms) / 1e3)
         times = {"forward": 0.0, "backward": 0.0, "update": 0.0}
         for optimizer in self._optimizers:
@@ -136,18 +136,19 @@ class Prober:
         with self._stage("update", times):
             for optimizer in self._optimizers:
                 optimizer.step()
-        return times | {"step": (self._now_ns() - began) / 1e6}
+        return times | {"step": (self.now_ns() - began) / 1e6}
 
     @contextlib.contextmanager
     def _stage(self, name: str, times: dict[str, float]) -> Iterator[None]:
         """Adds to ``times``, and is seen by torch's profiler."""
-        start = self._now_ns()
+        start = self.now_ns()
         with record_function(STAGE_MARK + name):
             yield
-            end = self._now_ns()
+            end = self.now_ns()
         times[name] += (end - start) / 1e6
 
-    def _now_ns(self) -> int:
+    def now_ns(self) -> int:
+        """When the device has done what it was given."""
         if self._ddp.device.type == "cuda":
             torch.cuda.synchronize(self._ddp.device)
         return time.perf_counter_ns()
@@ -190,7 +191,7 @@ def layers_ms(prober: Prober, model: Any, module: torch.nn.Module, steps: int) -
         for parameter, _ in each.named_parameters(recurse=False)
     }
     found = dict.fromkeys(owners.values(), 0.0)
-    with _Stamps(module, owners, found):
+    with _Stamps(module, owners, found, prober.now_ns):
         prober.steps(model, steps)
     return {name: ms / steps for name, ms in found.items()}
 
@@ -198,8 +199,10 @@ def layers_ms(prober: Prober, model: Any, module: torch.nn.Module, steps: int) -
 class _Stamps:
     """Hooks on modules and parameters that add up times."""
 
-    def __init__(self, module: torch.nn.Module, owners: dict[str, str], found: dict[str, float]) -> None:
-        self._found = found
+    def __init__(
+        self, module: torch.nn.Module, owners: dict[str, str], found: dict[str, float], now_ns: Callable[[], int]
+    ) -> None:
+        self._found, self._now_ns = found, now_ns
         self._last_ns = 0
         self._handles: list[Any] = []
         names = set(owners.values())
@@ -222,10 +225,10 @@ class _Stamps:
         started: list[int] = []
 
         def begin(*_: Any) -> None:
-            started.append(time.perf_counter_ns())
+            started.append(self._now_ns())
 
         def end(*_: Any) -> None:
-            self._last_ns = time.perf_counter_ns()
+            self._last_ns = self._now_ns()
             if started:  # not where the begin was in a pass that failed
                 self._found[name] += (self._last_ns - started.pop()) / 1e6
 
@@ -233,7 +236,7 @@ class _Stamps:
 
     def _ready_hook(self, name: str) -> Callable[[Any], None]:
         def ready(_: Any) -> None:
-            now_ns = time.perf_counter_ns()
+            now_ns = self._now_ns()
             self._found[name] += (now_ns - self._last_ns) / 1e6
             self._last_ns = now_ns
 

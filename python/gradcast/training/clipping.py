@@ -56,8 +56,8 @@ class NormClipping:
         # A rank cannot know yet whether anybody has used what it has not.
         missing = [slot for slot in slots if slot.index not in self._norms and slot.absence is None]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for slot in missing:
-                self._norms[slot.index] = torch.linalg.vector_norm(slot.gradient.detach())
+            norms = _norms([slot.gradient.detach() for slot in missing])
+        self._norms |= {slot.index: norm for slot, norm in zip(missing, norms, strict=True)}
 
     def apply_to_replaced(self) -> None:
         """Where the user has put other gradients into the place of those that have arrived."""
@@ -77,6 +77,15 @@ class NormClipping:
         factor = torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             torch._foreach_mul_(gradients, factor)
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each one's, by the kernels of torch's clipping: a GPU has one for many tensors, with sums of its own."""
+    found: dict[int, torch.Tensor] = {}
+    for kind in {(each.device, each.dtype) for each in gradients}:
+        alike = [i for i, each in enumerate(gradients) if (each.device, each.dtype) == kind]
+        found |= dict(zip(alike, torch._foreach_norm([gradients[i] for i in alike]), strict=True))
+    return [found[i] for i in range(len(gradients))]
 
 
 def _by_type(slots: Sequence[Slot]) -> list[Slot]:

@@ -49,6 +49,7 @@ class Gradients:
         self._task = _NO_TASK  # the outermost backward pass that runs, where its end is awaited
         self._open_task = _NO_TASK  # the one that the open gradients come from
         self._used_before: set[int] = set()  # by backward passes that were not synchronized
+        self._forward_on = threading.get_ident()  # the thread of the last forward pass
         self._running_on: int | None = None  # the thread of the backward pass that makes the open gradients
         self.open = False
         self.used = False
@@ -72,6 +73,7 @@ class Gradients:
         """
         if torch._C._current_graph_task_id() == _NO_TASK:
             self._task, self._running_on = _NO_TASK, None  # also where the last backward pass failed
+        self._forward_on = threading.get_ident()
         me = weakref.ref(self)
 
         def hook(_: torch.Tensor) -> None:
@@ -178,7 +180,8 @@ class Gradients:
         for each in self._slots:
             each.ready = False
         self._ready_count, self.open, self.used, self._open_task = 0, True, False, self._task
-        self._running_on = threading.get_ident()
+        # Hooks of tensors on a device run on a thread of autograd's own, not on that which has called backward.
+        self._running_on = threading.get_ident() if slot.parameter.is_cpu else self._forward_on
 
     def _refuse_in_flight(self, slot: Slot) -> None:
         """Autograd has just added to this gradient: not where it travels."""
