@@ -36,7 +36,7 @@ FORWARD_SHARE = 1 / 3
 USUAL = "ddp,ddp-near,hook,overlap"
 FULL_HOSTS, FULL_RATIO = 4, 1.0  # in this cell of each model all is compared
 # Real models compute with all that their core has, so that only two hosts find a core each.
-# From 4 MiB on all of DDP's sizes make one bucket of them. Few variants, since a run's prediction is from its beginning.
+# From 4 MiB on all of DDP's sizes make one bucket. Few variants, since a run's prediction is from its beginning.
 REAL_HOSTS, REAL_COMPARE = 2, "ddp,ddp:1,ddp:4,hook,overlap"
 # Mbit/s and texts or images per host and step: communication takes about as long as compute, half and twice as long.
 # digits has 750 images for each host, too few for 50 Mbit/s.
