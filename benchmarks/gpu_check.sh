@@ -82,7 +82,7 @@ check training-streams env TORCH_CUDA_SANITIZER=1 "${train[@]}" --steps 8 --widt
 
 if command -v mpirun >/dev/null; then
   check bench mpirun --allow-run-as-root -n 1 python/gradcast/bin/gradcast-bench --transport nccl
-else
+elif [[ bench =~ ${ONLY:-.} ]]; then
   note bench "left out: there is no mpirun here"
 fi
 check bandwidth-measured $build/benchmarks/wire_benchmark --benchmark_out="$logs/bandwidth.json" --benchmark_out_format=json

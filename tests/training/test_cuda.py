@@ -127,9 +127,9 @@ def clipped(rank):
     return norms
 
 
-def test_clipping_gives_torchs_norm(ranks):
+def test_clipping_gives_torchs_norm_within_rounding(ranks):
     for own, torchs in ranks.run(2, clipped):
-        assert own == torchs
+        assert own == pytest.approx(torchs, rel=1e-6)  # the kernel adds in another order at other places
 
 
 class Raising(torch.autograd.Function):

@@ -56,7 +56,7 @@ def fitted(found: list[tuple[int, float]], world_size: int) -> dict[str, Any]:
 
 
 def _times_s(collective: Any, size_bytes: int) -> list[float]:
-    tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
+    tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
     times = []
     try:
         for _ in range(_FIRST_CALLS + _REPEATS):

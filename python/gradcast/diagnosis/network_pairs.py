@@ -162,7 +162,7 @@ def _messages(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: flo
     """What this rank's messages to the other take, until the answer that they have arrived."""
     sends_first = group.rank == pair[0]
     other = pair[1] if sends_first else pair[0]
-    message, answer = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    message, answer = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (size_bytes, 1))
     times = []
     for sends in [sends_first, not sends_first] * _GLOO_MESSAGES:
         start = time.perf_counter()

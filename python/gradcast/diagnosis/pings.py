@@ -24,7 +24,7 @@ def offsets(group: Group) -> list[ClockOffset]:
 
 def _asked(group: Group, rank: int) -> list[Ping]:
     peer = dist.get_global_rank(group.own, rank)
-    answer = torch.zeros(1, dtype=torch.int64)
+    answer = torch.zeros(1, dtype=torch.int64, device="cpu")
     found = []
     for _ in range(_PINGS):
         sent_ns = time.perf_counter_ns()
@@ -37,5 +37,5 @@ def _asked(group: Group, rank: int) -> list[Ping]:
 def _answer(group: Group) -> None:
     peer = dist.get_global_rank(group.own, 0)
     for _ in range(_PINGS):
-        dist.recv(torch.zeros(1, dtype=torch.int64), peer, group=group.own)
-        dist.send(torch.tensor([time.perf_counter_ns()]), peer, group=group.own)
+        dist.recv(torch.zeros(1, dtype=torch.int64, device="cpu"), peer, group=group.own)
+        dist.send(torch.tensor([time.perf_counter_ns()], device="cpu"), peer, group=group.own)

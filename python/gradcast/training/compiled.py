@@ -1,7 +1,7 @@
-"""Compiled blocks of a model: their parameters are finished before compiled code runs.
+"""Compiled blocks of a model, and those captured in CUDA graphs: their parameters are finished before such code runs.
 
 torch.compile decides by the class of each parameter which code may run. One that is pending has another class, for
-which it would compile again, and again.
+which it would compile again, and again. A graph of torch.cuda.make_graphed_callables reads memory and asks nobody.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class CompiledBlocks:
             if call is not None and type(call) is not _Finishing:
                 module._compiled_call_impl = _Finishing(module, call)
             # model.block = torch.compile(block)
-            if isinstance(module, OptimizedModule) and id(module) not in self._hooks:
+            if (isinstance(module, OptimizedModule) or _is_graphed(module)) and id(module) not in self._hooks:
                 self._hooks[id(module)] = module.register_forward_pre_hook(_finish)
 
     def release(self) -> None:
@@ -48,6 +48,11 @@ class _Finishing:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         pending.finish((self._parameters,), "a compiled block")
         return self.call(*arguments, **named)
+
+
+def _is_graphed(module: nn.Module) -> bool:
+    """Whether its forward replays a CUDA graph: torch puts that into the module itself."""
+    return getattr(vars(module).get("forward"), "__module__", None) == "torch.cuda.graphs"
 
 
 def _finish(module: nn.Module, _: Any) -> None:

@@ -29,13 +29,17 @@ def backend_of(process_group: Any, device_type: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements."""
+    """``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements.
+
+    ``device``: the module's, which need not be the thread's current one.
+    """
 
     rank: int
     world_size: int
     shared: Any = None
     own: Any = None
     timeout_s: float | None = None  # of an operation on ``own``, where it is known
+    device: torch.device | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
@@ -74,8 +78,16 @@ class Group:
                 for tensor, part in zip(same_kind, parts, strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
-    def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return naming(what, self.rank, self.world_size)
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        with on_device(self.device), naming(what, self.rank, self.world_size):
+            yield
+
+
+def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Around collectives of objects: over NCCL torch puts those on the thread's current device, where nobody has made
+    the module's current (with DDP nobody needs to)."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -107,7 +119,7 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
     own = _new_group(ranks, timeout, backend, "gradcast", _nccl_options(timeout) if "nccl" in backend else None)
-    return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds())
+    return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
 
 
 def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:

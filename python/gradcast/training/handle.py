@@ -20,7 +20,7 @@ from gradcast.training import checks, extension, planning, updates
 from gradcast.training.attachment import Attachment
 from gradcast.training.buffers import Place
 from gradcast.training.disabled import DisabledSession, is_disabled
-from gradcast.training.group import is_one_of_several, make_group, require_backend
+from gradcast.training.group import is_one_of_several, make_group, on_device, require_backend
 from gradcast.training.options import Options
 from gradcast.training.report import stats_of
 from gradcast.training.solo import SoloSession
@@ -64,11 +64,14 @@ def attach(
         refusal = error
     if isinstance(module, DistributedDataParallel):
         process_group = module.process_group
-    if parameters:
-        require_backend(process_group, next(iter(parameters.values())).device)
+    device = next((each.device for each in parameters.values()), None)
+    if device is not None:
+        require_backend(process_group, device)
     mode = "ddp" if disabled else "overlap" if optimizers else "hook"
-    checks.check_same_call(process_group, refusal, mode, options)
-    group = make_group(process_group, next(iter(parameters.values())).device, options.timeout_s)
+    with on_device(device):
+        checks.check_same_call(process_group, refusal, mode, options)
+    assert device is not None, "without parameters the call was refused"
+    group = make_group(process_group, device, options.timeout_s)
     checks.check_same_model(group, inner)
     if disabled:
         attached: Any = DisabledSession(module, optimizers, group, options)

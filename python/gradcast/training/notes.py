@@ -65,7 +65,7 @@ class Notes:
             self._take(told.tolist(), written)
             return
         # The host does not wait for the device: it takes what was sent on its way an iteration ago.
-        coming, host = self._coming, torch.empty(len(told), dtype=told.dtype, pin_memory=True)
+        coming, host = self._coming, torch.empty(len(told), dtype=told.dtype, device="cpu", pin_memory=True)
         host.copy_(told, non_blocking=True)
         self._coming = host, torch.cuda.current_stream(told.device).record_event(), written
         if coming is not None:
@@ -96,7 +96,7 @@ class Notes:
             for number, time_ns in enumerate(times_ns):
                 values[start + 2 * number : start + 2 * number + 2] = _halves(time_ns / _NS)
         # Pinned, so that the host does not wait for the device here either.
-        written = torch.tensor(values, dtype=self._buffers.notes.dtype, pin_memory=self._on_device)
+        written = torch.tensor(values, dtype=self._buffers.notes.dtype, device="cpu", pin_memory=self._on_device)
         self._buffers.notes.copy_(written, non_blocking=True)
 
     def _turn(self, iteration: int) -> int:

@@ -131,7 +131,7 @@ def _shrunk(value: Any) -> Any:
 
 
 def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(like.shape, generator=generator).to(like)
+    return torch.randn(like.shape, generator=generator, device="cpu").to(like)
 
 
 def _empty(hooks: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import Error
+from gradcast.training.group import on_device
 from gradcast.training.handle import attach
 from gradcast.training.options import Options
 
@@ -123,7 +124,8 @@ def _compare(
         if worst > largest or worst != worst:
             largest, where, bound = worst, name, bounds[name].flatten()[difference.argmax()].item()
     answers: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(answers, (ok, equal), group=process_group)
+    with on_device(next(iter(theirs.values())).device):
+        dist.all_gather_object(answers, (ok, equal), group=process_group)
     return Verification(
         ok=all(answer[0] for answer in answers),
         bit_equal=all(answer[1] for answer in answers),
