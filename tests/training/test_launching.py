@@ -113,7 +113,7 @@ class Prober:
 
         self.module, self.optimizer = module, optimizer
         self._stage = lambda name, times: probes.Prober._stage(self, name, times)
-        self._now_ns = time.perf_counter_ns
+        self.now_ns = time.perf_counter_ns
 
     def turn(self, model):
         assert model is self.module
