@@ -11,6 +11,7 @@ import pytest
 import gradcast
 from gradcast.training import comm_hook
 from training import compare
+from training.bomb import Bomb
 from training.models import TASKS
 from training.needs import torch
 
@@ -132,16 +133,6 @@ def test_clipping_gives_torchs_norm_within_rounding(ranks):
         assert own == pytest.approx(torchs, rel=1e-6)  # the kernel adds in another order at other places
 
 
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(context, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        raise RuntimeError("on purpose")
-
-
 class Fragile(nn.Module):
     def __init__(self):
         super().__init__()
@@ -150,7 +141,7 @@ class Fragile(nn.Module):
 
     def forward(self, batch):
         hidden = self.first(batch)
-        return self.last(Raising.apply(hidden) if self.broken else hidden)
+        return self.last(Bomb.apply(hidden) if self.broken else hidden)
 
 
 def step_after_a_failure(rank):
@@ -167,7 +158,7 @@ def step_after_a_failure(rank):
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     module.broken = True
     sgd.zero_grad()
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pytest.raises(RuntimeError, match="own error in backward"):
         module(batch).square().sum().backward()
     sgd.step()
     handle.flush()
