@@ -1,6 +1,9 @@
 """A backward pass that fails and is caught: nothing of it is left where all ranks fail, and nobody trains on with the
 sums of a part where some do."""
 
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
 import pytest
 
 from training.attached import error_of
@@ -12,13 +15,13 @@ from training.test_graph_changes import Sides
 PLACES = ("trunk", "left")
 
 
-def fail(sides, number, place):
+def fail(sides, number, place, run=lambda backward: backward()):
     """On gradcast's side only: stock DDP raises in the next forward pass."""
     forward, module, optimizer = sides.each()[1]
     optimizer.zero_grad()
     hook = getattr(module, place).register_forward_hook(lambda *call: Bomb.apply(call[2]))
     with pytest.raises(RuntimeError, match="in backward"):
-        sides.loss(forward, number).backward()
+        run(sides.loss(forward, number).backward)
     hook.remove()
 
 
@@ -38,20 +41,27 @@ def test_what_all_ranks_skip_leaves_nothing_behind(ranks, mode):
         assert found == []
 
 
-def step_after_a_failure(rank):
+def as_on_a_device(backward):
+    """Its hooks run on a thread of autograd's, not on the one that has called backward."""
+    with mock.patch.object(torch.nn.Parameter, "is_cpu", False, create=True), ThreadPoolExecutor(1) as threads:
+        threads.submit(backward).result()
+
+
+def step_after_a_failure(rank, run=lambda backward: backward()):
     """As a loop that logs the error and goes on: what has no gradient is not updated, on any rank."""
     sides = Sides(rank, "overlap")
     for number in range(6):
         sides.step(number)
     before = {name: p.detach().clone() for name, p in sides.modules[1].named_parameters()}
-    fail(sides, 6, "left")
+    fail(sides, 6, "left", run)
     sides.each()[1][2].step()
     sides.handle.flush()
     return {name: bool((p != before[name]).any()) for name, p in sides.modules[1].named_parameters()}
 
 
-def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(ranks):
-    for updated in ranks.run(2, step_after_a_failure):
+@pytest.mark.parametrize("where", [(), (as_on_a_device,)], ids=["host", "as on a device"])
+def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(ranks, where):
+    for updated in ranks.run(2, step_after_a_failure, *where):
         assert updated["head.weight"]
         assert not updated["trunk.weight"]
         assert not updated["left.weight"]

@@ -73,7 +73,7 @@ class Gradients:
         """
         if torch._C._current_graph_task_id() == _NO_TASK:
             self._task, self._running_on = _NO_TASK, None  # also where the last backward pass failed
-        self._forward_on = threading.get_ident()
+            self._forward_on = threading.get_ident()
         me = weakref.ref(self)
 
         def hook(_: torch.Tensor) -> None:
