@@ -428,13 +428,13 @@ def test_where_compute_takes_longer_all_ranks_plan_again_at_the_same_step(ranks)
 def test_what_ddp_would_take_has_no_network_beside_its_forward():
     from gradcast.training import planning
     from gradcast.training.compute_times import Compute, with_compute
-    from gradcast.training.expectation import expect
+    from gradcast.training.expectation import Scatter, expect
 
-    profile = profile_of(200, 100, 10)
+    profile, scatter = profile_of(200, 100, 10), Scatter(link=(0.9, 1.1))
     plain = planning.plain_plan(profile)
-    alone = expect(profile, _core.make_plan(profile, profile.link), profile, plain, (0.9, 1.1))
+    alone = expect(profile, _core.make_plan(profile, profile.link), profile, plain, scatter)
     slower = with_compute(profile, Compute(240e6, 120e6, 12e6))
-    beside = expect(slower, _core.make_plan(slower, profile.link), profile, plain, (0.9, 1.1))
+    beside = expect(slower, _core.make_plan(slower, profile.link), profile, plain, scatter)
     assert beside.gain == pytest.approx(plain.predicted_ns / _core.make_plan(slower, profile.link).predicted_ns)
     assert beside.gain < alone.gain
     assert beside.low <= beside.gain <= beside.high
@@ -442,36 +442,83 @@ def test_what_ddp_would_take_has_no_network_beside_its_forward():
 
 
 @pytest.mark.parametrize(("mode", "plain_ms"), [("overlap", 100), ("hook", 200)])
-def test_compute_that_was_found_beside_overlap_is_not_expected_of_ddp(mode, plain_ms):
+def test_a_forward_pass_beside_the_network_is_not_expected_of_ddp(mode, plain_ms):
     from gradcast.training import calibration, live_plan
+    from gradcast.training.expectation import Scatter
     from gradcast.training.planning import Proposal
 
     given = profile_of(200, 100, 10)
     plan = _core.make_plan(given, given.link, mode=mode)
     live = mock.Mock(
-        profile=given, in_force=plan, _mode=mode, _options=gradcast.Options(), link_spread=(0.9, 1.1), _saved_ns=0.0
+        profile=given, in_force=plan, _mode=mode, _options=gradcast.Options(), scatter=Scatter(link=(0.9, 1.1))
     )
     live._proposal.return_value = Proposal(given.to_json(), plan.to_json())
     live.agreed.hold_iterations = 7
-    found = calibration.Found(blocks=[], compute=compute_steps([(200, 200, 10)] * 3))
+    found = calibration.Found(blocks=[], compute=compute_steps([(240, 200, 20)] * 3))
     assert live_plan.LivePlan._calibrated(live, found).hold_iterations == 7
-    profile, _, spread, plain_profile = live._proposal.call_args.args
-    assert profile.forward_ns == 200e6
-    assert plain_profile.forward_ns == 1e6 * plain_ms
-    assert spread == (0.9, 1.1), "the warm-up's, where no block was measured"
+    profile, _, scatter, plain_profile = live._proposal.call_args.args
+    assert (profile.backward_ns, profile.forward_ns) == (240e6, 200e6)
+    # DDP has the network beside its backward pass, too.
+    assert (plain_profile.backward_ns, plain_profile.forward_ns) == (240e6, 1e6 * plain_ms)
+    assert sum(tensor.update_ns for tensor in plain_profile.tensors) == 20e6
+    assert scatter == Scatter((0.9, 1.1), ((1, 1, 1),) * 4), "the warm-up's, where no block was measured"
+
+
+def test_each_part_of_a_step_is_that_of_the_rank_that_is_last_in_it():
+    from gradcast.training.compute_times import scatter
+
+    profile = profile_of(200, 100, 10)
+    steps = compute_steps([(250, 110, 10), (200, 120, 5)], disturbed=2)
+    assert scatter(profile, steps) == ((1.25, 1.2, 1.0), (1.25, 1.2, 1.0), (12.5, 12.0, 10.0), (1.25, 1.2, 1.0))
+    assert scatter(profile, []) == ()
+
+
+def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
+    """The one block arrives just when forward has come to it: where either is late, the step is."""
+    from gradcast.training import planning
+    from gradcast.training.compute_times import Shares
+    from gradcast.training.expectation import Scatter, expect, usual_ns
+
+    tensors = [
+        _core.Tensor(name=name, bytes=12_000_000, ready_ns=ready_ns, need_ns=need_ns)
+        for name, ready_ns, need_ns in (("first", 200e6, 0), ("last", 100e6, 96e6))
+    ]
+    link = linear(0, 8.0)
+    profile = _core.Profile(name="tight", forward_ns=100e6, backward_ns=200e6, tensors=tensors, world_size=2, link=link)
+    plan = _core.make_plan(profile, link)
+    assert plan.predicted_ns == pytest.approx(396e6), "the first tensor takes 96 ms from the end of backward"
+    # Of five steps backward is short in one, long in two, and as it is in the medians otherwise.
+    found = tuple(Shares(backward, 1.0, 1.0) for backward in (0.9, 1.0, 1.0, 1.1, 1.3))
+    assert usual_ns(profile, plan, found, [1.0]) == [pytest.approx(396e6)]
+    assert usual_ns(profile, plan, (), [1.0]) == [pytest.approx(396e6)]
+    # Now the one and now the other takes longer; in the median nothing does.
+    found = (Shares(1.1, 1, 1), Shares(1, 3, 1), Shares(1.2, 1, 1), Shares(1, 2, 1), Shares(1, 1, 1))
+    usual = usual_ns(profile, plan, found, [1.0, 2.0])
+    assert usual[0] > 1.04 * plan.predicted_ns
+    assert usual[1] > usual[0]
+    plain = planning.plain_plan(profile)
+    expected = expect(profile, plan, profile, plain, Scatter((1.0, 2.0), found))
+    assert expected.plan_ns == usual[0]
+    assert expected.plain_ns == usual_ns(profile, plain, found, [1.0])[0]
+    assert expected.gain == expected.plain_ns / expected.plan_ns
+    agreed = planning.Agreed(profile, plan, (0, 1), plain, expected)
+    assert (agreed.predicted_ns, agreed.in_force) == (expected.plan_ns, plan)
+    aside = dataclasses.replace(agreed, steps_aside=True)
+    assert (aside.predicted_ns, aside.in_force) == (expected.plain_ns, plain)
+    assert dataclasses.replace(agreed, expectation=None).predicted_ns == plan.predicted_ns
 
 
 def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     """Beside the plan it took twice as long; that it does not now is no change."""
     from gradcast.training import live_plan, planning
     from gradcast.training.compute_times import Compute, with_compute
-    from gradcast.training.expectation import expect
+    from gradcast.training.expectation import Scatter, expect
 
     alone = profile_of(200, 100, 10)
     beside = with_compute(alone, Compute(400e6, 200e6, 20e6))
     plan, plain = _core.make_plan(beside, beside.link), planning.plain_plan(alone)
     agreed = planning.Agreed(
-        beside, plan, (0, 1), plain, expect(beside, plan, alone, plain, (1.0, 1.0)), steps_aside=True
+        beside, plan, (0, 1), plain, expect(beside, plan, alone, plain, Scatter()), steps_aside=True
     )
     live = mock.Mock(in_force=plain, _sees_compute=True)
     on_device = mock.Mock(in_force=plain, _sees_compute=False)
@@ -488,3 +535,23 @@ def test_where_it_is_right_the_plan_stays(ranks):
         assert equal
         assert lines == []
         assert {version for version, _ in seen[WARMUP_STEPS + 1 :]} == {4}
+
+
+def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
+    from gradcast.training import live_plan, planning
+    from gradcast.training.compute_times import Shares
+    from gradcast.training.expectation import Scatter, expect
+
+    profile = profile_of(200, 100, 10)
+    plan, plain = _core.make_plan(profile, profile.link), planning.plain_plan(profile)
+    expected = [
+        expect(profile, plan, profile, plain, Scatter(compute=(Shares(each, each, each),))) for each in (1.0, 1.0, 1.2)
+    ]
+    agreed = planning.Agreed(profile, plan, (0, 1), plain, expected[0])
+    live = mock.Mock(agreed=agreed)
+    live_plan.LivePlan._stay_with(live, dataclasses.replace(agreed, plan=plain, expectation=expected[1]))
+    live._describe.assert_not_called()
+    live_plan.LivePlan._stay_with(live, dataclasses.replace(agreed, plan=plain, expectation=expected[2]))
+    live._describe.assert_called_once()
+    assert live.agreed.predicted_ns == expected[2].plan_ns > expected[0].plan_ns
+    assert live.agreed.plan is plan, "by which steps are told that followed it"

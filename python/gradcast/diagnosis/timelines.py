@@ -26,6 +26,7 @@ class FollowedStep(NamedTuple):
     version: int
     plan: _core.Plan
     ms: float
+    predicted_ns: float  # of a step with this plan
 
 
 def versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
@@ -40,7 +41,7 @@ def versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
                 "from_step": made[0].step,
                 "policy": plan.policy,
                 "blocks": len(plan.blocks),
-                "predicted_ms": plan.predicted_ns / _MS,
+                "predicted_ms": made[-1].predicted_ns / _MS,
                 "measured_ms": statistics.median(step.ms for step in made[_SETTLING_STEPS:] or made),
             }
         )

@@ -81,7 +81,13 @@ def try_overlap(
 
 def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) -> FollowedStep:
     ms = prober.step(attached, pause_ms)["step"]
-    return FollowedStep(handle._session.trace.current.step, handle.plan_version, handle.plan, ms)
+    return FollowedStep(
+        handle._session.trace.current.step,
+        handle.plan_version,
+        handle.plan,
+        ms,
+        handle._session.live.agreed.predicted_ns,
+    )
 
 
 def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
@@ -90,7 +96,7 @@ def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
         profile=json.loads(session.profile.to_json()),
         plan=json.loads(session.plan.to_json()),
         versions=timelines.versions(made),
-        spread=session.live.link_spread,
+        spread=session.live.scatter.link,
         trace=compact(handle.timeline()),
     )
 

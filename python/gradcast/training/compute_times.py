@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from gradcast import _core
 from gradcast.errors import Error
@@ -26,19 +26,53 @@ class Compute:
         return self.backward_ns + self.forward_ns + self.update_ns
 
 
+class Shares(NamedTuple):
+    """Of a step's parts: how many times what they are in a profile."""
+
+    backward: float
+    forward: float
+    update: float
+
+
 def compute_of(record: StepRecord, busy_ns: float) -> Compute:
     """``busy_ns``: of the step, what it did not wait."""
     backward_ns, update_ns = record.total_ns("backward"), record.total_ns("update")
     return Compute(backward_ns, max(0.0, busy_ns - backward_ns - update_ns), update_ns)
 
 
-def with_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
-    """Each part of a step as long as ``compute`` says, what happens within it at the same share of it."""
+def shares(profile: _core.Profile, compute: Compute) -> Shares:
     old = profile.backward_ns, profile.forward_ns, sum(tensor.update_ns for tensor in profile.tensors)
-    backward, forward, update = (
-        new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in zip(dataclasses.astuple(compute), old, strict=True)
+    found = zip(dataclasses.astuple(compute), old, strict=True)
+    return Shares(*(new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in found))
+
+
+def scaled(profile: _core.Profile, by: Shares) -> _core.Profile:
+    """What happens within a part of a step stays at the same share of it."""
+    return scaled_profile(profile, by.forward, backward_factor=by.backward, update_factor=by.update)
+
+
+def with_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
+    """Each part of a step as long as ``compute`` says."""
+    return scaled(profile, shares(profile, compute))
+
+
+def scatter(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> tuple[Shares, ...]:
+    """How far each step is from the profile's usual one. ``steps``: by step and rank.
+
+    Each part ends where the rank has come to its end that is last in that part: the last gradient has to be there on
+    all ranks, and so has the first one of the next step.
+    """
+    return tuple(
+        shares(
+            profile,
+            Compute(
+                max(each.backward_ns for each in ranks),
+                max(each.forward_ns for each in ranks),
+                max(each.update_ns for each in ranks),
+            ),
+        )
+        for ranks in steps
     )
-    return scaled_profile(profile, forward, backward_factor=backward, update_factor=update)
 
 
 def of_slowest(steps: Sequence[Sequence[Compute]]) -> Compute:

@@ -1,9 +1,13 @@
 """What a plan is expected to gain over DDP, said before it is followed and held against the measurement afterwards."""
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.compare import compute_ns
+from gradcast.training import compute_times
+from gradcast.training.compute_times import Shares
 
 # Below this a plan is not worth following: DDP's way is the safer one.
 WORTH = 1.02
@@ -13,15 +17,30 @@ _COMPUTE_BOUND = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Expectation:
-    """How many times as fast as DDP with its best bucket size. ``low`` and ``high``: with the network's costs as low
-    and as high as nine tenths of the measured blocks were. ``limit``: what no plan can exceed."""
+class Scatter:
+    """How far single steps were from the profile that was made of them: ``link``: see link_costs.spread; ``compute``:
+    see compute_times.scatter, empty where no step is known."""
 
-    gain: float
+    link: tuple[float, float] = (1.0, 1.0)
+    compute: tuple[Shares, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """``plan_ns`` and ``plain_ns``: of the usual step with the plan, and with DDP's best bucket size. How many times as
+    fast: ``low`` and ``high``: with the network's costs as low and as high as nine tenths of the measured blocks were;
+    ``limit``: what no plan can exceed."""
+
+    plan_ns: float
+    plain_ns: float
     low: float
     high: float
     limit: float
     compute_share: float  # of DDP's step
+
+    @property
+    def gain(self) -> float:
+        return self.plain_ns / self.plan_ns
 
     @property
     def is_worth_it(self) -> bool:
@@ -54,21 +73,32 @@ def expect(
     plan: _core.Plan,
     plain_profile: _core.Profile,
     plain: _core.Plan,
-    spread: tuple[float, float],
+    scatter: Scatter,
 ) -> Expectation:
     """``plain_profile``: with what compute takes beside the plain plan, which uses the network at other times.
-    ``spread``: of the blocks' costs around the profiles' link, see link_costs.spread."""
-    gains = [
-        _iteration_ns(plain_profile, plain, factor) / _iteration_ns(profile, plan, factor) for factor in (*spread, 1.0)
-    ]
+    ``scatter``: of what the profiles were made from."""
+    factors = (1.0, *scatter.link)
+    plan_ns = usual_ns(profile, plan, scatter.compute, factors)
+    plain_ns = usual_ns(plain_profile, plain, scatter.compute, factors)
+    gains = [one / other for one, other in zip(plain_ns, plan_ns, strict=True)]
     return Expectation(
-        gain=plain.predicted_ns / plan.predicted_ns,
+        plan_ns=plan_ns[0],
+        plain_ns=plain_ns[0],
         low=min(gains),
         high=max(gains),
-        limit=plain.predicted_ns / plan.bound_ns,
-        compute_share=compute_ns(plain_profile) / plain.predicted_ns,
+        limit=plain_ns[0] / plan.bound_ns,
+        compute_share=compute_ns(plain_profile) / plain_ns[0],
     )
 
 
-def _iteration_ns(profile: _core.Profile, plan: _core.Plan, factor: float) -> float:
-    return _core.play(profile, profile.link.scaled(factor, factor), plan).iteration_ns
+def usual_ns(
+    profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factors: Sequence[float]
+) -> list[float]:
+    """How long the usual step takes with the plan, for each of the factors of what the network costs.
+
+    It is the median of the steps, not the step of medians: a good plan lets a block arrive just when forward needs it,
+    and where compute scatters the later one of the two counts each time (docs/design.md).
+    """
+    steps = [compute_times.scaled(profile, shares) for shares in scatter] or [profile]
+    links = [profile.link.scaled(factor, factor) for factor in link_factors]
+    return [statistics.median(_core.play(step, link, plan).iteration_ns for step in steps) for link in links]

@@ -20,7 +20,7 @@ from gradcast.errors import Error
 from gradcast.training import calibration, compute_times, link_costs, planning
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.calibration import Calibration
-from gradcast.training.expectation import expect
+from gradcast.training.expectation import Scatter, expect
 from gradcast.training.exposed import Exposed
 from gradcast.training.group import Group
 from gradcast.training.notes import Note, Notes
@@ -62,7 +62,7 @@ class LivePlan:
         self._calibration: Calibration | None = None  # while the plan is new
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
-        self.link_spread = (1.0, 1.0)  # on rank 0, of what the plan was made from; see link_costs.spread
+        self.scatter = Scatter()  # on rank 0, of what the plan was made from
         self._saved_after_pause_ns = 0.0  # on rank 0, in the warm-up; see link_costs
         self.version = 0
         self.plain = False
@@ -81,7 +81,7 @@ class LivePlan:
 
     @property
     def in_force(self) -> _core.Plan:
-        return self.agreed.plain if self.agreed.steps_aside else self.agreed.plan
+        return self.agreed.in_force
 
     @property
     def slowest_rank(self) -> int | None:
@@ -169,8 +169,7 @@ class LivePlan:
             self._follow()
 
     def _measure_again(self, change: _core.Change) -> None:
-        predicted_ns = self.in_force.predicted_ns
-        self._change = Replanned(change, predicted_ns, self.agreed)
+        self._change = Replanned(change, self.agreed)
         self._monitor = None
         self._begin_warmup(self.agreed.order)
         self.warmup.stopwatch.backward_started()
@@ -199,7 +198,7 @@ class LivePlan:
         self._take(agreed)
         self._describe()
         if self._change is not None:
-            self._tell(logging.INFO, self._change.sentence(self.in_force))
+            self._tell(logging.INFO, self._change.sentence(self.agreed))
             self._change = None
         if self._monitor is not None:
             self._calibration = Calibration(self.in_force, self.profile.link.pack_ns_per_byte)
@@ -216,7 +215,8 @@ class LivePlan:
             found = self._calibration.found(self._group)
             agreed = self._agreement(lambda: self._calibrated(found))
         self._calibration = None
-        if agreed is None:
+        if agreed.profile.to_json() == self.profile.to_json() and agreed.steps_aside == self.agreed.steps_aside:
+            self._stay_with(agreed)
             return
         network = _costs_ns(self.in_force, agreed.profile.link) / _costs_ns(self.in_force, self.profile.link)
         computing = compute_ns(agreed.profile) / compute_ns(self.profile)
@@ -229,7 +229,13 @@ class LivePlan:
         self._take(agreed)
         self._describe()
 
-    def _agreement(self, propose: Callable[[], Proposal | None]) -> Agreed | None:
+    def _stay_with(self, agreed: Agreed) -> None:
+        """The plan is as before; by its own steps, not by the warm-up's, another gain may be expected of it."""
+        before, self.agreed = self.agreed, dataclasses.replace(self.agreed, expectation=agreed.expectation)
+        if agreed.expectation.sentence() != before.expectation.sentence():
+            self._describe()
+
+    def _agreement(self, propose: Callable[[], Proposal]) -> Agreed:
         """On what rank 0 proposes. What it raises, all ranks raise: none waits for a proposal that never comes."""
         proposal: Proposal | Error | None = None
         if self._group.rank == 0:
@@ -244,9 +250,10 @@ class LivePlan:
         if path is not None:
             return planning.pinned(path, self._names, self._buffers, self._mode, self._group.world_size)
         plan = planning.decide(self.profile, self._mode, self._options)
-        return self._proposal(self.profile, plan, self.warmup.link_spread)
+        return self._proposal(self.profile, plan, self.warmup.scatter)
 
-    def _calibrated(self, found: calibration.Found) -> Proposal | None:
+    def _calibrated(self, found: calibration.Found) -> Proposal:
+        """The plan that was agreed on, where what it was made from is right, or one that is made again."""
         one_by_one = self.in_force.in_flight == 1
         shared_ns = None
         if not one_by_one:
@@ -258,35 +265,37 @@ class LivePlan:
                 self.profile.link, found.blocks, shared_ns=shared_ns, saved_ns=self._saved_after_pause_ns
             )
         compute = calibration.corrected_compute(self.profile, found.compute)
-        if link is None and compute is None:
-            return None
         idle = self.profile if link is None else planning.with_link(self.profile, link)
         profile = idle if compute is None else compute_times.with_compute(idle, compute)
-        # Compute takes longer beside the network, but DDP's forward has no network beside it.
-        plain_profile = idle if self.in_force.mode == "overlap" else profile
+        plain_profile = profile
+        if compute is not None and self.in_force.mode == "overlap":
+            # Compute takes longer beside the network; backward has it beside it in DDP, too, but forward has not.
+            plain_profile = compute_times.with_compute(idle, dataclasses.replace(compute, forward_ns=idle.forward_ns))
         samples = [sample for step in found.blocks for sample in step]
         spread = (
             link_costs.spread(samples, profile.link, self._saved_after_pause_ns)
             if samples and one_by_one
-            else self.link_spread
+            else self.scatter.link
         )
-        plan = planning.decide(profile, self._mode, self._options)
-        proposal = self._proposal(profile, plan, spread, plain_profile)
+        scatter = Scatter(spread, compute_times.scatter(profile, found.compute) or self.scatter.compute)
+        is_right = link is None and compute is None
+        plan = self.agreed.plan if is_right else planning.decide(profile, self._mode, self._options)
+        proposal = self._proposal(profile, plan, scatter, plain_profile)
         return dataclasses.replace(proposal, hold_iterations=self.agreed.hold_iterations)
 
     def _saved(self, state: dict[str, Any]) -> Proposal:
         plan = _core.Plan.from_json(state["plan"])
-        return self._proposal(_core.Profile.from_json(state["layout"]), plan, spread=(1.0, 1.0))
+        return self._proposal(_core.Profile.from_json(state["layout"]), plan, Scatter())
 
     def _proposal(
         self,
         profile: _core.Profile,
         plan: _core.Plan,
-        spread: tuple[float, float],
+        scatter: Scatter,
         plain_profile: _core.Profile | None = None,
     ) -> Proposal:
         """``plain_profile``: beside the plain plan, if that is another one."""
-        self.link_spread = spread
+        self.scatter = scatter
         if not self._options.adapt or profile.link is None:
             return Proposal(profile.to_json(), plan.to_json())
         plain_profile = plain_profile or profile
@@ -295,7 +304,7 @@ class LivePlan:
             profile.to_json(),
             plan.to_json(),
             plain.to_json(),
-            expect(profile, plan, plain_profile, plain, spread),
+            expect(profile, plan, plain_profile, plain, scatter),
             hold_iterations=0 if self._change is None else self._change.hold_iterations(profile, plan),
         )
 
@@ -312,7 +321,7 @@ class LivePlan:
         if not self._sees_compute:
             busy_ns = 0.0
         elif agreed.steps_aside:  # of the plan that is followed: beside the other one compute may take longer
-            busy_ns = agreed.expectation.compute_share * agreed.plain.predicted_ns
+            busy_ns = agreed.expectation.compute_share * agreed.expectation.plain_ns
         return _core.Monitor(
             self._group.world_size,
             busy_ns=busy_ns,
@@ -335,8 +344,8 @@ class LivePlan:
         plan = self.in_force
         self._tell(
             logging.INFO,
-            f"plan {self.version}: {len(plan.blocks)} blocks, {plan.predicted_ns / 1e6:.1f} ms per step predicted, "
-            f"{self.agreed.plan.bound_ns / 1e6:.1f} ms is the bound",
+            f"plan {self.version}: {len(plan.blocks)} blocks, {self.agreed.predicted_ns / 1e6:.1f} ms per step "
+            f"predicted, {self.agreed.plan.bound_ns / 1e6:.1f} ms is the bound",
         )
         if self.agreed.expectation is not None:
             self._tell(logging.INFO, self.agreed.expectation.sentence())

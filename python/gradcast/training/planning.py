@@ -59,6 +59,17 @@ class Agreed:
     steps_aside: bool = False
     hold_iterations: int = 0
 
+    @property
+    def in_force(self) -> _core.Plan:
+        return self.plain if self.steps_aside else self.plan
+
+    @property
+    def predicted_ns(self) -> float:
+        """Of the usual step with the plan in force."""
+        if self.expectation is None:
+            return self.plan.predicted_ns
+        return self.expectation.plain_ns if self.steps_aside else self.expectation.plan_ns
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -234,12 +245,10 @@ def reason_to_measure(
     return None
 
 
-def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None) -> Agreed | None:
-    """Rank 0's proposal, checked by every rank; None where it has none. Raises the same error on every rank if it does
-    not hold on one."""
+def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None) -> Agreed:
+    """Rank 0's proposal, checked by every rank; those of others are not heard. Raises the same error on every rank if
+    it does not hold on one."""
     proposal = group.from_first(proposal)
-    if proposal is None:
-        return None
     if isinstance(proposal, Error):
         raise proposal
     profile = _core.Profile.from_json(proposal.profile)

@@ -15,13 +15,10 @@ _REAL_CHANGE = 0.05  # of the predicted step
 
 @dataclasses.dataclass(frozen=True)
 class Replanned:
-    """``predicted_ns``: of a step with what was agreed ``before``."""
-
     change: _core.Change
-    predicted_ns: float
     before: Agreed
 
-    def sentence(self, plan: _core.Plan) -> str:
+    def sentence(self, now: Agreed) -> str:
         times = f"{self.change.before_ns / 1e6:.1f} ms per step, now {self.change.after_ns / 1e6:.1f}"
         if self.change.cause == "network":
             what = f"the network has changed: it was busy for {times}"
@@ -30,14 +27,14 @@ class Replanned:
         else:
             what = f"compute has changed on most ranks: the slowest one computed {times}"
         return (
-            f"{what}; planned again: {plan.predicted_ns / 1e6:.1f} ms per step predicted, "
-            f"{self.predicted_ns / 1e6:.1f} before"
+            f"{what}; planned again: {now.predicted_ns / 1e6:.1f} ms per step predicted, "
+            f"{self.before.predicted_ns / 1e6:.1f} before"
         )
 
     def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
         """How long not to measure again: where nothing had changed after all, longer each time."""
         old = self.before.plan
-        if abs(plan.predicted_ns / self.predicted_ns - 1) > _REAL_CHANGE:
+        if abs(plan.predicted_ns / self.before.in_force.predicted_ns - 1) > _REAL_CHANGE:
             return 0
         try:
             old.check(profile)

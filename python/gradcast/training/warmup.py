@@ -11,8 +11,9 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.training import link_costs, pending, planning
+from gradcast.training import compute_times, link_costs, pending, planning
 from gradcast.training.buffers import Sizes
+from gradcast.training.expectation import Scatter
 from gradcast.training.group import Group
 from gradcast.training.measure import Stopwatch
 from gradcast.training.options import Options
@@ -47,8 +48,8 @@ class Warmup:
         plans = planning.warmup_plans(profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         self._profile = profile
-        # Once there is a profile, on rank 0: see link_costs.spread and link_costs.saved_after_pause_ns.
-        self.link_spread = (1.0, 1.0)
+        # Once there is a profile, on rank 0; see link_costs.saved_after_pause_ns.
+        self.scatter = Scatter()
         self.saved_after_pause_ns = 0.0
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
@@ -95,7 +96,10 @@ class Warmup:
                 profile = planning.measured_profile(ranks, self._names, self._sizes, name="measured")
                 if profile.link is not None:
                     samples = planning.block_samples(ranks)
-                    self.link_spread = link_costs.spread(samples, profile.link)
+                    steps = compute_times.measured_by_all([rank.compute for rank in ranks])
+                    self.scatter = Scatter(
+                        link_costs.spread(samples, profile.link), compute_times.scatter(profile, steps)
+                    )
                     self.saved_after_pause_ns = link_costs.saved_after_pause_ns(samples) or 0.0
                 text = profile.to_json()
             except Error as error:
