@@ -90,6 +90,7 @@ def results_of(difference=0.0, overlap_ms=110.0):
         for _ in range(2)
     ]
     facts = {name: {"blocks": 3, "predicted_ms": 0.9 * ms} for name, ms in times.items()}
+    facts["overlap"]["replay"] = {"replayed_ms": 105.0, "measured_ms": 100.0}
     return {
         "rounds": rounds,
         "profile": {**json.loads(small_profile().to_json()), "link": link},
@@ -108,6 +109,8 @@ def test_rows_are_measured_against_the_best_ddp_and_the_bound():
     assert row.ratio_to_best_ddp == pytest.approx(130 / 110)
     assert row.exposed_ms == pytest.approx(10)
     assert row.prediction_error == pytest.approx(-0.1)
+    assert (row.replayed_ms, row.replay_error) == (105.0, pytest.approx(0.05)), "of other steps than all"
+    assert table.row("ddp").replayed_ms is table.row("ddp").replay_error is None
     assert table.bounds["overlap"].plain_ms <= table.bound_ms <= table.bounds["hook"].best_ms
     assert table.bound_ms >= table.compute_ms
     assert row.ratio_to_bound == pytest.approx(110 / table.bound_ms)

@@ -11,7 +11,7 @@ from gradcast.units import format_bandwidth, format_percent, format_size, format
 _CORES_TOO_BUSY = 0.9
 _HEADERS = [
     "", "ms per step", "80 % of steps", "speed-up over\nbest DDP", "time /\nbound", "exposed\nms", "blocks",
-    "predicted\nms", "cores\nbusy", "difference\nto ddp",
+    "predicted\nms", "replayed\nms", "cores\nbusy", "difference\nto ddp",
 ]  # fmt: skip
 
 
@@ -43,7 +43,8 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
         f"{model_words(settings, parameter_bytes)}, {network_words(settings)}.\n"
         f"ms per step: the median of {counted} steps on rank 0, from {settings.rounds} rounds of all in turns.\n"
         "exposed: what communication adds to the step of alone, which sends nothing. blocks: operations of a step;\n"
-        "DDP's are buckets. predicted: from the profile and the link that gradcast measured in its warm-up. cores\n"
+        "DDP's are buckets. predicted: before these steps, from the profile and the link that gradcast measured then.\n"
+        "replayed: by the same model, with what was computed in these steps and what the network took in them. cores\n"
         "busy: of this machine, on which all hosts are. difference: the largest of a parameter on any rank, relative.\n"
         f"bound: no schedule can take less than {bounds['overlap'].best_ms:.1f} ms on this link ("
         f"{bounds['overlap'].plain_ms:.1f} ms where only one\noperation pays its start-up), and none that is done "
@@ -57,9 +58,6 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
 
 def _cells(row: Row) -> list[str]:
     alone = row.name == COMPUTE
-    predicted = "-"
-    if row.predicted_ms is not None and row.prediction_error is not None:
-        predicted = f"{row.predicted_ms:.1f} ({row.prediction_error:+.1%})"
     return [
         row.name,
         f"{row.step_ms:.1f}",
@@ -68,10 +66,15 @@ def _cells(row: Row) -> list[str]:
         "-" if alone else f"{row.ratio_to_bound:.3f}",
         "-" if row.exposed_ms is None else f"{row.exposed_ms:.1f}",
         "-" if row.blocks is None else str(row.blocks),
-        predicted,
+        _with_error(row.predicted_ms, row.prediction_error),
+        _with_error(row.replayed_ms, row.replay_error),
         "-" if row.cores_busy is None else format_percent(row.cores_busy),
         "-" if row.difference is None else f"{row.difference:.1g}",
     ]
+
+
+def _with_error(ms: float | None, error: float | None) -> str:
+    return "-" if ms is None or error is None else f"{ms:.1f} ({error:+.1%})"
 
 
 def _verdict(table: Table, settings: Settings) -> str:

@@ -33,6 +33,8 @@ class Row:
     blocks: int | None  # operations of a step; None where nothing travels
     predicted_ms: float | None
     prediction_error: float | None  # predicted by the measured median, less 1
+    replayed_ms: float | None  # see replays
+    replay_error: float | None  # by the median of the same steps, less 1
     cores_busy: float | None  # of the whole machine, during the counted steps
     difference: float | None  # the largest of a parameter to ddp's on any rank, relative
     details: dict[str, Any]
@@ -85,7 +87,7 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
         tenths = statistics.quantiles(steps_ms[name], n=10, method="inclusive")
         facts = results["variants"][name]
         busy = [entry["cores_busy"][name] for entry in rounds if entry["cores_busy"][name] is not None]
-        ms, predicted_ms = medians_ms[name], facts["predicted_ms"]
+        ms, predicted_ms, replay = medians_ms[name], facts["predicted_ms"], facts.get("replay")
         return Row(
             name=name,
             mode=_variant(name).mode,
@@ -99,9 +101,11 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
             blocks=facts["blocks"],
             predicted_ms=predicted_ms,
             prediction_error=None if predicted_ms is None else predicted_ms / ms - 1,
+            replayed_ms=None if replay is None else replay["replayed_ms"],
+            replay_error=None if replay is None else replay["replayed_ms"] / replay["measured_ms"] - 1,
             cores_busy=statistics.mean(busy) if busy else None,
             difference=results["differences"].get(name),
-            details={key: value for key, value in facts.items() if key not in ("blocks", "predicted_ms")},
+            details={key: value for key, value in facts.items() if key not in ("blocks", "predicted_ms", "replay")},
         )
 
     exact = settings.stand_in or settings.hosts <= _SUMS_WITHOUT_ORDER

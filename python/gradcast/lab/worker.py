@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast import _core
-from gradcast.lab import forecasts
+from gradcast.lab import forecasts, replays
 from gradcast.lab.cores import BusyCores, wake_promptly
 from gradcast.lab.models import make_task
+from gradcast.lab.replays import Step
 from gradcast.lab.settings import Settings
 from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import (
@@ -55,6 +56,8 @@ class Training:
         self._settings = settings
         self._task = make_task(settings, dist.get_rank())
         self._prepared_steps = gradcast.Options().warmup_steps + _SETTLING_STEPS
+        # By variant of gradcast: the version of its plan, and the steps that followed it, by step and rank.
+        self._steps: dict[str, tuple[int, list[tuple[Step, ...]]]] = {}
 
     def run(self) -> dict[str, Any]:
         settings = self._settings
@@ -72,7 +75,7 @@ class Training:
             "profile": json.loads(profile.to_json()),
             "rounds": rounds,
             "differences": _differences(trainers, self._task.module()),
-            "variants": {trainer.variant.name: _facts(trainer, as_ddp_counts) for trainer in trainers},
+            "variants": {trainer.variant.name: self._facts(trainer, as_ddp_counts) for trainer in trainers},
         }
         for trainer in trainers:
             trainer.detach()
@@ -111,10 +114,42 @@ class Training:
             cores = BusyCores()
             steps_ms[name] = list(times)
             busy[name] = cores.share()
+            self._keep_steps(trainer)
             trainer.finish()
             _tell(f"  {name} {statistics.median(steps_ms[name]):.0f}", end="")
         _tell("")
         return {"steps_ms": steps_ms, "cores_busy": busy}
+
+    def _keep_steps(self, trainer: Trainer) -> None:
+        """Of the round that ends, but for the first step, which is not counted, and the last, which goes on. Collective
+        where gradcast trains."""
+        if trainer.handle is None:
+            return
+        own = replays.last_steps(trainer.handle, self._settings.steps - 2)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        name, version = trainer.variant.name, trainer.handle.plan_version
+        before, kept = self._steps.get(name, (version, []))
+        self._steps[name] = version, [*(kept if before == version else []), *zip(*ranks, strict=True)]
+
+    def _facts(self, trainer: Trainer, as_ddp_counts: _core.Profile) -> dict[str, Any]:
+        """How many operations a step has and what was predicted of it, None where nothing travels."""
+        if trainer.variant.mode == "ddp":
+            plan = forecasts.ddp_plan(as_ddp_counts, trainer.variant)
+            return {
+                "blocks": trainer.bucket_count(),
+                "planned_blocks": len(plan.blocks),
+                "predicted_ms": plan.predicted_ns / 1e6,
+                "caps_mib": trainer.variant.caps_mib,
+            }
+        if trainer.handle is None:
+            return {"blocks": None, "predicted_ms": None}
+        stats = trainer.handle.stats()
+        facts = {key: stats[key] for key in ("blocks", "predicted_ms", "policy", "plan_version")} | {"stats": stats}
+        replay = None
+        if stats["predicted_ms"] is not None and trainer.handle.profile.link is not None:
+            replay = replays.replay(trainer.handle.profile, trainer.handle.plan, self._steps[trainer.variant.name][1])
+        return facts | ({} if replay is None else {"replay": replay._asdict()})
 
 
 def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]:
@@ -156,22 +191,6 @@ def relative_difference(one: torch.Tensor, reference: torch.Tensor, start: torch
 
 def _parameter_bytes(module: torch.nn.Module) -> dict[str, int]:
     return {name: parameter.numel() * parameter.element_size() for name, parameter in module.named_parameters()}
-
-
-def _facts(trainer: Trainer, profile: _core.Profile) -> dict[str, Any]:
-    """How many operations a step has and what was predicted of it, both None where nothing travels."""
-    if trainer.variant.mode == "ddp":
-        plan = forecasts.ddp_plan(profile, trainer.variant)
-        return {
-            "blocks": trainer.bucket_count(),
-            "planned_blocks": len(plan.blocks),
-            "predicted_ms": plan.predicted_ns / 1e6,
-            "caps_mib": trainer.variant.caps_mib,
-        }
-    if trainer.handle is None:
-        return {"blocks": None, "predicted_ms": None}
-    stats = trainer.handle.stats()
-    return {key: stats[key] for key in ("blocks", "predicted_ms", "policy", "plan_version")} | {"stats": stats}
 
 
 def _tell(text: str, end: str = "\n") -> None:

@@ -1,0 +1,101 @@
+"""Measured steps, held against what the model makes of their own compute and network."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import gradcast
+from gradcast import _core
+from gradcast.lab.replays import Step, last_steps, replay
+from gradcast.training.compute_times import Compute
+
+MS = 1e6
+
+
+@pytest.fixture
+def profile():
+    link = gradcast.LinkModel(all_reduce=[gradcast.LinkPiece(alpha_ns=0, beta_ns_per_byte=8.0)])
+    tensors = [
+        gradcast.Tensor(name="first", bytes=12_000_000, ready_ns=200 * MS, need_ns=0),
+        gradcast.Tensor(name="last", bytes=6_000_000, ready_ns=100 * MS, need_ns=50 * MS),
+    ]
+    return gradcast.Profile(
+        name="small", forward_ns=100 * MS, backward_ns=200 * MS, tensors=tensors, world_size=2, link=link
+    )
+
+
+def played(profile, plan, backward, forward, link):
+    """A step by play in which everything takes so many times as long: what each rank would have noted."""
+    longer = gradcast.Profile(
+        name="longer",
+        forward_ns=forward * profile.forward_ns,
+        backward_ns=backward * profile.backward_ns,
+        tensors=[
+            gradcast.Tensor(
+                name=tensor.name,
+                bytes=tensor.bytes,
+                ready_ns=backward * tensor.ready_ns,
+                need_ns=forward * tensor.need_ns,
+            )
+            for tensor in profile.tensors
+        ],
+        world_size=2,
+    )
+    timeline = _core.play(longer, profile.link.scaled(link, link), plan)
+    link_ns = sum(block.finish_ns - block.launch_ns for block in timeline.blocks)
+    return Step(timeline.iteration_ns, Compute(longer.backward_ns, longer.forward_ns, 0.0), link_ns)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_steps_that_go_as_the_model_says_are_replayed_exactly(profile, mode):
+    plan = gradcast.make_plan(profile, profile.link, mode=mode)
+    steps = [played(profile, plan, *factors) for factors in ((1, 1, 1), (1.3, 1, 0.8), (1, 2.0, 1.5))]
+    found = replay(profile, plan, [(step, step) for step in steps])
+    assert found.replayed_ms == pytest.approx(found.measured_ms, rel=1e-5)
+    assert found.measured_ms * MS == sorted(step.step_ns for step in steps)[1]
+    assert replay(profile, plan, []) is None
+
+
+def test_a_step_waits_for_the_slower_rank_and_the_network_counts_where_nobody_waited(profile):
+    plan = gradcast.make_plan(profile, profile.link)
+    slow = played(profile, plan, 1.4, 1, 1)
+    # The faster rank's blocks are due before the other's gradients exist.
+    fast = slow._replace(compute=Compute(150 * MS, 90 * MS, 0.0), link_ns=slow.link_ns + 100 * MS)
+    for ranks in ((slow, fast), (fast, slow)):
+        assert replay(profile, plan, [ranks]).replayed_ms * MS == pytest.approx(slow.step_ns, rel=1e-5)
+
+
+def test_the_last_steps_are_taken_from_what_the_session_has_kept():
+    """The one that still goes on is not among them; where blocks follow each other they count once."""
+    plan = object()
+
+    def record(number, step_ms):
+        start_ns = 1000 * MS * number
+        spans = [("backward", start_ns, start_ns + 60 * MS), ("wait", start_ns + 60 * MS, start_ns + 70 * MS)]
+        spans.append(("update", start_ns + 70 * MS, start_ns + 72 * MS))
+        return SimpleNamespace(
+            iteration=number,
+            start_ns=start_ns,
+            end_ns=start_ns + step_ms * MS,
+            total_ns=lambda name: sum(end - start for category, start, end in spans if category == name),
+        )
+
+    blocks = [SimpleNamespace(due_ns=lo * MS, finish_ns=hi * MS) for lo, hi in ((10, 30), (30, 35), (50, 60))]
+    asked = []
+
+    def finished(of_plan):
+        asked.append(of_plan)
+        return [record(number, 100 + number) for number in range(5)]
+
+    session = SimpleNamespace(
+        plan=plan,
+        trace=SimpleNamespace(finished=finished),
+        traffic=SimpleNamespace(
+            timeline=lambda: [SimpleNamespace(iteration=number, blocks=blocks) for number in range(6)]
+        ),
+    )
+    steps = last_steps(SimpleNamespace(_session=session), 2)
+    assert asked == [plan]
+    assert [step.step_ns / MS for step in steps] == [103, 104]
+    assert steps[0] == Step(103 * MS, Compute(60 * MS, 31 * MS, 2 * MS), 35 * MS)
+    assert last_steps(SimpleNamespace(_session=session), 0) == []
