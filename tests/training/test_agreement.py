@@ -35,8 +35,8 @@ def follow(rank, mode, warmup_steps, steps):
         "hash": ours.handle.plan.hash(profile),
         "profile": profile.to_json(),
         "stats": ours.handle.stats(),
-        # Behind each gradient its mark, behind one of them the notes.
-        "parameter_bytes": sum((p.numel() + 1) * p.element_size() for p in ours.bare.parameters()) + 4 * NOTE_ELEMENTS,
+        # Behind each gradient its mark, behind one of them the notes; all begin at multiples of 32 bytes.
+        "parameter_bytes": sum(32 * -(4 * (p.numel() + 1) // -32) for p in ours.bare.parameters()) + 4 * NOTE_ELEMENTS,
     }
     ours.handle.detach()
     return answer

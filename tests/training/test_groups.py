@@ -145,6 +145,36 @@ def test_blocks_go_before_compute_on_nccl(ranks):
     assert ranks.run(2, group_over_nccl) == [("cpu:gloo,cuda:nccl", True, 30.0)] * 2
 
 
+def connect_devices(rank, words):
+    """Without a device: what make_group sends over the new group, where the module is on one."""
+    from gradcast.training import group
+
+    dist = torch.distributed
+    failure = None if words is None else dist.DistBackendError(words)
+    with (
+        mock.patch.object(group, "_timeout_of", return_value=None),
+        mock.patch.object(group, "on_device", group.contextlib.nullcontext),
+        mock.patch.object(torch, "zeros", return_value="one number") as zeros,
+        mock.patch.object(dist, "all_reduce", side_effect=failure) as all_reduce,
+    ):
+        try:
+            made = group.make_group(None, torch.device("cuda", 1), None)
+        except gradcast.Error as error:
+            return error.code, str(error)
+    return (
+        zeros.call_args == mock.call(1, device=torch.device("cuda", 1)),
+        all_reduce.call_args == mock.call("one number", group=made.own),
+    )
+
+
+def test_devices_are_connected_when_gradcast_is_attached(ranks):
+    """Not in the first backward pass: what NCCL refuses is heard at once."""
+    assert ranks.run(2, connect_devices, None) == [(True, True)] * 2
+    for code, message in ranks.run(2, connect_devices, "NCCL error ... unhandled system error"):
+        assert code == "communication"
+        assert message.startswith("connecting the ranks' devices failed on rank")
+
+
 def groups_beside_a_bound_device(rank):
     """init_process_group(device_id=...): torch would split a new group off, and wait for the ranks outside of it."""
     from gradcast.training.group import make_group

@@ -4,6 +4,7 @@ The reference knows nothing of blocks, layouts or plans: what a wire format give
 ranks there are.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -246,8 +247,8 @@ def stats_of_mixed_types(rank):
         ours = Ours("mixed64", "sgd plain", rank.index, wire=wire)
         ours.train(range(4))
         stats.append(ours.handle.stats())
-    halves = sum(p.numel() + 1 for p in ours.bare.parameters() if p.dtype == torch.float32)
-    return stats, halves
+    singles = [8 * math.ceil((p.numel() + 1) / 8) for p in ours.bare.parameters() if p.dtype == torch.float32]
+    return stats, sum(singles)
 
 
 def test_statistics_tell_what_travels(ranks):

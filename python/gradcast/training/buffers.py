@@ -5,16 +5,19 @@ once; only the order of the views changes.
 
 Behind each gradient lies one element more, its **mark**: 1 where this rank has used the parameter, 0 where not. It
 travels with the gradient, so the sum tells whether anybody has used it, without an operation of its own. Behind the
-mark of the largest gradient lie the **notes**, by which the ranks tell each other how their last step went.
+mark of the largest gradient lie the **notes**, by which the ranks tell each other how their last step went. Then zeros
+up to the next multiple of ALIGNMENT_BYTES: there gradients begin, and blocks that do not cut one.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 # However many workers there are, so that a plan fits them all.
 NOTE_ELEMENTS = 384
+# NCCL and torch's kernels move 16 bytes at a time where they can; on a 16-bit wire those were 32.
+ALIGNMENT_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +42,10 @@ class Sizes:
         self.notes_at = max(range(len(self._parameters)), key=lambda index: self._parameters[index].numel())
 
     def elements_of(self, index: int) -> int:
-        """What travels: the gradient, its mark, and of one the notes."""
-        return self._parameters[index].numel() + 1 + (NOTE_ELEMENTS if index == self.notes_at else 0)
+        """What travels: the gradient, its mark, of one the notes, and zeros."""
+        count = self._parameters[index].numel() + 1 + (NOTE_ELEMENTS if index == self.notes_at else 0)
+        at_once = ALIGNMENT_BYTES // self._parameters[index].element_size()
+        return -(-count // at_once) * at_once
 
     def bytes_of(self, index: int) -> int:
         return self.elements_of(index) * self.element_bytes_of(index)
@@ -55,9 +60,15 @@ class GradientBuffers(Sizes):
     A view has its parameter's shape, dtype and, where the parameter is dense, its strides, as autograd makes gradients.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        is_held: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """``is_held``: whether somebody still needs what is in this parameter's view."""
         super().__init__(parameters)
-        self._names = list(names)
+        self._names, self._is_held = list(names), is_held
         self.flats = []
         for buffer, dtype in enumerate(self._dtypes):
             members = [index for index, b in enumerate(self.buffer_of) if b == buffer]
@@ -111,10 +122,14 @@ class GradientBuffers(Sizes):
     def lay_out(self, order: Sequence[int]) -> None:
         """Gives every parameter a new place, in this order of their indices; gradients and notes move with them.
 
-        Makes new ``views``. Needs once the memory of the largest buffer. REQUIRES: nothing of the buffers travels.
+        Makes new ``views``, with zeros where nobody holds the old one. Needs once the memory of those that are held: it
+        runs where backward begins and memory is fullest. REQUIRES: nothing of the buffers travels.
         """
-        old_views, self.views = self.views, [torch.Tensor()] * len(self._parameters)
+        kept = self._held()
         notes = self.notes.clone()
+        for flat in self.flats:
+            flat.zero_()
+        self.views = [torch.Tensor()] * len(self._parameters)
         self._marks = [torch.Tensor()] * len(self._parameters)
         places = []
         offsets = [0] * len(self.flats)
@@ -125,7 +140,7 @@ class GradientBuffers(Sizes):
             self.views[index] = _view(self.flats[buffer], lo, parameter)
             self._marks[index] = self.flats[buffer][lo + size]
             if index == self.notes_at:
-                self.notes = self.flats[buffer][lo + size + 1 : end]
+                self.notes = self.flats[buffer][lo + size + 1 : lo + size + 1 + NOTE_ELEMENTS]
             width = parameter.element_size()
             ends_bytes = (lo + size) * width, end * width
             places.append(Place(self._names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
@@ -135,20 +150,15 @@ class GradientBuffers(Sizes):
         for place in places:
             ends[place.buffer].append(place.hi_bytes // place.dtype.itemsize)
         self._marked = [torch.tensor(end, device=flat.device) for end, flat in zip(ends, self.flats, strict=True)]
-        if old_views:
-            self._move(old_views)
+        for index, gradient in kept.items():
+            self.views[index].copy_(gradient)
+        if len(notes) > 0:
             self.notes.copy_(notes)
 
-    def _move(self, old_views: Sequence[torch.Tensor]) -> None:
-        for buffer, flat in enumerate(self.flats):
-            members = [index for index, b in enumerate(self.buffer_of) if b == buffer]
-            # The old views lie in the same memory as the new ones.
-            base = flat.clone()
-            kept = {
-                i: base.as_strided(v.size(), v.stride(), v.storage_offset()) for i in members for v in [old_views[i]]
-            }
-            for index, old in kept.items():
-                self.views[index].copy_(old)
+    def _held(self) -> dict[int, torch.Tensor]:
+        """By parameter: copies of what lies in the views that somebody needs."""
+        with torch._C.DisableTorchFunctionSubclass():  # of a gradient that is pending, too
+            return {index: view.clone() for index, view in enumerate(self.views) if self._is_held(index)}
 
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

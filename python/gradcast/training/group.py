@@ -78,6 +78,12 @@ class Group:
                 for tensor, part in zip(same_kind, parts, strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
+    def connect(self) -> None:
+        """What can go wrong with the devices' own network goes wrong now, and not in the first backward pass: NCCL
+        connects the ranks when they first send something. Collective."""
+        with self._naming("connecting the ranks' devices"):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.own)
+
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
         with on_device(self.device), naming(what, self.rank, self.world_size):
@@ -119,7 +125,10 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
     own = _new_group(ranks, timeout, backend, "gradcast", _nccl_options(timeout) if "nccl" in backend else None)
-    return Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
+    group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
+    if device.type == "cuda":
+        group.connect()
+    return group
 
 
 def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:

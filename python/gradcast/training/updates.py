@@ -68,8 +68,8 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
         if key == "params":
             continue
         if isinstance(value, torch.Tensor):
-            if not torch.equal(value, before[key]):
-                live[key].copy_(value)
+            # What the step has left as it was, a scheduler may have changed since. The host does not wait for a device.
+            live[key].copy_(torch.where(value == before[key], live[key], value))
         elif value is not before.get(key):
             live[key] = value
 

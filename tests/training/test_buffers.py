@@ -1,0 +1,93 @@
+"""The buffers of gradients: where each lies, and what moves when they get other places."""
+
+import pytest
+
+import gradcast
+from gradcast.training.buffers import ALIGNMENT_BYTES, NOTE_ELEMENTS, GradientBuffers
+from training.needs import torch
+
+nn = torch.nn
+
+
+def parameters():
+    """Of sizes that no alignment fits, two dtypes."""
+    shapes = {"a": (3,), "b": (7, 5), "c": (8,), "d": (2, 3, 1), "e": (31,)}
+    dtypes = {"b": torch.bfloat16, "e": torch.bfloat16}
+    return {name: torch.zeros(shape, dtype=dtypes.get(name, torch.float32)) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 2, 0, 3, 1)])
+def test_gradients_begin_where_devices_copy_fast(order):
+    named = parameters()
+    buffers = GradientBuffers(list(named), list(named.values()))
+    buffers.lay_out(order)
+    ends = [0, 0]
+    for place in buffers.layout:
+        assert place.lo_bytes % ALIGNMENT_BYTES == place.end_bytes % ALIGNMENT_BYTES == 0
+        assert place.lo_bytes == ends[place.buffer], "one behind the other"
+        assert place.hi_bytes - place.lo_bytes == named[place.name].nbytes
+        assert place.end_bytes - place.hi_bytes >= place.dtype.itemsize, "its mark"
+        ends[place.buffer] = place.end_bytes
+    assert ends == [flat.nbytes for flat in buffers.flats]
+    assert [sum(buffers.bytes_of(i) for i in range(5) if buffers.buffer_of[i] == b) for b in range(2)] == ends
+    assert buffers.notes.numel() == NOTE_ELEMENTS
+    for view, address in zip(buffers.views, buffers.addresses, strict=True):
+        assert (address - buffers.flats[view.dtype == torch.bfloat16].data_ptr()) % ALIGNMENT_BYTES == 0
+
+
+def test_what_is_held_moves_and_the_rest_is_zero():
+    named = parameters()
+    buffers = GradientBuffers(list(named), list(named.values()), is_held=lambda index: index in (0, 4))
+    for index, view in enumerate(buffers.views):
+        view.fill_(index + 1)
+    buffers.notes.fill_(9)
+    buffers.mark_all()
+    buffers.lay_out((4, 3, 2, 1, 0))
+    assert [view.unique().tolist() for view in buffers.views] == [[1], [0], [0], [0], [5]]
+    assert buffers.notes.unique().tolist() == [9]
+    views = sum(float(view.float().sum()) for view in buffers.views)
+    assert sum(float(flat.float().sum()) for flat in buffers.flats) == views + 9 * NOTE_ELEMENTS, "no old mark"
+
+
+class Reversed(nn.Module):
+    """Reads its parameters in another order than that in which it has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 2, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, value):
+        return self.last(self.first(value))
+
+
+def train(rank, set_to_none):
+    """By layout: how many gradients moved. And whether the last ones are DDP's."""
+    torch.manual_seed(0)
+    module = Reversed()
+    handle = gradcast.attach(module, options=gradcast.Options(warmup_steps=3, adapt=False))
+    buffers, moved = handle._session.buffers, []
+    held = buffers._held
+
+    def counted():
+        found = held()
+        moved.append(len(found))
+        return found
+
+    buffers._held = counted
+    for _ in range(6):
+        module.zero_grad(set_to_none=set_to_none)
+        module(torch.ones(2, 4) * (rank.index + 1)).sum().backward()
+    one = [parameter.grad.clone() for parameter in module.parameters()]
+    handle.detach()
+    expected = nn.parallel.DistributedDataParallel(module)
+    module.zero_grad()
+    expected(torch.ones(2, 4) * (rank.index + 1)).sum().backward()
+    return moved, all(torch.equal(a, p.grad) for a, p in zip(one, module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("set_to_none", "moved"), [(True, 0), (False, 2)])
+def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(ranks, set_to_none, moved):
+    """It changes where backward begins, and memory is fullest there."""
+    for counts, right in ranks.run(2, train, set_to_none):
+        assert right
+        assert counts[0] == moved, "the layout of the plan"
