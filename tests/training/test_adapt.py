@@ -37,9 +37,11 @@ def make_module():
 
 def train(rank, mode, steps, facts_of, gain=1.5, **options):
     from gradcast.training import calibration, link_costs, live_plan
-    from gradcast.training.expectation import Expectation
+    from gradcast.training.expectation import Expectation, Usual
 
-    expected = Expectation(1e6, gain * 1e6, low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97)
+    expected = Expectation(
+        Usual(1e6, 1e6), Usual(gain * 1e6, 1e6), low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97
+    )
     # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
     # goes on with other tests.
     with (
@@ -156,9 +158,11 @@ def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
     ],
 )
 def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(gain, limit, compute_share, tries, said):
-    from gradcast.training.expectation import Expectation
+    from gradcast.training.expectation import Expectation, Usual
 
-    expected = Expectation(1e6, gain * 1e6, gain - 0.1, gain + 0.1, limit=limit, compute_share=compute_share)
+    expected = Expectation(
+        Usual(1e6, 1e6), Usual(gain * 1e6, 1e6), gain - 0.1, gain + 0.1, limit=limit, compute_share=compute_share
+    )
     assert expected.is_worth_trying == tries
     assert said in expected.sentence()
     assert ("running as DDP" in expected.sentence()) == (not tries)

@@ -477,7 +477,7 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
     """The one block arrives just when forward has come to it: where either is late, the step is."""
     from gradcast.training import planning
     from gradcast.training.compute_times import Shares
-    from gradcast.training.expectation import Scatter, expect, usual_ns
+    from gradcast.training.expectation import Scatter, expect, usual
 
     tensors = [
         _core.Tensor(name=name, bytes=12_000_000, ready_ns=ready_ns, need_ns=need_ns)
@@ -489,23 +489,25 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
     assert plan.predicted_ns == pytest.approx(396e6), "the first tensor takes 96 ms from the end of backward"
     # Of five steps backward is short in one, long in two, and as it is in the medians otherwise.
     found = tuple(Shares(backward, 1.0, 1.0) for backward in (0.9, 1.0, 1.0, 1.1, 1.3))
-    assert usual_ns(profile, plan, found, [1.0]) == [pytest.approx(396e6)]
-    assert usual_ns(profile, plan, (), [1.0]) == [pytest.approx(396e6)]
+    ((step_ns, bound_ns),) = usual(profile, plan, found, [1.0])
+    assert step_ns == bound_ns == pytest.approx(396e6)
+    assert usual(profile, plan, (), [1.0]) == [(plan.predicted_ns, plan.bound_ns)]
     # Now the one and now the other takes longer; in the median nothing does.
     found = (Shares(1.1, 1, 1), Shares(1, 3, 1), Shares(1.2, 1, 1), Shares(1, 2, 1), Shares(1, 1, 1))
-    usual = usual_ns(profile, plan, found, [1.0, 2.0])
-    assert usual[0] > 1.04 * plan.predicted_ns
-    assert usual[1] > usual[0]
+    once, twice = usual(profile, plan, found, [1.0, 2.0])
+    assert once.step_ns >= once.bound_ns > 1.04 * plan.bound_ns
+    assert twice.step_ns > once.step_ns
     plain = planning.plain_plan(profile)
     expected = expect(profile, plan, profile, plain, Scatter((1.0, 2.0), found))
-    assert expected.plan_ns == usual[0]
-    assert expected.plain_ns == usual_ns(profile, plain, found, [1.0])[0]
-    assert expected.gain == expected.plain_ns / expected.plan_ns
+    assert expected.plan == once
+    assert [expected.plain] == usual(profile, plain, found, [1.0])
+    assert expected.gain == expected.plain.step_ns / once.step_ns
+    assert expected.limit == expected.plain.step_ns / once.bound_ns
     agreed = planning.Agreed(profile, plan, (0, 1), plain, expected)
-    assert (agreed.predicted_ns, agreed.in_force) == (expected.plan_ns, plan)
+    assert (agreed.usual, agreed.in_force) == (expected.plan, plan)
     aside = dataclasses.replace(agreed, steps_aside=True)
-    assert (aside.predicted_ns, aside.in_force) == (expected.plain_ns, plain)
-    assert dataclasses.replace(agreed, expectation=None).predicted_ns == plan.predicted_ns
+    assert (aside.usual, aside.in_force) == (expected.plain, plain)
+    assert dataclasses.replace(agreed, expectation=None).usual == (plan.predicted_ns, plan.bound_ns)
 
 
 def test_where_ddps_way_is_taken_its_own_compute_is_expected():
@@ -553,5 +555,5 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
     live._describe.assert_not_called()
     live_plan.LivePlan._stay_with(live, dataclasses.replace(agreed, plan=plain, expectation=expected[2]))
     live._describe.assert_called_once()
-    assert live.agreed.predicted_ns == expected[2].plan_ns > expected[0].plan_ns
+    assert live.agreed.usual.step_ns == expected[2].plan.step_ns > expected[0].plan.step_ns
     assert live.agreed.plan is plan, "by which steps are told that followed it"

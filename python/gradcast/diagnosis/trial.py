@@ -86,7 +86,7 @@ def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) 
         handle.plan_version,
         handle.plan,
         ms,
-        handle._session.live.agreed.predicted_ns,
+        handle._session.live.agreed.usual.step_ns,
     )
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gradcast import _core
-from gradcast.compare import compute_ns
+from gradcast.compare import compute_ns, has_other_ops
 from gradcast.training import compute_times
 from gradcast.training.compute_times import Shares
 
@@ -25,14 +26,20 @@ class Scatter:
     compute: tuple[Shares, ...] = ()
 
 
+class Usual(NamedTuple):
+    """Of the usual step: how long it takes with a plan, and what no plan of its mode can beat."""
+
+    step_ns: float
+    bound_ns: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """``plan_ns`` and ``plain_ns``: of the usual step with the plan, and with DDP's best bucket size. How many times as
-    fast: ``low`` and ``high``: with the network's costs as low and as high as nine tenths of the measured blocks were;
-    ``limit``: what no plan can exceed."""
+    """``plain``: with DDP's best bucket size. How many times as fast: ``low`` and ``high``: with the network's costs as
+    low and as high as nine tenths of the measured blocks were; ``limit``: what no plan can exceed."""
 
-    plan_ns: float
-    plain_ns: float
+    plan: Usual
+    plain: Usual
     low: float
     high: float
     limit: float
@@ -40,7 +47,7 @@ class Expectation:
 
     @property
     def gain(self) -> float:
-        return self.plain_ns / self.plan_ns
+        return self.plain.step_ns / self.plan.step_ns
 
     @property
     def is_worth_it(self) -> bool:
@@ -78,27 +85,36 @@ def expect(
     """``plain_profile``: with what compute takes beside the plain plan, which uses the network at other times.
     ``scatter``: of what the profiles were made from."""
     factors = (1.0, *scatter.link)
-    plan_ns = usual_ns(profile, plan, scatter.compute, factors)
-    plain_ns = usual_ns(plain_profile, plain, scatter.compute, factors)
-    gains = [one / other for one, other in zip(plain_ns, plan_ns, strict=True)]
+    of_plan = usual(profile, plan, scatter.compute, factors)
+    of_plain = usual(plain_profile, plain, scatter.compute, factors)
+    gains = [one.step_ns / other.step_ns for one, other in zip(of_plain, of_plan, strict=True)]
     return Expectation(
-        plan_ns=plan_ns[0],
-        plain_ns=plain_ns[0],
+        plan=of_plan[0],
+        plain=of_plain[0],
         low=min(gains),
         high=max(gains),
-        limit=plain_ns[0] / plan.bound_ns,
-        compute_share=compute_ns(plain_profile) / plain_ns[0],
+        limit=of_plain[0].step_ns / of_plan[0].bound_ns,
+        compute_share=compute_ns(plain_profile) / of_plain[0].step_ns,
     )
 
 
-def usual_ns(
+def usual(
     profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factors: Sequence[float]
-) -> list[float]:
-    """How long the usual step takes with the plan, for each of the factors of what the network costs.
+) -> list[Usual]:
+    """The usual step with the plan, for each of the factors of what the network costs.
 
     It is the median of the steps, not the step of medians: a good plan lets a block arrive just when forward needs it,
     and where compute scatters the later one of the two counts each time (docs/design.md).
     """
     steps = [compute_times.scaled(profile, shares) for shares in scatter] or [profile]
-    links = [profile.link.scaled(factor, factor) for factor in link_factors]
-    return [statistics.median(_core.play(step, link, plan).iteration_ns for step in steps) for link in links]
+    return [_median(steps, profile.link.scaled(factor, factor), plan) for factor in link_factors]
+
+
+def _median(steps: Sequence[_core.Profile], link: _core.LinkModel, plan: _core.Plan) -> Usual:
+    bounds = [
+        _core.bound(step, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan)) for step in steps
+    ]
+    return Usual(
+        statistics.median(_core.play(step, link, plan).iteration_ns for step in steps),
+        statistics.median(bound.best_ns for bound in bounds),
+    )

@@ -63,6 +63,7 @@ class LivePlan:
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
         self.scatter = Scatter()  # on rank 0, of what the plan was made from
+        self.unseen_reads: tuple[int, ...] = ()  # the same on all ranks; see measure.Stopwatch
         self._saved_after_pause_ns = 0.0  # on rank 0, in the warm-up; see link_costs
         self.version = 0
         self.plain = False
@@ -95,6 +96,7 @@ class LivePlan:
             self.warmup.stop_watching()
         self.warmup, self._change, self._calibration = None, None, None
         self.profile = _core.Profile.from_json(state["profile"])
+        self.unseen_reads = tuple(self._names.index(name) for name in state.get("unseen_reads", ()))
         self._take(self._agreement(lambda: self._saved(state)))
 
     def next(self, start_ns: int) -> None:
@@ -193,6 +195,7 @@ class LivePlan:
         with self._traffic.watch.waiting("the agreement on the plan"):
             self.profile = self.warmup.profile(self._buffers.flats)
             self._saved_after_pause_ns = self.warmup.saved_after_pause_ns
+            self.unseen_reads = self.warmup.unseen_reads
             agreed = self._agreement(self._decided)
         self.warmup = None
         self._take(agreed)
@@ -321,7 +324,7 @@ class LivePlan:
         if not self._sees_compute:
             busy_ns = 0.0
         elif agreed.steps_aside:  # of the plan that is followed: beside the other one compute may take longer
-            busy_ns = agreed.expectation.compute_share * agreed.expectation.plain_ns
+            busy_ns = agreed.expectation.compute_share * agreed.expectation.plain.step_ns
         return _core.Monitor(
             self._group.world_size,
             busy_ns=busy_ns,
@@ -341,11 +344,11 @@ class LivePlan:
         self._traffic.follow(dataclasses.replace(self.agreed, plan=plan))
 
     def _describe(self) -> None:
-        plan = self.in_force
+        usual, count = self.agreed.usual, len(self.in_force.blocks)
         self._tell(
             logging.INFO,
-            f"plan {self.version}: {len(plan.blocks)} blocks, {self.agreed.predicted_ns / 1e6:.1f} ms per step "
-            f"predicted, {self.agreed.plan.bound_ns / 1e6:.1f} ms is the bound",
+            f"plan {self.version}: {count} blocks, {usual.step_ns / 1e6:.1f} ms per step predicted, "
+            f"{usual.bound_ns / 1e6:.1f} ms is the bound",
         )
         if self.agreed.expectation is not None:
             self._tell(logging.INFO, self.agreed.expectation.sentence())

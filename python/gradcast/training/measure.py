@@ -11,6 +11,7 @@ GPU.)
 import contextlib
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,9 @@ class DeviceClock:
 class _Step:
     backward_start: Any
     ready: dict[int, Any] = dataclasses.field(default_factory=dict)
+    used: set[int] = dataclasses.field(default_factory=set)  # of which autograd has made a gradient
     need: dict[int, Any] = dataclasses.field(default_factory=dict)
+    watched: bool = False  # reads of the forward pass are noted
     backward_end: Any = None
     waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
@@ -86,8 +89,11 @@ class Stopwatch:
             self._steps[-1].next_backward = start
         self._steps.append(_Step(start))
 
-    def ready(self, index: int) -> None:
+    def ready(self, index: int, *, used: bool) -> None:
+        """``used``: autograd has made the gradient, nobody has put zeros in its place."""
         self._steps[-1].ready[index] = self._clock.stamp()
+        if used:
+            self._steps[-1].used.add(index)
 
     def backward_ended(self) -> None:
         self._steps[-1].backward_end = self._clock.stamp()
@@ -108,9 +114,20 @@ class Stopwatch:
         if self._steps:
             self._steps[-1].updates.append((start, self._clock.stamp()))
 
+    def watching(self) -> None:
+        """A forward pass begins whose reads are noted."""
+        if self._steps:
+            self._steps[-1].watched = True
+
     def read(self, index: int) -> None:
         if self._steps:
             self._steps[-1].need.setdefault(index, self._clock.stamp())
+
+    def unseen_reads(self) -> set[int]:
+        """Whose gradients show that forward has used them, though no read was noted: so reads a C++ extension, and so
+        does a view that was kept."""
+        pairs = itertools.pairwise(self._steps)
+        return {index for before, step in pairs if before.watched for index in step.used - before.need.keys()}
 
     def pack_ns_per_byte(self, flats: Sequence[torch.Tensor]) -> float:
         """What it costs to pack and unpack a block of several ranges: to copy its bytes out and back."""
@@ -129,13 +146,15 @@ class Stopwatch:
         compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
         since_backward = [functools.partial(self._since, step.backward_end, self._pause_ns(step)) for step in steps]
+        unseen = self.unseen_reads()
         ready_ns, need_ns = [], []
         for index in range(self._parameter_count):
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
             ready_ns.append(max(0.0, statistics.median(ready)) if ready else 0.0)
             need = [since(s.need[index]) for s, since in zip(steps, since_backward, strict=True) if index in s.need]
-            # Never read as far as anybody saw: not urgent.
-            need_ns.append(statistics.median(need) if need else float("inf"))
+            # For those that nobody saw forward waits before it begins. What it does not use is not urgent.
+            never_ns = 0.0 if index in unseen else float("inf")
+            need_ns.append(statistics.median(need) if need else never_ns)
         return Measured(
             ready_ns=ready_ns,
             need_ns=need_ns,
@@ -143,6 +162,7 @@ class Stopwatch:
             block_bytes=block_bytes,
             blocks=blocks,
             pack_ns_per_byte=pack_ns_per_byte,
+            unseen_reads=sorted(unseen),
         )
 
     def _compute(self, step: _Step) -> Compute | None:

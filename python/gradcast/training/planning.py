@@ -16,7 +16,7 @@ from gradcast.files import load_plan, plan_hash
 from gradcast.training import compute_times, link_costs
 from gradcast.training.buffers import Sizes
 from gradcast.training.compute_times import Compute
-from gradcast.training.expectation import Expectation
+from gradcast.training.expectation import Expectation, Usual
 from gradcast.training.group import Group
 from gradcast.training.options import Options
 
@@ -64,11 +64,11 @@ class Agreed:
         return self.plain if self.steps_aside else self.plan
 
     @property
-    def predicted_ns(self) -> float:
-        """Of the usual step with the plan in force."""
+    def usual(self) -> Usual:
+        """With the plan in force."""
         if self.expectation is None:
-            return self.plan.predicted_ns
-        return self.expectation.plain_ns if self.steps_aside else self.expectation.plan_ns
+            return Usual(self.plan.predicted_ns, self.plan.bound_ns)
+        return self.expectation.plain if self.steps_aside else self.expectation.plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Measured:
     block_bytes: list[list[int]]
     blocks: list[list[link_costs.Took]]
     pack_ns_per_byte: float
+    unseen_reads: list[int] = dataclasses.field(default_factory=list)  # see measure.Stopwatch
 
 
 def layout_profile(
@@ -214,12 +215,15 @@ def pinned(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size:
     return Proposal(profile.to_json(), plan.to_json())
 
 
-def saved(agreed: Agreed, profile: _core.Profile | None, mode: str) -> dict[str, Any]:
-    """For a checkpoint: strings and numbers. Without a profile there is nothing yet that is worth keeping."""
+def saved(agreed: Agreed, profile: _core.Profile | None, mode: str, unseen_reads: Sequence[str]) -> dict[str, Any]:
+    """For a checkpoint: strings and numbers. Without a profile there is nothing yet that is worth keeping.
+
+    ``unseen_reads``: see measure.Stopwatch, names."""
     state: dict[str, Any] = {"mode": mode, "world_size": agreed.profile.world_size, "profile": None, "plan": None}
     if profile is not None:
         # The plan's own profile has its layout; a pinned plan's carries nothing else.
         state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
+        state["unseen_reads"] = list(unseen_reads)
     return state
 
 

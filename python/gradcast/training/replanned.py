@@ -27,8 +27,8 @@ class Replanned:
         else:
             what = f"compute has changed on most ranks: the slowest one computed {times}"
         return (
-            f"{what}; planned again: {now.predicted_ns / 1e6:.1f} ms per step predicted, "
-            f"{self.before.predicted_ns / 1e6:.1f} before"
+            f"{what}; planned again: {now.usual.step_ns / 1e6:.1f} ms per step predicted, "
+            f"{self.before.usual.step_ns / 1e6:.1f} before"
         )
 
     def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:

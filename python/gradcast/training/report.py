@@ -43,7 +43,8 @@ def stats_of(session: Any) -> dict[str, Any]:
     }
     live = session.live
     if profile is not None and live.warmup is None:  # of a warm-up's plans nothing is predicted
-        values |= {"predicted_ms": live.agreed.predicted_ns / 1e6, "bound_ms": plan.bound_ns / 1e6}
+        usual = live.agreed.usual
+        values |= {"predicted_ms": usual.step_ns / 1e6, "bound_ms": usual.bound_ns / 1e6}
     expectation, compared = live.agreed.expectation, live.comparison
     values |= {
         "runs_as_ddp": live.agreed.steps_aside,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.training import checks, pending, planning
+from gradcast.training import checks, pending, planning, slots
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
 from gradcast.training.group import Group
@@ -58,14 +58,14 @@ class Session:
         self._lock = threading.RLock()
         self._no_sync_depth = 0
         self._forward_ns = (0, 0)
-        self._said_compiled = False
+        self._said_compiled = self._said_unseen = False
         self._forward_seen = False  # of the module itself
         owner = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
         self._slots = [Slot(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
         self._slot_of: dict[int, Slot] = {}
         names, values = list(parameters), list(parameters.values())
         self.group = group
-        self.buffers = GradientBuffers(names, values)
+        self.buffers = GradientBuffers(names, values, self._is_held)
         self.traffic = Traffic(self.buffers, group, options)
         self.trace = Trace(options.timeline_steps)
         self._module_buffers = None if self._ddp is not None else ModuleBuffers(module, group, self.traffic.watch)
@@ -123,7 +123,8 @@ class Session:
         self._no_sync_depth += 1 if entering else -1
 
     def state_dict(self) -> dict[str, Any]:
-        return planning.saved(self.live.agreed, self.profile, self.mode)
+        unseen = [self._slots[index].name for index in self.live.unseen_reads]
+        return planning.saved(self.live.agreed, self.profile, self.mode, unseen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
@@ -246,7 +247,7 @@ class Session:
 
     def gradient_ready(self, slot: Slot) -> None:
         if self.live.warmup is not None:
-            self.live.warmup.stopwatch.ready(slot.index)
+            self.live.warmup.stopwatch.ready(slot.index, used=slot.absence is None)
 
     def backward_ended(self) -> None:
         with self._lock:
@@ -284,6 +285,7 @@ class Session:
             self._say_compiled()
             with self._lock:
                 self._finish_all()
+        self._finish_unseen()
         training = torch.is_grad_enabled() and self._module.training
         if training:
             self._refuse_capture()
@@ -295,6 +297,22 @@ class Session:
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self.live.warmup is not None and training and not compiled:
             self.live.warmup.watch_reads(self._steps.home.parameter_read)
+
+    def _finish_unseen(self) -> None:
+        """What forward reads in a way that nobody sees has to be up to date before it begins."""
+        with self._lock:
+            unseen = [slot for index in self.live.unseen_reads if (slot := self._slots[index]).updating]
+            if not unseen:
+                return
+            if not self._said_unseen and self.group.rank == 0:
+                self._said_unseen = True
+                _log.warning(
+                    "forward reads %s in a way that gradcast does not see, as C++ extensions do: it waits for them "
+                    "before it begins",
+                    slots.names(unseen),
+                )
+            self._steps.home.parameter_read()
+            self._steps.finish(unseen)
 
     def _say_forward_unseen(self) -> None:
         if not self._forward_seen and self.group.rank == 0:
@@ -370,6 +388,10 @@ class Session:
         self.steps += 1
         for slot in self._slots:
             slot.stale = False  # also where forward is not seen: a module that is trained by another method
+
+    def _is_held(self, index: int) -> bool:
+        slot, view = self._slots[index], self.buffers.views[index]
+        return slot.parameter.grad is view or (slot.updating and slot.gradient is view)
 
     def _changing_layout(self, change: Callable[[], None]) -> None:
         """Around what may give the gradients other places: whoever holds one gets the new view."""

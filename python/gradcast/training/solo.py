@@ -102,7 +102,7 @@ class SoloSession:
             self._warmup.stopwatch.backward_started()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._seen.add(index)
-        self._warmup.stopwatch.ready(index)
+        self._warmup.stopwatch.ready(index, used=True)
 
     def _on_backward_end(self) -> None:
         if not self._seen:

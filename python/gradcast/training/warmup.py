@@ -51,6 +51,7 @@ class Warmup:
         # Once there is a profile, on rank 0; see link_costs.saved_after_pause_ns.
         self.scatter = Scatter()
         self.saved_after_pause_ns = 0.0
+        self.unseen_reads: tuple[int, ...] = ()  # on any rank, once there is a profile; see measure.Stopwatch
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
     def first(self) -> Agreed:
@@ -59,6 +60,7 @@ class Warmup:
     def watch_reads(self, on_read: Callable[[], None]) -> None:
         """Before a forward pass: notes when each parameter is first read in it, and calls ``on_read`` then."""
         self._on_read = on_read
+        self.stopwatch.watching()
         for parameter in self._parameters:
             if not pending.is_pending(parameter):
                 pending.mark(parameter, self)
@@ -90,6 +92,7 @@ class Warmup:
         """All ranks' measurements; the same on every rank. ``flats``: the buffers, at rest. Collective."""
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
         ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._blocks, pack_ns_per_byte))
+        self.unseen_reads = tuple(sorted({index for rank in ranks for index in rank.unseen_reads}))
         text: Any = None
         if self._group.rank == 0:
             try:
