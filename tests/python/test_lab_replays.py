@@ -66,36 +66,30 @@ def test_a_step_waits_for_the_slower_rank_and_the_network_counts_where_nobody_wa
 
 
 def test_the_last_steps_are_taken_from_what_the_session_has_kept():
-    """The one that still goes on is not among them; where blocks follow each other they count once."""
+    """Without those that followed another plan; where blocks follow each other they count once."""
     plan = object()
 
-    def record(number, step_ms):
+    def record(number, step_ms, plan=plan):
         start_ns = 1000 * MS * number
         spans = [("backward", start_ns, start_ns + 60 * MS), ("wait", start_ns + 60 * MS, start_ns + 70 * MS)]
         spans.append(("update", start_ns + 70 * MS, start_ns + 72 * MS))
         return SimpleNamespace(
             iteration=number,
+            plan=plan,
             start_ns=start_ns,
             end_ns=start_ns + step_ms * MS,
             total_ns=lambda name: sum(end - start for category, start, end in spans if category == name),
         )
 
     blocks = [SimpleNamespace(due_ns=lo * MS, finish_ns=hi * MS) for lo, hi in ((10, 30), (30, 35), (50, 60))]
-    asked = []
-
-    def finished(of_plan):
-        asked.append(of_plan)
-        return [record(number, 100 + number) for number in range(5)]
-
+    records = [record(number, 100 + number, "another" if number == 3 else plan) for number in range(5)]
     session = SimpleNamespace(
         plan=plan,
-        trace=SimpleNamespace(finished=finished),
+        trace=SimpleNamespace(ended=lambda count: records[-count:]),
         traffic=SimpleNamespace(
             timeline=lambda: [SimpleNamespace(iteration=number, blocks=blocks) for number in range(6)]
         ),
     )
-    steps = last_steps(SimpleNamespace(_session=session), 2)
-    assert asked == [plan]
-    assert [step.step_ns / MS for step in steps] == [103, 104]
-    assert steps[0] == Step(103 * MS, Compute(60 * MS, 31 * MS, 2 * MS), 35 * MS)
-    assert last_steps(SimpleNamespace(_session=session), 0) == []
+    steps = last_steps(SimpleNamespace(_session=session), 3)
+    assert [step.step_ns / MS for step in steps] == [102, 104]
+    assert steps[0] == Step(102 * MS, Compute(60 * MS, 30 * MS, 2 * MS), 35 * MS)

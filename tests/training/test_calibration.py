@@ -464,12 +464,13 @@ def test_a_forward_pass_beside_the_network_is_not_expected_of_ddp(mode, plain_ms
     assert scatter == Scatter((0.9, 1.1), ((1, 1, 1),) * 4), "the warm-up's, where no block was measured"
 
 
-def test_each_part_of_a_step_is_that_of_the_rank_that_is_last_in_it():
+def test_steps_scatter_as_their_slowest_ranks_do():
     from gradcast.training.compute_times import scatter
 
     profile = profile_of(200, 100, 10)
     steps = compute_steps([(250, 110, 10), (200, 120, 5)], disturbed=2)
-    assert scatter(profile, steps) == ((1.25, 1.2, 1.0), (1.25, 1.2, 1.0), (12.5, 12.0, 10.0), (1.25, 1.2, 1.0))
+    steps[3].reverse()
+    assert scatter(profile, steps) == ((1.25, 1.1, 1.0), (1.25, 1.1, 1.0), (12.5, 11.0, 10.0), (1.25, 1.1, 1.0))
     assert scatter(profile, []) == ()
 
 
@@ -489,18 +490,18 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
     assert plan.predicted_ns == pytest.approx(396e6), "the first tensor takes 96 ms from the end of backward"
     # Of five steps backward is short in one, long in two, and as it is in the medians otherwise.
     found = tuple(Shares(backward, 1.0, 1.0) for backward in (0.9, 1.0, 1.0, 1.1, 1.3))
-    ((step_ns, bound_ns),) = usual(profile, plan, found, [1.0])
+    step_ns, bound_ns = usual(profile, plan, found)
     assert step_ns == bound_ns == pytest.approx(396e6)
-    assert usual(profile, plan, (), [1.0]) == [(plan.predicted_ns, plan.bound_ns)]
+    assert usual(profile, plan, ()) == (plan.predicted_ns, plan.bound_ns)
     # Now the one and now the other takes longer; in the median nothing does.
     found = (Shares(1.1, 1, 1), Shares(1, 3, 1), Shares(1.2, 1, 1), Shares(1, 2, 1), Shares(1, 1, 1))
-    once, twice = usual(profile, plan, found, [1.0, 2.0])
+    once, twice = (usual(profile, plan, found, factor) for factor in (1.0, 2.0))
     assert once.step_ns >= once.bound_ns > 1.04 * plan.bound_ns
     assert twice.step_ns > once.step_ns
     plain = planning.plain_plan(profile)
     expected = expect(profile, plan, profile, plain, Scatter((1.0, 2.0), found))
     assert expected.plan == once
-    assert [expected.plain] == usual(profile, plain, found, [1.0])
+    assert expected.plain == usual(profile, plain, found)
     assert expected.gain == expected.plain.step_ns / once.step_ns
     assert expected.limit == expected.plain.step_ns / once.bound_ns
     agreed = planning.Agreed(profile, plan, (0, 1), plain, expected)

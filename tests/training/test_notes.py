@@ -90,8 +90,9 @@ def test_many_ranks_take_turns():
 def test_notes_move_with_the_gradients():
     from gradcast.training.buffers import GradientBuffers
 
-    buffers = GradientBuffers(["a", "b"], [torch.zeros(3), torch.zeros(5)])
-    buffers.views[0].fill_(1.0)
+    parameters = [torch.zeros(3), torch.zeros(5)]
+    buffers = GradientBuffers(["a", "b"], parameters)
+    parameters[0].grad = buffers.views[0].fill_(1.0)
     buffers.notes.fill_(7.0)
     buffers.lay_out([1, 0])
     assert buffers.notes.tolist() == [7.0] * len(buffers.notes)

@@ -68,3 +68,18 @@ def train(rank, name):
 def test_parts_equal_the_whole(ranks, name):
     for found in ranks.run(2, train, name):
         assert found == []
+
+
+def test_what_was_changed_between_step_and_its_last_part_stays():
+    """A scheduler sets a value in place, or puts another one there; the step itself counts in a tensor of its group."""
+    from gradcast.training.updates import _carry_over
+
+    live = {"lr": 5e-4, "rate": torch.tensor(0.5, requires_grad=True), "decay": torch.tensor(1.0), "params": []}
+    before = {
+        "lr": torch.tensor(1e-3),
+        "rate": torch.tensor(0.1),
+        "decay": torch.tensor(1.0),
+        "gone": torch.tensor(1.0),
+    }
+    _carry_over(live, before, before | {"decay": torch.tensor(0.9), "count": 3})
+    assert live == {"lr": 5e-4, "rate": torch.tensor(0.5), "decay": torch.tensor(0.9), "params": [], "count": 3}

@@ -31,11 +31,13 @@ class Replay(NamedTuple):
 
 
 def last_steps(handle: Any, count: int) -> list[Step]:
-    """Of one rank: the last steps that have ended and followed the plan in force, at most ``count``."""
+    """Of one rank: those of the last ``count`` steps that have ended which followed the plan in force."""
     session = handle._session
     iterations = {each.iteration: each for each in session.traffic.timeline()}
     steps = []
-    for record in session.trace.finished(session.plan)[-count:] if count > 0 else []:
+    for record in session.trace.ended(count):
+        if record.plan is not session.plan:
+            continue
         step_ns = record.end_ns - record.start_ns
         blocks = iterations[record.iteration].blocks
         link_ns = sum(calibration.busy_periods_ns((block.due_ns, block.finish_ns) for block in blocks))
@@ -50,9 +52,8 @@ def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[St
         return None
     replayed_ns = []
     for ranks in steps:
-        (shares,) = compute_times.scatter(profile, [[rank.compute for rank in ranks]])
-        planned_ns = sum(calibration.planned_busy_periods_ns(plan, compute_times.scaled(profile, shares)))
-        factor = min(rank.link_ns for rank in ranks) / planned_ns
-        replayed_ns += [each.step_ns for each in usual(profile, plan, [shares], [factor])]
+        found = compute_times.scatter(profile, [[rank.compute for rank in ranks]])
+        planned_ns = sum(calibration.planned_busy_periods_ns(plan, compute_times.scaled(profile, found[0])))
+        replayed_ns.append(usual(profile, plan, found, min(rank.link_ns for rank in ranks) / planned_ns).step_ns)
     measured_ns = [statistics.mean(rank.step_ns for rank in ranks) for ranks in steps]
     return Replay(statistics.median(replayed_ns) / 1e6, statistics.median(measured_ns) / 1e6)

@@ -10,13 +10,13 @@ up to the next multiple of ALIGNMENT_BYTES: there gradients begin, and blocks th
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 # However many workers there are, so that a plan fits them all.
 NOTE_ELEMENTS = 384
-# NCCL and torch's kernels move 16 bytes at a time where they can; on a 16-bit wire those were 32.
+# NCCL and torch's kernels move 16 bytes at a time where they can; 32 bytes of fp32 are 16 on a 16-bit wire.
 ALIGNMENT_BYTES = 32
 
 
@@ -60,15 +60,9 @@ class GradientBuffers(Sizes):
     A view has its parameter's shape, dtype and, where the parameter is dense, its strides, as autograd makes gradients.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        is_held: Callable[[int], bool] = lambda _: True,
-    ) -> None:
-        """``is_held``: whether somebody still needs what is in this parameter's view."""
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(parameters)
-        self._names, self._is_held = list(names), is_held
+        self._names = list(names)
         self.flats = []
         for buffer, dtype in enumerate(self._dtypes):
             members = [index for index, b in enumerate(self.buffer_of) if b == buffer]
@@ -120,10 +114,11 @@ class GradientBuffers(Sizes):
         self.views[index] = _view(self.flats[place.buffer], offset, self._parameters[index])
 
     def lay_out(self, order: Sequence[int]) -> None:
-        """Gives every parameter a new place, in this order of their indices; gradients and notes move with them.
+        """Gives every parameter a new place, in this order of their indices; notes and the gradients that are some
+        parameter's ``.grad`` move with them.
 
-        Makes new ``views``, with zeros where nobody holds the old one. Needs once the memory of those that are held: it
-        runs where backward begins and memory is fullest. REQUIRES: nothing of the buffers travels.
+        Makes new ``views``, with zeros where the old one is nobody's. Needs once the memory of those that move: it runs
+        where backward begins and memory is fullest. REQUIRES: nothing of the buffers travels, no update waits.
         """
         kept = self._held()
         notes = self.notes.clone()
@@ -156,9 +151,10 @@ class GradientBuffers(Sizes):
             self.notes.copy_(notes)
 
     def _held(self) -> dict[int, torch.Tensor]:
-        """By parameter: copies of what lies in the views that somebody needs."""
-        with torch._C.DisableTorchFunctionSubclass():  # of a gradient that is pending, too
-            return {index: view.clone() for index, view in enumerate(self.views) if self._is_held(index)}
+        """By parameter: copies of what lies in the views that are its ``.grad``."""
+        pairs = enumerate(zip(self._parameters, self.views, strict=False))  # there are no views at first
+        with torch._C.DisableTorchFunctionSubclass():  # of what is pending, too
+            return {index: view.clone() for index, (parameter, view) in pairs if parameter.grad is view}
 
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -57,22 +57,9 @@ def with_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
 
 
 def scatter(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> tuple[Shares, ...]:
-    """How far each step is from the profile's usual one. ``steps``: by step and rank.
-
-    Each part ends where the rank has come to its end that is last in that part: the last gradient has to be there on
-    all ranks, and so has the first one of the next step.
-    """
-    return tuple(
-        shares(
-            profile,
-            Compute(
-                max(each.backward_ns for each in ranks),
-                max(each.forward_ns for each in ranks),
-                max(each.update_ns for each in ranks),
-            ),
-        )
-        for ranks in steps
-    )
+    """How far each step, as its slowest rank has computed it, is from the profile's usual one. ``steps``: by step and
+    rank."""
+    return tuple(shares(profile, _slowest(ranks)) for ranks in steps)
 
 
 def of_slowest(steps: Sequence[Sequence[Compute]]) -> Compute:
@@ -83,12 +70,16 @@ def of_slowest(steps: Sequence[Sequence[Compute]]) -> Compute:
     """
     if not steps:
         raise Error("no step could be measured: backward has failed in each of them", "invalid_use")
-    slowest = [max(ranks, key=lambda each: each.total_ns) for ranks in steps]
+    slowest = [_slowest(ranks) for ranks in steps]
     return Compute(
         statistics.median(each.backward_ns for each in slowest),
         statistics.median(each.forward_ns for each in slowest),
         statistics.median(each.update_ns for each in slowest),
     )
+
+
+def _slowest(ranks: Sequence[Compute]) -> Compute:
+    return max(ranks, key=lambda each: each.total_ns)
 
 
 def measured_by_all(ranks: Sequence[Sequence[T | None]]) -> list[tuple[T, ...]]:

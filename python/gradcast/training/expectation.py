@@ -84,33 +84,30 @@ def expect(
 ) -> Expectation:
     """``plain_profile``: with what compute takes beside the plain plan, which uses the network at other times.
     ``scatter``: of what the profiles were made from."""
-    factors = (1.0, *scatter.link)
-    of_plan = usual(profile, plan, scatter.compute, factors)
-    of_plain = usual(plain_profile, plain, scatter.compute, factors)
-    gains = [one.step_ns / other.step_ns for one, other in zip(of_plain, of_plan, strict=True)]
+    found = [
+        (usual(profile, plan, scatter.compute, factor), usual(plain_profile, plain, scatter.compute, factor))
+        for factor in (1.0, *scatter.link)
+    ]
+    gains = [of_plain.step_ns / of_plan.step_ns for of_plan, of_plain in found]
+    of_plan, of_plain = found[0]
     return Expectation(
-        plan=of_plan[0],
-        plain=of_plain[0],
+        plan=of_plan,
+        plain=of_plain,
         low=min(gains),
         high=max(gains),
-        limit=of_plain[0].step_ns / of_plan[0].bound_ns,
-        compute_share=compute_ns(plain_profile) / of_plain[0].step_ns,
+        limit=of_plain.step_ns / of_plan.bound_ns,
+        compute_share=compute_ns(plain_profile) / of_plain.step_ns,
     )
 
 
-def usual(
-    profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factors: Sequence[float]
-) -> list[Usual]:
-    """The usual step with the plan, for each of the factors of what the network costs.
+def usual(profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factor: float = 1.0) -> Usual:
+    """The usual step with the plan, where the network costs ``link_factor`` times what the profile says.
 
     It is the median of the steps, not the step of medians: a good plan lets a block arrive just when forward needs it,
     and where compute scatters the later one of the two counts each time (docs/design.md).
     """
     steps = [compute_times.scaled(profile, shares) for shares in scatter] or [profile]
-    return [_median(steps, profile.link.scaled(factor, factor), plan) for factor in link_factors]
-
-
-def _median(steps: Sequence[_core.Profile], link: _core.LinkModel, plan: _core.Plan) -> Usual:
+    link = profile.link.scaled(link_factor, link_factor)
     bounds = [
         _core.bound(step, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan)) for step in steps
     ]

@@ -79,8 +79,8 @@ class Group:
                     tensor.detach().copy_(part.view(tensor.shape))
 
     def connect(self) -> None:
-        """What can go wrong with the devices' own network goes wrong now, and not in the first backward pass: NCCL
-        connects the ranks when they first send something. Collective."""
+        """What can go wrong where NCCL connects the devices goes wrong now: it does so when they first send something,
+        and with "cpu:gloo,cuda:nccl" what the ranks agree on goes over Gloo. Collective."""
         with self._naming("connecting the ranks' devices"):
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.own)
 

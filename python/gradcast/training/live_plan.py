@@ -63,7 +63,8 @@ class LivePlan:
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
         self.scatter = Scatter()  # on rank 0, of what the plan was made from
-        self.unseen_reads: tuple[int, ...] = ()  # the same on all ranks; see measure.Stopwatch
+        # The same on all ranks; see measure.Stopwatch. Also what only another warm-up has met, or that of a checkpoint.
+        self.unseen_reads: set[int] = set()
         self._saved_after_pause_ns = 0.0  # on rank 0, in the warm-up; see link_costs
         self.version = 0
         self.plain = False
@@ -96,7 +97,7 @@ class LivePlan:
             self.warmup.stop_watching()
         self.warmup, self._change, self._calibration = None, None, None
         self.profile = _core.Profile.from_json(state["profile"])
-        self.unseen_reads = tuple(self._names.index(name) for name in state.get("unseen_reads", ()))
+        self.unseen_reads |= {self._names.index(name) for name in state["unseen_reads"]}
         self._take(self._agreement(lambda: self._saved(state)))
 
     def next(self, start_ns: int) -> None:
@@ -195,7 +196,7 @@ class LivePlan:
         with self._traffic.watch.waiting("the agreement on the plan"):
             self.profile = self.warmup.profile(self._buffers.flats)
             self._saved_after_pause_ns = self.warmup.saved_after_pause_ns
-            self.unseen_reads = self.warmup.unseen_reads
+            self.unseen_reads |= self.warmup.unseen_reads
             agreed = self._agreement(self._decided)
         self.warmup = None
         self._take(agreed)
@@ -218,16 +219,18 @@ class LivePlan:
             found = self._calibration.found(self._group)
             agreed = self._agreement(lambda: self._calibrated(found))
         self._calibration = None
-        if agreed.profile.to_json() == self.profile.to_json() and agreed.steps_aside == self.agreed.steps_aside:
+        is_right = agreed.profile.to_json() == self.profile.to_json()
+        if is_right and agreed.steps_aside == self.agreed.steps_aside:
             self._stay_with(agreed)
             return
-        network = _costs_ns(self.in_force, agreed.profile.link) / _costs_ns(self.in_force, self.profile.link)
-        computing = compute_ns(agreed.profile) / compute_ns(self.profile)
-        self._tell(
-            logging.INFO,
-            f"with this plan the network costs {network:.2f} times what the warm-up has found, and compute takes "
-            f"{computing:.2f} times as long; planned again",
-        )
+        if not is_right:
+            network = _costs_ns(self.in_force, agreed.profile.link) / _costs_ns(self.in_force, self.profile.link)
+            computing = compute_ns(agreed.profile) / compute_ns(self.profile)
+            self._tell(
+                logging.INFO,
+                f"with this plan the network costs {network:.2f} times what the warm-up has found, and compute takes "
+                f"{computing:.2f} times as long; planned again",
+            )
         self.profile = agreed.profile
         self._take(agreed)
         self._describe()

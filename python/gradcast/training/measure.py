@@ -146,15 +146,13 @@ class Stopwatch:
         compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
         since_backward = [functools.partial(self._since, step.backward_end, self._pause_ns(step)) for step in steps]
-        unseen = self.unseen_reads()
         ready_ns, need_ns = [], []
         for index in range(self._parameter_count):
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
             ready_ns.append(max(0.0, statistics.median(ready)) if ready else 0.0)
             need = [since(s.need[index]) for s, since in zip(steps, since_backward, strict=True) if index in s.need]
-            # For those that nobody saw forward waits before it begins. What it does not use is not urgent.
-            never_ns = 0.0 if index in unseen else float("inf")
-            need_ns.append(statistics.median(need) if need else never_ns)
+            # Never read as far as anybody saw: not urgent, or among the unseen.
+            need_ns.append(statistics.median(need) if need else float("inf"))
         return Measured(
             ready_ns=ready_ns,
             need_ns=need_ns,
@@ -162,7 +160,7 @@ class Stopwatch:
             block_bytes=block_bytes,
             blocks=blocks,
             pack_ns_per_byte=pack_ns_per_byte,
-            unseen_reads=sorted(unseen),
+            unseen_reads=sorted(self.unseen_reads()),
         )
 
     def _compute(self, step: _Step) -> Compute | None:

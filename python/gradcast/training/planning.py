@@ -117,10 +117,12 @@ def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Siz
     forward_ns = statistics.median(each.forward_ns for each in usual)
     update_ns = statistics.median(each.update_ns for each in usual)
     total = sum(sizes.bytes_of(index) for index in range(count))
+    # For these forward waits before it begins.
+    needed_first = unseen_reads(ranks)
     tensors = []
     for index in range(count):
         ready_ns = max(rank.ready_ns[index] for rank in ranks)
-        need_ns = statistics.median(rank.need_ns[index] for rank in ranks)
+        need_ns = 0.0 if index in needed_first else statistics.median(rank.need_ns[index] for rank in ranks)
         tensors.append(
             _tensor(
                 names,
@@ -143,6 +145,11 @@ def measured_profile(ranks: Sequence[Measured], names: Sequence[str], sizes: Siz
     profile = _core.Profile.from_json(profile.to_json())
     steps = compute_times.measured_by_all([rank.compute for rank in ranks])
     return compute_times.with_compute(profile, compute_times.of_slowest(steps)) if steps else profile
+
+
+def unseen_reads(ranks: Sequence[Measured]) -> set[int]:
+    """Of any rank."""
+    return {index for rank in ranks for index in rank.unseen_reads}
 
 
 def block_samples(ranks: Sequence[Measured]) -> list[link_costs.Sample]:

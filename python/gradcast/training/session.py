@@ -65,7 +65,7 @@ class Session:
         self._slot_of: dict[int, Slot] = {}
         names, values = list(parameters), list(parameters.values())
         self.group = group
-        self.buffers = GradientBuffers(names, values, self._is_held)
+        self.buffers = GradientBuffers(names, values)
         self.traffic = Traffic(self.buffers, group, options)
         self.trace = Trace(options.timeline_steps)
         self._module_buffers = None if self._ddp is not None else ModuleBuffers(module, group, self.traffic.watch)
@@ -123,7 +123,7 @@ class Session:
         self._no_sync_depth += 1 if entering else -1
 
     def state_dict(self) -> dict[str, Any]:
-        unseen = [self._slots[index].name for index in self.live.unseen_reads]
+        unseen = [self._slots[index].name for index in sorted(self.live.unseen_reads)]
         return planning.saved(self.live.agreed, self.profile, self.mode, unseen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Session:
 
     def release(self) -> None:
         """Takes gradcast out of the module and its optimizers. Gradients move out of the buffers."""
-        self._stop_watching()
+        self.stop_watching()
         self._steps.release()
         for handle in self._handles:
             handle.remove()
@@ -215,6 +215,7 @@ class Session:
         with self._lock:
             now_ns = time.perf_counter_ns()
             self._refuse_capture()
+            self.stop_watching()
             if self._module_buffers is not None:
                 self._module_buffers.step_begins()
             self._say_forward_unseen()
@@ -301,7 +302,7 @@ class Session:
     def _finish_unseen(self) -> None:
         """What forward reads in a way that nobody sees has to be up to date before it begins."""
         with self._lock:
-            unseen = [slot for index in self.live.unseen_reads if (slot := self._slots[index]).updating]
+            unseen = [slot for index in sorted(self.live.unseen_reads) if (slot := self._slots[index]).updating]
             if not unseen:
                 return
             if not self._said_unseen and self.group.rank == 0:
@@ -333,11 +334,11 @@ class Session:
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
         if self.live.warmup is not None:
-            self._stop_watching()
             self.live.warmup.stopwatch.forward_ended()
         self._gradients.watch(output)
 
-    def _stop_watching(self) -> None:
+    def stop_watching(self) -> None:
+        """Backward begins: what reads a parameter from now on is neither forward nor the loss."""
         if self.live.warmup is not None:
             self.live.warmup.stop_watching()
 
@@ -388,10 +389,6 @@ class Session:
         self.steps += 1
         for slot in self._slots:
             slot.stale = False  # also where forward is not seen: a module that is trained by another method
-
-    def _is_held(self, index: int) -> bool:
-        slot, view = self._slots[index], self.buffers.views[index]
-        return slot.parameter.grad is view or (slot.updating and slot.gradient is view)
 
     def _changing_layout(self, change: Callable[[], None]) -> None:
         """Around what may give the gradients other places: whoever holds one gets the new view."""

@@ -62,6 +62,11 @@ class Trace:
         if self._records:
             self._records[-1].update_calls += 1
 
+    def ended(self, count: int) -> list[StepRecord]:
+        """The last complete steps, at most ``count``."""
+        complete = [record for record in self._records if record.end_ns is not None]
+        return complete[max(0, len(complete) - count) :]
+
     def finished(self, plan: _core.Plan) -> list[StepRecord]:
         """Complete steps that followed this plan."""
         return [record for record in self._records if record.plan is plan and record.end_ns is not None]

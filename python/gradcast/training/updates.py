@@ -68,8 +68,12 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
         if key == "params":
             continue
         if isinstance(value, torch.Tensor):
-            # What the step has left as it was, a scheduler may have changed since. The host does not wait for a device.
-            live[key].copy_(torch.where(value == before[key], live[key], value))
+            current = live.get(key)
+            # What the step has left as it was, a scheduler may have changed since, or replaced by something else. Asked
+            # on the device, so that the host does not wait for it.
+            if isinstance(current, torch.Tensor) and current.device == value.device:
+                with torch.no_grad():
+                    current.copy_(torch.where(value == before[key], current, value))
         elif value is not before.get(key):
             live[key] = value
 

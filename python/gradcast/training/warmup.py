@@ -51,7 +51,7 @@ class Warmup:
         # Once there is a profile, on rank 0; see link_costs.saved_after_pause_ns.
         self.scatter = Scatter()
         self.saved_after_pause_ns = 0.0
-        self.unseen_reads: tuple[int, ...] = ()  # on any rank, once there is a profile; see measure.Stopwatch
+        self.unseen_reads: set[int] = set()  # on any rank, once there is a profile; see measure.Stopwatch
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
     def first(self) -> Agreed:
@@ -92,7 +92,7 @@ class Warmup:
         """All ranks' measurements; the same on every rank. ``flats``: the buffers, at rest. Collective."""
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
         ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._blocks, pack_ns_per_byte))
-        self.unseen_reads = tuple(sorted({index for rank in ranks for index in rank.unseen_reads}))
+        self.unseen_reads = planning.unseen_reads(ranks)
         text: Any = None
         if self._group.rank == 0:
             try:
