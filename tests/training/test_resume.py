@@ -81,6 +81,8 @@ def load_wrong(rank, change):
         state = ours.handle.state_dict() | {"plan": '{"gradcast"'}
     elif change == "too early":
         state = ours.handle.state_dict() | {"plan": None}
+    elif change == "names of another model":
+        state = ours.handle.state_dict() | {"unseen_reads": ["nobody"]}
     else:
         state = {"step": 3}
     try:
@@ -95,10 +97,12 @@ def test_a_plan_that_cannot_be_read(ranks):
         assert (outcome, code) == ("error", "invalid_plan")
 
 
-@pytest.mark.parametrize("change", ["another model", "another mode", "too early", "something else"])
+@pytest.mark.parametrize(
+    "change", ["another model", "another mode", "too early", "names of another model", "something else"]
+)
 def test_a_checkpoint_that_does_not_fit(ranks, change):
     for outcome, code, text in ranks.run(2, load_wrong, change):
-        if change == "something else":
+        if change in ("something else", "names of another model"):
             assert (outcome, code) == ("error", "invalid_use")
             assert "state_dict" in text
         else:

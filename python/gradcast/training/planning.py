@@ -251,6 +251,8 @@ def reason_to_measure(
         if found != own:
             differing = sorted(name for name in {*found, *own} if found.get(name) != own.get(name))
             return f"it is of another model: {differing[0]} differs"
+        if not own.keys() >= set(state["unseen_reads"]):
+            raise KeyError("unseen_reads")
     except (KeyError, TypeError) as error:
         raise Error(f"this is not what handle.state_dict() returned: {error!r}", "invalid_use") from None
     return None
