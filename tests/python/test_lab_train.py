@@ -145,6 +145,7 @@ def test_other_parameters_are_told(difference, equal, sentence):
     table = table_of(results_of(difference), SETTINGS)
     assert [row.name for row in table.wrong] == ([] if equal else ["overlap"])
     text = report(table, SETTINGS, 64_040)
+    assert "105.0 (+5.0%)" in text, "replayed"
     assert sentence in text
     assert "1.18 x" in text
     assert "stand-in" in text
@@ -270,6 +271,10 @@ def test_all_ways_train_the_same_model(small_path, tmp_path):
         assert row["low_ms"] <= row["step_ms"] <= row["high_ms"]
         if row["name"] not in ("alone", "ddp"):
             assert row["difference"] == 0
+    # A fixed plan is in force in each step, so that some can be replayed.
+    assert rows["overlap-fixed"]["replayed_ms"] > 0
+    assert rows["overlap-fixed"]["replay_error"] > -1
+    assert rows["ddp"]["replayed_ms"] is rows["alone"]["replayed_ms"] is None
     bounds = fields["bounds_ms"]
     assert fields["compute_ms"] * 0.999 <= bounds["overlap"]["plain"] <= bounds["overlap"]["best"]
     assert bounds["overlap"]["best"] <= bounds["hook"]["best"] * 1.001
