@@ -1,7 +1,6 @@
 #include "c10d_transport.h"
 
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "collective.h"
+#include "control.h"
 #include "message.h"
 #include "row.h"
 
@@ -34,14 +34,6 @@ std::optional<c10::ScalarType> wire_of(const std::string& name) {
   if (name == "bf16") return c10::kBFloat16;
   if (name == "fp16") return c10::kHalf;
   throw std::invalid_argument("the wire format is '" + name + "'; one of fp32, bf16, fp16 is expected");
-}
-
-// The same elements for a backend. With a version counter of its own: autograd must not take an arriving sum for a change that
-// the user made. And on the host without a share of the memory: a backend's thread that is its last owner would give it back,
-// and asking Python for the GIL to do so, while the program ends, kills the process. The transport owns it long enough.
-at::Tensor lend(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) return tensor.variable_data();
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().requires_grad(false));
 }
 
 }  // namespace
@@ -220,13 +212,15 @@ void C10dTransport::abort(const char* reason) noexcept {
   };
   // Copied here because the transport may be gone as soon as everything has completed.
   auto kept = std::make_unique<Kept>(group_, buffers_, exchanges_);
-  if (outstanding_->abort(reason) == 0) return;
+  const Outstanding::Ended ended = outstanding_->abort(reason);
+  if (ended.count == 0 && !ended.after_failure) return;
   if (kept->exchanges != nullptr) kept->exchanges->abort();
   try {
-    kept->group->abort();
+    if (kept->group) kept->group->abort();
   } catch (...) {
     // The operations have their error, which is the first one; a backend that cannot abort has nothing to add.
   }
+  if (ended.count == 0) return;
   // WORKAROUND(torch 2.11 to 2.15, Gloo): it has no abort. Its destructor waits for the operations that it can no longer
   // finish, until the timeout of the group, half an hour, so that the program would not end; and until then its threads may
   // write into the buffers. So neither the group nor the buffers, nor the memory of exchanges, are ever destroyed.
@@ -239,6 +233,8 @@ void C10dTransport::close() noexcept {
   for (const Buffer& buffer : buffers_) {
     if (buffer.stream != nullptr) buffer.stream->close();
   }
+  // Where nobody else owns the group any more, its threads are waited for here: they need nothing of Python.
+  group_.reset();
 }
 
 void C10dTransport::on_written(int32_t buffer, Range range) {
@@ -249,6 +245,15 @@ void C10dTransport::on_written(int32_t buffer, Range range) {
 void C10dTransport::order_behind(int32_t buffer, Range range) {
   const Buffer& used = buffer_at(buffer);
   if (used.stream != nullptr) used.stream->order_behind(buffer, range);
+}
+
+void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {
+  const at::Tensor& before = buffer_at(buffer).tensor;
+  if (tensor.numel() != before.numel() || tensor.scalar_type() != before.scalar_type() ||
+      tensor.device() != before.device()) {
+    throw std::invalid_argument("a buffer can be replaced by one of the same size, type and device only");
+  }
+  buffers_[static_cast<size_t>(buffer)] = make_buffer(tensor);
 }
 
 }  // namespace gradcast

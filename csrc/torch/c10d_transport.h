@@ -53,6 +53,10 @@ class C10dTransport final : public Transport {
   // been reported as queued. CPU: nothing to do. Throws as above.
   void order_behind(int32_t buffer, Range range);
 
+  // Blocks of this buffer are carried from and into `tensor` from now on. REQUIRES: nothing is in flight; as many elements of
+  // the same type on the same device. Throws std::invalid_argument otherwise, and as the constructor.
+  void replace_buffer(int32_t buffer, const at::Tensor& tensor);
+
  private:
   struct Buffer {
     at::Tensor owner;                      // as the caller gave it
@@ -68,7 +72,7 @@ class C10dTransport final : public Transport {
   void launch(const Operation& operation);
   std::string what_failed(const Operation& operation, const Buffer& buffer) const;
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;  // until close()
   const int32_t rank_;
   const int32_t world_size_;
   const std::optional<c10::ScalarType> wire_;

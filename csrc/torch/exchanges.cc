@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace gradcast {
@@ -12,11 +13,13 @@ namespace {
 
 // Tags of messages are 31 bits, two per exchange; when they begin again, the first have long arrived.
 constexpr int32_t kNumberCount = 1 << 30;
+// How long an aborted message may take to end. A backend that cannot abort it holds the thread for as long as its timeout.
+constexpr auto kAbortedWithin = std::chrono::milliseconds(300);
 
 }  // namespace
 
 Exchanges::Exchanges(c10d::ProcessGroup& group, c10::ScalarType wire)
-    : group_{group, {}}, wire_(wire), thread_([this] { loop(); }) {}
+    : group_{group, {}}, wire_(wire), thread_([this] { run(); }) {}
 
 Exchanges::~Exchanges() {
   close();
@@ -57,7 +60,7 @@ void Exchanges::abort() noexcept {
     for (const UnderWay& each : under_way_)
       each.exchange->abort();
   }
-  changed_.notify_one();
+  changed_.notify_all();
 }
 
 void Exchanges::close() noexcept {
@@ -65,12 +68,27 @@ void Exchanges::close() noexcept {
     const std::lock_guard lock(mutex_);
     closed_ = true;
   }
-  changed_.notify_one();
-  if (thread_.joinable()) thread_.join();
+  changed_.notify_all();
+  if (!thread_.joinable()) return;
+  std::unique_lock lock(mutex_);
+  const auto has_left = [this] { return has_left_; };
+  if (aborted_ && !changed_.wait_for(lock, kAbortedWithin, has_left)) {
+    thread_.detach();
+    return;
+  }
+  lock.unlock();
+  thread_.join();
+}
+
+void Exchanges::run() {
+  pthread_setname_np(pthread_self(), "gradcast-wire");
+  loop();
+  const std::lock_guard lock(mutex_);
+  has_left_ = true;
+  changed_.notify_all();
 }
 
 void Exchanges::loop() {
-  pthread_setname_np(pthread_self(), "gradcast-wire");
   Adder adder;
   std::unique_lock lock(mutex_);
   while (true) {

@@ -42,7 +42,8 @@ class Exchanges {
 
   // Nothing is finished any more. The backend may still write, so that this object must then live on until the program ends.
   void abort() noexcept;
-  // Ends the thread. REQUIRES: everything has finished, or abort(). Idempotent.
+  // Ends the thread. REQUIRES: everything has finished, or abort(). Idempotent. Returns within half a second after an abort: a
+  // thread that a message holds which the backend cannot abort is left behind, and ends with the message.
   void close() noexcept;
 
  private:
@@ -52,6 +53,7 @@ class Exchanges {
   };
 
   Exchange::Memory take_memory(int64_t size);
+  void run();
   void loop();
 
   SharedGroup group_;
@@ -65,6 +67,7 @@ class Exchanges {
   int64_t memory_size_ = 0;  // the largest block so far
   bool aborted_ = false;
   bool closed_ = false;
+  bool has_left_ = false;  // the thread has
   std::thread thread_;
 };
 

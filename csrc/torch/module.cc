@@ -1,6 +1,9 @@
 // The Python module `_c10d`: a transport over torch.distributed, handed to the engine of `_core` as a capsule.
 //
+// Beside it, what Python cannot do safely or cheaply: messages between ranks, DDP's buckets, and who else holds a tensor.
+//
 // Compiled for one version of torch; `_core` serves all of them, so nothing but the capsule passes between the two.
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -9,8 +12,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "bucket_hook.h"
 #include "c10d_transport.h"
+#include "control.h"
 #include "gradcast/transport.h"
+#include "owners.h"
 
 namespace gradcast {
 
@@ -43,6 +49,33 @@ py::capsule make_capsule(const SharedTransport& transport) {
   return capsule;
 }
 
+std::vector<py::bytes> gather_bytes(c10d::ProcessGroup& group, const std::string& own, const at::Device& device) {
+  std::vector<std::string> texts;
+  {
+    const py::gil_scoped_release released;
+    texts = gather(group, own, device);
+  }
+  return {texts.begin(), texts.end()};
+}
+
+py::bytes bytes_from_first(c10d::ProcessGroup& group, const std::string& own, const at::Device& device) {
+  std::string text;
+  {
+    const py::gil_scoped_release released;
+    text = from_first(group, own, device);
+  }
+  return text;
+}
+
+std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::ProcessGroup& group,
+                                                                          const c10d::GradBucket& bucket,
+                                                                          int64_t piece_bytes) {
+  c10::IValue result = torch::jit::toIValue(py::cast(bucket.getBuffer()), c10::PyObjectType::get());
+  const py::gil_scoped_release released;
+  return std::make_shared<torch::jit::PythonFutureWrapper>(
+      average_bucket(group, bucket, piece_bytes, std::move(result)));
+}
+
 // Wrong arguments arrive in Python as gradcast.Error, like everything else that gradcast refuses.
 void raise_in_python(const std::invalid_argument& error) {
   const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
@@ -58,7 +91,9 @@ PYBIND11_MODULE(_c10d, module) {
   using gradcast::C10dTransport;
   // Both take locks under which the engine's thread tells torch's tools, which are written in Python, of its events.
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
-  module.doc() = "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed.";
+  module.doc() =
+      "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed, "
+      "messages between ranks, DDP's buckets, and who else holds a tensor.";
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -66,6 +101,27 @@ PYBIND11_MODULE(_c10d, module) {
       gradcast::raise_in_python(error);
     }
   });
+  module.def("gather", &gradcast::gather_bytes, py::arg("process_group"), py::arg("own"), py::arg("device"),
+             "Every rank's bytes, in rank order. Collective.");
+  module.def("from_first", &gradcast::bytes_from_first, py::arg("process_group"), py::arg("own"), py::arg("device"),
+             "Rank 0's bytes. Collective.");
+  module.def("copy_from_first", &gradcast::copy_from_first, py::arg("process_group"), py::arg("tensors"), WithoutGil(),
+             "Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective.");
+  module.def("all_reduce", &gradcast::all_reduce, py::arg("process_group"), py::arg("tensor"), WithoutGil(),
+             "Sums a contiguous tensor over the ranks, in place. Collective.");
+  module.def("send", &gradcast::send, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),
+             py::arg("timeout_s"), WithoutGil(), "Sends a contiguous tensor to one rank, and waits until it has gone.");
+  module.def("receive", &gradcast::receive, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),
+             py::arg("timeout_s"), WithoutGil(), "Receives a contiguous tensor from one rank, and waits for it.");
+  module.def("average_bucket", &gradcast::average_bucket_in_python, py::arg("process_group"), py::arg("bucket"),
+             py::arg("piece_bytes"), "Averages a bucket of DDP over the ranks, in pieces. The future of its tensor.");
+  module.def(
+      "held_elsewhere", &gradcast::held_elsewhere, py::arg("tensors"), py::arg("python_references"),
+      py::arg("are_gradients"),
+      "Positions of the tensors that somebody else holds: in Python beyond the list and `python_references` more "
+      "(None: not counted), in C++, or by their memory.");
+  module.def("accumulation_hooks", &gradcast::accumulation_hooks, py::arg("parameters"),
+             "How many hooks of C++ run behind the accumulation of each parameter's gradient.");
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
@@ -86,5 +142,7 @@ PYBIND11_MODULE(_c10d, module) {
           },
           py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
           "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
-          "as the engine has called it queued.");
+          "as the engine has called it queued.")
+      .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),
+           "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.");
 }

@@ -87,7 +87,10 @@ class MpiTransport final : public Transport {
   void run();
   void launch(const Operation& operation);
   int post(Flight& flight, void* numbers, int64_t element_count);
-  bool has_ended(Flight& flight);
+  enum class Ended { kNo, kWell, kFailed };
+  Ended test(Flight& flight);
+  void take_ended();
+  void free_communicator();
   void deliver(Flight& flight);
   std::string what_failed(const Operation& operation, int code) const {
     return failure_text(operation, rank_, world_size_, "MPI") + words_of(code);
@@ -166,6 +169,19 @@ void MpiTransport::close() noexcept {
   if (thread_.joinable()) {
     thread_.join();
   }
+  free_communicator();
+}
+
+// Collective, so only where every rank gets here: not after a failure, which another rank need not have met.
+void MpiTransport::free_communicator() {
+  if (communicator_ == MPI_COMM_NULL || outstanding_.damaged()) {
+    return;
+  }
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized == 0) {
+    MPI_Comm_free(&communicator_);
+  }
 }
 
 void MpiTransport::run() {
@@ -194,8 +210,9 @@ void MpiTransport::run() {
         outstanding_.complete(operation.ticket, what.c_str());
       }
     }
-    const size_t ended_count = std::erase_if(flights_, [this](const auto& flight) { return has_ended(*flight); });
-    if (!started.empty() || ended_count > 0) {
+    const size_t before_count = flights_.size();
+    take_ended();
+    if (!started.empty() || flights_.size() < before_count) {
       eager_polls = 0;
     } else {
       ++eager_polls;
@@ -206,9 +223,7 @@ void MpiTransport::run() {
   for (auto& flight : flights_) {
     static_cast<void>(flight.release());
   }
-  if (flights_.empty() && !outstanding_.aborted()) {
-    MPI_Comm_free(&communicator_);
-  }
+  flights_.clear();
 }
 
 void MpiTransport::launch(const Operation& operation) {
@@ -261,18 +276,30 @@ int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
   return MPI_ERR_OP;
 }
 
-bool MpiTransport::has_ended(Flight& flight) {
+MpiTransport::Ended MpiTransport::test(Flight& flight) {
   int ended = 0;
   const int code = MPI_Test(&flight.request, &ended, MPI_STATUS_IGNORE);
   if (code != MPI_SUCCESS) {
     outstanding_.complete(flight.operation.ticket, what_failed(flight.operation, code).c_str());
-    return true;
+    return Ended::kFailed;
   }
-  if (ended != 0) {
-    deliver(flight);
-    outstanding_.complete(flight.operation.ticket, nullptr);
+  if (ended == 0) {
+    return Ended::kNo;
   }
-  return ended != 0;
+  deliver(flight);
+  outstanding_.complete(flight.operation.ticket, nullptr);
+  return Ended::kWell;
+}
+
+void MpiTransport::take_ended() {
+  std::erase_if(flights_, [this](auto& flight) {
+    const Ended ended = test(*flight);
+    // MPI has not ended this request, so it may still use its memory: it is never given back.
+    if (ended == Ended::kFailed) {
+      static_cast<void>(flight.release());
+    }
+    return ended != Ended::kNo;
+  });
 }
 
 void MpiTransport::deliver(Flight& flight) {

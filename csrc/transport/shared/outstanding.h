@@ -44,25 +44,40 @@ class Outstanding {
   }
   void complete(int64_t ticket, const char* error) noexcept {
     const std::lock_guard lock(mutex_);
-    if (tickets_.erase(ticket) > 0) report(ticket, error);
+    if (tickets_.erase(ticket) == 0) return;
+    failed_ = failed_ || error != nullptr;
+    report(ticket, error);
   }
 
-  // Completes everything; later operations complete in add(). The first reason stays. Returns how many were outstanding.
-  size_t abort(const char* reason) {
+  // What an abort found.
+  struct Ended {
+    size_t count;        // of operations that it completed
+    bool after_failure;  // an operation had failed before: this rank will not go on, and its peers have to learn that
+  };
+
+  // Completes everything; later operations complete in add(). The first reason stays; a second abort ends nothing.
+  Ended abort(const char* reason) {
     const std::lock_guard lock(mutex_);
-    if (aborted_) return 0;
+    if (aborted_) return {0, false};
     aborted_ = true;
     reason_ = reason;
-    const size_t count = tickets_.size();
+    const Ended ended{tickets_.size(), failed_};
+    failed_ = failed_ || ended.count > 0;
     for (const int64_t ticket : tickets_)
       report(ticket, reason_.c_str());
     tickets_.clear();
-    return count;
+    return ended;
   }
 
   bool aborted() const {
     const std::lock_guard lock(mutex_);
     return aborted_;
+  }
+
+  // Whether an operation has failed, or an abort has ended one.
+  bool damaged() const {
+    const std::lock_guard lock(mutex_);
+    return failed_;
   }
 
   // The sink is not called after this has returned.
@@ -81,6 +96,7 @@ class Outstanding {
   CompletionSink* sink_ = nullptr;
   std::unordered_set<int64_t> tickets_;
   bool aborted_ = false;
+  bool failed_ = false;
   std::string reason_;
 };
 
