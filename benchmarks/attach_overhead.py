@@ -46,7 +46,7 @@ def hook_us() -> tuple[float, float]:
     """Microseconds per gradient: of everything, and of the copy alone."""
     parameters = [nn.Parameter(torch.randn(1000)) for _ in range(_TENSORS)]
     names = [str(index) for index in range(_TENSORS)]
-    buffers = GradientBuffers(names, parameters)
+    buffers = GradientBuffers(names, parameters, 2)
     world = _core.InprocWorld(1)
     engine = _core.Engine(world.transport(0, [flat.numpy() for flat in buffers.flats]))
     profile = planning.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")

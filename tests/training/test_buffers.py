@@ -19,7 +19,7 @@ def parameters():
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 2, 0, 3, 1)])
 def test_gradients_begin_where_devices_copy_fast(order):
     named = parameters()
-    buffers = GradientBuffers(list(named), list(named.values()))
+    buffers = GradientBuffers(list(named), list(named.values()), 2)
     buffers.lay_out(order)
     ends = [0, 0]
     for place in buffers.layout:
@@ -37,9 +37,10 @@ def test_gradients_begin_where_devices_copy_fast(order):
 
 def test_what_is_held_moves_and_the_rest_is_zero():
     named = parameters()
-    buffers = GradientBuffers(list(named), list(named.values()))
+    buffers = GradientBuffers(list(named), list(named.values()), 2)
     for index, view in enumerate(buffers.views):
         view.fill_(index + 1)
+    del view  # whoever refers to one, keeps it
     named["a"].grad, named["b"].grad, named["e"].grad = buffers.views[0], buffers.views[1].clone(), buffers.views[4]
     buffers.notes.fill_(9)
     buffers.mark_all()
@@ -67,14 +68,14 @@ def train(rank, set_to_none):
     module = Reversed()
     handle = gradcast.attach(module, options=gradcast.Options(warmup_steps=3, adapt=False))
     buffers, moved = handle._session.buffers, []
-    held = buffers._held
+    moving = buffers._moving
 
-    def counted():
-        found = held()
+    def counted(kept):
+        found = moving(kept)
         moved.append(len(found))
         return found
 
-    buffers._held = counted
+    buffers._moving = counted
     for _ in range(6):
         module.zero_grad(set_to_none=set_to_none)
         module(torch.ones(2, 4) * (rank.index + 1)).sum().backward()

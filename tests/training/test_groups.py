@@ -147,15 +147,14 @@ def test_blocks_go_before_compute_on_nccl(ranks):
 
 def connect_devices(rank, words):
     """Without a device: what make_group sends over the new group, where the module is on one."""
-    from gradcast.training import group
+    from gradcast.training import extension, group
 
-    dist = torch.distributed
-    failure = None if words is None else dist.DistBackendError(words)
+    failure = None if words is None else torch.distributed.DistBackendError(words)
     with (
         mock.patch.object(group, "_timeout_of", return_value=None),
         mock.patch.object(group, "on_device", group.contextlib.nullcontext),
         mock.patch.object(torch, "zeros", return_value="one number") as zeros,
-        mock.patch.object(dist, "all_reduce", side_effect=failure) as all_reduce,
+        mock.patch.object(extension.load(), "all_reduce", side_effect=failure) as all_reduce,
     ):
         try:
             made = group.make_group(None, torch.device("cuda", 1), None)
@@ -163,7 +162,7 @@ def connect_devices(rank, words):
             return error.code, str(error)
     return (
         zeros.call_args == mock.call(1, device=torch.device("cuda", 1)),
-        all_reduce.call_args == mock.call("one number", group=made.own),
+        all_reduce.call_args == mock.call(made.own, "one number"),
     )
 
 
@@ -207,8 +206,10 @@ def test_a_group_of_a_part_of_the_workers_waits_for_no_others(ranks):
 
 def refused_by_nccl(rank, words):
     """What attach says where the first operation of the trainer's group fails."""
-    dist = torch.distributed
-    with mock.patch.object(dist, "all_gather_object", side_effect=dist.DistBackendError(words)):
+    from gradcast.training import extension
+
+    failure = torch.distributed.DistBackendError(words)
+    with mock.patch.object(extension.load(), "gather", side_effect=failure):
         try:
             gradcast.attach(nn.Linear(3, 3))
         except gradcast.Error as error:

@@ -3,6 +3,7 @@
 import pytest
 
 from training.attached import Attached, error_of
+from training.models import at_address
 from training.needs import torch
 from training.ours import Ours
 from training.twins import Twins
@@ -11,7 +12,7 @@ nn = torch.nn
 
 
 class ReadsAlias(torch.autograd.Function):
-    """x W^T with the values of W taken from memory that was exported before: no operation on W itself is seen."""
+    """x W^T with the values of W taken from its address: no operation on W itself is seen."""
 
     @staticmethod
     def forward(ctx, x, weight, alias):
@@ -37,7 +38,7 @@ def stale_read(rank, first_gradient):
         attached.step(torch.ones(2, 4))
     attached.handle.flush()
     weight = module[0].weight
-    alias = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach()))
+    alias = at_address(weight)
     if rank.index == 1:
         between = module[0].register_forward_hook(
             lambda module, inputs, output: output.register_hook(lambda gradient: rank.wait_for("forward")) and None

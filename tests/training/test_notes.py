@@ -91,7 +91,7 @@ def test_notes_move_with_the_gradients():
     from gradcast.training.buffers import GradientBuffers
 
     parameters = [torch.zeros(3), torch.zeros(5)]
-    buffers = GradientBuffers(["a", "b"], parameters)
+    buffers = GradientBuffers(["a", "b"], parameters, 2)
     parameters[0].grad = buffers.views[0].fill_(1.0)
     buffers.notes.fill_(7.0)
     buffers.lay_out([1, 0])

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import gradcast
-from gradcast.training import checks
+from gradcast.training import acceptance
 from training.attached import error_of
 from training.needs import torch
 from training.twins import Twins
@@ -41,16 +41,16 @@ def sgd():
 
 def test_the_innermost_optimizer_is_taken():
     inner = sgd()
-    assert checks.unwrapped_optimizer(Wrapper(Wrapper(inner))) is inner
-    assert checks.unwrapped_optimizer(inner) is inner
+    assert acceptance.unwrapped_optimizer(Wrapper(Wrapper(inner))) is inner
+    assert acceptance.unwrapped_optimizer(inner) is inner
 
 
 def test_what_updates_by_itself_is_no_wrapper():
     outer = Averaging(nn.Linear(2, 2).parameters(), sgd())
-    assert checks.unwrapped_optimizer(outer) is outer
+    assert acceptance.unwrapped_optimizer(outer) is outer
     empty = Wrapper(None)
-    assert checks.unwrapped_optimizer(empty) is empty
-    assert checks.unwrapped_optimizer("adam") == "adam"
+    assert acceptance.unwrapped_optimizer(empty) is empty
+    assert acceptance.unwrapped_optimizer("adam") == "adam"
 
 
 def test_clipping_inside_is_refused_where_a_scaler_drives_the_wrapper():

@@ -92,6 +92,7 @@ def read_while_pending(rank, name):
     twins.pending_step()
     values = [READS[name](module, optimizer) for module, optimizer, _ in twins.each()]
     found = compare.trees(values[1], values[0])
+    del values  # whoever holds a parameter's memory gets its update inside of step()
     twins.train(2)
     twins.pending_step()
     found += twins.differences()

@@ -7,13 +7,14 @@ import pytest
 
 import gradcast
 from training import compare
+from training.models import at_address
 from training.needs import torch
 
 nn = torch.nn
 
 
 class ReadsMemory(torch.autograd.Function):
-    """x W^T with the values of W taken from its memory: no operation on W itself is seen."""
+    """x W^T with the values of W taken from its address: no operation on W itself is seen."""
 
     @staticmethod
     def forward(context, value, weight, memory):
@@ -31,7 +32,7 @@ class Extension(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-        self.memory = torch.from_numpy(self.weight.detach().numpy())
+        self.memory = at_address(self.weight)
 
     def forward(self, value):
         return ReadsMemory.apply(value, self.weight, self.memory)

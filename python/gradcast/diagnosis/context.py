@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from gradcast.diagnosis.doctor import Doctor, Settings, holds_any_of, obstacle
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.errors import Error
-from gradcast.training.checks import unwrapped_optimizer
+from gradcast.training.acceptance import unwrapped_optimizer
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ class Doctor:
         if self._settings.trial:
             tell("gradcast for a few steps")
             before = pings.offsets(group)
-            tried = trial.try_overlap(prober, self._ddp.module, self._optimizers, self._ddp.process_group, pause_ms)
+            tried = trial.try_overlap(prober, [self._ddp, *wrappers.values()], self._optimizers, pause_ms)
             refused = next((each for each in group.gather(tried.error) if each is not None), None)
             if refused is not None:  # maybe by one rank alone
                 tried = trial.Trial(error=refused)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.diagnosis import timelines
@@ -22,7 +23,7 @@ from gradcast.errors import Error
 from gradcast.traces import RankTrace, compact
 from gradcast.training.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
-from gradcast.training.handle import Handle, attach, attached_modules
+from gradcast.training.handle import Handle, attach_inside, attached_modules
 from gradcast.training.options import Options
 
 _FOLLOWED_STEPS = 8
@@ -55,15 +56,16 @@ class _Attached:
 
 
 def try_overlap(
-    prober: Prober, module: Any, optimizers: Sequence[Optimizer], process_group: Any, pause_ms: float
+    prober: Prober, wrappers: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], pause_ms: float
 ) -> Trial:
-    """Collective. ``pause_ms``: of the loop between two steps. Leaves module and optimizers as they were, but with
-    other values."""
+    """Collective. ``wrappers``: all of the module, the user's first. ``pause_ms``: of the loop between steps. Leaves
+    module and optimizers as they were, but with other values."""
     options = Options(timeline_steps=_FOLLOWED_STEPS)
     followed = CALIBRATION_STEPS + _SETTLING_STEPS + _FOLLOWED_STEPS
+    module, process_group = wrappers[0].module, wrappers[0].process_group
     with _quietly_enabled(module):
         try:
-            handle = attach(module, list(optimizers), process_group=process_group, options=options)
+            handle = attach_inside(wrappers, module, list(optimizers), process_group, options)
         except Error as error:
             return Trial(error=str(error))
         try:
@@ -108,14 +110,12 @@ def _quietly_enabled(module: nn.Module) -> Iterator[None]:
     log = logging.getLogger("gradcast")
     before, log.disabled = log.disabled, True
     disabled = os.environ.pop(DISABLE_VARIABLE, None)
-    by_script = disabled is not None and module in attached_modules
-    if by_script:
-        attached_modules.discard(module)
+    by_script = attached_modules.pop(module, None) if disabled is not None else None
     try:
         yield
     finally:
         log.disabled = before
-        if by_script:
-            attached_modules.add(module)
+        if by_script is not None:
+            attached_modules[module] = by_script
         if disabled is not None:
             os.environ[DISABLE_VARIABLE] = disabled

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training import checks, forking
+from gradcast.training.acceptance import Accepted, check_optimizers, trainable
 from gradcast.training.compiled import CompiledBlocks
 from gradcast.training.ddp import TakenOver
 from gradcast.training.group import Group
 from gradcast.training.module_hooks import around_forward
 from gradcast.training.options import Options
 from gradcast.training.session import Session
-from gradcast.training.structure import Structure
+from gradcast.training.structure import Structure, holds_other_tensors, in_functional_call
 
 _log = logging.getLogger("gradcast")
 
@@ -29,38 +31,37 @@ _log = logging.getLogger("gradcast")
 class Attachment:
     """Of a module to two or more workers."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-    ) -> None:
-        self._module, self._optimizers, self._group, self._options = module, list(optimizers), group, options
-        self.session = Session(module, parameters, optimizers, group, options)
+    def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
+        self._accepted, self._optimizers, self._group, self._options = accepted, list(optimizers), group, options
+        self._thawed: set[int] = set()  # by id, parameters that came back after they had been left out
+        self._left_out: set[int] = set()
+        self._borrowed = False  # by the open forward pass, for other tensors than the module's own
         self._failure: Error | None = None  # in beginning again; nothing synchronizes the module since
-        self._structure = Structure(module, optimizers, parameters.values())
-        self._compiled = CompiledBlocks(module)
+        self._begin(accepted.parameters)
+        self._compiled = CompiledBlocks(accepted.whole)
         self._taken_over = None
-        if isinstance(module, DistributedDataParallel):
-            self._taken_over = TakenOver(module, self._joining, self._joined)
-        self._hooks = around_forward(module, self._before_forward, self._after_forward)
+        if accepted.ddp is not None:
+            self._taken_over = TakenOver(accepted.ddp, self._joining, self._joined)
+        self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         forking.watch(self)
+
+    def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options)
+        self._structure = Structure(self._accepted.whole, self._optimizers, parameters.values())
 
     @property
     def released(self) -> bool:
         """Whether nothing of gradcast is on the module, or this is a forked child, which it leaves alone."""
         return self.session.released and self._failure is None
 
-    def release(self) -> None:
-        """The module, its optimizers and DDP are as they were."""
+    def release(self, *, reusable: bool = False) -> None:
+        """The module, its optimizers and DDP are as they were. ``reusable``: nothing has failed, on all ranks."""
         self._failure = None
         for hook in self._hooks:
             hook.remove()
         self._compiled.release()
         if not self.session.released:
-            self.session.release()
+            self.session.release(leaves=True, reusable=reusable)
         if self._taken_over is not None:
             self._taken_over.give_back()
 
@@ -69,39 +70,59 @@ class Attachment:
             raise self._failure
         if self.session.released:  # in a forked child
             return
+        if torch.is_grad_enabled():
+            self._refuse_other_ddp()
+        frozen = self.session.long_frozen - self._thawed
+        changed = torch.is_grad_enabled() and (bool(frozen) or self._structure.changed())
+        self._borrowed = in_functional_call() or (changed and holds_other_tensors(self._accepted.module))
+        if self._borrowed:
+            return
         if self._taken_over is not None:
             self._taken_over.before_forward()
-        if torch.is_grad_enabled() and self._structure.changed():
-            self._begin_again()
+        if changed:
+            self._begin_again(frozen)
         if not compiled:
             self._compiled.find()
-        self.session.before_forward(compiled)
+        self.session.before_forward(compiled or isinstance(self._accepted.called, OptimizedModule))
 
     def _after_forward(self, output: Any, _: bool) -> None:
         if self.session.released:
             return
-        self.session.after_forward(output)
+        if self._borrowed:
+            self.session.watch(output)
+        else:
+            self.session.after_forward(output)
 
-    def _begin_again(self) -> None:
-        """With the parameters that the module has now. Collective: a model changes on all ranks alike."""
+    def _refuse_other_ddp(self) -> None:
+        active = DistributedDataParallel._active_ddp_module
+        if active is not None and active is not self._accepted.ddp:
+            raise Error(
+                "this module runs inside of a DistributedDataParallel that gradcast was not given, and both would "
+                "average its gradients; call handle.detach(), and attach to that: gradcast.attach(ddp)",
+                "invalid_use",
+            )
+
+    def _begin_again(self, frozen: set[int]) -> None:
+        """With the parameters that the module has now, those of ``frozen`` left out. Collective: a model changes on all
+        ranks alike, and that nobody uses a parameter any more they hear in the same step."""
         before = self.session
         before.flush()  # what follows may not mix with blocks
         refusal, parameters = None, {}
+        inner = self._accepted.module
         try:
-            parameters = checks.trainable(self._module, known=self._frozen_since(before))
-            checks.check_optimizers(self._optimizers, parameters)
+            parameters = trainable(inner, known=self._frozen_since(before) - frozen)
+            check_optimizers(self._optimizers, parameters)
         except Error as error:
             refusal = error
         # Until all ranks agree, the session stays: whoever goes on after an error meets it again.
-        inner = checks.unwrapped(self._module)
         with before.traffic.watch.waiting("the agreement on the module's new parameters"):
-            checks.check_same_call(self._group.shared, refusal, before.mode, self._options)
+            checks.check_same_call(self._group.shared, refusal, before.mode, self._options, self._group.device)
             checks.check_same_model(self._group, inner)
-        before.release()
+        before.release(leaves=False)
         try:
             # What is new may have been made from each rank's own random numbers.
             self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
-            self.session = Session(self._module, parameters, self._optimizers, self._group, self._options)
+            self._begin(parameters)
         except BaseException as error:
             self._failure = Error(
                 f"gradcast could not begin again with the module's new parameters ({type(error).__name__}: {error}), "
@@ -110,11 +131,17 @@ class Attachment:
             )
             raise
         self.session.succeed(before)
-        self._structure = Structure(self._module, self._optimizers, parameters.values())
+        self._left_out |= frozen
+        self._thawed |= self._left_out & set(map(id, parameters.values()))
         self._compiled.release()
-        self._compiled = CompiledBlocks(self._module)
+        self._compiled = CompiledBlocks(self._accepted.whole)
         if self._group.rank == 0:
-            _log.info("the module's parameters have changed: measuring again, for %d steps", self._options.warmup_steps)
+            why = (
+                f"{len(frozen)} parameters have long been frozen, and travel no more"
+                if frozen
+                else "the module's parameters have changed"
+            )
+            _log.info("%s: measuring again, for %d steps", why, self._options.warmup_steps)
 
     def _frozen_since(self, before: Session) -> set[int]:
         """Parameters that were trained before and may be again: a loop that freezes parts by turns begins again once,

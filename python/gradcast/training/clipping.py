@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradcast.training.module_hooks import UncopiedHook
 from gradcast.training.slots import Slot
@@ -89,6 +90,7 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _by_type(slots: Sequence[Slot]) -> list[Slot]:
-    """The order in which torch sums: the types as they first appear."""
-    types = list(dict.fromkeys(slot.gradient.dtype for slot in slots))
-    return sorted(slots, key=lambda slot: types.index(slot.gradient.dtype))
+    """The order in which torch sums: by type, and the types in the order that torch's own grouping gives."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grouped = _group_tensors_by_device_and_dtype([[slot.gradient.detach() for slot in slots]], with_indices=True)
+    return [slots[index] for _, indices in grouped.values() for index in indices]

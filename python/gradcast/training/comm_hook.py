@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gradcast.errors import Error
-from gradcast.training.group import Group, backend_of, make_group
+from gradcast.training import extension
+from gradcast.training.group import Group, make_group
 
 
 class HookState:
@@ -44,40 +45,10 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
         raise Error(
             "register the hook with its state: ddp.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)"
         )
-    buffer = bucket.buffer()
-    group = state.group(buffer.device)
-    buffer.mul_(1.0 / group.world_size)
+    # Python does not learn of the bucket's tensor: see csrc/torch/control.h.
+    group = state.group(bucket.parameters()[0].device)
     if group.world_size == 1:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
+        done.set_result(bucket.buffer())
         return done
-    pieces = buffer.split(max(1, state.block_bytes // buffer.element_size()))
-    works = [dist.all_reduce(piece, group=group.own, async_op=True) for piece in pieces]
-    return finished(works, buffer, group.own)
-
-
-def finished(works: list[Any], buffer: torch.Tensor, process_group: Any) -> torch.futures.Future[torch.Tensor]:
-    """Done with the buffer when the works are. Who waits for it on a device has its current stream wait."""
-    futures = [work.get_future() for work in works]
-    backend = backend_of(process_group, buffer.device.type)
-    # A future of several knows of no device: what waits for it waits for no stream. NCCL's works end in their order.
-    last = futures[-1] if backend == "nccl" else torch.futures.collect_all(futures)
-
-    def result(_: Any) -> torch.Tensor:
-        # Raises what failed on the network; DDP passes it on to the caller of backward(). With NCCL this orders the
-        # stream that torch gives to what follows a future, behind which whoever waits for this one is put.
-        for future in futures:
-            future.wait()
-        if buffer.is_cuda and backend != "nccl":  # Gloo's futures know of no device, and come before the copies end
-            _wait_for_copies(works, buffer.device)
-        return buffer
-
-    return last.then(result)
-
-
-def _wait_for_copies(works: list[Any], device: torch.device) -> None:
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        for work in works:
-            work.synchronize()
-    stream.synchronize()
+    return extension.load().average_bucket(group.own, bucket, state.block_bytes)

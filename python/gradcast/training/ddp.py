@@ -8,8 +8,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+
+from gradcast.training.checks import check_comm_hooks
 
 
 class TakenOver:
@@ -33,12 +37,16 @@ class TakenOver:
         # It would make DDP's reducer count unused parameters as ready and reduce buckets by itself.
         ddp.find_unused_parameters = False
         ddp.reducer._remove_autograd_hooks()
+        # DDP's forward asks a reducer. One of nothing keeps neither buckets nor parameters alive.
+        nothing = nn.Parameter(torch.zeros(1, device=ddp.device))
+        ddp._ddp_init_helper([nothing], [False], {0: "nothing"}, static_graph=False)
         # With a static graph DDP would reduce at the end of its first backward pass, whoever's gradients these are.
         ddp._static_graph_delay_allreduce_enqueued = True
         self.active = True
 
     def before_forward(self) -> None:
-        """Calls ``joining`` in the first forward pass inside of ``join()``."""
+        """Calls ``joining`` in the first forward pass inside of ``join()``. Raises for a hook registered since."""
+        check_comm_hooks(self._ddp())
         if self._in_join and self.active and self._ddp()._join_config.enable:
             self._joining()
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
+from gradcast.training.acceptance import Accepted
 from gradcast.training.clipping import ClipOnce
 from gradcast.training.group import Group
 from gradcast.training.module_hooks import around_forward
@@ -33,7 +33,8 @@ class DisabledSession:
 
     has_plan = False
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
+    def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
+        module = accepted.called
         self.mode = "ddp"
         self.group = group
         self.profile = None
@@ -50,7 +51,7 @@ class DisabledSession:
             ]
             self._removables += [self._clip, *self._interceptions]
         self._module = module
-        self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        self._ddp = accepted.ddp
         self._wraps = self._ddp is None and group.world_size > 1
         if self._wraps:
             # Also for a step that leaves parameters out, which attach lets pass.
@@ -61,7 +62,7 @@ class DisabledSession:
     def session(self) -> "DisabledSession":
         return self
 
-    def flush(self) -> None:
+    def flush(self, limit_s: float | None = None) -> None:
         """DDP waits at the end of backward."""
 
     def no_sync(self, entering: bool) -> None:
@@ -77,7 +78,8 @@ class DisabledSession:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There is no plan."""
 
-    def release(self) -> None:
+    def release(self, *, reusable: bool) -> None:
+        self.group.leave(reusable=reusable)
         for removable in self._removables:
             removable.remove()
         if self._wraps:

@@ -2,6 +2,7 @@
 
 A group of its own, because operations of one group must come in the same order on all ranks: on the user's group the
 user's own collectives and the blocks of a plan would mix (on Gloo: wrong sums without an error, or a dead process).
+Groups that were made here are ended here, at the end of the program (docs/ends.md).
 """
 
 import atexit
@@ -9,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradcast.errors import Error
-
-# Those over Gloo.
-_lasting_groups: list[Any] = []
+from gradcast.training import extension
 
 
 def backend_of(process_group: Any, device_type: str) -> str:
@@ -27,7 +27,7 @@ def backend_of(process_group: Any, device_type: str) -> str:
     return by_device.get(device_type, "gloo")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Group:
     """``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements.
 
@@ -45,44 +45,43 @@ class Group:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
         with self._naming("the agreement between the ranks"):
-            dist.all_gather_object(values, value, group=self.own)
-        return values
+            return gather(self.own, value, self.device)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Collective; nothing else of ``own`` may be in flight."""
         if self.world_size == 1:
             return value
-        values = [value]
+        text = pickle.dumps(value) if self.rank == 0 else b""
         with self._naming("the agreement between the ranks"):
-            dist.broadcast_object_list(values, src=dist.get_global_rank(self.own, 0), group=self.own)
-        return values[0]
+            return pickle.loads(extension.load().from_first(self.own, text, device_of_messages(self.own, self.device)))
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Rank 0's values into these tensors of every rank, in one message per dtype. Uses ``shared``, as DDP does.
+        """Rank 0's values into these tensors of every rank, in pieces of a few MB. Uses ``shared``, as DDP does.
 
         ``what`` they are is for an error: "the module's buffers".
         """
-        source = dist.get_global_rank(self.shared, 0)
-        by_kind: dict[Any, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        with torch.no_grad(), self._naming(f"sending {what} from rank 0"):
-            for same_kind in by_kind.values():
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in same_kind])
-                dist.broadcast(flat, src=source, group=self.shared)
-                if self.rank == 0:
-                    continue
-                parts = flat.split([tensor.numel() for tensor in same_kind])
-                for tensor, part in zip(same_kind, parts, strict=True):
-                    tensor.detach().copy_(part.view(tensor.shape))
+        with self._naming(f"sending {what} from rank 0"):
+            extension.load().copy_from_first(self.shared, list(tensors))
 
     def connect(self) -> None:
         """What can go wrong where NCCL connects the devices goes wrong now: it does so when they first send something,
         and with "cpu:gloo,cuda:nccl" what the ranks agree on goes over Gloo. Collective."""
         with self._naming("connecting the ranks' devices"):
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.own)
+            extension.load().all_reduce(self.own, torch.zeros(1, device=self.device))
+
+    def leave(self, *, reusable: bool) -> None:
+        """This group is used no more. ``reusable``: nothing of it has failed, and all ranks leave it here; the next
+        attach of the same ranks goes on with it. Idempotent."""
+        own, self.own = self.own, None
+        if own is None:
+            return
+        made = next((each for each in _made if each.process_group is own), None)
+        if made is not None and reusable:
+            made.idle = True
+        elif made is not None:
+            # To end what has failed is to wait for ranks that may have died; the transport has aborted it.
+            _made.remove(made)
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -112,8 +111,45 @@ def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
         raise Error(f"{what} failed on rank {rank} of {world_size}: {error}", "communication") from error
 
 
-def make_group(process_group: Any, device: torch.device, timeout_s: float | None) -> Group:
-    """Collective over ``process_group`` (None: the default group, or a single worker where none was made)."""
+@dataclasses.dataclass(eq=False)
+class _Made:
+    """A process group of gradcast's own. ``key``: what has to be the same where it is used again."""
+
+    process_group: Any
+    key: tuple
+    idle: bool = False
+    process: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def exists(self) -> bool:
+        """Not after the program's own destroy_process_group()."""
+        return self.process_group in dist.distributed_c10d._world.pg_map
+
+
+# In the order in which they were made.
+_made: list[_Made] = []
+
+
+def gather(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
+    """Every rank's value, in rank order, on every rank. Collective."""
+    texts = extension.load().gather(process_group, pickle.dumps(value), device_of_messages(process_group, device))
+    return [pickle.loads(text) for text in texts]
+
+
+def device_of_messages(process_group: Any, device: torch.device | None) -> torch.device:
+    """The host, unless the group has no backend for it. ``device``: the module's, where it is known."""
+    kinds = [each.type for each in process_group._device_types]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    if device is not None and device.type in kinds:
+        return device
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def make_group(process_group: Any, device: torch.device, timeout_s: float | None, *, reuses: bool = False) -> Group:
+    """Collective over ``process_group`` (None: the default group, or a single worker where none was made).
+
+    ``reuses``: takes one that has been left, where every rank has it. On every rank the same."""
     if not dist.is_available() or not dist.is_initialized():
         return _without_group(process_group)
     shared = process_group if process_group is not None else dist.group.WORLD
@@ -124,11 +160,29 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
         return Group(0, 1, shared)
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
-    own = _new_group(ranks, timeout, backend, "gradcast", _nccl_options(timeout) if "nccl" in backend else None)
+    key = (tuple(ranks), timeout, backend, device)
+    left = _left(key, shared, rank, world_size) if reuses else None
+    if left is None:
+        options = _nccl_options(timeout) if "nccl" in backend else None
+        left = _Made(_new_group(ranks, timeout, backend, "gradcast", options), key)
+        _made.append(left)
+    left.idle = False
+    own = left.process_group
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
     if device.type == "cuda":
         group.connect()
     return group
+
+
+def _left(key: tuple, shared: Any, rank: int, world_size: int) -> _Made | None:
+    """A group that was left and that every rank still has; None where one of them has none. Collective."""
+    # Those of before a destroy_process_group() are nobody's.
+    _made[:] = [each for each in _made if each.exists]
+    found = next((each for each in reversed(_made) if each.idle and each.key == key), None)
+    name = None if found is None else found.process_group.group_name
+    with on_device(key[-1]), naming("looking for a process group to use again", rank, world_size):
+        names = gather(shared, name, key[-1])
+    return found if all(each == name for each in names) else None
 
 
 def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
@@ -138,7 +192,7 @@ def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: st
     """
     group = _new_group(list(ranks), timeout, backend, f"gradcast {description}")
     if backend == "gloo":  # to end that of others is to wait for ranks that may have died
-        _lasting_groups.append(group)
+        _made.append(_Made(group, ()))
     return group
 
 
@@ -184,14 +238,13 @@ def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
 
 
 @atexit.register
-def _end_lasting_groups() -> None:
-    """Gloo's threads drop what they have worked on a moment after its waiter has gone on, and Python's tensors with it.
-    One that needs Python for that when Python has begun to end is ended by it, which in C++ ends the program: SIGABRT.
-    They end before, each when its group is destroyed and nobody refers to it."""
-    while _lasting_groups:
-        group = _lasting_groups.pop()
+def _end_all() -> None:
+    """The threads of a group end when it is destroyed and nobody refers to it; after that Python may end. A forked
+    child has none of them."""
+    while _made and _made[-1].process == os.getpid():
+        made = _made.pop()
         with contextlib.suppress(Exception):  # the program has destroyed it, or a peer has; the others are to end, too
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(made.process_group)
 
 
 def is_one_of_several(process_group: Any) -> bool:

@@ -16,19 +16,19 @@ from torch.optim import Optimizer
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import write_text
-from gradcast.training import checks, extension, planning, updates
+from gradcast.training import checks, planning
+from gradcast.training.acceptance import accept, unwrapped, unwrapped_optimizer
 from gradcast.training.attachment import Attachment
 from gradcast.training.buffers import Place
 from gradcast.training.disabled import DisabledSession, is_disabled
-from gradcast.training.group import is_one_of_several, make_group, on_device, require_backend
+from gradcast.training.group import make_group, on_device, require_backend
 from gradcast.training.options import Options
 from gradcast.training.report import stats_of
 from gradcast.training.solo import SoloSession
-from gradcast.training.splitting import require_splittable
 
 _log = logging.getLogger("gradcast")
-# Modules alone: a handle holds its module, and would keep it here for ever.
-attached_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# Each module without its wrappers, and what is attached to it: an Attachment, or the session of a single worker.
+attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -40,49 +40,64 @@ def attach(
 ) -> "Handle":
     """Lets the module's gradients travel by a plan. Collective over the workers; call it before the training loop.
 
-    ``module``: bare or wrapped in DistributedDataParallel, every trainable parameter on one device. With ``optimizer``
-    (one, or a list of all that update the module): overlap mode, gradients of a step travel while the next forward pass
-    runs, and each parameter is updated before it is read. Without: hook mode, all gradients have arrived when backward
-    ends, as with DDP. A framework's wrapper around an optimizer will do: the optimizer inside is taken. A bare module
-    gets rank 0's parameters and buffers now, and its buffers before each training forward pass, like DDP's.
+    ``module``: bare, or with one DistributedDataParallel around it, which may lie inside of torch.compile() or of a
+    framework's wrapper; every trainable parameter on one device (docs/semantics.md: what is accepted). With
+    ``optimizer`` (one, or a list of all that update the module): overlap mode, gradients of a step travel while the
+    next forward pass runs, and each parameter is updated before it is read. Without: hook mode, all gradients have
+    arrived when backward ends, as with DDP. A framework's wrapper around an optimizer will do: the optimizer inside is
+    taken. A bare module gets rank 0's parameters and buffers now, and its buffers before each training forward pass,
+    like DDP's.
     ``process_group``: the workers (default: all, or those of the DDP module).
 
     The training loop stays as it is. Raises gradcast.Error, on every rank, for what would give wrong numbers.
     """
+    return attach_inside([], module, optimizer, process_group, options)
+
+
+def attach_inside(
+    idle: Sequence[DistributedDataParallel],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    process_group: Any,
+    options: Options | None,
+) -> "Handle":
+    """attach() for a module inside of DistributedDataParallel modules that the caller keeps ``idle``: until gradcast is
+    detached nobody calls them, so they reduce nothing."""
     options = options or Options()
     _make_log_visible()
     disabled = is_disabled()
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
-    optimizers = [checks.unwrapped_optimizer(each) for each in given]
-    inner = checks.unwrapped(module)
-    refusal = None
-    parameters: dict[str, nn.Parameter] = {}
+    optimizers = [unwrapped_optimizer(each) for each in given]
+    refusal, accepted = None, None
     try:
         checks.check_clipping(options.max_grad_norm, given)
-        parameters = _checked(module, inner, optimizers, process_group)
+        accepted = accept(module, optimizers, process_group, idle)
+        if accepted.module in attached_modules:
+            raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
     except Error as error:
         refusal = error
-    if isinstance(module, DistributedDataParallel):
-        process_group = module.process_group
-    device = next((each.device for each in parameters.values()), None)
+    if accepted is not None and accepted.ddp is not None:
+        process_group = accepted.ddp.process_group
+    device = None if accepted is None else accepted.device
     if device is not None:
         require_backend(process_group, device)
     mode = "ddp" if disabled else "overlap" if optimizers else "hook"
     with on_device(device):
-        checks.check_same_call(process_group, refusal, mode, options)
-    assert device is not None, "without parameters the call was refused"
-    group = make_group(process_group, device, options.timeout_s)
-    checks.check_same_model(group, inner)
+        checks.check_same_call(process_group, refusal, mode, options, device)
+    assert accepted is not None, "the call was refused"
+    group = make_group(process_group, device, options.timeout_s, reuses=True)
+    checks.check_same_model(group, accepted.module)
     if disabled:
-        attached: Any = DisabledSession(module, optimizers, group, options)
+        attached: Any = DisabledSession(accepted, optimizers, group, options)
     elif group.world_size == 1:
-        attached = SoloSession(module, parameters, optimizers, group, options)
+        attached = SoloSession(accepted.called, accepted.parameters, optimizers, group, options)
     else:
-        if not isinstance(module, DistributedDataParallel):
-            group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
-        attached = Attachment(module, parameters, optimizers, group, options)
-    handle = Handle(inner, attached)
-    attached_modules.add(inner)
+        if accepted.ddp is None:
+            tensors = [*accepted.module.parameters(), *accepted.module.buffers()]
+            group.copy_from_first(tensors, "the module's parameters and buffers")
+        attached = Attachment(accepted, optimizers, group, options)
+    handle = Handle(accepted.module, attached)
+    attached_modules[accepted.module] = weakref.ref(attached)
     return handle
 
 
@@ -95,25 +110,6 @@ def _make_log_visible() -> None:
     _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-
-
-def _checked(
-    module: nn.Module, inner: nn.Module, optimizers: Sequence[Optimizer], process_group: Any
-) -> dict[str, nn.Parameter]:
-    """What this rank can see by itself. The trainable parameters."""
-    parameters = checks.trainable(module)
-    if inner in attached_modules:
-        raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
-    checks.check_optimizers(optimizers, parameters)
-    for each in optimizers:
-        updates.require_own_step(each)
-        require_splittable(each)
-    if isinstance(module, DistributedDataParallel):
-        checks.check_ddp(module, process_group)
-    checks.check_ignored(module)
-    if is_one_of_several(process_group):
-        extension.load()
-    return parameters
 
 
 class Handle:
@@ -221,29 +217,43 @@ class Handle:
         same; otherwise the warm-up goes on. Collective; rank 0's state counts. Not between backward and step()."""
         self._live.load_state_dict(state)
 
-    def detach(self) -> None:
-        """Finishes what is in flight and gives back module and optimizers as they were. Collective. Idempotent."""
-        if self._attached.released:
-            return
-        try:
-            if not self._session.released:  # not where a session has ended and the next one could not begin
-                self._session.flush()
-                _tell_summary(self._session)
-        finally:
-            # Also where what is in flight never arrives: the module is then an ordinary one that can be read and saved.
-            self._give_back()
+    def detach(self, *, wait_s: float | None = None) -> None:
+        """Finishes what is in flight and gives back module and optimizers as they were. Collective. Idempotent.
 
-    def _give_back(self) -> None:
-        self._attached.release()
+        ``wait_s``: for after an error, where other ranks may never join in: raises Error(communication) when that takes
+        longer. The module is given back then, too, and its parameters may lack an update.
+        """
+        if not self._attached.released:
+            _detach(self._attached, wait_s)
         module = self._module()
         if module is not None:
-            attached_modules.discard(module)
+            attached_modules.pop(module, None)
 
     @property
     def _live(self) -> Any:
         if self._session.released:
             raise Error("gradcast has been detached from this module; attach it again", "invalid_use")
         return self._session
+
+
+def detach_left(module: nn.Module) -> None:
+    """Detaches what a training that ended with an error has left on the module. Collective, as the error was."""
+    left = attached_modules.pop(unwrapped(module), None)
+    attached = None if left is None else left()
+    if attached is not None and not attached.released:
+        _detach(attached)
+
+
+def _detach(attached: Any, wait_s: float | None = None) -> None:
+    flushed = False
+    try:
+        if not attached.session.released:  # not where a session has ended and the next one could not begin
+            attached.session.flush(wait_s)
+            _tell_summary(attached.session)
+            flushed = True
+    finally:
+        # Also where what is in flight never arrives: the module is then an ordinary one that can be read and saved.
+        attached.release(reusable=flushed)
 
 
 def _tell_summary(session: Any) -> None:
@@ -259,14 +269,17 @@ def _at_exit(attached: Any) -> None:
         attached = reference()
         if attached is None or not attached.session.has_plan or attached.session.released:
             return
+        ended_well = False
         try:
             # After an error the other ranks may never join in: give up what is in flight instead of waiting for them.
             if getattr(sys, "last_value", None) is None:
                 attached.session.flush()
                 _tell_summary(attached.session)
+                ended_well = True
         except Error as error:
             _log.error("at the end of the program: %s", error)
         finally:
             attached.session.traffic.shutdown()
+            attached.session.group.leave(reusable=ended_well)
 
     atexit.register(leave)

@@ -13,6 +13,8 @@ Thread safety: any thread; an owner serialises its own work.
 """
 
 import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -31,6 +33,9 @@ _METHODS = (
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__len__", "__hash__",
 )  # fmt: skip
 _FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_tensor)
+_GRADIENT = torch.Tensor.grad.__get__
+_ZERO_GRADS = frozenset(inspect.unwrap(it.zero_grad).__code__ for it in (torch.optim.Optimizer, torch.nn.Module))
+_FRAMES_BETWEEN = 4  # torch's own, between who asks and us
 ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
 
@@ -56,6 +61,9 @@ class Owner(Protocol):
         if the owner zeroes it later.
         """
 
+    def gradient_read(self, tensor: torch.Tensor) -> None:
+        """Somebody looks at the ``.grad`` of this pending tensor; finishes it where that is not known yet."""
+
 
 # By id, since a tensor's own attributes would travel with its copies. An entry lives from mark() to clear(). It does
 # not keep its owner alive: a module that nobody trains any more goes, with all that belongs to it, and what is left of
@@ -72,7 +80,9 @@ class _Pending:
         kwargs = kwargs or {}
         if function in ZEROING:
             return _zero(args[0], function)
-        if function not in _WITHOUT_VALUES:
+        if function == _GRADIENT:
+            _read_gradient(args[0])
+        elif function not in _WITHOUT_VALUES:
             finish((args, kwargs), function)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -128,6 +138,22 @@ def _zero(tensors: Any, function: Any) -> Any:
         if owner is None or not owner.touched([tensor], function):
             tensor.zero_()
     return tensors if isinstance(tensors, torch.Tensor) else None
+
+
+def _read_gradient(tensor: torch.Tensor) -> None:
+    owner = _owner_of(tensor)
+    # zero_grad() asks whether there is a gradient, and does not care for its value.
+    if owner is not None and not _is_zeroing():
+        owner.gradient_read(tensor)
+
+
+def _is_zeroing() -> bool:
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES_BETWEEN):
+        if frame is None or frame.f_code in _ZERO_GRADS:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:

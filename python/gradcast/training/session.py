@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training import checks, pending, planning, slots
+from gradcast.training.acceptance import Accepted
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.gradients import Gradients
 from gradcast.training.group import Group
@@ -39,12 +39,13 @@ class Session:
 
     def __init__(
         self,
-        module: nn.Module,
+        accepted: Accepted,
         parameters: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
         group: Group,
         options: Options,
     ) -> None:
+        """``parameters``: those that travel, which change while what was accepted stays."""
         self.mode = "overlap" if optimizers else "hook"
         self.steps = 0
         self.released = False
@@ -53,22 +54,24 @@ class Session:
         self._damage: Error | None = None
         self._failed_iterations: set[int] = set()  # in which this rank's own backward pass has failed
         self.aside = False  # DDP reduces by itself for a while
-        self._module = module
-        self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        self._module, self._ddp = accepted.called, accepted.ddp
         self._lock = threading.RLock()
         self._no_sync_depth = 0
+        self._synchronized: list[bool] = []  # what DDP did outside of each no_sync() that is open
         self._forward_ns = (0, 0)
         self._said_compiled = self._said_unseen = False
         self._forward_seen = False  # of the module itself
         owner = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
         self._slots = [Slot(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
-        self._slot_of: dict[int, Slot] = {}
+        self._slot_of = {id(slot.parameter): slot for slot in self._slots}  # and of what each has as its gradient
         names, values = list(parameters), list(parameters.values())
         self.group = group
-        self.buffers = GradientBuffers(names, values)
+        self.buffers = GradientBuffers(names, values, group.world_size)
         self.traffic = Traffic(self.buffers, group, options)
         self.trace = Trace(options.timeline_steps)
-        self._module_buffers = None if self._ddp is not None else ModuleBuffers(module, group, self.traffic.watch)
+        self._module_buffers = (
+            None if self._ddp is not None else ModuleBuffers(accepted.module, group, self.traffic.watch)
+        )
         self._gradients = Gradients(self._slots, self.buffers, self.traffic, group.world_size)
         self._steps = Steps(
             optimizers,
@@ -83,7 +86,6 @@ class Session:
         # No update can run before the norm of all gradients is known: all are needed before forward reads anything.
         plan_mode = self.mode if options.max_grad_norm is None else "hook"
         self.live = LivePlan(names, values, self.buffers, group, self.traffic, self.trace, plan_mode, options)
-        self.views_changed()
         self._handles = self._gradients.listen(self)
         self._steps.intercept(self._on_step, self.flush)
 
@@ -101,10 +103,10 @@ class Session:
     def profile(self) -> _core.Profile | None:
         return self.live.profile
 
-    def flush(self) -> None:
+    def flush(self, limit_s: float | None = None) -> None:
         """Everything that is in flight arrives, every update that waits for it runs; on a device what is left of that
-        is on the current stream, and nothing travels any more."""
-        with self._lock:
+        is on the current stream, and nothing travels any more. ``limit_s``: raises Error(communication) after that."""
+        with self._lock, self.traffic.waiting_at_most(limit_s):
             # Another thread's backward pass goes on; its gradients are nobody else's business yet.
             if self._finish_all():
                 self.traffic.settle()
@@ -121,6 +123,12 @@ class Session:
 
     def no_sync(self, entering: bool) -> None:
         self._no_sync_depth += 1 if entering else -1
+        if self._ddp is None:
+            return
+        # DDP sends no buffers meanwhile either.
+        if entering:
+            self._synchronized.append(self._ddp.require_backward_grad_sync)
+        self._ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
 
     def state_dict(self) -> dict[str, Any]:
         unseen = [self._slots[index].name for index in sorted(self.live.unseen_reads)]
@@ -142,6 +150,7 @@ class Session:
     def succeed(self, before: "Session") -> None:
         """Goes on where another session of the same module has ended."""
         self.steps, self._no_sync_depth = before.steps, before._no_sync_depth
+        self._synchronized = before._synchronized
 
     def stand_aside(self, aside: bool) -> None:
         """While ``aside``, gradients are not gradcast's business."""
@@ -154,23 +163,32 @@ class Session:
         self._lock = threading.RLock()
         for slot in self._slots:
             pending.clear(slot.parameter)
-            pending.clear(self.buffers.views[slot.index])
+            pending.clear(slot.exposed)
         self.released = True
 
-    def release(self) -> None:
-        """Takes gradcast out of the module and its optimizers. Gradients move out of the buffers."""
+    def release(self, *, leaves: bool, reusable: bool = False) -> None:
+        """Takes gradcast out of the module and its optimizers. Gradients move out of the buffers. ``leaves``: no other
+        session of this module follows; ``reusable``: see Group.leave."""
         self.stop_watching()
         self._steps.release()
         for handle in self._handles:
             handle.remove()
         for slot in self._slots:
-            view = self.buffers.views[slot.index]
             pending.clear(slot.parameter)
-            pending.clear(view)
-            if slot.parameter.grad is view:
-                slot.parameter.grad = view.clone()
+            pending.clear(slot.exposed)
+            slot.exposed = slot.gradient = None  # whoever still refers to a view then, keeps it
+        self._slot_of.clear()
+        self.buffers.move_out()
         self.traffic.shutdown()
+        if leaves:
+            self.group.leave(reusable=reusable)
         self.released = True
+
+    @property
+    def long_frozen(self) -> set[int]:
+        """Ids of parameters that have been frozen on all ranks in so many steps that they need not travel; the same on
+        every rank."""
+        return self._gradients.long_frozen
 
     @property
     def grad_norm(self) -> float | None:
@@ -180,28 +198,43 @@ class Session:
 
     def touched(self, tensors: list[torch.Tensor], function: Any) -> bool:
         with self._lock:
-            slots = [self._slot_of[id(tensor)] for tensor in tensors]
-            updating = [slot for slot in slots if slot.updating]
-            if function in pending.ZEROING and updating and tensors[0] is self.buffers.views[slots[0].index]:
-                slots[0].zero_after = True
+            touched = []
+            for tensor in tensors:
+                of_state = self._steps.state_of(tensor)
+                touched += [self._slot_of[id(tensor)]] if of_state is None else of_state
+            updating = [slot for slot in touched if slot.updating]
+            if function in pending.ZEROING and updating and tensors[0] is updating[0].exposed:
+                updating[0].zero_after = True
                 return True
             if updating:
                 self._steps.home.parameter_read()
                 self._steps.finish(updating)
             if self._steps.must_clip_first:
                 self._steps.finish_all()
-            if any(pending.is_pending(tensor) for tensor in tensors):
+            if any(pending.is_pending(tensor) and self._steps.state_of(tensor) is None for tensor in tensors):
+                self._gradients.refuse_inside_backward()
                 self._use_gradients()
             return False
+
+    def gradient_read(self, tensor: torch.Tensor) -> None:
+        """None or the ranks' mean: that of a parameter that this rank has not used is known when it has arrived."""
+        with self._lock:
+            slot = self._slot_of.get(id(tensor))
+            if slot is not None and slot.absence is not None:
+                self.touched([tensor], pending.is_pending)
 
     def synchronizing(self) -> bool:
         if self.aside or self._no_sync_depth > 0:
             return False
         return self._ddp is None or self._ddp.require_backward_grad_sync
 
-    def views_changed(self) -> None:
-        self._slot_of = {id(slot.parameter): slot for slot in self._slots}
-        self._slot_of |= {id(self.buffers.views[slot.index]): slot for slot in self._slots}
+    def exposes(self, slot: Slot, tensor: torch.Tensor | None) -> None:
+        if slot.exposed is tensor:
+            return
+        self._slot_of.pop(id(slot.exposed), None)
+        slot.exposed = tensor
+        if tensor is not None:
+            self._slot_of[id(tensor)] = slot
 
     def finish_gradients(self) -> None:
         self._refuse_capture()
@@ -281,9 +314,11 @@ class Session:
 
     def before_forward(self, compiled: bool) -> None:
         self._forward_seen = True
-        if compiled:
-            # Compiled code has decided which class its parameters have, and does not ask who may read them.
-            self._say_compiled()
+        if compiled or torch.jit.is_tracing():
+            # Compiled code has decided which class its parameters have, and does not ask who may read them. What is
+            # traced must not contain our waiting.
+            if compiled:
+                self._say_compiled()
             with self._lock:
                 self._finish_all()
         self._finish_unseen()
@@ -292,6 +327,8 @@ class Session:
             self._refuse_capture()
         if training and self._module_buffers is not None:
             self._module_buffers.send()
+        if torch.is_grad_enabled():
+            self._gradients.forward_begins()
         if torch._C._current_graph_task_id() == -1:
             for slot in self._slots:
                 slot.stale = False  # what a forward pass reads from now on is up to date
@@ -330,6 +367,10 @@ class Session:
                 "the model is compiled as a whole, so its forward pass waits for all parameters; compile its blocks "
                 "instead (block.compile()), and traffic goes on under forward"
             )
+
+    def watch(self, output: Any) -> None:
+        """Backward through this output may lead to parameters."""
+        self._gradients.watch(output)
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
@@ -393,13 +434,34 @@ class Session:
     def _changing_layout(self, change: Callable[[], None]) -> None:
         """Around what may give the gradients other places: whoever holds one gets the new view."""
         old_views = self.buffers.views
+        exposed = [slot for slot in self._slots if slot.exposed is old_views[slot.index]]
+        in_use = {slot.index for slot in exposed if slot.gradient is slot.exposed}
+        for slot in exposed:  # whoever still refers to a view then, keeps it
+            self._slot_of.pop(id(slot.exposed), None)
+            slot.exposed = None
+            slot.gradient = None if slot.index in in_use else slot.gradient
+        apart_count = len(self.buffers.apart)
         change()
-        new_views = self.buffers.views
-        if new_views is old_views:
-            return
-        for slot in self._slots:
-            if slot.parameter.grad is not None and slot.parameter.grad is old_views[slot.index]:
-                slot.parameter.grad = new_views[slot.index]
-            if slot.gradient is old_views[slot.index]:
-                slot.gradient = new_views[slot.index]
-        self.views_changed()
+        if self.buffers.views is old_views and self.buffers.is_kept():
+            self.traffic.lay_out(self.traffic.agreed.order)
+        for slot in exposed:
+            old_view, view = old_views[slot.index], self.buffers.views[slot.index]
+            if view is old_view:
+                now = view
+            else:  # moved, or left to whoever keeps it, or nobody's
+                now = slot.parameter.grad if slot.parameter.grad is view or slot.parameter.grad is old_view else None
+            self.exposes(slot, now)
+            slot.gradient = now if slot.index in in_use else slot.gradient
+        if len(self.buffers.apart) > apart_count:
+            self._say_kept()
+
+    def _say_kept(self) -> None:
+        kept = [self._slots[index] for index in sorted(self.buffers.apart)]
+        size_mb = sum(slot.parameter.nbytes for slot in kept) / 1e6
+        if self.group.rank == 0:
+            _log.info(
+                "the program keeps gradients of %s beyond their step: they have memory of their own from now on, into "
+                "which %.3g MB are copied per step",
+                slots.names(kept),
+                size_mb,
+            )

@@ -24,14 +24,18 @@ class Absence:
 class Slot:
     __slots__ = (
         "absence",
+        "exposed",
+        "frozen_steps",
         "gradient",
         "index",
         "name",
+        "owed",
         "owner",
         "parameter",
         "ready",
         "stale",
         "updating",
+        "version",
         "zero_after",
     )
 
@@ -40,7 +44,11 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.absence: Absence | None = None  # until the gradient has arrived
+        self.exposed: torch.Tensor | None = None  # what backward has made .grad: the view, or memory apart from it
+        self.owed = False  # the sum that has arrived still has to be copied into ``exposed``
         self.gradient: torch.Tensor | None = None  # what its update uses; None: nobody has used it
+        self.frozen_steps = 0  # in a row, lately, on all ranks
+        self.version: int | None = None  # of the parameter when forward ended, where hooks of the program's wait for it
         self.owner = owner  # the number of its optimizer, None in hook mode
         self.ready = False  # its gradient is on its way, or has arrived
         self.updating = False  # step() was called and its update has not run
@@ -60,6 +68,15 @@ def second_gradient(slot: Slot) -> Error:
         f"{slot.name} got a second gradient while its first one was on the network, so both are lost; put all backward "
         "passes before step() but the last one under handle.no_sync(), and if the parameter is used in several "
         "checkpointed parts of the model, call checkpoint() with use_reentrant=False",
+        "invalid_use",
+    )
+
+
+def used_inside_backward(slot: Slot) -> Error:
+    return Error(
+        f"{slot.name} was changed, or its gradient taken away, inside backward by a hook on it "
+        "(register_post_accumulate_grad_hook), before the ranks' mean existed, so the ranks' parameters would differ; "
+        "update after backward()",
         "invalid_use",
     )
 

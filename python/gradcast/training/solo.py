@@ -66,13 +66,13 @@ class SoloSession:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A single worker has no plan."""
 
-    def flush(self) -> None:
+    def flush(self, limit_s: float | None = None) -> None:
         """Nothing is ever in flight."""
 
     def no_sync(self, entering: bool) -> None:
         """Nothing is ever sent."""
 
-    def release(self) -> None:
+    def release(self, *, reusable: bool) -> None:
         self._unhook()
         if self._clip is not None:
             self._clip.remove()

@@ -8,14 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
-from gradcast.training import pending, updates
+from gradcast.training import extension, interrupts, pending, slots, updates
 from gradcast.training.buffers import GradientBuffers
 from gradcast.training.clipping import NormClipping
 from gradcast.training.gradients import Gradients
 from gradcast.training.home_stream import HomeStream
+from gradcast.training.optimizer_state import PendingState
 from gradcast.training.slots import Slot
 from gradcast.training.trace import Trace
 from gradcast.training.traffic import Traffic
@@ -29,7 +31,7 @@ class Steps:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        slots: Sequence[Slot],
+        all_slots: Sequence[Slot],
         buffers: GradientBuffers,
         traffic: Traffic,
         gradients: Gradients,
@@ -40,27 +42,31 @@ class Steps:
         """``tells``: this rank says what a user should know; one of them is enough. ``max_norm``: gradients are clipped
         to it before the first update."""
         self._optimizers = list(optimizers)
-        self._slots = [[slot for slot in slots if slot.owner == number] for number in range(len(optimizers))]
+        self._slots = [[slot for slot in all_slots if slot.owner == number] for number in range(len(optimizers))]
         self._buffers, self._traffic, self._gradients, self._trace = buffers, traffic, gradients, trace
         self._partial: dict[int, updates.PartialStep] = {}  # by optimizer, while updates of it remain
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()
         self._interceptions: list[updates.StepInterception] = []
-        self._all_slots = list(slots)
+        self._all_slots = list(all_slots)
         self.home = HomeStream(buffers.flats[0].device)
-        self._clipping = None if max_norm is None else NormClipping(slots, max_norm)
+        self._clipping = None if max_norm is None else NormClipping(all_slots, max_norm)
         self._tells = tells
         self._said: set[str] = set()
+        self._states: list[PendingState] = []
+        self._failure: Error | None = None  # of an update; nothing is right any more
 
     def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
         """``step()`` of each optimizer becomes ``on_step(number)``, and its state_dict() that of a finished step."""
         for number, optimizer in enumerate(self._optimizers):
             self._interceptions.append(updates.StepInterception(optimizer, functools.partial(on_step, number)))
             self._interceptions[-1].flush_before_state(flush)
+            self._states.append(PendingState(optimizer, functools.partial(self.finish_updates_of, number)))
 
     def release(self) -> None:
-        for interception in self._interceptions:
+        for interception, state in zip(self._interceptions, self._states, strict=True):
             interception.remove()
+            state.release()
 
     @property
     def waiting(self) -> list[Slot]:
@@ -80,8 +86,17 @@ class Steps:
         if self._clipping is not None:
             self._clipping.begin()
 
+    def state_of(self, tensor: torch.Tensor) -> list[Slot] | None:
+        """Whose updates change this tensor of an optimizer's state; nobody's while the optimizer itself looks."""
+        for state in self._states:
+            found = state.slots_of(tensor)
+            if found is not None:
+                return [] if state.running else found
+        return None
+
     def run_whole(self, number: int) -> None:
         """The optimizer's own step, on the gradients as they are."""
+        self._refuse_after_failure()
         self.home.called()
         with self.home.entered():
             self._interceptions[number].run_whole()
@@ -98,8 +113,8 @@ class Steps:
             return self._take(number, owner, at_once)
 
     def _take(self, number: int, owner: pending.Owner, at_once: bool) -> bool:
+        self._refuse_after_failure()
         optimizer = self._optimizers[number]
-        updates.run_pre_hooks(optimizer)
         if self._clipping is not None and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
                 "options.max_grad_norm would clip gradients that a GradScaler has not unscaled yet; call "
@@ -113,7 +128,6 @@ class Steps:
             self._take_at_once(number, reason)
         else:
             self._defer(number, owner)
-        updates.run_post_hooks(optimizer)
         self._stepped.add(number)
         if len(self._stepped) < len(self._optimizers):
             return False
@@ -132,10 +146,11 @@ class Steps:
         with self.home.entered():
             self._finish(slots)
 
-    def _finish(self, slots: Sequence[Slot]) -> None:
+    def _finish(self, due: Sequence[Slot]) -> None:
+        self._refuse_after_failure()
         start_ns = time.perf_counter_ns()
         if self._clipping is None:
-            there = self._traffic.wait([slot.index for slot in slots])
+            there = self._traffic.wait([slot.index for slot in due])
         else:
             self._gradients.finish()
             there = [slot.index for slot in self._all_slots]
@@ -144,10 +159,11 @@ class Steps:
         self._clip()
         self._arrived.update(there)
         self._arrived.update(self._traffic.newly_arrived())
-        for number in list(self._partial):
-            part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
-            if part:
-                self._update(number, part)
+        with interrupts.after_this():
+            for number in list(self._partial):
+                part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
+                if part:
+                    self._update(number, part)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def finish_updates_of(self, number: int) -> None:
@@ -205,35 +221,90 @@ class Steps:
             _log.warning("%s", sentence)
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
-        self._partial[number] = updates.PartialStep(self._optimizers[number])
-        for slot in self._slots[number]:
-            slot.updating = True
-            pending.mark(slot.parameter, owner)
-            view = self._buffers.views[slot.index]
-            if not pending.is_pending(view):
-                pending.mark(view, owner)  # it has arrived, and the update still needs it
+        due = self._slots[number]
+        with interrupts.after_this():
+            self._partial[number] = updates.PartialStep(self._optimizers[number])
+            held = extension.load().held_elsewhere([slot.parameter for slot in due], None, False)
+            for slot in due:
+                slot.updating = True
+                if not pending.is_pending(slot.parameter):
+                    pending.mark(slot.parameter, owner)
+                if not pending.is_pending(slot.exposed):
+                    pending.mark(slot.exposed, owner)  # it has arrived, and the update still needs it
+            self._states[number].mark(due, owner)
+            self._update_others(number)
         if self._clipping is not None:
             self._arrived.update(self._traffic.newly_arrived())
-            self._clipping.take([slot for slot in self._slots[number] if slot.index in self._arrived])
+            arrived = [slot for slot in due if slot.index in self._arrived]
+            for slot in arrived:
+                self._gradients.receive(slot)
+            self._clipping.take(arrived)
+        if held:
+            self._finish_held([due[position] for position in held])
+
+    def _update_others(self, number: int) -> None:
+        """What the optimizer updates besides: frozen parameters that have a gradient all the same."""
+        own = {id(slot.parameter) for slot in self._slots[number]}
+        groups = self._optimizers[number].param_groups
+        others = [p for group in groups for p in group["params"] if id(p) not in own and p.grad is not None]
+        if others:
+            self._states[number].update(lambda: self._partial[number].run(others, last=False))
+
+    def _finish_held(self, held: Sequence[Slot]) -> None:
+        """Whoever has a parameter's memory can read it without asking its class."""
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        self._say(
+            f"the program holds the memory of {held[0].name}{more} (a view or detach(), a NumPy array, DLPack, "
+            "TorchScript, a graph that was kept): these are updated inside of step(), without overlap with the next "
+            "forward pass"
+        )
+        self.finish(held)
 
     def _update(self, number: int, part: Sequence[Slot]) -> None:
         """One call of the optimizer. The user's ``.grad``, which zero_grad() may have emptied by now, is kept aside."""
-        kept = []
         for slot in part:
             slot.updating = False
             pending.clear(slot.parameter)
-            self._gradients.settle(slot)
-            pending.clear(self._buffers.views[slot.index])
-            kept.append(slot.parameter.grad)
-            slot.parameter.grad = slot.gradient
+        self._gradients.settle(part)
+        for slot in part:
+            pending.clear(slot.exposed)
+        kept = [slot.parameter.grad for slot in part]
+        state = self._states[number]
+        state.clear(part)
         last = not any(slot.updating for slot in self._slots[number])
-        self._partial[number].run([slot.parameter for slot in part if slot.gradient is not None], last=last)
-        for slot, gradient in zip(part, kept, strict=True):
-            slot.parameter.grad = gradient
+        used = [slot.parameter for slot in part if slot.gradient is not None]
+        try:
+            for slot in part:
+                slot.parameter.grad = slot.gradient
+            state.update(lambda: self._partial[number].run(used, last=last))
+        except BaseException as error:
+            self._fail(part, error)
+            raise
+        finally:
+            for slot, gradient in zip(part, kept, strict=True):
+                slot.parameter.grad = gradient
+        for slot in part:
             if slot.zero_after:
                 slot.zero_after = False
                 if slot.gradient is not None:
                     slot.gradient.zero_()
+            self._gradients.let_go(slot)
         if last:
             del self._partial[number]
         self._trace.count_update()
+
+    def _fail(self, part: Sequence[Slot], error: BaseException) -> None:
+        """Some of these may be updated, others not, and nobody can tell: whoever reads one hears of it."""
+        for slot in part:
+            slot.updating = True
+            pending.mark(slot.parameter, self._gradients.listener)
+        self._failure = Error(
+            f"the update of {slots.names(part)} has failed on this rank ({type(error).__name__}: {error}), half-way "
+            "perhaps, so that its parameters are not those of the other ranks; end the training and go on from the "
+            "last checkpoint, or call handle.detach() and load one",
+            "invalid_use",
+        )
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,25 +1,30 @@
-"""Which parameters a module has and which its optimizers update: notices, in microseconds, when that changes."""
+"""Which parameters a module has, of which type, and which its optimizers update: notices, in microseconds, when that
+changes; and when a forward pass only borrows the module for other tensors."""
 
 import itertools
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+
+_STATELESS = "torch.nn.utils.stateless"
 
 
 class Structure:
     """As it was when this object was made, with a session of ``trained``."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], trained: Iterable[nn.Parameter]) -> None:
-        self._module, self._optimizers = module, list(optimizers)
+        self._module, self._optimizers, self._trained = module, list(optimizers), list(trained)
         self._parameters = self._all_parameters()
-        known = set(map(id, trained))
+        known = set(map(id, self._trained))
         self._frozen = [each for each in module.parameters() if not each.requires_grad and id(each) not in known]
         self._hold()
 
     def changed(self) -> bool:
-        """A parameter was added, removed, replaced or thawed, or given to an optimizer or taken from it.
+        """A parameter was added, removed, replaced, converted or thawed, or given to an optimizer or taken from it.
 
         Not when one is frozen: that is a parameter without gradient, and loops (of GANs, say) freeze and thaw by turns.
         """
@@ -27,12 +32,19 @@ class Structure:
             if not _same(self._all_parameters(), self._parameters):
                 return True
             self._hold()  # a part without parameters was replaced: a metric, a loss of this step's weights
+        if self._kinds() != self._held_kinds:
+            return True
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def _hold(self) -> None:
         # Two modules that differ in a parameter differ in one of these dicts.
         self._members = [held for each in self._module.modules() for held in (each._parameters, each._modules)]
         self._held = self._now()
+        self._held_kinds = self._kinds()
+
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are pending, too
+            return [(each.dtype, each.device) for each in self._trained]
 
     def _now(self) -> list[object]:
         return list(itertools.chain(*(held.values() for held in self._members), *self._updated()))
@@ -46,3 +58,20 @@ class Structure:
 
 def _same(some: list[object], others: list[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def in_functional_call() -> bool:
+    """Whether this forward pass is one of torch.func.functional_call(): on other tensors in the place of the module's
+    own, which come back after it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _STATELESS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def holds_other_tensors(module: nn.Module) -> bool:
+    """Whether something that is no parameter lies in the place of one: other code that borrows the module."""
+    held = (each for part in module.modules() for each in part._parameters.values())
+    return any(each is not None and not isinstance(each, nn.Parameter) for each in held)

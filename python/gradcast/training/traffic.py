@@ -6,7 +6,9 @@ for the rest, and the host goes on. Only where an iteration begins has everythin
 Thread safety: ``ready`` from any thread; everything else from the training thread, or under its owner's lock.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -38,16 +40,25 @@ class Traffic:
         self.agreed: Agreed | None = None
         self._seen = 0
         self._has_begun = False
+        self._deadline_s: float | None = None
 
     def follow(self, agreed: Agreed) -> None:
         """The plan of the next iteration; moves the gradients where its layout is another one."""
         if self.agreed is None or self.agreed.order != agreed.order:
-            self._buffers.lay_out(agreed.order)
-            self.place_of = [0] * len(agreed.order)
-            for place, index in enumerate(agreed.order):
-                self.place_of[index] = place
+            self.lay_out(agreed.order)
         self.agreed = agreed
         self._engine.follow(agreed.profile, agreed.plan)
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Gives the gradients new places, in new memory where somebody keeps old ones. REQUIRES: nothing travels."""
+        before = list(self._buffers.flats)
+        self._buffers.lay_out(order)
+        for buffer, (old, new) in enumerate(zip(before, self._buffers.flats, strict=True)):
+            if new is not old:
+                self._transport.replace_buffer(buffer, new)
+        self.place_of = [0] * len(order)
+        for place, index in enumerate(order):
+            self.place_of[index] = place
 
     def begin(self) -> int:
         """Opens an iteration; returns the engine's number of it."""
@@ -143,7 +154,7 @@ class Traffic:
 
     def wire_bytes(self, plan: _core.Plan) -> int:
         """What the plan's blocks are as they travel."""
-        singles = [flat.dtype == torch.float32 for flat in self._buffers.flats]
+        singles = [dtype == torch.float32 for dtype in self._buffers.dtypes]
         return sum(
             block.size_bytes * WIRES[self.wire] // WIRES["fp32"] if singles[block.buffer] else block.size_bytes
             for block in plan.blocks
@@ -168,7 +179,17 @@ class Traffic:
         order = self.agreed.order
         return [order[place] for place in places]
 
+    @contextlib.contextmanager
+    def waiting_at_most(self, limit_s: float | None) -> Iterator[None]:
+        """In here waiting raises Error(communication) after so long. None: only what fails on the network raises."""
+        self._deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        try:
+            yield
+        finally:
+            self._deadline_s = None
+
     def _wait(self, wait_slice: Callable[[], bool]) -> None:
         with self.watch.waiting():
             while not wait_slice():
-                pass
+                if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+                    raise Error(f"waited too long: {self._engine.waiting_for()}", "communication")

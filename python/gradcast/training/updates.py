@@ -8,6 +8,7 @@ once per part.
 """
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,6 +28,7 @@ class PartialStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = step_without_hooks(optimizer)
+        self._known = len(optimizer.state)  # entries; those of new parameters come behind them
         self._live_groups = list(optimizer.param_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars as the last part left them
@@ -51,6 +53,15 @@ class PartialStep:
         if last:
             for index, after in self._after.items():
                 _carry_over(self._live_groups[index], self._scalars[index], after)
+            self._order_state()
+
+    def _order_state(self) -> None:
+        """The entries of parameters that are updated for the first time, in the order of a whole step."""
+        state = self._optimizer.state
+        new = set(itertools.islice(dict.keys(state), self._known, None))
+        for parameter in itertools.chain(*(group["params"] for group in self._live_groups)) if new else ():
+            if parameter in new:
+                dict.__setitem__(state, parameter, dict.pop(state, parameter))
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +85,7 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
             if isinstance(current, torch.Tensor) and current.device == value.device:
                 with torch.no_grad():
                     current.copy_(torch.where(value == before[key], current, value))
-        elif value is not before.get(key):
+        elif value is not before.get(key) and live.get(key) is before.get(key):  # the user's own change comes after
             live[key] = value
 
 
@@ -124,7 +135,8 @@ def require_own_step(optimizer: Optimizer) -> None:
 
 
 class StepInterception:
-    """Puts a function in the place of ``optimizer.step``; LR schedulers made before or after see what they expect.
+    """Puts a function in the place of ``optimizer.step``, between the step's hooks and after its closure; LR schedulers
+    made before or after see what they expect.
 
     REQUIRES: ``require_own_step`` has let the optimizer pass.
     """
@@ -140,11 +152,13 @@ class StepInterception:
             if not self._active:
                 return type(self_).step(self_, closure) if closure is not None else type(self_).step(self_)
             self_._opt_called = True
+            run_pre_hooks(self_)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             on_step()
+            run_post_hooks(self_)
             return loss
 
         # A scheduler asks for this mark; without it, it wraps (or warns about) a step that was replaced.
@@ -158,8 +172,8 @@ class StepInterception:
         return self._optimizer.__dict__.get("step") is not self._method
 
     def run_whole(self) -> None:
-        """The optimizer's own step on everything, hooks included."""
-        type(self._optimizer).step(self._optimizer)
+        """The optimizer's own step on everything."""
+        run_without_hooks(self._optimizer)
 
     def flush_before_state(self, flush: Callable[[], None]) -> None:
         """The optimizer's state, given away or replaced, is that of a finished step."""

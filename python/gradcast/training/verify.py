@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import Error
-from gradcast.training.group import on_device
+from gradcast.training import extension
+from gradcast.training.group import gather, on_device
 from gradcast.training.handle import attach
 from gradcast.training.options import Options
 
@@ -102,11 +103,12 @@ def _ours(module: nn.Module, passes: _Passes, options: Options, process_group: A
 def _bounds(local: dict[str, torch.Tensor], process_group: Any) -> dict[str, torch.Tensor]:
     """Per element: two sums of the same W terms in different orders differ by at most 2 (W - 1) u sum |term|, with
     u = eps / 2 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, to first order)."""
-    world_size = dist.get_world_size(process_group)
+    group = process_group or dist.group.WORLD
+    world_size = group.size()
     bounds = {}
     for name, gradient in local.items():
         magnitudes = gradient.double().abs() / world_size
-        dist.all_reduce(magnitudes, group=process_group)
+        extension.load().all_reduce(group, magnitudes)
         bounds[name] = magnitudes * ((world_size - 1) * torch.finfo(gradient.dtype).eps)
     return bounds
 
@@ -123,9 +125,9 @@ def _compare(
         # A difference that is no number must win, too.
         if worst > largest or worst != worst:
             largest, where, bound = worst, name, bounds[name].flatten()[difference.argmax()].item()
-    answers: list[Any] = [None] * dist.get_world_size(process_group)
-    with on_device(next(iter(theirs.values())).device):
-        dist.all_gather_object(answers, (ok, equal), group=process_group)
+    device = next(iter(theirs.values())).device
+    with on_device(device):
+        answers = gather(process_group or dist.group.WORLD, (ok, equal), device)
     return Verification(
         ok=all(answer[0] for answer in answers),
         bit_equal=all(answer[1] for answer in answers),

@@ -76,6 +76,9 @@ class Warmup:
             pending.clear(tensor)
         return False
 
+    def gradient_read(self, tensor: torch.Tensor) -> None:
+        """Known, as long as steps are waited for."""
+
     def step_ended(self, iteration: _core.IterationRecord | None) -> Agreed | None:
         """After a step in which everything was waited for. Returns what the next one follows, None after the last."""
         plan = self._plans[self._steps]

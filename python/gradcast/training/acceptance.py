@@ -1,0 +1,288 @@
+"""What ``attach`` accepts: one decision over the whole module tree, its parameters' hooks, and the optimizers.
+
+Every gradient has one owner. So a module is accepted where nothing else reduces its gradients, or where that is one
+DistributedDataParallel, wherever it lies in the tree, whose reduction gradcast takes over. Whatever else puts hooks
+behind the accumulation of gradients is refused, by its name where it is known. docs/semantics.md has the decision as a
+table.
+"""
+
+import collections
+import dataclasses
+import gc
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradcast.training import extension, updates
+from gradcast.training.checks import check_comm_hooks, refused
+from gradcast.training.gradients import GradientHook
+from gradcast.training.group import is_one_of_several
+from gradcast.training.splitting import require_splittable
+
+# Who owns gradients or parameters, by where the class is defined and its name, and what to do. The first that matches.
+_MODULE_OWNERS = (
+    ("torch.distributed", "FullyShardedDataParallel", "FSDP", "FSDP shards parameters and reduces gradients itself"),
+    ("torch.distributed", "FSDPModule", "FSDP2 (fully_shard)", "it shards parameters and reduces gradients itself"),
+    ("torch.nn.parallel", "DataParallel", "DataParallel", "it computes on several devices from one process"),
+    ("deepspeed", "DeepSpeedEngine", "DeepSpeed's engine", "it reduces gradients and updates parameters itself"),
+    ("megatron", "DistributedDataParallel", "Megatron's DistributedDataParallel", "it reduces gradients itself"),
+    ("apex", "DistributedDataParallel", "apex's DistributedDataParallel", "it reduces gradients itself"),
+    ("fairscale", "FullyShardedDataParallel", "fairscale's FSDP", "it shards parameters and reduces gradients itself"),
+    ("fairscale", "ShardedDataParallel", "fairscale's ShardedDataParallel", "it reduces gradients itself"),
+)
+_OPTIMIZER_OWNERS = (
+    (
+        "torch.distributed",
+        "ZeroRedundancyOptimizer",
+        "its step() updates a part of the parameters and sends them",
+    ),
+    ("torch.distributed", "PostLocalSGDOptimizer", "its step() averages parameters over the ranks"),
+    ("torch.distributed", "DistributedOptimizer", "its step() runs on other workers"),
+    ("horovod", "_DistributedOptimizer", "it reduces gradients itself"),
+    ("deepspeed", "ZeROOptimizer", "it reduces gradients itself"),
+    ("megatron", "MegatronOptimizer", "its step() reduces and casts gradients itself"),
+)
+# What these libraries write on a parameter that they manage.
+_PARAMETER_OWNERS = (
+    ("_is_flat_param", "FSDP"),
+    ("_fsdp_flattened", "FSDP"),
+    ("ds_id", "DeepSpeed's ZeRO"),
+    ("main_grad", "Megatron"),
+)
+_REMEDY = "train with it alone, or give gradcast the plain module"
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """``module``: the user's own, inside of wrappers. ``ddp``: the one whose reduction is taken over, None for a bare
+    module. ``called``: the outermost module that every forward pass goes through and that no compiler looks into.
+    ``whole``: what was given. ``parameters``: those that need gradients, by name."""
+
+    whole: nn.Module
+    module: nn.Module
+    ddp: DistributedDataParallel | None
+    called: nn.Module
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+
+def accept(
+    module: Any, optimizers: Sequence[Any], process_group: Any, idle: Sequence[DistributedDataParallel] = ()
+) -> Accepted:
+    """Raises Error(invalid_use), with what to do, for everything but what is known to end with DDP's numbers. ``idle``:
+    those around the module that nobody calls."""
+    if not isinstance(module, nn.Module):
+        raise refused(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
+    _refuse_owned_modules(module)
+    ddp = the_ddp(module)
+    inner = module if ddp is None else ddp.module
+    parameters = trainable(inner)
+    _refuse_owned_parameters(inner)
+    if ddp is not None:
+        _check_covered(module, ddp)
+        _check_ddp(ddp, process_group)
+    _check_ignored(ddp, inner)
+    check_optimizers(optimizers, parameters)
+    for each in optimizers:
+        updates.require_own_step(each)
+        require_splittable(each)
+    if is_one_of_several(process_group if ddp is None else ddp.process_group):
+        _check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
+    return Accepted(module, inner, ddp, _called(module, ddp), parameters)
+
+
+def the_ddp(module: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel in the module's tree: the module, or inside of torch.compile() or another wrapper."""
+    found = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
+    if len(found) > 1:
+        raise refused(
+            f"the module holds {len(found)} DistributedDataParallel modules; attach to each, with its own optimizer"
+        )
+    return found[0] if found else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module."""
+    ddp = the_ddp(module)
+    return module if ddp is None else ddp.module
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The one whose step() updates, inside of a framework's wrapper (Accelerate's, Lightning's), which has no parameter
+    groups of its own. What the wrapper does before and after that step goes on as before."""
+    while isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Parameter]:
+    """Parameters with gradients by name, each once. ``known``: ids of some that count though they are frozen."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise refused(f"{name} is not initialized yet; run one forward pass before attach")
+        if not parameter.requires_grad and id(parameter) not in known:
+            continue
+        if type(parameter.detach()) is not torch.Tensor:
+            raise refused(
+                f"{name} is a {type(parameter.detach()).__name__}, a tensor that is more than its values; gradcast "
+                "reduces ordinary tensors only"
+            )
+        if parameter.is_complex():
+            raise refused(f"{name} is complex; gradcast sends real gradients only")
+        if parameter.numel() > 0:
+            found[name] = parameter
+    if not found:
+        raise refused("the module has no parameter that needs a gradient")
+    devices = {parameter.device for parameter in found.values()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise refused(f"the module lies on several devices ({names}); gradcast needs it on one per process")
+    device = next(iter(devices))
+    if device.type not in ("cpu", "cuda"):
+        raise refused(f"the module lies on {device}; gradcast knows cpu and cuda")
+    return found
+
+
+def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Parameter]) -> None:
+    """Every trainable parameter must be in exactly one optimizer, and nothing else in any."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        _refuse_owned_optimizer(optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise refused(
+                f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer or a list of them is expected"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names and parameter.requires_grad and parameter.numel() > 0:
+                    raise refused(
+                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not in the "
+                        "module; make it from module.parameters() of the module given here"
+                    )
+                if owner.setdefault(id(parameter), number) != number:
+                    raise refused(f"{names.get(id(parameter), 'a parameter')} is in two of the optimizers")
+    missing = [name for key, name in names.items() if key not in owner] if optimizers else []
+    if missing:
+        raise refused(
+            f"{missing[0]} is in none of the optimizers; give all optimizers of the module to attach, as a list"
+        )
+
+
+def _refuse_owned_modules(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        for package, class_name, called, reason in _MODULE_OWNERS:
+            if _is_a(each, package, class_name):
+                where = f"{name} is" if name else "the module is"
+                raise refused(f"{where} wrapped in {called}, and {reason}; {_REMEDY}")
+
+
+def _refuse_owned_parameters(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        for attribute, called in _PARAMETER_OWNERS:
+            if hasattr(parameter, attribute):
+                raise refused(f"{name} is managed by {called}, which reduces gradients itself; {_REMEDY}")
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise refused(
+                f"{name} is updated inside of backward (_apply_optimizer_in_backward), before the ranks' mean exists; "
+                "make an ordinary optimizer, and give it to attach"
+            )
+
+
+def _refuse_owned_optimizer(optimizer: Any) -> None:
+    for package, class_name, reason in _OPTIMIZER_OWNERS:
+        if _is_a(optimizer, package, class_name):
+            raise refused(
+                f"the optimizer is a {class_name} of {package}: {reason}; attach without the optimizer (hook mode), or "
+                "train without gradcast"
+            )
+
+
+def _is_a(value: Any, package: str, class_name: str) -> bool:
+    return any(
+        each.__name__ == class_name and f"{each.__module__}.".startswith(f"{package}.") for each in type(value).__mro__
+    ) or (
+        # Horovod makes a class of the user's optimizer's name, with this one's methods.
+        class_name == "_DistributedOptimizer" and f"{type(value).__module__}.".startswith(f"{package}.")
+    )
+
+
+def _check_covered(module: nn.Module, ddp: DistributedDataParallel) -> None:
+    covered = {id(parameter) for parameter in ddp.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in covered:
+            raise refused(
+                f"{name} lies outside of the module's DistributedDataParallel, which leaves its gradient to each rank; "
+                "wrap the whole module, or attach to the DistributedDataParallel module alone"
+            )
+
+
+def _check_ignored(ddp: DistributedDataParallel | None, module: nn.Module) -> None:
+    """DDP leaves these to each rank, where they may differ (experts, parts of a table)."""
+    ignored = {*getattr(ddp, "parameters_to_ignore", ()), *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    if ignored:
+        raise refused(
+            f"DDP is told to ignore {min(ignored)}, which each rank then has for itself, and gradcast would average "
+            "it; leave it out of the module that is attached, or train with DDP"
+        )
+
+
+def _check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
+    if process_group is not None and process_group is not ddp.process_group:
+        raise refused("process_group is not the group of this DDP module; leave it out")
+    check_comm_hooks(ddp)
+    if getattr(ddp, "mixed_precision", None) is not None:
+        raise refused("DDP's mixed_precision reduces gradients in its own way; use torch.autocast with gradcast")
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        raise refused("DDP's delay_all_reduce_named_params is not supported; make the DDP module without it")
+    if getattr(ddp, "_use_python_reducer", False):
+        raise refused(
+            "DDP reduces in Python here (torch._dynamo.config.optimize_ddp is 'python_reducer'); set that to "
+            "'ddp_optimizer' before the DDP module is made"
+        )
+
+
+def _check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> None:
+    """Nobody but these reducers may wait for gradients in C++: whatever does uses what is not averaged yet."""
+    if _unknown_hook(parameters, known) is not None:
+        gc.collect()  # a DistributedDataParallel that nobody refers to any more
+    unknown = _unknown_hook(parameters, known)
+    if unknown is not None:
+        raise refused(
+            f"something else waits for the gradient of {unknown}, as a DistributedDataParallel around this module "
+            "does, and would average it, too; attach to that wrapper itself, gradcast.attach(ddp), or remove it"
+        )
+    for name, parameter in parameters.items():
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if any(isinstance(hook, GradientHook) for hook in hooks.values()):
+            raise refused(f"gradcast is attached to {name} already, by another module; call its handle.detach() first")
+
+
+def _unknown_hook(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> str | None:
+    expected = collections.Counter(id(each) for ddp in known for each in ddp._module_parameters)
+    counts = extension.load().accumulation_hooks(list(parameters.values()))
+    for (name, parameter), count in zip(parameters.items(), counts, strict=True):
+        if count > expected[id(parameter)]:
+            return name
+    return None
+
+
+def _called(module: nn.Module, ddp: DistributedDataParallel | None) -> nn.Module:
+    """Compiled code does not notice hooks that are registered once it exists, so those of a DDP module inside of
+    torch.compile() go on the compiled module."""
+    if ddp is None:
+        return module
+    around = (each for each in module.modules() if isinstance(each, OptimizedModule))
+    return next((each for each in around if any(inner is ddp for inner in each.modules())), ddp)
