@@ -1,0 +1,164 @@
+"""What every random program begins with. Its text is part of each printed program: it imports nothing of the tests,
+and the modules that those programs use."""
+
+# ruff: noqa: F401
+import contextlib
+import copy
+import io
+import itertools
+import json
+import os
+import random
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.functional import linear
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.utils.checkpoint import checkpoint
+
+import gradcast
+from gradcast import _core
+
+WIDTH = 8
+
+
+class Scale(torch.autograd.Function):
+    """Reads its weight where no module hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Holder(nn.Module):
+    """A framework's wrapper around a module."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def forward(self, *arguments):
+        return self.held(*arguments)
+
+
+class Stop(Exception):  # noqa: N818
+    """What a program raises and catches itself."""
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float32)
+    y = torch.randn(3, WIDTH, generator=generator, dtype=torch.float32)
+    return x.to(torch.get_default_dtype()), y.to(torch.get_default_dtype())
+
+
+def taken(value):
+    """A copy of everything in it, however deep."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {str(key): taken(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [taken(each) for each in value]
+    return value
+
+
+def pin(handle, seed):
+    """Follows a random plan of many blocks from now on: another layout, cuts through tensors, any order."""
+    chance = random.Random(seed)
+    places = list(handle.layout)
+    chance.shuffle(places)
+    tensors = [
+        _core.Tensor(
+            name=place.name,
+            bytes=place.end_bytes - place.lo_bytes,
+            buffer=place.buffer,
+            element_bytes=place.dtype.itemsize,
+            ready_ns=len(places) - number,
+            need_ns=number,
+        )
+        for number, place in enumerate(places)
+    ]
+    link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
+    profile = _core.Profile(
+        name="random",
+        forward_ns=len(places),
+        backward_ns=len(places),
+        tensors=tensors,
+        world_size=handle.world_size,
+        link=link,
+    )
+    profile = _core.Profile.from_json(profile.to_json())
+    ranges = []
+    ends = {}
+    for tensor in profile.tensors:
+        low = ends.get(tensor.buffer, 0)
+        high = ends[tensor.buffer] = low + tensor.bytes
+        elements = tensor.bytes // tensor.element_bytes
+        cuts = sorted({chance.randrange(elements) for _ in range(chance.choice([0, 0, 0, 1, 2]))} - {0})
+        for one, other in itertools.pairwise([0, *cuts, elements]):
+            ranges.append((tensor.buffer, low + one * tensor.element_bytes, low + other * tensor.element_bytes))
+        assert high == low + elements * tensor.element_bytes
+    chance.shuffle(ranges)
+    blocks = []
+    while ranges:
+        first = ranges.pop()
+        together = [first] + [
+            ranges.pop() for _ in range(chance.choice([0, 1, 2, 3])) if ranges and ranges[-1][0] == first[0]
+        ]
+        merged = []
+        for _, low, high in sorted(together):
+            if merged and merged[-1][1] == low:
+                merged[-1] = (merged[-1][0], high)
+            else:
+                merged.append((low, high))
+        blocks.append(_core.Block(ranges=merged, buffer=first[0]))
+    plan = _core.Plan(blocks=blocks, mode=handle.mode, in_flight=chance.choice([1, 1, 2]))
+    text = profile.to_json()
+    handle.load_state_dict(
+        {
+            "mode": handle.mode,
+            "world_size": handle.world_size,
+            "profile": text,
+            "layout": text,
+            "plan": plan.to_json(),
+            "unseen_reads": [],
+        }
+    )
+
+
+class KeepsPrevious(torch.optim.Optimizer):
+    """Moves along the difference to the last gradient, which it keeps as it is."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                previous = self.state[p].get("previous")
+                p.sub_(p.grad if previous is None else 1.5 * p.grad - 0.5 * previous, alpha=group["lr"])
+                self.state[p]["previous"] = p.grad
+        return loss
+
+
+def fabric_module(ddp):
+    """As Fabric.setup() wraps it."""
+    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric.wrappers import _FabricModule
+
+    return _FabricModule(ddp, DDPStrategy(), ddp.module)

@@ -1,0 +1,120 @@
+"""One program on one rank: with DDP first, then with gradcast, compared with what DDP gave."""
+
+import contextlib
+import gc
+import logging
+import traceback
+
+import gradcast
+from training.needs import torch
+
+SIDES = ("hook", "overlap")
+# Before each side, in what a rank prints: where a process has died or hangs, it tells in which.
+MARK = "program runs with: "
+# Where more than two ranks sum in another order than DDP's buckets do, in double precision.
+_MANY_RANKS = 1e-7
+_SHOWN = 4
+
+
+def run(rank, source: str) -> dict:
+    """What each side came to: {"ddp": ..., "hook": ..., "overlap": ...}."""
+    _quiet()
+    expected = _outcome(rank, source, "ddp")
+    found = {"ddp": _told(expected)}
+    if any(state != "ended" for state in rank.gather("ddp", expected[0])):
+        return found
+    for side in SIDES:
+        outcome = _outcome(rank, source, side)
+        found[side] = _told(outcome)
+        if outcome[0] == "ended":
+            found[side] |= {
+                "differences": _differences(outcome[1], expected[1], rank),
+                "followed": outcome[1]["followed"],
+            }
+        if any(state != "ended" for state in rank.gather(side, outcome[0])):
+            _forget_attachments()
+    return found
+
+
+def _quiet() -> None:
+    logging.getLogger("gradcast").setLevel(logging.CRITICAL)
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    gc.freeze()  # what is alive now lives on: it need not be looked through after each side
+
+
+def _outcome(rank, source: str, side: str) -> tuple:
+    print(MARK + side, flush=True)
+    names: dict = {"__name__": "program"}
+    try:
+        exec(compile(source, "program", "exec"), names)
+        return "ended", names["train"](side)
+    except gradcast.Error as error:
+        return "refused", error.code, str(error)
+    except Exception as error:
+        return "raised", type(error).__name__, traceback.format_exc(limit=-6)
+    finally:
+        names.clear()
+        torch.set_default_dtype(torch.float32)
+        if "torch.compile" in source:
+            torch.compiler.reset()
+        gc.collect()
+
+
+def _told(outcome: tuple) -> dict:
+    if outcome[0] == "ended":
+        return {"state": "ended"}
+    return {"state": outcome[0], "kind": outcome[1], "text": outcome[2]}
+
+
+def _forget_attachments() -> None:
+    """A program that was refused leaves its module attached; nothing of it goes on."""
+    from gradcast.training import forking
+
+    for attachment in list(forking._attached):
+        if not attachment.session.released:
+            with contextlib.suppress(Exception):
+                attachment.release(reusable=False)
+
+
+def _differences(ours: dict, theirs: dict, rank) -> list[str]:
+    found: list[str] = []
+    for name in ("parameters", "gradients", "buffers", "state", "seen", "kept", "random"):
+        # What a bare module's forward does to buffers on other ranks, between two broadcasts, is each rank's own.
+        if name == "buffers" and rank.index > 0:
+            continue
+        _compare(name, ours[name], theirs[name], rank.size == 2, found)
+    return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+
+
+def _compare(name: str, ours, theirs, exact: bool, found: list[str]) -> None:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        difference = _difference(ours, theirs, exact)
+        if difference:
+            found.append(f"{name}: {difference}")
+    elif isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.keys() != theirs.keys():
+            found.append(f"{name}: keys {sorted(map(str, ours))} against {sorted(map(str, theirs))}")
+            return
+        for key in ours:
+            _compare(f"{name}.{key}", ours[key], theirs[key], exact, found)
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            found.append(f"{name}: {len(ours)} against {len(theirs)} entries")
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            _compare(f"{name}[{index}]", one, other, exact, found)
+    elif type(ours) is not type(theirs) or ours != theirs:
+        found.append(f"{name}: {ours!r} against {theirs!r}")
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor, exact: bool) -> str | None:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return f"{ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
+    ours, theirs = ours.double(), theirs.double()
+    if torch.equal(ours.isnan(), theirs.isnan()):
+        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+    if torch.equal(ours, theirs):
+        return None
+    largest = (ours - theirs).abs().max().item()
+    if not exact and largest <= _MANY_RANKS * max(1.0, theirs.abs().max().item()):
+        return None
+    return f"differs by {largest:.3g}"

@@ -1,0 +1,49 @@
+"""What a program has come to on all ranks."""
+
+import dataclasses
+import re
+
+from fuzz_training.program import Program
+from fuzz_training.rank import SIDES
+
+_MANY_BLOCKS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """``state``: "equal"; "invalid" (DDP itself raises); "refused" (gradcast's Error in some mode, elsewhere equal);
+    "failed". ``reasons``: of refusals, without names and numbers. ``text``: for people."""
+
+    state: str
+    reasons: tuple[str, ...] = ()
+    text: str = ""
+    followed: bool = False  # the overlap program followed a plan of many blocks
+
+
+def verdict(program: Program, ranks: list[dict]) -> Verdict:
+    if any(rank["ddp"]["state"] != "ended" for rank in ranks):
+        texts = {rank["ddp"].get("text", "")[-500:] for rank in ranks}
+        return Verdict("invalid", text="\n".join(texts))
+    failures, reasons = [], []
+    for side in SIDES:
+        for number, rank in enumerate(ranks):
+            outcome = rank[side]
+            if outcome["state"] == "raised" or (outcome["state"] == "refused" and outcome["kind"] == "communication"):
+                failures.append(f"{side}, rank {number}: {outcome['text']}")
+            elif outcome["state"] == "refused":
+                reasons.append(_reason(outcome["text"]))
+            elif outcome["differences"]:
+                failures.append(f"{side}, rank {number}: " + "; ".join(outcome["differences"]))
+    if failures:
+        return Verdict("failed", text="\n".join(failures))
+    if reasons:
+        return Verdict("refused", tuple(dict.fromkeys(reasons)), "\n".join(dict.fromkeys(reasons)))
+    blocks = [entry for entry in ranks[0]["overlap"]["followed"] if not entry[2]]
+    many = sum(count >= _MANY_BLOCKS for count, _, _ in blocks)
+    return Verdict("equal", followed=many >= program.steps // 2)
+
+
+def _reason(text: str) -> str:
+    """Of messages that differ in names and numbers alone, the same."""
+    text = re.sub(r"^rank \d+ refuses to attach: ", "", text)
+    return re.sub(r"\b(\w+\.)+\w+\b|\bp\d\b|\d+", "…", text)[:160]
