@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gradcast import _core
 from gradcast.errors import Error
+from gradcast.training import extension
 from gradcast.training.group import Group
 
 _SIZES_BYTES = [1024 * 4**power for power in range(9)]  # 1 KiB to 64 MiB
@@ -61,7 +61,7 @@ def _times_s(collective: Any, size_bytes: int) -> list[float]:
     try:
         for _ in range(_FIRST_CALLS + _REPEATS):
             start = time.perf_counter()
-            dist.all_reduce(tensor, group=collective)
+            extension.load().all_reduce(collective, tensor)
             times.append(time.perf_counter() - start)
     except RuntimeError as error:
         first = str(error).strip().splitlines()[0]

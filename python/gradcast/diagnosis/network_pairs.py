@@ -5,7 +5,6 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from gradcast.diagnosis import tcp
 from gradcast.diagnosis.network_findings import Pair
 from gradcast.diagnosis.network_hosts import Place
 from gradcast.errors import Error
+from gradcast.training import extension
 from gradcast.training.group import Group
 
 STREAMS = 4
@@ -174,10 +174,9 @@ def _messages(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: flo
 
 
 def _move(group: Group, tensor: torch.Tensor, other: int, sends: bool, limit_s: float) -> None:
-    peer = dist.get_global_rank(group.own, other)
+    c10d = extension.load()
     try:
-        work: Any = (dist.isend if sends else dist.irecv)(tensor, peer, group=group.own)
-        work.wait(datetime.timedelta(seconds=limit_s))
+        (c10d.send if sends else c10d.receive)(group.own, tensor, other, limit_s)
     except RuntimeError as error:
         what = "to" if sends else "from"
         raise Error(

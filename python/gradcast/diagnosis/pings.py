@@ -3,12 +3,13 @@
 import time
 
 import torch
-import torch.distributed as dist
 
 from gradcast.traces import ClockOffset, Ping, clock_offset
+from gradcast.training import extension
 from gradcast.training.group import Group
 
 _PINGS = 12
+_LIMIT_S = 300.0  # of a message, where the group does not tell its own
 
 
 def offsets(group: Group) -> list[ClockOffset]:
@@ -23,19 +24,19 @@ def offsets(group: Group) -> list[ClockOffset]:
 
 
 def _asked(group: Group, rank: int) -> list[Ping]:
-    peer = dist.get_global_rank(group.own, rank)
+    c10d, limit_s = extension.load(), group.timeout_s or _LIMIT_S
     answer = torch.zeros(1, dtype=torch.int64, device="cpu")
     found = []
     for _ in range(_PINGS):
         sent_ns = time.perf_counter_ns()
-        dist.send(answer, peer, group=group.own)
-        dist.recv(answer, peer, group=group.own)
+        c10d.send(group.own, answer, rank, limit_s)
+        c10d.receive(group.own, answer, rank, limit_s)
         found.append(Ping(sent_ns, int(answer.item()), time.perf_counter_ns()))
     return found
 
 
 def _answer(group: Group) -> None:
-    peer = dist.get_global_rank(group.own, 0)
+    c10d, limit_s = extension.load(), group.timeout_s or _LIMIT_S
     for _ in range(_PINGS):
-        dist.recv(torch.zeros(1, dtype=torch.int64, device="cpu"), peer, group=group.own)
-        dist.send(torch.tensor([time.perf_counter_ns()], device="cpu"), peer, group=group.own)
+        c10d.receive(group.own, torch.zeros(1, dtype=torch.int64, device="cpu"), 0, limit_s)
+        c10d.send(group.own, torch.tensor([time.perf_counter_ns()], device="cpu"), 0, limit_s)
