@@ -20,7 +20,7 @@ from gradcast.training.acceptance import Accepted, check_optimizers, trainable
 from gradcast.training.compiled import CompiledBlocks
 from gradcast.training.ddp import TakenOver
 from gradcast.training.group import Group
-from gradcast.training.module_hooks import around_forward
+from gradcast.training.module_hooks import UncopiedHook, around_forward
 from gradcast.training.options import Options
 from gradcast.training.session import Session
 from gradcast.training.structure import Structure, holds_other_tensors, in_functional_call
@@ -43,6 +43,8 @@ class Attachment:
         if accepted.ddp is not None:
             self._taken_over = TakenOver(accepted.ddp, self._joining, self._joined)
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
+        if accepted.module is not accepted.called:
+            self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
         forking.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -84,6 +86,11 @@ class Attachment:
         if not compiled:
             self._compiled.find()
         self.session.before_forward(compiled or isinstance(self._accepted.called, OptimizedModule))
+
+    def _before_inner(self, _: Any, __: bool) -> None:
+        """The module inside of a wrapper may be traced alone, and what is traced must not contain our waiting."""
+        if torch.jit.is_tracing() and not self.session.released:
+            self.session.finish()
 
     def _after_forward(self, output: Any, _: bool) -> None:
         if self.session.released:

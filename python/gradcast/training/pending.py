@@ -12,11 +12,12 @@ became pending.
 Thread safety: any thread; an owner serialises its own work.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -127,8 +128,24 @@ def finish(values: Iterable[Any], function: Any) -> None:
         owner = _owner_of(tensor)
         if owner is not None:
             by_owner.setdefault(id(owner), (owner, []))[1].append(tensor)
-    for owner, tensors in by_owner.values():
-        owner.touched(tensors, function)
+    if not by_owner:
+        return
+    with not_traced():
+        for owner, tensors in by_owner.values():
+            owner.touched(tensors, function)
+
+
+@contextlib.contextmanager
+def not_traced() -> Iterator[None]:
+    """What finishes a tensor is no part of what torch.jit.trace() writes down."""
+    state = torch._C._get_tracing_state()
+    if state is not None:
+        torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch._C._set_tracing_state(state)
 
 
 def _zero(tensors: Any, function: Any) -> Any:

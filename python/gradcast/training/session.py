@@ -312,15 +312,18 @@ class Session:
 
     # --- Forward and step ---
 
+    def finish(self) -> None:
+        """All updates that are due."""
+        with self._lock, pending.not_traced():
+            self._finish_all()
+
     def before_forward(self, compiled: bool) -> None:
         self._forward_seen = True
+        if compiled:
+            # Compiled code has decided which class its parameters have, and does not ask who may read them.
+            self._say_compiled()
         if compiled or torch.jit.is_tracing():
-            # Compiled code has decided which class its parameters have, and does not ask who may read them. What is
-            # traced must not contain our waiting.
-            if compiled:
-                self._say_compiled()
-            with self._lock:
-                self._finish_all()
+            self.finish()
         self._finish_unseen()
         training = torch.is_grad_enabled() and self._module.training
         if training:

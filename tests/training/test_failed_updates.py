@@ -1,0 +1,139 @@
+"""An update that raises is not forgotten: whoever goes on with its parameters hears of it, on every way there is."""
+
+import contextlib
+import signal
+
+import pytest
+
+import gradcast
+from training.attached import error_of
+from training.needs import torch
+from training.sides import Side, differences, net
+
+nn = torch.nn
+
+
+class Fails(torch.optim.SGD):
+    """Its next update raises where ``due`` is set: for lack of memory, or as if somebody pressed Ctrl-C."""
+
+    due: BaseException | None = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        error, self.due = self.due, None
+        if error is not None:
+            raise error
+        return super().step(closure)
+
+
+def begun(rank, error):
+    """In overlap mode, with a plan, an update that raises due and its step() behind it."""
+    side = Side("overlap", rank.index)
+    module = net()
+    optimizer = Fails(module.parameters(), lr=0.1)
+    side.attach(module, optimizer)
+    for _ in side.steps(module, optimizer):
+        pass
+    side.handle.flush()
+    optimizer.zero_grad()
+    module(side.batch(50)).square().sum().backward()
+    optimizer.step()
+    optimizer.due = error
+    return side, module, optimizer
+
+
+def read(side, module):
+    module[0].weight.sum()
+
+
+def forward(side, module):
+    module(side.batch(51))
+
+
+def flush(side, module):
+    side.handle.flush()
+
+
+def state_dict(side, module):
+    module.state_dict()["0.weight"].sum()
+
+
+WAYS = {each.__name__: each for each in (read, forward, flush, state_dict)}
+
+
+def go_on_after(rank, way):
+    """A loop that catches everything: what it hears first, and when it goes on all the same."""
+    side, module, _ = begun(rank, torch.OutOfMemoryError("no memory for the update"))
+    heard = []
+    for _ in range(3):
+        try:
+            WAYS[way](side, module)
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    with contextlib.suppress(gradcast.Error):
+        side.handle.detach()
+    return heard
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failed_update_raises_again_wherever_the_loop_goes_on(ranks, way):
+    for heard in ranks.run(2, go_on_after, way):
+        assert len(heard) == 3, "nobody trains on with parameters that missed a step"
+        assert "no memory for the update" in heard[0]
+        assert all("Error: " in each and "update" in each for each in heard[1:])
+
+
+def next_step(rank):
+    side, module, optimizer = begun(rank, RuntimeError("the update is broken"))
+    with contextlib.suppress(RuntimeError):
+        module(side.batch(51)).square().sum().backward()
+    code, words = error_of(lambda: (optimizer.zero_grad(), module(side.batch(52)).square().sum().backward()))
+    with contextlib.suppress(gradcast.Error):
+        side.handle.detach()
+    return code, words
+
+
+def test_the_next_step_is_refused(ranks):
+    for code, words in ranks.run(2, next_step):
+        assert code is not None, words
+        assert "update" in words
+
+
+class Interrupted(torch.optim.SGD):
+    """Somebody presses Ctrl-C in the middle of its next update where ``pressed`` is set."""
+
+    pressed = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.pressed:
+            self.pressed = False
+            signal.raise_signal(signal.SIGINT)
+        return super().step(closure)
+
+
+def interrupted(side):
+    module = net()
+    called = nn.parallel.DistributedDataParallel(module) if side.name == "ddp" else module
+    optimizer = Interrupted(module.parameters(), lr=0.1, momentum=0.9)
+    side.attach(called, optimizer)
+    for number in range(12):
+        optimizer.zero_grad()
+        optimizer.pressed = number == 8 and side.name != "ddp"  # the update of the step before is still due
+        try:
+            out = called(side.batch(number))
+            assert not optimizer.pressed or side.name == "ddp", "no update was due"
+        except KeyboardInterrupt:
+            out = called(side.batch(number))
+        out.square().sum().backward()
+        optimizer.step()
+    return side.result(module)
+
+
+def run_interrupted(rank):
+    return differences(rank, interrupted, "overlap")
+
+
+def test_ctrl_c_leaves_no_update_half_done(ranks):
+    for found in ranks.run(2, run_interrupted):
+        assert found == []

@@ -1,0 +1,102 @@
+"""Other tensors in a module's places: for one call, for tracing, or another dtype from now on."""
+
+import pytest
+
+from training.needs import torch
+from training.sides import DDP, differences, net
+
+nn = torch.nn
+
+
+def converted(side, convert):
+    """In the middle of training; gradcast gets the bare module, for which DDP needs a new wrapper."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    called = DDP(module) if side.name == "ddp" else module
+    side.attach(called, optimizer)
+    for number in range(10):
+        if number == 6:
+            convert(module)
+            called = DDP(module) if side.name == "ddp" else module
+        optimizer.zero_grad()
+        called(side.batch(number).to(module[0].weight.dtype)).square().sum().backward()
+        optimizer.step()
+    return side.result(module)
+
+
+CONVERSIONS = {
+    "double": lambda module: module.double(),
+    "bfloat16": lambda module: module.to(torch.bfloat16),
+    "a part": lambda module: module[2].to(torch.float32),
+    "back and forth": lambda module: module.double().float(),
+}
+
+
+def run_converted(rank, name, mode):
+    return differences(rank, lambda side: converted(side, CONVERSIONS[name]), mode)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_another_dtype_in_mid_run(ranks, name, mode):
+    for found in ranks.run(2, run_converted, name, mode):
+        assert found == []
+
+
+def traced(side):
+    module = net()
+    ddp, optimizer = DDP(module), torch.optim.SGD(module.parameters(), lr=0.1)
+    side.attach(ddp, optimizer)
+    outputs = []
+    for number in range(8):
+        optimizer.zero_grad()
+        ddp(side.batch(number)).square().sum().backward()
+        optimizer.step()
+        if number in (5, 7):
+            outputs.append(torch.jit.trace(module, side.batch(99))(side.batch(98)).detach().clone())
+    return outputs, side.result(module)
+
+
+def run_traced(rank, mode):
+    return differences(rank, traced, mode)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_module_is_traced_after_a_step(ranks, mode):
+    for found in ranks.run(2, run_traced, mode):
+        assert found == []
+
+
+def other_tensors(side, kind, ranks):
+    """functional_call on a bare module that gradcast is attached to, as meta-learning does it."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    called = DDP(module) if side.name == "ddp" else module
+    side.attach(called, optimizer)
+    seen = []
+    for number in range(8):
+        optimizer.zero_grad()
+        called(side.batch(number)).square().sum().backward()
+        optimizer.step()
+        if side.rank not in ranks:
+            continue
+        make = nn.Parameter if kind == "parameters" else lambda value: value.requires_grad_(kind == "leaves")
+        others = {name: make(p.detach() * 0.5) for name, p in module.named_parameters()}
+        out = torch.func.functional_call(module, others, (side.batch(50 + number),))
+        if kind != "constants":
+            out.square().sum().backward()
+            seen.append([each.grad.clone() for each in others.values()])
+        seen.append(out.detach().clone())
+    return seen, side.result(module)
+
+
+def run_other_tensors(rank, kind, ranks, mode):
+    return differences(rank, lambda side: other_tensors(side, kind, ranks), mode)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("ranks_that_do", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("kind", ["constants", "leaves", "parameters"])
+def test_functional_call_with_other_tensors(ranks, kind, ranks_that_do, mode):
+    for found in ranks.run(2, run_other_tensors, kind, ranks_that_do, mode):
+        assert found == []
