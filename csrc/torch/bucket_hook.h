@@ -1,6 +1,6 @@
 // DDP's bucket in pieces over a process group of gradcast's own: the C++ part of gradcast.comm_hook.
 //
-// Thread safety: the thread on which DDP calls its hook. What follows runs on the backend's thread, without the GIL.
+// Thread safety: any thread on which DDP calls its hook. What follows runs on the backend's thread, without the GIL.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -67,10 +67,24 @@ py::bytes bytes_from_first(c10d::ProcessGroup& group, const std::string& own, co
   return text;
 }
 
+// A value that Python knows takes the GIL when its last owner drops it. That must not be the backend's thread, which drops its
+// share some time after it has woken the waiter: so each is kept here until nobody else has it. Never freed as a whole: at
+// the end of the process Python has gone.
+std::vector<c10::intrusive_ptr<c10::ivalue::PyObjectHolder>>& kept_results() {
+  static auto* kept = new std::vector<c10::intrusive_ptr<c10::ivalue::PyObjectHolder>>();
+  return *kept;
+}
+
+void drop_results() {
+  std::erase_if(kept_results(), [](const auto& each) { return each.use_count() == 1; });
+}
+
 std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::ProcessGroup& group,
                                                                           const c10d::GradBucket& bucket,
                                                                           int64_t piece_bytes) {
   c10::IValue result = torch::jit::toIValue(py::cast(bucket.getBuffer()), c10::PyObjectType::get());
+  drop_results();
+  kept_results().push_back(result.toPyObjectHolder());
   const py::gil_scoped_release released;
   return std::make_shared<torch::jit::PythonFutureWrapper>(
       average_bucket(group, bucket, piece_bytes, std::move(result)));
@@ -115,6 +129,7 @@ PYBIND11_MODULE(_c10d, module) {
              py::arg("timeout_s"), WithoutGil(), "Receives a contiguous tensor from one rank, and waits for it.");
   module.def("average_bucket", &gradcast::average_bucket_in_python, py::arg("process_group"), py::arg("bucket"),
              py::arg("piece_bytes"), "Averages a bucket of DDP over the ranks, in pieces. The future of its tensor.");
+  module.def("drop_results", &gradcast::drop_results, "Lets go of averaged buckets that nobody else holds any more.");
   module.def(
       "held_elsewhere", &gradcast::held_elsewhere, py::arg("tensors"), py::arg("python_references"),
       py::arg("are_gradients"),

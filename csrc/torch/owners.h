@@ -1,6 +1,6 @@
 // Who else holds a tensor or uses a gradient as it is made: read from reference counts and hooks, so that nobody has to register.
 //
-// REQUIRES: the caller holds the GIL.
+// Thread safety: any thread that holds the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -11,7 +11,7 @@ from fuzz_training.shrink import shrunk
 from fuzz_training.verdict import Verdict, verdict
 from training.pool import Pool, RankError
 
-_LIMIT_S = 24.0  # a rank that waits in vain says so after half of it
+_LIMIT_S = 60.0  # a rank that waits in vain says so after half of it
 
 
 @dataclasses.dataclass

@@ -222,7 +222,7 @@ def test_other_owners_are_refused_in_hook_mode(ranks, name):
         assert REFUSED[name][1] in words
 
 
-def fake(package, name, base):
+def fake(package, name, base=object):
     """A class of the same name and module as that of a library which cannot be installed here."""
     return types.new_class(name, (base,), exec_body=lambda space: space.update(__module__=package))
 
@@ -237,9 +237,14 @@ FAKE_MODULES = {
 FAKE_OPTIMIZERS = {
     "horovod": ("horovod.torch.optimizer", "_DistributedOptimizer"),
     "horovod under the user's name": ("horovod.torch.optimizer", "SGD"),
+}
+# Not optimizers of torch.
+FAKE_ENGINES = {
     "deepspeed": ("deepspeed.runtime.zero.stage_1_and_2", "ZeROOptimizer"),
     "megatron": ("megatron.core.optimizer.optimizer", "MegatronOptimizer"),
+    "torch.distributed": ("torch.distributed.optim.optimizer", "DistributedOptimizer"),
 }
+PARAMETER_MARKS = {"ds_id": "DeepSpeed", "main_grad": "Megatron"}
 
 
 def attach_fake_module(side, package, name):
@@ -252,6 +257,16 @@ def attach_fake_optimizer(side, package, name):
     side.attach(module, fake(package, name, torch.optim.SGD)(module.parameters(), lr=0.1))
 
 
+def attach_fake_engine(side, package, name):
+    side.attach(net(), fake(package, name)())
+
+
+def attach_marked(side, mark):
+    module = net()
+    setattr(module[2].weight, mark, 0)
+    side.attach(module, sgd(module))
+
+
 def run_fakes(rank):
     modules = {
         called: refusal(rank, lambda side, which=which: attach_fake_module(side, *which), "overlap")
@@ -260,6 +275,14 @@ def run_fakes(rank):
     optimizers = {
         called: refusal(rank, lambda side, which=which: attach_fake_optimizer(side, *which), "overlap")
         for called, which in FAKE_OPTIMIZERS.items()
+    }
+    optimizers |= {
+        called: refusal(rank, lambda side, which=which: attach_fake_engine(side, *which), "overlap")
+        for called, which in FAKE_ENGINES.items()
+    }
+    modules |= {
+        called: refusal(rank, lambda side, mark=mark: attach_marked(side, mark), "overlap")
+        for mark, called in PARAMETER_MARKS.items()
     }
     return modules, optimizers
 

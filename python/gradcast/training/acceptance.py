@@ -81,11 +81,10 @@ def accept(
     those around the module that nobody calls."""
     if not isinstance(module, nn.Module):
         raise refused(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
-    _refuse_owned_modules(module)
     ddp = the_ddp(module)
     inner = module if ddp is None else ddp.module
+    check_owners(module)
     parameters = trainable(inner)
-    _refuse_owned_parameters(inner)
     if ddp is not None:
         _check_covered(module, ddp)
         _check_ddp(ddp, process_group)
@@ -153,6 +152,12 @@ def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Pa
     if device.type not in ("cpu", "cuda"):
         raise refused(f"the module lies on {device}; gradcast knows cpu and cuda")
     return found
+
+
+def check_owners(module: nn.Module) -> None:
+    """No other library shards, reduces or updates any part of the module by itself."""
+    _refuse_owned_modules(module)
+    _refuse_owned_parameters(module)
 
 
 def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Parameter]) -> None:

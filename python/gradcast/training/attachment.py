@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training import checks, forking
-from gradcast.training.acceptance import Accepted, check_optimizers, trainable
+from gradcast.training.acceptance import Accepted, check_optimizers, check_owners, trainable
 from gradcast.training.compiled import CompiledBlocks
 from gradcast.training.ddp import TakenOver
 from gradcast.training.group import Group
@@ -117,6 +117,7 @@ class Attachment:
         refusal, parameters = None, {}
         inner = self._accepted.module
         try:
+            check_owners(self._accepted.whole)
             parameters = trainable(inner, known=self._frozen_since(before) - frozen)
             check_optimizers(self._optimizers, parameters)
         except Error as error:

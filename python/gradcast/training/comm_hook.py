@@ -5,6 +5,7 @@ Which gradients share a bucket, when a bucket is handed over, and that everythin
 returns, stays DDP's decision. ``gradcast.attach`` decides these.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class HookState:
         """Made at the first bucket, which comes on all ranks at the same time and tells the device."""
         if self._group is None:
             self._group = make_group(self._process_group, device, self._timeout_s)
+            weakref.finalize(self, extension.load().drop_results)
         return self._group
 
 

@@ -66,7 +66,8 @@ def attach_inside(
     options = options or Options()
     _make_log_visible()
     disabled = is_disabled()
-    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
+    listed = isinstance(optimizer, list | tuple)
+    given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
     refusal, accepted = None, None
     try:
@@ -167,7 +168,7 @@ class Handle:
         """Waits until every gradient in flight has arrived, and runs every update that waits for it (on a device: puts
         it on the current stream).
 
-        Needed only before parameters are read in ways that PyTorch's own checks do not see: DLPack, raw pointers.
+        Needed only before parameters are read in ways that nobody sees: raw pointers, to_dlpack(), TorchScript.
         """
         if not self._session.released:
             self._session.flush()
@@ -223,11 +224,13 @@ class Handle:
         ``wait_s``: for after an error, where other ranks may never join in: raises Error(communication) when that takes
         longer. The module is given back then, too, and its parameters may lack an update.
         """
-        if not self._attached.released:
-            _detach(self._attached, wait_s)
-        module = self._module()
-        if module is not None:
-            attached_modules.pop(module, None)
+        try:
+            if not self._attached.released:
+                _detach(self._attached, wait_s)
+        finally:
+            module = self._module()
+            if module is not None:
+                attached_modules.pop(module, None)
 
     @property
     def _live(self) -> Any:

@@ -6,8 +6,8 @@ operation waits until the owner has finished the tensor, which also restores the
 had been: clipping, ``state_dict``, ``deepcopy``, evaluation and modules that read their weights in unusual ways all see
 finished values. Questions about a tensor that do not depend on its values (shape, ``.grad``, …) do not wait.
 
-What PyTorch hands out without asking the class is not caught: DLPack, views and raw pointers taken before the tensor
-became pending.
+What PyTorch hands out without asking the class is not caught: a raw pointer taken before the tensor became pending,
+to_dlpack() and TorchScript meanwhile. Views and aliases that were taken before are seen otherwise (owners.h).
 
 Thread safety: any thread; an owner serialises its own work.
 """

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import Error
 from gradcast.training import extension
+from gradcast.training.acceptance import unwrapped
 from gradcast.training.group import gather, on_device
 from gradcast.training.handle import attach
 from gradcast.training.options import Options
@@ -54,8 +55,7 @@ def verify(
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         raise Error("verify compares workers: start two or more, and call init_process_group() first", "invalid_use")
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
+    module = unwrapped(module)
     # The plan is what is compared, also where it gains nothing.
     options = dataclasses.replace(options or Options(), adapt=False)
     passes = _Passes(compute_loss)
