@@ -171,3 +171,37 @@ def test_a_copied_ddp_module_is_stock_ddp(ranks, way):
     for found, has_own_join in ranks.run(2, copy_ddp, way):
         assert found == []
         assert has_own_join
+
+
+class UsesOne(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def copy_ddp_with_option(rank, way, option):
+    """Three passes of a copy: the graph may be searched, or learned in the first pass."""
+    torch.manual_seed(0)
+    ddp = torch.nn.parallel.DistributedDataParallel(UsesOne(), **{option: True})
+    handle = gradcast.attach(ddp)
+    copied = WAYS[way](ddp)
+    found = []
+    for _ in range(3):
+        for each in (ddp, copied):
+            each.zero_grad()
+            each(torch.full((2, 4), 1.0 + rank.index)).sum().backward()
+        found += compare.trees(copied.module.used.weight.grad, ddp.module.used.weight.grad)
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=lambda o: next(iter(o))
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copied_ddp_module_has_the_options_of_its_ddp(ranks, way, options):
+    for found in ranks.run(2, copy_ddp_with_options, way, options):
+        assert found == []

@@ -10,6 +10,7 @@ from training import compare, optimizers
 from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
+from training.sides import DDP, differences
 
 nn = torch.nn
 WARMUP_STEPS = 3
@@ -363,4 +364,44 @@ def train_by_a_method(rank):
 
 def test_a_module_that_is_trained_by_another_method_than_forward(ranks):
     for found in ranks.run(2, train_by_a_method):
+        assert found == []
+
+
+class FirstOnly(torch.autograd.Function):
+    """A sum whose backward has nothing for its second addend, as functions of one's own may."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return first + second
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class WithoutGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return FirstOnly.apply(self.layer(x), self.shift)
+
+
+def train_without_gradient(side):
+    torch.manual_seed(0)
+    module = WithoutGradient()
+    ddp = DDP(module, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    side.attach(ddp, optimizer)
+    return side.trained(ddp, module, optimizer)
+
+
+def without_gradient(rank, mode):
+    return differences(rank, train_without_gradient, mode)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_function_that_returns_no_gradient_leaves_its_parameter_unused(ranks, mode):
+    for found in ranks.run(2, without_gradient, mode):
         assert found == []

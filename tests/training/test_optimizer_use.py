@@ -9,6 +9,7 @@ import gradcast
 from training import compare
 from training.models import TASKS
 from training.needs import torch
+from training.sides import DDP, differences, net
 from training.twins import Twins
 
 
@@ -218,4 +219,23 @@ def two_optimizers(rank):
 
 def test_two_optimizers_share_a_module(ranks):
     for found in ranks.run(2, two_optimizers):
+        assert found == []
+
+
+def train_beside_integers(side):
+    """As a quantized layer's zero points: a parameter that is not trained and cannot be."""
+    module = net()
+    module[-1].register_parameter("points", torch.nn.Parameter(torch.tensor([2, 3]), requires_grad=False))
+    ddp = DDP(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    side.attach(ddp, optimizer)
+    return side.trained(ddp, module, optimizer)
+
+
+def beside_integers(rank):
+    return differences(rank, train_beside_integers, "overlap")
+
+
+def test_a_frozen_parameter_of_integers(ranks):
+    for found in ranks.run(2, beside_integers):
         assert found == []

@@ -3,7 +3,6 @@
 DDP keeps what it does besides: buffers from rank 0 before forward, ``no_sync``, its forward. Only its reduction goes.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +30,7 @@ class TakenOver:
         self.active = False
         self.take()
         ddp.join_hook = _WatchedJoinHook(self, ddp)
+        ddp.__getstate__ = self._state_of_a_copy
 
     def take(self) -> None:
         ddp = self._ddp()
@@ -43,6 +43,15 @@ class TakenOver:
         # With a static graph DDP would reduce at the end of its first backward pass, whoever's gradients these are.
         ddp._static_graph_delay_allreduce_enqueued = True
         self.active = True
+
+    def _state_of_a_copy(self) -> dict[str, Any]:
+        """In the place of ``ddp.__getstate__``: copies have nothing of gradcast, and reduce as DDP does."""
+        state = DistributedDataParallel.__getstate__(self._ddp())
+        del state["join_hook"], state["__getstate__"]
+        if self.active:
+            state["find_unused_parameters"] = self._find_unused_parameters
+            state["_static_graph_delay_allreduce_enqueued"] = False
+        return state
 
     def before_forward(self) -> None:
         """Calls ``joining`` in the first forward pass inside of ``join()``. Raises for a hook registered since."""
@@ -69,13 +78,13 @@ class TakenOver:
         ddp = self._ddp()
         if ddp is None:
             return
-        del ddp.join_hook
+        del ddp.join_hook, ddp.__getstate__
         if self.active:
             self.reduce_again()
 
 
 class _WatchedJoinHook:
-    """In the place of ``ddp.join_hook``. A copy of the module, which has nothing of gradcast, gets DDP's own."""
+    """In the place of ``ddp.join_hook``."""
 
     def __init__(self, taken_over: TakenOver, ddp: DistributedDataParallel) -> None:
         self._taken_over, self._ddp = taken_over, weakref.ref(ddp)
@@ -83,9 +92,6 @@ class _WatchedJoinHook:
     def __call__(self, **options: Any) -> JoinHook:
         self._taken_over._in_join = True
         return _WatchedJoin(DistributedDataParallel.join_hook(self._ddp(), **options), self._taken_over)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (DistributedDataParallel.join_hook, self._ddp())
 
 
 class _WatchedJoin(JoinHook):

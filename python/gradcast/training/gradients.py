@@ -241,7 +241,9 @@ class Gradients:
             self._used_before.add(slot.index)
             return
         if slot.parameter.grad is None:
-            raise used_inside_backward(slot)
+            if len(slot.parameter._post_accumulate_grad_hooks) > 1:
+                raise used_inside_backward(slot)
+            return  # a function has returned None for it: as if the pass had not come to it
         if not self.open or slot.ready or self._task != self._open_task:
             self._begin(slot, listener)
         self._collect(slot, listener)

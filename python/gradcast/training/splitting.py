@@ -60,7 +60,7 @@ class _Trial:
         state: collections.defaultdict[Any, dict] = collections.defaultdict(dict)
         for group in optimizer.param_groups:
             members = []
-            for parameter in _some(group["params"]):
+            for parameter in _some([each for each in group["params"] if each.is_floating_point()]):
                 members.append(_stand_in(parameter, generator))
                 memo[id(parameter)] = members[-1]
                 if parameter in optimizer.state:
