@@ -198,10 +198,8 @@ def copy_ddp_with_option(rank, way, option):
     return found
 
 
-@pytest.mark.parametrize(
-    "options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=lambda o: next(iter(o))
-)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copied_ddp_module_has_the_options_of_its_ddp(ranks, way, options):
-    for found in ranks.run(2, copy_ddp_with_options, way, options):
+def test_a_copied_ddp_module_has_the_options_of_its_ddp(ranks, way, option):
+    for found in ranks.run(2, copy_ddp_with_option, way, option):
         assert found == []

@@ -227,7 +227,9 @@ def train_beside_integers(side):
     module = net()
     module[-1].register_parameter("points", torch.nn.Parameter(torch.tensor([2, 3]), requires_grad=False))
     ddp = DDP(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [module[-1].points, *(p for p in module.parameters() if p.requires_grad)], lr=0.1, momentum=0.9
+    )
     side.attach(ddp, optimizer)
     return side.trained(ddp, module, optimizer)
 
