@@ -27,6 +27,7 @@ help:
 	@echo 'make demo       train on two workers over a slow link, with and without gradcast; writes demo.png'
 	@echo 'make test       everything that must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
 	@echo 'make test-long  what takes longer: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
+	@echo 'make test-peers tests that others wrote for DDP, with gradcast in its place'
 	@echo 'make benchmark  time the planner, the engine and the simulator'
 	@echo 'make lint       check style only;  make format  mend it'
 	@echo 'make clean      remove everything that make made'
@@ -62,6 +63,12 @@ test-cpp: all
 test-python: core $(VENV)/hta.stamp
 	@rm -f $(BUILD)/pytest.xml
 	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest.xml -m 'not long'
+
+# Others' tests of DDP, with gradcast in its place (docs/peers.md). Minutes; not part of `make test`.
+.PHONY: test-peers
+test-peers: core
+	@rm -f $(BUILD)/pytest-peers.xml
+	pytest tests/peers --junitxml=$(BUILD)/pytest-peers.xml -o junit_family=xunit1
 
 # The C++ tests once more under the compilers' checkers: of threads on the engine, of memory and undefined behaviour on
 # everything. Clang where it is at hand: it builds them twice as fast, and checks the engine's locks while it compiles.
