@@ -37,9 +37,10 @@ class Found:
         return "\n".join(lines)
 
 
-def tried(pool: Pool, program: Program) -> Verdict:
+def tried(pool: Pool, program: Program, run: Callable = rank.run, *more: str) -> Verdict:
+    """``run``: what each rank calls, with the program's code and ``more``."""
     try:
-        return verdict(program, pool.run(program.ranks, rank.run, program.source(), timeout_s=_LIMIT_S))
+        return verdict(program, pool.run(program.ranks, run, program.source(), *more, timeout_s=_LIMIT_S))
     except RankError as error:
         text = str(error)
         is_theirs = not any(rank.MARK + side in text for side in rank.SIDES)

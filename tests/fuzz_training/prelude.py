@@ -156,6 +156,17 @@ class KeepsPrevious(torch.optim.Optimizer):
         return loss
 
 
+class Fails(torch.optim.SGD):
+    """While ``armed``, a step is out of memory."""
+
+    armed = False
+
+    def step(self, closure=None):
+        if self.armed:
+            raise MemoryError("no memory for the update")
+        return super().step(closure)
+
+
 def fabric_module(ddp):
     """As Fabric.setup() wraps it."""
     from lightning.fabric.strategies import DDPStrategy

@@ -235,10 +235,11 @@ def _wrapping(program: Program) -> str:
         lines += ["    nonlocal syncing", f"    ddp = syncing = {ddp}", f"    return {wrapped}"]
     lines += [
         "",
+        # Before the next forward pass, which is where gradcast begins again, not at once: DDP sends the buffers there.
+        "changed = False",
         "def rewrap():",
-        "    nonlocal called, syncing",
-        "    if handle is None:",
-        "        called = syncing = wrap()",
+        "    nonlocal changed",
+        "    changed = handle is None",
         "",
         "def attach():",
         "    if side == 'ddp':",
@@ -331,6 +332,7 @@ def _train(program: Program) -> str:
     in_loop = [
         "x, y = (each.to(model.first.weight.dtype) for each in batch(step, rank))",
         "model.turn = step",
+        "if changed:\n    changed = False\n    called = syncing = wrap()",
         _zero(program, "start"),
         _at(program, "start"),
         *step,

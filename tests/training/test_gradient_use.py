@@ -12,6 +12,7 @@ from training.attached import Attached, error_of
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
+from training.sides import DDP, differences
 from training.twins import Twins
 
 nn = torch.nn
@@ -260,6 +261,36 @@ def two_forwards_with_buffers(rank, mode):
 def test_two_forward_passes_of_a_module_with_batch_norm(ranks, mode):
     """With DDP this needs broadcast_buffers=False: what it sends before the second one backward still needs."""
     for found in ranks.run(2, two_forwards_with_buffers, mode):
+        assert found == []
+
+
+def train_with_a_pass_left_out(side):
+    """Every step calls the module twice, and uses the second result."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    called = module if side.name != "ddp" else DDP(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    side.attach(module, optimizer)
+    seen = []
+    for number in range(6):
+        optimizer.zero_grad()
+        called(side.batch(number + 50))
+        called(side.batch(number)).square().sum().backward()
+        optimizer.step()
+        module.eval()
+        with torch.no_grad():
+            seen.append(module(side.batch(0)).tolist())
+        module.train()
+    return seen
+
+
+def with_a_pass_left_out(rank, mode):
+    return differences(rank, train_with_a_pass_left_out, mode)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_buffers_are_sent_before_each_forward_pass(ranks, mode):
+    for found in ranks.run(2, with_a_pass_left_out, mode):
         assert found == []
 
 

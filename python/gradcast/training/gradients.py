@@ -72,6 +72,7 @@ class Gradients:
         self._used_before: set[int] = set()  # by backward passes that were not synchronized
         self._forward_on = threading.get_ident()  # the thread of the last forward pass
         self._running_on: int | None = None  # the thread of the backward pass that makes the open gradients
+        self._graphs: list[weakref.ref] = []  # of forward passes since the last backward pass
         self.open = False
         self.used = False
         self.long_frozen: set[int] = set()
@@ -113,9 +114,16 @@ class Gradients:
             if gradients is not None:
                 gradients._on_backward_start()
 
-        for tensor in _tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(hook)
+        with_graph = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in with_graph:
+            tensor.register_hook(hook)
+        if with_graph:
+            self._graphs.append(weakref.ref(hook))  # which lives as long as the graph does
+
+    def awaits_backward(self) -> bool:
+        """A forward pass since the last backward pass has left a graph that somebody still has."""
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        return len(self._graphs) > 0
 
     def in_place(self, slots: Sequence[Slot]) -> bool:
         """Whether ``.grad`` of each is what has travelled, not something that the user has put there."""
@@ -256,6 +264,7 @@ class Gradients:
         if self._task == _NO_TASK:
             self._await_end(torch._C._current_graph_task_id())
         listener.backward_begins()
+        self._graphs.clear()
         if self._task != self._seen_task:
             self._keep_accumulated_apart(slot)
         self._buffers.mark_all()

@@ -13,17 +13,16 @@ class ModuleBuffers:
         self._group, self._watch = group, watch
         self._due = True
 
-    def step_begins(self) -> None:
-        """The next forward pass is another step's."""
-        self._due = True
-
-    def send(self) -> None:
-        """Before a forward pass; once per step, since a second one must not write into what backward still needs."""
-        if not self._due:
+    def send(self, *, synchronizing: bool, needed: bool) -> None:
+        """Before each forward pass but one after a pass in no_sync(), as DDP does. ``needed``: backward of an earlier
+        pass still needs this rank's values, so that they stay (with DDP that backward raises)."""
+        due, self._due = self._due, synchronizing
+        if not due:
             return
-        self._due = False
         held = [buffer for each in self._held for buffer in each.values() if buffer is not None]
         buffers = list({id(buffer): buffer for buffer in held}.values())
+        if needed and self._group.rank != 0:
+            buffers = [buffer.clone() for buffer in buffers]
         if buffers:
             with self._watch.waiting("the module's buffers from rank 0"):
                 self._group.copy_from_first(buffers, "the module's buffers")

@@ -249,8 +249,6 @@ class Session:
             now_ns = time.perf_counter_ns()
             self._refuse_capture()
             self.stop_watching()
-            if self._module_buffers is not None:
-                self._module_buffers.step_begins()
             self._say_forward_unseen()
             # Forward has not read these. If it did after all, in a way that nobody saw, their gradients will tell.
             for slot in self._steps.waiting:
@@ -329,7 +327,7 @@ class Session:
         if training:
             self._refuse_capture()
         if training and self._module_buffers is not None:
-            self._module_buffers.send()
+            self._module_buffers.send(synchronizing=self.synchronizing(), needed=self._gradients.awaits_backward())
         if torch.is_grad_enabled():
             self._gradients.forward_begins()
         if torch._C._current_graph_task_id() == -1:

@@ -1,0 +1,32 @@
+"""Random training programs against DDP, a fixed set of them; and that they find the defects that gradcast once had."""
+
+import itertools
+
+import pytest
+
+from fuzz_training import old_defects
+from fuzz_training.campaign import campaign, programs, tried
+
+COUNT = 200
+_TRIES = 25
+
+
+def test_random_programs_are_equal_or_refused(ranks, capsys):
+    found = campaign(ranks, programs(0, COUNT))
+    with capsys.disabled():
+        print(f"\n{found.table()}")
+    smallest = "\n\n".join(f"{outcome.text[:1500]}\n{program.body()}" for program, outcome in found.failures)
+    assert not found.failures, smallest
+    assert found.states["refused"] <= 0.05 * found.valid
+    assert found.followed >= 0.8 * found.states["equal"]
+    assert found.valid >= 0.95 * COUNT
+
+
+@pytest.mark.parametrize("name", old_defects.DEFECTS)
+def test_a_defect_that_is_put_back_is_found(ranks, name):
+    """And the program that finds it is right without the defect."""
+    for program in itertools.islice(old_defects.DEFECTS[name].programs(), _TRIES):
+        if tried(ranks, program, old_defects.run, name).state == "failed":
+            assert tried(ranks, program).state != "failed"
+            return
+    pytest.fail(f"{_TRIES} programs have not found it")
