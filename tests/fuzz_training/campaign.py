@@ -37,10 +37,10 @@ class Found:
         return "\n".join(lines)
 
 
-def tried(pool: Pool, program: Program, run: Callable = rank.run, *more: str) -> Verdict:
-    """``run``: what each rank calls, with the program's code and ``more``."""
+def tried(pool: Pool, program: Program, run: Callable = rank.run, *more: str, limit_s: float = _LIMIT_S) -> Verdict:
+    """``run``: what each rank calls, with the program's code and ``more``. Ranks wait for each other half that time."""
     try:
-        return verdict(program, pool.run(program.ranks, run, program.source(), *more, timeout_s=_LIMIT_S))
+        return verdict(program, pool.run(program.ranks, run, program.source(), *more, timeout_s=limit_s))
     except RankError as error:
         text = str(error)
         is_theirs = not any(rank.MARK + side in text for side in rank.SIDES)

@@ -41,7 +41,7 @@ def _attempt(seed: int, chance: random.Random, features: Sequence[str]) -> Progr
     wrapper = chance.choices(
         ["none", "ddp", "holder", "compiled ddp", "compiled", "fabric"], [12, 6, 2, 0.4, 0.4, 0.8]
     )[0]
-    pinned = chance.random() < 0.9
+    pinned = chance.random() < 0.95
     adapt = not pinned and chance.random() < 0.5
     micro_batches = chance.choice([1, 1, 1, 1, 2, 3])
     return Program(

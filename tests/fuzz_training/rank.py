@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import traceback
+from collections.abc import Iterator
 
 import gradcast
 from training.needs import torch
@@ -18,10 +19,15 @@ _SHOWN = 4
 
 def run(rank, source: str) -> dict:
     """What each side came to: {"ddp": ..., "hook": ..., "overlap": ...}."""
-    _quiet()
+    gc.freeze()  # what is alive now lives on: it need not be looked through after each side
+    with _quiet("gradcast"), _quiet("torch"):
+        return _sides(rank, source)
+
+
+def _sides(rank, source: str) -> dict:
     expected = _outcome(rank, source, "ddp")
     found = {"ddp": _told(expected)}
-    if any(state != "ended" for state in rank.gather("ddp", expected[0])):
+    if not _all_ended(rank, "ddp", expected[0]):
         return found
     for side in SIDES:
         outcome = _outcome(rank, source, side)
@@ -31,15 +37,31 @@ def run(rank, source: str) -> dict:
                 "differences": _differences(outcome[1], expected[1], rank),
                 "followed": outcome[1]["followed"],
             }
-        if any(state != "ended" for state in rank.gather(side, outcome[0])):
+        if not _all_ended(rank, side, outcome[0]):
             _forget_attachments()
+        if not torch.distributed.is_initialized():
+            break
     return found
 
 
-def _quiet() -> None:
-    logging.getLogger("gradcast").setLevel(logging.CRITICAL)
-    logging.getLogger("torch").setLevel(logging.CRITICAL)
-    gc.freeze()  # what is alive now lives on: it need not be looked through after each side
+def _all_ended(rank, side: str, state: str) -> bool:
+    if state == "raised":
+        torch.distributed.destroy_process_group()  # so that ranks which wait for this one need not time out
+    states = rank.gather(side, state)
+    if "raised" in states and state != "raised":
+        torch.distributed.destroy_process_group()
+    return all(each == "ended" for each in states)
+
+
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _outcome(rank, source: str, side: str) -> tuple:

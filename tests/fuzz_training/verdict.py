@@ -27,6 +27,8 @@ def verdict(program: Program, ranks: list[dict]) -> Verdict:
     failures, reasons = [], []
     for side in SIDES:
         for number, rank in enumerate(ranks):
+            if side not in rank:
+                continue  # a side before it raised
             outcome = rank[side]
             if outcome["state"] == "raised" or (outcome["state"] == "refused" and outcome["kind"] == "communication"):
                 failures.append(f"{side}, rank {number}: {outcome['text']}")

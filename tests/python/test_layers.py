@@ -83,10 +83,14 @@ LAYERS = {
         own=("csrc/transport/shared",),
     ),
     "tests/training": Layer(
-        frozenset({"core", "transport"}), ("torch/", "c10/", "pybind11/"), own=("csrc/torch", "csrc/bindings")
+        frozenset({"core", "transport"}),
+        ("torch/", "c10/", "pybind11/", "dlfcn.h", "pthread.h"),
+        own=("csrc/torch", "csrc/bindings"),
     ),
     "tests/mpi": Layer(
-        frozenset({"core", "transport"}), ("mpi.h", "pybind11/"), own=("csrc/bindings", "csrc/transport/shared")
+        frozenset({"core", "transport"}),
+        ("gtest/", "mpi.h", "pybind11/"),
+        own=("csrc/bindings", "csrc/transport/shared"),
     ),
     "tests/core": Layer(frozenset({"core"}), ("gtest/", "gmock/", "nlohmann/"), own=("csrc/core",)),
     "tests/engine": Layer(

@@ -115,6 +115,17 @@ def test_others_are_refused_with_the_reason(name):
     assert "hook mode" in str(caught.value)
 
 
+def test_the_check_gives_the_optimizer_no_new_settings():
+    """As Optimizer.__setstate__() does, which copy.copy() calls."""
+    parameters = list(module().parameters())
+    optimizer = Counting(parameters[:2])
+    defaults = dict(optimizer.defaults)
+    require_splittable(optimizer)
+    optimizer.add_param_group({"params": parameters[2:]})
+    assert optimizer.defaults == defaults
+    assert [sorted(group) for group in optimizer.param_groups] == [["k", "lr", "params"]] * 2
+
+
 def test_the_check_leaves_everything_as_it_was():
     parameters = list(module().parameters())
     optimizer = optim.Adam(parameters)

@@ -68,7 +68,8 @@ class _Trial:
             settings = {key: copy.deepcopy(value, dict(memo)) for key, value in group.items() if key != "params"}
             groups.append({**settings, "params": members})
             self.parameters += members
-        self._optimizer = copy.copy(optimizer)
+        # Not copy.copy(): __setstate__() would write defaults into what both share.
+        self._optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__ = {
             key: _empty(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
             for key, value in vars(optimizer).items()
