@@ -92,15 +92,28 @@ def collects() -> None:
     tell_threads()
 
 
-def hook() -> None:
-    """On the group that the hook makes for itself."""
+def run_hook(state: gradcast.HookState) -> None:
     module = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
-    module.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)
+    module.register_comm_hook(state, gradcast.comm_hook)
     module(torch.ones(2, 10)).sum().backward()
     loss = module(torch.ones(2, 10)).sum()
     late()
     loss.backward()
+
+
+def hook() -> None:
+    """On the group that the hook makes for itself."""
+    run_hook(gradcast.HookState())
     tell_threads()
+
+
+KEPT = gradcast.HookState()
+
+
+def hook_is_kept() -> None:
+    """Its state outlives the DDP and every group."""
+    run_hook(KEPT)
+    distributed.destroy_process_group()
 
 
 def step() -> None:
@@ -115,7 +128,8 @@ def step() -> None:
 
 
 PROGRAMS = {
-    function.__name__: function for function in (plain, gather, from_first, copy_from_first, collects, hook, step)
+    function.__name__: function
+    for function in (plain, gather, from_first, copy_from_first, collects, hook, hook_is_kept, step)
 }
 
 if __name__ == "__main__":

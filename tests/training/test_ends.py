@@ -75,6 +75,10 @@ def test_groups_of_our_own_are_ended(end, program):
         assert before == 2 * after > 0
 
 
+def test_a_state_of_the_hook_outlives_the_groups(end):
+    ended_well(end("hook_is_kept"))
+
+
 def test_a_collection_that_ends_the_group_does_not_hang(end):
     """Whoever waits for Gloo's threads with the GIL must not wait for one that needs it."""
     ends = end("collects", limit_s=60.0)
