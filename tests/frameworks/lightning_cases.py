@@ -1,5 +1,6 @@
 """Trainings with Lightning, all of the same small model: python -m frameworks.lightning_cases FOLDER"""
 
+import contextlib
 import functools
 import logging
 import sys
@@ -70,6 +71,22 @@ class HooksOnAnyDevice(DDPStrategy):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
+class FailsOnce(Callback):
+    """On every rank."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        self.batches += 1
+        if self.batches == BATCHES - 1:
+            raise NoMoreDataError
+
+
+class NoMoreDataError(Exception):
+    pass
+
+
 class NotesHooks(Callback):
     """The names of the hooks on the DDP module."""
 
@@ -100,7 +117,16 @@ def resumed(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
     return module
 
 
-def fit(watch, module, strategy, attach, keep: ModelCheckpoint | None = None, resume: Path | None = None, **more):
+def fitted_again(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
+    """The same module after a fit that has raised."""
+    module = Net(manual=False)
+    with contextlib.suppress(NoMoreDataError):
+        fit(watch, module, DDPStrategy(process_group_backend="gloo"), attach, FailsOnce())
+    fit(watch, module, DDPStrategy(process_group_backend="gloo"), attach)
+    return module
+
+
+def fit(watch, module, strategy, attach, other: Callback | None = None, resume: Path | None = None, **more):
     numbers = torch.randn(2 * EPOCHS * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(numbers, numbers[:, :4].argmax(1))
     trainer = Trainer(
@@ -110,9 +136,9 @@ def fit(watch, module, strategy, attach, keep: ModelCheckpoint | None = None, re
         max_epochs=EPOCHS,
         limit_train_batches=BATCHES,
         limit_val_batches=1,
-        callbacks=[Steps(watch), NotesHooks(watch), *filter(None, [attach, keep])],
+        callbacks=[Steps(watch), NotesHooks(watch), *filter(None, [attach, other])],
         logger=False,
-        enable_checkpointing=keep is not None,
+        enable_checkpointing=isinstance(other, ModelCheckpoint),
         enable_progress_bar=False,
         enable_model_summary=False,
         **more,
@@ -141,6 +167,9 @@ CASES = {
     "strategy on cpu": functools.partial(train, hook=True),
     "resumed stock": resumed,
     "resumed overlap": functools.partial(resumed, attach=callback("overlap")),
+    "again stock": fitted_again,
+    "again hook": functools.partial(fitted_again, attach=callback("hook")),
+    "again overlap": functools.partial(fitted_again, attach=callback("overlap")),
     "clipped inside": functools.partial(train, attach=AttachCallback(options=CLIPPING)),
 }
 

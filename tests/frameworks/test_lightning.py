@@ -56,3 +56,9 @@ def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_tra
     assert told.digests("resumed overlap") == told.digests("resumed stock")
     # Two steps end in a checkpoint, which waits for them; the second half has a warm-up of its own.
     assert [rank["deferred"] for rank in told["resumed overlap"]] == [9 - 2 + 3] * 2
+
+
+@pytest.mark.parametrize("way", ["hook", "overlap"])
+def test_a_fit_after_one_that_has_raised(told, way):
+    assert told.digests(f"again {way}") == told.digests("again stock")
+    assert [rank["mode"] for rank in told[f"again {way}"]] == [way] * 2

@@ -64,3 +64,9 @@ def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_tra
     assert told.digests("resumed overlap") == told.digests("resumed stock")
     # The second half has a warm-up of its own.
     assert [rank["deferred"] for rank in told["resumed overlap"]] == [7 + 2] * 2
+
+
+@pytest.mark.parametrize("way", ["hook", "overlap"])
+def test_a_batch_size_is_found_by_trainings_that_are_out_of_memory(told, way):
+    assert told.digests(f"batch size found {way}") == told.digests("batch size found stock")
+    assert [rank["mode"] for rank in told[f"batch size found {way}"]] == [way] * 2

@@ -30,6 +30,17 @@ class Steps(TrainerCallback):
         self.watch.notes["norm logged"] = self.watch.notes.get("norm logged", False) or "grad_norm" in logs
 
 
+class OutOfMemoryOnce(TrainerCallback):
+    """On every rank."""
+
+    failed = False
+
+    def on_step_end(self, args, state, control, **_) -> None:
+        if not self.failed and state.global_step == WARMUP_STEPS + 2:
+            self.failed = True
+            raise RuntimeError("CUDA out of memory.")
+
+
 class PlainAttach(TrainerCallback):
     """What a user would write who does not know that the Trainer computes the norm of the gradients in any case."""
 
@@ -62,7 +73,7 @@ def resumed(watch: Watch, *, attach=None) -> GPT2LMHeadModel:
     return fit(watch, folder, attach, resume=checkpoint, save_strategy="no", max_grad_norm=0.0)
 
 
-def fit(watch: Watch, folder: str, attach, resume: str | None = None, **arguments) -> GPT2LMHeadModel:
+def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=False, **arguments) -> GPT2LMHeadModel:
     model = watch.of(make_model())
     texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
@@ -81,6 +92,8 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, **argument
     )
     trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data[:8], callbacks=[Steps(watch)])
     trainer.remove_callback(PrinterCallback)  # standard output is the test's
+    if fails:
+        trainer.add_callback(OutOfMemoryOnce())
     if attach is not None:
         trainer.add_callback(callback := attach(trainer))
     trainer.train(resume_from_checkpoint=resume)
@@ -101,18 +114,27 @@ KINDS = {
     "clipped": {"max_grad_norm": CLIPPED_NORM},
     "bf16": {"max_grad_norm": 0.0, "bf16": True},
 }
-CASES = {
-    f"{kind} {way}": functools.partial(train, attach=attach, **options)
-    for kind, options in KINDS.items()
-    for way, attach in WAYS.items()
-} | {
-    "clipped inside": functools.partial(
-        train, attach=functools.partial(AttachCallback, options=CLIPPING), max_grad_norm=0.0
-    ),
-    "resumed stock": resumed,
-    "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
-    "norm in any case": functools.partial(train, attach=PlainAttach, max_grad_norm=0.0),
-}
+CASES = (
+    {
+        f"{kind} {way}": functools.partial(train, attach=attach, **options)
+        for kind, options in KINDS.items()
+        for way, attach in WAYS.items()
+    }
+    | {
+        "clipped inside": functools.partial(
+            train, attach=functools.partial(AttachCallback, options=CLIPPING), max_grad_norm=0.0
+        ),
+        "resumed stock": resumed,
+        "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
+        "norm in any case": functools.partial(train, attach=PlainAttach, max_grad_norm=0.0),
+    }
+    | {
+        f"batch size found {way}": functools.partial(
+            train, attach=attach, fails=True, auto_find_batch_size=True, max_grad_norm=0.0
+        )
+        for way, attach in WAYS.items()
+    }
+)
 
 if __name__ == "__main__":
     logging.set_verbosity_error()

@@ -8,6 +8,7 @@ import pytest
 
 import gradcast
 from training import compare
+from training.models import TASKS
 from training.needs import torch
 from training.test_copies import hooks_of
 from training.twins import Twins
@@ -95,6 +96,39 @@ def attach_again(rank):
 def test_attach_after_detach_and_detach_twice(ranks):
     for found in ranks.run(2, attach_again):
         assert found == []
+
+
+def attach_to_another_ddp(rank, disabled):
+    """The handle of the first one is still at hand, as a framework's callback has it."""
+    task = TASKS["plain"]
+    ours, theirs = (task.module(seed=0) for _ in range(2))
+    handles = []
+
+    def train(module, number, attaches):
+        ddp = torch.nn.parallel.DistributedDataParallel(module)
+        if attaches:
+            handles.append(gradcast.attach(ddp))
+        module.zero_grad()
+        task.loss(ddp, task.batch(rank.index, number)).backward()
+        if attaches:
+            handles[-1].detach()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADCAST_DISABLE", disabled)
+        found = []
+        for number in range(2):
+            train(ours, number, attaches=True)
+            train(theirs, number, attaches=False)
+            gradients = ([p.grad for p in module.parameters()] for module in (ours, theirs))
+            found += compare.trees(*gradients)
+    return found, [handle.stats()["mode"] for handle in handles]
+
+
+@pytest.mark.parametrize(("disabled", "mode"), [("0", "hook"), ("1", "ddp")])
+def test_a_kept_handle_does_not_keep_the_ddp_that_it_has_left(ranks, disabled, mode):
+    for found, modes in ranks.run(2, attach_to_another_ddp, disabled):
+        assert found == []
+        assert modes == [mode] * 2
 
 
 def scheduler_after_detach(rank):

@@ -267,7 +267,8 @@ def _check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[Distribute
     if unknown is not None:
         raise refused(
             f"something else waits for the gradient of {unknown}, as a DistributedDataParallel around this module "
-            "does, and would average it, too; attach to that wrapper itself, gradcast.attach(ddp), or remove it"
+            "does, and would average it, too; attach to that wrapper itself, gradcast.attach(ddp), or, where it is no "
+            "longer used, delete what refers to it"
         )
     for name, parameter in parameters.items():
         hooks = parameter._post_accumulate_grad_hooks or {}

@@ -66,6 +66,8 @@ class Attachment:
             self.session.release(leaves=True, reusable=reusable)
         if self._taken_over is not None:
             self._taken_over.give_back()
+        # A handle that the program keeps must not keep a DDP: the next one around the module would be refused for it.
+        del self._accepted, self._structure, self._compiled
 
     def _before_forward(self, _: Any, compiled: bool) -> None:
         if self._failure is not None:
@@ -85,7 +87,8 @@ class Attachment:
             self._begin_again(frozen)
         if not compiled:
             self._compiled.find()
-        self.session.before_forward(compiled or isinstance(self._accepted.called, OptimizedModule))
+        called = self._accepted.called
+        self.session.before_forward(compiled or isinstance(called, OptimizedModule), called.training)
 
     def _before_inner(self, _: Any, __: bool) -> None:
         """The module inside of a wrapper may be traced alone, and what is traced must not contain our waiting."""

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,22 +42,25 @@ class DisabledSession:
         self.released = False
         self.steps = 0
         self._removables: list[Any] = []
+        self._clip: ClipOnce | None = None
         self._synchronized: list[bool] = []  # outside of each no_sync() that is open
         if options.max_grad_norm is not None:
             # What the user asked of gradcast in DDP's place, stays.
-            self._clip = ClipOnce(module, options.max_grad_norm)
+            self._clip = clip = ClipOnce(module, options.max_grad_norm)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
                 for number, optimizer in enumerate(optimizers)
             ]
-            self._removables += [self._clip, *self._interceptions]
-        self._module = module
-        self._ddp = accepted.ddp
-        self._wraps = self._ddp is None and group.world_size > 1
-        if self._wraps:
+            self._removables += [clip, *self._interceptions]
+        self._wrapper: DistributedDataParallel | None = None  # around a bare module
+        if accepted.ddp is None and group.world_size > 1:
+            self._module = module
             # Also for a step that leaves parameters out, which attach lets pass.
-            self._ddp = DistributedDataParallel(module, process_group=group.shared, find_unused_parameters=True)
+            self._wrapper = DistributedDataParallel(module, process_group=group.shared, find_unused_parameters=True)
             self._removables += around_forward(module, self._before_forward, self._after_forward)
+
+        ddp = self._wrapper if accepted.ddp is None else accepted.ddp
+        self._ddp = None if ddp is None else weakref.ref(ddp)  # a handle that the program keeps must not keep it
 
     @property
     def session(self) -> "DisabledSession":
@@ -66,11 +70,12 @@ class DisabledSession:
         """DDP waits at the end of backward."""
 
     def no_sync(self, entering: bool) -> None:
-        if self._ddp is None:
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is None:
             return
         if entering:
-            self._synchronized.append(self._ddp.require_backward_grad_sync)
-        self._ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
+            self._synchronized.append(ddp.require_backward_grad_sync)
+        ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"mode": self.mode, "world_size": self.group.world_size, "profile": None, "plan": None}
@@ -82,20 +87,22 @@ class DisabledSession:
         self.group.leave(reusable=reusable)
         for removable in self._removables:
             removable.remove()
-        if self._wraps:
-            self._ddp.reducer._remove_autograd_hooks()
+        self._removables, self._clip = [], None
+        if self._wrapper is not None:
+            self._wrapper.reducer._remove_autograd_hooks()
         self.released = True
 
     def _on_step(self, number: int) -> None:
+        assert self._clip is not None, "only then steps are intercepted"
         self._clip.before_step()
         self._interceptions[number].run_whole()
 
     def _before_forward(self, _: Any, _compiled: bool) -> None:
         # Evaluation is no business of the other ranks, as with gradcast.
         if torch.is_grad_enabled():
-            self._ddp.broadcast_buffers = self._module.training
-            self._ddp._pre_forward()
+            self._wrapper.broadcast_buffers = self._module.training
+            self._wrapper._pre_forward()
 
     def _after_forward(self, output: Any, _: bool) -> Any:
         """DDP's: it passes the outputs on, and sees which of them backward comes through."""
-        return self._ddp._post_forward(output) if torch.is_grad_enabled() else None
+        return self._wrapper._post_forward(output) if torch.is_grad_enabled() else None

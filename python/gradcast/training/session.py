@@ -9,11 +9,13 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast import _core
@@ -54,7 +56,7 @@ class Session:
         self._damage: Error | None = None
         self._failed_iterations: set[int] = set()  # in which this rank's own backward pass has failed
         self.aside = False  # DDP reduces by itself for a while
-        self._module, self._ddp = accepted.called, accepted.ddp
+        self._ddp_reference = None if accepted.ddp is None else weakref.ref(accepted.ddp)
         self._lock = threading.RLock()
         self._no_sync_depth = 0
         self._synchronized: list[bool] = []  # what DDP did outside of each no_sync() that is open
@@ -70,7 +72,7 @@ class Session:
         self.traffic = Traffic(self.buffers, group, options)
         self.trace = Trace(options.timeline_steps)
         self._module_buffers = (
-            None if self._ddp is not None else ModuleBuffers(accepted.module, group, self.traffic.watch)
+            None if accepted.ddp is not None else ModuleBuffers(accepted.module, group, self.traffic.watch)
         )
         self._gradients = Gradients(self._slots, self.buffers, self.traffic, group.world_size)
         self._steps = Steps(
@@ -90,6 +92,10 @@ class Session:
         self._steps.intercept(self._on_step, self.flush)
 
     # --- For the handle and the attachment ---
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        return None if self._ddp_reference is None else self._ddp_reference()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -123,12 +129,13 @@ class Session:
 
     def no_sync(self, entering: bool) -> None:
         self._no_sync_depth += 1 if entering else -1
-        if self._ddp is None:
+        ddp = self._ddp
+        if ddp is None:
             return
         # DDP sends no buffers meanwhile either.
         if entering:
-            self._synchronized.append(self._ddp.require_backward_grad_sync)
-        self._ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
+            self._synchronized.append(ddp.require_backward_grad_sync)
+        ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
 
     def state_dict(self) -> dict[str, Any]:
         unseen = [self._slots[index].name for index in sorted(self.live.unseen_reads)]
@@ -226,7 +233,8 @@ class Session:
     def synchronizing(self) -> bool:
         if self.aside or self._no_sync_depth > 0:
             return False
-        return self._ddp is None or self._ddp.require_backward_grad_sync
+        ddp = self._ddp
+        return ddp is None or ddp.require_backward_grad_sync
 
     def exposes(self, slot: Slot, tensor: torch.Tensor | None) -> None:
         if slot.exposed is tensor:
@@ -315,7 +323,8 @@ class Session:
         with self._lock, pending.not_traced():
             self._finish_all()
 
-    def before_forward(self, compiled: bool) -> None:
+    def before_forward(self, compiled: bool, training: bool) -> None:
+        """``training``: the module's mode."""
         self._forward_seen = True
         if compiled:
             # Compiled code has decided which class its parameters have, and does not ask who may read them.
@@ -323,7 +332,7 @@ class Session:
         if compiled or torch.jit.is_tracing():
             self.finish()
         self._finish_unseen()
-        training = torch.is_grad_enabled() and self._module.training
+        training &= torch.is_grad_enabled()
         if training:
             self._refuse_capture()
         if training and self._module_buffers is not None:
