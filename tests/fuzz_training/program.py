@@ -243,6 +243,8 @@ def _wrapping(program: Program) -> str:
         "",
         "def attach():",
         "    if side == 'ddp':",
+        # As attach() to a bare module does; it matters to what a rank evaluates before the next training pass.
+        *(["        for each in model.buffers():", "            dist.broadcast(each, 0)"] if wrapped is None else []),
         "        return None",
     ]
     if program.max_grad_norm:
