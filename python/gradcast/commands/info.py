@@ -57,7 +57,7 @@ def _part_for_torch() -> str:
         path = extension.find()
     except (Error, native_build.BuildError) as error:
         return f"cannot be built: {error}"
-    return str(path) if path is not None else "not built yet; the first training compiles it, in about 30 s"
+    return str(path) if path is not None else "not built yet; the first training compiles it, in a minute or two"
 
 
 def _bench() -> dict[str, str]:

@@ -84,7 +84,7 @@ def _cached(torch_version: str) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             with _only_one_builds(folder):
                 if not path.exists():  # the one before us has not built it
-                    _say(f"building the part for torch {torch_version}, once, about 30 s ...")
+                    _say(f"building the part for torch {torch_version}, once, in a minute or two ...")
                     native_build.build(root, path)
     except native_build.BuildError as error:
         raise Error(str(error), "invalid_use") from None
