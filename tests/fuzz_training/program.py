@@ -216,6 +216,12 @@ def _at(program: Program, moment: str) -> str:
     return "\n".join(code for _, code in found)
 
 
+_FROM_FIRST = [
+    "        for each in [*model.parameters(), *model.buffers()]:",
+    "            dist.broadcast(each.data, 0)",
+]
+
+
 def _wrapping(program: Program) -> str:
     """Defines wrap(), which makes `called`, and attach(), which makes `handle`."""
     options = "find_unused_parameters=True" if program.needs_unused else program.ddp_options
@@ -243,8 +249,8 @@ def _wrapping(program: Program) -> str:
         "",
         "def attach():",
         "    if side == 'ddp':",
-        # As attach() to a bare module does; it matters to what a rank evaluates before the next training pass.
-        *(["        for each in model.buffers():", "            dist.broadcast(each, 0)"] if wrapped is None else []),
+        # As attach() to a bare module does, from which on ranks are alike that a program had let differ.
+        *(_FROM_FIRST if wrapped is None else []),
         "        return None",
     ]
     if program.max_grad_norm:

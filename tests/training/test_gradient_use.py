@@ -393,6 +393,31 @@ def test_comparing_goes_by_iterations(ranks, mode):
     assert steps == ([12, 11] if mode == "overlap" else [12, 12])
 
 
+def compare_with_a_pass_of_one_rank(rank, mode):
+    """Before step(), rank 1 runs a backward pass that comes to none of the module's parameters."""
+    task = TASKS["plain"]
+    module = task.module()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.01)
+    options = gradcast.Options(adapt=False, warmup_steps=3, policy="fifo", compare_every=1)
+    handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=options)
+    for number in range(6):
+        sgd.zero_grad()
+        task.loss(module, task.batch(rank.index, number)).backward()
+        if rank.index == 1:
+            fast = {name: torch.nn.Parameter(p.detach().clone()) for name, p in module.named_parameters()}
+            inputs, _ = task.batch(rank.index, number)
+            torch.func.functional_call(module, fast, (inputs,)).sum().backward()
+        sgd.step()
+    handle.flush()
+    return compare.digest(module)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_pass_that_comes_to_no_gradient_compares_nothing(ranks, mode):
+    first, second = ranks.run(2, compare_with_a_pass_of_one_rank, mode, timeout_s=20.0)
+    assert first == second
+
+
 def other_options(rank, name):
     value = {"compare_every": 5 * rank.index, "max_grad_norm": 1.0 + rank.index}[name]
     return error_of(lambda: Attached(nn.Linear(2, 2), **{name: value}))

@@ -67,6 +67,7 @@ class Gradients:
         self._ready_count = 0
         self._task = _NO_TASK  # the outermost backward pass that runs, where its end is awaited
         self._open_task = _NO_TASK  # the one that the open gradients come from
+        self._ended_task = _NO_TASK  # the last one that has ended with gradients
         self._seen_task = _NO_TASK  # the one before which gradients that were there have been looked at
         self._hooked_by_others: list[Slot] = []
         self._used_before: set[int] = set()  # by backward passes that were not synchronized
@@ -350,8 +351,10 @@ class Gradients:
         if task != self._task:
             return
         self._task = _NO_TASK
-        if not self.open:
+        # The pass may have come to none of the gradients, while those of an earlier one wait for step().
+        if not self.open or self._ended_task == self._open_task:
             return
+        self._ended_task = self._open_task
         self._contribute_missing()
         self._running_on = None
         self._listener().backward_ended()
