@@ -7,6 +7,7 @@ treats its parameters one by one. Scalars that an optimizer keeps in a group (a 
 once per part.
 """
 
+import collections
 import contextlib
 import itertools
 import types
@@ -31,6 +32,7 @@ class PartialStep:
         self._known = len(optimizer.state)  # entries; those of new parameters come behind them
         self._live_groups = list(optimizer.param_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
+        self._begun = False
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars as the last part left them
 
     def run(self, parameters: Iterable[torch.Tensor], *, last: bool) -> None:
@@ -46,7 +48,8 @@ class PartialStep:
                 reduced.append(group)
         whole, self._optimizer.param_groups = self._optimizer.param_groups, reduced
         try:
-            with _plain_context():
+            with _plain_context(), _inner_hooks(self._optimizer, before=not self._begun, after=last):
+                self._begun = True
                 self._step(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
@@ -101,6 +104,20 @@ def _plain_context():
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _inner_hooks(optimizer: Optimizer, *, before: bool, after: bool):
+    """Where a class's step calls that of its base class, torch may run the step's hooks around that one, too: around
+    all parts together, then, as around a whole step."""
+    hidden = [] if before else ["_optimizer_step_pre_hooks"]
+    hidden += [] if after else ["_optimizer_step_post_hooks"]
+    hooks = {name: vars(optimizer)[name] for name in hidden if vars(optimizer).get(name)}
+    vars(optimizer).update({name: collections.OrderedDict() for name in hooks})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
