@@ -139,6 +139,33 @@ def test_hooks_of_the_optimizer_run_once_per_step(ranks):
         assert counts["ours"] == counts["theirs"] == 6
 
 
+class CallsItsBase(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def hooks_of_the_base_class(side):
+    """torch calls them in the base class's step, too, once that has been used."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    module = net()
+    optimizer = CallsItsBase(module.parameters(), lr=0.01, momentum=0.9)
+    called = DDP(module) if side.name == "ddp" else module
+    side.attach(called, optimizer, policy="p3", policy_parameters={"slice_elements": 50})
+    calls = {"pre": 0, "post": 0}
+    optimizer.register_step_pre_hook(lambda *_: calls.update(pre=calls["pre"] + 1))
+    optimizer.register_step_post_hook(lambda *_: calls.update(post=calls["post"] + 1))
+    return side.trained(called, module, optimizer), calls
+
+
+def run_hooks_of_the_base_class(rank):
+    return differences(rank, hooks_of_the_base_class, "overlap")
+
+
+def test_hooks_run_as_often_where_a_step_calls_that_of_its_base_class(ranks):
+    for found in ranks.run(2, run_hooks_of_the_base_class):
+        assert found == []
+
+
 def scaled(rank, optimizer_name, unscale, overflow_at):
     twins = Twins(rank, "plain", optimizer_name)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)]
