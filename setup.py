@@ -1,8 +1,9 @@
 """Builds the extension module gradcast._core with CMake; everything else about the package is in pyproject.toml.
 
 The build needs a C++20 compiler and nothing of torch, so one build serves every torch version, and none. The part for
-torch (`_c10d`, csrc/torch) is shipped as source, which gradcast.training.extension compiles when training begins. Where
-torch can be seen already (pip install --no-build-isolation), it is compiled at once and put beside _core.
+torch (`_c10d`, csrc/torch) is shipped as source, which gradcast.training.compat.extension compiles
+when training begins. Where torch can be seen already (pip install --no-build-isolation), it is compiled at once and put
+beside _core.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 # Modules of the package that can be loaded by themselves, before there is a package.
-TRAINING = ROOT / "python/gradcast/training"
+COMPAT = ROOT / "python/gradcast/training/compat"
 
 
 def read_version() -> str:
@@ -63,7 +64,7 @@ def configuration(build_dir: str, entries: dict[str, str]) -> tuple[str, ...]:
 
 def load_alone(name: str) -> ModuleType:
     """A module of gradcast.training without the package around it, which needs _core."""
-    spec = importlib.util.spec_from_file_location(name, TRAINING / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, COMPAT / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -18,10 +18,11 @@ from torch import nn
 
 import gradcast
 from gradcast import _core
-from gradcast.training import pending, planning
-from gradcast.training.buffers import GradientBuffers
-from gradcast.training.gradients import Gradients
-from gradcast.training.slots import Slot
+from gradcast.training.plan import agreement, measured_profile
+from gradcast.training.step import pending
+from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.gradient_hooks import Gradients
+from gradcast.training.step.parameter_state import Slot
 
 _TENSORS = 150
 _STEPS = 40
@@ -49,8 +50,8 @@ def hook_us() -> tuple[float, float]:
     buffers = GradientBuffers(names, parameters, 2)
     world = _core.InprocWorld(1)
     engine = _core.Engine(world.transport(0, [flat.numpy() for flat in buffers.flats]))
-    profile = planning.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")
-    engine.follow(profile, planning.warmup_plans(profile, "overlap")[0])
+    profile = measured_profile.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")
+    engine.follow(profile, agreement.warmup_plans(profile, "overlap")[0])
     listener = Listener()
     traffic = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all, marked=lambda: None)
     slots = [Slot(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]

@@ -18,7 +18,8 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.lab_grid import FORWARD_SHARE, Cell, read_lines
-from gradcast import _core, stock_ddp
+from gradcast import _core
+from gradcast.comparison import ddp_baseline
 from gradcast.files import load_profile, scaled_profile
 from gradcast.lab.forecasts import with_sizes
 from gradcast.lab.variants import TORCH_CAPS_MIB, scaled, variant
@@ -52,7 +53,7 @@ def errors(line: dict[str, Any], in_flight: int) -> list[tuple[int, float]]:
             continue
         caps_mib = scaled(variant(row["name"]), scale_size).caps_mib or TORCH_CAPS_MIB
         caps_bytes = int(caps_mib[0] * _MIB), int(caps_mib[-1] * _MIB)
-        plan = stock_ddp.plan(profile, caps_bytes, link, in_flight=in_flight)
+        plan = ddp_baseline.plan(profile, caps_bytes, link, in_flight=in_flight)
         if len(plan.blocks) <= MOST_BUCKETS:
             found.append((len(plan.blocks), 1e6 * row["step_ms"] / plan.predicted_ns - 1))
     return found

@@ -20,7 +20,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.pages import commit, refresh
-from gradcast.diagnosis.stalls import TRAFFIC
+from gradcast.diagnosis.analyze.step_breakdown import TRAFFIC
 from gradcast.lab.hosts import Network
 from gradcast.lab.workers import run_workers
 

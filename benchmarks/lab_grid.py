@@ -24,7 +24,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.pages import commit, refresh
-from gradcast.compare import total_bytes
+from gradcast.comparison.compare import total_bytes
 from gradcast.files import load_profile
 
 MODELS = ("resnet18", "resnet50", "resnet152", "inception_v3", "vgg16", "vit_b_16", "bert_base", "gpt2")

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from benchmarks.pages import refresh
 from gradcast import _core
-from gradcast.compare import Comparison, compare
+from gradcast.comparison.compare import Comparison, compare
 from gradcast.files import load_profile
 
 PROFILES = ("resnet50", "vgg16")

@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast import _core
-from gradcast.diagnosis.loader import LoaderWatch
-from gradcast.diagnosis.observer import Observer
-from gradcast.training.buffers import NOTE_ELEMENTS
-from gradcast.training.exposed import Exposed
-from gradcast.training.notes import Note, Notes
-from gradcast.training.trace import StepRecord
+from gradcast.diagnosis.observe.loader import LoaderWatch
+from gradcast.diagnosis.observe.observer import Observer
+from gradcast.training.measure.stage_exposure import Exposed
+from gradcast.training.measure.step_trace import StepRecord
+from gradcast.training.ranks.step_reports import Note, Notes
+from gradcast.training.step.gradient_buffers import NOTE_ELEMENTS
 
 _RANKS = (2, 8, 32, 1024)
 _STEPS = 200

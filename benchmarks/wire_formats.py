@@ -164,7 +164,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(path: str, facts: dict[str, Any]) -> None:
     """Above the losses, below how far they are from those of fp32: the curves alone lie on one another."""
-    from gradcast.pictures.canvas import plt, save
+    from gradcast.plots.canvas import plt, save
 
     figure, (above, below) = plt.subplots(2, figsize=(8, 5.4), sharex=True, height_ratios=(2, 1), layout="constrained")
     plain = running_means(facts["fp32"]["losses"])

@@ -52,7 +52,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _check_packages() -> None:
     """Before anything runs, not after a minute of training."""
-    importlib.import_module("gradcast.pictures")  # says itself what it lacks
+    importlib.import_module("gradcast.plots")  # says itself what it lacks
     for module, package in {"torch": "torch", "sklearn": "scikit-learn"}.items():
         if importlib.util.find_spec(module) is None:
             raise LabError(f"the demo needs {package}, which is not installed: pip install {package}")

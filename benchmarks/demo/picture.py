@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.patches import Patch
 
 from benchmarks.demo.lanes import BACKWARD, FORWARD, UPDATE, WAIT, Block, Lanes, Span
-from gradcast.pictures.canvas import bare, plt, save
+from gradcast.plots.canvas import bare, plt, save
 
 _COLOURS = {BACKWARD: "#b9c0c9", FORWARD: "#7fb6a2", UPDATE: "#8d6a9f", WAIT: "#d1495b"}
 _LINK = "#3d6fa5"

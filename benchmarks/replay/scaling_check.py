@@ -1,10 +1,10 @@
 """Checks `gradcast scaling` against published throughput: known on 4 to 16 GPUs, predicted on 32.
 
 The network is what WFBP's cells of 8 GPUs and those of 16 say, each by itself: one start-up cost and one cost per byte
-from the two models. How they grow to 32 GPUs is left to gradcast.growth; of the cells of 32 GPUs nothing is used.
-WFBP's cells go through gradcast.scaling.band from end to end. The other methods were set in ways that no policy of
-gradcast is by itself (predict.py), so the replay plans them, on the same link. What went through a parameter server is
-left out: nothing here models one.
+from the two models. gradcast.scaling.growth says how they grow to 32 GPUs; the cells of 32 GPUs are not used.
+WFBP's cells go through gradcast.scaling.estimate.band from end to end. The other methods were set in
+ways that no policy of gradcast is by itself (predict.py), so the replay plans them, on the same link. What went through
+a parameter server is left out: nothing here models one.
 
     python benchmarks/replay/scaling_check.py                             # the table, and what it says
     python benchmarks/replay/scaling_check.py --refresh docs/scaling.md   # both in the page
@@ -24,7 +24,8 @@ from predict import BASE_WORKER_COUNT, GPUS_PER_NODE, Parameters, iteration_ns, 
 from tabulate import tabulate
 
 from gradcast import LinkModel, _core
-from gradcast.growth import (
+from gradcast.scaling.estimate import Options, band
+from gradcast.scaling.growth import (
     Cluster,
     Estimate,
     Growth,
@@ -36,7 +37,6 @@ from gradcast.growth import (
     published,
     step_count,
 )
-from gradcast.scaling import Options, band
 
 TARGET = 32
 _NODES = Nodes(GPUS_PER_NODE)

@@ -2,7 +2,7 @@
 
 import sys
 
-from gradcast.cli import main
+from gradcast.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

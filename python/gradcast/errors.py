@@ -16,3 +16,8 @@ class Error(ValueError):
     def __reduce__(self) -> tuple:
         # Errors travel between ranks; an exception's own form would forget the code.
         return (type(self), (str(self), self.code))
+
+
+def refused(message: str) -> Error:
+    """The error for training code that gradcast cannot follow."""
+    return Error(message, "invalid_use")

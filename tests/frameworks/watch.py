@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradcast.training import pending
+from gradcast.training.step import pending
 from training import compare
 
 WARMUP_STEPS = 3

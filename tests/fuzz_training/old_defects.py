@@ -11,7 +11,8 @@ from unittest import mock
 
 from fuzz_training import generate, rank
 from fuzz_training.program import Program
-from gradcast.training import acceptance, attachment, buffers, optimizer_state, steps, structure
+from gradcast.training import acceptance, attachment, model_layout
+from gradcast.training.step import gradient_buffers, optimizer_state, optimizer_steps
 from training.needs import torch
 
 DDP = torch.nn.parallel.DistributedDataParallel
@@ -51,12 +52,12 @@ DEFECTS = {
     "a DDP inside of a wrapper is overlooked": Defect((), _OVERLOOKED, {"wrapper": "holder"}),
     "a DDP inside of torch.compile() is overlooked": Defect((), _OVERLOOKED, {"wrapper": "compiled ddp"}),
     "kept gradients are overwritten": Defect(
-        ("keep gradients",), ((buffers.GradientBuffers, "_kept", lambda self: []),)
+        ("keep gradients",), ((gradient_buffers.GradientBuffers, "_kept", lambda self: []),)
     ),
     "an optimizer's previous gradients are overwritten": Defect(
-        (), ((buffers.GradientBuffers, "_kept", lambda self: []),), {"optimizer": "previous", "form": ""}
+        (), ((gradient_buffers.GradientBuffers, "_kept", lambda self: []),), {"optimizer": "previous", "form": ""}
     ),
-    "a failed update is forgotten": Defect(("a failed update",), ((steps.Steps, "_fail", _nothing),)),
+    "a failed update is forgotten": Defect(("a failed update",), ((optimizer_steps.Steps, "_fail", _nothing),)),
     "edited state is overwritten": Defect(("state changed",), ((optimizer_state.PendingState, "mark", _nothing),)),
     "other weights are taken for a changed model": Defect(
         ("fast weights on one rank",),
@@ -66,10 +67,10 @@ DEFECTS = {
         ),
     ),
     "converted parameters keep their buffers": Defect(
-        ("to double",), ((structure.Structure, "_kinds", lambda self: []),)
+        ("to double",), ((model_layout.Structure, "_kinds", lambda self: []),)
     ),
     "memory that the program holds is read before its update": Defect(
-        ("an alias kept",), ((steps.Steps, "_finish_held", _nothing),)
+        ("an alias kept",), ((optimizer_steps.Steps, "_finish_held", _nothing),)
     ),
 }
 

@@ -90,9 +90,9 @@ def _told(outcome: tuple) -> dict:
 
 def _forget_attachments() -> None:
     """A program that was refused leaves its module attached; nothing of it goes on."""
-    from gradcast.training import forking
+    from gradcast.training.compat import fork
 
-    for attachment in list(forking._attached):
+    for attachment in list(fork._attached):
         if not attachment.session.released:
             with contextlib.suppress(Exception):
                 attachment.release(reusable=False)

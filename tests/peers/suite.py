@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_distributed
 
-from gradcast.training import extension
+from gradcast.training.compat import extension
 from peers import everywhere
 from peers.on_cpu import distributed_test as tests
 

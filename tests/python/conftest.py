@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 import gradcast
-from gradcast import cli
+from gradcast.cli import main
 
 # The same cases on every run, and no judgement by the clock: a busy machine is no defect.
 settings.register_profile("gradcast", deadline=None, derandomize=True)
@@ -28,7 +28,7 @@ def run(capsys):
 
     def run_cli(*arguments):
         try:
-            code = cli.main([str(argument) for argument in arguments])
+            code = main.main([str(argument) for argument in arguments])
         except SystemExit as exit_:  # argparse leaves that way
             code = exit_.code
         captured = capsys.readouterr()

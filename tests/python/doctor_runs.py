@@ -8,8 +8,9 @@ import statistics
 from types import SimpleNamespace
 
 import gradcast
-from gradcast import _core, traces
-from gradcast.diagnosis import timelines
+from gradcast import _core
+from gradcast.diagnosis.analyze import timelines
+from gradcast.diagnosis.trace import merged as merged_trace
 
 MS = 1e6
 FINDING = (
@@ -117,12 +118,12 @@ def rank_traces(world_size=WORLD, step_count=10, profile="resnet50", policy="ddp
 
 
 def _rank_trace(now, played, rank, step_count, dice):
-    clock = traces.Clock(offset_ns=rank * 7_000_000_000 + 12_345)
+    clock = merged_trace.Clock(offset_ns=rank * 7_000_000_000 + 12_345)
     table = [
         {"block": index, "bytes": block.size_bytes, "tensors": names, "reason": block.reason}
         for index, (block, names) in enumerate(zip(now.plan.blocks, _names(now), strict=True))
     ]
-    trace = traces.RankTrace(rank, f"host{rank // 2}", clock, table=table)
+    trace = merged_trace.RankTrace(rank, f"host{rank // 2}", clock, table=table)
     start = 1_700_000_000_000_000 + clock.offset_ns
     for number in range(step_count):
         factor = dice.uniform(0.99, 1.03)
@@ -134,17 +135,17 @@ def _rank_trace(now, played, rank, step_count, dice):
         wait_ns = max(times.finish_ns for times in played.blocks)
         ends = [at(backward_ns), at(max(wait_ns, backward_ns + 3e5)), at(last_ns + 1e6)]
         trace.spans += [
-            traces.Span("backward", at(0), ends[0]),
-            traces.Span("wait", ends[0], ends[1]),
-            traces.Span("forward", ends[1], ends[2]),
+            merged_trace.Span("backward", at(0), ends[0]),
+            merged_trace.Span("wait", ends[0], ends[1]),
+            merged_trace.Span("forward", ends[1], ends[2]),
         ]
         # Inside of forward, as in overlap mode: a wait, and the update of what has arrived.
         inside = [ends[1] + round(share * (ends[2] - ends[1])) for share in (0.3, 0.4, 0.45)]
-        trace.spans += [traces.Span("wait", *inside[:2]), traces.Span("update", *inside[1:])]
-        trace.steps.append(traces.Step(number, start, ends[2] + 500_000))
+        trace.spans += [merged_trace.Span("wait", *inside[:2]), merged_trace.Span("update", *inside[1:])]
+        trace.steps.append(merged_trace.Step(number, start, ends[2] + 500_000))
         for index, times in enumerate(played.blocks):
             ready, launch, finish = at(times.ready_ns), at(times.launch_ns) + 200_000, at(times.finish_ns)
-            trace.blocks.append(traces.BlockSpan(number, index, index, ready, launch, max(finish, launch + 1000)))
+            trace.blocks.append(merged_trace.BlockSpan(number, index, index, ready, launch, max(finish, launch + 1000)))
         start = ends[2] + 500_000
     return trace
 

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 import gradcast
-from gradcast import _core, prices, spot
-from gradcast.advise import Request, Row, Training, advise, machine_counts, pareto_rows
-from gradcast.prices import Machine, Prices
-from gradcast.spot import Spot
+from gradcast import _core
+from gradcast.scaling import prices, spot
+from gradcast.scaling.advise import Request, Row, Training, advise, machine_counts, pareto_rows
+from gradcast.scaling.prices import Machine, Prices
+from gradcast.scaling.spot import Spot
 
 TERMS = Spot(
     price_per_hour=1, revocations_per_hour=0.2, checkpoint_interval_s=1800, checkpoint_cost_s=30, restart_s=300
@@ -429,7 +430,7 @@ def test_clusters_that_are_left_out_are_named(run, price_path):
 )
 def test_options_reach_the_request(options, mode, measured, run, price_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("gradcast.commands.advise.advise", lambda *given: seen.append(given[2]) or advise(*given))
+    monkeypatch.setattr("gradcast.cli.advise.advise", lambda *given: seen.append(given[2]) or advise(*given))
     assert run("advise", "resnet50", "--steps", "10", "--prices", price_path, "--runs", "10", *options).code == 0
     assert [(request.mode, request.measured_algorithm) for request in seen] == [(mode, measured)]
 

@@ -278,7 +278,9 @@ def test_samples_without_all_reduce_make_no_link(tmp_path, run):
 
 
 def test_no_matplotlib(plan_path, tmp_path, run):
-    code = "import sys; sys.modules['matplotlib'] = None; from gradcast.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from gradcast.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     arguments = ["plot", str(plan_path), "-o", str(tmp_path / "x.png")]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert result.returncode == 2
@@ -308,7 +310,7 @@ def test_a_defect_is_told_apart(run, monkeypatch):
         raise RuntimeError("boom")
 
     monkeypatch.delenv("GRADCAST_DEBUG", raising=False)
-    monkeypatch.setattr("gradcast.commands.common.load_profile", broken)
+    monkeypatch.setattr("gradcast.cli.common.load_profile", broken)
     result = run("profile", "show", "resnet50")
     assert result.code == 1
     assert "please report" in result.err

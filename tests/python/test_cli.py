@@ -277,7 +277,7 @@ def test_plot_of_every_kind_of_plan(mode, in_flight, run, tmp_path):
 
 def drawn_bounds_ms(monkeypatch):
     """Where the dashed lines of the pictures are drawn from now on, and the words of the keys."""
-    from gradcast.pictures import lanes
+    from gradcast.plots import lanes
 
     bounds, words = [], []
     draw_bound, draw_key = lanes._draw_bound, lanes._draw_key

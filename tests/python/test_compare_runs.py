@@ -5,7 +5,7 @@ import json
 import pytest
 
 import doctor_runs
-from gradcast import run_diff
+from gradcast.diagnosis.report import run_comparison
 
 
 def with_step(run, low_ms, ms, high_ms):
@@ -34,17 +34,17 @@ def with_part(run, key, ms):
     ],
 )  # fmt: skip
 def test_the_step(before, after, clear, words):
-    difference = run_diff.compare(before, with_step(before, *after))
+    difference = run_comparison.compare(before, with_step(before, *after))
     assert difference.step.clear is clear
     assert difference.step.difference == pytest.approx(after[1] - 520)
-    assert words in run_diff.sentence(difference)
+    assert words in run_comparison.sentence(difference)
 
 
 def test_the_part_that_explains_it(before):
     after = with_part(with_step(before, 610, 620, 630), "backward", 240.0)
     after = with_part(after, "forward", 60.0)
-    difference = run_diff.compare(before, after)
-    assert "Most of it is backward: +" in run_diff.sentence(difference)
+    difference = run_comparison.compare(before, after)
+    assert "Most of it is backward: +" in run_comparison.sentence(difference)
     rows = {row.key: row for row in difference.times}
     assert rows["backward"].clear
     assert rows["update"].clear is False
@@ -54,18 +54,18 @@ def test_the_part_that_explains_it(before):
 
 def test_an_action_that_only_one_run_knows(before):
     after = before | {"actions": before["actions"][1:]}
-    rows = {row.key: row for row in run_diff.compare(before, after).actions}
+    rows = {row.key: row for row in run_comparison.compare(before, after).actions}
     assert (rows["wire"].b, rows["wire"].difference, rows["wire"].clear) == (None, None, None)
     assert rows["overlap"].difference == 0
 
 
 def test_what_else_is_not_the_same(before):
     after = before | {"world_size": 8, "backend": "nccl"}
-    assert run_diff.compare(before, after).settings == [
+    assert run_comparison.compare(before, after).settings == [
         "the number of workers (4 and 8)",
         "the backend (gloo and nccl)",
     ]
-    assert run_diff.compare(before, before).settings == []
+    assert run_comparison.compare(before, before).settings == []
 
 
 @pytest.fixture

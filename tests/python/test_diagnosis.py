@@ -7,13 +7,14 @@ import json
 import pytest
 
 import gradcast
-from gradcast import _core, stock_ddp
-from gradcast.diagnosis import actions, timelines
-from gradcast.diagnosis.actions import Situation
-from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.stalls import PARTS, Straggler
-from gradcast.diagnosis.verdict import verdict
-from gradcast.traces import BlockSpan, RankTrace, Span, Step
+from gradcast import _core
+from gradcast.comparison import ddp_baseline
+from gradcast.diagnosis.analyze import actions, timelines
+from gradcast.diagnosis.analyze.actions import Situation
+from gradcast.diagnosis.analyze.estimates import Estimate
+from gradcast.diagnosis.analyze.step_breakdown import PARTS, Straggler
+from gradcast.diagnosis.analyze.verdict import verdict
+from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
 
 MIB = 1 << 20
 DDP_CAPS = (MIB, 25 * MIB)
@@ -37,7 +38,7 @@ def with_link(alpha_ns, beta_ns_per_byte, scale=1.0):
 
 def situation(profile, **more):
     """A training that takes exactly what ``play`` says of DDP on this profile."""
-    step_ms = stock_ddp.plan(profile, DDP_CAPS).predicted_ns / MS
+    step_ms = ddp_baseline.plan(profile, DDP_CAPS).predicted_ns / MS
     known = parts(forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
     return Situation(
         step=exact(step_ms), parts=known, ranks=[values(known)], profile=profile, caps_bytes=DDP_CAPS, **more

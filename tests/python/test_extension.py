@@ -14,7 +14,7 @@ from conftest import ROOT
 
 pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
 
-from gradcast.training import extension, native_build
+from gradcast.training.compat import extension, native_build
 
 MODULE = """
 #include <Python.h>

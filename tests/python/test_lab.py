@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gradcast import cli
+from gradcast.cli import main
 from gradcast.lab import LabError, Network, delay, hosts, owner, run_workers
 
 WAIT_S = 30
@@ -261,7 +261,7 @@ def test_a_script_runs_on_every_host(tmp_path, capfd):
     made_network(1e9).close()
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n")
-    assert cli.main(["lab", "run", "--hosts", "2", "--rate", "1gbit", "--", str(script), "--shift", "-1"]) == 0
+    assert main.main(["lab", "run", "--hosts", "2", "--rate", "1gbit", "--", str(script), "--shift", "-1"]) == 0
     assert capfd.readouterr().out == "2 --shift -1\n"
 
 

@@ -7,7 +7,7 @@ import pytest
 import gradcast
 from gradcast import _core
 from gradcast.lab.replays import Step, last_steps, replay
-from gradcast.training.compute_times import Compute
+from gradcast.training.measure.compute_cost import Compute
 
 MS = 1e6
 

@@ -164,7 +164,7 @@ def test_a_crowded_machine_is_told(name, sentence):
 
 
 def test_a_picture_is_drawn(tmp_path):
-    from gradcast.pictures import draw_lab
+    from gradcast.plots import draw_lab
 
     draw_lab(str(tmp_path / "lab.png"), table_of(results_of(), SETTINGS), title="small")
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
@@ -213,8 +213,8 @@ NEAR = ["--hosts", "2", "--model"]
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, arguments, words):
-    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: None)
-    monkeypatch.setattr("gradcast.commands.lab.train", lambda *_, **__: pytest.fail("it has run"))
+    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.lab.train", lambda *_, **__: pytest.fail("it has run"))
     result = run("lab", "train", *arguments)
     assert result.code == 2, result.err
     assert words in result.err
@@ -223,7 +223,7 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, ar
 
 
 def test_too_large_a_run_is_refused(run, monkeypatch):
-    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
     monkeypatch.setattr("gradcast.lab.train._available_bytes", lambda: 8e9)
     result = run("lab", "train", "--hosts", "8", "--model", "vgg16")
     assert result.code == 2
@@ -231,22 +231,22 @@ def test_too_large_a_run_is_refused(run, monkeypatch):
 
 
 def test_where_hosts_cannot_be_made_it_says_why(run, monkeypatch):
-    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: "network namespaces need root")
+    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: "network namespaces need root")
     result = run("lab", "train", "--model", "resnet50")
     assert (result.code, result.err) == (2, "gradcast: error: network namespaces need root\n")
 
 
 def test_a_wrong_number_ends_the_command_with_an_error(run, monkeypatch, small_path):
-    monkeypatch.setattr("gradcast.commands.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
     results = {**results_of(difference=1e-3), "torch": "0", "parameter_bytes": 1}
-    monkeypatch.setattr("gradcast.commands.lab.train", lambda *_, **__: results)
+    monkeypatch.setattr("gradcast.cli.lab.train", lambda *_, **__: results)
     result = run("lab", "train", "--model", small_path)
     assert result.code == 1
     assert "overlap trained are not those of ddp" in result.err
 
 
 def test_the_commands_need_no_torch():
-    code = "import sys, gradcast.commands; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradcast.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

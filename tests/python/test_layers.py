@@ -3,6 +3,7 @@
 The table below is the rule. A new folder under csrc needs a line in it.
 """
 
+import ast
 import re
 import runpy
 from dataclasses import dataclass, field
@@ -276,7 +277,7 @@ def built_files() -> set[str]:
                 built |= set(folder.glob(pattern))
         built |= {folder / name for name in SOURCE_NAME.findall(GLOB.sub("", text))}
     # What the package compiles by itself, for the torch that it meets.
-    built |= set(runpy.run_path(str(ROOT / "python/gradcast/training/native_build.py"))["files"](ROOT))
+    built |= set(runpy.run_path(str(ROOT / "python/gradcast/training/compat/native_build.py"))["files"](ROOT))
     # What a test compiles with torch's headers, which CMake does not know.
     tests = "".join(path.read_text() for path in (ROOT / "tests/training").glob("test_*.py"))
     built |= {path for path in (ROOT / "tests/training").glob("*.cc") if f'"{path.name}"' in tests}
@@ -294,3 +295,84 @@ def test_every_test_file_is_named_as_one():
     for path in cxx_files():
         if path.endswith(".cc") and re.search(r"^TEST(_F|_P)?\(", (ROOT / path).read_text(), re.MULTILINE):
             assert path.endswith("_test.cc"), path
+
+
+# --- Python: imports inside gradcast.training go down only, and nobody outside imports a step's parts. ---
+
+TRAINING = "gradcast.training"
+# From the top down. A module may import from its own folder and from those after it.
+ORDER = ("", "plan", "step", "measure", "ranks", "compat")
+LEAVES = {"options"}  # modules of the top that every folder may import
+
+
+def python_files() -> dict[str, str]:
+    root = ROOT / "python"
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in sorted((root / "gradcast").rglob("*.py"))
+    }
+
+
+def imported_modules(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folder_of(module: str) -> str:
+    """The folder of gradcast.training that a module lies in; "" is its top."""
+    first = module.removeprefix(TRAINING + ".").split(".")[0]
+    return first if first in ORDER else ""
+
+
+def upward_imports(module: str, text: str) -> list[str]:
+    own = ORDER.index(folder_of(module))
+    return [
+        f"{module} imports {name}"
+        for name in sorted(imported_modules(text))
+        if name.startswith(TRAINING + ".") and name.split(".")[2] not in LEAVES and ORDER.index(folder_of(name)) < own
+    ]
+
+
+def test_training_imports_go_down_only():
+    files = {module: text for module, text in python_files().items() if module.startswith(TRAINING + ".")}
+    assert {folder_of(module) for module in files} == set(ORDER)
+    found = [fault for module, text in files.items() for fault in upward_imports(module, text)]
+    assert not found, "\n".join(found)
+
+
+def test_only_training_knows_the_parts_of_a_step():
+    found = [
+        f"{module} imports {name}"
+        for module, text in python_files().items()
+        if not module.startswith(TRAINING)
+        for name in imported_modules(text)
+        if name.startswith(TRAINING + ".step")
+    ]
+    assert not found
+
+
+def test_options_is_a_leaf():
+    names = imported_modules(python_files()[f"{TRAINING}.options"])
+    assert not [name for name in names if name.startswith(TRAINING)]
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "is_allowed"),
+    [
+        ("step.x", "from gradcast.training.plan import agreement", False),
+        ("step.x", "from gradcast.training.session import Session", False),
+        ("ranks.x", "from gradcast.training.measure.step_trace import Trace", False),
+        ("compat.x", "from gradcast.training import preflight", False),
+        ("compat.x", "def f():\n    from gradcast.training.ranks.group import Group", False),
+        ("plan.x", "from gradcast.training.step.pending import mark", True),
+        ("compat.x", "from gradcast.training.options import Options", True),
+        ("session", "from gradcast.training.plan import agreement", True),
+    ],
+)
+def test_the_rule_for_training_has_teeth(module, text, is_allowed):
+    assert (not upward_imports(f"{TRAINING}.{module}", text)) == is_allowed

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gradcast.diagnosis import environment
-from gradcast.diagnosis.environment import Process, usable_cores
-from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.lint import Facts, Host, findings
+from gradcast.diagnosis.analyze.estimates import Estimate
+from gradcast.diagnosis.analyze.lint import Facts, Host, findings
+from gradcast.diagnosis.observe import environment
+from gradcast.diagnosis.observe.environment import Process, usable_cores
 
 # Four parameters whose gradients come one after the other, the last one registered first.
 STREAMING = Facts(

@@ -7,11 +7,11 @@ import pytest
 
 import gradcast
 from gradcast import _core
-from gradcast.diagnosis import findings as doctors
-from gradcast.diagnosis import lint_costs
-from gradcast.diagnosis.environment import Process
-from gradcast.diagnosis.estimates import Estimate
-from gradcast.diagnosis.stalls import Breakdown, RankSteps
+from gradcast.diagnosis.analyze import findings as doctors
+from gradcast.diagnosis.analyze import lint_costs
+from gradcast.diagnosis.analyze.estimates import Estimate
+from gradcast.diagnosis.analyze.step_breakdown import Breakdown, RankSteps
+from gradcast.diagnosis.observe.environment import Process
 
 MIB = 1 << 20
 CAPS = (4 * MIB, 4 * MIB)

@@ -9,10 +9,10 @@ import pytest
 
 import doctor_runs
 from conftest import ROOT
-from gradcast import metrics
 from gradcast.atomic import write_atomically
+from gradcast.diagnosis.report import metrics
+from gradcast.diagnosis.runs import PARTS
 from gradcast.errors import Error
-from gradcast.runs import PARTS
 
 # The text format, from its specification: a line is a comment with a purpose, or a sample.
 LABELS = r'\{(?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\\\|\\"|\\n)*"(?:,|(?=\})))*\}'

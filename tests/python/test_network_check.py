@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from gradcast.diagnosis import tcp
+from gradcast.diagnosis.network import tcp
 from gradcast.errors import Error
 from gradcast.lab import LabError, Network, run_workers
 

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from gradcast.diagnosis import interfaces, network_hosts, pair_rounds
-from gradcast.diagnosis.interfaces import Chosen, Interface
-from gradcast.diagnosis.network_findings import Alternative, Host, Measured, Pair, findings
-from gradcast.diagnosis.tcp_rate import bits_per_s
+from gradcast.diagnosis.network import hosts as network_hosts
+from gradcast.diagnosis.network import interfaces, pair_rounds
+from gradcast.diagnosis.network.findings import Alternative, Host, Measured, Pair, findings
+from gradcast.diagnosis.network.interfaces import Chosen, Interface
+from gradcast.diagnosis.network.tcp_rate import bits_per_s
 from gradcast.errors import Error
 
 G = 1e9
@@ -261,7 +262,7 @@ def line(alpha_us, beta_ns_per_byte, sizes=(1 << 10, 1 << 17, 1 << 20), starts=1
 
 
 def test_the_collectives_line_has_its_units():
-    collective = pytest.importorskip("gradcast.diagnosis.network_collective", exc_type=ImportError)
+    collective = pytest.importorskip("gradcast.diagnosis.network.collective", exc_type=ImportError)
     found = collective.fitted(line(200, 2.0), 4)
     assert found["alpha_us"] == pytest.approx(200)
     assert found["beta_ns_per_byte"] == pytest.approx(2.0)
@@ -271,7 +272,7 @@ def test_the_collectives_line_has_its_units():
 
 
 def test_an_all_reduce_took_what_the_last_rank_to_join_saw(monkeypatch):
-    collective = pytest.importorskip("gradcast.diagnosis.network_collective", exc_type=ImportError)
+    collective = pytest.importorskip("gradcast.diagnosis.network.collective", exc_type=ImportError)
 
     class TwoRanks:
         own = None
@@ -284,8 +285,8 @@ def test_an_all_reduce_took_what_the_last_rank_to_join_saw(monkeypatch):
 
 
 def test_a_pair_is_as_fast_as_its_slower_direction():
-    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
-    from gradcast.diagnosis.tcp import Found
+    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
+    from gradcast.diagnosis.network.tcp import Found
 
     pair = pairs._pair(Found(1 * G, 8 * G), Found(2 * G, 4 * G, latency_us=30.0), 3, 5)
     assert pair == Pair(3, 5, latency_us=30.0, tcp_bits_per_s=1 * G, streams_bits_per_s=4 * G)
@@ -298,7 +299,7 @@ def test_a_pair_is_as_fast_as_its_slower_direction():
 
 def test_a_message_takes_what_the_largest_ones_took():
     """Smaller ones, which a token bucket lets through at once, have no say, nor has one that was disturbed."""
-    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
+    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
 
     took_ms = {1024: (5.7, 0.15, 0.15), 22_390: (5.1, 4.5, 4.5), 179_123: (48.5, 48.6, 48.5)}
     samples = [(size, 1e6 * ms) for size, times in took_ms.items() for ms in times]
@@ -309,8 +310,8 @@ def test_a_message_takes_what_the_largest_ones_took():
 
 
 def test_a_pair_without_a_rate_says_why():
-    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
-    from gradcast.diagnosis.tcp import Found
+    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
+    from gradcast.diagnosis.network.tcp import Found
 
     pair = pairs._pair(Found(0.0, 4 * G), Found(2 * G, 4 * G, latency_us=30.0), 0, 1)
     assert pair.tcp_bits_per_s is None
@@ -324,7 +325,7 @@ def test_a_pair_without_a_rate_says_why():
     ("latency_us", "rate", "seconds"), [(50, 1 * G, 0.05), (5000, 1 * G, 0.3), (100_000, 0.1 * G, 2.0)]
 )
 def test_a_message_is_as_long_as_tcp_needs_at_the_latency(latency_us, rate, seconds):
-    pairs = pytest.importorskip("gradcast.diagnosis.network_pairs", exc_type=ImportError)
+    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
     assert pairs.gloo_bytes(Pair(0, 1, latency_us, rate)) == pytest.approx(seconds * rate / 8)
 
 
@@ -332,7 +333,7 @@ def test_a_message_is_as_long_as_tcp_needs_at_the_latency(latency_us, rate, seco
 
 
 def test_an_interface_on_which_nobody_can_listen_is_none(monkeypatch):
-    check = pytest.importorskip("gradcast.diagnosis.network_check", exc_type=ImportError)
+    check = pytest.importorskip("gradcast.diagnosis.network.check", exc_type=ImportError)
 
     class TwoRanks:
         rank = 0

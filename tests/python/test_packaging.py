@@ -47,7 +47,9 @@ def test_nobody_gets_another_torch_by_installing():
     assert not [text for text in requirements if text.startswith("torch") and "extra ==" not in text]
 
 
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from gradcast.cli import main; sys.exit(main(['policies']))"
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from gradcast.cli.main import main; sys.exit(main(['policies']))"
+)
 
 
 def test_planning_works_without_torch():

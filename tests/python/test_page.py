@@ -10,11 +10,14 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import doctor_runs
-from gradcast import page, runs, trace_files, traces
+from gradcast.diagnosis import runs
+from gradcast.diagnosis.report import html as html_report
+from gradcast.diagnosis.report.html import axes, heat_map, numbers, prediction, scaling
+from gradcast.diagnosis.report.html.markup import Markup, element
+from gradcast.diagnosis.runs import PARTS
+from gradcast.diagnosis.trace import files as trace_files
+from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.errors import Error
-from gradcast.page import axes, heat_map, numbers, prediction, scaling
-from gradcast.page.markup import Markup, element
-from gradcast.runs import PARTS
 
 SECTIONS = [
     "actions", "lint", "step-time", "timeline", "prediction", "ranks", "bandwidth", "plans", "scaling", "network",
@@ -29,7 +32,7 @@ def run_fields():
 
 @pytest.fixture(scope="module")
 def document(run_fields):
-    return parsed(page.build(run_fields))
+    return parsed(html_report.build(run_fields))
 
 
 def parsed(text):
@@ -152,7 +155,7 @@ def test_every_colour_that_is_used_has_a_rule(document):
 
 
 def test_nothing_is_fetched_and_nothing_runs(run_fields):
-    text = page.build(run_fields)
+    text = html_report.build(run_fields)
     assert "default-src 'none'" in html.unescape(text)
     assert not re.search(r"<(script|link|img|iframe|object)|\b(src|href|onclick|onload)=|url\(|@import", text)
     assert set(re.findall(r"https?://[^\"<\s]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -165,7 +168,7 @@ def test_names_from_a_run_are_text():
     run["timeline"][0]["blocks"][0]["first"] = evil
     run["straggler"]["layer"] = evil
     run["scaling"]["points"][0]["network"] = evil
-    text = page.build(run)
+    text = html_report.build(run)
     assert "<script" not in text
     document = parsed(text)
     assert evil in words_of(document.find("body/header/h1"))
@@ -178,7 +181,7 @@ def test_attributes_are_escaped():
 
 
 def test_a_run_without_anything_optional_says_so():
-    document = parsed(page.build(doctor_runs.bare()))
+    document = parsed(html_report.build(doctor_runs.bare()))
     names = {each.get("id"): words_of(each) for each in document.iter("section")}
     assert set(SECTIONS) - set(names) == {"lint"}
     for name, words in (
@@ -195,22 +198,24 @@ def test_a_run_without_anything_optional_says_so():
 
 def test_parts_that_add_up_to_more_than_the_step_are_said():
     run = doctor_runs.doctor()
-    assert "more than the step" not in page.build(run)
+    assert "more than the step" not in html_report.build(run)
     run["ranks"][1]["parts"] |= {"network": 300.0, "rest": -19.0}
-    section = part_of(parsed(page.build(run)), "step-time")
+    section = part_of(parsed(html_report.build(run)), "step-time")
     assert "as much as 19.0 ms more than the step" in words_of(section)
     ends = [line for line in section.iter(f"{NAMESPACE}line") if line.get("class") == "end"]
     assert len(ends) == 1
 
 
 def test_why_nothing_was_tried_is_said():
-    text = words_of(parsed(page.build(doctor_runs.bare(not_tried="the model has one tensor"))))
+    text = words_of(parsed(html_report.build(doctor_runs.bare(not_tried="the model has one tensor"))))
     assert text.count("No step followed a plan: the model has one tensor") == 3
 
 
 @pytest.mark.parametrize("created", ["2026-03-04T05:06:07Z", "2026-03-04T05:06:07.25+00:00"])
 def test_the_day_is_written_for_people(created):
-    top = words_of(parsed(page.build(doctor_runs.doctor(created=created, script="/a/b/train.py"))).find("body/header"))
+    top = words_of(
+        parsed(html_report.build(doctor_runs.doctor(created=created, script="/a/b/train.py"))).find("body/header")
+    )
     assert "train.py · 2 hosts" in top
     assert "/a/b" not in top
     assert "2026-03-04 05:06 UTC" in top
@@ -218,7 +223,7 @@ def test_the_day_is_written_for_people(created):
 
 @pytest.mark.parametrize("key", ["straggler", "network", "prediction", "predicted_timeline", "scaling", "floor_ms"])
 def test_any_part_may_be_missing(key):
-    parsed(page.build(doctor_runs.doctor(**{key: None})))
+    parsed(html_report.build(doctor_runs.doctor(**{key: None})))
 
 
 def test_intervals_may_be_unknown():
@@ -226,11 +231,11 @@ def test_intervals_may_be_unknown():
     for each in (run["step"], *run["parts"]):
         each |= {"low_ms": None, "high_ms": None}
     run["network"]["collective"] |= {"alpha_us": None, "beta_ns_per_byte": None, "bus_gbit_per_s": None}
-    assert "None" not in words_of(parsed(page.build(run)))
+    assert "None" not in words_of(parsed(html_report.build(run)))
 
 
 def test_many_ranks_stay_readable():
-    document = parsed(page.build(doctor_runs.doctor(world_size=32)))
+    document = parsed(html_report.build(doctor_runs.doctor(world_size=32)))
     rows = {t.text for t in part_of(document, "timeline").iter(f"{NAMESPACE}text") if (t.text or "").startswith("rank")}
     assert len(rows) == 16
     assert "rank 2" in rows  # the slow one
@@ -273,7 +278,7 @@ def run_folder(tmp_path, run_fields):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "doctor.json").write_text(json.dumps(run_fields))
-    trace_files.save(traces.merge(doctor_runs.rank_traces(2, 3)), folder / "trace.json.gz")
+    trace_files.save(merged_trace.merge(doctor_runs.rank_traces(2, 3)), folder / "trace.json.gz")
     return folder
 
 
@@ -358,7 +363,7 @@ def browser(tmp_path_factory, run_fields):
     if program is None:
         pytest.skip("this looks at the page in a browser, and there is none: apt-get install chromium")
     folder = tmp_path_factory.mktemp("browser")
-    (folder / "report.html").write_text(page.build(run_fields))
+    (folder / "report.html").write_text(html_report.build(run_fields))
 
     def look(*options, name="report.html"):
         # No name resolves: what would be fetched is missing here, as on a plane.

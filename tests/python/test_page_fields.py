@@ -8,15 +8,17 @@ import sys
 import pytest
 
 import doctor_runs
-from gradcast import run_diff, traces
-from gradcast.diagnosis import actions, timelines, words
-from gradcast.diagnosis.actions import Situation
-from gradcast.diagnosis.estimates import Estimate
+from gradcast.diagnosis.analyze import actions, timelines
+from gradcast.diagnosis.analyze.actions import Situation
+from gradcast.diagnosis.analyze.estimates import Estimate
+from gradcast.diagnosis.analyze.step_breakdown import PARTS, RankSteps
+from gradcast.diagnosis.analyze.timelines import FollowedStep
 from gradcast.diagnosis.outcome import Outcome
-from gradcast.diagnosis.stalls import PARTS, RankSteps
-from gradcast.diagnosis.timelines import FollowedStep
+from gradcast.diagnosis.report import run_comparison
+from gradcast.diagnosis.report import text as text_report
+from gradcast.diagnosis.report.html import headline, heat_map, step_time
+from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.errors import Error
-from gradcast.page import headline, heat_map, step_time
 
 STEPS = 9
 FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS, LAUNCH_MS = 30.0, 60.0, 5.0, 5.0, 50.0, 4.0
@@ -53,9 +55,9 @@ def rank_steps(rank):
 def result(*, buffers=False, tried=True, untold=None, gradients_used=False, connections=1):
     """What the doctor writes of four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
-    from gradcast.diagnosis import findings
-    from gradcast.diagnosis.environment import Process
-    from gradcast.diagnosis.trial import Trial
+    from gradcast.diagnosis.analyze import findings
+    from gradcast.diagnosis.observe.environment import Process
+    from gradcast.diagnosis.probe.trial import Trial
 
     now = doctor_runs.scene()
     profile = doctor_runs.with_link(now)
@@ -69,7 +71,7 @@ def result(*, buffers=False, tried=True, untold=None, gradients_used=False, conn
                 profile=json.loads(profile.to_json()),
                 plan=json.loads(now.plan.to_json()),
                 versions=timelines.versions(followed),
-                trace=dataclasses.replace(recorded[rank], clock=traces.Clock()),
+                trace=dataclasses.replace(recorded[rank], clock=merged_trace.Clock()),
             )
             if tried
             else None,
@@ -132,15 +134,19 @@ def test_where_launching_is_not_told_apart_it_is_no_part_and_the_page_says_why()
     assert sum(part["ms"] for part in told["parts"]) == pytest.approx(told["step"]["ms"])
     assert "are in forward, backward and update: the profiler is &lt;busy&gt;." in str(step_time.draw(untold))
     assert "are in forward" not in str(step_time.draw(told))
-    assert words.text(untold).rstrip().endswith("are in forward, backward and update here: the profiler is <busy>")
-    assert "whether launching is told apart from computing (yes and no)" in run_diff.compare(told, untold).settings
+    assert (
+        text_report.text(untold).rstrip().endswith("are in forward, backward and update here: the profiler is <busy>")
+    )
+    assert (
+        "whether launching is told apart from computing (yes and no)" in run_comparison.compare(told, untold).settings
+    )
 
 
 def test_where_the_loop_uses_all_gradients_overlap_mode_is_left_out_and_text_and_page_say_why():
     usual, used = result(), result(gradients_used=True)
     assert usual["overlap_left_out"] is None
     assert {each["key"] for each in usual["actions"]} - {each["key"] for each in used["actions"]} == {"overlap"}
-    for told in (words.text(used), str(headline.actions(used))):
+    for told in (text_report.text(used), str(headline.actions(used))):
         assert "writes into the gradients between backward and step()" in told
 
 
@@ -158,7 +164,7 @@ def test_connections_that_gloo_has_are_no_action():
 
 def test_the_text_fits_a_terminal():
     """Titles and remedies are as long as sentences."""
-    lines = words.text(result()).splitlines()
+    lines = text_report.text(result()).splitlines()
     tables = [line for line in lines if "  " in line.strip()]
     assert len(tables) > 20
     assert max(map(len, tables)) <= 120
@@ -225,7 +231,7 @@ def test_no_gain_is_larger_than_what_the_passes_leave():
 
 def test_a_folder_has_no_trace_of_an_earlier_run(tmp_path, capsys):
     outcome, run = Outcome(str(tmp_path), rank=0), doctor_runs.doctor()
-    outcome.arrived(run, traces.merge(doctor_runs.rank_traces(2, 3)))
+    outcome.arrived(run, merged_trace.merge(doctor_runs.rank_traces(2, 3)))
     assert "opens in Perfetto" in capsys.readouterr().out
     assert (tmp_path / "trace.json.gz").exists()
     outcome.arrived(run, None)

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import doctor_runs
-from gradcast import page
-from gradcast.diagnosis import words
-from gradcast.page import prediction
+from gradcast.diagnosis.report import html as html_report
+from gradcast.diagnosis.report import text as text_report
+from gradcast.diagnosis.report.html import prediction
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -19,7 +19,7 @@ def run_fields():
 
 
 def document(run):
-    return ElementTree.fromstring(page.build(run).removeprefix("<!DOCTYPE html>\n"))
+    return ElementTree.fromstring(html_report.build(run).removeprefix("<!DOCTYPE html>\n"))
 
 
 def section(run, name):
@@ -65,7 +65,7 @@ def test_what_does_not_help_is_not_what_to_do(run_fields):
     run = with_gains(run_fields, (1.3, 1.2, 1.4), (1.01, 1.0, 1.02), (0.9, 0.8, 1.0))
     told = section(run, "actions")
     assert [words_of(row[0]) for row in told.find(".//tbody")] == ["action 0"]
-    for text in (words_of(told), words.text(run)):
+    for text in (words_of(told), text_report.text(run)):
         assert "Would not help: action 1, action 2." in text
 
 
@@ -73,8 +73,8 @@ def test_where_nothing_helps_nothing_is_the_best(run_fields):
     run = with_gains(run_fields, (1.01, 1.0, 1.02)) | {"hopeless": "Nothing here will help, because of this."}
     told = section(run, "actions")
     assert words_of(told) == "What to do Nothing here will help, because of this. Would not help: action 0."
-    assert "best action" not in page.build(run)
-    assert "best action" in page.build(run_fields)
+    assert "best action" not in html_report.build(run)
+    assert "best action" in html_report.build(run_fields)
 
 
 def test_no_gain_is_at_one_place_and_no_interval_leaves_its_figure(run_fields):
@@ -135,15 +135,15 @@ def test_steps_that_were_not_recorded_leave_the_table(run_fields):
 
 
 def test_nothing_is_told_that_is_not_known(run_fields):
-    assert "None" not in page.build(run_fields)
+    assert "None" not in html_report.build(run_fields)
     tooltip = next(each[0].text for each in section(run_fields, "timeline").iter() if each.get("class") == "block")
     assert re.match(r"plan: block 0, [\d.]+ MB; ready", tooltip)
 
 
 def test_the_trace_is_named_where_there_is_one(run_fields):
-    assert "opens in ui.perfetto.dev" in page.build(run_fields)
-    assert "trace" not in page.build(run_fields | {"timeline": []}).split("<footer>")[1]
-    assert "beside this page" not in page.build(doctor_runs.doctor(world_size=32))
+    assert "opens in ui.perfetto.dev" in html_report.build(run_fields)
+    assert "trace" not in html_report.build(run_fields | {"timeline": []}).split("<footer>")[1]
+    assert "beside this page" not in html_report.build(doctor_runs.doctor(world_size=32))
 
 
 # --- Predicted and measured ---

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradcast.cli import main
+from gradcast.cli.main import main
 
 
 def results(**changes):

@@ -6,9 +6,11 @@ import json
 import pytest
 
 import gradcast
-from gradcast import _core, growth, scaling
-from gradcast.commands.scaling import sentence
-from gradcast.growth import Cluster, Growth, Network, Nodes
+from gradcast import _core
+from gradcast.cli.scaling import sentence
+from gradcast.scaling import estimate as scaling
+from gradcast.scaling import growth
+from gradcast.scaling.growth import Cluster, Growth, Network, Nodes
 
 PNG = b"\x89PNG\r\n"
 HOP = _core.Hop(latency_ns=100e3, bandwidth_bytes_per_s=1.25e9)

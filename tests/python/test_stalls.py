@@ -5,9 +5,17 @@ import random
 
 import pytest
 
-from gradcast.diagnosis.estimates import Estimate, estimate, median
-from gradcast.diagnosis.stalls import MEET_TWICE, PARTS, RankSteps, breakdown, cached_wait, stash, together_ms
-from gradcast.frontier import frontier
+from gradcast.diagnosis.analyze.estimates import Estimate, estimate, median
+from gradcast.diagnosis.analyze.step_breakdown import (
+    MEET_TWICE,
+    PARTS,
+    RankSteps,
+    breakdown,
+    cached_wait,
+    stash,
+    together_ms,
+)
+from gradcast.training.measure.stage_exposure import frontier
 
 # --- Stash's formulas ---
 

@@ -14,9 +14,12 @@ import pytest
 
 import doctor_runs
 import gradcast
-from gradcast import _core, lanes, trace_files, traces
+from gradcast import _core
+from gradcast.diagnosis.trace import files as trace_files
+from gradcast.diagnosis.trace import lanes
+from gradcast.diagnosis.trace import merged as merged_trace
+from gradcast.diagnosis.trace.merged import BlockSpan, Clock, ClockOffset, Ping, RankTrace, Span, Step
 from gradcast.errors import Error
-from gradcast.traces import BlockSpan, Clock, ClockOffset, Ping, RankTrace, Span, Step
 
 MS = 1_000_000
 # What the issue asks for: less than this for 100 steps of all ranks, as the file lies in the folder of a run.
@@ -28,7 +31,7 @@ TRACE_BYTES_MAX = 1_000_000
 
 def test_the_quickest_exchange_tells_the_offset():
     pings = [Ping(0, 5_000_900, 2_000), Ping(10_000, 5_010_100, 10_200), Ping(20_000, 5_029_000, 30_000)]
-    offset = traces.clock_offset(pings)
+    offset = merged_trace.clock_offset(pings)
     assert offset == ClockOffset(offset_ns=5_000_000, error_ns=100, at_ns=5_010_100)
 
 
@@ -40,25 +43,25 @@ def test_the_true_offset_is_within_the_error(seed):
     for start_ns in range(0, 10 * MS, MS):
         there_ns, back_ns = (int(20_000 + dice.expovariate(1 / 80_000)) for _ in range(2))
         pings.append((start_ns, start_ns + there_ns + true_ns, start_ns + there_ns + back_ns))
-    offset = traces.clock_offset(pings)
+    offset = merged_trace.clock_offset(pings)
     assert abs(offset.offset_ns - true_ns) <= offset.error_ns + 300  # doubles of this size are 256 ns apart
     assert offset.error_ns == min(received - sent for sent, _, received in pings) / 2
 
 
 def test_what_is_no_exchange_is_refused():
     with pytest.raises(Error, match="send at least one"):
-        traces.clock_offset([])
+        merged_trace.clock_offset([])
     with pytest.raises(Error, match="before it was sent"):
-        traces.clock_offset([(5, 0, 4)])
+        merged_trace.clock_offset([(5, 0, 4)])
 
 
 def test_a_clock_that_drifts():
     first, second = ClockOffset(1000, 50, 0), ClockOffset(1000 + 20_000, 50, 10**9)
-    clock = traces.clock_between(first, second)
+    clock = merged_trace.clock_between(first, second)
     assert clock.aligned(10**9) == 10**9 - 21_000
     assert clock.aligned(10**9 // 2) == 10**9 // 2 - 11_000
     # Within the errors it is noise: the better one counts, everywhere.
-    noise = traces.clock_between(ClockOffset(1000, 50, 0), ClockOffset(1040, 10, 10**9))
+    noise = merged_trace.clock_between(ClockOffset(1000, 50, 0), ClockOffset(1040, 10, 10**9))
     assert (noise.offset_ns, noise.drift) == (1040, 0)
 
 
@@ -72,7 +75,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def merged(ranks):
-    return traces.merge(ranks)
+    return merged_trace.merge(ranks)
 
 
 def spans_of(merged, **fields):
@@ -115,7 +118,7 @@ def test_names_of_tensors_stand_there_once_beside_the_table():
         starts = [(step, index, step * 9 * MS + index * MS) for step in range(5) for index in range(3)]
         blocks = [BlockSpan(step, index, index, 0, start, start + MS) for step, index, start in starts]
         ranks.append(RankTrace(rank, blocks=blocks, table=tables))
-    merged = traces.merge(ranks)
+    merged = merged_trace.merge(ranks)
     assert merged["gradcast"]["blocks"] == tables
     assert json.dumps(merged).count("layer1.weight") == 2
 
@@ -123,7 +126,7 @@ def test_names_of_tensors_stand_there_once_beside_the_table():
 def test_ranks_that_number_their_tables_differently_agree():
     one = RankTrace(0, table=[{"block": 0, "bytes": 1, "tensors": ["a"]}, {"block": 1, "bytes": 2, "tensors": ["b"]}])
     two = RankTrace(1, table=one.table[::-1], blocks=[BlockSpan(0, 1, 0, 0, 0, MS)])
-    merged = traces.merge([one, two])
+    merged = merged_trace.merge([one, two])
     assert [line["bytes"] for line in merged["gradcast"]["blocks"]] == [1, 2]
     assert spans_of(merged, cat="block")[0]["args"]["bytes"] == 2
 
@@ -131,7 +134,7 @@ def test_ranks_that_number_their_tables_differently_agree():
 def test_blocks_in_flight_together_get_lanes_of_their_own():
     table = [{"block": index, "bytes": 10 ** (index + 1), "tensors": ["x"]} for index in range(2)]
     blocks = [BlockSpan(0, 0, 0, 0, 0, 5 * MS), BlockSpan(0, 1, 1, 0, 2 * MS, 6 * MS)]
-    merged = traces.merge([RankTrace(0, blocks=blocks, table=table)])
+    merged = merged_trace.merge([RankTrace(0, blocks=blocks, table=table)])
     assert {event["tid"] for event in spans_of(merged, cat="block")} == {2, 3}
     assert {"link", "link 2"} <= {event["args"]["name"] for event in merged["traceEvents"] if event["ph"] == "M"}
     counters = [(event["ts"], event["args"]["bytes"]) for event in merged["traceEvents"] if event["ph"] == "C"]
@@ -143,7 +146,7 @@ def test_an_arrow_leads_from_ready_over_the_block_to_the_wait_that_it_ended():
     table = [{"block": index, "bytes": 4, "tensors": ["x"]} for index in range(2)]
     blocks = [BlockSpan(0, 0, 0, 4 * MS, 5 * MS, 11 * MS), BlockSpan(0, 1, 1, 10 * MS, 11 * MS, 20 * MS - 9000)]
     trace = RankTrace(0, steps=[Step(0, 0, 30 * MS)], spans=spans, blocks=blocks, table=table)
-    arrows = [event for event in traces.merge([trace])["traceEvents"] if event["ph"] in "stf"]
+    arrows = [event for event in merged_trace.merge([trace])["traceEvents"] if event["ph"] in "stf"]
     # Block 0 was there before anyone asked: nothing waited for it.
     places = [(event["ph"], event["tid"], event["ts"]) for event in arrows]
     assert places == [("s", 1, 9999), ("t", 2, 11_000), ("f", 1, 19_999)]
@@ -162,7 +165,7 @@ def test_arrows_begin_and_end_inside_of_events(merged):
 
 def test_looks_that_found_everything_there_are_left_out():
     trace = RankTrace(0, spans=[Span("wait", 0, 5_000), Span("wait", MS, 2 * MS)])
-    assert len(spans_of(traces.merge([trace]), name="wait")) == 1
+    assert len(spans_of(merged_trace.merge([trace]), name="wait")) == 1
 
 
 def test_a_hundred_steps_of_eight_ranks_are_less_than_a_megabyte(tmp_path):
@@ -174,7 +177,7 @@ def test_a_hundred_steps_of_eight_ranks_are_less_than_a_megabyte(tmp_path):
         for block in rank.blocks:
             ends = sorted(block.finish_ns + dice.randrange(300_000) for _ in range(3))
             rank.spans += [Span("wait", *ends[:2]), Span("update", *ends[1:])]
-    merged = traces.merge(ranks)
+    merged = merged_trace.merge(ranks)
     for name in ("trace.json", "trace.json.gz"):
         trace_files.save(merged, tmp_path / name)
         print(f"{len(ranks[0].table)} blocks, {name}: {(tmp_path / name).stat().st_size} bytes")
@@ -187,20 +190,20 @@ def test_a_wait_that_seems_to_outlast_forward_is_cut():
 
 
 def test_a_handle_without_a_plan_has_an_empty_trace():
-    empty = traces.compact({"traceEvents": [], "distributedInfo": {"rank": 1, "world_size": 2}})
+    empty = merged_trace.compact({"traceEvents": [], "distributedInfo": {"rank": 1, "world_size": 2}})
     assert empty == RankTrace(1)
-    assert traces.merge([empty])["traceEvents"]
+    assert merged_trace.merge([empty])["traceEvents"]
 
 
 def test_nothing_to_merge():
     with pytest.raises(Error, match="no rank's trace"):
-        traces.merge([])
+        merged_trace.merge([])
 
 
 def test_a_handles_timeline_becomes_compact():
     """With the class that records steps in training; what it returns is what the merged trace is made of."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
-    from gradcast.training.trace import StepRecord, Trace
+    from gradcast.training.measure.step_trace import StepRecord, Trace
 
     model, now = gradcast.load_profile("vgg16"), 5_000_000_000
     link = _core.ring_link(_core.Hop(**doctor_runs.HOP), 4)
@@ -215,7 +218,7 @@ def test_a_handles_timeline_becomes_compact():
         times = [SimpleNamespace(ready_ns=start, launch_ns=launch, finish_ns=launch + MS) for launch in launches]
         iterations.append(SimpleNamespace(iteration=step, blocks=times))
     timeline = {"traceEvents": trace.events(1, iterations), "distributedInfo": {"rank": 1, "world_size": 2}}
-    found = traces.compact(timeline, clock=Clock(1000.0), host="h")
+    found = merged_trace.compact(timeline, clock=Clock(1000.0), host="h")
     assert (found.rank, found.host, found.clock.offset_ns) == (1, "h", 1000)
     assert found.steps[:2] == [Step(0, now, now + 100 * MS), Step(1, now + 100 * MS, now + 200 * MS)]
     assert [step.number for step in found.steps] == [0, 1, 2]
@@ -273,7 +276,7 @@ def test_what_forward_waits_is_no_kernel():
     table = [{"block": 0, "bytes": 4, "tensors": ["x"]}]
     blocks = [BlockSpan(0, 0, 0, 4 * MS, 5 * MS, 20 * MS)]
     trace = RankTrace(0, steps=[Step(0, 0, 30 * MS)], spans=spans, blocks=blocks, table=table)
-    rank = trace_files.of_rank(traces.merge([trace]), 0)
+    rank = trace_files.of_rank(merged_trace.merge([trace]), 0)
     assert kernels_of(rank) == [
         ("backward", 0, 10_000), ("forward", 10_000, 12_000), ("forward", 22_000, 25_000),
         ("ncclKernel block 0", 5_000, 20_000), ("update", 20_000, 22_000),

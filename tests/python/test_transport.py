@@ -23,7 +23,7 @@ def test_inproc(world_size, case):
 def extension():
     """Compiled here, so that a missing compiler fails once and with its sentence."""
     pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
-    from gradcast.training import extension
+    from gradcast.training.compat import extension
 
     return extension.load()
 

@@ -2,8 +2,8 @@
 
 import gradcast
 from gradcast import _core
-from gradcast.compare import compare
-from gradcast.verdict import verdict
+from gradcast.comparison.compare import compare
+from gradcast.comparison.verdict import verdict
 
 
 def sentence(profile, bandwidth_gbit_per_s, policies=("forecast", "ddp"), workers=8, **options):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast import _core
-from gradcast.training import extension
+from gradcast.training.compat import extension
 from transport_conformance import LIMIT_NS, MOMENT_NS, Case, Rank, everywhere, succeed
 
 TIMEOUT = timedelta(seconds=30)

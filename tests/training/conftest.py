@@ -11,7 +11,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session", autouse=True)
 def _native_part():
     """Compiled before any test starts a clock, where the cache has none for these sources."""
-    from gradcast.training import extension
+    from gradcast.training.compat import extension
 
     extension.load()
 

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from gradcast import _core
-from gradcast.training import extension
+from gradcast.training.compat import extension
 from training.programs import tell
 
 LIMIT_NS = 10_000_000_000

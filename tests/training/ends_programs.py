@@ -40,7 +40,7 @@ def tell_threads() -> None:
 atexit.register(tell_threads)
 
 import gradcast  # noqa: E402
-from gradcast.training.group import Group  # noqa: E402
+from gradcast.training.ranks.group import Group  # noqa: E402
 
 
 def late() -> None:

@@ -9,7 +9,7 @@ def linear(alpha_ns, beta_ns_per_byte):
 
 def compute_steps(ranks, disturbed=None):
     """Four steps of ``ranks``: backward, forward, update in ms; those of one step take ten times as long."""
-    from gradcast.training.compute_times import Compute
+    from gradcast.training.measure.compute_cost import Compute
 
     return [
         [Compute(*(1e6 * ms * (10 if step == disturbed else 1) for ms in rank)) for rank in ranks] for step in range(4)

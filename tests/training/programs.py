@@ -111,7 +111,7 @@ def leaves_groups_open(way: str) -> None:
         tell(threads=sum("gloo" in name for name in names))
 
     atexit.register(tell_threads)  # runs after what is registered later
-    from gradcast.training.group import Group, lasting_group
+    from gradcast.training.ranks.group import Group, lasting_group
 
     distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     for name in ("one", "another"):

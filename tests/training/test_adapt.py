@@ -36,8 +36,9 @@ def make_module():
 
 
 def train(rank, mode, steps, facts_of, gain=1.5, **options):
-    from gradcast.training import calibration, link_costs, live_plan
-    from gradcast.training.expectation import Expectation, Usual
+    from gradcast.training.measure import network_cost
+    from gradcast.training.plan import calibration, controller
+    from gradcast.training.plan.expectation import Expectation, Usual
 
     expected = Expectation(
         Usual(1e6, 1e6), Usual(gain * 1e6, 1e6), low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97
@@ -45,8 +46,8 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
     # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
     # goes on with other tests.
     with (
-        mock.patch.object(live_plan, "expect", return_value=expected),
-        mock.patch.object(link_costs, "corrected", return_value=None),
+        mock.patch.object(controller, "expect", return_value=expected),
+        mock.patch.object(network_cost, "corrected", return_value=None),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
     ):
         return train_both(rank, mode, steps, facts_of, options)
@@ -158,7 +159,7 @@ def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
     ],
 )
 def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(gain, limit, compute_share, tries, said):
-    from gradcast.training.expectation import Expectation, Usual
+    from gradcast.training.plan.expectation import Expectation, Usual
 
     expected = Expectation(
         Usual(1e6, 1e6), Usual(gain * 1e6, 1e6), gain - 0.1, gain + 0.1, limit=limit, compute_share=compute_share

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 import gradcast
-from gradcast import cli
-from gradcast.training.buffers import NOTE_ELEMENTS
+from gradcast.cli import main
+from gradcast.training.step.gradient_buffers import NOTE_ELEMENTS
 from training.needs import torch
 from training.ours import Ours
 
@@ -134,10 +134,10 @@ def test_saved_files_are_what_the_commands_read(ranks, tmp_path, capsys, mode):
     profile, plan = tmp_path / "profile0.json", tmp_path / "plan0.json"
     assert profile.read_text() == (tmp_path / "profile1.json").read_text()
     json.loads((tmp_path / "timeline1.json").read_text())
-    assert cli.main(["simulate", str(profile)]) == 0
+    assert main.main(["simulate", str(profile)]) == 0
     assert "forecast" in capsys.readouterr().out
     gradcast.Plan.from_json(plan.read_text()).check(gradcast.load_profile(str(profile)))
     pytest.importorskip("matplotlib", reason="gradcast plot needs matplotlib: pip install 'gradcast[plot]'")
     picture = tmp_path / "plan.png"
-    assert cli.main(["plot", str(plan), "--profile", str(profile), "-o", str(picture)]) == 0
+    assert main.main(["plot", str(plan), "--profile", str(profile), "-o", str(picture)]) == 0
     assert picture.stat().st_size > 1000

@@ -3,7 +3,7 @@
 import pytest
 
 import gradcast
-from gradcast.training.buffers import ALIGNMENT_BYTES, NOTE_ELEMENTS, GradientBuffers
+from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, NOTE_ELEMENTS, GradientBuffers
 from training.needs import torch
 
 nn = torch.nn

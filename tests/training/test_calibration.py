@@ -16,9 +16,9 @@ CALIBRATION_STEPS = 9
 
 def measured_by(*compute_ms):
     """One rank's warm-up of a tensor: backward, forward and update in ms per step, None where it has failed."""
-    from gradcast.training.compute_times import Compute
-    from gradcast.training.link_costs import Took
-    from gradcast.training.planning import Measured
+    from gradcast.training.measure.compute_cost import Compute
+    from gradcast.training.measure.measurement import Measured
+    from gradcast.training.measure.network_cost import Took
 
     steps = [None if each is None else Compute(*(1e6 * ms for ms in each)) for each in compute_ms]
     return Measured([1e6], [0.0], steps, [[100]], [[Took(1e6, at_once=False)]], pack_ns_per_byte=0.0)
@@ -36,25 +36,25 @@ def measured_by(*compute_ms):
     ],
 )
 def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
-    from gradcast.training.planning import measured_profile
+    from gradcast.training.plan import measured_profile
 
     sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
-    profile = measured_profile([measured_by(*each) for each in ranks], ["only"], sizes, name="measured")
+    profile = measured_profile.of_all_ranks([measured_by(*each) for each in ranks], ["only"], sizes, name="measured")
     times_ns = profile.backward_ns, profile.forward_ns, profile.tensors[0].update_ns
     assert times_ns == pytest.approx([1e6 * ms for ms in times_ms])
 
 
 def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
-    from gradcast.training.planning import measured_profile
+    from gradcast.training.plan import measured_profile
 
     sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
     with pytest.raises(gradcast.Error, match="no step could be measured: backward has failed in each of them"):
-        measured_profile([measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured")
+        measured_profile.of_all_ranks([measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured")
 
 
 @pytest.mark.parametrize("pack_ns_per_byte", [0.0, 1.5])
 def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
-    from gradcast.training.calibration import Calibration
+    from gradcast.training.plan.calibration import Calibration
 
     whole = mock.Mock(size_bytes=4_000_000, ranges=[(0, 4_000_000)])
     packed = mock.Mock(size_bytes=2_000_000, ranges=[(0, 1_000_000), (5_000_000, 6_000_000)])
@@ -69,11 +69,12 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
 @pytest.mark.parametrize("alpha_ns", [1e5, 1e6, 4e6])
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
-    from gradcast.training import link_costs, planning
-    from gradcast.training.calibration import Calibration, planned_busy_periods_ns
+    from gradcast.training.measure import network_cost
+    from gradcast.training.plan import agreement
+    from gradcast.training.plan.calibration import Calibration, planned_busy_periods_ns
 
     profile = even_profile(linear(alpha_ns, 2.0))
-    plan = planning.plain_plan(profile) if plain else planning.decide(profile, "overlap", gradcast.Options())
+    plan = agreement.plain_plan(profile) if plain else agreement.decide(profile, "overlap", gradcast.Options())
     assert plan.in_flight == (2 if plain else 1)
     calibration = Calibration(plan, pack_ns_per_byte=0)
     played = [
@@ -85,7 +86,7 @@ def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
     found = calibration.found(mock.Mock(gather=lambda own: [own, own]))
     assert len(found.blocks) == CALIBRATION_STEPS - 1
     shared_ns = sum(planned_busy_periods_ns(plan, profile)) if plain else None
-    assert link_costs.corrected(profile.link, found.blocks, shared_ns=shared_ns) is None
+    assert network_cost.corrected(profile.link, found.blocks, shared_ns=shared_ns) is None
 
 
 def even_profile(link):
@@ -96,7 +97,7 @@ def even_profile(link):
 
 
 def test_the_network_is_busy_while_some_block_is_on_it():
-    from gradcast.training.calibration import busy_periods_ns
+    from gradcast.training.plan.calibration import busy_periods_ns
 
     assert busy_periods_ns([(10, 30), (35, 50), (50, 60)]) == [20, 25], "one after the other"
     # The second one begins beside the first, the third ends before it, the last one comes when all is quiet.
@@ -105,7 +106,7 @@ def test_the_network_is_busy_while_some_block_is_on_it():
 
 
 def test_compute_that_is_right_stays():
-    from gradcast.training.calibration import corrected_compute
+    from gradcast.training.plan.calibration import corrected_compute
 
     profile = profile_of(200, 100, 10)
     assert corrected_compute(profile, compute_steps([(205, 102, 9), (190, 101, 9), (190, 99, 9)])) is None
@@ -113,8 +114,8 @@ def test_compute_that_is_right_stays():
 
 
 def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
-    from gradcast.training.calibration import corrected_compute
-    from gradcast.training.compute_times import Compute, with_compute
+    from gradcast.training.measure.compute_cost import Compute, with_compute
+    from gradcast.training.plan.calibration import corrected_compute
 
     profile = profile_of(200, 100, 10)
     steps = compute_steps([(250, 125, 13), (210, 120, 12), (230, 130, 20)], disturbed=1)
@@ -135,8 +136,8 @@ def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
 
 
 def test_what_a_step_computed_is_what_it_did_not_wait():
-    from gradcast.training.compute_times import Compute, compute_of
-    from gradcast.training.trace import StepRecord
+    from gradcast.training.measure.compute_cost import Compute, compute_of
+    from gradcast.training.measure.step_trace import StepRecord
 
     record = StepRecord(3, 3, None, None, 100)
     record.spans += [("backward", 100, 160), ("wait", 160, 170), ("update", 170, 175), ("update", 190, 195)]
@@ -144,7 +145,8 @@ def test_what_a_step_computed_is_what_it_did_not_wait():
 
 
 def train(rank, mode, link_factor, compute_factor=None):
-    from gradcast.training import calibration, compute_times, link_costs
+    from gradcast.training.measure import compute_cost, network_cost
+    from gradcast.training.plan import calibration
 
     link = mock.Mock(
         side_effect=lambda link, _, shared_ns, saved_ns: link_factor and link.scaled(link_factor, link_factor)
@@ -156,12 +158,12 @@ def train(rank, mode, link_factor, compute_factor=None):
             assert all(min(each.backward_ns, each.forward_ns) > 0 for each in step)
         update_ns = sum(tensor.update_ns for tensor in profile.tensors)
         times = (profile.backward_ns, profile.forward_ns, update_ns)
-        return compute_factor and compute_times.Compute(*(compute_factor * time for time in times))
+        return compute_factor and compute_cost.Compute(*(compute_factor * time for time in times))
 
     compute = mock.Mock(side_effect=stretched)
     # The process goes on with other tests.
     with (
-        mock.patch.object(link_costs, "corrected", link),
+        mock.patch.object(network_cost, "corrected", link),
         mock.patch.object(calibration, "corrected_compute", compute),
     ):
         found = train_both(rank, mode)

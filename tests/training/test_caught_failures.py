@@ -97,7 +97,7 @@ def test_where_one_rank_fails_alone_the_others_do_not_train_on(ranks, mode):
 
 
 def test_the_sum_of_marks_tells_of_a_failure_in_every_type():
-    from gradcast.training.buffers import GradientBuffers, Usage
+    from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         buffers = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)], 2)
@@ -114,7 +114,7 @@ def test_the_sum_of_marks_tells_of_a_failure_in_every_type():
 
 def test_the_sum_of_marks_tells_frozen_from_unused_in_every_type():
     """However many ranks there are."""
-    from gradcast.training.buffers import GradientBuffers, Usage
+    from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for world_size in (2, 8, 4096, 16384):

@@ -15,7 +15,7 @@ def device(tmp_path_factory):
     """The module with such a device, which is torch's PrivateUse1 in this process."""
     from torch.utils import cpp_extension
 
-    from gradcast.training.extension import sources_root
+    from gradcast.training.compat.extension import sources_root
 
     root = sources_root()
     return cpp_extension.load(

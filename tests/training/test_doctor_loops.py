@@ -84,7 +84,7 @@ def heads_loss(ddp, value, **keywords):
 
 def train_heads(rank, case, doctor):
     """Ten steps of one kind of loop: the final state, and what the doctor has said."""
-    from gradcast.diagnosis import findings
+    from gradcast.diagnosis.analyze import findings
 
     torch.manual_seed(0)
     module, encoder = Heads(), nn.Linear(8, 8)
@@ -179,7 +179,8 @@ def test_where_parameters_stay_unused_there_is_no_diagnosis_and_training_goes_on
 
 
 def train_with_a_defect(rank, folder):
-    from gradcast.diagnosis import findings, probes
+    from gradcast.diagnosis.analyze import findings
+    from gradcast.diagnosis.probe import probes
 
     def breaks(*_):
         raise ZeroDivisionError("a defect")

@@ -10,7 +10,7 @@ nn = torch.nn
 
 
 def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
-    from gradcast.diagnosis.snapshot import Snapshot
+    from gradcast.diagnosis.probe.snapshot import Snapshot
 
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     adam = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1), amsgrad=True)
@@ -47,7 +47,7 @@ def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
 
 
 def test_a_snapshot_keeps_learning_rates_at_zero_and_gradients_of_other_modules():
-    from gradcast.diagnosis.snapshot import Snapshot
+    from gradcast.diagnosis.probe.snapshot import Snapshot
 
     module, head = nn.Linear(4, 4), nn.Linear(4, 1)
     sgd = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.5, momentum=0.9)
@@ -80,7 +80,7 @@ class Items(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
-    from gradcast.diagnosis.loader import LoaderWatch
+    from gradcast.diagnosis.observe.loader import LoaderWatch
 
     watch = LoaderWatch()
     try:
@@ -100,9 +100,9 @@ def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
 
 
 def test_a_tape_makes_the_gradients_that_the_step_made():
-    from gradcast.diagnosis import tape
-    from gradcast.diagnosis.loader import LoaderWatch
-    from gradcast.diagnosis.observer import Observer
+    from gradcast.diagnosis.observe import recorded_step
+    from gradcast.diagnosis.observe.loader import LoaderWatch
+    from gradcast.diagnosis.observe.observer import Observer
 
     class Net(nn.Module):
         def __init__(self):
@@ -129,7 +129,7 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
     loader.close()
     (passes,) = observer.tapes[-1].by_backward
     sgd.zero_grad()
-    list(tape.run_again(net, passes))
+    list(recorded_step.run_again(net, passes))
     assert all(torch.equal(one, p.grad) for one, p in zip(wanted, net.parameters(), strict=True))
     assert len(ended) == len(observer.steps) == 2
     for step in observer.steps:
@@ -150,7 +150,7 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
     ],
 )
 def test_the_doctor_runs_as_many_steps_of_each_kind_as_it_watched(watched_steps, affordable_steps, rounds):
-    from gradcast.diagnosis import probes
+    from gradcast.diagnosis.probe import probes
 
     assert probes.LEFT_OUT_PER_TURN + probes.STEPS_PER_TURN == 8
     assert probes.round_count(3, watched_steps, affordable_steps) == rounds

@@ -59,7 +59,7 @@ def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
 
 def notes_of(*ranks_ms):
     """By rank: backward, loop and forward, with what they wait for, in steps of 100 ms."""
-    from gradcast.training.notes import STAGES, Note
+    from gradcast.training.ranks.step_reports import STAGES, Note
 
     return [
         Note(
@@ -71,7 +71,7 @@ def notes_of(*ranks_ms):
 
 
 def test_the_last_steps_count_and_only_those_since_the_ranks_meet_elsewhere():
-    from gradcast.training.exposed import Exposed
+    from gradcast.training.measure.stage_exposure import Exposed
 
     exposed = Exposed()
     assert exposed.stats() is None

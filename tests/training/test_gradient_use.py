@@ -433,16 +433,16 @@ def test_options_that_differ_between_ranks(ranks, name):
 
 def injected_plan(rank):
     """One rank comes to another plan than the others, as by a fault of memory."""
-    from gradcast.training import planning
+    from gradcast.training.plan import agreement
 
     if rank.index == 1:
-        true_hash = planning.plan_hash
-        planning.plan_hash = lambda plan, profile: "0" + true_hash(plan, profile)[1:]
+        true_hash = agreement.plan_hash
+        agreement.plan_hash = lambda plan, profile: "0" + true_hash(plan, profile)[1:]
     try:
         return error_of(lambda: Ours("plain", "sgd plain", rank.index))
     finally:
         if rank.index == 1:
-            planning.plan_hash = true_hash
+            agreement.plan_hash = true_hash
 
 
 def test_a_plan_that_differs_on_one_rank(ranks):

@@ -128,7 +128,7 @@ def test_the_users_own_collectives_are_not_disturbed(ranks):
 
 def group_over_nccl(rank):
     """Without a device: what gradcast asks torch for, where the trainer's group has NCCL for one."""
-    from gradcast.training.group import make_group
+    from gradcast.training.ranks.group import make_group
 
     dist = torch.distributed
     with (
@@ -147,7 +147,8 @@ def test_blocks_go_before_compute_on_nccl(ranks):
 
 def connect_devices(rank, words):
     """Without a device: what make_group sends over the new group, where the module is on one."""
-    from gradcast.training import extension, group
+    from gradcast.training.compat import extension
+    from gradcast.training.ranks import group
 
     failure = None if words is None else torch.distributed.DistBackendError(words)
     with (
@@ -176,7 +177,7 @@ def test_devices_are_connected_when_gradcast_is_attached(ranks):
 
 def groups_beside_a_bound_device(rank):
     """init_process_group(device_id=...): torch would split a new group off, and wait for the ranks outside of it."""
-    from gradcast.training.group import make_group
+    from gradcast.training.ranks.group import make_group
 
     dist = torch.distributed
     everybody, part = dist.group.WORLD, dist.new_group([0, 1])
@@ -206,7 +207,7 @@ def test_a_group_of_a_part_of_the_workers_waits_for_no_others(ranks):
 
 def refused_by_nccl(rank, words):
     """What attach says where the first operation of the trainer's group fails."""
-    from gradcast.training import extension
+    from gradcast.training.compat import extension
 
     failure = torch.distributed.DistBackendError(words)
     with mock.patch.object(extension.load(), "gather", side_effect=failure):

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 import gradcast
-from gradcast.training import pending
-from gradcast.training.home_stream import HomeStream
+from gradcast.training.step import pending
+from gradcast.training.step.update_stream import HomeStream
 from training.needs import torch
 
 nn = torch.nn

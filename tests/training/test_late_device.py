@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 
 import gradcast
-from gradcast.training import extension, traffic
+from gradcast.training.compat import extension
+from gradcast.training.step import gradient_exchange
 from training import _late_device
 from training.needs import torch
 from training.test_equality import CASES, train_both
@@ -34,7 +35,7 @@ def late_device(delay_us=DELAY_US):
         return handle
 
     native = SimpleNamespace(load=lambda: SimpleNamespace(Transport=transport))
-    with mock.patch.object(traffic, "extension", native), mock.patch.object(gradcast, "attach", attach_there):
+    with mock.patch.object(gradient_exchange, "extension", native), mock.patch.object(gradcast, "attach", attach_there):
         yield transports
 
 

@@ -12,7 +12,7 @@ from training.profiles import linear
 
 def steps_on(link, sizes, factor=1.0, disturbed=None):
     """Four steps of blocks that take ``factor`` times what the link says; the blocks of one step ten times as long."""
-    from gradcast.training.link_costs import Sample
+    from gradcast.training.measure.network_cost import Sample
 
     cost = link.all_reduce.cost_ns
     return [
@@ -23,45 +23,45 @@ def steps_on(link, sizes, factor=1.0, disturbed=None):
 
 @pytest.mark.parametrize("factor", [0.98, 1.0, 1.02])
 def test_a_link_that_is_right_stays(factor):
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(1e5, 8.0)
-    assert link_costs.corrected(link, steps_on(link, [10_000, 500_000, 2_000_000], factor, disturbed=2)) is None
+    assert network_cost.corrected(link, steps_on(link, [10_000, 500_000, 2_000_000], factor, disturbed=2)) is None
 
 
 def test_where_blocks_of_few_sizes_take_longer_all_costs_grow_alike():
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(1e5, 8.0)
-    corrected = link_costs.corrected(link, steps_on(link, [500_000, 2_000_000], 1.25))
+    corrected = network_cost.corrected(link, steps_on(link, [500_000, 2_000_000], 1.25))
     for size in (1_000, 500_000, 10_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.25 * link.all_reduce.cost_ns(size))
 
 
 def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     found = steps_on(linear(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000], disturbed=1)
-    corrected = link_costs.corrected(linear(1e5, 25.0), found)
+    corrected = network_cost.corrected(linear(1e5, 25.0), found)
     for size in (50_000, 500_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(3e5 + 34.0 * size, rel=0.01)
 
 
 @pytest.mark.parametrize("sizes", [[1_000_000] * 4, [400_000, 800_000, 1_000_000, 1_800_000]])
 def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(1e5, 8.0)
     found = steps_on(link, sizes)
     for late, step in enumerate(found):
         step[late] = step[late]._replace(time_ns=step[late].time_ns + 9e6)
-    corrected = link_costs.corrected(link, found)
+    corrected = network_cost.corrected(link, found)
     together_ns, usual_ns = (sum(each.all_reduce.cost_ns(size) for size in sizes) for each in (corrected, link))
     assert together_ns == pytest.approx(usual_ns + 9e6)
 
 
 def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
-    from gradcast.training.link_costs import Took, took
+    from gradcast.training.measure.network_cost import Took, took
 
     times = [(10, 10, 30), (5, 30, 50), (70, 70, 75)]
     blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish) for ready, due, finish in times]
@@ -69,7 +69,7 @@ def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
 
 
 def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
-    from gradcast.training.link_costs import Took, samples
+    from gradcast.training.measure.network_cost import Took, samples
 
     sizes = [[100, 200], [100, 200]]
     one = [[Took(30, True), Took(20, True)], [Took(11, True), Took(9, False)]]
@@ -83,7 +83,7 @@ FOLLOWING, FIRST = [50_000, 70_000, 110_000, 170_000], [90_000, 120_000, 190_000
 
 def with_pauses(link):
     """Steps in which the larger blocks find the network idle, and take less by the same time."""
-    from gradcast.training.link_costs import Sample
+    from gradcast.training.measure.network_cost import Sample
 
     cost = link.all_reduce.cost_ns
     return [
@@ -97,20 +97,20 @@ def with_pauses(link):
 
 def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
     """Fitted as they are, the larger ones would say that a start costs nothing, and a byte less than the wire takes."""
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(3e5, 105.0)
     found = [sample for step in with_pauses(link) for sample in step]
-    fitted = link_costs.fitted(found, 0.0)
+    fitted = network_cost.fitted(found, 0.0)
     bent = _core.fit_op_cost([(sample.size_bytes, sample.time_ns) for sample in found]).cost
     for size in (20_000, 100_000, 250_000, 800_000):
         assert fitted.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=1e-6)
     assert bent.cost_ns(800_000) < link.all_reduce.cost_ns(800_000) - SAVED_NS / 2
-    assert link_costs.spread(found, link) == pytest.approx((1.0, 1.0))
+    assert network_cost.spread(found, link) == pytest.approx((1.0, 1.0))
 
 
 def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(3e5, 105.0)
     found = with_pauses(link)
@@ -119,15 +119,15 @@ def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
         for cost in (lambda sample: sample.time_ns, lambda sample: link.all_reduce.cost_ns(sample.size_bytes))
     )
     assert seen_ns < 0.97 * said_ns, "without a correction this would be another network"
-    assert link_costs.corrected(link, found) is None
-    corrected = link_costs.corrected(linear(1e5, 90.0), found)
+    assert network_cost.corrected(link, found) is None
+    corrected = network_cost.corrected(linear(1e5, 90.0), found)
     for size in (50_000, 400_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=0.01)
 
 
 @pytest.mark.parametrize("saved_ns", [SAVED_NS, -SAVED_NS])
 def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are(saved_ns):
-    from gradcast.training.link_costs import Sample, in_a_row
+    from gradcast.training.measure.network_cost import Sample, in_a_row
 
     cost = linear(3e5, 105.0).all_reduce.cost_ns
     first = [Sample(size, cost(size) - saved_ns, at_once=False) for size in FIRST]
@@ -137,7 +137,7 @@ def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are
 
 def test_a_network_that_costs_something_else_for_large_blocks_saves_nothing():
     """Small ones follow each other, at 0.15 ns per byte; large ones come after pauses, and take 0.02."""
-    from gradcast.training.link_costs import Sample, fitted
+    from gradcast.training.measure.network_cost import Sample, fitted
 
     small = [Sample(size << 10, 2e4 + 0.15 * (size << 10), at_once=True) for size in (32, 64, 128, 256)] * 3
     large = [Sample(size << 20, 5e4 + 0.02 * (size << 20), at_once=False) for size in (1, 2, 8, 25)] * 3
@@ -148,19 +148,19 @@ def test_a_network_that_costs_something_else_for_large_blocks_saves_nothing():
 
 def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
     """A plan of few blocks, of which only two follow others."""
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(3e5, 105.0)
     steps = [[*step[:2], *step[len(FOLLOWING) :]] for step in with_pauses(link)]
-    assert link_costs.corrected(link, steps, saved_ns=SAVED_NS) is None
-    assert link_costs.spread(steps[0], link, SAVED_NS) == pytest.approx((1.0, 1.0))
-    assert link_costs.corrected(link, steps) is not None, "as if the network were faster"
+    assert network_cost.corrected(link, steps, saved_ns=SAVED_NS) is None
+    assert network_cost.spread(steps[0], link, SAVED_NS) == pytest.approx((1.0, 1.0))
+    assert network_cost.corrected(link, steps) is not None, "as if the network were faster"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_not_taken_for_what_blocks_save(seed):
     """Three sizes that are much alike follow others; nothing is saved, and all times scatter by 5 %."""
-    from gradcast.training.link_costs import Sample, saved_after_pause_ns
+    from gradcast.training.measure.network_cost import Sample, saved_after_pause_ns
 
     draw = random.Random(seed)
     link = linear(3e5, 105.0)
@@ -174,11 +174,11 @@ def test_noise_is_not_taken_for_what_blocks_save(seed):
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
-    from gradcast.training import link_costs
+    from gradcast.training.measure import network_cost
 
     link = linear(1e5, 25.0)
-    found = [[link_costs.Sample(2_000_000, 1.3 * 4e7)]] * 4
-    corrected = link_costs.corrected(link, found, shared_ns=4e7)
+    found = [[network_cost.Sample(2_000_000, 1.3 * 4e7)]] * 4
+    corrected = network_cost.corrected(link, found, shared_ns=4e7)
     for size in (50_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.3 * link.all_reduce.cost_ns(size))
-    assert link_costs.corrected(link, found, shared_ns=1.32 * 4e7) is None
+    assert network_cost.corrected(link, found, shared_ns=1.32 * 4e7) is None

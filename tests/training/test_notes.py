@@ -11,7 +11,7 @@ NOTE_ELEMENTS = 384
 
 
 def note(rank, iteration):
-    from gradcast.training.notes import Note
+    from gradcast.training.ranks.step_reports import Note
 
     facts = _core.RankFacts(
         step_ns=1e8 + 1e6 * rank + 1e3 * iteration, busy_ns=7.654321e7 + rank, link_ns=12_345.0 * rank
@@ -27,7 +27,7 @@ def buffer_of(dtype, failed=0.0):
 
 def play(dtype, world_size, iterations):
     """What each iteration's exchange returns on each rank."""
-    from gradcast.training.notes import Notes
+    from gradcast.training.ranks.step_reports import Notes
 
     buffers = [buffer_of(dtype) for _ in range(world_size)]
     notes = [Notes(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
@@ -62,7 +62,7 @@ def test_times_arrive_one_iteration_later(dtype, error):
 
 
 def test_a_failed_pass_is_told_with_its_iteration():
-    from gradcast.training.notes import Notes
+    from gradcast.training.ranks.step_reports import Notes
 
     buffer = buffer_of(torch.float32)
     notes = Notes(buffer, 0, 2)
@@ -88,7 +88,7 @@ def test_many_ranks_take_turns():
 
 
 def test_notes_move_with_the_gradients():
-    from gradcast.training.buffers import GradientBuffers
+    from gradcast.training.step.gradient_buffers import GradientBuffers
 
     parameters = [torch.zeros(3), torch.zeros(5)]
     buffers = GradientBuffers(["a", "b"], parameters, 2)

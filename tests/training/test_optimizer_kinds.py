@@ -72,7 +72,7 @@ def test_parts_equal_the_whole(ranks, name):
 
 def test_what_was_changed_between_step_and_its_last_part_stays():
     """A scheduler sets a value in place, or puts another one there; the step itself counts in a tensor of its group."""
-    from gradcast.training.updates import _carry_over
+    from gradcast.training.step.partial_step import _carry_over
 
     live = {"lr": 5e-4, "rate": torch.tensor(0.5, requires_grad=True), "decay": torch.tensor(1.0), "params": []}
     before = {

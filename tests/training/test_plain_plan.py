@@ -3,7 +3,8 @@
 import pytest
 
 import training.needs  # noqa: F401, skips where there is no torch
-from gradcast import _core, stock_ddp
+from gradcast import _core
+from gradcast.comparison import ddp_baseline
 
 MIB = 1 << 20
 COUNT = 12  # tensors of a MiB each
@@ -21,13 +22,13 @@ def profile(beta_ns_per_byte, alpha_ns=0.0):
 
 def plain_and_predictions(given):
     """The plain plan, and what each number of buckets of one size takes, one after the other."""
-    from gradcast.training import planning
+    from gradcast.training.plan import agreement
 
     predicted = {}
     for cap in (1, 4, 8, 25):
-        plan = stock_ddp.plan(given, stock_ddp.same_caps(cap), in_flight=1)
+        plan = ddp_baseline.plan(given, ddp_baseline.same_caps(cap), in_flight=1)
         predicted[len(plan.blocks)] = plan.predicted_ns
-    return planning.plain_plan(given), predicted
+    return agreement.plain_plan(given), predicted
 
 
 def one_by_one_ns(given, plan):
@@ -42,7 +43,7 @@ def test_of_buckets_that_are_as_good_the_fewest(beta_ns_per_byte):
     best_ns = min(predicted.values())
     good = [blocks for blocks, ns in predicted.items() if ns <= 1.002 * best_ns]
     assert len(plan.blocks) == min(good) < max(good)
-    assert plan.in_flight == stock_ddp.IN_FLIGHT, "nobody waits for one bucket before the next one is sent"
+    assert plan.in_flight == ddp_baseline.IN_FLIGHT, "nobody waits for one bucket before the next one is sent"
     assert one_by_one_ns(given, plan) <= 1.002 * best_ns
 
 
@@ -71,7 +72,7 @@ def test_a_small_first_bucket_where_the_network_must_begin_early():
 
 def test_a_start_up_cost_is_not_hidden_behind_another_bucket():
     given = profile(9.4, alpha_ns=8e6)
-    hidden = {cap: stock_ddp.plan(given, stock_ddp.same_caps(cap)) for cap in (1, 4)}
+    hidden = {cap: ddp_baseline.plan(given, ddp_baseline.same_caps(cap)) for cap in (1, 4)}
     assert hidden[1].predicted_ns < 0.99 * hidden[4].predicted_ns, "two in flight: play would take the small ones"
     plan, predicted = plain_and_predictions(given)
     assert predicted[COUNT] > 1.05 * predicted[len(hidden[4].blocks)]

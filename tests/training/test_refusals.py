@@ -213,15 +213,15 @@ def test_an_unknown_option_is_an_error_that_names_it(ranks):
 
 def backward_of_a_graph(rank, mode):
     """Without a device: that it is one and that a pass is being captured is given here."""
-    from gradcast.training import checks
+    from gradcast.training.compat import graph_capture
 
     module = nn.Linear(3, 3)
     handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
     cuda = mock.Mock(type="cuda")
-    refuse = checks.refuse_capture
+    refuse = graph_capture.refuse_capture
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(checks, "refuse_capture", side_effect=lambda _: refuse(cuda)),
+        mock.patch.object(graph_capture, "refuse_capture", side_effect=lambda _: refuse(cuda)),
         pytest.raises(gradcast.Error, match="captured in a CUDA graph"),
     ):
         module(torch.ones(2, 3)).sum().backward()
@@ -240,20 +240,20 @@ def test_a_pass_that_is_captured_in_a_graph_is_refused(ranks, mode):
 
 def passes_of_a_graph(rank, mode):
     """Each is refused before anything is waited for."""
-    from gradcast.training import checks
+    from gradcast.training.compat import graph_capture
 
     module = nn.Linear(3, 3)
     handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
     traffic = handle._session.traffic
     cuda = mock.Mock(type="cuda")
-    refuse = checks.refuse_capture
+    refuse = graph_capture.refuse_capture
     loss = module(torch.ones(2, 3)).sum()
     again = module(torch.ones(2, 3)).sum()
     loss.backward()  # its gradients are still to be taken
     found = []
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(checks, "refuse_capture", side_effect=lambda _: refuse(cuda)),
+        mock.patch.object(graph_capture, "refuse_capture", side_effect=lambda _: refuse(cuda)),
         mock.patch.object(traffic, "wait", side_effect=AssertionError),
         mock.patch.object(traffic, "wait_all", side_effect=AssertionError),
     ):

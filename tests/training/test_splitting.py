@@ -3,7 +3,7 @@
 import pytest
 
 import gradcast
-from gradcast.training.splitting import require_splittable
+from gradcast.training.step.partial_step_check import require_splittable
 from training.needs import torch
 
 nn = torch.nn

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import gradcast
-from gradcast.training.buffers import NOTE_ELEMENTS
+from gradcast.training.step.gradient_buffers import NOTE_ELEMENTS
 from training import compare, optimizers
 from training.models import TASKS
 from training.needs import torch

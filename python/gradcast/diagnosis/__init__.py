@@ -1,5 +1,7 @@
 """Why is a training as slow as it is, and what would help? (docs/doctor.md)
 
-``doctor`` brings a diagnosis together; ``observer`` watches ordinary steps; ``probes`` and ``trial`` make others;
-``stalls``, ``actions`` and ``verdict`` say what the numbers mean. Modules that need torch are imported when asked for.
+``doctor.py`` runs one diagnosis inside a training: ``observe`` watches ordinary steps, ``probe`` runs extra ones,
+``network`` measures the hosts' links, ``analyze`` turns the numbers into findings, ``report`` shows them, ``trace``
+holds the trace of all ranks. The package is not called ``doctor`` because ``gradcast.doctor`` is the public function.
+Modules that need torch are imported when first used.
 """

@@ -20,16 +20,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis import environment, findings, launching, network_hosts, pings, probes, trial
-from gradcast.diagnosis.loader import LoaderWatch
-from gradcast.diagnosis.observer import TAPES, Observer
+from gradcast.diagnosis.analyze import findings
+from gradcast.diagnosis.analyze.step_breakdown import RankSteps
+from gradcast.diagnosis.network import hosts as network_hosts
+from gradcast.diagnosis.observe import environment
+from gradcast.diagnosis.observe.loader import LoaderWatch
+from gradcast.diagnosis.observe.observer import TAPES, Observer
 from gradcast.diagnosis.outcome import Outcome
-from gradcast.diagnosis.probes import Nodes, Prober
-from gradcast.diagnosis.snapshot import Snapshot
-from gradcast.diagnosis.stalls import RankSteps
+from gradcast.diagnosis.probe import clock_sync, launch_overhead, probes, trial
+from gradcast.diagnosis.probe.probes import Nodes, Prober
+from gradcast.diagnosis.probe.snapshot import Snapshot
+from gradcast.diagnosis.trace.merged import clock_between, merge
 from gradcast.errors import Error
-from gradcast.traces import clock_between, merge
-from gradcast.training.group import Group, backend_of, lasting_group
+from gradcast.training.ranks.group import Group, backend_of, lasting_group
 
 # In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 LEFT_OUT_STEPS = 5
@@ -163,19 +166,19 @@ class Doctor:
         rounds = self._rounds(group, ordinary, len(makers))
         wrappers, found = prober.run(makers, rounds, tell, {} if threads is None else {"threads": threads})
         usual_ms = {stage: _median(samples) for stage, samples in found["alone"].items()}
-        computing = launching.computing_ms(prober, wrappers["alone"], self._ddp.device, usual_ms)
+        computing = launch_overhead.computing_ms(prober, wrappers["alone"], self._ddp.device, usual_ms)
         untold = next((each for each in group.gather(computing) if isinstance(each, str)), None)
         layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = None, []
         if self._settings.trial:
             tell("gradcast for a few steps")
-            before = pings.offsets(group)
+            before = clock_sync.offsets(group)
             tried = trial.try_overlap(prober, [self._ddp, *wrappers.values()], self._optimizers, pause_ms)
             refused = next((each for each in group.gather(tried.error) if each is not None), None)
             if refused is not None:  # maybe by one rank alone
                 tried = trial.Trial(error=refused)
-            clocks = [clock_between(*each) for each in zip(before, pings.offsets(group), strict=True)]
+            clocks = [clock_between(*each) for each in zip(before, clock_sync.offsets(group), strict=True)]
         network = self._network(group, tell)
         reading = self._reading()
         return findings.Measured(
@@ -203,7 +206,7 @@ class Doctor:
     def _network(self, group: Group, tell: "_Teller") -> dict[str, Any] | None:
         if not self._settings.network:
             return None
-        from gradcast.diagnosis import network_check
+        from gradcast.diagnosis.network import check as network_check
 
         tell("the network between the hosts")
         return network_check.check(group, tell, device_type=self._ddp.device.type)

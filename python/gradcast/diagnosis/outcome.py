@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradcast import trace_files
 from gradcast.atomic import write_atomically
-from gradcast.diagnosis import words
+from gradcast.diagnosis.report import text as text_report
+from gradcast.diagnosis.runs import RESULT, TRACE
+from gradcast.diagnosis.trace import files as trace_files
 from gradcast.errors import Error
 from gradcast.files import check_writable
-from gradcast.runs import RESULT, TRACE
 
 
 class Outcome:
@@ -56,7 +56,7 @@ class Outcome:
     def _text(self, traced: bool) -> str:
         end = f"`gradcast report {self._folder}` makes a page of it"
         end += f"; the trace {self._folder / TRACE} opens in Perfetto." if traced else "."
-        return f"{words.text(self.result)}\n{end}"
+        return f"{text_report.text(self.result)}\n{end}"
 
 
 def _print(text: str) -> None:

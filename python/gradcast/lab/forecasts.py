@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradcast import _core, stock_ddp
-from gradcast.compare import compute_ns
+from gradcast import _core
+from gradcast.comparison import ddp_baseline
+from gradcast.comparison.compare import compute_ns
 from gradcast.files import scaled_profile
 from gradcast.lab.variants import DDP_MGWFBP, TORCH_CAPS_MIB, Variant
 
@@ -33,7 +34,7 @@ def ddp_plan(profile: _core.Profile, variant: Variant) -> _core.Plan:
     if variant.name == DDP_MGWFBP:
         return _mgwfbp_plan(profile)
     caps_mib = variant.caps_mib or TORCH_CAPS_MIB
-    return stock_ddp.plan(profile, (int(caps_mib[0] * _MIB), int(caps_mib[-1] * _MIB)))
+    return ddp_baseline.plan(profile, (int(caps_mib[0] * _MIB), int(caps_mib[-1] * _MIB)))
 
 
 def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]:
@@ -41,8 +42,8 @@ def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]
 
     ``factor``: of the profile's tensors to those of the model; caps are scaled like them.
     """
-    swept_mib = stock_ddp.SWEPT_CAPS_MIB
-    predicted_ns = [stock_ddp.plan(profile, stock_ddp.same_caps(factor * cap)).predicted_ns for cap in swept_mib]
+    swept_mib = ddp_baseline.SWEPT_CAPS_MIB
+    predicted_ns = [ddp_baseline.plan(profile, ddp_baseline.same_caps(factor * cap)).predicted_ns for cap in swept_mib]
     best = predicted_ns.index(min(predicted_ns))
     return list(swept_mib[max(0, best - 1) : best + 2])
 
@@ -69,4 +70,4 @@ def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) ->
 
 def _mgwfbp_plan(profile: _core.Profile) -> _core.Plan:
     assert profile.link is not None
-    return _core.make_plan(profile, profile.link, policy="mgwfbp", mode="hook", in_flight=stock_ddp.IN_FLIGHT)
+    return _core.make_plan(profile, profile.link, policy="mgwfbp", mode="hook", in_flight=ddp_baseline.IN_FLIGHT)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradcast import _core
-from gradcast.training import calibration, compute_times
-from gradcast.training.compute_times import Compute
-from gradcast.training.expectation import usual
+from gradcast.training.measure import compute_cost
+from gradcast.training.measure.compute_cost import Compute
+from gradcast.training.plan import calibration
+from gradcast.training.plan.expectation import usual
 
 
 class Step(NamedTuple):
@@ -41,7 +42,7 @@ def last_steps(handle: Any, count: int) -> list[Step]:
         step_ns = record.end_ns - record.start_ns
         blocks = iterations[record.iteration].blocks
         link_ns = sum(calibration.busy_periods_ns((block.due_ns, block.finish_ns) for block in blocks))
-        steps.append(Step(step_ns, compute_times.compute_of(record, step_ns - record.total_ns("wait")), link_ns))
+        steps.append(Step(step_ns, compute_cost.compute_of(record, step_ns - record.total_ns("wait")), link_ns))
     return steps
 
 
@@ -52,8 +53,8 @@ def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[St
         return None
     replayed_ns = []
     for ranks in steps:
-        found = compute_times.scatter(profile, [[rank.compute for rank in ranks]])
-        planned_ns = sum(calibration.planned_busy_periods_ns(plan, compute_times.scaled(profile, found[0])))
+        found = compute_cost.scatter(profile, [[rank.compute for rank in ranks]])
+        planned_ns = sum(calibration.planned_busy_periods_ns(plan, compute_cost.scaled(profile, found[0])))
         replayed_ns.append(usual(profile, plan, found, min(rank.link_ns for rank in ranks) / planned_ns).step_ns)
     measured_ns = [statistics.mean(rank.step_ns for rank in ranks) for ranks in steps]
     return Replay(statistics.median(replayed_ns) / 1e6, statistics.median(measured_ns) / 1e6)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gradcast import _core
+from gradcast.comparison.ddp_baseline import SWEPT_CAPS_MIB
 from gradcast.lab.errors import LabError
-from gradcast.stock_ddp import SWEPT_CAPS_MIB
 
 COMPUTE = "alone"  # sends nothing: what compute takes; its ranks drift apart
 BASELINE = "ddp"

@@ -32,7 +32,7 @@ from gradcast.lab.variants import (
     scaled,
     variant,
 )
-from gradcast.training.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 
 # After gradcast's warm-up: the plan is held against its own first steps, and made again where it was wrong; a plan's
 # first steps have new buffers. DDP lays out its buckets anew after one step.

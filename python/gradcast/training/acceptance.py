@@ -18,11 +18,13 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.training import extension, updates
-from gradcast.training.checks import check_comm_hooks, refused
-from gradcast.training.gradients import GradientHook
-from gradcast.training.group import is_one_of_several
-from gradcast.training.splitting import require_splittable
+from gradcast.errors import refused
+from gradcast.training.compat import extension
+from gradcast.training.compat.ddp_takeover import check_comm_hooks
+from gradcast.training.ranks.group import is_one_of_several
+from gradcast.training.step import partial_step
+from gradcast.training.step.gradient_hooks import GradientHook
+from gradcast.training.step.partial_step_check import require_splittable
 
 # Who owns gradients or parameters, by where the class is defined and its name, and what to do. The first that matches.
 _MODULE_OWNERS = (
@@ -91,7 +93,7 @@ def accept(
     _check_ignored(ddp, inner)
     check_optimizers(optimizers, parameters)
     for each in optimizers:
-        updates.require_own_step(each)
+        partial_step.require_own_step(each)
         require_splittable(each)
     if is_one_of_several(process_group if ddp is None else ddp.process_group):
         _check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])

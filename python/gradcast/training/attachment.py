@@ -15,15 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
-from gradcast.training import checks, forking
+from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted, check_optimizers, check_owners, trainable
-from gradcast.training.compiled import CompiledBlocks
-from gradcast.training.ddp import TakenOver
-from gradcast.training.group import Group
-from gradcast.training.module_hooks import UncopiedHook, around_forward
+from gradcast.training.compat import fork
+from gradcast.training.compat.ddp_takeover import TakenOver
+from gradcast.training.compat.module_hooks import UncopiedHook, around_forward
+from gradcast.training.model_layout import Structure, holds_other_tensors, in_functional_call
 from gradcast.training.options import Options
+from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
-from gradcast.training.structure import Structure, holds_other_tensors, in_functional_call
+from gradcast.training.step.compiled_blocks import CompiledBlocks
 
 _log = logging.getLogger("gradcast")
 
@@ -45,7 +46,7 @@ class Attachment:
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.module is not accepted.called:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
-        forking.watch(self)
+        fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
         self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options)
@@ -127,8 +128,8 @@ class Attachment:
             refusal = error
         # Until all ranks agree, the session stays: whoever goes on after an error meets it again.
         with before.traffic.watch.waiting("the agreement on the module's new parameters"):
-            checks.check_same_call(self._group.shared, refusal, before.mode, self._options, self._group.device)
-            checks.check_same_model(self._group, inner)
+            preflight.check_same_call(self._group.shared, refusal, before.mode, self._options, self._group.device)
+            preflight.check_same_model(self._group, inner)
         before.release(leaves=False)
         try:
             # What is new may have been made from each rank's own random numbers.

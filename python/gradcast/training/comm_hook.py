@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from gradcast.errors import Error
-from gradcast.training import extension
-from gradcast.training.group import Group, make_group
+from gradcast.training.compat import extension
+from gradcast.training.ranks.group import Group, make_group
 
 
 class HookState:

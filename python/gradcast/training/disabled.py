@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
-from gradcast.training.clipping import ClipOnce
-from gradcast.training.group import Group
-from gradcast.training.module_hooks import around_forward
+from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.options import Options
-from gradcast.training.updates import StepInterception
+from gradcast.training.ranks.group import Group
+from gradcast.training.step.clipping import ClipOnce
+from gradcast.training.step.partial_step import StepInterception
 
 # Read only here.
 VARIABLE = "GRADCAST_DISABLE"

@@ -16,15 +16,16 @@ from torch.optim import Optimizer
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import write_text
-from gradcast.training import checks, planning
+from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped, unwrapped_optimizer
 from gradcast.training.attachment import Attachment
-from gradcast.training.buffers import Place
 from gradcast.training.disabled import DisabledSession, is_disabled
-from gradcast.training.group import make_group, on_device, require_backend
 from gradcast.training.options import Options
-from gradcast.training.report import stats_of
-from gradcast.training.solo import SoloSession
+from gradcast.training.plan import agreement
+from gradcast.training.ranks.group import make_group, on_device, require_backend
+from gradcast.training.single_worker import SoloSession
+from gradcast.training.stats import stats_of
+from gradcast.training.step.gradient_buffers import Place
 
 _log = logging.getLogger("gradcast")
 # Each module without its wrappers, and what is attached to it: an Attachment, or the session of a single worker.
@@ -71,7 +72,7 @@ def attach_inside(
     optimizers = [unwrapped_optimizer(each) for each in given]
     refusal, accepted = None, None
     try:
-        checks.check_clipping(options.max_grad_norm, given)
+        preflight.check_clipping(options.max_grad_norm, given)
         accepted = accept(module, optimizers, process_group, idle)
         if accepted.module in attached_modules:
             raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
@@ -84,10 +85,10 @@ def attach_inside(
         require_backend(process_group, device)
     mode = "ddp" if disabled else "overlap" if optimizers else "hook"
     with on_device(device):
-        checks.check_same_call(process_group, refusal, mode, options, device)
+        preflight.check_same_call(process_group, refusal, mode, options, device)
     assert accepted is not None, "the call was refused"
     group = make_group(process_group, device, options.timeout_s, reuses=True)
-    checks.check_same_model(group, accepted.module)
+    preflight.check_same_model(group, accepted.module)
     if disabled:
         attached: Any = DisabledSession(accepted, optimizers, group, options)
     elif group.world_size == 1:
@@ -207,7 +208,7 @@ class Handle:
         if not self._session.has_plan:
             raise Error("there is no plan: a single worker, or GRADCAST_DISABLE is set", "invalid_use")
         agreed = self._live.live.agreed
-        write_text(path, planning.plan_text(self._session.plan, agreed.profile, profile_path), "plan")
+        write_text(path, agreement.plan_text(self._session.plan, agreed.profile, profile_path), "plan")
 
     def state_dict(self) -> dict[str, Any]:
         """Plan and profile, for a checkpoint: a dict of strings and numbers."""

@@ -20,18 +20,20 @@ from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.training import checks, pending, planning, slots
 from gradcast.training.acceptance import Accepted
-from gradcast.training.buffers import GradientBuffers
-from gradcast.training.gradients import Gradients
-from gradcast.training.group import Group
-from gradcast.training.live_plan import LivePlan
-from gradcast.training.module_buffers import ModuleBuffers
+from gradcast.training.compat import graph_capture
+from gradcast.training.measure.step_trace import StepRecord, Trace
 from gradcast.training.options import Options
-from gradcast.training.slots import Slot
-from gradcast.training.steps import Steps
-from gradcast.training.trace import StepRecord, Trace
-from gradcast.training.traffic import Traffic
+from gradcast.training.plan import agreement
+from gradcast.training.plan.controller import LivePlan
+from gradcast.training.ranks.group import Group
+from gradcast.training.step import parameter_state, pending
+from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.gradient_exchange import Traffic
+from gradcast.training.step.gradient_hooks import Gradients
+from gradcast.training.step.module_buffers import ModuleBuffers
+from gradcast.training.step.optimizer_steps import Steps
+from gradcast.training.step.parameter_state import Slot
 
 _log = logging.getLogger("gradcast")
 
@@ -139,7 +141,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         unseen = [self._slots[index].name for index in sorted(self.live.unseen_reads)]
-        return planning.saved(self.live.agreed, self.profile, self.mode, unseen)
+        return agreement.saved(self.live.agreed, self.profile, self.mode, unseen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
@@ -147,7 +149,7 @@ class Session:
         with self.traffic.watch.waiting("rank 0's handle.load_state_dict()"):
             state = self.group.from_first(state)
         names = [slot.name for slot in self._slots]
-        reason = planning.reason_to_measure(state, names, self.buffers, self.mode, self.group.world_size)
+        reason = agreement.reason_to_measure(state, names, self.buffers, self.mode, self.group.world_size)
         if reason is not None:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
@@ -250,7 +252,7 @@ class Session:
             self._gradients.finish()
 
     def _refuse_capture(self) -> None:
-        checks.refuse_capture(self.buffers.flats[0].device)
+        graph_capture.refuse_capture(self.buffers.flats[0].device)
 
     def backward_begins(self) -> None:
         with self._lock:
@@ -271,9 +273,9 @@ class Session:
             self._look_for_failures()
             if self._damage is not None:
                 raise self._damage
-            agreed = self.traffic.agreed
+            active = self.traffic.active
             self._iteration = self.traffic.begin()
-            self.trace.begin(StepRecord(self.steps, self._iteration, agreed.plan, agreed.profile, start_ns))
+            self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))
             self._forward_ns = (0, 0)
 
     def _settled_at_ns(self) -> int | None:
@@ -357,7 +359,7 @@ class Session:
                 _log.warning(
                     "forward reads %s in a way that gradcast does not see, as C++ extensions do: it waits for them "
                     "before it begins",
-                    slots.names(unseen),
+                    parameter_state.names(unseen),
                 )
             self._steps.home.parameter_read()
             self._steps.finish(unseen)
@@ -453,7 +455,7 @@ class Session:
         apart_count = len(self.buffers.apart)
         change()
         if self.buffers.views is old_views and self.buffers.is_kept():
-            self.traffic.lay_out(self.traffic.agreed.order)
+            self.traffic.lay_out(self.traffic.active.order)
         for slot in exposed:
             old_view, view = old_views[slot.index], self.buffers.views[slot.index]
             if view is old_view:
@@ -472,6 +474,6 @@ class Session:
             _log.info(
                 "the program keeps gradients of %s beyond their step: they have memory of their own from now on, into "
                 "which %.3g MB are copied per step",
-                slots.names(kept),
+                parameter_state.names(kept),
                 size_mb,
             )

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import Error
-from gradcast.training import extension
 from gradcast.training.acceptance import unwrapped
-from gradcast.training.group import gather, on_device
+from gradcast.training.compat import extension
 from gradcast.training.handle import attach
 from gradcast.training.options import Options
+from gradcast.training.ranks.group import gather, on_device
 
 
 @dataclasses.dataclass(frozen=True)

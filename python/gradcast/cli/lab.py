@@ -1,0 +1,169 @@
+"""``gradcast lab``: hosts with slow links on one machine, and training on them."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradcast.cli import common
+from gradcast.cli.lab_adapt import add_adapt
+from gradcast.cli.lab_options import (
+    STAND_IN,
+    WHERE,
+    add_hosts_option,
+    add_latency_option,
+    add_links,
+    add_rate_option,
+    add_stand_in,
+    add_timeout_option,
+    check_place,
+    rates_of,
+    stand_in_profile,
+)
+from gradcast.errors import Error
+from gradcast.files import bundled_profiles
+from gradcast.lab import Network, run_workers
+from gradcast.lab.program import unwind_when_told_to_end
+from gradcast.lab.report import model_words, network_words, report
+from gradcast.lab.results import as_json, table_of
+from gradcast.lab.settings import REAL_MODELS, Settings
+from gradcast.lab.train import train
+from gradcast.lab.variants import EXAMPLES, names_of
+
+_RUN_EXAMPLE = "gradcast lab run --hosts 2 --rate 100mbit -- examples/digits.py --gradcast overlap"
+_TRAIN_EXAMPLE = (
+    "gradcast lab train --hosts 4 --rate 2gbit --model resnet50 --scale-size 0.25 \\\n"
+    "    --forward-ms 200 --backward-ms 400 --compare ddp,ddp-near,hook,overlap -o lab.png"
+)
+_STEPS_MIN = 2
+_ROUNDS_MIN = 2
+
+
+def add_parser(commands: Any) -> None:
+    parser = common.new_parser(
+        commands, "lab", "train on hosts with slow links, made on this machine", "", _TRAIN_EXAMPLE
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    _add_train(actions)
+    add_adapt(actions)
+    _add_run(actions)
+
+
+def _add_run(actions: Any) -> None:
+    parser = common.new_parser(
+        actions, "run", "run a training script once per host, as torchrun would", WHERE, _RUN_EXAMPLE
+    )
+    add_hosts_option(parser, default=2, help_="default: 2")
+    add_rate_option(parser, "100mbit")
+    add_latency_option(parser)
+    add_timeout_option(parser, 600)
+    parser.add_argument("script", nargs="+", metavar="SCRIPT", help="a Python script and its arguments, after --")
+    parser.set_defaults(run=run_script)
+
+
+def _add_train(actions: Any) -> None:
+    parser = common.new_parser(
+        actions, "train", "compare ways of sending gradients in real training", STAND_IN, _TRAIN_EXAMPLE
+    )
+    add_links(parser)
+    add_latency_option(parser)
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help=f"{' or '.join(REAL_MODELS)}: trained for real; a profile (a JSON file, or one of "
+        f"{', '.join(bundled_profiles())}): its stand-in",
+    )
+    parser.add_argument(
+        "--compare",
+        type=common.argument(names_of),
+        default=names_of("ddp,hook,overlap"),
+        metavar="NAMES",
+        help=f"separated by commas, of {EXAMPLES}; alone and ddp always run (default: ddp,hook,overlap)",
+    )
+    add_stand_in(parser)
+    parser.add_argument("--width", type=common.whole_number(4, 4096), metavar="N", help="of digits or char_gpt")
+    parser.add_argument(
+        "--batch", type=common.whole_number(1, 1000), metavar="N", help="of digits or char_gpt, per host (default: 8)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=common.whole_number(_ROUNDS_MIN, 10_000),
+        default=5,
+        metavar="N",
+        help=f"in each, every variant has its turn; at least {_ROUNDS_MIN} (default: 5)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=common.whole_number(_STEPS_MIN, 10_000),
+        default=4,
+        metavar="N",
+        help="of a turn; the first one is not counted (default: 4)",
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=common.whole_number(1, 1000),
+        default=1,
+        metavar="N",
+        help="gradcast's blocks between launch and finish at the same time (default: 1)",
+    )
+    add_timeout_option(parser, 900)
+    parser.add_argument("-o", "--output", metavar="PNG", help="draw what was measured")
+    common.add_json_option(parser)
+    parser.set_defaults(run=run_train)
+
+
+def run_script(args: argparse.Namespace) -> None:
+    if not Path(args.script[0]).exists():
+        raise Error(f"the script {args.script[0]} does not exist")
+    unwind_when_told_to_end()
+    with Network(args.hosts, args.rate, args.latency / 1e9) as network:
+        run_workers(args.script, args.hosts, timeout_s=args.timeout, network=network, errors=sys.stderr)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    settings = _settings(args)
+    check_place(args)
+    unwind_when_told_to_end()
+    progress = sys.stderr if args.json else sys.stdout
+    print(f"{settings.model}, {network_words(settings)}: {', '.join(settings.names)}", file=progress, flush=True)
+    results = train(settings, timeout_s=args.timeout, output=progress)
+    table = table_of(results, settings)
+    if args.json:
+        common.print_json(as_json(table, results, settings))
+    else:
+        print(report(table, settings, results["parameter_bytes"]))
+    if args.output:
+        from gradcast.plots import draw_lab
+
+        title = f"{model_words(settings, results['parameter_bytes'])}, {network_words(settings)}"
+        draw_lab(args.output, table, title=title)
+        print(f"The picture is in {args.output}.", file=progress)
+    if table.wrong:
+        names = ", ".join(row.name for row in table.wrong)
+        raise Error(f"the parameters that {names} trained are not those of ddp", "internal")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    rates = rates_of(args)
+    real = args.model in REAL_MODELS
+    foreign = ("forward_ms", "backward_ms", "scale_size") if real else ("width", "batch")
+    for name in foreign:
+        if getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise Error(f"{option} is an option of {'stand-ins' if real else 'real models'}, and {args.model} is none")
+    profile = None if real else stand_in_profile(args)
+    defaults = Settings(args.model, None, rates, tuple(args.compare))
+    return Settings(
+        model=args.model if profile is None else profile.name,
+        profile=None if profile is None else profile.to_json(),
+        rates_bits_per_s=rates,
+        names=tuple(args.compare),
+        scale_size=args.scale_size or defaults.scale_size,
+        width=args.width,
+        batch=args.batch or defaults.batch,
+        rounds=args.rounds,
+        steps=args.steps,
+        in_flight=args.in_flight,
+        latency_s=args.latency / 1e9,
+    )

@@ -1,0 +1,135 @@
+"""``gradcast link fit``: from measured times of collective operations to a link model."""
+
+import argparse
+import csv
+import io
+import json
+from typing import Any
+
+from gradcast import _core
+from gradcast.cli import common
+from gradcast.errors import Error
+from gradcast.files import check_writable, read_text, write_text
+from gradcast.units import format_percent, format_size
+
+_EXAMPLE = "gradcast link fit samples.csv -o link.json"
+_OPS = ("all_reduce", "reduce_scatter", "all_gather")
+
+Samples = dict[str, list[tuple[int, float]]]
+
+
+def add_parser(commands: Any) -> None:
+    parser = common.new_parser(commands, "link", "fit a link model to measured times", "", _EXAMPLE)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    fit = common.new_parser(
+        actions,
+        "fit",
+        "fit start-up and per-byte costs to samples",
+        "The CSV has the columns bytes and time_ns, and may have a\n"
+        "column op (all_reduce, reduce_scatter or all_gather; all_reduce where it is missing).",
+        _EXAMPLE,
+    )
+    fit.add_argument("csv", metavar="CSV", help="the samples")
+    fit.add_argument(
+        "--method",
+        choices=["robust", "least_squares"],
+        default="robust",
+        help="robust: up to a quarter of the samples may be anything (default)",
+    )
+    fit.add_argument(
+        "--max-pieces", type=common.whole_number(1, 8), default=3, metavar="N", help="lines to use at most (default: 3)"
+    )
+    fit.add_argument("-o", "--output", metavar="JSON", help="write the link model to this file, for --link")
+    common.add_json_option(fit)
+    fit.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    samples = read_samples(args.csv)
+    if args.output:
+        check_writable(args.output, "link")
+    fits = {}
+    for op, points in samples.items():
+        try:
+            fits[op] = _core.fit_op_cost(points, method=args.method, max_pieces=args.max_pieces)
+        except Error as error:
+            raise Error(f"{args.csv}, {op}: {error}", error.code) from None
+    fields = _as_json(fits, samples)
+    if args.output:
+        if "all_reduce" not in fits:
+            raise Error(f"{args.csv} has no samples of all_reduce, which every link needs; measure it too")
+        write_text(args.output, json.dumps(fields, indent=1) + "\n", "link")
+    if args.json:
+        common.print_json(fields)
+        return
+    for op, fit in fits.items():
+        _print(op, fit, len(samples[op]))
+    if args.output:
+        print(f"The link is in {args.output}; use it with --link {args.output}.")
+
+
+def read_samples(path: str) -> Samples:
+    rows = csv.DictReader(io.StringIO(read_text(path, "table of samples")))
+    columns = [(name or "").strip() for name in rows.fieldnames or []]
+    for column in ("bytes", "time_ns"):
+        if column not in columns:
+            raise Error(f"{path} has no column {column}; its first line must name bytes and time_ns", "invalid_link")
+    rows.fieldnames = columns
+    samples: Samples = {}
+    for row in rows:
+        place = f"{path}, line {rows.line_num}"
+        op = (row.get("op") or "all_reduce").strip()
+        if op not in _OPS:
+            raise Error(f"{place}: op is {op}; it must be one of {', '.join(_OPS)}", "invalid_link")
+        size_bytes = _number(row["bytes"], "bytes", place)
+        if size_bytes != int(size_bytes):
+            raise Error(f"{place}: bytes is {row['bytes']}; it must be a whole number", "invalid_link")
+        samples.setdefault(op, []).append((int(size_bytes), _number(row["time_ns"], "time_ns", place)))
+    if not samples:
+        raise Error(f"{path} has no samples; add lines of bytes,time_ns", "invalid_link")
+    return samples
+
+
+def _number(text: str | None, column: str, place: str) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        raise Error(f"{place}: {column} is '{(text or '').strip()}', which is no number", "invalid_link") from None
+    if not 0 < value <= 2.0**53:
+        raise Error(f"{place}: {column} is {(text or '').strip()}; it must be above 0 and at most 2^53", "invalid_link")
+    return value
+
+
+def _print(op: str, fit: _core.LinkFit, sample_count: int) -> None:
+    print(
+        f"{op}: {sample_count} samples, off by {format_percent(fit.relative_error_median)} in the median, "
+        f"{format_percent(fit.relative_error_max)} at most"
+    )
+    rows = []
+    for piece in fit.cost.pieces:
+        end = "any" if piece.up_to_bytes is None else format_size(piece.up_to_bytes)
+        rows.append([end, f"{piece.alpha_ns / 1e3:.1f}", f"{piece.beta_ns_per_byte:.4f}", _bandwidth(piece)])
+    common.print_table(rows, ["up to", "alpha us", "beta ns per byte", "bytes alone"], "rrrr")
+    print()
+
+
+def _bandwidth(piece: _core.LinkPiece) -> str:
+    return "-" if piece.beta_ns_per_byte == 0 else f"{format_size(1e9 / piece.beta_ns_per_byte)}/s"
+
+
+def _as_json(fits: dict[str, _core.LinkFit], samples: Samples) -> dict[str, Any]:
+    """A link as ``--link`` reads it, and how well it fits in a field that the reader of links keeps and ignores."""
+    fields: dict[str, Any] = {}
+    for op, fit in fits.items():
+        # Written as an all-reduce, because a link of this operation alone would be refused.
+        alone = _core.LinkModel(all_reduce=list(fit.cost.pieces))
+        fields[op] = json.loads(alone.to_json())["all_reduce"]
+    fields["fit"] = {
+        op: {
+            "samples": len(samples[op]),
+            "relative_error_median": fit.relative_error_median,
+            "relative_error_max": fit.relative_error_max,
+        }
+        for op, fit in fits.items()
+    }
+    return fields

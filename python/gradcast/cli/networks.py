@@ -1,0 +1,40 @@
+"""``gradcast networks``: the published networks that ``--network`` knows."""
+
+import argparse
+import json
+from typing import Any
+
+from gradcast import _core
+from gradcast.cli import common
+
+_EXAMPLE = "gradcast networks"
+
+
+def add_parser(commands: Any) -> None:
+    parser = common.new_parser(
+        commands, "networks", "list the bundled networks", "Published costs of real networks, for --network.", _EXAMPLE
+    )
+    common.add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.json:
+        common.print_json([_as_json(network) for network in _core.networks()])
+        return
+    rows = [
+        [network.name, network.world_size, common.describe_cost(network.link.all_reduce), network.summary]
+        for network in _core.networks()
+    ]
+    common.print_table(rows, ["name", "workers", "all-reduce", "network"], "lrll")
+    print("\nSources: `gradcast networks --json`.")
+
+
+def _as_json(network: _core.NamedNetwork) -> dict[str, Any]:
+    return {
+        "name": network.name,
+        "summary": network.summary,
+        "source": network.source,
+        "world_size": network.world_size,
+        "link": json.loads(network.link.to_json()),
+    }

@@ -1,0 +1,172 @@
+"""``gradcast plan``: one policy's plan, as a table for people and as JSON for whoever follows it."""
+
+import argparse
+import bisect
+import itertools
+import json
+from typing import Any
+
+from gradcast import _core
+from gradcast.cli import common
+from gradcast.cli.network_options import Network, add_network_options, network_from
+from gradcast.comparison.compare import has_other_ops, ratio
+from gradcast.errors import Error
+from gradcast.files import check_writable, plan_hash, write_text
+from gradcast.units import format_ms, format_percent, format_size, parse_fraction, parse_parameter
+
+_EXAMPLE = "gradcast plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json"
+_ROWS_SHOWN = 40
+_OTHER_OPS = (
+    "It is dear's plan: halves of all-reduces end earlier on this link model. On real libraries a reduce-scatter may "
+    "cost more than an all-reduce, so measure (docs/networks.md)."
+)
+
+
+def add_parser(commands: Any) -> None:
+    parser = common.new_parser(
+        commands,
+        "plan",
+        "plan one iteration",
+        "Says which bytes travel together, in which order, and why.",
+        _EXAMPLE,
+    )
+    common.add_profile_argument(parser)
+    parser.add_argument(
+        "--policy",
+        default=_core.DEFAULT_POLICY,
+        metavar="NAME",
+        help=f"`gradcast policies` lists them (default: {_core.DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--set",
+        type=common.argument(parse_parameter),
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the policy, for instance cap_bytes=25MiB; may be repeated",
+    )
+    common.add_schedule_options(parser)
+    parser.add_argument(
+        "--uncertainty",
+        type=common.argument(parse_fraction),
+        default=0.0,
+        metavar="SHARE",
+        help="the link's costs may be off by so much, for instance 10%%: take the plan whose worst case is best "
+        "(forecast only)",
+    )
+    add_network_options(parser)
+    parser.add_argument("-o", "--output", metavar="JSON", help="write the plan to this file")
+    common.add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    profile = common.profile_from(args)
+    network = network_from(args, profile)
+    if args.output:
+        check_writable(args.output, "plan")
+    parameters = dict(args.set)
+    if args.uncertainty > 0:
+        if args.policy != _core.DEFAULT_POLICY:
+            raise Error(f"--uncertainty is for {_core.DEFAULT_POLICY} only; leave it out for {args.policy}")
+        parameters["uncertainty"] = args.uncertainty
+    plan = _core.make_plan(
+        profile,
+        network.link,
+        policy=args.policy,
+        mode=args.mode,
+        in_flight=args.in_flight,
+        parameters=parameters,
+    )
+    text = with_origin(plan, args, profile, network)
+    if args.output:
+        write_text(args.output, text, "plan")
+    if args.json:
+        print(text, end="")
+    else:
+        _print(args, profile, network, plan)
+
+
+def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
+    """The plan as JSON, with a note of what it was made from: `gradcast plot` then needs no more than the plan."""
+    text = plan.to_json()
+    link = json.loads(network.link.to_json())
+    note = {
+        "profile": args.profile,
+        "scale": args.scale,
+        "network": network.description,
+        "link": link,
+        "hash": plan_hash(plan, profile),
+        "tensors": [tensor.name for tensor in profile.tensors],
+    }
+    end = text.rindex("}")
+    return f'{text[:end].rstrip()},\n"made_with": {json.dumps(note)}\n}}\n'
+
+
+def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> None:
+    print(common.describe_profile(profile, args.scale))
+    print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
+    print()
+    names = _Names(profile)
+    rows = []
+    for index, block in enumerate(plan.blocks[:_ROWS_SHOWN]):
+        size = format_size(block.size_bytes)
+        times = [f"{block.start_ns / 1e6:.1f}", f"{block.finish_ns / 1e6:.1f}"]
+        rows.append([index, block.op, size, *times, names.of(block), block.reason])
+    common.print_table(rows, ["#", "operation", "size", "start ms", "finish ms", "tensors", "why"], "rlrrrll")
+    if len(plan.blocks) > _ROWS_SHOWN:
+        print(f"… and {len(plan.blocks) - _ROWS_SHOWN} more blocks; -o writes them all to a file")
+    print()
+    kinds = "" if has_other_ops(plan) else "of all-reduces "
+    print(
+        f"{plan.policy} ({plan.mode} mode): {len(plan.blocks)} block{'s' if len(plan.blocks) != 1 else ''}, "
+        f"{format_ms(plan.predicted_ns)} per iteration, {ratio(plan.predicted_ns, plan.bound_ns):.3f} x the bound of "
+        f"{format_ms(plan.bound_ns)} that no schedule {kinds}can beat."
+    )
+    if plan.policy == _core.DEFAULT_POLICY and has_other_ops(plan):
+        print(_OTHER_OPS)
+    if args.uncertainty > 0:
+        print(_worst_case(args, profile, network, plan))
+    if args.output:
+        print(f"The plan is in {args.output}; `gradcast plot {args.output} -o plan.png` draws it.")
+
+
+def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:
+    """What --uncertainty bought: the worst of the nine links of that option, with it and without it."""
+    usual = _core.make_plan(profile, network.link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set))
+    factors = (1 - args.uncertainty, 1.0, 1 + args.uncertainty)
+    worst = worst_usual = 1.0
+    for alpha_factor, beta_factor in itertools.product(factors, factors):
+        link = network.link.scaled(alpha_factor, beta_factor)
+        best_ns = _core.make_plan(
+            profile, link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set)
+        ).predicted_ns
+        worst = max(worst, ratio(_core.play(profile, link, plan).iteration_ns, best_ns))
+        worst_usual = max(worst_usual, ratio(_core.play(profile, link, usual).iteration_ns, best_ns))
+    return (
+        f"With link costs off by up to {format_percent(args.uncertainty)}, this plan takes at worst {worst:.3f} x the "
+        f"time of the plan made for the true costs; without --uncertainty it would be {worst_usual:.3f} x."
+    )
+
+
+class _Names:
+    """Which tensors a block touches, in words; buffers are laid out in the profile's order."""
+
+    def __init__(self, profile: _core.Profile) -> None:
+        self._ends: dict[int, list[int]] = {}
+        self._indices: dict[int, list[int]] = {}
+        for index, tensor in enumerate(profile.tensors):
+            ends = self._ends.setdefault(tensor.buffer, [])
+            ends.append((ends[-1] if ends else 0) + tensor.bytes)
+            self._indices.setdefault(tensor.buffer, []).append(index)
+
+    def of(self, block: _core.Block) -> str:
+        if block.buffer not in self._ends:
+            raise Error(f"the plan has a block of buffer {block.buffer}, which the profile has not", "invalid_plan")
+        ends, indices = self._ends[block.buffer], self._indices[block.buffer]
+        parts = []
+        for low, high in block.ranges:
+            first = indices[bisect.bisect_right(ends, low)]
+            last = indices[bisect.bisect_left(ends, high)]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+        return ", ".join(parts) if len(parts) <= 3 else f"{', '.join(parts[:3])}, … ({len(parts)} ranges)"

@@ -1,0 +1,1 @@
+"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Pure."""

@@ -1,0 +1,1 @@
+"""Measures the network between the hosts and names what limits it."""

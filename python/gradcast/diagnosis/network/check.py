@@ -1,0 +1,191 @@
+"""What the network can do, and what Gloo makes of it: pairs of hosts over raw TCP and over Gloo, and an all-reduce by
+size. About ten seconds; nothing else should be under way.
+
+Collective. Ranks on one host share its link, so that one of each host measures the pairs.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from gradcast.diagnosis.network import collective as network_collective
+from gradcast.diagnosis.network import findings as network_findings
+from gradcast.diagnosis.network import hosts as network_hosts
+from gradcast.diagnosis.network import pair_rounds, tcp
+from gradcast.diagnosis.network import pairs as network_pairs
+from gradcast.diagnosis.network.findings import Alternative, Measured, Pair
+from gradcast.diagnosis.network.hosts import Place
+from gradcast.diagnosis.network.pairs import Ends, Progress, Rounds
+from gradcast.errors import Error
+from gradcast.training.ranks.group import Group, backend_of, lasting_group
+
+# How the time is divided: the shares of raw TCP, and of the all-reduce; Gloo's messages take what is left.
+_TCP_SHARE, _COLLECTIVE_SHARE = 0.5, 0.3
+# Four measurements per pair, each of which takes longer than asked: connections are opened, queues run empty.
+_MEASUREMENTS, _OVERHEAD = 4, 1.5
+_MEASUREMENT_S = (0.06, 0.25)
+# A rank that is not there after so long is gone. Far more than the longest round.
+_LIMIT_S = 60.0
+_ALTERNATIVES_MAX = 2
+
+
+def check(
+    group: Group, progress: Progress | None = None, *, device_type: str = "cpu", seconds: float = 10.0
+) -> dict[str, Any] | None:
+    """The key "network" of doctor.json, on every rank; None for one rank, which has no network.
+
+    Collective over ``group``. ``progress`` gets a line on rank 0 whenever something else is measured. ``device_type``:
+    of the training's gradients. They tell which backend carries them; what is measured is Gloo over the CPU all the
+    same. ``seconds``: how long it may take; on slow links, or with more than 8 hosts, somewhat longer. Raises Error,
+    naming who is missing, where a rank is gone.
+    """
+    if group.world_size == 1:
+        return None
+    control = _control(group)
+    network_pairs.step(control, _LIMIT_S, "network check")
+    places: list[Place] = control.gather(network_hosts.own_place())
+    network = _Network(
+        control,
+        places,
+        network_hosts.names([place.host for place in places]),
+        control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
+        progress if progress is not None and group.rank == 0 else _silent,
+    )
+    return _checked(network, backend_of(group.shared, device_type), seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """What all parts of the check need. ``places`` and ``hosts``: by rank."""
+
+    control: Group
+    places: Sequence[Place]
+    hosts: Sequence[str]
+    token: bytes
+    report: Progress
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
+    hosts = network_hosts.by_host(network.hosts)
+    # Between ranks of one host there is no network; one pair shows what Gloo costs there.
+    ranks = [members[0] for members in hosts] if len(hosts) > 1 else hosts[0][:2]
+    rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in pair_rounds.rounds(len(ranks))]
+    pairs = _over_tcp(network, rounds, seconds)
+    alternatives = _alternatives(network, pairs[0])
+    pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, _LIMIT_S, network.report)
+    network.report("all-reduce of 1 KiB and more")
+    network_pairs.step(network.control, _LIMIT_S, "network check, all-reduce")
+    samples = network_collective.samples(network.control, _COLLECTIVE_SHARE * seconds)
+    measured = Measured(
+        hosts=[network_hosts.described(network.places[rank], network.hosts[rank]) for rank in ranks],
+        pairs=[dataclasses.replace(pair, a=ranks.index(pair.a), b=ranks.index(pair.b)) for pair in pairs],
+        backend=backend,
+        streams=network_pairs.STREAMS,
+        one_host=len(hosts) == 1,
+        alternatives=alternatives,
+    )
+    return {
+        "interfaces": [place.chosen.interface for place in network.places],
+        "collective": network_collective.fitted(samples, network.control.world_size),
+        "pairs": [_as_json(pair) for pair in pairs],
+        "alternatives": [_alternative_as_json(each) for each in alternatives],
+        "connections": measured.hosts[0].connections,
+        "findings": [dataclasses.asdict(found) for found in network_findings.findings(measured)],
+    }
+
+
+def _control(group: Group) -> Group:
+    """Over Gloo whatever the backend, with a limit of its own, and apart from what else uses ``group``."""
+    limit = datetime.timedelta(seconds=_LIMIT_S)
+    own = lasting_group(dist.get_process_group_ranks(group.own), limit, "gloo", "network check")
+    return Group(group.rank, group.world_size, group.shared, own, _LIMIT_S)
+
+
+def _over_tcp(network: _Network, rounds: Rounds, seconds: float) -> list[Pair]:
+    each_s = _TCP_SHARE * seconds / (len(rounds) * _MEASUREMENTS * _OVERHEAD)
+    each_s = min(max(each_s, _MEASUREMENT_S[0]), _MEASUREMENT_S[1])
+    own = network.places[network.control.rank].chosen.address
+    with _listening(network, own) as ends:
+        return network_pairs.measured_over_tcp(ends, rounds, each_s, _LIMIT_S, network.report)
+
+
+@contextlib.contextmanager
+def _listening(network: _Network, address: str, timeout_s: float | None = None) -> Iterator[Ends]:
+    """Every rank listens on its ``address``. Raises on all ranks where one cannot: none would come to the others."""
+    control = network.control
+    listener, fault = None, None
+    try:
+        listener = tcp.Listener(address, timeout_s)
+    except Error as error:
+        fault = f"rank {control.rank}: {error}"
+    try:
+        said = control.gather((listener.address if listener else None, fault))
+        if faults := [each for _, each in said if each]:
+            raise Error(f"network check: {'; '.join(faults)}", "communication")
+        labels = network_pairs.labels(network.places, network.hosts)
+        yield Ends(control, listener, [each for each, _ in said], network.token, labels)
+    finally:
+        if listener:
+            listener.close()
+
+
+def _alternatives(network: _Network, pair: Pair) -> list[Alternative]:
+    """What other interfaces reach, that both hosts of the pair have under one name."""
+    ends = (pair.a, pair.b)
+    if pair.tcp_bits_per_s is None or network.hosts[pair.a] == network.hosts[pair.b]:
+        return []
+    found = []
+    for name in network_hosts.common_alternatives([network.places[rank] for rank in ends], _ALTERNATIVES_MAX):
+        network.report(f"raw TCP over {name}")
+        if rate := _rate_over(network, ends, name):
+            found.append(Alternative(name, rate, pair.tcp_bits_per_s))
+    return found
+
+
+def _rate_over(network: _Network, pair: tuple[int, int], name: str) -> float | None:
+    """None where the two cannot reach each other there, on all ranks alike."""
+    rank = network.control.rank
+    own = network.places[rank]
+    address = own.chosen.address
+    if rank == pair[0]:
+        address = next(each.addresses[0] for each in own.others() if each.name == name)
+    try:
+        with _listening(network, address, network_pairs.TRY_TIMEOUT_S) as ends:
+            return network.control.gather(network_pairs.one_way_bits_per_s(ends, pair))[pair[0]]
+    except Error:
+        return None
+
+
+def _as_json(pair: Pair) -> dict[str, Any]:
+    return {
+        "a": pair.a,
+        "b": pair.b,
+        "latency_us": pair.latency_us,
+        "tcp_gbit_per_s": _gbit(pair.tcp_bits_per_s),
+        "tcp_streams_gbit_per_s": _gbit(pair.streams_bits_per_s),
+        "streams": network_pairs.STREAMS,
+        "gloo_gbit_per_s": _gbit(pair.gloo_bits_per_s),
+        "alpha_us": pair.alpha_us,
+        "beta_ns_per_byte": pair.beta_ns_per_byte,
+    }
+
+
+def _alternative_as_json(each: Alternative) -> dict[str, Any]:
+    return {
+        "interface": each.interface,
+        "gbit_per_s": _gbit(each.bits_per_s),
+        "chosen_gbit_per_s": _gbit(each.chosen_bits_per_s),
+    }
+
+
+def _gbit(bits_per_s: float | None) -> float | None:
+    return None if bits_per_s is None else bits_per_s / 1e9

@@ -1,0 +1,293 @@
+"""Raw TCP between two ranks: what the network can do without Gloo.
+
+One rank listens, the other connects; both then know from the order of measurements who sends. Every wait has a limit,
+and an error says for whom this rank waited. Connections show the pair's token, so that neither a stranger's are
+measured nor those of a pair that has been given up, which may still wait to be accepted.
+
+Thread safety: each call uses threads of its own and joins them; a ``Listener`` is for one thread.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from gradcast.diagnosis.network.interfaces import chosen, interfaces, is_link_local
+from gradcast.diagnosis.network.tcp_rate import Record, bits_per_s
+from gradcast.errors import Error
+
+# Of one wait. A host that answers at all does so within milliseconds; TCP's first two repetitions take 3 s.
+TIMEOUT_S = 8.0
+TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"!{TOKEN_BYTES}sd")
+_CHUNK_BYTES = 256 << 10
+# All streams of a measurement together: a quarter of a second at 100 Gbit/s.
+_BYTES_MAX = 3 << 30
+# What the kernel may hold that has not been sent: enough for any link, and gone soon on a slow one.
+_UNSENT_BYTES = 64 << 10
+_ROUND_TRIPS = 30
+_ROUND_TRIPS_S = 0.2
+# TCP doubles what it sends in each round trip, so that a distant host needs a longer measurement.
+_ROUND_TRIPS_PER_MEASUREMENT = 30
+_MEASUREMENT_S_MAX = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where a rank listens."""
+
+    host: str
+    port: int
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What one side has found: rates of what it received. ``latency_us``: one way, half a round trip; the connecting
+    side's alone."""
+
+    one_bits_per_s: float
+    several_bits_per_s: float
+    latency_us: float | None = None
+
+
+def pair_token(session: bytes, pair: tuple[int, int]) -> bytes:
+    """``session``: what no stranger knows. A pair is measured once over a listener, and both sides take its connections
+    in the same order: no connection of another measurement has the same token."""
+    return hmac.digest(session, repr(pair).encode(), "sha256")[:TOKEN_BYTES]
+
+
+class Listener:
+    """Accepts the connections of pairs, one pair after the other. Close it with ``close()``."""
+
+    def __init__(self, host: str, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(_with_scope(host, 0), family=family, backlog=64)
+        except OSError as error:
+            raise Error(f"cannot listen on {host}: {error.strerror or error}", "communication") from None
+        self.address = Address(host, self._socket.getsockname()[1])
+
+    def accept(self, token: bytes, count: int, whom: str) -> tuple[list[socket.socket], float]:
+        """``count`` connections that show ``token``, and how long the other side wants to measure, in seconds."""
+        timeout_s = self._timeout_s or TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
+        accepted: list[socket.socket] = []
+        seconds = 0.0
+        with _naming(whom, f"waited {timeout_s:g} s for connections"), _closed_on_error(accepted):
+            while len(accepted) < count:
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                connection, _ = self._socket.accept()
+                accepted.append(connection)
+                # Half of what is left: who connects and says nothing must not take all of it.
+                connection.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
+                if (said := _seconds(connection, token)) is None:
+                    accepted.pop().close()
+                else:
+                    seconds = said
+                    _prepared(connection)
+        return accepted, seconds
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _seconds(connection: socket.socket, token: bytes) -> float | None:
+    """What the other side has said; None for a connection that is none of this measurement's."""
+    try:
+        shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size))
+    except (OSError, struct.error):
+        return None
+    return min(seconds, _MEASUREMENT_S_MAX) if hmac.compare_digest(shown, token) else None
+
+
+def long_enough_s(seconds: float, round_trip_s: float) -> float:
+    """``seconds``, or longer on a network with a high latency."""
+    return min(max(seconds, _ROUND_TRIPS_PER_MEASUREMENT * round_trip_s), _MEASUREMENT_S_MAX)
+
+
+def measure(address: Address, token: bytes, *, streams: int, seconds: float, whom: str) -> Found:
+    """The connecting side; ``answer`` is the other. Each of four measurements takes about ``seconds``, or longer on a
+    network with a high latency. Raises Error."""
+    with _connected(address, token, 1, 0.0, whom) as connections, _naming(whom, "small messages"):
+        round_trip_s = _round_trip_s(connections[0])
+    seconds = long_enough_s(seconds, round_trip_s)
+    received = []
+    for count in (1, streams):
+        with _connected(address, token, count, seconds, whom) as connections:
+            _send(connections, seconds, whom)
+        with _connected(address, token, count, seconds, whom) as connections:
+            received.append(_received_bits_per_s(connections, seconds, whom))
+    return Found(received[0], received[1], round_trip_s / 2 * 1e6)
+
+
+def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> Found:
+    """The listening side. Raises Error."""
+    with _accepted(listener, token, 1, whom) as (connections, _), _naming(whom, "small messages"):
+        _echo(connections[0])
+    received = []
+    for count in (1, streams):
+        with _accepted(listener, token, count, whom) as (connections, seconds):
+            received.append(_received_bits_per_s(connections, seconds, whom))
+        with _accepted(listener, token, count, whom) as (connections, seconds):
+            _send(connections, seconds, whom)
+    return Found(received[0], received[1])
+
+
+def measure_one_way(address: Address, token: bytes, seconds: float, whom: str, timeout_s: float | None = None) -> None:
+    """Sends over one stream; the rate is what ``answer_one_way`` returns, in bits per second. ``timeout_s``: for the
+    connection."""
+    with _connected(address, token, 1, seconds, whom, timeout_s) as connections:
+        _send(connections, seconds, whom)
+
+
+def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
+    with _accepted(listener, token, 1, whom) as (connections, seconds):
+        return _received_bits_per_s(connections, seconds, whom)
+
+
+# --- Connections ---
+
+
+def _with_scope(host: str, port: int) -> tuple:
+    """A link-local address means nothing without its interface, which has other numbers on every host."""
+    if not is_link_local(host):
+        return (host, port)
+    return (host, port, 0, socket.if_nametoindex(chosen(interfaces()).interface))
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    connection.settimeout(TIMEOUT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    return connection
+
+
+@contextlib.contextmanager
+def _connected(
+    address: Address, token: bytes, count: int, seconds: float, whom: str, timeout_s: float | None = None
+) -> Iterator[Sequence[socket.socket]]:
+    connections: list[socket.socket] = []
+    with _closed_on_error(connections), _naming(whom, f"cannot connect to {address.host}, port {address.port}"):
+        for _ in range(count):
+            connections.append(socket.socket(address.family, socket.SOCK_STREAM))
+            connections[-1].settimeout(timeout_s or TIMEOUT_S)
+            connections[-1].connect(_with_scope(address.host, address.port))
+            _prepared(connections[-1]).sendall(_HELLO.pack(token, seconds))
+    try:
+        yield connections
+    finally:
+        _close(connections)
+
+
+@contextlib.contextmanager
+def _accepted(
+    listener: Listener, token: bytes, count: int, whom: str
+) -> Iterator[tuple[Sequence[socket.socket], float]]:
+    connections, seconds = listener.accept(token, count, whom)
+    try:
+        yield connections, seconds
+    finally:
+        _close(connections)
+
+
+@contextlib.contextmanager
+def _closed_on_error(connections: list[socket.socket]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _close(connections)
+        raise
+
+
+def _close(connections: Sequence[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+@contextlib.contextmanager
+def _naming(whom: str, what: str) -> Iterator[None]:
+    """Says for whom this rank waited when the network or a peer fails."""
+    try:
+        yield
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise Error(f"raw TCP with {whom}: {what}: {reason}", "communication") from None
+
+
+# --- What goes over them ---
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    """Fewer bytes where the other side has ended."""
+    data = b""
+    while len(data) < size and (part := connection.recv(size - len(data))):
+        data += part
+    return data
+
+
+def _round_trip_s(connection: socket.socket) -> float:
+    """The median; the first one wakes the other side and does not count."""
+    times = []
+    start = time.perf_counter()
+    for _ in range(_ROUND_TRIPS):
+        before = time.perf_counter()
+        connection.sendall(b"?")
+        if not connection.recv(1):
+            raise ConnectionResetError("the other side has closed the connection")
+        times.append(time.perf_counter() - before)
+        if time.perf_counter() - start > _ROUND_TRIPS_S and len(times) > 2:
+            break
+    return statistics.median(times[1:])
+
+
+def _echo(connection: socket.socket) -> None:
+    while data := connection.recv(1):
+        connection.sendall(data)
+
+
+def _send(connections: Sequence[socket.socket], seconds: float, whom: str) -> None:
+    """For so long, and until the other side has received it all: the next measurement finds the network idle."""
+    share_bytes = _BYTES_MAX // len(connections)
+
+    def send(connection: socket.socket) -> None:
+        data = memoryview(bytes(_CHUNK_BYTES))
+        left = share_bytes
+        deadline = time.perf_counter() + seconds  # from here: on a busy machine a thread may start late
+        while left > 0 and time.perf_counter() < deadline:
+            left -= connection.send(data)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+
+    with _naming(whom, "sending"):
+        _on_each(connections, send)
+
+
+def _received_bits_per_s(connections: Sequence[socket.socket], seconds: float, whom: str) -> float:
+    deadline = time.perf_counter() + seconds + TIMEOUT_S
+
+    def receive(connection: socket.socket) -> list[Record]:
+        buffer = bytearray(_CHUNK_BYTES)
+        records = []
+        while (size := connection.recv_into(buffer)) and time.perf_counter() < deadline:
+            records.append((time.perf_counter(), size))
+        return records
+
+    with _naming(whom, "receiving"):
+        return bits_per_s(_on_each(connections, receive), seconds)
+
+
+def _on_each(connections: Sequence[socket.socket], work: Callable) -> list:
+    """One thread per stream: the kernel copies without Python's lock, on one core per thread."""
+    with ThreadPoolExecutor(len(connections), thread_name_prefix="gradcast-tcp") as threads:
+        return list(threads.map(work, connections))

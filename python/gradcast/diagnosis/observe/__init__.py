@@ -1,0 +1,1 @@
+"""Watches the ordinary steps of a training."""

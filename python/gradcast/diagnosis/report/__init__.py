@@ -1,0 +1,1 @@
+"""Shows a diagnosis: text, HTML, metrics, and a comparison of two runs. Pure."""

@@ -1,0 +1,97 @@
+"""Scales, ticks and the frame of a figure in SVG.
+
+Figures are drawn for a width of 960 and scale with the page; text stays legible on a laptop and on paper.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gradcast.diagnosis.report.html.markup import Markup, element
+
+WIDTH = 960.0
+LEFT, RIGHT = 96.0, 20.0
+LETTER = 6.6  # width of a letter of a figure's text
+
+
+class Scale:
+    """From values to places; ``log`` for what grows by factors."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
+        self._log = log
+        self._low, self._high = self._value(low), self._value(high)
+        if self._high <= self._low:
+            self._high = self._low + 1
+        self._start, self._end = start, end
+
+    def __call__(self, value: float) -> float:
+        share = (self._value(value) - self._low) / (self._high - self._low)
+        return self._start + share * (self._end - self._start)
+
+    def _value(self, value: float) -> float:
+        # What took no time at all is drawn at the edge.
+        return math.log10(max(value, 1e-9)) if self._log else value
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round numbers from low to high: 1, 2 or 5 times a power of ten apart."""
+    span = max(high - low, 1e-12)
+    rough = span / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    return f"{value:g}"
+
+
+def svg(height: float, label: str, *children: Any, width: float = WIDTH) -> Markup:
+    """``label``: what a screen reader says instead of the picture."""
+    return element(
+        "svg",
+        element("title", label),
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=label,
+    )
+
+
+def text(x: float, y: float, words: Any, anchor: str = "start", class_: str | None = None) -> Markup:
+    return element("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, class_=class_)
+
+
+def bottom_axis(scale: Scale, values: Sequence[float], y: float, top: float, unit: str) -> list[Markup]:
+    """Lines of the grid upwards, numbers below, and what they are at the end."""
+    marks = [element("line", x1=scale(value), x2=scale(value), y1=top, y2=y, class_="grid") for value in values]
+    marks += [text(scale(value), y + 16, number(value), "middle", "tick") for value in values]
+    return [*marks, text(WIDTH - RIGHT, y + 34, unit, "end", "tick")]
+
+
+def left_axis(
+    scale: Scale, values: Sequence[float], left: float, right: float, words: Sequence[str] | None = None
+) -> list[Markup]:
+    words = words or [number(value) for value in values]
+    marks = [element("line", x1=left, x2=right, y1=scale(value), y2=scale(value), class_="grid") for value in values]
+    marks += [text(left - 8, scale(value) + 4, word, "end", "tick") for value, word in zip(values, words, strict=True)]
+    return marks
+
+
+def bar(x: float, y: float, width: float, height: float, tooltip: str, class_: str) -> Markup:
+    return element("rect", element("title", tooltip), x=x, y=y, width=max(width, 0.5), height=height, class_=class_)
+
+
+def line(points: Sequence[tuple[float, float]], class_: str) -> Markup:
+    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
+
+
+def area(points: Sequence[tuple[float, float]], class_: str) -> Markup:
+    return element("polygon", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
+
+
+def dot(x: float, y: float, tooltip: str, class_: str, radius: float = 4.0) -> Markup:
+    return element("circle", element("title", tooltip), cx=x, cy=y, r=radius, class_=class_)

@@ -1,0 +1,79 @@
+"""What the link carried, step after step, beside what the network check says it can."""
+
+import statistics
+from typing import Any
+
+from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH, Scale, ticks
+from gradcast.diagnosis.report.html.markup import Markup, element
+
+_HEIGHT = 220.0
+
+
+def draw(run: dict[str, Any]) -> Markup:
+    heading = "Bandwidth over time"
+    points = [point for point in run.get("bandwidth") or [] if point["gbit_per_s"] is not None]
+    if not points:
+        return parts.missing(
+            "bandwidth", heading, parts.untried(run, "No step followed a plan in this run, so the link was not timed.")
+        )
+    reachable = check_rate(run)
+    most = max([*(point["gbit_per_s"] for point in points), reachable or 0]) * 1.1
+    bottom = _HEIGHT - 44
+    steps = [point["step"] for point in points]
+    x, y = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT), Scale(0, most, bottom, 14)
+    path = [(x(point["step"]), y(point["gbit_per_s"])) for point in points]
+    made = axes.left_axis(y, ticks(0, most, 4), LEFT, WIDTH - RIGHT)
+    made += [axes.text(LEFT, 9, "Gbit/s", "end", "tick")]
+    made += [axes.text(x(step), bottom + 16, axes.number(step), "middle", "tick") for step in _whole(steps)]
+    made.append(axes.text(WIDTH - RIGHT, bottom + 34, "step that followed the plan", "end", "tick"))
+    if reachable is not None:
+        made += _reference(y(reachable), reachable)
+    made.append(axes.line(path, "curve"))
+    made += [axes.dot(*place, _words(point), "measured", 3) for place, point in zip(path, points, strict=True)]
+    label = f"Bandwidth of blocks over {numbers.plural(len(points), 'step')}."
+    return parts.section(
+        "bandwidth", heading, parts.figure(axes.svg(_HEIGHT, label, made), _caption(points, reachable)), _table(points)
+    )
+
+
+def _whole(steps: list[int]) -> list[float]:
+    return [value for value in ticks(min(steps), max(steps), 10) if value == int(value)]
+
+
+def check_rate(run: dict[str, Any]) -> float | None:
+    """Bytes of an all-reduce by its time, where it is large: what the network check has measured."""
+    collective = (run.get("network") or {}).get("collective") or {}
+    beta = collective.get("beta_ns_per_byte")
+    return 8 / beta if beta else None
+
+
+def _reference(y: float, rate: float) -> list[Markup]:
+    words = f"large all-reduces, network check: {numbers.rate(rate)}"
+    return [
+        element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="reference"),
+        axes.text(WIDTH - RIGHT, y - 6, words, "end", "tick"),
+    ]
+
+
+def _words(point: dict[str, Any]) -> str:
+    return f"step {point['step']}, after {numbers.ms(point.get('at_ms'))}: {numbers.rate(point['gbit_per_s'])}"
+
+
+def _caption(points: list[dict[str, Any]], reachable: float | None) -> str:
+    rates = [point["gbit_per_s"] for point in points]
+    middle = statistics.median(rates)
+    told = (
+        f"Bytes of blocks by the time they were in flight: {numbers.rate(middle)} in the median, "
+        f"from {numbers.rate(min(rates))} to {numbers.rate(max(rates))}."
+    )
+    return (
+        told
+        if not reachable
+        else f"{told} That is {numbers.percent(middle / reachable)} of what large all-reduces reach."
+    )
+
+
+def _table(points: list[dict[str, Any]]) -> Markup:
+    rows = [[point["step"], numbers.ms(point.get("at_ms")), numbers.rate(point["gbit_per_s"])] for point in points]
+    return parts.table(["step", "after", "bandwidth"], rows, "rrr", "Bandwidth per step")

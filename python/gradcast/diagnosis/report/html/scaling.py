@@ -1,0 +1,115 @@
+"""What more workers would bring: efficiency with its band, where it bends, and which counts are worth trying."""
+
+from typing import Any
+
+from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html.axes import LEFT, WIDTH, Scale
+from gradcast.diagnosis.report.html.markup import Markup, element
+
+_HEIGHT = 330.0
+_BASIS = {"measured": "measured", "fitted": "from the fitted network", "extrapolated": "extrapolated"}
+
+_Series = tuple[str, list[dict[str, Any]]]
+
+
+def draw(run: dict[str, Any]) -> Markup:
+    heading = "Scaling"
+    scaling = run.get("scaling")
+    if not scaling or not scaling.get("points"):
+        return parts.missing("scaling", heading, "What more workers would bring was not estimated in this run.")
+    series = _series(scaling["points"])
+    workers = sorted({point["workers"] for point in scaling["points"]})
+    bottom = _HEIGHT - 46
+    x = Scale(min(workers), max(workers), LEFT, WIDTH - 170, log=True)
+    y = Scale(0, 1.05, bottom, 14)
+    made = axes.left_axis(y, [0, 0.25, 0.5, 0.75, 1], LEFT, WIDTH - 170, ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    made += [axes.text(x(count), bottom + 16, count, "middle", "tick") for count in workers]
+    made.append(axes.text(WIDTH - 170, bottom + 36, "workers", "end", "tick"))
+    made += _knee(scaling.get("knee_workers"), x, bottom)
+    made += [_curve(index, name, points, x, y) for index, (name, points) in enumerate(series)]
+    made.append(_names(series, y))
+    label = f"Scaling efficiency over workers, {numbers.plural(len(series), 'network')}, with the band to expect."
+    return parts.section(
+        "scaling", heading, parts.figure(axes.svg(_HEIGHT, label, made), _caption(scaling)), _table(scaling)
+    )
+
+
+def _series(points: list[dict[str, Any]]) -> list[_Series]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for point in points:
+        name = ", ".join(str(point[key]) for key in ("network", "algorithm") if point.get(key))
+        found.setdefault(name, []).append(point)
+    return [(name, sorted(each, key=lambda point: point["workers"])) for name, each in found.items()]
+
+
+def band(point: dict[str, Any]) -> tuple[float, float]:
+    """Efficiency at the long and the short end of the step's interval: it falls as the step grows."""
+    efficiency, ms = point["efficiency"], point["step_ms"]
+    low = efficiency * ms / point["high_ms"] if point.get("high_ms") else efficiency
+    high = efficiency * ms / point["low_ms"] if point.get("low_ms") else efficiency
+    return low, min(high, 1.05)
+
+
+def _curve(index: int, name: str, points: list[dict[str, Any]], x: Scale, y: Scale) -> Markup:
+    places = [(x(point["workers"]), y(point["efficiency"])) for point in points]
+    lower = [(x(point["workers"]), y(band(point)[0])) for point in points]
+    upper = [(x(point["workers"]), y(band(point)[1])) for point in points]
+    dots = [
+        axes.dot(*place, _words(name, point), f"s{index % 4} {point.get('basis') or ''}", 5)
+        for place, point in zip(places, points, strict=True)
+    ]
+    return element(
+        "g", axes.area(lower + upper[::-1], f"band s{index % 4}"), axes.line(places, f"curve s{index % 4}"), dots
+    )
+
+
+def _words(name: str, point: dict[str, Any]) -> str:
+    basis = _BASIS.get(point.get("basis") or "", point.get("basis") or "")
+    efficiency = numbers.percent(point["efficiency"])
+    return f"{point['workers']} workers, {name}: {efficiency}, {numbers.ms(point['step_ms'])} per step ({basis})"
+
+
+def _names(series: list[_Series], y: Scale) -> list[Markup]:
+    """At the end of each curve, moved apart where they would lie on one another."""
+    ends = sorted((y(points[-1]["efficiency"]), index, name) for index, (name, points) in enumerate(series))
+    made, last = [], -100.0
+    for place, index, name in ends:
+        last = max(place, last + 16)
+        made.append(axes.text(WIDTH - 160, last + 4, name, "start", f"name s{index % 4}"))
+    return made
+
+
+def _knee(workers: int | None, x: Scale, bottom: float) -> list[Markup]:
+    if workers is None or workers == 1:  # one worker is left of the first point
+        return []
+    at = x(workers)
+    return [
+        element("line", x1=at, x2=at, y1=14, y2=bottom, class_="reference"),
+        axes.text(at + 6, bottom - 8, f"knee: {workers}", "start", "tick"),
+    ]
+
+
+def _caption(scaling: dict[str, Any]) -> str:
+    told = "A full dot was measured, a ring comes from the fitted network, a pale one is extrapolated."
+    knee = scaling.get("knee_workers")
+    if knee == 1:
+        told += " Already a second worker brings little."
+    elif knee is not None:
+        told += f" Beyond {knee} workers each further one brings little."
+    if scaling.get("worth_trying"):
+        told += f" Worth trying: {', '.join(str(count) for count in scaling['worth_trying'])} workers."
+    if scaling.get("left_out"):
+        told += f" Left out: {'; '.join(scaling['left_out'])}."
+    return told
+
+
+def _table(scaling: dict[str, Any]) -> Markup:
+    rows = [
+        [point["workers"], point.get("network") or numbers.UNKNOWN, point.get("algorithm") or numbers.UNKNOWN,
+         numbers.ms(point["step_ms"]), numbers.ms_range(point.get("low_ms"), point.get("high_ms")),
+         numbers.percent(point["efficiency"]),
+         _BASIS.get(point.get("basis") or "", point.get("basis") or numbers.UNKNOWN)]
+        for point in scaling["points"]
+    ]  # fmt: skip
+    headers = ["workers", "network", "algorithm", "step", "interval, ms", "efficiency", "basis"]
+    return parts.table(headers, rows, "rllrrrl", "Scaling by number of workers")

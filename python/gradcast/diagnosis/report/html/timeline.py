@@ -1,0 +1,137 @@
+"""One step that followed the plan, on every rank: what compute did, and what the link carried meanwhile."""
+
+from typing import Any
+
+from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH, Scale, ticks
+from gradcast.diagnosis.report.html.markup import Markup, element
+from gradcast.diagnosis.trace.lanes import in_lanes
+
+_COMPUTE, _LINK, _GAP = 18.0, 15.0, 14.0
+_SPANS = ("forward", "backward", "update", "wait")
+_COLOURS = {"wait": "p-waiting"}
+_NAME_MAX = 64
+
+
+def draw(run: dict[str, Any]) -> Markup:
+    heading = "One step on every rank"
+    ranks = run.get("timeline") or []
+    if not ranks:
+        return parts.missing(
+            "timeline", heading, parts.untried(run, "No step followed a plan in this run, so there is no timeline.")
+        )
+    shown = _shown(run, ranks)
+    rows = [(f"rank {rank['rank']}", rank) for rank in shown]
+    if run.get("predicted_timeline"):
+        rows.insert(0, ("plan", run["predicted_timeline"]))
+    low, high = _extent([row for _, row in rows])
+    scale = Scale(low, high, LEFT, WIDTH - RIGHT)
+    drawn, y = [], 10.0
+    for name, row in rows:
+        made, height = _row(name, row, y, scale)
+        drawn.append(made)
+        y += height + _GAP
+    label = f"Timeline of one step on {numbers.plural(len(shown), 'rank')}: compute above, blocks on the link below."
+    axis = axes.bottom_axis(scale, ticks(low, high, 10), y - 4, 6, "ms from the start of the step")
+    return parts.section(
+        "timeline",
+        heading,
+        parts.key(
+            [*((_COLOURS.get(kind, f"p-{kind}"), kind) for kind in _kinds(rows)), ("block", "block on the link")]
+        ),
+        parts.figure(axes.svg(y + 36, label, axis, drawn), _caption(run, shown)),
+        _blocks(shown, run.get("predicted_timeline")),
+    )
+
+
+def _shown(run: dict[str, Any], ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first ranks, and always the slow one."""
+    slow = (run.get("straggler") or {}).get("rank")
+    return parts.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
+
+
+def _kinds(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    found = {span["kind"] for _, row in rows for span in row["spans"]}
+    return [kind for kind in _SPANS if kind in found]
+
+
+def _extent(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    starts = [span["start_ms"] for row in rows for span in row["spans"]]
+    starts += [block["launch_ms"] for row in rows for block in row["blocks"]]
+    ends = [span["end_ms"] for row in rows for span in row["spans"]]
+    ends += [block["finish_ms"] for row in rows for block in row["blocks"]]
+    return min([0.0, *starts]), max([1e-3, *ends])
+
+
+def _row(name: str, row: dict[str, Any], y: float, scale: Scale) -> tuple[Markup, float]:
+    lanes = in_lanes(row["blocks"], lambda block: (block["launch_ms"], block["finish_ms"]))
+    top = y + _COMPUTE + 2
+    made = [_span(name, span, y, scale) for span in sorted(row["spans"], key=_above)]
+    for lane, blocks in enumerate(lanes):
+        made += [_block(name, block, top + lane * (_LINK + 1), scale) for block in blocks]
+    height = _COMPUTE + 2 + max(1, len(lanes)) * (_LINK + 1)
+    words = axes.text(LEFT - 10, y + height / 2 + 4, name, "end", "name shown" if name == "plan" else "name")
+    return element("g", words, *made), height
+
+
+def _above(span: dict[str, Any]) -> int:
+    """Updates and waits happen inside of forward, and are drawn over it."""
+    return _SPANS.index(span["kind"]) if span["kind"] in _SPANS else len(_SPANS)
+
+
+def _span(name: str, span: dict[str, Any], y: float, scale: Scale) -> Markup:
+    start, end = span["start_ms"], span["end_ms"]
+    words = f"{name}: {span['kind']} {numbers.ms(end - start)}, from {numbers.ms(start)}"
+    return axes.bar(
+        scale(start), y, scale(end) - scale(start), _COMPUTE, words, _COLOURS.get(span["kind"], f"p-{span['kind']}")
+    )
+
+
+def _block(name: str, block: dict[str, Any], y: float, scale: Scale) -> Markup:
+    start, end = block["launch_ms"], block["finish_ms"]
+    # What play predicts has no names of tensors.
+    names = f", {_tensors(block)}" if block.get("first") else ""
+    words = (
+        f"{name}: block {block['block']}, {numbers.size(block['bytes'])}{names}; "
+        f"ready {numbers.ms(block['ready_ms'])}, launched {numbers.ms(start)}, finished {numbers.ms(end)}"
+    )
+    width = scale(end) - scale(start)
+    label = str(block["block"])
+    # Seams between blocks are space that is not drawn: they are there in every colour scheme.
+    drawn = axes.bar(scale(start), y, width - 1 if width > 3 else width, _LINK, words, "block")
+    if width < axes.LETTER * len(label) + 4:
+        return drawn
+    return element("g", drawn, axes.text(scale(start) + width / 2, y + 11.5, label, "middle", "inside small"))
+
+
+def _tensors(block: dict[str, Any]) -> str:
+    first, last = block["first"], block["last"]
+    return first if first == last else f"{first} … {last}"
+
+
+def _short(name: str) -> str:
+    """A layer may have its whole configuration for a name; the beginning and the end tell it apart."""
+    return name if len(name) <= _NAME_MAX else f"{name[: _NAME_MAX // 2]} … {name[-_NAME_MAX // 2 :]}"
+
+
+def _caption(run: dict[str, Any], shown: list[dict[str, Any]]) -> str:
+    left_out = len(run["timeline"]) - len(shown)
+    others = f" {numbers.plural(left_out, 'rank')} more: in the trace of the run." if left_out else ""
+    return f"Clocks are aligned. Above, what compute did; below, the blocks of the plan by their number.{others}"
+
+
+def _blocks(ranks: list[dict[str, Any]], predicted: dict[str, Any] | None) -> Markup:
+    """Of the first rank; a block ends on all ranks when the last one has joined."""
+    first = ranks[0]
+    planned = {block["block"]: block for block in (predicted or {}).get("blocks", [])}
+    rows = []
+    for block in first["blocks"]:
+        plan = planned.get(block["block"])
+        same = plan is not None and plan["bytes"] == block["bytes"]
+        predicted_ms = plan["finish_ms"] - plan["launch_ms"] if same else None
+        name = element("span", _short(_tensors(block)), title=_tensors(block))
+        times = [block["ready_ms"], block["launch_ms"], block["finish_ms"], block["finish_ms"] - block["launch_ms"]]
+        shown = [numbers.ms(time_ms) for time_ms in [*times, predicted_ms]]
+        rows.append([block["block"], name, numbers.size(block["bytes"]), *shown])
+    headers = ["block", "tensors", "size", "ready", "launched", "finished", "took", "predicted"]
+    return parts.table(headers, rows, "rlrrrrrr", f"The blocks on rank {first['rank']}")

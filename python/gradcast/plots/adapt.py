@@ -1,0 +1,72 @@
+"""What ``gradcast lab adapt`` saw: the time of each step, with the plans that were in force and what changed."""
+
+from typing import Any
+
+from gradcast.plots.canvas import bare, plt, save
+
+_STEP, _PREDICTED, _MEASURING, _CHANGED, _TRIED = "#0072B2", "#222222", "#E69F00", "#f1dede", "#D55E00"
+
+
+def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, words: str, title: str) -> None:
+    """``changed``: the steps in which ``words`` holds."""
+    figure, axes = plt.subplots(figsize=(10, 3.9), layout="constrained")
+    numbers, times_ms = [s["step"] for s in steps], [s["ms"] for s in steps]
+    top_ms = 1.18 * sorted(times_ms)[-1 - len(times_ms) // 100]
+    axes.set_xlim(0, len(steps))
+    axes.set_ylim(0, top_ms)
+    axes.axvspan(changed.start, changed.stop, color=_CHANGED, linewidth=0, label=words)
+    for start, stop in _runs(steps, "measuring"):
+        axes.axvspan(start, stop, ymax=0.03, color=_MEASURING, linewidth=0, label=_once(axes, "measures"))
+    for start, stop in _plans(steps):
+        predicted_ms = steps[start]["predicted_ms"]
+        axes.plot(
+            [start, stop],
+            [predicted_ms] * 2,
+            color=_PREDICTED,
+            linestyle="--",
+            label=_once(axes, "predicted by the plan"),
+        )
+        as_ddp = ", as DDP" if steps[start]["runs_as_ddp"] else ""
+        place = (start + 0.5, 0.93 * top_ms)
+        axes.annotate(f"plan {steps[start]['version']}{as_ddp}", place, fontsize=8.5)
+        axes.axvline(start, color=_PREDICTED, linewidth=0.6, linestyle=":")
+    axes.plot(numbers, times_ms, color=_STEP, marker=".", markersize=3, linewidth=0.9, label="step, measured")
+    tried = [s for s in steps if s["tries_ddp"]]
+    axes.plot(
+        [s["step"] for s in tried], [s["ms"] for s in tried], "o", color=_TRIED, markersize=4, label="tries DDP's way"
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("ms")
+    axes.set_title(title, fontsize=10, loc="left")
+    bare(axes)
+    axes.spines["left"].set_visible(True)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def _once(axes: Any, label: str) -> str | None:
+    """A label that the legend does not show yet."""
+    return None if label in axes.get_legend_handles_labels()[1] else label
+
+
+def _runs(steps: list[dict[str, Any]], key: str) -> list[tuple[int, int]]:
+    """Spans of steps in a row where the key is true."""
+    spans: list[tuple[int, int]] = []
+    for step in steps:
+        if step[key]:
+            start = spans.pop()[0] if spans and spans[-1][1] == step["step"] else step["step"]
+            spans.append((start, step["step"] + 1))
+    return spans
+
+
+def _plans(steps: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Spans of the plans that are no warm-up's."""
+    spans: list[tuple[int, int]] = []
+    for step in steps:
+        if step["measuring"]:
+            continue
+        if spans and spans[-1][1] == step["step"] and steps[spans[-1][0]]["version"] == step["version"]:
+            spans[-1] = (spans[-1][0], step["step"] + 1)
+        else:
+            spans.append((step["step"], step["step"] + 1))
+    return spans

@@ -1,0 +1,79 @@
+"""What gradcast-bench measured: time over size of each operation with the fitted line, and a bar per policy."""
+
+import json
+from typing import Any
+
+from gradcast import _core
+from gradcast.plots.canvas import bare, plt, save
+
+_COLOURS = {"all_reduce": "#0072B2", "reduce_scatter": "#E69F00", "all_gather": "#009E73"}
+_OWN, _OTHER, _COMPUTE, _LINE = "#0072B2", "#CC79A7", "#b9c0c9", "#222222"
+_POINTS_OF_A_LINE = 200
+
+
+def draw_bench(path: str, results: dict[str, Any]) -> None:
+    """``results``: the JSON object of gradcast-bench, with a sweep or a schedule."""
+    rows = results.get("schedule", [])
+    parts = [part for part, there in ((_draw_sweep, results.get("sweep")), (_draw_schedule, rows)) if there]
+    figure, axes = plt.subplots(
+        1, len(parts), figsize=(6.2 * len(parts), max(4.2, 1.6 + 0.34 * len(rows))), layout="constrained", squeeze=False
+    )
+    for draw, place in zip(parts, axes[0], strict=True):
+        draw(place, results)
+    figure.suptitle(
+        f"gradcast-bench: {results['world_size']} ranks over {results['transport']}", fontsize=11, x=0.01, ha="left"
+    )
+    save(figure, path)
+
+
+def _draw_sweep(axes: Any, results: dict[str, Any]) -> None:
+    link = _core.LinkModel.from_json(json.dumps(results["link"])) if "link" in results else None
+    for op, colour in _COLOURS.items():
+        rows = [row for row in results["sweep"] if row["op"] == op]
+        if not rows:
+            continue
+        sizes = [row["size_bytes"] for row in rows]
+        axes.plot(sizes, [row["time_ns"] / 1e3 for row in rows], "o", color=colour, markersize=4, label=op)
+        axes.vlines(
+            sizes,
+            [row["low_ns"] / 1e3 for row in rows],
+            [row["high_ns"] / 1e3 for row in rows],
+            color=colour,
+            alpha=0.35,
+        )
+        cost = getattr(link, op, None)
+        if cost is not None and cost.pieces:
+            points = _geometric(sizes[0], sizes[-1])
+            axes.plot(points, [cost.cost_ns(size) / 1e3 for size in points], color=colour, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes of an operation")
+    axes.set_ylabel("µs: mean, range, and the fitted line")
+    axes.legend(frameon=False, fontsize=9)
+    axes.grid(visible=True, alpha=0.2)
+    bare(axes)
+
+
+def _draw_schedule(axes: Any, results: dict[str, Any]) -> None:
+    rows = results["schedule"]
+    compute_ms = rows[0]["compute_ns"] / 1e6
+    for place, row in enumerate(rows):
+        step_ms = row["step_ns"] / 1e6
+        axes.barh(place, step_ms, 0.66, color=_OWN if place == 0 else _OTHER)
+        axes.barh(place, compute_ms, 0.66, color=_COMPUTE)
+        axes.plot([row["low_ns"] / 1e6, row["high_ns"] / 1e6], [place, place], color=_LINE, linewidth=1.4)
+        axes.plot(row["predicted_ns"] / 1e6, place, "|", color="white", markersize=13, markeredgewidth=3)
+        axes.plot(row["predicted_ns"] / 1e6, place, "|", color=_LINE, markersize=12, markeredgewidth=1.4)
+        axes.text(max(step_ms, row["high_ns"] / 1e6) * 1.01, place, f"{step_ms:.1f}", va="center", fontsize=8.5)
+    axes.axvline(rows[0]["bound_ns"] / 1e6, color=_LINE, linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(rows)), [row["policy"] for row in rows])
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_xlim(0, 1.12 * max(row["high_ns"] for row in rows) / 1e6)
+    axes.set_xlabel("ms per step (grey: compute; |: predicted; dashed: the bound)")
+    axes.set_title(f"{results['profile']}, {results['mode']} mode", fontsize=10, loc="left")
+    bare(axes)
+
+
+def _geometric(first: int, last: int) -> list[int]:
+    ratio = (last / first) ** (1 / (_POINTS_OF_A_LINE - 1))
+    return [round(first * ratio**step) for step in range(_POINTS_OF_A_LINE)]

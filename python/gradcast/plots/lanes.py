@@ -1,0 +1,219 @@
+"""Plans as lanes over time: one plan, or several one above the other.
+
+Two lanes per plan. The compute lane has backward, forward, and the places where forward stands still for a gradient
+that has not arrived. The link lane has the blocks, coloured by when forward needs the most urgent of their bytes: a
+good schedule sends the dark ones, needed first, as early as it can.
+"""
+
+import bisect
+from typing import Any
+
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.patches import Patch
+
+from gradcast import _core
+from gradcast.comparison.compare import Comparison, has_other_ops, same_bound
+from gradcast.plots.canvas import bare, plt, save
+
+_BACKWARD = "#b9c0c9"
+_FORWARD = "#7fb6a2"
+_WAIT = "#d1495b"
+_BOUND = "#222222"
+_NEED_COLOURS = "viridis"
+_HATCH_COLOUR = "#888888"
+_HATCHES = {"reduce_scatter": "////", "all_gather": "...."}  # all-reduces, the usual kind, are plain
+_LANE_HEIGHT = 0.8
+_LANE_GAP = 0.08
+_SEAM_POINTS = 1.0
+# Of the width of the axes: a block below the first is drawn without seams, which would hide it; below the second
+# without a label, which would not fit.
+_SEAM_SHARE = 0.006
+_LABEL_SHARE = 0.04
+
+_Span = tuple[float, float]  # start and length, ms
+
+
+def draw_plan(
+    path: str,
+    profile: _core.Profile,
+    plan: _core.Plan,
+    timeline: _core.Timeline,
+    *,
+    bound_ns: float,
+    title: str,
+) -> None:
+    """``bound_ns`` is the bound of this profile and network over plans with the operations of this one."""
+    figure, axes = plt.subplots(figsize=(11, 3.2), layout="constrained")
+    end_ms = timeline.iteration_ns / 1e6
+    axes.set_xlim(0, 1.02 * max(end_ms, 1e-6))  # never an empty axis
+    axes.set_ylim(-0.1, 2 * _LANE_HEIGHT + _LANE_GAP + 0.1)
+    colours = _need_colours(profile)
+    _draw_lanes(axes, 0, profile, plan, timeline, colours)
+    _label_blocks(axes, 0, profile, plan, timeline, colours)
+    _draw_bound(axes, bound_ns)
+    middles = [_LANE_HEIGHT / 2, 1.5 * _LANE_HEIGHT + _LANE_GAP]
+    axes.set_yticks(middles, ["link\n(blocks, MB)", "compute"])
+    axes.set_xlabel("ms from the start of backward")
+    blocks = f"{len(plan.blocks)} block{'s' if len(plan.blocks) != 1 else ''}"
+    waited_ms = sum(length for _, length in _waits(profile, plan, timeline))
+    axes.set_title(
+        f"{title}\n{plan.policy}, {plan.mode} mode: {blocks}, {end_ms:.1f} ms; forward waits {waited_ms:.1f} ms",
+        fontsize=10,
+        loc="left",
+    )
+    bare(axes)
+    schedules = "schedule" if has_other_ops(plan) else "schedule of all-reduces"
+    _draw_key(figure, axes, colours, plans=[plan], schedules=schedules)
+    save(figure, path)
+
+
+def draw_comparison(
+    path: str, profile: _core.Profile, link: _core.LinkModel, comparison: Comparison, *, title: str
+) -> None:
+    rows = comparison.rows
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.7 * len(rows)), layout="constrained")
+    slowest_ms = max(row.plan.predicted_ns for row in rows) / 1e6
+    axes.set_xlim(0, 1.25 * max(slowest_ms, 1e-6))  # room for the times at the right
+    step = 2 * _LANE_HEIGHT + _LANE_GAP + 0.6
+    axes.set_ylim(-step * (len(rows) - 1) - 0.3, 2 * _LANE_HEIGHT + _LANE_GAP + 0.3)
+    colours = _need_colours(profile)
+    middles = []
+    for index, row in enumerate(rows):
+        y = -step * index
+        middle = y + _LANE_HEIGHT + _LANE_GAP / 2
+        middles.append(middle)
+        _draw_lanes(axes, y, profile, row.plan, _core.play(profile, link, row.plan), colours)
+        end_ms = row.plan.predicted_ns / 1e6
+        # The line is the bound over every kind of operation; a plan of all-reduces is measured against theirs.
+        kind = "bound" if same_bound(row.plan.bound_ns, comparison.bound.best_ns) else "all-reduce bound"
+        text = f"{end_ms:.0f} ms, {row.ratio_to_bound:.2f} x {kind}"
+        axes.text(end_ms + 0.012 * slowest_ms, middle, text, va="center", fontsize=9)
+    _draw_bound(axes, comparison.bound.best_ns)
+    axes.set_yticks(middles, [row.policy for row in rows])
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.policy == _core.DEFAULT_POLICY else "normal")
+    axes.set_xlabel("ms from the start of backward (upper lane: compute, lower lane: link)")
+    axes.set_title(title, fontsize=10, loc="left")
+    bare(axes)
+    # The words of the sentence that `gradcast simulate` prints about the same bound.
+    _draw_key(figure, axes, colours, plans=[row.plan for row in rows], schedules="schedule")
+    save(figure, path)
+
+
+def _draw_lanes(
+    axes: Any, y: float, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, colours: Any
+) -> None:
+    backward_ms = profile.backward_ns / 1e6
+    forward_and_waits_ms = timeline.iteration_ns / 1e6 - backward_ms
+    upper = (y + _LANE_HEIGHT + _LANE_GAP, _LANE_HEIGHT)
+    axes.broken_barh([(0, backward_ms)], upper, facecolor=_BACKWARD)
+    axes.broken_barh([(backward_ms, forward_and_waits_ms)], upper, facecolor=_FORWARD)
+    axes.broken_barh(_waits(profile, plan, timeline), upper, facecolor=_WAIT)
+
+    lower = (y, _LANE_HEIGHT)
+    spans = _wire_spans(timeline)
+    shades = [colours.to_rgba(need_ms) for need_ms in _block_needs_ms(profile, plan)]
+    seam_ms = _SEAM_SHARE * axes.get_xlim()[1]
+    for seamed in (True, False):
+        chosen = [index for index, (_, length) in enumerate(spans) if (length >= seam_ms) == seamed]
+        axes.broken_barh(
+            [spans[index] for index in chosen],
+            lower,
+            facecolors=[shades[index] for index in chosen],
+            edgecolors="white" if seamed else "none",
+            linewidth=_SEAM_POINTS if seamed else 0,
+        )
+    _draw_hatches(axes, lower, plan, spans)
+
+
+def _draw_hatches(axes: Any, lane: tuple[float, float], plan: _core.Plan, spans: list[_Span]) -> None:
+    """Tells the two halves of an all-reduce apart, over the colours that tell when they are needed."""
+    for op, hatch in _HATCHES.items():
+        chosen = [span for span, block in zip(spans, plan.blocks, strict=True) if block.op == op]
+        if chosen:
+            axes.broken_barh(chosen, lane, facecolor="none", edgecolor=_HATCH_COLOUR, hatch=hatch, linewidth=0)
+
+
+def _wire_spans(timeline: _core.Timeline) -> list[_Span]:
+    """When each block has the wire: with several in flight, launches overlap, but bytes do not."""
+    spans = []
+    free_ns = 0.0
+    for times in timeline.blocks:
+        start_ns = max(times.launch_ns, free_ns)
+        spans.append((start_ns / 1e6, (times.finish_ns - start_ns) / 1e6))
+        free_ns = times.finish_ns
+    return spans
+
+
+def _waits(profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline) -> list[_Span]:
+    if plan.mode == "hook":
+        last_ns = max(times.finish_ns for times in timeline.blocks)
+        return [(profile.backward_ns / 1e6, max(0.0, last_ns - profile.backward_ns) / 1e6)]
+    return [(times.read_ns / 1e6, times.wait_ns / 1e6) for times in timeline.tensors if times.wait_ns > 0]
+
+
+def _block_needs_ms(profile: _core.Profile, plan: _core.Plan) -> list[float]:
+    """When forward needs the most urgent byte of each block: the lowest one, for buffers are laid out by need."""
+    ends: dict[int, list[int]] = {}
+    needs: dict[int, list[float]] = {}
+    for tensor in profile.tensors:
+        buffer_ends = ends.setdefault(tensor.buffer, [])
+        buffer_ends.append((buffer_ends[-1] if buffer_ends else 0) + tensor.bytes)
+        needs.setdefault(tensor.buffer, []).append(tensor.need_ns / 1e6)
+    return [needs[block.buffer][bisect.bisect_right(ends[block.buffer], block.ranges[0][0])] for block in plan.blocks]
+
+
+def _need_colours(profile: _core.Profile) -> ScalarMappable:
+    last_ms = max(tensor.need_ns for tensor in profile.tensors) / 1e6
+    return ScalarMappable(Normalize(0, last_ms if last_ms > 0 else 1), cmap=_NEED_COLOURS)
+
+
+def _label_blocks(
+    axes: Any, y: float, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, colours: Any
+) -> None:
+    """The size inside every block that is wide enough to hold it."""
+    room_ms = _LABEL_SHARE * axes.get_xlim()[1]
+    needs_ms = _block_needs_ms(profile, plan)
+    for block, (start_ms, length_ms), need_ms in zip(plan.blocks, _wire_spans(timeline), needs_ms, strict=True):
+        if length_ms < room_ms:
+            continue
+        red, green, blue, _ = colours.to_rgba(need_ms)
+        bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
+        axes.text(
+            start_ms + length_ms / 2,
+            y + _LANE_HEIGHT / 2,
+            f"{block.size_bytes / 1e6:.1f}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="black" if bright else "white",
+        )
+
+
+def _draw_bound(axes: Any, bound_ns: float) -> None:
+    axes.axvline(bound_ns / 1e6, color=_BOUND, linestyle="--", linewidth=1.2)
+
+
+def _draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], schedules: str) -> None:
+    """What colours, hatches and the dashed line mean; ``schedules`` says over which schedules the bound is."""
+    hook = all(plan.mode == "hook" for plan in plans)
+    bar = figure.colorbar(colours, ax=axes, pad=0.015, fraction=0.025)
+    # In hook mode every block is needed at once, before forward; the colour still tells whose gradients it holds.
+    meaning = "ms of forward before\nits first use" if hook else "ms of forward until\na block is needed"
+    bar.set_label(meaning, fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    handles = [
+        Patch(facecolor=_BACKWARD, label="backward"),
+        Patch(facecolor=_FORWARD, label="forward"),
+        Patch(facecolor=_WAIT, label="forward waits"),
+    ]
+    ops = {block.op for plan in plans for block in plan.blocks}
+    handles += [
+        Patch(facecolor="white", edgecolor=_HATCH_COLOUR, hatch=hatch, label=op.replace("_", "-"))
+        for op, hatch in _HATCHES.items()
+        if op in ops
+    ]
+    label = f"no {schedules} can end earlier"
+    handles.append(plt.Line2D([], [], color=_BOUND, linestyle="--", linewidth=1.2, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

@@ -1,0 +1,106 @@
+"""Step time and efficiency against the number of workers, with the band of each curve; one column per network."""
+
+from typing import Any
+
+from gradcast.comparison.compare import ratio
+from gradcast.plots.canvas import plt, save
+from gradcast.scaling.estimate import MEASURED, Band, Point
+from gradcast.scaling.growth import ALGORITHMS
+
+# Okabe and Ito's colours, which every kind of sight tells apart.
+_COLOURS = dict(zip(ALGORITHMS, ["#0072B2", "#E69F00", "#009E73"], strict=True))
+_HEADROOM = 1.05
+_FACES = {"measured": "full", "fitted": "left", "extrapolated": "none"}
+
+
+def draw_scaling(path: str, band: Band, *, title: str) -> None:
+    curves = band.curves()
+    networks = list(dict.fromkeys(network for network, _ in curves))
+    size = (2.2 + 4.4 * len(networks), 7.0)
+    figure, panels = plt.subplots(
+        2, len(networks), figsize=size, sharex="col", sharey="row", squeeze=False, layout="constrained"
+    )
+    for column, network in enumerate(networks):
+        own = {algorithm: points for (name, algorithm), points in curves.items() if name == network}
+        _draw_steps(panels[0][column], own)
+        _draw_efficiencies(panels[1][column], own, band.knee if column == 0 else None)
+        panels[0][column].set_title("the measured network" if network == MEASURED else network, fontsize=10)
+        panels[1][column].set_xlabel("workers")
+    panels[0][0].set_ylabel("step, ms")
+    panels[1][0].set_ylabel("efficiency, %")
+    # Once all columns are drawn: they share these axes.
+    panels[0][0].set_ylim(0, _HEADROOM * max(point.high_ns / 1e6 for point in band.points))
+    panels[1][0].set_ylim(0, 100 * _HEADROOM)
+    figure.suptitle(title, fontsize=11)
+    handles = _key(sorted({algorithm for _, algorithm in curves}, key=ALGORITHMS.index), band)
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def _draw_curve(axes: Any, algorithm: str, points: list[Point], values: list[tuple[float, float, float]]) -> None:
+    """``values``: low, middle and high end of each point."""
+    workers = [point.workers for point in points]
+    low, middle, high = zip(*values, strict=True)
+    colour = _COLOURS[algorithm]
+    axes.fill_between(workers, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(workers, middle, color=colour, linewidth=1.6, zorder=3)
+    for point, value in zip(points, middle, strict=True):
+        axes.plot(point.workers, value, color=colour, **_marker(point.basis), zorder=4)
+
+
+def _marker(basis: str) -> dict[str, Any]:
+    return {
+        "marker": "o",
+        "markersize": 6,
+        "fillstyle": _FACES[basis],
+        "markerfacecoloralt": "white",
+        "linestyle": "none",
+    } | ({"markerfacecolor": "white"} if basis == "extrapolated" else {})
+
+
+def _draw_steps(axes: Any, curves: dict[str, list[Point]]) -> None:
+    for algorithm, points in curves.items():
+        values = [(point.low_ns / 1e6, point.step_ns / 1e6, point.high_ns / 1e6) for point in points]
+        _draw_curve(axes, algorithm, points, values)
+    _style(axes, curves)
+
+
+def _draw_efficiencies(axes: Any, curves: dict[str, list[Point]], knee: int | None) -> None:
+    for algorithm, points in curves.items():
+        values = [
+            tuple(100 * point.efficiency * ratio(point.step_ns, end_ns) for end_ns in _ends(point)) for point in points
+        ]
+        _draw_curve(axes, algorithm, points, values)
+    if knee is not None:
+        axes.axvline(knee, color="#555555", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            f"knee: {knee}", (knee, 0.04), xycoords=("data", "axes fraction"), xytext=(-4, 0),
+            textcoords="offset points", ha="right", fontsize=8,
+        )  # fmt: skip
+    _style(axes, curves)
+
+
+def _ends(point: Point) -> tuple[float, float, float]:
+    return point.high_ns, point.step_ns, point.low_ns
+
+
+def _style(axes: Any, curves: dict[str, list[Point]]) -> None:
+    workers = sorted({point.workers for points in curves.values() for point in points})
+    axes.set_xscale("log", base=2)
+    # So many labels do not fit side by side.
+    shown = workers[:: 1 + len(workers) // 8]
+    axes.set_xticks(shown, [str(count) for count in shown])
+    axes.minorticks_off()
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _key(algorithms: list[str], band: Band) -> list[Any]:
+    """Colours are algorithms, markers what a point's costs rest on."""
+    lines = [plt.Line2D([], [], color=_COLOURS[name], linewidth=1.6, label=name) for name in algorithms]
+    found = {point.basis for point in band.points}
+    return lines + [
+        plt.Line2D([], [], color="#555555", **_marker(basis), label=f"costs {basis}")
+        for basis in _FACES
+        if basis in found
+    ]

@@ -1,0 +1,1 @@
+"""Step time and cost on other numbers of workers. Pure."""

@@ -1,0 +1,312 @@
+"""What an all-reduce costs on other numbers of workers, from what it costs where that is known.
+
+The formulas of docs/networks.md, turned round: a start-up cost is steps times the latency of a hop plus what does not
+grow, a cost per byte is 2 (P - 1)/P over the bandwidth. What one measurement cannot tell apart becomes a range.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gradcast import _core
+from gradcast.errors import Error
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
+MEASURED_ALGORITHMS = ("ring", "tree")  # that a library may have run
+# One in 200 simulated fits of a link was off by 12 % at its worst size, the median by 2.5 % (docs/networks.md).
+SPREAD = 0.1
+# What else a start-up cost may grow like: not at all, or, where all measured blocks were of one size, as their bytes.
+_CONSTANT, _BYTES = "constant", "bytes"
+_FREE = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=0, beta_ns_per_byte=0)])
+# Published, but their costs per byte were scaled from those of another number of workers (docs/networks.md).
+_SCALED = ("56gbib-32", "56gbib-64")
+
+
+def step_count(algorithm: str, worker_count: int) -> float:
+    """Messages that follow one another in an all-reduce; what each of them waits for is the latency of a hop."""
+    if algorithm == _CONSTANT:
+        return 0
+    if algorithm == _BYTES:
+        return byte_share(worker_count)
+    # A hierarchical all-reduce is a ring of nodes once the inside of the nodes is done.
+    return 2 * math.ceil(math.log2(worker_count)) if algorithm == "tree" else 2 * (worker_count - 1)
+
+
+def byte_share(worker_count: int) -> float:
+    """How often each byte passes a worker's connection, in a ring and in a tree."""
+    return 2 * (worker_count - 1) / worker_count
+
+
+@dataclass(frozen=True)
+class Network:
+    """Costs at the numbers of workers at which they are known, ascending."""
+
+    name: str
+    costs: tuple[tuple[int, _core.LinkModel], ...]
+    algorithm: str = "ring"  # whose steps the start-up costs consist of
+    measured: bool = True  # False: costs of a formula, which says how they grow, too
+    scaled: bool = False  # from the costs of another number of workers
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in MEASURED_ALGORITHMS:
+            raise Error(f"costs were not measured with {self.algorithm}; say {' or '.join(MEASURED_ALGORITHMS)}")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    workers_per_node: int
+    inside: Network | None = None  # None: what the network itself knows of so many workers and fewer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The link of a number of workers, with the cheapest and the dearest one that the measurements allow."""
+
+    low: _core.LinkModel
+    link: _core.LinkModel
+    high: _core.LinkModel
+    basis: str  # "measured", "fitted" or "extrapolated"
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """A start-up cost as a part that stays and a part for every step."""
+
+    fixed_ns: float
+    hop_ns: float
+    error_share: float  # the largest where the cost is known
+
+    def at(self, algorithm: str, worker_count: int) -> float:
+        return self.fixed_ns + self.hop_ns * step_count(algorithm, worker_count)
+
+
+def alpha_ns(link: _core.LinkModel) -> float:
+    return link.all_reduce.pieces[0].alpha_ns
+
+
+def beta_ns_per_byte(link: _core.LinkModel) -> float:
+    """Of the last piece, where large blocks are."""
+    return link.all_reduce.pieces[-1].beta_ns_per_byte
+
+
+def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
+    """Least squares of relative errors over (workers, ns), both parts at least 0. Of one value, all of it is steps."""
+    rows = [(1 / value, step_count(algorithm, count) / value) for count, value in known if value > 0]
+    if not rows:
+        return StartUp(0.0, 0.0, 0.0)
+    ones, steps = sum(a * a for a, _ in rows), sum(b * b for _, b in rows)
+    mixed, one, step = sum(a * b for a, b in rows), sum(a for a, _ in rows), sum(b for _, b in rows)
+    candidates = [(one / ones, 0.0)]
+    if steps > 0:
+        candidates.append((0.0, step / steps))
+    determinant = ones * steps - mixed * mixed
+    if len(rows) > 1 and determinant > 1e-9 * ones * steps:
+        both = ((one * steps - step * mixed) / determinant, (step * ones - one * mixed) / determinant)
+        candidates += [both] if min(both) >= 0 else []
+    elif steps > 0:
+        candidates = candidates[1:]
+
+    def errors(candidate: tuple[float, float]) -> list[float]:
+        return [abs(a * candidate[0] + b * candidate[1] - 1) for a, b in rows]
+
+    best = min(candidates, key=lambda candidate: sum(error**2 for error in errors(candidate)))
+    return StartUp(*best, max(errors(best)))
+
+
+def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tuple[int, float]]]:
+    """``known``, ascending, with each value up or down by the share, as far as the ends of a fit need it: what a value
+    counts in a fitted line changes its sign once at most along the numbers of workers."""
+    for split in range(len(known) + 1):
+        for sign in (-1, 1):
+            factors = [1 - sign * share] * split + [1 + sign * share] * (len(known) - split)
+            yield [(count, value * max(factor, 0.0)) for (count, value), factor in zip(known, factors, strict=True)]
+
+
+def _all_reduce_only(link: _core.LinkModel) -> _core.LinkModel:
+    """Measured and hierarchical links have no other operations; a formula's would make plans that they do not allow."""
+    return _core.LinkModel(all_reduce=link.all_reduce.pieces, pack_ns_per_byte=link.pack_ns_per_byte)
+
+
+def _scaled(link: _core.LinkModel, to_alpha_ns: float, to_beta_ns_per_byte: float) -> _core.LinkModel:
+    """REQUIRES: a cost per byte of 0 stays 0."""
+    alpha, beta = alpha_ns(link), beta_ns_per_byte(link)
+    factors = (to_alpha_ns / alpha if alpha > 0 else 1.0, to_beta_ns_per_byte / beta if beta > 0 else 1.0)
+    scaled = _all_reduce_only(link).scaled(*factors)
+    # A start-up cost of 0 cannot be scaled, so it is added.
+    return scaled if alpha > 0 else _sum(scaled, _line(to_alpha_ns, 0.0))
+
+
+def _line(alpha_ns: float, beta_ns_per_byte: float) -> _core.LinkModel:
+    return _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
+
+
+def _sum(link: _core.LinkModel, other: _core.LinkModel) -> _core.LinkModel:
+    """One after the other, as the all-reduces inside nodes and between them."""
+    costs = [link.all_reduce.pieces, other.all_reduce.pieces]
+    ends = sorted({piece.up_to_bytes for pieces in costs for piece in pieces if piece.up_to_bytes is not None})
+    found = []
+    for end in [*ends, None]:
+        # Of each cost the first piece that reaches as far.
+        parts = [next(p for p in pieces if p.up_to_bytes is None or (end and p.up_to_bytes >= end)) for pieces in costs]
+        found.append(
+            _core.LinkPiece(
+                alpha_ns=sum(part.alpha_ns for part in parts),
+                beta_ns_per_byte=sum(part.beta_ns_per_byte for part in parts),
+                up_to_bytes=end,
+            )
+        )
+    # A block is packed once for both.
+    return _core.LinkModel(all_reduce=found, pack_ns_per_byte=max(link.pack_ns_per_byte, other.pack_ns_per_byte))
+
+
+class Growth:
+    """The costs of one network, all of whose connections are alike, on any number of workers."""
+
+    def __init__(self, network: Network, spread: float = SPREAD) -> None:
+        if not network.costs:
+            raise Error(
+                f"nothing is known of the network {network.name}; give a cost of at least one number of workers"
+            )
+        self.network = network
+        self._spread = spread
+        self._costs = dict(network.costs)
+        self._alphas = [(count, alpha_ns(link)) for count, link in network.costs]
+        shares = [beta_ns_per_byte(link) / byte_share(count) for count, link in network.costs]
+        if 0 in shares and max(shares) > 0:
+            without = " and ".join(str(count) for count, share in zip(self._costs, shares, strict=True) if share == 0)
+            raise Error(
+                f"the costs of the network {network.name} have no cost per byte on {without} workers, where the blocks "
+                "were of too few sizes, and elsewhere they have one; leave those out"
+            )
+        self._wire_ns_per_byte = sum(shares) / len(shares)
+        # How far the measurements are from the one wire that stands for them.
+        self._wire_error = max((abs(share / self._wire_ns_per_byte - 1) for share in shares if share > 0), default=0.0)
+
+    def estimate(self, algorithm: str, worker_count: int) -> Estimate:
+        """As if all workers were nodes of their own."""
+        if worker_count == 1:
+            return Estimate(_FREE, _FREE, _FREE, "extrapolated")
+        basis = self._basis(algorithm, worker_count)
+        if basis == "measured":
+            link = self._costs[worker_count]
+            alpha = alpha_ns(link)
+            ends = (alpha * (1 - self._spread), alpha, alpha * (1 + self._spread))
+            return self._estimate(link, ends, beta_ns_per_byte(link), basis, self._spread)
+        # What is known at the nearest number of workers lends its shape: breakpoints, other kinds of operation.
+        near = min(self._costs, key=lambda count: (abs(math.log(count / worker_count)), -count))
+        beta = self._wire_ns_per_byte * byte_share(worker_count)
+        wire = max(self._spread, self._wire_error)
+        return self._estimate(self._costs[near], self._alphas_ns(algorithm, worker_count), beta, basis, wire)
+
+    def _estimate(
+        self, base: _core.LinkModel, alphas: tuple[float, float, float], beta: float, basis: str, wire: float
+    ) -> Estimate:
+        """``alphas``: at least, estimated, at most. ``wire``: by how much of it the cost per byte may be off."""
+        low, middle, high = alphas
+        return Estimate(
+            low=_scaled(base, low, beta * max(1 - wire, 0.0)),
+            link=_scaled(base, middle, beta),
+            high=_scaled(base, high, beta * (1 + wire)),
+            basis=basis,
+        )
+
+    def _basis(self, algorithm: str, worker_count: int) -> str:
+        if algorithm != self.network.algorithm or not self.network.measured or self.network.scaled:
+            return "extrapolated"
+        if worker_count in self._costs:
+            return "measured"
+        return "fitted" if min(self._costs) < worker_count < max(self._costs) else "extrapolated"
+
+    def _alphas_ns(self, algorithm: str, worker_count: int) -> tuple[float, float, float]:
+        """The least, the estimated and the largest start-up cost: any known one may be off, and it may grow otherwise
+        than the algorithm that was measured does."""
+        own = self.network.algorithm
+        share = max(self._spread, fit_start_up(own, self._alphas).error_share)
+        ways = [(own, algorithm)]  # whose steps it was made of, and whose it will be
+        if self.network.measured:
+            # Blocks of one size cannot tell the start from the bytes (gradcast.training.measure.network_cost).
+            ways = [(_BYTES, _BYTES), *ways] if self._wire_ns_per_byte == 0 else ways
+            # Made of the steps of the algorithm asked for; growing more slowly than a ring's; not made of steps at all.
+            others = [(algorithm, algorithm), (_CONSTANT, _CONSTANT)]
+            others += [("tree", "tree")] if algorithm == "ring" else []
+            # With several measurements, those that these rule out are left out.
+            ways += [way for way in others if fit_start_up(way[0], self._alphas).error_share <= share]
+
+        def at(way: tuple[str, str], known: list[tuple[int, float]]) -> float:
+            return fit_start_up(way[0], known).at(way[1], worker_count)
+
+        found = [at(way, known) for way in ways for known in _corners(self._alphas, share)]
+        return min(found), at(ways[0], self._alphas), max(found)
+
+
+class Cluster:
+    """A network with nodes: inside a node connections are of another kind."""
+
+    def __init__(self, network: Network, nodes: Nodes | None = None, spread: float = SPREAD) -> None:
+        self.network = network
+        self._per_node = nodes.workers_per_node if nodes else 1
+        inner = [cost for cost in network.costs if cost[0] <= self._per_node]
+        outer = [cost for cost in network.costs if cost[0] > self._per_node]
+        inside = nodes.inside if nodes and nodes.inside else self._part(inner)
+        self._inside = Growth(inside, spread) if inside.costs else None
+        self._between = Growth(self._part(outer), spread) if outer else None
+
+    def _part(self, costs: list[tuple[int, _core.LinkModel]]) -> Network:
+        return dataclasses.replace(self.network, costs=tuple(costs))
+
+    def why_not(self, algorithm: str, worker_count: int) -> str | None:
+        """Why there is no estimate; None where there is one."""
+        if worker_count == 1:
+            return None
+        if worker_count <= self._per_node and self._inside is None:
+            return "nothing is known of the network inside a node"
+        if worker_count > self._per_node and self._between is None:
+            return "nothing is known of the network between nodes"
+        if algorithm != "hierarchical" or worker_count <= self._per_node:
+            return None
+        if self._per_node == 1:
+            return "a hierarchical all-reduce needs nodes of several workers"
+        if self._inside is None:
+            return "nothing is known of the network inside a node"
+        if worker_count % self._per_node:
+            return f"{worker_count} workers do not fill nodes of {self._per_node}"
+        return None
+
+    def estimate(self, algorithm: str, worker_count: int) -> Estimate:
+        """REQUIRES: why_not is None."""
+        if worker_count <= self._per_node:
+            if self._inside is None:
+                return Estimate(_FREE, _FREE, _FREE, "extrapolated")  # one worker
+            # In one node a hierarchical all-reduce is a ring.
+            return self._inside.estimate("ring" if algorithm == "hierarchical" else algorithm, worker_count)
+        if algorithm == "hierarchical":
+            return self._hierarchical(worker_count // self._per_node)
+        return self._between.estimate(algorithm, worker_count)
+
+    def _hierarchical(self, node_count: int) -> Estimate:
+        inside = self._inside.estimate("ring", self._per_node)
+        between = self._between.estimate("hierarchical", node_count)
+        return Estimate(
+            low=_sum(between.low, inside.low),
+            link=_sum(between.link, inside.link),
+            high=_sum(between.high, inside.high),
+            basis="extrapolated",
+        )
+
+
+def published(name: str, algorithm: str = "ring") -> Network:
+    """A bundled network: ``10gbe-8`` as it is, ``10gbe`` at all numbers of workers at which it was measured."""
+    family = [named for named in _core.networks() if named.name.rpartition("-")[0] == name]
+    found = [named for named in family if named.name not in _SCALED] or [_core.network(name)]
+    costs = sorted(((named.world_size, named.link) for named in found), key=lambda cost: cost[0])
+    return Network(name, tuple(costs), algorithm, scaled=name in _SCALED)
+
+
+def hop(bandwidth_bits_per_s: float, latency_ns: float) -> _core.Hop:
+    return _core.Hop(latency_ns=latency_ns, bandwidth_bytes_per_s=bandwidth_bits_per_s / 8)
+
+
+def from_hop(name: str, hop: _core.Hop, worker_count: int = 2) -> Network:
+    """A network of equal connections by the formula, stated at any number of workers above one."""
+    return Network(name, ((worker_count, _core.ring_link(hop, worker_count)),), measured=False)

@@ -1,0 +1,1 @@
+"""Everything that depends on how PyTorch, the compiler or the operating system work."""

@@ -1,0 +1,137 @@
+"""Finds the module `_c10d` for the torch that runs, and has it built where there is none yet.
+
+Looked for in this order: the one built when gradcast was installed; the one in the cache; then it is compiled, into the
+cache. GRADCAST_CACHE_DIR names the cache, else it is ``gradcast`` in XDG_CACHE_HOME or in ``~/.cache``.
+
+Thread safety: any thread, any process.
+"""
+
+import contextlib
+import fcntl
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from gradcast.errors import Error
+from gradcast.training.compat import native_build
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# Longer than any compilation takes: whoever waits so long waits for a process that hangs.
+_LOCK_TIMEOUT_S = 900.0
+
+_lock = threading.Lock()
+_module: ModuleType | None = None
+
+
+def load() -> ModuleType:
+    """The module. Raises Error with what to install, where it is missing and cannot be built."""
+    global _module
+    with _lock:
+        if _module is None:
+            version = _torch_version()
+            _module = _import(_installed(version) or _cached(version))
+        return _module
+
+
+def sources_root() -> Path:
+    """Where ``csrc/torch`` lies: in the installed package, else in the tree that the package is part of."""
+    shipped = _PACKAGE / "native"
+    return shipped if shipped.is_dir() else _PACKAGE.parents[1]
+
+
+def find() -> Path | None:
+    """The module for the torch that runs, None where it is still to be compiled. Raises Error without torch."""
+    version = _torch_version()
+    cached = cache_folder() / native_build.key(sources_root(), version) / f"_c10d{native_build.MODULE_SUFFIX}"
+    return _installed(version) or (cached if cached.exists() else None)
+
+
+def cache_folder() -> Path:
+    own = os.environ.get("GRADCAST_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "gradcast"
+
+
+def _torch_version() -> str:
+    try:
+        import torch
+    except ImportError:
+        raise Error("training needs PyTorch, which is not installed here; pip install torch", "invalid_use") from None
+    if not torch.distributed.is_available():
+        raise Error("this PyTorch was built without torch.distributed; install one that has it", "invalid_use")
+    return torch.__version__
+
+
+def _installed(torch_version: str) -> Path | None:
+    path = _PACKAGE / native_build.installed_name(torch_version)
+    return path if path.exists() else None
+
+
+def _cached(torch_version: str) -> Path:
+    root = sources_root()
+    try:
+        folder = cache_folder() / native_build.key(root, torch_version)
+        path = folder / f"_c10d{native_build.MODULE_SUFFIX}"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with _only_one_builds(folder):
+                if not path.exists():  # the one before us has not built it
+                    _say(f"building the part for torch {torch_version}, once, in a minute or two ...")
+                    native_build.build(root, path)
+    except native_build.BuildError as error:
+        raise Error(str(error), "invalid_use") from None
+    except OSError as error:
+        raise Error(
+            f"cannot write the part for torch into the cache ({error}); "
+            "name a folder that can be written in GRADCAST_CACHE_DIR",
+            "invalid_use",
+        ) from None
+    return path
+
+
+@contextlib.contextmanager
+def _only_one_builds(folder: Path) -> Iterator[None]:
+    """One process at a time. The system frees the lock of a process that dies."""
+    path = folder / "lock"
+    with path.open("a") as file:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Error(
+                        f"another process has been building the part for torch for {_LOCK_TIMEOUT_S:.0f} s; "
+                        f"end it (it holds {path}) and start again",
+                        "invalid_use",
+                    ) from None
+                time.sleep(0.1)
+        yield
+
+
+def _import(path: Path) -> ModuleType:
+    name = "gradcast._c10d"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise Error(
+            f"the part for torch was built but does not load ({error}); remove {path} and start again", "invalid_use"
+        ) from None
+    sys.modules[name] = module
+    return module
+
+
+def _say(text: str) -> None:
+    print(f"gradcast: {text}", file=sys.stderr, flush=True)

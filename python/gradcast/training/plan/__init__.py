@@ -1,0 +1,1 @@
+"""Which plan the next iteration follows: warm-up, calibration, agreement between ranks, change."""

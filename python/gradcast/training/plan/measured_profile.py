@@ -1,0 +1,92 @@
+"""From the measurements of all ranks to the profile that the plan is made for."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+
+from gradcast import _core
+from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.measure.measurement import Measured
+from gradcast.training.step.gradient_buffers import Sizes
+
+
+def layout_profile(
+    names: Sequence[str], sizes: Sizes, order: Sequence[int], *, world_size: int, name: str
+) -> _core.Profile:
+    """Carries nothing but the order: tensors are needed one after the other and ready in reverse, one ns apart."""
+    count = len(order)
+    tensors = [
+        _tensor(names, sizes, index, ready_ns=count - 1 - place, need_ns=place, update_ns=0)
+        for place, index in enumerate(order)
+    ]
+    return _core.Profile(name=name, forward_ns=count, backward_ns=count, tensors=tensors, world_size=world_size)
+
+
+def of_all_ranks(ranks: Sequence[Measured], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
+    """All ranks' measurements as one profile; ready on the slowest rank, since a block needs every rank's gradient."""
+    count = len(names)
+    usual = [compute_cost.of_slowest([[each] for each in rank.compute if each is not None]) for rank in ranks]
+    backward_ns = max(each.backward_ns for each in usual)
+    forward_ns = statistics.median(each.forward_ns for each in usual)
+    update_ns = statistics.median(each.update_ns for each in usual)
+    total = sum(sizes.bytes_of(index) for index in range(count))
+    # For these forward waits before it begins.
+    needed_first = unseen_reads(ranks)
+    tensors = []
+    for index in range(count):
+        ready_ns = max(rank.ready_ns[index] for rank in ranks)
+        need_ns = 0.0 if index in needed_first else statistics.median(rank.need_ns[index] for rank in ranks)
+        tensors.append(
+            _tensor(
+                names,
+                sizes,
+                index,
+                ready_ns=round(min(ready_ns, backward_ns)),
+                need_ns=round(min(need_ns, forward_ns)),
+                update_ns=round(update_ns * sizes.bytes_of(index) / total),
+            )
+        )
+    profile = _core.Profile(
+        name=name,
+        forward_ns=math.ceil(forward_ns),
+        backward_ns=math.ceil(backward_ns),
+        tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
+        world_size=len(ranks),
+        link=None if len(ranks) == 1 else _measured_link(ranks),
+    )
+    # Through JSON, which rounds and sorts: what is planned with is then what a file of it holds.
+    profile = _core.Profile.from_json(profile.to_json())
+    steps = compute_cost.measured_by_all([rank.compute for rank in ranks])
+    return compute_cost.with_compute(profile, compute_cost.of_slowest(steps)) if steps else profile
+
+
+def unseen_reads(ranks: Sequence[Measured]) -> set[int]:
+    """Of any rank."""
+    return {index for rank in ranks for index in rank.unseen_reads}
+
+
+def block_samples(ranks: Sequence[Measured]) -> list[network_cost.Sample]:
+    return network_cost.samples(ranks[0].block_bytes, [rank.blocks for rank in ranks])
+
+
+def _measured_link(ranks: Sequence[Measured]) -> _core.LinkModel:
+    return network_cost.fitted(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
+
+
+def with_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
+    return _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"link": json.loads(link.to_json())}))
+
+
+def _tensor(
+    names: Sequence[str], sizes: Sizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float
+) -> _core.Tensor:
+    return _core.Tensor(
+        name=names[index],
+        bytes=sizes.bytes_of(index),
+        buffer=sizes.buffer_of[index],
+        element_bytes=sizes.element_bytes_of(index),
+        ready_ns=ready_ns,
+        need_ns=need_ns,
+        update_ns=update_ns,
+    )

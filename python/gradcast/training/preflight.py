@@ -1,0 +1,128 @@
+"""What attach compares between the ranks, and what it refuses of options and of the moment. See acceptance.py for the
+module and its optimizers."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradcast.errors import Error, refused
+from gradcast.training.compat import extension
+from gradcast.training.options import Options
+from gradcast.training.ranks.group import Group, device_of_messages, gather, naming
+
+
+def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
+    """``given``: the optimizers as the user has them, wrapped or not."""
+    if max_grad_norm is None:
+        return
+    if not given:
+        raise refused(
+            "options.max_grad_norm clips inside of step(), so it needs the optimizer (overlap mode); in hook mode call "
+            "torch.nn.utils.clip_grad_norm_ yourself"
+        )
+    # Accelerate keeps the step() from before attach and lets the scaler call that one, which does not clip.
+    if any(isinstance(getattr(each, "scaler", None), torch.amp.GradScaler) for each in given):
+        raise refused(
+            "options.max_grad_norm does not reach the steps of an optimizer whose framework drives it with a "
+            "GradScaler; let the framework clip, or use bf16, which needs no scaler"
+        )
+
+
+# Options in which the ranks would do different things: wait for each other at different places, or compute differently.
+_SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "max_grad_norm", "wire")
+
+
+def check_same_call(
+    process_group: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
+) -> None:
+    """Raises on every rank what one of them refuses, and where they call attach in different ways. Collective.
+
+    Over the user's group: gradcast's own cannot be made where one rank has left already.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
+        if refusal is not None:
+            raise refusal
+        return
+    settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
+    mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings)
+    shared = process_group if process_group is not None else dist.group.WORLD
+    with naming("comparing the ranks' calls of attach", dist.get_rank(shared), shared.size()):
+        everyone = _gathered(shared, mine, device)
+    if refusal is not None:
+        raise refusal
+    for rank, (their_refusal, *_) in enumerate(everyone):
+        if their_refusal is not None:
+            raise Error(f"rank {rank} refuses to attach: {their_refusal[0]}", their_refusal[1])
+    _, first_mode, first_settings = everyone[0]
+    for rank, (_, other_mode, other_settings) in enumerate(everyone):
+        if other_mode != first_mode:
+            raise refused(
+                f"rank 0 attaches in {first_mode} mode, rank {rank} in {other_mode} mode; give all ranks an "
+                "optimizer, or none"
+            )
+        for name in _SAME_OPTIONS:
+            if other_settings[name] != first_settings[name]:
+                raise refused(
+                    f"options.{name} is {first_settings[name]} on rank 0 and {other_settings[name]} on rank {rank}; "
+                    "give all ranks the same"
+                )
+
+
+def _gathered(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
+    try:
+        extension.load()
+    except Error:  # which is what this rank has to say
+        return _gathered_in_python(process_group, value, device)
+    return gather(process_group, value, device)
+
+
+def _gathered_in_python(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
+    """The messages of ``gather`` in csrc/torch/control.cc, to ranks that have the part for torch."""
+    where = device_of_messages(process_group, device)
+    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    size = torch.tensor([len(text)], device=where)
+    sizes = [torch.empty_like(size) for _ in range(process_group.size())]
+    dist.all_gather(sizes, size, group=process_group)
+    own = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=where)
+    own[: len(text)] = text
+    texts = [torch.empty_like(own) for _ in sizes]
+    dist.all_gather(texts, own, group=process_group)
+    return [pickle.loads(bytes(each.tolist())[: int(length)]) for each, length in zip(texts, sizes, strict=True)]
+
+
+def check_same_model(group: Group, module: nn.Module) -> None:
+    """Raises on every rank, naming the first difference between rank 0's model and another's. Collective."""
+    mine = [_features(name if p.requires_grad else f"frozen {name}", p) for name, p in module.named_parameters()]
+    mine += [_features(f"buffer {name}", b) for name, b in module.named_buffers()]
+    everyone = group.gather(mine)
+    for rank, theirs in enumerate(everyone):
+        difference = _first_difference(everyone[0], theirs)
+        if difference:
+            raise refused(
+                f"the model differs between ranks: rank 0 has {difference[0]}, rank {rank} has {difference[1]}"
+            )
+
+
+def _first_difference(first: list, other: list) -> tuple[str, str] | None:
+    for index in range(max(len(first), len(other))):
+        a, b = first[index : index + 1], other[index : index + 1]
+        if a != b:
+            return _describe(a), _describe(b)
+    return None
+
+
+def _describe(entry: list) -> str:
+    if not entry:
+        return "nothing more"
+    name, shape, dtype, strides = entry[0]
+    return f"{name} of shape {shape}, type {dtype} and strides {strides}"
+
+
+def _features(name: str, tensor: torch.Tensor) -> tuple:
+    """What has to be the same. Gradients are summed as they lie in memory: strides count, where they mean anything."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return name, tuple(tensor.shape), str(tensor.dtype), tuple(strides)

@@ -1,0 +1,132 @@
+"""A single worker: nothing to send. The warm-up steps are measured, so that their profile can be planned with for more
+workers (``gradcast simulate``); after them nothing of gradcast is left in the training loop.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradcast import _core
+from gradcast.training.compat.module_hooks import around_forward
+from gradcast.training.options import Options
+from gradcast.training.plan.warmup import Warmup
+from gradcast.training.ranks.group import Group
+from gradcast.training.step import partial_step
+from gradcast.training.step.clipping import ClipOnce
+from gradcast.training.step.gradient_buffers import Sizes
+
+
+class SoloSession:
+    has_plan = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+    ) -> None:
+        self.mode = "overlap" if optimizers else "hook"
+        self.group = group
+        self.profile: _core.Profile | None = None
+        self.released = False
+        self.steps = 0
+        names, values = list(parameters), list(parameters.values())
+        self._count = len(values)
+        self._seen: set[int] = set()
+        self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options, order=range(len(values)))
+        self._module = module
+        self._watches = True  # during the warm-up
+        self._clip = None
+        if options.max_grad_norm is not None:
+            self._clip = ClipOnce(module, options.max_grad_norm)
+        self._handles = around_forward(module, self._before_forward, self._after_forward)
+        for index, parameter in enumerate(values):
+            hook = functools.partial(self._on_gradient, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._interceptions = [
+            partial_step.StepInterception(opt, functools.partial(self._on_step, number))
+            for number, opt in enumerate(optimizers)
+        ]
+
+    @property
+    def session(self) -> "SoloSession":
+        """Nothing but itself stays on the module."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        profile = None if self.profile is None else self.profile.to_json()
+        return {"mode": self.mode, "world_size": 1, "profile": profile, "plan": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A single worker has no plan."""
+
+    def flush(self, limit_s: float | None = None) -> None:
+        """Nothing is ever in flight."""
+
+    def no_sync(self, entering: bool) -> None:
+        """Nothing is ever sent."""
+
+    def release(self, *, reusable: bool) -> None:
+        self._unhook()
+        if self._clip is not None:
+            self._clip.remove()
+        self.released = True
+
+    def _unhook(self, leave_steps: bool = False) -> None:
+        self._warmup.stop_watching()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if not leave_steps:
+            for interception in self._interceptions:
+                interception.remove()
+            self._interceptions = []
+
+    def _before_forward(self, _: Any, compiled: bool) -> None:
+        if not compiled and torch.is_grad_enabled() and self._module.training:
+            self._warmup.watch_reads(lambda: None)
+
+    def _after_forward(self, _output: Any, _compiled: bool) -> None:
+        self._warmup.stop_watching()
+        self._warmup.stopwatch.forward_ended()
+        self._seen.clear()  # where the last backward pass failed
+
+    def _on_gradient(self, index: int, _: Any) -> None:
+        if not self._seen:
+            self._warmup.stopwatch.backward_started()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        self._seen.add(index)
+        self._warmup.stopwatch.ready(index, used=True)
+
+    def _on_backward_end(self) -> None:
+        if not self._seen:
+            return
+        self._warmup.stopwatch.backward_ended()
+        self._seen.clear()
+        if self.mode == "hook":
+            self._end_step()
+
+    def _on_step(self, number: int) -> None:
+        interception = self._interceptions[number]
+        if self._clip is not None:
+            self._clip.before_step()
+        if self._watches:
+            with self._warmup.stopwatch.updating():
+                interception.run_whole()
+        else:
+            interception.run_whole()
+        if self._watches and number == len(self._interceptions) - 1:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        if self._warmup.step_ended(None) is None:
+            self.profile = self._warmup.profile([])
+            self._watches = False
+            self._unhook(leave_steps=self._clip is not None)
