@@ -21,8 +21,8 @@ from gradcast import _core
 from gradcast.training.plan import agreement, measured_profile
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import GradientBuffers
-from gradcast.training.step.gradient_hooks import Gradients
-from gradcast.training.step.parameter_state import Slot
+from gradcast.training.step.gradient_hooks import GradientHooks
+from gradcast.training.step.parameter_state import ParameterState
 
 _TENSORS = 150
 _STEPS = 40
@@ -35,7 +35,7 @@ class Listener:
         return True
 
     def backward_begins(self) -> None: ...
-    def gradient_ready(self, slot: Slot) -> None: ...
+    def gradient_ready(self, slot: ParameterState) -> None: ...
     def backward_ended(self) -> None: ...
     def finish_gradients(self) -> None: ...
     def views_changed(self) -> None: ...
@@ -54,8 +54,8 @@ def hook_us() -> tuple[float, float]:
     engine.follow(profile, agreement.warmup_plans(profile, "overlap")[0])
     listener = Listener()
     traffic = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all, marked=lambda: None)
-    slots = [Slot(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]
-    gradients = Gradients(slots, buffers, traffic, world_size=2)
+    slots = [ParameterState(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]
+    gradients = GradientHooks(slots, buffers, traffic, world_size=2)
     handles = gradients.listen(listener)
     # The end of a backward pass is awaited already, as from its start at the module's output; here nobody runs one.
     gradients._task = 1

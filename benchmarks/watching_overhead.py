@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcast import _core
 from gradcast.diagnosis.observe.loader import LoaderWatch
 from gradcast.diagnosis.observe.observer import Observer
-from gradcast.training.measure.stage_exposure import Exposed
+from gradcast.training.measure.stage_exposure import StageExposure
 from gradcast.training.measure.step_trace import StepRecord
-from gradcast.training.ranks.step_reports import Note, Notes
-from gradcast.training.step.gradient_buffers import NOTE_ELEMENTS
+from gradcast.training.ranks.step_reports import StepReport, StepReports
+from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 
 _RANKS = (2, 8, 32, 1024)
 _STEPS = 200
@@ -36,23 +36,23 @@ _LAYERS, _WIDTH = 20, 32
 
 def always_on_us(rank_count: int) -> float:
     """Median microseconds of one rank's step."""
-    buffers, others = (SimpleNamespace(notes=torch.zeros(NOTE_ELEMENTS)) for _ in range(2))
-    own = Notes(buffers, 0, rank_count)
-    writers = [Notes(others, rank, rank_count) for rank in range(1, rank_count)]
-    exposed, record = Exposed(), StepRecord(0, 0, None, None, 0)
+    buffers, others = (SimpleNamespace(notes=torch.zeros(REPORT_ELEMENTS)) for _ in range(2))
+    own = StepReports(buffers, 0, rank_count)
+    writers = [StepReports(others, rank, rank_count) for rank in range(1, rank_count)]
+    exposed, record = StageExposure(), StepRecord(0, 0, None, None, 0)
     record.spans += [("backward", 0, 40_000_000), ("forward", 60_000_000, 90_000_000)]
     taken = []
     for step in range(_STEPS):
         # What the others have written comes with the gradients.
-        written = torch.zeros(NOTE_ELEMENTS)
+        written = torch.zeros(REPORT_ELEMENTS)
         for rank, notes in enumerate(writers, start=1):
             facts = _core.RankFacts(step_ns=1e8, busy_ns=7e7 + 1e5 * rank + step, link_ns=5e7)
-            notes._write(Note(facts, {"backward": 4e7, "loop": 2e7 + 1e5 * rank, "forward": 4e7}))
+            notes._write(StepReport(facts, {"backward": 4e7, "loop": 2e7 + 1e5 * rank, "forward": 4e7}))
             written += others.notes
             notes._iteration += 1
         start_ns = time.perf_counter_ns()
         facts = _core.RankFacts(step_ns=1e8, busy_ns=7e7 + step, link_ns=5e7)
-        known = own.exchange(Note(facts, exposed.own_stages_ns(record, 1e8)))
+        known = own.exchange(StepReport(facts, exposed.own_stages_ns(record, 1e8)))
         if known is not None:
             exposed.add(known)
         taken.append(time.perf_counter_ns() - start_ns)

@@ -57,7 +57,9 @@ DEFECTS = {
     "an optimizer's previous gradients are overwritten": Defect(
         (), ((gradient_buffers.GradientBuffers, "_kept", lambda self: []),), {"optimizer": "previous", "form": ""}
     ),
-    "a failed update is forgotten": Defect(("a failed update",), ((optimizer_steps.Steps, "_fail", _nothing),)),
+    "a failed update is forgotten": Defect(
+        ("a failed update",), ((optimizer_steps.OptimizerSteps, "_fail", _nothing),)
+    ),
     "edited state is overwritten": Defect(("state changed",), ((optimizer_state.PendingState, "mark", _nothing),)),
     "other weights are taken for a changed model": Defect(
         ("fast weights on one rank",),
@@ -67,10 +69,10 @@ DEFECTS = {
         ),
     ),
     "converted parameters keep their buffers": Defect(
-        ("to double",), ((model_layout.Structure, "_kinds", lambda self: []),)
+        ("to double",), ((model_layout.ModelLayout, "_kinds", lambda self: []),)
     ),
     "memory that the program holds is read before its update": Defect(
-        ("an alias kept",), ((optimizer_steps.Steps, "_finish_held", _nothing),)
+        ("an alias kept",), ((optimizer_steps.OptimizerSteps, "_finish_held", _nothing),)
     ),
 }
 

@@ -203,12 +203,12 @@ def test_nothing_to_merge():
 def test_a_handles_timeline_becomes_compact():
     """With the class that records steps in training; what it returns is what the merged trace is made of."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
-    from gradcast.training.measure.step_trace import StepRecord, Trace
+    from gradcast.training.measure.step_trace import StepRecord, StepTrace
 
     model, now = gradcast.load_profile("vgg16"), 5_000_000_000
     link = _core.ring_link(_core.Hop(**doctor_runs.HOP), 4)
     plan = gradcast.make_plan(model, link)
-    trace, iterations = Trace(8), []
+    trace, iterations = StepTrace(8), []
     for step in range(3):
         start = now + step * 100 * MS
         trace.begin(StepRecord(step, step, plan, model, start))

@@ -38,10 +38,10 @@ def make_module():
 def train(rank, mode, steps, facts_of, gain=1.5, **options):
     from gradcast.training.measure import network_cost
     from gradcast.training.plan import calibration, controller
-    from gradcast.training.plan.expectation import Expectation, Usual
+    from gradcast.training.plan.expectation import Expectation, UsualStep
 
     expected = Expectation(
-        Usual(1e6, 1e6), Usual(gain * 1e6, 1e6), low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97
+        UsualStep(1e6, 1e6), UsualStep(gain * 1e6, 1e6), low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97
     )
     # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
     # goes on with other tests.
@@ -63,8 +63,8 @@ def train_both(rank, mode, steps, facts_of, options):
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
     options = gradcast.Options(warmup_steps=3, **options)
     handle = gradcast.attach(modules[0], sgds[0] if mode == "overlap" else None, options=options)
-    live = handle._session.live
-    live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.steps_aside)
+    live = handle._session.controller
+    live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.runs_as_baseline)
     seen = []
     for step in range(steps):
         live._own_facts = lambda _, step=step: facts_of(rank.index, step - 1, live.plain) if step else None
@@ -159,10 +159,15 @@ def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
     ],
 )
 def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(gain, limit, compute_share, tries, said):
-    from gradcast.training.plan.expectation import Expectation, Usual
+    from gradcast.training.plan.expectation import Expectation, UsualStep
 
     expected = Expectation(
-        Usual(1e6, 1e6), Usual(gain * 1e6, 1e6), gain - 0.1, gain + 0.1, limit=limit, compute_share=compute_share
+        UsualStep(1e6, 1e6),
+        UsualStep(gain * 1e6, 1e6),
+        gain - 0.1,
+        gain + 0.1,
+        limit=limit,
+        compute_share=compute_share,
     )
     assert expected.is_worth_trying == tries
     assert said in expected.sentence()
@@ -199,7 +204,7 @@ def flushed_at(rank, flushed_step):
     module = make_module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=3))
-    notes, said = handle._session.live._notes, []
+    notes, said = handle._session.controller._notes, []
     exchange = notes.exchange
     notes.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
     for step in range(8):

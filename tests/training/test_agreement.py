@@ -7,7 +7,7 @@ import pytest
 
 import gradcast
 from gradcast.cli import main
-from gradcast.training.step.gradient_buffers import NOTE_ELEMENTS
+from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 from training.needs import torch
 from training.ours import Ours
 
@@ -36,7 +36,8 @@ def follow(rank, mode, warmup_steps, steps):
         "profile": profile.to_json(),
         "stats": ours.handle.stats(),
         # Behind each gradient its mark, behind one of them the notes; all begin at multiples of 32 bytes.
-        "parameter_bytes": sum(32 * -(4 * (p.numel() + 1) // -32) for p in ours.bare.parameters()) + 4 * NOTE_ELEMENTS,
+        "parameter_bytes": sum(32 * -(4 * (p.numel() + 1) // -32) for p in ours.bare.parameters())
+        + 4 * REPORT_ELEMENTS,
     }
     ours.handle.detach()
     return answer

@@ -3,7 +3,7 @@
 import pytest
 
 import gradcast
-from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, NOTE_ELEMENTS, GradientBuffers
+from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, REPORT_ELEMENTS, GradientBuffers
 from training.needs import torch
 
 nn = torch.nn
@@ -30,7 +30,7 @@ def test_gradients_begin_where_devices_copy_fast(order):
         ends[place.buffer] = place.end_bytes
     assert ends == [flat.nbytes for flat in buffers.flats]
     assert [sum(buffers.bytes_of(i) for i in range(5) if buffers.buffer_of[i] == b) for b in range(2)] == ends
-    assert buffers.notes.numel() == NOTE_ELEMENTS
+    assert buffers.notes.numel() == REPORT_ELEMENTS
     for view, address in zip(buffers.views, buffers.addresses, strict=True):
         assert (address - buffers.flats[view.dtype == torch.bfloat16].data_ptr()) % ALIGNMENT_BYTES == 0
 
@@ -48,7 +48,7 @@ def test_what_is_held_moves_and_the_rest_is_zero():
     assert [view.unique().tolist() for view in buffers.views] == [[1], [0], [0], [0], [5]]
     assert buffers.notes.unique().tolist() == [9]
     views = sum(float(view.float().sum()) for view in buffers.views)
-    assert sum(float(flat.float().sum()) for flat in buffers.flats) == views + 9 * NOTE_ELEMENTS, "no old mark"
+    assert sum(float(flat.float().sum()) for flat in buffers.flats) == views + 9 * REPORT_ELEMENTS, "no old mark"
 
 
 class Reversed(nn.Module):

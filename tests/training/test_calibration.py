@@ -17,11 +17,11 @@ CALIBRATION_STEPS = 9
 def measured_by(*compute_ms):
     """One rank's warm-up of a tensor: backward, forward and update in ms per step, None where it has failed."""
     from gradcast.training.measure.compute_cost import Compute
-    from gradcast.training.measure.measurement import Measured
-    from gradcast.training.measure.network_cost import Took
+    from gradcast.training.measure.measurement import Measurement
+    from gradcast.training.measure.network_cost import BlockDuration
 
     steps = [None if each is None else Compute(*(1e6 * ms for ms in each)) for each in compute_ms]
-    return Measured([1e6], [0.0], steps, [[100]], [[Took(1e6, at_once=False)]], pack_ns_per_byte=0.0)
+    return Measurement([1e6], [0.0], steps, [[100]], [[BlockDuration(1e6, at_once=False)]], pack_ns_per_byte=0.0)
 
 
 @pytest.mark.parametrize(

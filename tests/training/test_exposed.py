@@ -59,10 +59,10 @@ def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
 
 def notes_of(*ranks_ms):
     """By rank: backward, loop and forward, with what they wait for, in steps of 100 ms."""
-    from gradcast.training.ranks.step_reports import STAGES, Note
+    from gradcast.training.ranks.step_reports import STAGES, StepReport
 
     return [
-        Note(
+        StepReport(
             _core.RankFacts(step_ns=100e6, busy_ns=1e6 * busy_ms, link_ns=0),
             dict(zip(STAGES, (1e6 * ms for ms in stages_ms), strict=True)),
         )
@@ -71,9 +71,9 @@ def notes_of(*ranks_ms):
 
 
 def test_the_last_steps_count_and_only_those_since_the_ranks_meet_elsewhere():
-    from gradcast.training.measure.stage_exposure import Exposed
+    from gradcast.training.measure.stage_exposure import StageExposure
 
-    exposed = Exposed()
+    exposed = StageExposure()
     assert exposed.stats() is None
     exposed.together_after("forward")  # from there backward is the first stage
     for _ in range(3):

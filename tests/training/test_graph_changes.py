@@ -335,7 +335,7 @@ class Other(nn.Module):
 def train_by_a_method(rank):
     """In a third of the steps one branch is not used, and its gradient of the step before comes late."""
     sides = Sides(rank, "overlap", make=Other)
-    traffic = sides.handle._session.traffic
+    traffic = sides.handle._session.exchange
     arrived, late = traffic.newly_arrived, []
     names = [name for name, _ in sides.modules[1].named_parameters()]
 

@@ -6,7 +6,7 @@ import pytest
 
 import gradcast
 from gradcast.training.step import pending
-from gradcast.training.step.update_stream import HomeStream
+from gradcast.training.step.update_stream import UpdateStream
 from training.needs import torch
 
 nn = torch.nn
@@ -43,7 +43,7 @@ def streams(monkeypatch):
 
 @pytest.fixture
 def home(streams):
-    home = HomeStream(torch.device("cuda", 0))
+    home = UpdateStream(torch.device("cuda", 0))
     home.called()
     return home
 
@@ -90,7 +90,7 @@ def test_a_parameter_that_is_read_elsewhere_is_noticed(streams, home):
 
 
 def test_nothing_is_known_before_the_first_step(streams):
-    home = HomeStream(torch.device("cuda", 0))
+    home = UpdateStream(torch.device("cuda", 0))
     home.parameter_read()
     home.move()
     with streams.on(streams.b), home.entered():
@@ -101,7 +101,7 @@ def test_nothing_is_known_before_the_first_step(streams):
 
 def test_on_the_cpu_there_are_no_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is no CUDA"))
-    home = HomeStream(torch.device("cpu"))
+    home = UpdateStream(torch.device("cpu"))
     home.called()
     home.move()
     home.parameter_read()
@@ -110,7 +110,7 @@ def test_on_the_cpu_there_are_no_streams(monkeypatch):
     assert not home.left
 
 
-class Watched(HomeStream):
+class Watched(UpdateStream):
     """What a session asks of it."""
 
     def __init__(self):

@@ -31,7 +31,7 @@ def late_device(delay_us=DELAY_US):
 
     def attach_there(*arguments, **options):
         handle = attach(*arguments, **options)
-        handle._session.traffic._on_device = True
+        handle._session.exchange._on_device = True
         return handle
 
     native = SimpleNamespace(load=lambda: SimpleNamespace(Transport=transport))
@@ -60,7 +60,7 @@ def flush_late(rank):
         handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
     module(torch.ones(4, 8)).sum().backward()
     handle.flush()
-    travels = handle._session.traffic.busy
+    travels = handle._session.exchange.busy
     handle.detach()
     return travels
 
@@ -95,7 +95,7 @@ def fail_late(rank, next_use):
     transports[0].fail()
     module(torch.ones(4, 8)).sum().backward()  # the host goes on before that is known
     deadline_s = time.monotonic() + 20
-    while handle._session.traffic.busy and time.monotonic() < deadline_s:
+    while handle._session.exchange.busy and time.monotonic() < deadline_s:
         time.sleep(0.01)  # whether that has been known for long makes no difference
     with pytest.raises(gradcast.Error, match="the cable is gone"):
         handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()

@@ -61,19 +61,23 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
 
 
 def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
-    from gradcast.training.measure.network_cost import Took, took
+    from gradcast.training.measure.network_cost import BlockDuration, took
 
     times = [(10, 10, 30), (5, 30, 50), (70, 70, 75)]
     blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish) for ready, due, finish in times]
-    assert [took(block) for block in blocks] == [Took(20, False), Took(20, True), Took(5, False)]
+    assert [took(block) for block in blocks] == [
+        BlockDuration(20, False),
+        BlockDuration(20, True),
+        BlockDuration(5, False),
+    ]
 
 
 def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
-    from gradcast.training.measure.network_cost import Took, samples
+    from gradcast.training.measure.network_cost import BlockDuration, samples
 
     sizes = [[100, 200], [100, 200]]
-    one = [[Took(30, True), Took(20, True)], [Took(11, True), Took(9, False)]]
-    other = [[Took(10, False), Took(24, True)], [Took(13, True), Took(7, False)]]
+    one = [[BlockDuration(30, True), BlockDuration(20, True)], [BlockDuration(11, True), BlockDuration(9, False)]]
+    other = [[BlockDuration(10, False), BlockDuration(24, True)], [BlockDuration(13, True), BlockDuration(7, False)]]
     assert samples(sizes, [one, other]) == [(100, 10, False), (200, 22, True), (100, 12, True), (200, 7, False)]
 
 

@@ -11,12 +11,12 @@ NOTE_ELEMENTS = 384
 
 
 def note(rank, iteration):
-    from gradcast.training.ranks.step_reports import Note
+    from gradcast.training.ranks.step_reports import StepReport
 
     facts = _core.RankFacts(
         step_ns=1e8 + 1e6 * rank + 1e3 * iteration, busy_ns=7.654321e7 + rank, link_ns=12_345.0 * rank
     )
-    return Note(facts, {"backward": 5.5e7 + rank, "loop": 1e6, "forward": 2.25e7 + 10.0 * rank})
+    return StepReport(facts, {"backward": 5.5e7 + rank, "loop": 1e6, "forward": 2.25e7 + 10.0 * rank})
 
 
 def buffer_of(dtype, failed=0.0):
@@ -27,10 +27,10 @@ def buffer_of(dtype, failed=0.0):
 
 def play(dtype, world_size, iterations):
     """What each iteration's exchange returns on each rank."""
-    from gradcast.training.ranks.step_reports import Notes
+    from gradcast.training.ranks.step_reports import StepReports
 
     buffers = [buffer_of(dtype) for _ in range(world_size)]
-    notes = [Notes(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
+    notes = [StepReports(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
     told = []
     for iteration in range(iterations):
         told.append(
@@ -62,10 +62,10 @@ def test_times_arrive_one_iteration_later(dtype, error):
 
 
 def test_a_failed_pass_is_told_with_its_iteration():
-    from gradcast.training.ranks.step_reports import Notes
+    from gradcast.training.ranks.step_reports import StepReports
 
     buffer = buffer_of(torch.float32)
-    notes = Notes(buffer, 0, 2)
+    notes = StepReports(buffer, 0, 2)
     for iteration in range(3):
         notes.exchange(None)
         assert notes.failed_iteration is None

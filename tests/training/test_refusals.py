@@ -244,7 +244,7 @@ def passes_of_a_graph(rank, mode):
 
     module = nn.Linear(3, 3)
     handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
-    traffic = handle._session.traffic
+    traffic = handle._session.exchange
     cuda = mock.Mock(type="cuda")
     refuse = graph_capture.refuse_capture
     loss = module(torch.ones(2, 3)).sum()

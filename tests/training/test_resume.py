@@ -112,7 +112,7 @@ def test_a_checkpoint_that_does_not_fit(ranks, change):
 def damage(rank, mode, where):
     """What rank 1 has received is changed in its memory before the ranks compare it."""
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
-    traffic, buffers = ours.handle._session.traffic, ours.handle._session.buffers
+    traffic, buffers = ours.handle._session.exchange, ours.handle._session.buffers
     compare_ranks = traffic.compare_ranks
 
     def compare_damaged(iteration):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import gradcast
-from gradcast.training.step.gradient_buffers import NOTE_ELEMENTS
+from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 from training import compare, optimizers
 from training.models import TASKS
 from training.needs import torch
@@ -256,7 +256,7 @@ def test_statistics_tell_what_travels(ranks):
         assert (plain["wire"], cast["wire"]) == ("fp32", "fp16")
         assert plain["wire_bytes"] == plain["bytes"] == cast["bytes"]
         # The notes are in one of the buffers, too.
-        assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + NOTE_ELEMENTS))
+        assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + REPORT_ELEMENTS))
 
 
 def other_wire(rank):

@@ -34,7 +34,7 @@ class Replay(NamedTuple):
 def last_steps(handle: Any, count: int) -> list[Step]:
     """Of one rank: those of the last ``count`` steps that have ended which followed the plan in force."""
     session = handle._session
-    iterations = {each.iteration: each for each in session.traffic.timeline()}
+    iterations = {each.iteration: each for each in session.exchange.timeline()}
     steps = []
     for record in session.trace.ended(count):
         if record.plan is not session.plan:

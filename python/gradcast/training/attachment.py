@@ -18,9 +18,9 @@ from gradcast.errors import Error
 from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted, check_optimizers, check_owners, trainable
 from gradcast.training.compat import fork
-from gradcast.training.compat.ddp_takeover import TakenOver
+from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import UncopiedHook, around_forward
-from gradcast.training.model_layout import Structure, holds_other_tensors, in_functional_call
+from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
@@ -42,7 +42,7 @@ class Attachment:
         self._compiled = CompiledBlocks(accepted.whole)
         self._taken_over = None
         if accepted.ddp is not None:
-            self._taken_over = TakenOver(accepted.ddp, self._joining, self._joined)
+            self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.module is not accepted.called:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
@@ -50,7 +50,7 @@ class Attachment:
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
         self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options)
-        self._structure = Structure(self._accepted.whole, self._optimizers, parameters.values())
+        self._structure = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
 
     @property
     def released(self) -> bool:
@@ -127,7 +127,7 @@ class Attachment:
         except Error as error:
             refusal = error
         # Until all ranks agree, the session stays: whoever goes on after an error meets it again.
-        with before.traffic.watch.waiting("the agreement on the module's new parameters"):
+        with before.exchange.watch.waiting("the agreement on the module's new parameters"):
             preflight.check_same_call(self._group.shared, refusal, before.mode, self._options, self._group.device)
             preflight.check_same_model(self._group, inner)
         before.release(leaves=False)

@@ -23,9 +23,9 @@ from gradcast.training.disabled import DisabledSession, is_disabled
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement
 from gradcast.training.ranks.group import make_group, on_device, require_backend
-from gradcast.training.single_worker import SoloSession
+from gradcast.training.single_worker import SingleWorkerSession
 from gradcast.training.stats import stats_of
-from gradcast.training.step.gradient_buffers import Place
+from gradcast.training.step.gradient_buffers import GradientRange
 
 _log = logging.getLogger("gradcast")
 # Each module without its wrappers, and what is attached to it: an Attachment, or the session of a single worker.
@@ -92,7 +92,7 @@ def attach_inside(
     if disabled:
         attached: Any = DisabledSession(accepted, optimizers, group, options)
     elif group.world_size == 1:
-        attached = SoloSession(accepted.called, accepted.parameters, optimizers, group, options)
+        attached = SingleWorkerSession(accepted.called, accepted.parameters, optimizers, group, options)
     else:
         if accepted.ddp is None:
             tensors = [*accepted.module.parameters(), *accepted.module.buffers()]
@@ -148,7 +148,7 @@ class Handle:
     @property
     def plan_version(self) -> int:
         """Grows with each plan, the plain ones of the warm-up included."""
-        return self._live.live.version if self._session.has_plan else 0
+        return self._live.controller.version if self._session.has_plan else 0
 
     @property
     def profile(self) -> _core.Profile | None:
@@ -158,10 +158,10 @@ class Handle:
     @property
     def measuring(self) -> bool:
         """Whether the steps of now are the warm-up's, or those of a warm-up after a change."""
-        return self._session.has_plan and self._live.live.warmup is not None
+        return self._session.has_plan and self._live.controller.warmup is not None
 
     @property
-    def layout(self) -> tuple[Place, ...]:
+    def layout(self) -> tuple[GradientRange, ...]:
         """Where each gradient lies in the buffers, in the order of the plan's profile."""
         return self._live.buffers.layout if self._session.has_plan else ()
 
@@ -191,7 +191,7 @@ class Handle:
         """The last steps of this rank as a Chrome trace; ui.perfetto.dev opens it."""
         events = []
         if self._session.has_plan:
-            events = self._session.trace.events(self.rank, self._session.traffic.timeline())
+            events = self._session.trace.events(self.rank, self._session.exchange.timeline())
         return {"traceEvents": events, "distributedInfo": {"rank": self.rank, "world_size": self.world_size}}
 
     def save_timeline(self, path: str) -> None:
@@ -207,7 +207,7 @@ class Handle:
         """The plan in force; ``Options(plan=path)`` follows it again. ``profile_path``: noted for ``gradcast plot``."""
         if not self._session.has_plan:
             raise Error("there is no plan: a single worker, or GRADCAST_DISABLE is set", "invalid_use")
-        agreed = self._live.live.agreed
+        agreed = self._live.controller.agreed
         write_text(path, agreement.plan_text(self._session.plan, agreed.profile, profile_path), "plan")
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _detach(attached: Any, wait_s: float | None = None) -> None:
 
 
 def _tell_summary(session: Any) -> None:
-    summary = session.live.summary() if session.has_plan and session.group.rank == 0 else None
+    summary = session.controller.summary() if session.has_plan and session.group.rank == 0 else None
     if summary is not None:
         _log.info("%s", summary)
 
@@ -283,7 +283,7 @@ def _at_exit(attached: Any) -> None:
         except Error as error:
             _log.error("at the end of the program: %s", error)
         finally:
-            attached.session.traffic.shutdown()
+            attached.session.exchange.shutdown()
             attached.session.group.leave(reusable=ended_well)
 
     atexit.register(leave)

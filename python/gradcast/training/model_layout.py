@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 _STATELESS = "torch.nn.utils.stateless"
 
 
-class Structure:
+class ModelLayout:
     """As it was when this object was made, with a session of ``trained``."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], trained: Iterable[nn.Parameter]) -> None:

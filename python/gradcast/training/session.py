@@ -22,18 +22,18 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import graph_capture
-from gradcast.training.measure.step_trace import StepRecord, Trace
+from gradcast.training.measure.step_trace import StepRecord, StepTrace
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement
-from gradcast.training.plan.controller import LivePlan
+from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.gradient_buffers import GradientBuffers
-from gradcast.training.step.gradient_exchange import Traffic
-from gradcast.training.step.gradient_hooks import Gradients
+from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.module_buffers import ModuleBuffers
-from gradcast.training.step.optimizer_steps import Steps
-from gradcast.training.step.parameter_state import Slot
+from gradcast.training.step.optimizer_steps import OptimizerSteps
+from gradcast.training.step.parameter_state import ParameterState
 
 _log = logging.getLogger("gradcast")
 
@@ -66,22 +66,22 @@ class Session:
         self._said_compiled = self._said_unseen = False
         self._forward_seen = False  # of the module itself
         owner = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
-        self._slots = [Slot(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
+        self._slots = [ParameterState(i, name, p, owner.get(id(p))) for i, (name, p) in enumerate(parameters.items())]
         self._slot_of = {id(slot.parameter): slot for slot in self._slots}  # and of what each has as its gradient
         names, values = list(parameters), list(parameters.values())
         self.group = group
         self.buffers = GradientBuffers(names, values, group.world_size)
-        self.traffic = Traffic(self.buffers, group, options)
-        self.trace = Trace(options.timeline_steps)
+        self.exchange = GradientExchange(self.buffers, group, options)
+        self.trace = StepTrace(options.timeline_steps)
         self._module_buffers = (
-            None if accepted.ddp is not None else ModuleBuffers(accepted.module, group, self.traffic.watch)
+            None if accepted.ddp is not None else ModuleBuffers(accepted.module, group, self.exchange.watch)
         )
-        self._gradients = Gradients(self._slots, self.buffers, self.traffic, group.world_size)
-        self._steps = Steps(
+        self._gradients = GradientHooks(self._slots, self.buffers, self.exchange, group.world_size)
+        self._steps = OptimizerSteps(
             optimizers,
             self._slots,
             self.buffers,
-            self.traffic,
+            self.exchange,
             self._gradients,
             self.trace,
             tells=group.rank == 0,
@@ -89,7 +89,9 @@ class Session:
         )
         # No update can run before the norm of all gradients is known: all are needed before forward reads anything.
         plan_mode = self.mode if options.max_grad_norm is None else "hook"
-        self.live = LivePlan(names, values, self.buffers, group, self.traffic, self.trace, plan_mode, options)
+        self.controller = PlanController(
+            names, values, self.buffers, group, self.exchange, self.trace, plan_mode, options
+        )
         self._handles = self._gradients.listen(self)
         self._steps.intercept(self._on_step, self.flush)
 
@@ -105,23 +107,23 @@ class Session:
 
     @property
     def plan(self) -> _core.Plan:
-        return self.live.in_force
+        return self.controller.in_force
 
     @property
     def profile(self) -> _core.Profile | None:
-        return self.live.profile
+        return self.controller.profile
 
     def flush(self, limit_s: float | None = None) -> None:
         """Everything that is in flight arrives, every update that waits for it runs; on a device what is left of that
         is on the current stream, and nothing travels any more. ``limit_s``: raises Error(communication) after that."""
-        with self._lock, self.traffic.waiting_at_most(limit_s):
+        with self._lock, self.exchange.waiting_at_most(limit_s):
             # Another thread's backward pass goes on; its gradients are nobody else's business yet.
             if self._finish_all():
-                self.traffic.settle()
+                self.exchange.settle()
 
     def _finish_all(self) -> bool:
         """Returns whether that is all: not where another thread is in its backward pass."""
-        self.live.interrupted = True
+        self.controller.interrupted = True
         self._steps.finish_all()
         if self._gradients.open and self._gradients.runs_elsewhere():
             return False
@@ -140,13 +142,13 @@ class Session:
         ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        unseen = [self._slots[index].name for index in sorted(self.live.unseen_reads)]
-        return agreement.saved(self.live.agreed, self.profile, self.mode, unseen)
+        unseen = [self._slots[index].name for index in sorted(self.controller.unseen_reads)]
+        return agreement.saved(self.controller.agreed, self.profile, self.mode, unseen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
         self.flush()
-        with self.traffic.watch.waiting("rank 0's handle.load_state_dict()"):
+        with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
             state = self.group.from_first(state)
         names = [slot.name for slot in self._slots]
         reason = agreement.reason_to_measure(state, names, self.buffers, self.mode, self.group.world_size)
@@ -154,7 +156,7 @@ class Session:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
             return
-        self._changing_layout(lambda: self.live.adopt(state))
+        self._changing_layout(lambda: self.controller.adopt(state))
 
     def succeed(self, before: "Session") -> None:
         """Goes on where another session of the same module has ended."""
@@ -188,7 +190,7 @@ class Session:
             slot.exposed = slot.gradient = None  # whoever still refers to a view then, keeps it
         self._slot_of.clear()
         self.buffers.move_out()
-        self.traffic.shutdown()
+        self.exchange.shutdown()
         if leaves:
             self.group.leave(reusable=reusable)
         self.released = True
@@ -238,7 +240,7 @@ class Session:
         ddp = self._ddp
         return ddp is None or ddp.require_backward_grad_sync
 
-    def exposes(self, slot: Slot, tensor: torch.Tensor | None) -> None:
+    def exposes(self, slot: ParameterState, tensor: torch.Tensor | None) -> None:
         if slot.exposed is tensor:
             return
         self._slot_of.pop(id(slot.exposed), None)
@@ -269,35 +271,35 @@ class Session:
             start_ns = self._settled_at_ns() or forward_end_ns or now_ns
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, start_ns)
-            self._changing_layout(lambda: self.live.next(start_ns))
+            self._changing_layout(lambda: self.controller.next(start_ns))
             self._look_for_failures()
             if self._damage is not None:
                 raise self._damage
-            active = self.traffic.active
-            self._iteration = self.traffic.begin()
+            active = self.exchange.active
+            self._iteration = self.exchange.begin()
             self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))
             self._forward_ns = (0, 0)
 
     def _settled_at_ns(self) -> int | None:
         """On a device the host may have come here while blocks still travel; None where it has not."""
         start_ns = time.perf_counter_ns()
-        if not self.traffic.settle():
+        if not self.exchange.settle():
             return None
         settled_ns = time.perf_counter_ns()
         self.trace.span("wait", start_ns, settled_ns)
         return settled_ns
 
-    def gradient_ready(self, slot: Slot) -> None:
-        if self.live.warmup is not None:
-            self.live.warmup.stopwatch.ready(slot.index, used=slot.absence is None)
+    def gradient_ready(self, slot: ParameterState) -> None:
+        if self.controller.warmup is not None:
+            self.controller.warmup.stopwatch.ready(slot.index, used=slot.absence is None)
 
     def backward_ended(self) -> None:
         with self._lock:
             now_ns = time.perf_counter_ns()
             self._steps.home.called()  # autograd calls this on the stream on which backward() was
             self.trace.span("backward", self.trace.current.start_ns, now_ns)
-            if self.live.warmup is not None:
-                self.live.warmup.stopwatch.backward_ended()
+            if self.controller.warmup is not None:
+                self.controller.warmup.stopwatch.backward_ended()
             self._compare_if_due()
             if self.mode == "hook":
                 self._await_gradients(now_ns)
@@ -309,7 +311,7 @@ class Session:
     def _look_for_failures(self) -> None:
         """A backward pass that fails on all ranks may be caught by all, and nothing has happened; one that fails on
         some of them leaves the others with sums of a part."""
-        failed = self.live.failed_iteration
+        failed = self.controller.failed_iteration
         if failed is not None and failed not in self._failed_iterations and self._damage is None:
             self._damage = Error(
                 f"in iteration {failed} the backward pass of another rank failed, so that its gradients are missing in "
@@ -345,13 +347,13 @@ class Session:
             for slot in self._slots:
                 slot.stale = False  # what a forward pass reads from now on is up to date
         self._forward_ns = (time.perf_counter_ns(), 0)
-        if self.live.warmup is not None and training and not compiled:
-            self.live.warmup.watch_reads(self._steps.home.parameter_read)
+        if self.controller.warmup is not None and training and not compiled:
+            self.controller.warmup.watch_reads(self._steps.home.parameter_read)
 
     def _finish_unseen(self) -> None:
         """What forward reads in a way that nobody sees has to be up to date before it begins."""
         with self._lock:
-            unseen = [slot for index in sorted(self.live.unseen_reads) if (slot := self._slots[index]).updating]
+            unseen = [slot for index in sorted(self.controller.unseen_reads) if (slot := self._slots[index]).updating]
             if not unseen:
                 return
             if not self._said_unseen and self.group.rank == 0:
@@ -386,14 +388,14 @@ class Session:
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
-        if self.live.warmup is not None:
-            self.live.warmup.stopwatch.forward_ended()
+        if self.controller.warmup is not None:
+            self.controller.warmup.stopwatch.forward_ended()
         self._gradients.watch(output)
 
     def stop_watching(self) -> None:
         """Backward begins: what reads a parameter from now on is neither forward nor the loss."""
-        if self.live.warmup is not None:
-            self.live.warmup.stop_watching()
+        if self.controller.warmup is not None:
+            self.controller.warmup.stop_watching()
 
     def _on_step(self, number: int) -> None:
         with self._lock:
@@ -405,9 +407,9 @@ class Session:
                 self._end_step()
 
     def _take(self, number: int) -> bool:
-        warmup = self.live.warmup
+        warmup = self.controller.warmup
         if warmup is None:
-            return self._steps.take(number, self, at_once=self.live.plain)
+            return self._steps.take(number, self, at_once=self.controller.plain)
         self._await_gradients(time.perf_counter_ns())
         with warmup.stopwatch.updating():
             return self._steps.take(number, self, at_once=True)
@@ -417,9 +419,9 @@ class Session:
         all ranks have in common."""
         if self._compare_every == 0 or self._iteration % self._compare_every < self._compare_every - 1:
             return
-        self.traffic.wait_all()
+        self.exchange.wait_all()
         try:
-            self.traffic.compare_ranks(self._iteration)
+            self.exchange.compare_ranks(self._iteration)
         except Error as error:
             self._damage = error
             raise
@@ -431,7 +433,7 @@ class Session:
 
     def _await_gradients(self, start_ns: int) -> None:
         """After backward. Whoever wants them, it is no part of compute."""
-        warmup = self.live.warmup
+        warmup = self.controller.warmup
         # Wherever gradients are looked at first, the stream that computes is behind them as well.
         with contextlib.nullcontext() if warmup is None else warmup.stopwatch.waiting(), self._steps.home.entered():
             self._gradients.finish()
@@ -455,7 +457,7 @@ class Session:
         apart_count = len(self.buffers.apart)
         change()
         if self.buffers.views is old_views and self.buffers.is_kept():
-            self.traffic.lay_out(self.traffic.active.order)
+            self.exchange.lay_out(self.exchange.active.order)
         for slot in exposed:
             old_view, view = old_views[slot.index], self.buffers.views[slot.index]
             if view is old_view:

@@ -20,7 +20,7 @@ from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import Sizes
 
 
-class SoloSession:
+class SingleWorkerSession:
     has_plan = False
 
     def __init__(
@@ -55,7 +55,7 @@ class SoloSession:
         ]
 
     @property
-    def session(self) -> "SoloSession":
+    def session(self) -> "SingleWorkerSession":
         """Nothing but itself stays on the module."""
         return self
 

@@ -27,28 +27,28 @@ def stats_of(session: Any) -> dict[str, Any]:
         values["compute_ms"] = (profile.backward_ns + profile.forward_ns + update_ns) / 1e6
     if not session.has_plan:
         return values
-    plan, counters = session.plan, session.traffic.counters()
+    plan, counters = session.plan, session.exchange.counters()
     values |= {
-        "plan_version": session.live.version,
+        "plan_version": session.controller.version,
         "policy": plan.policy,
         "blocks": len(plan.blocks),
         "bytes": sum(block.size_bytes for block in plan.blocks),
-        "wire": session.traffic.wire,
-        "wire_bytes": session.traffic.wire_bytes(plan),
+        "wire": session.exchange.wire,
+        "wire_bytes": session.exchange.wire_bytes(plan),
         "gradient_buffer_bytes": session.buffers.size_bytes,
         "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
         "record_bytes": counters.record_bytes,
         "grad_norm": session.grad_norm,
         "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
     }
-    live = session.live
+    live = session.controller
     if profile is not None and live.warmup is None:  # of a warm-up's plans nothing is predicted
         usual = live.agreed.usual
         values |= {"predicted_ms": usual.step_ns / 1e6, "bound_ms": usual.bound_ns / 1e6}
     expectation, compared = live.agreed.expectation, live.comparison
     values |= {
-        "runs_as_ddp": live.agreed.steps_aside,
-        "tries_ddp": live.plain and not live.agreed.steps_aside,
+        "runs_as_ddp": live.agreed.runs_as_baseline,
+        "tries_ddp": live.plain and not live.agreed.runs_as_baseline,
         "expected_gain": None if expectation is None else expectation.gain,
         "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
         "slowest_rank": live.slowest_rank,

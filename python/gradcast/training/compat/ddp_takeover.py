@@ -23,7 +23,7 @@ def check_comm_hooks(ddp: DistributedDataParallel) -> None:
         )
 
 
-class TakenOver:
+class DdpTakeover:
     """DDP reduces nothing any more, until ``give_back()``.
 
     Where ranks run out of inputs (``ddp.join()``), those that have ended shadow DDP's own operations, which they alone
@@ -94,7 +94,7 @@ class TakenOver:
 class _WatchedJoinHook:
     """In the place of ``ddp.join_hook``."""
 
-    def __init__(self, taken_over: TakenOver, ddp: DistributedDataParallel) -> None:
+    def __init__(self, taken_over: DdpTakeover, ddp: DistributedDataParallel) -> None:
         self._taken_over, self._ddp = taken_over, weakref.ref(ddp)
 
     def __call__(self, **options: Any) -> JoinHook:
@@ -105,7 +105,7 @@ class _WatchedJoinHook:
 class _WatchedJoin(JoinHook):
     """What DDP does for a rank without inputs, and when it begins and ends."""
 
-    def __init__(self, hook: JoinHook, taken_over: TakenOver) -> None:
+    def __init__(self, hook: JoinHook, taken_over: DdpTakeover) -> None:
         self._hook, self._taken_over = hook, taken_over
 
     def main_hook(self) -> None:

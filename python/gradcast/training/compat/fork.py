@@ -32,7 +32,7 @@ def _in_child() -> None:
     for attachment in list(_attached):
         attachment.session.abandon()
         # Its destructor would wait for a thread that this process does not have.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(attachment.session.traffic))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(attachment.session.exchange))
 
 
 os.register_at_fork(before=_before, after_in_child=_in_child)

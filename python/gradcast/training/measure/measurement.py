@@ -7,7 +7,7 @@ from gradcast.training.measure.compute_cost import Compute
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One rank's medians, ns, by parameter. ``compute``: per warm-up step, None where it is not known. ``blocks``: per
     warm-up step, per block of its plan."""
 
@@ -15,6 +15,6 @@ class Measured:
     need_ns: list[float]
     compute: list[Compute | None]
     block_bytes: list[list[int]]
-    blocks: list[list[network_cost.Took]]
+    blocks: list[list[network_cost.BlockDuration]]
     pack_ns_per_byte: float
     unseen_reads: list[int] = dataclasses.field(default_factory=list)  # see Stopwatch

@@ -15,7 +15,7 @@ _SAMPLES_MIN = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Took:
+class BlockDuration:
     """A block as one rank saw it, ns: from when it was due there, its gradients ready and the one before it finished,
     until it had finished. The threads that launch it and see its end may wait for a core: that belongs to it.
 
@@ -35,11 +35,11 @@ class Sample(NamedTuple):
     at_once: bool = False
 
 
-def took(block: _core.BlockRecord) -> Took:
-    return Took(float(block.finish_ns - block.due_ns), block.due_ns > block.ready_ns)
+def took(block: _core.BlockRecord) -> BlockDuration:
+    return BlockDuration(float(block.finish_ns - block.due_ns), block.due_ns > block.ready_ns)
 
 
-def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Sequence[Took]]]) -> list[Sample]:
+def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Sequence[BlockDuration]]]) -> list[Sample]:
     """``block_bytes``: by step and block; ``ranks``: by rank, step and block."""
     return [
         _of_all(size, [rank[step][block] for rank in ranks])
@@ -48,7 +48,7 @@ def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Seque
     ]
 
 
-def _of_all(size_bytes: int, ranks: Sequence[Took]) -> Sample:
+def _of_all(size_bytes: int, ranks: Sequence[BlockDuration]) -> Sample:
     """Where some rank's gradients came late, the times of the others hold their waiting for them. Where none did, each
     rank's times add up to the same, but it is now one rank that sees an end late and now another."""
     times_ns = [each.time_ns for each in ranks]

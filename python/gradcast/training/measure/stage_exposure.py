@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcast.training.measure.step_trace import StepRecord
-from gradcast.training.ranks.step_reports import STAGES, Note
+from gradcast.training.ranks.step_reports import STAGES, StepReport
 
 _STEPS_KEPT = 64
 
@@ -44,13 +44,13 @@ def frontier(durations: Sequence[Sequence[float]]) -> list[Stage]:
     return stages
 
 
-class Exposed:
+class StageExposure:
     """Of the last steps. Every rank adds the same, since notes are the same everywhere."""
 
     def __init__(self) -> None:
         self._steps: collections.deque[list[Stage]] = collections.deque(maxlen=_STEPS_KEPT)
         # What they say is worked out where somebody asks, not in every step.
-        self._unread: collections.deque[Sequence[Note]] = collections.deque(maxlen=_STEPS_KEPT)
+        self._unread: collections.deque[Sequence[StepReport]] = collections.deque(maxlen=_STEPS_KEPT)
         self._before: dict[str, float] = {}
         self._last = STAGES[-1]
 
@@ -70,7 +70,7 @@ class Exposed:
         earlier = STAGES[STAGES.index(self._last) + 1 :]
         return stages | {name: before[name] for name in earlier}
 
-    def add(self, notes: Sequence[Note]) -> None:
+    def add(self, notes: Sequence[StepReport]) -> None:
         """Of one step, in rank order."""
         self._unread.append(notes)
 
@@ -87,7 +87,7 @@ class Exposed:
             found[name] = {"ms": statistics.median(stage.exposed for stage in steps) / 1e6, "rank": rank}
         return found
 
-    def _stages(self, notes: Sequence[Note]) -> list[Stage]:
+    def _stages(self, notes: Sequence[StepReport]) -> list[Stage]:
         stages = frontier([[note.stages_ns[name] for name in self._order] for note in notes])
         # At the end of the last stage all are there together: the one that got there without waiting is the one that
         # the others have waited for.

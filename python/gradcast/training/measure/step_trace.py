@@ -39,7 +39,7 @@ class StepRecord:
         return max([ended_ns, *waited]) - self.start_ns
 
 
-class Trace:
+class StepTrace:
     """The last steps, bounded."""
 
     def __init__(self, capacity: int) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from gradcast.training.measure.compute_cost import Compute
-from gradcast.training.measure.measurement import Measured
-from gradcast.training.measure.network_cost import Took
+from gradcast.training.measure.measurement import Measurement
+from gradcast.training.measure.network_cost import BlockDuration
 
 _PACK_PROBE_ELEMENTS = 1 << 20
 _PACK_PROBES = 5
@@ -141,7 +141,9 @@ class Stopwatch:
             times.append(self._clock.between(start, self._clock.stamp()))
         return statistics.median(times) / (part.numel() * part.element_size())
 
-    def medians(self, block_bytes: list[list[int]], blocks: list[list[Took]], pack_ns_per_byte: float) -> Measured:
+    def medians(
+        self, block_bytes: list[list[int]], blocks: list[list[BlockDuration]], pack_ns_per_byte: float
+    ) -> Measurement:
         """Of all complete steps but the first, in which memory is allocated. A median forgets a disturbed step."""
         compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
@@ -153,7 +155,7 @@ class Stopwatch:
             need = [since(s.need[index]) for s, since in zip(steps, since_backward, strict=True) if index in s.need]
             # Never read as far as anybody saw: not urgent, or among the unseen.
             need_ns.append(statistics.median(need) if need else float("inf"))
-        return Measured(
+        return Measurement(
             ready_ns=ready_ns,
             need_ns=need_ns,
             compute=compute,

@@ -14,7 +14,7 @@ from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
 from gradcast.training.options import Options
 from gradcast.training.plan import measured_profile
-from gradcast.training.plan.expectation import Expectation, Usual
+from gradcast.training.plan.expectation import Expectation, UsualStep
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.active_plan import ActivePlan
 from gradcast.training.step.gradient_buffers import Sizes
@@ -55,23 +55,23 @@ class Agreed:
     order: tuple[int, ...]
     plain: _core.Plan | None = None
     expectation: Expectation | None = None
-    steps_aside: bool = False
+    runs_as_baseline: bool = False
     hold_iterations: int = 0
 
     @property
     def in_force(self) -> _core.Plan:
-        return self.plain if self.steps_aside else self.plan
+        return self.plain if self.runs_as_baseline else self.plan
 
     def active(self, *, baseline: bool) -> ActivePlan:
         """What an iteration follows: the plan, or the DDP baseline."""
         return ActivePlan(self.profile, self.plain if baseline else self.plan, self.order)
 
     @property
-    def usual(self) -> Usual:
+    def usual(self) -> UsualStep:
         """With the plan in force."""
         if self.expectation is None:
-            return Usual(self.plan.predicted_ns, self.plan.bound_ns)
-        return self.expectation.plain if self.steps_aside else self.expectation.plan
+            return UsualStep(self.plan.predicted_ns, self.plan.bound_ns)
+        return self.expectation.plain if self.runs_as_baseline else self.expectation.plan
 
 
 def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:
@@ -206,8 +206,8 @@ def agree(group: Group, names: Sequence[str], proposal: Proposal | Error | None)
     index_of = {name: index for index, name in enumerate(names)}
     order = tuple(index_of[tensor.name] for tensor in profile.tensors)
     expectation = proposal.expectation
-    steps_aside = expectation is not None and not expectation.is_worth_trying
-    return Agreed(profile, plan, order, plain, expectation, steps_aside, proposal.hold_iterations)
+    runs_as_baseline = expectation is not None and not expectation.is_worth_trying
+    return Agreed(profile, plan, order, plain, expectation, runs_as_baseline, proposal.hold_iterations)
 
 
 def plan_text(plan: _core.Plan, profile: _core.Profile, profile_path: str | None) -> str:

@@ -36,7 +36,7 @@ class Calibration:
         self._sizes = [block.size_bytes for block in plan.blocks]
         self._packing_ns = [pack_ns_per_byte * block.size_bytes * (len(block.ranges) > 1) for block in plan.blocks]
         self._one_by_one = plan.in_flight == 1
-        self._blocks: list[list[network_cost.Took] | None] = []
+        self._blocks: list[list[network_cost.BlockDuration] | None] = []
         self._compute: list[Compute | None] = []
 
     def step_ended(self, iteration: _core.IterationRecord | None, compute: Compute | None) -> bool:
@@ -46,11 +46,11 @@ class Calibration:
         self._compute.append(compute)
         return len(self._blocks) == STEPS
 
-    def _taken(self, blocks: Sequence[_core.BlockRecord]) -> list[network_cost.Took]:
+    def _taken(self, blocks: Sequence[_core.BlockRecord]) -> list[network_cost.BlockDuration]:
         """Of the network: packing has a cost of its own in a link."""
         if not self._one_by_one:
             together_ns = sum(busy_periods_ns([(block.due_ns, block.finish_ns) for block in blocks]))
-            return [network_cost.Took(together_ns, at_once=False)]
+            return [network_cost.BlockDuration(together_ns, at_once=False)]
         taken = map(network_cost.took, blocks)
         return [
             dataclasses.replace(each, time_ns=max(1.0, each.time_ns - packing_ns))

@@ -14,7 +14,7 @@ _REAL_CHANGE = 0.05  # of the predicted step
 
 
 @dataclasses.dataclass(frozen=True)
-class Replanned:
+class PlanChange:
     change: _core.Change
     before: Agreed
 

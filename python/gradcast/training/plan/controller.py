@@ -18,24 +18,24 @@ from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.errors import Error
 from gradcast.training.measure import compute_cost, network_cost
-from gradcast.training.measure.stage_exposure import Exposed
-from gradcast.training.measure.step_trace import Trace
+from gradcast.training.measure.stage_exposure import StageExposure
+from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, calibration, measured_profile
 from gradcast.training.plan.agreement import Agreed, Proposal
 from gradcast.training.plan.calibration import Calibration
-from gradcast.training.plan.change import Replanned
-from gradcast.training.plan.expectation import Scatter, expect
+from gradcast.training.plan.change import PlanChange
+from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
-from gradcast.training.ranks.step_reports import Note, Notes
+from gradcast.training.ranks.step_reports import StepReport, StepReports
 from gradcast.training.step.gradient_buffers import GradientBuffers
-from gradcast.training.step.gradient_exchange import Traffic
+from gradcast.training.step.gradient_exchange import GradientExchange
 
 _log = logging.getLogger("gradcast")
 
 
-class LivePlan:
+class PlanController:
     """Of one session. ``agreed``: the plan in force. ``plain``: the open iteration follows the plain one."""
 
     def __init__(
@@ -44,26 +44,26 @@ class LivePlan:
         parameters: Sequence[torch.Tensor],
         buffers: GradientBuffers,
         group: Group,
-        traffic: Traffic,
-        trace: Trace,
+        exchange: GradientExchange,
+        trace: StepTrace,
         mode: str,
         options: Options,
     ) -> None:
         """``mode``: of the plans."""
         self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
-        self._group, self._traffic, self._trace = group, traffic, trace
+        self._group, self._exchange, self._trace = group, exchange, trace
         self._mode, self._options = mode, options
-        self._notes = Notes(buffers, group.rank, group.world_size)
-        self.exposed = Exposed()
+        self._notes = StepReports(buffers, group.rank, group.world_size)
+        self.exposed = StageExposure()
         self._link_ns = 0
         self._monitor: _core.Monitor | None = None
         # Of the last iterations: whose facts they are, and whether they followed the plain plan.
         self._history: collections.deque[tuple[_core.Monitor | None, bool]] = collections.deque(maxlen=self._notes.lag)
-        self._change: Replanned | None = None  # why this warm-up measures again
+        self._change: PlanChange | None = None  # why this warm-up measures again
         self._calibration: Calibration | None = None  # while the plan is new
         self.comparison: _core.Comparison | None = None  # the last one
         self.profile: _core.Profile | None = None
-        self.scatter = Scatter()  # on rank 0, of what the plan was made from
+        self.scatter = StepVariation()  # on rank 0, of what the plan was made from
         # The same on all ranks; see measure.Stopwatch. Also what only another warm-up has met, or that of a checkpoint.
         self.unseen_reads: set[int] = set()
         self._saved_after_pause_ns = 0.0  # on rank 0, in the warm-up; see link_costs
@@ -129,14 +129,14 @@ class LivePlan:
             f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.plain_ns / 1e6:.1f} as DDP"
         )
 
-    def _own_note(self, start_ns: int) -> Note | None:
+    def _own_note(self, start_ns: int) -> StepReport | None:
         self.exposed.together_after(self._stage_that_waits())
         record = self._trace.current
         facts = self._own_facts(start_ns)
         if record is None:
             return None
         stages_ns = self.exposed.own_stages_ns(record, start_ns - record.start_ns)
-        return None if facts is None else Note(facts, stages_ns)
+        return None if facts is None else StepReport(facts, stages_ns)
 
     def _stage_that_waits(self) -> str:
         if self._buffers.flats[0].device.type != "cpu":
@@ -146,7 +146,7 @@ class LivePlan:
         return "loop" if self.plain or self.warmup is not None else "forward"
 
     def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
-        link_ns = self._traffic.counters().link_ns
+        link_ns = self._exchange.counters().link_ns
         before, self._link_ns = self._link_ns, link_ns
         record, interrupted = self._trace.current, self.interrupted
         self.interrupted = False
@@ -166,14 +166,14 @@ class LivePlan:
                 f"DDP's way is as fast here: {self.comparison.plain_ns / 1e6:.1f} ms per step, "
                 f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
             )
-            self.agreed = dataclasses.replace(self.agreed, steps_aside=True)
+            self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
             self.version += 1
         if decision.plain != self.plain:
             self.plain = decision.plain
             self._follow()
 
     def _measure_again(self, change: _core.Change) -> None:
-        self._change = Replanned(change, self.agreed)
+        self._change = PlanChange(change, self.agreed)
         self._monitor = None
         self._begin_warmup(self.agreed.order)
         self.warmup.stopwatch.backward_started()
@@ -187,14 +187,14 @@ class LivePlan:
     def _advance_warmup(self) -> None:
         """Where an iteration begins, which all ranks do equally often: a loop may leave step() out on one of them."""
         self.warmup.stopwatch.backward_started()
-        ended = self._traffic.timeline()
+        ended = self._exchange.timeline()
         if not ended:
             return
         agreed = self.warmup.step_ended(ended[-1])
         if agreed is not None:
             self._agree_on(agreed)
             return
-        with self._traffic.watch.waiting("the agreement on the plan"):
+        with self._exchange.watch.waiting("the agreement on the plan"):
             self.profile = self.warmup.profile(self._buffers.flats)
             self._saved_after_pause_ns = self.warmup.saved_after_pause_ns
             self.unseen_reads |= self.warmup.unseen_reads
@@ -208,20 +208,20 @@ class LivePlan:
         if self._monitor is not None:
             self._calibration = Calibration(self.in_force, self.profile.link.pack_ns_per_byte)
 
-    def _advance_calibration(self, own: Note | None) -> None:
+    def _advance_calibration(self, own: StepReport | None) -> None:
         """``own``: of the step that ends now."""
-        ended = self._traffic.timeline()
+        ended = self._exchange.timeline()
         compute = None
         if own is not None and self._sees_compute:
             compute = compute_cost.compute_of(self._trace.current, own.facts.busy_ns)
         if not self._calibration.step_ended(ended[-1] if ended else None, compute):
             return
-        with self._traffic.watch.waiting("the agreement on the plan"):
+        with self._exchange.watch.waiting("the agreement on the plan"):
             found = self._calibration.found(self._group)
             agreed = self._agreement(lambda: self._calibrated(found))
         self._calibration = None
         is_right = agreed.profile.to_json() == self.profile.to_json()
-        if is_right and agreed.steps_aside == self.agreed.steps_aside:
+        if is_right and agreed.runs_as_baseline == self.agreed.runs_as_baseline:
             self._stay_with(agreed)
             return
         if not is_right:
@@ -284,7 +284,7 @@ class LivePlan:
             if samples and one_by_one
             else self.scatter.link
         )
-        scatter = Scatter(spread, compute_cost.scatter(profile, found.compute) or self.scatter.compute)
+        scatter = StepVariation(spread, compute_cost.scatter(profile, found.compute) or self.scatter.compute)
         is_right = link is None and compute is None
         plan = self.agreed.plan if is_right else agreement.decide(profile, self._mode, self._options)
         proposal = self._proposal(profile, plan, scatter, plain_profile)
@@ -292,13 +292,13 @@ class LivePlan:
 
     def _saved(self, state: dict[str, Any]) -> Proposal:
         plan = _core.Plan.from_json(state["plan"])
-        return self._proposal(_core.Profile.from_json(state["layout"]), plan, Scatter())
+        return self._proposal(_core.Profile.from_json(state["layout"]), plan, StepVariation())
 
     def _proposal(
         self,
         profile: _core.Profile,
         plan: _core.Plan,
-        scatter: Scatter,
+        scatter: StepVariation,
         plain_profile: _core.Profile | None = None,
     ) -> Proposal:
         """``plain_profile``: beside the plain plan, if that is another one."""
@@ -327,24 +327,24 @@ class LivePlan:
         profile, busy_ns = agreed.profile, compute_ns(agreed.profile)
         if not self._sees_compute:
             busy_ns = 0.0
-        elif agreed.steps_aside:  # of the plan that is followed: beside the other one compute may take longer
+        elif agreed.runs_as_baseline:  # of the plan that is followed: beside the other one compute may take longer
             busy_ns = agreed.expectation.compute_share * agreed.expectation.plain.step_ns
         return _core.Monitor(
             self._group.world_size,
             busy_ns=busy_ns,
             link_ns=sum(calibration.planned_busy_periods_ns(self.in_force, profile)),
             has_plain=agreed.plain is not None,
-            begins_plain=agreed.steps_aside,
+            begins_plain=agreed.runs_as_baseline,
             hold_iterations=agreed.hold_iterations,
         )
 
     def _agree_on(self, agreed: Agreed) -> None:
-        self.agreed, self.plain = agreed, agreed.steps_aside
+        self.agreed, self.plain = agreed, agreed.runs_as_baseline
         self.version += 1
         self._follow()
 
     def _follow(self) -> None:
-        self._traffic.follow(self.agreed.active(baseline=self.plain))
+        self._exchange.follow(self.agreed.active(baseline=self.plain))
 
     def _describe(self) -> None:
         usual, count = self.agreed.usual, len(self.in_force.blocks)

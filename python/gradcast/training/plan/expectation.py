@@ -18,7 +18,7 @@ _COMPUTE_BOUND = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Scatter:
+class StepVariation:
     """How far single steps were from the profile that was made of them: ``link``: see link_costs.spread; ``compute``:
     see compute_times.scatter, empty where no step is known."""
 
@@ -26,7 +26,7 @@ class Scatter:
     compute: tuple[Shares, ...] = ()
 
 
-class Usual(NamedTuple):
+class UsualStep(NamedTuple):
     """Of the usual step: how long it takes with a plan, and what no plan of its mode can beat."""
 
     step_ns: float
@@ -38,8 +38,8 @@ class Expectation:
     """``plain``: with DDP's best bucket size. How many times as fast: ``low`` and ``high``: with the network's costs as
     low and as high as nine tenths of the measured blocks were; ``limit``: what no plan can exceed."""
 
-    plan: Usual
-    plain: Usual
+    plan: UsualStep
+    plain: UsualStep
     low: float
     high: float
     limit: float
@@ -80,7 +80,7 @@ def expect(
     plan: _core.Plan,
     plain_profile: _core.Profile,
     plain: _core.Plan,
-    scatter: Scatter,
+    scatter: StepVariation,
 ) -> Expectation:
     """``plain_profile``: with what compute takes beside the plain plan, which uses the network at other times.
     ``scatter``: of what the profiles were made from."""
@@ -100,7 +100,7 @@ def expect(
     )
 
 
-def usual(profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factor: float = 1.0) -> Usual:
+def usual(profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factor: float = 1.0) -> UsualStep:
     """The usual step with the plan, where the network costs ``link_factor`` times what the profile says.
 
     It is the median of the steps, not the step of medians: a good plan lets a block arrive just when forward needs it,
@@ -111,7 +111,7 @@ def usual(profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], l
     bounds = [
         _core.bound(step, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan)) for step in steps
     ]
-    return Usual(
+    return UsualStep(
         statistics.median(_core.play(step, link, plan).iteration_ns for step in steps),
         statistics.median(bound.best_ns for bound in bounds),
     )

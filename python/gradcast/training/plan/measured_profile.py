@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.training.measure import compute_cost, network_cost
-from gradcast.training.measure.measurement import Measured
+from gradcast.training.measure.measurement import Measurement
 from gradcast.training.step.gradient_buffers import Sizes
 
 
@@ -23,7 +23,7 @@ def layout_profile(
     return _core.Profile(name=name, forward_ns=count, backward_ns=count, tensors=tensors, world_size=world_size)
 
 
-def of_all_ranks(ranks: Sequence[Measured], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
+def of_all_ranks(ranks: Sequence[Measurement], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
     """All ranks' measurements as one profile; ready on the slowest rank, since a block needs every rank's gradient."""
     count = len(names)
     usual = [compute_cost.of_slowest([[each] for each in rank.compute if each is not None]) for rank in ranks]
@@ -61,16 +61,16 @@ def of_all_ranks(ranks: Sequence[Measured], names: Sequence[str], sizes: Sizes, 
     return compute_cost.with_compute(profile, compute_cost.of_slowest(steps)) if steps else profile
 
 
-def unseen_reads(ranks: Sequence[Measured]) -> set[int]:
+def unseen_reads(ranks: Sequence[Measurement]) -> set[int]:
     """Of any rank."""
     return {index for rank in ranks for index in rank.unseen_reads}
 
 
-def block_samples(ranks: Sequence[Measured]) -> list[network_cost.Sample]:
+def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
     return network_cost.samples(ranks[0].block_bytes, [rank.blocks for rank in ranks])
 
 
-def _measured_link(ranks: Sequence[Measured]) -> _core.LinkModel:
+def _measured_link(ranks: Sequence[Measurement]) -> _core.LinkModel:
     return network_cost.fitted(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
 
 

@@ -16,7 +16,7 @@ from gradcast.training.measure.stopwatch import Stopwatch
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, measured_profile
 from gradcast.training.plan.agreement import Agreed, Proposal
-from gradcast.training.plan.expectation import Scatter
+from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import Sizes
@@ -44,7 +44,7 @@ class Warmup:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._steps = 0
         self._block_bytes: list[list[int]] = []
-        self._blocks: list[list[network_cost.Took]] = []
+        self._blocks: list[list[network_cost.BlockDuration]] = []
         self._order = tuple(order)
         profile = measured_profile.layout_profile(
             names, sizes, self._order, world_size=group.world_size, name="warm-up"
@@ -53,7 +53,7 @@ class Warmup:
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         self._profile = profile
         # Once there is a profile, on rank 0; see link_costs.saved_after_pause_ns.
-        self.scatter = Scatter()
+        self.scatter = StepVariation()
         self.saved_after_pause_ns = 0.0
         self.unseen_reads: set[int] = set()  # on any rank, once there is a profile; see measure.Stopwatch
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
@@ -107,7 +107,7 @@ class Warmup:
                 if profile.link is not None:
                     samples = measured_profile.block_samples(ranks)
                     steps = compute_cost.measured_by_all([rank.compute for rank in ranks])
-                    self.scatter = Scatter(
+                    self.scatter = StepVariation(
                         network_cost.spread(samples, profile.link), compute_cost.scatter(profile, steps)
                     )
                     self.saved_after_pause_ns = network_cost.saved_after_pause_ns(samples) or 0.0

@@ -35,7 +35,7 @@ _RECORDS_DUMPED = 2
 _BLOCKS_DUMPED = 64
 
 
-class Watch:
+class StallWatchdog:
     """Of one rank."""
 
     def __init__(self, group: Group, options: Options, engine: _core.Engine) -> None:
@@ -192,7 +192,7 @@ class _Waiting:
     said: bool = False
 
 
-def _look(watch: "weakref.ref[Watch]", over: threading.Event) -> None:
+def _look(watch: "weakref.ref[StallWatchdog]", over: threading.Event) -> None:
     """The thread. It does not keep the session alive."""
     pause_s = 0.0
     while not over.wait(pause_s):

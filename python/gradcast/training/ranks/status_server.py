@@ -33,7 +33,7 @@ class Address:
     token: str
 
 
-class Board:
+class StatusServer:
     """Entries by kind and rank; the last one of a rank counts. Ends with ``close()``, or when nobody holds it."""
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ def _serve(server: socket.socket, token: str) -> None:
                 connection.sendall(json.dumps(list(entries.items())).encode())
 
 
-def open_board(group: Group) -> tuple[Board | None, Address | None]:
+def open_board(group: Group) -> tuple[StatusServer | None, Address | None]:
     """Rank 0's board and, where this rank can reach it, its address. Collective."""
     board = None
     if group.rank == 0:
         with contextlib.suppress(OSError):
-            board = Board()
+            board = StatusServer()
     address = group.from_first(None if board is None else board.address)
     if address is not None and ask(address, "hello", group.rank, None) is None:
         address = None

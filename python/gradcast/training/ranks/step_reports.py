@@ -14,12 +14,12 @@ import torch
 from gradcast import _core
 
 # However many workers there are, so that a plan fits them all.
-NOTE_ELEMENTS = 384
+REPORT_ELEMENTS = 384
 _TIMES = 6
 # A time is two elements: its leading eight bits, which every dtype holds exactly, and the rest.
 _ELEMENTS_PER_RANK = 2 * _TIMES
 # More ranks than that take turns.
-_RANKS_AT_ONCE = NOTE_ELEMENTS // _ELEMENTS_PER_RANK
+_RANKS_AT_ONCE = REPORT_ELEMENTS // _ELEMENTS_PER_RANK
 _NS = 1e9
 
 
@@ -28,7 +28,7 @@ STAGES = ("backward", "loop", "forward")
 
 
 @dataclasses.dataclass(frozen=True)
-class Note:
+class StepReport:
     """Of one rank's step. ``facts``: what the monitor decides by. ``stages_ns``: by STAGES, with what they wait for."""
 
     facts: _core.RankFacts
@@ -43,7 +43,7 @@ class _Buffers(Protocol):
     def somebody_failed(self) -> torch.Tensor: ...
 
 
-class Notes:
+class StepReports:
     """Of one rank. ``exchange`` once per iteration; what it returns is that of the iteration ``lag`` before the one
     that begins, and for ranks that take turns, of earlier ones."""
 
@@ -52,14 +52,14 @@ class Notes:
         self._rank, self._world_size = rank, world_size
         self._turns = -(-world_size // _RANKS_AT_ONCE)
         self._iteration = 0
-        self._known: list[Note | None] = [None] * world_size
+        self._known: list[StepReport | None] = [None] * world_size
         self._on_device = buffers.notes.device.type != "cpu"
         self._coming: Any = None  # from the device: host memory, the event after which it is there, its iteration
         self.lag = 3 if self._on_device else 2
         # The last iteration that is known of in which some rank's backward pass has failed.
         self.failed_iteration: int | None = None
 
-    def exchange(self, own: Note | None) -> list[Note] | None:
+    def exchange(self, own: StepReport | None) -> list[StepReport] | None:
         """Where an iteration begins. ``own``: of the last one, None if it tells nothing. Returns all ranks' notes in
         rank order, None where not all are known. REQUIRES: nothing of the buffers travels."""
         self._read()
@@ -82,7 +82,7 @@ class Notes:
             self._take(coming[0].tolist(), coming[2])
 
     def _take(self, values: Sequence[float], written: int) -> None:
-        if values[NOTE_ELEMENTS] > 0:
+        if values[REPORT_ELEMENTS] > 0:
             self.failed_iteration = written
         first = self._turn(written) * _RANKS_AT_ONCE
         for rank in range(first, min(first + _RANKS_AT_ONCE, self._world_size)):
@@ -90,12 +90,12 @@ class Notes:
             times = [_NS * (values[at] + values[at + 1]) for at in range(start, start + _ELEMENTS_PER_RANK, 2)]
             if times[0] > 0:
                 facts = _core.RankFacts(step_ns=times[0], busy_ns=times[1], link_ns=times[2])
-                self._known[rank] = Note(facts, dict(zip(STAGES, times[3:], strict=True)))
+                self._known[rank] = StepReport(facts, dict(zip(STAGES, times[3:], strict=True)))
             elif self._turns == 1:  # otherwise what it has told before stays for its next turn
                 self._known[rank] = None
 
-    def _write(self, own: Note | None) -> None:
-        values = [0.0] * NOTE_ELEMENTS
+    def _write(self, own: StepReport | None) -> None:
+        values = [0.0] * REPORT_ELEMENTS
         turn, place = divmod(self._rank, _RANKS_AT_ONCE)
         if own is not None and turn == self._turn(self._iteration):
             start = place * _ELEMENTS_PER_RANK

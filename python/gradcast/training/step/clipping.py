@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradcast.training.compat.module_hooks import UncopiedHook
-from gradcast.training.step.parameter_state import Slot
+from gradcast.training.step.parameter_state import ParameterState
 
 
 class ClipOnce:
@@ -40,7 +40,7 @@ class ClipOnce:
 class NormClipping:
     """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, piece by piece."""
 
-    def __init__(self, slots: Sequence[Slot], max_norm: float) -> None:
+    def __init__(self, slots: Sequence[ParameterState], max_norm: float) -> None:
         self._slots = list(slots)
         self._max_norm = max_norm
         self._norms: dict[int, torch.Tensor] = {}
@@ -52,7 +52,7 @@ class NormClipping:
         self._norms.clear()
         self.done = False
 
-    def take(self, slots: Sequence[Slot]) -> None:
+    def take(self, slots: Sequence[ParameterState]) -> None:
         """The norms of these, whose gradients have arrived but may still be pending."""
         # A rank cannot know yet whether anybody has used what it has not.
         missing = [slot for slot in slots if slot.index not in self._norms and slot.absence is None]
@@ -89,7 +89,7 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return [found[i] for i in range(len(gradients))]
 
 
-def _by_type(slots: Sequence[Slot]) -> list[Slot]:
+def _by_type(slots: Sequence[ParameterState]) -> list[ParameterState]:
     """The order in which torch sums: by type, and the types in the order that torch's own grouping gives."""
     with torch._C.DisableTorchFunctionSubclass():
         grouped = _group_tensors_by_device_and_dtype([[slot.gradient.detach() for slot in slots]], with_indices=True)

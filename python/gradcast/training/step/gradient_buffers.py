@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gradcast.training.compat import extension
-from gradcast.training.ranks.step_reports import NOTE_ELEMENTS
+from gradcast.training.ranks.step_reports import REPORT_ELEMENTS
 
 # NCCL and torch's kernels move 16 bytes at a time where they can; 32 bytes of fp32 are 16 on a 16-bit wire.
 ALIGNMENT_BYTES = 32
@@ -40,7 +40,7 @@ class Usage(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class GradientRange:
     """Where a gradient lies: bytes ``[lo_bytes, hi_bytes)`` of a buffer. What travels with it ends at ``end_bytes``."""
 
     name: str
@@ -62,7 +62,7 @@ class Sizes:
 
     def elements_of(self, index: int) -> int:
         """What travels: the gradient, its mark, of one the notes, and zeros."""
-        count = self._parameters[index].numel() + 1 + (NOTE_ELEMENTS if index == self.notes_at else 0)
+        count = self._parameters[index].numel() + 1 + (REPORT_ELEMENTS if index == self.notes_at else 0)
         at_once = ALIGNMENT_BYTES // self._parameters[index].element_size()
         return -(-count // at_once) * at_once
 
@@ -91,7 +91,7 @@ class GradientBuffers(Sizes):
         self._marked: list[torch.Tensor] = []  # by buffer: where its marks lie, and of which parameters
         self._members: list[list[int]] = []
         self.notes = torch.Tensor()  # NOTE_ELEMENTS elements
-        self.layout: tuple[Place, ...] = ()
+        self.layout: tuple[GradientRange, ...] = ()
         self.lay_out(range(len(self._parameters)))
 
     @property
@@ -187,10 +187,10 @@ class GradientBuffers(Sizes):
             self.views[index] = _view(self.flats[buffer], lo, parameter)
             self._marks[index] = self.flats[buffer][lo + size]
             if index == self.notes_at:
-                self.notes = self.flats[buffer][lo + size + 1 : lo + size + 1 + NOTE_ELEMENTS]
+                self.notes = self.flats[buffer][lo + size + 1 : lo + size + 1 + REPORT_ELEMENTS]
             width = parameter.element_size()
             ends_bytes = (lo + size) * width, end * width
-            places.append(Place(self._names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
+            places.append(GradientRange(self._names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
         self.addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(places)
         self._members = [[index for index in order if self.buffer_of[index] == b] for b in range(len(self.flats))]

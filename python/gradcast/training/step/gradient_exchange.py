@@ -18,7 +18,7 @@ from gradcast.training.compat import extension
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.options import WIRES, Options
 from gradcast.training.ranks.group import Group
-from gradcast.training.ranks.stall_watchdog import Watch
+from gradcast.training.ranks.stall_watchdog import StallWatchdog
 from gradcast.training.step.active_plan import ActivePlan
 from gradcast.training.step.gradient_buffers import GradientBuffers
 
@@ -27,7 +27,7 @@ _WAIT_SLICE_NS = 100_000_000
 _NAMES_SHOWN = 3
 
 
-class Traffic:
+class GradientExchange:
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self._buffers = buffers
         self._group = group
@@ -35,7 +35,7 @@ class Traffic:
         self._transport = extension.load().Transport(group.own, buffers.flats, options.wire)
         self.wire = options.wire
         self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
-        self.watch = Watch(group, options, self._engine)
+        self.watch = StallWatchdog(group, options, self._engine)
         self.place_of: list[int] = []  # of each parameter, its tensor in the profile in force
         self.active: ActivePlan | None = None
         self._seen = 0

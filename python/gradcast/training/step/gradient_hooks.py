@@ -22,8 +22,14 @@ from gradcast.errors import Error
 from gradcast.training.compat import extension
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
-from gradcast.training.step.gradient_exchange import Traffic
-from gradcast.training.step.parameter_state import Absence, Slot, second_gradient, stale_read, used_inside_backward
+from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.parameter_state import (
+    Absence,
+    ParameterState,
+    second_gradient,
+    stale_read,
+    used_inside_backward,
+)
 
 # Longer than loops freeze parts by turns, and than measuring again takes.
 _LONG_FROZEN_STEPS = 64
@@ -35,11 +41,11 @@ class Listener(Protocol):
 
     def synchronizing(self) -> bool: ...
     def backward_begins(self) -> None: ...
-    def gradient_ready(self, slot: Slot) -> None: ...
+    def gradient_ready(self, slot: ParameterState) -> None: ...
     def backward_ended(self) -> None: ...
     def backward_failed(self) -> None: ...
     def finish_gradients(self) -> None: ...
-    def exposes(self, slot: Slot, tensor: torch.Tensor | None) -> None: ...
+    def exposes(self, slot: ParameterState, tensor: torch.Tensor | None) -> None: ...
     def stop_watching(self) -> None: ...
     def touched(self, tensors: list[torch.Tensor], function: Any) -> bool: ...
 
@@ -47,7 +53,7 @@ class Listener(Protocol):
 class GradientHook:
     """Behind the accumulation of one parameter's gradient. A parameter must not keep its session alive."""
 
-    def __init__(self, gradients: "Gradients", slot: Slot) -> None:
+    def __init__(self, gradients: "GradientHooks", slot: ParameterState) -> None:
         self._gradients, self._slot = weakref.ref(gradients), slot
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -56,21 +62,23 @@ class GradientHook:
             gradients._on_gradient(self._slot)
 
 
-class Gradients:
+class GradientHooks:
     """``open``: gradients of a step exist that nobody has taken yet. ``used``: their values were looked at.
     ``long_frozen``: ids of parameters that have been frozen in many steps in a row, on all ranks."""
 
-    def __init__(self, slots: Sequence[Slot], buffers: GradientBuffers, traffic: Traffic, world_size: int) -> None:
+    def __init__(
+        self, slots: Sequence[ParameterState], buffers: GradientBuffers, exchange: GradientExchange, world_size: int
+    ) -> None:
         self._slots = slots
         self._buffers = buffers
-        self._traffic = traffic
+        self._exchange = exchange
         self._scale = 1.0 / world_size
         self._ready_count = 0
         self._task = _NO_TASK  # the outermost backward pass that runs, where its end is awaited
         self._open_task = _NO_TASK  # the one that the open gradients come from
         self._ended_task = _NO_TASK  # the last one that has ended with gradients
         self._seen_task = _NO_TASK  # the one before which gradients that were there have been looked at
-        self._hooked_by_others: list[Slot] = []
+        self._hooked_by_others: list[ParameterState] = []
         self._used_before: set[int] = set()  # by backward passes that were not synchronized
         self._forward_on = threading.get_ident()  # the thread of the last forward pass
         self._running_on: int | None = None  # the thread of the backward pass that makes the open gradients
@@ -127,7 +135,7 @@ class Gradients:
         self._graphs = [graph for graph in self._graphs if graph() is not None]
         return len(self._graphs) > 0
 
-    def in_place(self, slots: Sequence[Slot]) -> bool:
+    def in_place(self, slots: Sequence[ParameterState]) -> bool:
         """Whether ``.grad`` of each is what has travelled, not something that the user has put there."""
         apart, is_in_place = self._buffers.apart, self._buffers.is_in_place
         with torch._C.DisableTorchFunctionSubclass():  # of parameters that are pending, too
@@ -157,7 +165,7 @@ class Gradients:
             # The pass has failed: what the ranks have begun is completed, and the others hear that this is no sum.
             self._listener().backward_failed()
             self._contribute_missing(failed=True)
-        self._traffic.wait_all()
+        self._exchange.wait_all()
         self.settle(self._slots)
         for slot in self._slots:
             # An update still needs the value: zero_grad() has to wait for it.
@@ -177,7 +185,7 @@ class Gradients:
         """Whether another thread is in the backward pass of the open gradients, as far as this one can know."""
         return self._running_on is not None and self._running_on != threading.get_ident()
 
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def settle(self, slots: Sequence[ParameterState]) -> None:
         """These gradients have arrived: ``.grad`` is what the ranks agree on, also where this one has none."""
         absent = [slot for slot in slots if slot.absence is not None]
         for slot, usage in zip(absent, self._buffers.usage([slot.index for slot in absent]), strict=True):
@@ -191,20 +199,20 @@ class Gradients:
         for slot in slots:
             self.receive(slot)
 
-    def receive(self, slot: Slot) -> None:
+    def receive(self, slot: ParameterState) -> None:
         """What has arrived is in ``.grad``, also where that lies apart."""
         if slot.owed:
             slot.owed = False
             _copy(self._buffers.views[slot.index], into=slot.exposed)
 
-    def _count_frozen(self, slot: Slot, usage: Usage) -> None:
+    def _count_frozen(self, slot: ParameterState, usage: Usage) -> None:
         slot.frozen_steps = slot.frozen_steps + 1 if usage is Usage.FROZEN else 0
         if slot.frozen_steps == _LONG_FROZEN_STEPS:
             self.long_frozen.add(id(slot.parameter))
         elif slot.frozen_steps == 0:
             self.long_frozen.discard(id(slot.parameter))
 
-    def _restore(self, slot: Slot, absence: Absence) -> None:
+    def _restore(self, slot: ParameterState, absence: Absence) -> None:
         """Nobody has used the parameter."""
         if absence.in_view:
             _copy(absence.gradient, into=slot.exposed)
@@ -213,7 +221,7 @@ class Gradients:
         if slot.parameter.grad is slot.exposed:
             slot.parameter.grad = absence.gradient
 
-    def let_go(self, slot: Slot) -> None:
+    def let_go(self, slot: ParameterState) -> None:
         """Memory apart from the buffer that the program has given up, zero_grad(), is not held here either."""
         if slot.index in self._buffers.apart and slot.parameter.grad is not slot.exposed:
             slot.gradient = None
@@ -240,7 +248,7 @@ class Gradients:
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._on_backward_end, task))
 
-    def _on_gradient(self, slot: Slot) -> None:
+    def _on_gradient(self, slot: ParameterState) -> None:
         if slot.updating or slot.stale:
             raise stale_read(slot)
         if slot.version is not None and slot.parameter._version != slot.version:
@@ -259,7 +267,7 @@ class Gradients:
         self._collect(slot, listener)
         self._report(slot, listener)
 
-    def _begin(self, slot: Slot, listener: Listener) -> None:
+    def _begin(self, slot: ParameterState, listener: Listener) -> None:
         if self.open:
             self._refuse_in_flight(slot)
             listener.finish_gradients()
@@ -270,14 +278,14 @@ class Gradients:
         if self._task != self._seen_task:
             self._keep_accumulated_apart(slot)
         self._buffers.mark_all()
-        self._traffic.marked()
+        self._exchange.marked()
         for each in self._slots:
             each.ready = False
         self._ready_count, self.open, self.used, self._open_task = 0, True, False, self._task
         # Hooks of tensors on a device run on a thread of autograd's own, not on that which has called backward.
         self._running_on = threading.get_ident() if slot.parameter.is_cpu else self._forward_on
 
-    def _keep_accumulated_apart(self, first: Slot | None = None) -> None:
+    def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients of earlier passes (no_sync) that somebody keeps become what they become with DDP: the mean.
         ``first``: one that autograd is about to hand over, and may still hold."""
         self._seen_task = self._task
@@ -287,22 +295,22 @@ class Gradients:
         kept = extension.load().held_elsewhere([slot.parameter.grad for slot in found], 0, True) if found else []
         self._buffers.keep_apart(found[position].index for position in kept)
 
-    def _refuse_in_flight(self, slot: Slot) -> None:
+    def _refuse_in_flight(self, slot: ParameterState) -> None:
         """Autograd has just added to this gradient: not where it travels."""
         if not self.open or slot.exposed is None:
             return
         if pending.is_pending(slot.exposed) and slot.parameter.grad is slot.exposed:
             raise second_gradient(slot)
 
-    def _report(self, slot: Slot, listener: Listener) -> None:
+    def _report(self, slot: ParameterState, listener: Listener) -> None:
         slot.ready = True
         if slot.absence is None:
             self._count_frozen(slot, Usage.USED)
         self._ready_count += 1
         listener.gradient_ready(slot)
-        self._traffic.ready(slot.index)
+        self._exchange.ready(slot.index)
 
-    def _collect(self, slot: Slot, listener: Listener) -> None:
+    def _collect(self, slot: ParameterState, listener: Listener) -> None:
         """The gradient, divided by the number of workers as DDP does it, into its view."""
         gradient = slot.parameter.grad
         view = self._buffers.views[slot.index]
@@ -339,7 +347,7 @@ class Gradients:
                     pending.mark(slot.parameter, listener)
         self._used_before.clear()
 
-    def _note_absence(self, slot: Slot, failed: bool) -> None:
+    def _note_absence(self, slot: ParameterState, failed: bool) -> None:
         gradient, view = slot.parameter.grad, self._buffers.views[slot.index]
         in_view = gradient is view
         slot.absence = Absence(view.clone() if in_view else gradient, in_view)

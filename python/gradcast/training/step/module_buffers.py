@@ -3,11 +3,11 @@
 from torch import nn
 
 from gradcast.training.ranks.group import Group
-from gradcast.training.ranks.stall_watchdog import Watch
+from gradcast.training.ranks.stall_watchdog import StallWatchdog
 
 
 class ModuleBuffers:
-    def __init__(self, module: nn.Module, group: Group, watch: Watch) -> None:
+    def __init__(self, module: nn.Module, group: Group, watch: StallWatchdog) -> None:
         # Not the buffers themselves: a module may put another tensor into the place of one.
         self._held = [each._buffers for each in module.modules()]
         self._group, self._watch = group, watch

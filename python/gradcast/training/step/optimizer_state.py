@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradcast.training.step import pending
-from gradcast.training.step.parameter_state import Slot
+from gradcast.training.step.parameter_state import ParameterState
 
 
 class GuardedState(collections.defaultdict):
@@ -63,9 +63,9 @@ class PendingState:
         self._optimizer, self._finish = optimizer, finish
         self._running = False
         self._tensors: dict[int, list[torch.Tensor]] = {}  # by slot, those of its parameter's entry that are pending
-        self._slots: dict[int, list[Slot]] = {}  # by id of a tensor: whose updates change it
+        self._slots: dict[int, list[ParameterState]] = {}  # by id of a tensor: whose updates change it
 
-    def mark(self, slots: Sequence[Slot], owner: pending.Owner) -> None:
+    def mark(self, slots: Sequence[ParameterState], owner: pending.Owner) -> None:
         """The updates of these are due from now on."""
         held = self._optimizer.state
         if type(held) is not GuardedState:  # load_state_dict() makes another one
@@ -79,7 +79,7 @@ class PendingState:
                 if not pending.is_pending(tensor):
                     pending.mark(tensor, owner)
 
-    def clear(self, slots: Sequence[Slot]) -> None:
+    def clear(self, slots: Sequence[ParameterState]) -> None:
         """The updates of these are about to run."""
         for slot in slots:
             for tensor in self._tensors.pop(slot.index, ()):
@@ -89,7 +89,7 @@ class PendingState:
                     del self._slots[id(tensor)]
                     pending.clear(tensor)
 
-    def slots_of(self, tensor: torch.Tensor) -> list[Slot] | None:
+    def slots_of(self, tensor: torch.Tensor) -> list[ParameterState] | None:
         """Whose updates change this tensor; None where it is not of this state, or the optimizer itself looks."""
         return self._slots.get(id(tensor))
 

@@ -13,30 +13,30 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training.compat import extension, interrupts
-from gradcast.training.measure.step_trace import Trace
+from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.step import parameter_state, partial_step, pending
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers
-from gradcast.training.step.gradient_exchange import Traffic
-from gradcast.training.step.gradient_hooks import Gradients
+from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import PendingState
-from gradcast.training.step.parameter_state import Slot
-from gradcast.training.step.update_stream import HomeStream
+from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.update_stream import UpdateStream
 
 _log = logging.getLogger("gradcast")
 
 
-class Steps:
+class OptimizerSteps:
     """Of all optimizers. ``take`` is what a call of step() does; ``finish`` brings parameters up to date."""
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        all_slots: Sequence[Slot],
+        all_slots: Sequence[ParameterState],
         buffers: GradientBuffers,
-        traffic: Traffic,
-        gradients: Gradients,
-        trace: Trace,
+        exchange: GradientExchange,
+        gradients: GradientHooks,
+        trace: StepTrace,
         tells: bool,
         max_norm: float | None,
     ) -> None:
@@ -44,13 +44,13 @@ class Steps:
         to it before the first update."""
         self._optimizers = list(optimizers)
         self._slots = [[slot for slot in all_slots if slot.owner == number] for number in range(len(optimizers))]
-        self._buffers, self._traffic, self._gradients, self._trace = buffers, traffic, gradients, trace
+        self._buffers, self._exchange, self._gradients, self._trace = buffers, exchange, gradients, trace
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while updates of it remain
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()
         self._interceptions: list[partial_step.StepInterception] = []
         self._all_slots = list(all_slots)
-        self.home = HomeStream(buffers.flats[0].device)
+        self.home = UpdateStream(buffers.flats[0].device)
         self._clipping = None if max_norm is None else NormClipping(all_slots, max_norm)
         self._tells = tells
         self._said: set[str] = set()
@@ -70,7 +70,7 @@ class Steps:
             state.release()
 
     @property
-    def waiting(self) -> list[Slot]:
+    def waiting(self) -> list[ParameterState]:
         return [slot for slots in self._slots for slot in slots if slot.updating]
 
     def backward_begins(self) -> None:
@@ -87,7 +87,7 @@ class Steps:
         if self._clipping is not None:
             self._clipping.begin()
 
-    def state_of(self, tensor: torch.Tensor) -> list[Slot] | None:
+    def state_of(self, tensor: torch.Tensor) -> list[ParameterState] | None:
         """Whose updates change this tensor of an optimizer's state; nobody's while the optimizer itself looks."""
         for state in self._states:
             found = state.slots_of(tensor)
@@ -141,17 +141,17 @@ class Steps:
         norm = None if self._clipping is None else self._clipping.total_norm
         return None if norm is None else norm.item()
 
-    def finish(self, slots: Sequence[Slot]) -> None:
+    def finish(self, slots: Sequence[ParameterState]) -> None:
         """Waits for the gradients of these and updates them, with everything else that has arrived by then, or comes
         along on a device."""
         with self.home.entered():
             self._finish(slots)
 
-    def _finish(self, due: Sequence[Slot]) -> None:
+    def _finish(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
         start_ns = time.perf_counter_ns()
         if self._clipping is None:
-            there = self._traffic.wait([slot.index for slot in due])
+            there = self._exchange.wait([slot.index for slot in due])
         else:
             self._gradients.finish()
             there = [slot.index for slot in self._all_slots]
@@ -159,7 +159,7 @@ class Steps:
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip()
         self._arrived.update(there)
-        self._arrived.update(self._traffic.newly_arrived())
+        self._arrived.update(self._exchange.newly_arrived())
         with interrupts.after_this():
             for number in list(self._partial):
                 part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
@@ -235,7 +235,7 @@ class Steps:
             self._states[number].mark(due, owner)
             self._update_others(number)
         if self._clipping is not None:
-            self._arrived.update(self._traffic.newly_arrived())
+            self._arrived.update(self._exchange.newly_arrived())
             arrived = [slot for slot in due if slot.index in self._arrived]
             for slot in arrived:
                 self._gradients.receive(slot)
@@ -251,7 +251,7 @@ class Steps:
         if others:
             self._states[number].update(lambda: self._partial[number].run(others, last=False))
 
-    def _finish_held(self, held: Sequence[Slot]) -> None:
+    def _finish_held(self, held: Sequence[ParameterState]) -> None:
         """Whoever has a parameter's memory can read it without asking its class."""
         more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         self._say(
@@ -261,7 +261,7 @@ class Steps:
         )
         self.finish(held)
 
-    def _update(self, number: int, part: Sequence[Slot]) -> None:
+    def _update(self, number: int, part: Sequence[ParameterState]) -> None:
         """One call of the optimizer. The user's ``.grad``, which zero_grad() may have emptied by now, is kept aside."""
         for slot in part:
             slot.updating = False
@@ -294,7 +294,7 @@ class Steps:
             del self._partial[number]
         self._trace.count_update()
 
-    def _fail(self, part: Sequence[Slot], error: BaseException) -> None:
+    def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
         """Some of these may be updated, others not, and nobody can tell: whoever reads one hears of it."""
         for slot in part:
             slot.updating = True

@@ -21,7 +21,7 @@ class Absence:
     in_view: bool
 
 
-class Slot:
+class ParameterState:
     __slots__ = (
         "absence",
         "exposed",
@@ -56,14 +56,14 @@ class Slot:
         self.zero_after = False  # zero_grad(set_to_none=False) came before its update
 
 
-def names(slots: Sequence[Slot]) -> str:
+def names(slots: Sequence[ParameterState]) -> str:
     """For messages: "a, b, c and 5 more"."""
     shown = ", ".join(slot.name for slot in slots[:_NAMES_SHOWN])
     more = len(slots) - _NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def second_gradient(slot: Slot) -> Error:
+def second_gradient(slot: ParameterState) -> Error:
     return Error(
         f"{slot.name} got a second gradient while its first one was on the network, so both are lost; put all backward "
         "passes before step() but the last one under handle.no_sync(), and if the parameter is used in several "
@@ -72,7 +72,7 @@ def second_gradient(slot: Slot) -> Error:
     )
 
 
-def used_inside_backward(slot: Slot) -> Error:
+def used_inside_backward(slot: ParameterState) -> Error:
     return Error(
         f"{slot.name} was changed, or its gradient taken away, inside backward by a hook on it "
         "(register_post_accumulate_grad_hook), before the ranks' mean existed, so the ranks' parameters would differ; "
@@ -81,7 +81,7 @@ def used_inside_backward(slot: Slot) -> Error:
     )
 
 
-def stale_read(slot: Slot) -> Error:
+def stale_read(slot: ParameterState) -> Error:
     return Error(
         f"{slot.name} was used in forward before its update had run, so this gradient belongs to an old value: the "
         "module reads it in a way that gradcast cannot see (a view or alias kept from an earlier step, DLPack, a "

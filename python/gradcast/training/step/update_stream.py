@@ -18,7 +18,7 @@ import torch
 from gradcast.training.compat import graph_capture
 
 
-class HomeStream:
+class UpdateStream:
     """Of one session. ``left``: a parameter has been read on another stream. On the CPU nothing here does anything."""
 
     def __init__(self, device: torch.device) -> None:
