@@ -1,8 +1,8 @@
 """Builds the extension module gradcast._core with CMake; everything else about the package is in pyproject.toml.
 
 The build needs a C++20 compiler and nothing of torch, so one build serves every torch version, and none. The part for
-torch (`_c10d`, csrc/torch) is shipped as source, which gradcast.training.compat.extension compiles
-when training begins. Where torch can be seen already (pip install --no-build-isolation), it is compiled at once and put
+torch (`_c10d`, csrc/transport/torch) is shipped as source, which gradcast.training.compat.extension compiles when
+training begins. Where torch can be seen already (pip install --no-build-isolation), it is compiled at once and put
 beside _core.
 """
 

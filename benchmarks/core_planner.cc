@@ -11,11 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "cost/problem.h"
 #include "gradcast/bound.h"
 #include "gradcast/play.h"
 #include "gradcast/policy.h"
-#include "policy/forecast.h"
-#include "problem.h"
+#include "planner/bound.h"
+#include "planner/forecast.h"
 
 namespace gradcast {
 namespace {

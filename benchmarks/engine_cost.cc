@@ -14,9 +14,9 @@
 #include <string>
 #include <vector>
 
+#include "bench/instant_transport.h"
 #include "gradcast/engine.h"
 #include "gradcast/inproc.h"
-#include "instant_transport.h"
 
 namespace gradcast {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "gradcast/networks.h"
 #include "gradcast/policy.h"
-#include "gradcast/sim.h"
+#include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "wire.h"
+#include "cuda/wire.h"
 
 namespace gradcast {
 namespace {

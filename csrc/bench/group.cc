@@ -1,9 +1,9 @@
-#include "group.h"
+#include "bench/group.h"
 
 #include <cstddef>
 #include <cstring>
 
-#include "clock.h"
+#include "bench/clock.h"
 
 namespace gradcast {
 namespace {

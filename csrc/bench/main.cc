@@ -6,9 +6,9 @@
 #include <iterator>
 #include <string>
 
+#include "bench/options.h"
+#include "bench/report.h"
 #include "gradcast/error.h"
-#include "options.h"
-#include "report.h"
 
 namespace gradcast {
 namespace {

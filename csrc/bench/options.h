@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <string>
 
+#include "bench/schedule.h"
+#include "bench/sweep.h"
 #include "gradcast/inproc.h"
-#include "schedule.h"
-#include "sweep.h"
 
 namespace gradcast {
 

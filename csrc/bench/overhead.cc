@@ -1,13 +1,13 @@
-#include "overhead.h"
+#include "bench/overhead.h"
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "clock.h"
+#include "bench/clock.h"
+#include "bench/instant_transport.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
-#include "instant_transport.h"
 
 namespace gradcast {
 namespace {

@@ -1,5 +1,5 @@
+#include "bench/group.h"
 #include "gradcast/error.h"
-#include "group.h"
 #ifdef GRADCAST_HAS_MPI
 #include <mpi.h>
 
@@ -13,9 +13,9 @@
 #ifdef GRADCAST_HAS_NCCL
 #include <cuda_runtime_api.h>
 
-#include "clock.h"
+#include "bench/clock.h"
+#include "cuda/wire.h"
 #include "gradcast/nccl.h"
-#include "wire.h"
 #endif
 
 namespace gradcast {

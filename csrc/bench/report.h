@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "bench/options.h"
+#include "bench/overhead.h"
+#include "bench/schedule.h"
+#include "bench/sweep.h"
 #include "gradcast/link_fit.h"
-#include "options.h"
-#include "overhead.h"
-#include "schedule.h"
-#include "sweep.h"
 
 namespace gradcast {
 

@@ -1,4 +1,4 @@
-#include "schedule.h"
+#include "bench/schedule.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,11 +7,11 @@
 #include <numeric>
 #include <utility>
 
-#include "clock.h"
+#include "bench/clock.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
 #include "gradcast/policy.h"
-#include "host_memory.h"
+#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {

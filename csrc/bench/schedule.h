@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "bench/group.h"
 #include "gradcast/profile.h"
 #include "gradcast/types.h"
-#include "group.h"
 
 namespace gradcast {
 

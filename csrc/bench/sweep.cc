@@ -1,13 +1,13 @@
-#include "sweep.h"
+#include "bench/sweep.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
-#include "clock.h"
+#include "bench/clock.h"
+#include "bench/transport_driver.h"
 #include "gradcast/error.h"
-#include "host_memory.h"
-#include "transport_driver.h"
+#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {

@@ -7,10 +7,10 @@
 #include <functional>
 #include <vector>
 
+#include "bench/group.h"
 #include "gradcast/link.h"
 #include "gradcast/link_fit.h"
 #include "gradcast/types.h"
-#include "group.h"
 
 namespace gradcast {
 

@@ -5,8 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include "bench/group.h"
 #include "gradcast/error.h"
-#include "group.h"
 
 namespace gradcast {
 namespace {

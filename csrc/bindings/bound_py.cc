@@ -1,7 +1,7 @@
 // Lower bounds for Python.
 #include <string>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/bound.h"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-#include "capsule.h"
+#include "bindings/capsule.h"
 
 #include <string>
 

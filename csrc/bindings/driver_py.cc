@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
-#include "capsule.h"
-#include "transport_driver.h"
+#include "bench/transport_driver.h"
+#include "bindings/bindings.h"
+#include "bindings/capsule.h"
 
 namespace py = pybind11;
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
-#include "capsule.h"
+#include "bindings/bindings.h"
+#include "bindings/capsule.h"
 #include "gradcast/engine.h"
 
 namespace py = pybind11;

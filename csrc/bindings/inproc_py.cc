@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include "arrays.h"
-#include "bindings.h"
-#include "capsule.h"
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/capsule.h"
 #include "gradcast/inproc.h"
 
 namespace py = pybind11;

@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/error.h"
 #include "gradcast/link_fit.h"
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/error.h"
 #include "gradcast/link.h"
 #include "gradcast/profile.h"

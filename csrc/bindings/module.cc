@@ -1,7 +1,7 @@
 // The entry of the module `_core`, and how C++ errors arrive in Python.
 #include <string>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/error.h"
 #include "gradcast/version.h"
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/monitor.h"
 
 namespace py = pybind11;

@@ -1,7 +1,7 @@
 // Derived and published networks for Python.
 #include <string>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/networks.h"
 
 namespace py = pybind11;

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/plan.h"
 
 namespace py = pybind11;

@@ -1,5 +1,5 @@
 // play() for Python.
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/play.h"
 
 namespace py = pybind11;

@@ -2,7 +2,7 @@
 #include <map>
 #include <string>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/policy.h"
 
 namespace py = pybind11;

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "gradcast/profile.h"
 
 namespace py = pybind11;

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "numbers.h"
-#include "split.h"
-#include "wire.h"
+#include "cuda/numbers.h"
+#include "cuda/split.h"
+#include "cuda/wire.h"
 
 namespace gradcast {
 namespace {

@@ -1,5 +1,5 @@
-#include "numbers.h"
-#include "wire.h"
+#include "cuda/numbers.h"
+#include "cuda/wire.h"
 
 namespace gradcast {
 namespace {

@@ -1,6 +1,6 @@
 #include "gradcast/engine.h"
 
-#include "loop.h"
+#include "engine/loop.h"
 
 namespace gradcast {
 

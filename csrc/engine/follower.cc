@@ -1,4 +1,4 @@
-#include "follower.h"
+#include "engine/follower.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,5 +1,5 @@
 // The engine's thread.
-#include "loop.h"
+#include "engine/loop.h"
 
 #include <algorithm>
 #include <ctime>
@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "sentences.h"
+#include "engine/describe.h"
 
 namespace gradcast {
 namespace {

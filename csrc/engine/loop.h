@@ -15,12 +15,12 @@
 #include <thread>
 #include <vector>
 
-#include "follower.h"
+#include "engine/follower.h"
+#include "engine/recorder.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
 #include "gradcast/transport.h"
-#include "recorder.h"
-#include "sync.h"
+#include "platform/sync.h"
 
 namespace gradcast {
 

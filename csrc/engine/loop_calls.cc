@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "loop.h"
-#include "sentences.h"
+#include "engine/describe.h"
+#include "engine/loop.h"
 
 namespace gradcast {
 namespace {

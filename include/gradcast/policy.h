@@ -1,7 +1,7 @@
 // Policies: pure functions from a profile and a link model to a plan.
 //
 // A policy that decides online in its paper is played in virtual time over the profile; its sequence of decisions is the
-// plan. csrc/core/policy/ has one header per policy with its source and parameters.
+// plan. csrc/core/policies/ has one header per policy with its source and parameters.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -12,7 +12,7 @@
 
 #include "gradcast/plan.h"
 #include "gradcast/profile.h"
-#include "profiles.h"
+#include "tests/core/profiles.h"
 
 namespace gradcast {
 

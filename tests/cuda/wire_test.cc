@@ -1,5 +1,5 @@
 // The 16-bit numbers of the wire: the host's functions against the definition, a device's against the host's.
-#include "wire.h"
+#include "cuda/wire.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "split.h"
+#include "cuda/split.h"
 
 namespace gradcast {
 namespace {

@@ -7,11 +7,11 @@
 #include <thread>
 #include <vector>
 
-#include "engine_ranks.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
-#include "hand_transport.h"
-#include "refusals.h"
+#include "tests/engine/engine_ranks.h"
+#include "tests/engine/hand_transport.h"
+#include "tests/support/refusals.h"
 
 namespace gradcast {
 namespace {

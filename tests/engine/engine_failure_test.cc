@@ -11,11 +11,11 @@
 #include <thread>
 #include <vector>
 
-#include "asleep.h"
-#include "engine_ranks.h"
 #include "gradcast/error.h"
-#include "hand_transport.h"
-#include "refusals.h"
+#include "tests/engine/asleep.h"
+#include "tests/engine/engine_ranks.h"
+#include "tests/engine/hand_transport.h"
+#include "tests/support/refusals.h"
 
 namespace gradcast {
 namespace {

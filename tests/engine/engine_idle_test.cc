@@ -6,7 +6,7 @@
 #include <ctime>
 #include <thread>
 
-#include "engine_ranks.h"
+#include "tests/engine/engine_ranks.h"
 
 namespace gradcast {
 namespace {

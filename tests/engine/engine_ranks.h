@@ -19,8 +19,8 @@
 
 #include "gradcast/engine.h"
 #include "gradcast/inproc.h"
-#include "hand_transport.h"
-#include "random_iterations.h"
+#include "tests/engine/hand_transport.h"
+#include "tests/engine/random_iterations.h"
 
 namespace gradcast {
 

@@ -1,5 +1,5 @@
 // Engines of several ranks on the in-process network: sums are right whatever the threads do.
-#include "engine_ranks.h"
+#include "tests/engine/engine_ranks.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gradcast/error.h"
-#include "seeds.h"
+#include "tests/support/seeds.h"
 
 namespace gradcast {
 namespace {

@@ -1,5 +1,5 @@
 // The follower: tables by hand, and random orders of events held against a naive reading of the rules.
-#include "follower.h"
+#include "engine/follower.h"
 
 #include <gtest/gtest.h>
 
@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "gradcast/error.h"
-#include "hand_profiles.h"
-#include "random_iterations.h"
-#include "refusals.h"
-#include "seeds.h"
+#include "tests/core/hand_profiles.h"
+#include "tests/engine/random_iterations.h"
+#include "tests/support/refusals.h"
+#include "tests/support/seeds.h"
 
 namespace gradcast {
 namespace {

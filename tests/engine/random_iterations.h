@@ -11,8 +11,8 @@
 
 #include "gradcast/plan.h"
 #include "gradcast/profile.h"
-#include "profiles.h"
-#include "random_plans.h"
+#include "tests/core/profiles.h"
+#include "tests/core/random_plans.h"
 
 namespace gradcast {
 

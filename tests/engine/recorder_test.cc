@@ -1,5 +1,5 @@
 // The record of what happened: the last iterations, never more memory.
-#include "recorder.h"
+#include "engine/recorder.h"
 
 #include <gtest/gtest.h>
 

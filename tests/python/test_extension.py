@@ -29,8 +29,8 @@ PyMODINIT_FUNC PyInit__c10d() {{
 
 
 def write_sources(root: Path, answer: int = 42, extra: str = "") -> None:
-    (root / "csrc/torch").mkdir(parents=True, exist_ok=True)
-    (root / "csrc/torch/module.cc").write_text(MODULE.format(answer=answer) + extra)
+    (root / "csrc/transport/torch").mkdir(parents=True, exist_ok=True)
+    (root / "csrc/transport/torch/module.cc").write_text(MODULE.format(answer=answer) + extra)
     for name in native_build.HEADERS:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("#pragma once\n")
@@ -166,7 +166,7 @@ def test_no_headers_of_python(load, monkeypatch, tmp_path):
 
 
 def test_no_sources(load, world):
-    (world / "csrc/torch/module.cc").unlink()
+    (world / "csrc/transport/torch/module.cc").unlink()
     refusal(load, "install gradcast again")
 
 
@@ -268,12 +268,12 @@ def test_two_processes_at_once_build_once(world, monkeypatch, tmp_path):
 
 def test_every_header_that_the_sources_reach_is_shipped():
     reached: set[str] = set()
-    waiting = sorted((ROOT / "csrc/torch").glob("*.*"))
+    waiting = sorted((ROOT / "csrc/transport/torch").glob("*.*"))
     while waiting:
         for name in re.findall(r'#include "([^"]+)"', waiting.pop().read_text()):
-            found = [folder for folder in ("include", "csrc/transport/shared") if (ROOT / folder / name).exists()]
+            found = [folder for folder in ("include", "csrc") if (ROOT / folder / name).exists()]
             for path in (f"{folder}/{name}" for folder in found):
-                if path not in reached:
+                if path not in reached and not path.startswith("csrc/transport/torch/"):
                     reached.add(path)
                     waiting.append(ROOT / path)
     assert reached == set(native_build.HEADERS)
@@ -281,7 +281,9 @@ def test_every_header_that_the_sources_reach_is_shipped():
 
 def test_the_tree_is_what_is_built():
     assert extension.sources_root() == ROOT
-    assert {path for path in native_build.files(ROOT) if path.suffix == ".cc"} == set(ROOT.glob("csrc/torch/*.cc"))
+    assert {path for path in native_build.files(ROOT) if path.suffix == ".cc"} == set(
+        ROOT.glob("csrc/transport/torch/*.cc")
+    )
 
 
 @pytest.mark.long

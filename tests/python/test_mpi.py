@@ -21,7 +21,8 @@ WITHOUT_MPI = (
 )
 
 needs_mpi = pytest.mark.skipif(
-    shutil.which("mpirun") is None or not list((ROOT / "tests/mpi").glob("_mpi_world.*.so")), reason=WITHOUT_MPI
+    shutil.which("mpirun") is None or not list((ROOT / "tests/transport/mpi").glob("_mpi_world.*.so")),
+    reason=WITHOUT_MPI,
 )
 
 

@@ -75,7 +75,7 @@ def test_the_wheel_works_alone(tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, unpacked(tmp_path)], check=True)
     (wheel,) = tmp_path.glob("gradcast-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "gradcast/native/csrc/torch/module.cc" in names
+    assert "gradcast/native/csrc/transport/torch/module.cc" in names
     assert not [name for name in names if "_c10d.torch" in name], "built for a torch that is not there"
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = tmp_path / "venv" / "bin"

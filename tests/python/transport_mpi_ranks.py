@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "transport/mpi"))
 import _mpi_world
 
 import gradcast

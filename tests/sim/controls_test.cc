@@ -4,12 +4,12 @@
 #include <optional>
 #include <vector>
 
-#include "event_queue.h"
 #include "gradcast/error.h"
-#include "gradcast/sim.h"
-#include "hand_scenarios.h"
-#include "ledger.h"
-#include "watch.h"
+#include "tests/sim/hand_scenarios.h"
+#include "tests/sim/simulator/byte_coverage.h"
+#include "tests/sim/simulator/event_queue.h"
+#include "tests/sim/simulator/rank_checker.h"
+#include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
 namespace {

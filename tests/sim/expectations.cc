@@ -1,4 +1,4 @@
-#include "expectations.h"
+#include "tests/sim/expectations.h"
 
 #include <gtest/gtest.h>
 

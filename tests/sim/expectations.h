@@ -3,8 +3,8 @@
 // Thread safety: pure; any thread.
 #pragma once
 
-#include "gradcast/sim.h"
-#include "random_scenarios.h"
+#include "tests/sim/random_scenarios.h"
+#include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
 

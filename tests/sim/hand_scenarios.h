@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "gradcast/sim.h"
-#include "hand_profiles.h"
+#include "tests/core/hand_profiles.h"
+#include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
 

@@ -1,4 +1,4 @@
-#include "random_scenarios.h"
+#include "tests/sim/random_scenarios.h"
 
 #include <algorithm>
 #include <iterator>
@@ -7,8 +7,8 @@
 
 #include "gradcast/error.h"
 #include "gradcast/policy.h"
-#include "profiles.h"
-#include "random_iterations.h"
+#include "tests/core/profiles.h"
+#include "tests/engine/random_iterations.h"
 
 namespace gradcast {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "gradcast/sim.h"
+#include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
 

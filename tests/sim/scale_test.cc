@@ -7,8 +7,8 @@
 
 #include "gradcast/networks.h"
 #include "gradcast/policy.h"
-#include "gradcast/sim.h"
-#include "hand_scenarios.h"
+#include "tests/sim/hand_scenarios.h"
+#include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
 namespace {

@@ -7,10 +7,10 @@
 #include <map>
 #include <string>
 
-#include "expectations.h"
 #include "gradcast/policy.h"
-#include "random_scenarios.h"
-#include "sim_seeds.h"
+#include "tests/sim/expectations.h"
+#include "tests/sim/random_scenarios.h"
+#include "tests/sim/sim_seeds.h"
 
 namespace gradcast {
 namespace {

@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <optional>
 
-#include "seeds.h"
+#include "tests/support/seeds.h"
 
 namespace gradcast {
 

@@ -1,4 +1,6 @@
 // Runs by hand: what they cost, what stands still and what is said about it, and what is refused.
+#include "tests/sim/simulator/simulate.h"
+
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -7,10 +9,9 @@
 
 #include "gradcast/error.h"
 #include "gradcast/play.h"
-#include "gradcast/sim.h"
-#include "hand_scenarios.h"
-#include "random_scenarios.h"
-#include "refusals.h"
+#include "tests/sim/hand_scenarios.h"
+#include "tests/sim/random_scenarios.h"
+#include "tests/support/refusals.h"
 
 namespace gradcast {
 namespace {

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "device_stream.h"
-#include "message.h"
+#include "transport/torch/device_stream.h"
+#include "transport/torch/exception_text.h"
 
 namespace {
 

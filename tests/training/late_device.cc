@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "capsule.h"
+#include "bindings/capsule.h"
 #include "gradcast/transport.h"
 
 namespace py = pybind11;

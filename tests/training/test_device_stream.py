@@ -22,9 +22,9 @@ def device(tmp_path_factory):
         name="device_stream_check",
         sources=[
             str(Path(__file__).with_name("device_stream_check.cc")),
-            *(str(root / f"csrc/torch/{name}.cc") for name in ("device_stream", "message")),
+            *(str(root / f"csrc/transport/torch/{name}.cc") for name in ("device_stream", "exception_text")),
         ],
-        extra_include_paths=[str(root / folder) for folder in ("csrc/torch", "csrc/transport/shared", "include")],
+        extra_include_paths=[str(root / folder) for folder in ("csrc", "include")],
         extra_cflags=["-std=c++20", "-O1"],
         build_directory=str(tmp_path_factory.mktemp("device_stream")),
     )

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <string>
 
+#include "cost/pieces.h"
 #include "gradcast/error.h"
-#include "pieces.h"
 #include "planner/zigzag.h"
 
 namespace gradcast {

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner/refill.h"
-#include "problem.h"
+#include "cost/problem.h"
+#include "planner/window_filler.h"
 
 namespace gradcast {
 

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "pieces.h"
+#include "cost/pieces.h"
 
 namespace gradcast {
 namespace {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "cost/pieces.h"
 #include "gradcast/error.h"
-#include "pieces.h"
 #include "planner/bisect.h"
 
 namespace gradcast {

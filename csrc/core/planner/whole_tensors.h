@@ -9,8 +9,8 @@
 
 #include <vector>
 
+#include "cost/problem.h"
 #include "gradcast/plan.h"
-#include "problem.h"
 
 namespace gradcast {
 

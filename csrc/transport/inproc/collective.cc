@@ -1,10 +1,10 @@
-#include "collective.h"
+#include "transport/inproc/collective.h"
 
 #include <algorithm>
 #include <limits>
 #include <utility>
 
-#include "host_memory.h"
+#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {

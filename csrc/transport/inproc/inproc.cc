@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "wire.h"
+#include "transport/inproc/wire.h"
 
 namespace gradcast {
 

@@ -1,4 +1,4 @@
-#include "wire.h"
+#include "transport/inproc/wire.h"
 
 #include <pthread.h>
 
@@ -7,9 +7,9 @@
 #include <cmath>
 #include <span>
 
-#include "collective.h"
 #include "gradcast/error.h"
-#include "host_memory.h"
+#include "transport/common/host_memory.h"
+#include "transport/inproc/collective.h"
 
 namespace gradcast {
 namespace {

@@ -14,8 +14,8 @@
 
 #include "gradcast/error.h"
 #include "gradcast/mpi.h"
-#include "host_memory.h"
-#include "outstanding.h"
+#include "transport/common/completion_gate.h"
+#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {

@@ -1,4 +1,4 @@
-#include "calls.h"
+#include "transport/nccl/calls.h"
 
 #include "gradcast/error.h"
 

@@ -1,10 +1,10 @@
-#include "communicator.h"
+#include "transport/nccl/communicator.h"
 
 #include <cstring>
 #include <thread>
 
-#include "calls.h"
 #include "gradcast/error.h"
+#include "transport/nccl/calls.h"
 
 namespace gradcast {
 namespace {

@@ -12,13 +12,13 @@
 #include <tuple>
 #include <utility>
 
-#include "calls.h"
-#include "communicator.h"
 #include "gradcast/error.h"
 #include "gradcast/nccl.h"
-#include "host_memory.h"
-#include "last_marks.h"
-#include "outstanding.h"
+#include "transport/common/completion_gate.h"
+#include "transport/common/host_memory.h"
+#include "transport/common/range_map.h"
+#include "transport/nccl/calls.h"
+#include "transport/nccl/communicator.h"
 
 namespace gradcast {
 namespace {

@@ -47,7 +47,7 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
         raise Error(
             "register the hook with its state: ddp.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)"
         )
-    # Python does not learn of the bucket's tensor: see csrc/torch/control.h.
+    # Python does not learn of the bucket's tensor: see csrc/transport/torch/control.h.
     group = state.group(bucket.parameters()[0].device)
     if group.world_size == 1:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

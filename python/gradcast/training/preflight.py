@@ -81,7 +81,7 @@ def _gathered(process_group: Any, value: Any, device: torch.device | None) -> li
 
 
 def _gathered_in_python(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
-    """The messages of ``gather`` in csrc/torch/control.cc, to ranks that have the part for torch."""
+    """The messages of ``gather`` in csrc/transport/torch/control.cc, to ranks that have the part for torch."""
     where = device_of_messages(process_group, device)
     text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     size = torch.tensor([len(text)], device=where)

@@ -40,7 +40,7 @@ def load() -> ModuleType:
 
 
 def sources_root() -> Path:
-    """Where ``csrc/torch`` lies: in the installed package, else in the tree that the package is part of."""
+    """Where ``csrc/transport/torch`` lies: in the installed package, else in the tree that the package is part of."""
     shipped = _PACKAGE / "native"
     return shipped if shipped.is_dir() else _PACKAGE.parents[1]
 

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-# What csrc/torch includes of other folders, from the root; a test compares this list with the sources.
+# What csrc/transport/torch includes of other folders, from the root; a test compares this list with the sources.
 HEADERS = (
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
-    "csrc/transport/shared/last_marks.h",
-    "csrc/transport/shared/outstanding.h",
+    "csrc/transport/common/completion_gate.h",
+    "csrc/transport/common/range_map.h",
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
@@ -36,7 +36,8 @@ class BuildError(Exception):
 def files(root: Path) -> list[Path]:
     """All that the module is made of: ``root`` is the source tree, or the copy of its parts in an installed package."""
     headers = [root / name for name in HEADERS]
-    found = sorted((root / "csrc" / "torch").glob("*.cc")) + sorted((root / "csrc" / "torch").glob("*.h")) + headers
+    own = root / "csrc/transport/torch"
+    found = sorted(own.glob("*.cc")) + sorted(own.glob("*.h")) + headers
     missing = [path for path in headers if not path.exists()]
     if len(found) == len(headers) or missing:
         raise BuildError(f"the sources of the part for torch are not in {root}; install gradcast again")
@@ -101,7 +102,7 @@ def _include_flags(root: Path) -> list[str]:
             "the package is called python3-dev on Debian and Ubuntu, python3-devel on Fedora"
         )
     # As system headers, so that the warnings are those of our own sources.
-    own = (f"-I{root / folder}" for folder in ("include", "csrc/transport/shared"))
+    own = (f"-I{root / folder}" for folder in ("include", "csrc"))
     return [*own, "-isystem", str(_torch_folder() / "include"), "-isystem", python_include]
 
 

@@ -1,0 +1,240 @@
+#include "gradcast/link_fit.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cost/fit_criterion.h"
+#include "cost/line_fit.h"
+#include "gradcast/error.h"
+#include "model/number_text.h"
+
+namespace gradcast {
+namespace {
+
+// Two points always lie on a line; a third is the least that can speak against it.
+constexpr size_t kSizesPerPieceMin = 3;
+// The dynamic programme fits a line to each of n^2/2 ranges of sizes, from up to n^2/2 pairs: 48 sizes, three per
+// doubling from 4 KB to 256 MB, take some 10 ms.
+constexpr size_t kPointsMax = 48;
+constexpr int32_t kPiecesMax = 8;
+
+[[noreturn]] void refuse_sample(size_t index, const char* field, double value, const char* advice) {
+  throw Error(ErrorCode::kInvalidLink,
+              "samples[" + std::to_string(index) + "]." + field + " is " + number_text(value) + "; " + advice);
+}
+
+void check_samples(std::span<const LinkSample> samples) {
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const double size_bytes = static_cast<double>(samples[i].size_bytes);
+    if (samples[i].size_bytes < 1 || samples[i].size_bytes > kBytesMax) {
+      refuse_sample(i, "size_bytes", size_bytes, "a size is from 1 to 2^53 bytes");
+    }
+    if (!(samples[i].time_ns > 0 && samples[i].time_ns <= static_cast<double>(kBytesMax))) {
+      refuse_sample(i, "time_ns", samples[i].time_ns, "a time is above 0 and at most 2^53 ns");
+    }
+  }
+}
+
+std::vector<LinkSample> sorted(std::span<const LinkSample> samples) {
+  std::vector<LinkSample> result(samples.begin(), samples.end());
+  std::sort(result.begin(), result.end(), [](const LinkSample& a, const LinkSample& b) {
+    return a.size_bytes != b.size_bytes ? a.size_bytes < b.size_bytes : a.time_ns < b.time_ns;
+  });
+  return result;
+}
+
+// The first sample of each size, and the end.
+std::vector<size_t> size_starts(std::span<const LinkSample> samples) {
+  std::vector<size_t> starts;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (i == 0 || samples[i].size_bytes != samples[i - 1].size_bytes) starts.push_back(i);
+  }
+  starts.push_back(samples.size());
+  return starts;
+}
+
+double mean_of(std::span<const double> values) {
+  double sum = 0;
+  for (double value : values)
+    sum += value;
+  return sum / static_cast<double>(values.size());
+}
+
+double median_of(std::span<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// One point per size, or per group of neighbouring sizes. Both the mean and the (lower) median of points on a rising
+// line lie on that line, so grouping does not bend it.
+FitPoint point_of(std::span<const LinkSample> samples, FitMethod method) {
+  std::vector<double> sizes_bytes;
+  std::vector<double> times_ns;
+  for (const LinkSample& sample : samples) {
+    sizes_bytes.push_back(static_cast<double>(sample.size_bytes));
+    times_ns.push_back(sample.time_ns);
+  }
+  const double weight = static_cast<double>(samples.size());
+  if (method == FitMethod::kLeastSquares) return {mean_of(sizes_bytes), mean_of(times_ns), weight};
+  return {median_of(sizes_bytes), median_of(times_ns), weight};
+}
+
+std::vector<FitPoint> points_of(std::span<const LinkSample> samples, FitMethod method) {
+  const std::vector<size_t> starts = size_starts(samples);
+  const size_t size_count = starts.size() - 1;
+  if (size_count < kSizesPerPieceMin) {
+    throw Error(ErrorCode::kInvalidLink,
+                "the samples have " + std::to_string(size_count) +
+                    " different sizes; measure at least 3, from the smallest to the largest block");
+  }
+  const size_t point_count = std::min(size_count, kPointsMax);
+  std::vector<FitPoint> points;
+  for (size_t i = 0; i < point_count; ++i) {
+    const size_t first = starts[i * size_count / point_count];
+    const size_t last = starts[(i + 1) * size_count / point_count];
+    points.push_back(point_of(samples.subspan(first, last - first), method));
+  }
+  return points;
+}
+
+FitLine line_of(std::span<const FitPoint> points, FitMethod method) {
+  return method == FitMethod::kLeastSquares ? least_squares_line(points) : robust_line(points);
+}
+
+// Points [first, last) of one piece.
+struct Segment {
+  size_t first;
+  size_t last;
+};
+
+// The errors of every segment, looked up by its ends.
+class SegmentErrors {
+ public:
+  SegmentErrors(std::span<const FitPoint> points, FitMethod method, const FitCriterion& criterion)
+      : stride_(points.size() + 1), errors_(stride_ * stride_, std::numeric_limits<double>::infinity()) {
+    for (size_t first = 0; first < points.size(); ++first) {
+      for (size_t last = first + kSizesPerPieceMin; last <= points.size(); ++last) {
+        const auto segment = points.subspan(first, last - first);
+        errors_[first * stride_ + last] = criterion.error_of(segment, line_of(segment, method));
+      }
+    }
+  }
+  double of(Segment segment) const { return errors_[segment.first * stride_ + segment.last]; }
+
+ private:
+  size_t stride_;
+  std::vector<double> errors_;
+};
+
+// The segmentation with the best criterion: best_error[last] is the least error of points [0, last) in the current
+// number of pieces, start[pieces][last] where its last piece begins.
+std::vector<Segment> best_segments(std::span<const FitPoint> points, const LinkFitOptions& options) {
+  const FitCriterion criterion(points, options.method);
+  const SegmentErrors errors(points, options.method, criterion);
+  const size_t count = points.size();
+  std::vector<double> best_error(count + 1);
+  for (size_t last = 0; last <= count; ++last)
+    best_error[last] = errors.of({0, last});
+  std::vector<std::vector<size_t>> starts{std::vector<size_t>(count + 1, 0)};
+  double best_value = criterion.of(best_error[count], 1);
+  size_t piece_count = 1;
+  for (int32_t pieces = 2; pieces <= options.max_pieces; ++pieces) {
+    std::vector<double> error(count + 1, std::numeric_limits<double>::infinity());
+    std::vector<size_t> start(count + 1, 0);
+    for (size_t last = 0; last <= count; ++last) {
+      for (size_t first = 0; first < last; ++first) {
+        const double sum = best_error[first] + errors.of({first, last});
+        if (sum < error[last]) std::tie(error[last], start[last]) = std::pair(sum, first);
+      }
+    }
+    best_error = std::move(error);
+    starts.push_back(std::move(start));
+    const double value = criterion.of(best_error[count], pieces);
+    if (value < best_value) {
+      best_value = value;
+      piece_count = static_cast<size_t>(pieces);
+    }
+  }
+  std::vector<Segment> segments(piece_count);
+  for (size_t piece = piece_count, last = count; piece-- > 0;) {
+    segments[piece] = {starts[piece][last], last};
+    last = segments[piece].first;
+  }
+  return segments;
+}
+
+// Where the left piece ends: at the crossing of the lines if it lies between the two sizes or, as noise may have moved
+// it, one size beyond them; otherwise there is a jump, and the last size measured on the left is the last known to
+// belong there.
+int64_t breakpoint_bytes(std::span<const FitPoint> points, size_t first_right, const FitLine& left,
+                         const FitLine& right) {
+  const double crossing_bytes =
+      (right.alpha_ns - left.alpha_ns) / (left.beta_ns_per_byte - right.beta_ns_per_byte);  // NaN where parallel
+  // Grouped sizes may lie between bytes; whole ones keep the ends of pieces apart.
+  const bool close = crossing_bytes > std::ceil(points[first_right - 2].size_bytes) &&
+                     crossing_bytes < std::floor(points[first_right + 1].size_bytes);
+  return static_cast<int64_t>(close ? crossing_bytes : points[first_right - 1].size_bytes);
+}
+
+// Appends a piece; where it would begin below the level of the one before, that level continues until the line reaches
+// it.
+void append_monotone(OpCost& cost, const FitLine& line, int64_t up_to_bytes) {
+  if (!cost.pieces.empty()) {
+    const int64_t begin_bytes = cost.pieces.back().up_to_bytes;
+    GC_CHECK(up_to_bytes > begin_bytes);
+    const double level_ns = cost.cost_ns(begin_bytes);
+    const OpCost above = linear_cost({line.alpha_ns, line.beta_ns_per_byte});
+    // As in check_link: a fall of a rounding is none.
+    if (above.cost_ns(begin_bytes + 1) < level_ns * (1 - 1e-12)) {
+      const int64_t reached_bytes = above.capacity_bytes(level_ns);
+      const bool always = reached_bytes >= std::min(up_to_bytes, kBytesMax);
+      cost.pieces.push_back({always ? up_to_bytes : reached_bytes, level_ns, 0});
+      if (always) return;
+    }
+  }
+  cost.pieces.push_back({up_to_bytes, line.alpha_ns, line.beta_ns_per_byte});
+}
+
+OpCost cost_of(std::span<const FitPoint> points, const LinkFitOptions& options) {
+  const std::vector<Segment> segments = best_segments(points, options);
+  std::vector<FitLine> lines;
+  for (const Segment& segment : segments) {
+    lines.push_back(line_of(points.subspan(segment.first, segment.last - segment.first), options.method));
+  }
+  OpCost cost;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const bool last = i + 1 == segments.size();
+    const int64_t up_to_bytes =
+        last ? kUnboundedBytes : breakpoint_bytes(points, segments[i].last, lines[i], lines[i + 1]);
+    append_monotone(cost, lines[i], up_to_bytes);
+  }
+  return cost;
+}
+
+}  // namespace
+
+LinkFit fit_op_cost(std::span<const LinkSample> samples, const LinkFitOptions& options) {
+  if (options.max_pieces < 1 || options.max_pieces > kPiecesMax) {
+    throw Error(ErrorCode::kInvalidOption,
+                "max_pieces is " + std::to_string(options.max_pieces) + "; it must be from 1 to 8");
+  }
+  check_samples(samples);
+  const std::vector<LinkSample> by_size = sorted(samples);
+  LinkFit fit;
+  fit.cost = cost_of(points_of(by_size, options.method), options);
+  std::vector<double> errors;
+  for (const LinkSample& sample : by_size) {
+    errors.push_back(std::abs(fit.cost.cost_ns(sample.size_bytes) - sample.time_ns) / sample.time_ns);
+  }
+  fit.relative_error_max = *std::max_element(errors.begin(), errors.end());
+  fit.relative_error_median = median_of(errors);
+  return fit;
+}
+
+}  // namespace gradcast

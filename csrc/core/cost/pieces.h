@@ -1,0 +1,36 @@
+// Pieces of tensors, and the blocks that carry them: what policies and the planner build plans from.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cost/problem.h"
+#include "gradcast/text.h"
+
+namespace gradcast {
+
+// Bytes [from_bytes, to_bytes) of one tensor, counted from the tensor's start.
+struct Piece {
+  int32_t tensor = 0;
+  int64_t from_bytes = 0;
+  int64_t to_bytes = 0;
+
+  int64_t size_bytes() const { return to_bytes - from_bytes; }
+  bool operator==(const Piece&) const = default;
+};
+
+// Indices of the tensors by ready time; equal ones in backward's order, the less urgent first.
+std::vector<int32_t> by_ready(const Problem& problem);
+
+// One all-reduce of a piece.
+Block piece_block(const Problem& problem, const Piece& piece, std::string reason);
+// All pieces together: one all-reduce per buffer, in the order in which the buffers first appear.
+std::vector<Block> joint_blocks(const Problem& problem, std::span<const Piece> pieces, const std::string& reason);
+// Joins ranges of one buffer as a Block wants them: ascending, adjacent ones merged. REQUIRES: they are disjoint.
+std::vector<Range> joined(std::vector<Range> ranges);
+
+}  // namespace gradcast

@@ -1,0 +1,155 @@
+#include "gradcast/play.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cost/problem.h"
+#include "cost/virtual_link.h"
+#include "gradcast/error.h"
+
+namespace gradcast {
+namespace {
+
+// When the reduce-scatters that already ran finished, by bytes: what an all-gather waits for. A byte is reduce-scattered at
+// most once, so the ranges of a buffer are disjoint.
+class Scattered {
+ public:
+  Scattered(const Problem& problem, std::span<const Block> blocks) : pieces_(problem.buffer_bytes.size()) {
+    for (const Block& block : blocks) {
+      if (block.op != Op::kReduceScatter) {
+        continue;
+      }
+      for (const Range& range : block.ranges) {
+        pieces_[block.buffer].push_back({range, 0});
+      }
+    }
+    for (auto& pieces : pieces_) {
+      std::sort(pieces.begin(), pieces.end(),
+                [](const Piece& a, const Piece& b) { return a.range.lo_bytes < b.range.lo_bytes; });
+    }
+  }
+
+  void finish(const Block& block, double finish_ns) {
+    for (const Range& range : block.ranges) {
+      first_touching(block.buffer, range)->finish_ns = finish_ns;
+    }
+  }
+
+  double ready_ns(const Block& gather) {
+    double ready_ns = 0;
+    for (const Range& range : gather.ranges) {
+      auto& pieces = pieces_[gather.buffer];
+      for (auto at = first_touching(gather.buffer, range); at != pieces.end() && at->range.lo_bytes < range.hi_bytes;
+           ++at) {
+        ready_ns = std::max(ready_ns, at->finish_ns);
+      }
+    }
+    return ready_ns;
+  }
+
+ private:
+  struct Piece {
+    Range range;
+    double finish_ns;
+  };
+
+  std::vector<Piece>::iterator first_touching(int32_t buffer, Range range) {
+    return std::partition_point(pieces_[buffer].begin(), pieces_[buffer].end(),
+                                [&](const Piece& piece) { return piece.range.hi_bytes <= range.lo_bytes; });
+  }
+
+  std::vector<std::vector<Piece>> pieces_;
+};
+
+std::vector<BlockTimes> play_link(const Problem& problem, std::span<const Block> blocks) {
+  std::vector<BlockTimes> times;
+  times.reserve(blocks.size());
+  Scattered scattered(problem, blocks);
+  VirtualLink link(problem);
+  for (const Block& block : blocks) {
+    const double ready_ns = block.op == Op::kAllGather ? scattered.ready_ns(block) : block_ready_ns(problem, block);
+    const double finish_ns = link.launch(ready_ns, block.size_bytes(), block.op, block.ranges.size() > 1);
+    times.push_back({ready_ns, link.launch_ns(), finish_ns});
+    if (block.op == Op::kReduceScatter) {
+      scattered.finish(block, finish_ns);
+    }
+  }
+  return times;
+}
+
+void arrive(const Problem& problem, const Block& block, double finish_ns, std::vector<TensorTimes>& tensors) {
+  if (block.op == Op::kReduceScatter) {
+    return;  // only whole sums count as arrival
+  }
+  for (const Range& range : block.ranges) {
+    const TouchedTensors touched = touched_tensors(problem, block.buffer, range);
+    for (int32_t at = touched.first; at < touched.last; ++at) {
+      double& arrival_ns = tensors[problem.buffer_tensors[block.buffer][at]].arrival_ns;
+      arrival_ns = std::max(arrival_ns, finish_ns);
+    }
+  }
+}
+
+// Forward in overlap mode: the clock only ever stands still for the tensor that it has reached. problem.need_ns counts the
+// updates of more urgent tensors as work, so the work between two reads is the difference of their needs.
+void play_forward(const Problem& problem, Timeline& timeline) {
+  double clock_ns = problem.backward_ns;
+  double need_ns = 0;
+  for (int32_t i = 0; i < problem.tensor_count(); ++i) {
+    TensorTimes& tensor = timeline.tensors[i];
+    tensor.read_ns = clock_ns + (problem.need_ns[i] - need_ns);
+    tensor.wait_ns = std::max(0.0, tensor.arrival_ns - tensor.read_ns);
+    clock_ns = std::max(tensor.read_ns, tensor.arrival_ns);
+    need_ns = problem.need_ns[i];
+  }
+  timeline.iteration_ns = clock_ns + (problem.forward_ns - need_ns);
+}
+
+// Forward in hook mode: it starts when everything has arrived and is updated, and runs through.
+void play_hook_forward(const Problem& problem, Timeline& timeline) {
+  double updated_ns = problem.backward_ns;
+  for (const BlockTimes& block : timeline.blocks) {
+    updated_ns = std::max(updated_ns, block.finish_ns);
+  }
+  timeline.iteration_ns = updated_ns + problem.forward_ns;
+  for (const double update_ns : problem.update_ns) {
+    updated_ns += update_ns;
+  }
+  timeline.forward_start_ns = updated_ns;
+  for (TensorTimes& tensor : timeline.tensors) {
+    tensor.read_ns = updated_ns;
+  }
+}
+
+}  // namespace
+
+Timeline play(const Problem& problem, std::span<const Block> blocks) {
+  Timeline timeline;
+  timeline.blocks = play_link(problem, blocks);
+  timeline.tensors.resize(problem.tensor_count());
+  for (size_t k = 0; k < blocks.size(); ++k) {
+    arrive(problem, blocks[k], timeline.blocks[k].finish_ns, timeline.tensors);
+  }
+  timeline.forward_start_ns = problem.backward_ns;
+  if (problem.mode == Mode::kOverlap) {
+    play_forward(problem, timeline);
+  } else {
+    play_hook_forward(problem, timeline);
+  }
+  timeline.exposed_ns = timeline.iteration_ns - problem.backward_ns - problem.forward_ns;
+  return timeline;
+}
+
+double iteration_ns(const Problem& problem, std::span<const Block> blocks) {
+  return play(problem, blocks).iteration_ns;
+}
+
+Timeline play(const Profile& profile, const LinkModel& link, const Plan& plan) {
+  Timeline timeline = play(make_problem(profile, link, plan.mode, plan.in_flight), plan.blocks);
+  for (size_t i = 0; plan.mode == Mode::kHook && i < profile.tensors.size(); ++i) {
+    timeline.tensors[i].read_ns += profile.tensors[i].need_ns;  // which a hook-mode problem does not know
+  }
+  return timeline;
+}
+
+}  // namespace gradcast

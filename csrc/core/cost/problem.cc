@@ -1,0 +1,108 @@
+#include "cost/problem.h"
+
+#include <algorithm>
+#include <string>
+
+#include "gradcast/error.h"
+
+namespace gradcast {
+namespace {
+
+void add_tensor(Problem& problem, const Tensor& tensor) {
+  const int32_t index = problem.tensor_count();
+  const auto buffer = static_cast<size_t>(tensor.buffer);
+  if (buffer >= problem.buffer_bytes.size()) {
+    problem.buffer_bytes.resize(buffer + 1, 0);
+    problem.element_bytes.resize(buffer + 1, 1);
+    problem.buffer_tensors.resize(buffer + 1);
+  }
+  problem.bytes.push_back(tensor.bytes);
+  problem.offset_bytes.push_back(problem.buffer_bytes[buffer]);
+  problem.buffer.push_back(tensor.buffer);
+  problem.ready_ns.push_back(tensor.ready_ns);
+  problem.update_ns.push_back(tensor.update_ns);
+  problem.buffer_bytes[buffer] += tensor.bytes;
+  problem.element_bytes[buffer] = tensor.element_bytes;
+  problem.buffer_tensors[buffer].push_back(index);
+  problem.total_bytes += tensor.bytes;
+}
+
+}  // namespace
+
+Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, int32_t in_flight) {
+  if (in_flight < 1) {
+    throw Error(ErrorCode::kInvalidOption,
+                "in_flight is " + std::to_string(in_flight) + "; at least one block must be in flight");
+  }
+  check_profile(profile);
+  check_link(link);
+
+  Problem problem;
+  problem.mode = mode;
+  problem.in_flight = in_flight;
+  problem.link = link;
+  problem.backward_ns = profile.backward_ns;
+  const size_t count = profile.tensors.size();
+  for (auto* times : {&problem.ready_ns, &problem.need_ns, &problem.update_ns}) {
+    times->reserve(count);
+  }
+  for (auto* sizes : {&problem.bytes, &problem.offset_bytes}) {
+    sizes->reserve(count);
+  }
+  problem.buffer.reserve(count);
+
+  double updates_ns = 0;
+  for (const Tensor& tensor : profile.tensors) {
+    add_tensor(problem, tensor);
+    problem.need_ns.push_back(mode == Mode::kOverlap ? tensor.need_ns + updates_ns : 0.0);
+    updates_ns += tensor.update_ns;
+  }
+  problem.forward_ns = profile.forward_ns + updates_ns;
+  return problem;
+}
+
+TouchedTensors touched_tensors(const Problem& problem, int32_t buffer, Range range) {
+  const auto& tensors = problem.buffer_tensors[buffer];
+  const auto after = [&](int64_t offset_bytes, int32_t tensor) { return offset_bytes < problem.offset_bytes[tensor]; };
+  // The first tensor is the last one that begins at or before lo; the end is the first that begins at or after hi.
+  const auto first = std::upper_bound(tensors.begin(), tensors.end(), range.lo_bytes, after) - 1;
+  const auto last = std::upper_bound(first, tensors.end(), range.hi_bytes - 1, after);
+  return {static_cast<int32_t>(first - tensors.begin()), static_cast<int32_t>(last - tensors.begin())};
+}
+
+double block_ready_ns(const Problem& problem, const Block& block) {
+  double ready_ns = 0;
+  for (const Range& range : block.ranges) {
+    const TouchedTensors touched = touched_tensors(problem, block.buffer, range);
+    for (int32_t at = touched.first; at < touched.last; ++at) {
+      ready_ns = std::max(ready_ns, problem.ready_ns[problem.buffer_tensors[block.buffer][at]]);
+    }
+  }
+  return ready_ns;
+}
+
+BlockCost block_cost(const LinkModel& link, Op op, int64_t size_bytes, bool packed) {
+  const OpCost& cost = link.of(op);
+  if (!cost.available()) {
+    const std::string name(to_string(op));
+    throw Error(ErrorCode::kInvalidLink, "the link has no cost for " + name + "; add link." + name +
+                                             ", or choose a plan that does not use this operation");
+  }
+  const LinkPiece& piece = cost.piece(size_bytes);
+  const double per_byte_ns = piece.beta_ns_per_byte + (packed ? link.pack_ns_per_byte : 0);
+  return {piece.alpha_ns, per_byte_ns * static_cast<double>(size_bytes)};
+}
+
+BlockCost block_cost(const LinkModel& link, const Block& block) {
+  return block_cost(link, block.op, block.size_bytes(), block.ranges.size() > 1);
+}
+
+bool is_nested(const Problem& problem) {
+  return std::is_sorted(problem.ready_ns.begin(), problem.ready_ns.end(), std::greater<>());
+}
+
+bool can_scatter_gather(const Problem& problem) {
+  return problem.link.reduce_scatter.available() && problem.link.all_gather.available();
+}
+
+}  // namespace gradcast

@@ -1,0 +1,106 @@
+#include "gradcast/profile.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "gradcast/error.h"
+#include "model/number_text.h"
+
+namespace gradcast {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidProfile, message);
+}
+
+void check_time(const std::string& field, double time_ns, double max_ns, const char* max_name) {
+  if (!std::isfinite(time_ns)) {
+    refuse(field + " is not a finite number; measure it again");
+  }
+  if (time_ns < 0) {
+    refuse(field + " is " + number_text(time_ns) + "; times start at 0");
+  }
+  if (time_ns > max_ns) {
+    refuse(field + " is " + number_text(time_ns) + ", later than " + max_name + " (" + number_text(max_ns) + ")");
+  }
+}
+
+void check_tensor(const Profile& profile, size_t index) {
+  const Tensor& tensor = profile.tensors[index];
+  // Built only when a field is wrong: a profile of 100,000 tensors is checked before every plan.
+  const auto field = [&](const char* name) { return "tensors[" + std::to_string(index) + "]." + name; };
+  if (tensor.bytes < 1 || tensor.bytes > kBytesMax) {
+    refuse(field("bytes") + " is " + std::to_string(tensor.bytes) +
+           "; it must lie between 1 and 2^53 (a layer without parameters is not a tensor: leave it out)");
+  }
+  if (tensor.element_bytes < 1 || tensor.bytes % tensor.element_bytes != 0) {
+    refuse(field("element_bytes") + " is " + std::to_string(tensor.element_bytes) +
+           "; it must be positive and divide the tensor's " + std::to_string(tensor.bytes) + " bytes");
+  }
+  if (tensor.buffer < 0 || tensor.buffer >= kBufferCountMax) {
+    refuse(field("buffer") + " is " + std::to_string(tensor.buffer) + "; buffers are numbered from 0 to " +
+           std::to_string(kBufferCountMax - 1) + ", one for each data type and device");
+  }
+  const auto wrong = [](double time_ns, double max_ns) { return !(time_ns >= 0 && time_ns <= max_ns); };
+  if (wrong(tensor.ready_ns, profile.backward_ns)) {
+    check_time(field("ready_ns"), tensor.ready_ns, profile.backward_ns, "the end of backward");
+  }
+  if (wrong(tensor.need_ns, profile.forward_ns)) {
+    check_time(field("need_ns"), tensor.need_ns, profile.forward_ns, "the end of forward");
+  }
+  if (wrong(tensor.update_ns, kTimeMaxNs)) {
+    check_time(field("update_ns"), tensor.update_ns, kTimeMaxNs, "the longest time accepted");
+  }
+  if (index > 0 && tensor.need_ns < profile.tensors[index - 1].need_ns) {
+    refuse(field("need_ns") +
+           " is earlier than that of the tensor before it; list the tensors in need order, the one "
+           "that forward reads first at the top");
+  }
+}
+
+bool more_urgent(const Tensor& a, const Tensor& b) {
+  return a.need_ns != b.need_ns ? a.need_ns < b.need_ns : a.ready_ns > b.ready_ns;
+}
+
+}  // namespace
+
+void check_profile(const Profile& profile) {
+  if (profile.world_size < 1) {
+    refuse("world_size is " + std::to_string(profile.world_size) + "; at least one worker trains");
+  }
+  check_time("forward_ns", profile.forward_ns, kTimeMaxNs, "the longest time accepted");
+  check_time("backward_ns", profile.backward_ns, kTimeMaxNs, "the longest time accepted");
+  if (profile.tensors.empty()) {
+    refuse("tensors is empty; a profile has at least one tensor");
+  }
+  int64_t total_bytes = 0;
+  std::vector<int32_t> element_bytes(kBufferCountMax, 0);
+  for (size_t i = 0; i < profile.tensors.size(); ++i) {
+    check_tensor(profile, i);
+    const Tensor& tensor = profile.tensors[i];
+    total_bytes += tensor.bytes;
+    if (total_bytes > kBytesMax) {
+      refuse("tensors carry more than 2^53 bytes in all");
+    }
+    int32_t& of_buffer = element_bytes[tensor.buffer];
+    if (of_buffer != 0 && of_buffer != tensor.element_bytes) {
+      refuse("tensors[" + std::to_string(i) + "].element_bytes is " + std::to_string(tensor.element_bytes) +
+             " where its buffer " + std::to_string(tensor.buffer) + " already has elements of " +
+             std::to_string(of_buffer) + " bytes; a buffer holds one data type, give the other one its own");
+    }
+    of_buffer = tensor.element_bytes;
+  }
+  if (profile.link != LinkModel{}) {
+    check_link(profile.link);
+  }
+}
+
+void sort_by_urgency(Profile& profile) {
+  if (!std::is_sorted(profile.tensors.begin(), profile.tensors.end(), more_urgent)) {
+    std::stable_sort(profile.tensors.begin(), profile.tensors.end(), more_urgent);
+  }
+}
+
+}  // namespace gradcast

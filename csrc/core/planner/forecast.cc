@@ -1,0 +1,118 @@
+#include "planner/forecast.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "gradcast/error.h"
+#include "planner/bisect.h"
+#include "planner/candidate.h"
+#include "planner/forecast_general.h"
+#include "planner/whole_tensors.h"
+#include "planner/window_chains.h"
+#include "planner/zigzag.h"
+#include "policies/ddp.h"
+#include "policies/dear.h"
+#include "policies/fifo.h"
+#include "policies/mgwfbp.h"
+#include "policies/online.h"
+
+namespace gradcast {
+namespace {
+
+// The value of an exact plan may be above T* by this much: far below what anybody can measure, and enough that a block is not
+// spent on rounding.
+constexpr double kExactTolerance = 1e-7;
+// What cutting at whole elements may cost an exact plan.
+constexpr double kElementTolerance = 8e-7;
+
+// The fewest blocks within the tolerance of `optimum_ns`, and with that many the best plan. REQUIRES: a linear cost.
+std::vector<Slot> fewest_slots(const Chain& chain, double optimum_ns, double block_tolerance) {
+  const double allowed_ns = optimum_ns * (1 + std::max(block_tolerance, kExactTolerance));
+  const auto fewest = zigzag(chain, allowed_ns, std::numeric_limits<int32_t>::max());
+  GC_CHECK(fewest.has_value());
+  const auto block_count = static_cast<int32_t>(fewest->size());
+  const Bracket best = bisect(optimum_ns * (1 - kExactTolerance), allowed_ns, [&](double iteration_ns) {
+    return zigzag(chain, iteration_ns, block_count).has_value();
+  });
+  return *zigzag(chain, best.accepted, block_count);
+}
+
+// The best plan of a problem that has_exact_plan(); nothing if whole elements are so coarse that it is not one.
+Candidate exact_plan(const Problem& problem, double block_tolerance) {
+  const Order order = candidate_orders(problem)[0];
+  const Chain chain = enlarged_chain(problem, order, problem.link.all_reduce);
+  const double optimum_ns = optimum(chain).reached_ns;
+  Fastest fastest(problem);
+  fastest.consider(blocks_of(problem, order, fewest_slots(chain, optimum_ns, block_tolerance)));
+  const double allowed_ns = optimum_ns * (1 + std::max(block_tolerance, kExactTolerance) + kElementTolerance);
+  if (fastest.iteration_ns() > allowed_ns) {
+    return {};
+  }
+  // dear is the one policy with other operations than all-reduce, so the one that can be faster.
+  const double compute_ns = problem.backward_ns + problem.forward_ns;
+  if (fastest.iteration_ns() > compute_ns && problem.mode == Mode::kOverlap && can_scatter_gather(problem)) {
+    fastest.consider(dear(problem, {}));
+  }
+  return fastest.best();
+}
+
+// What DDP's buckets can express: whole tensors in the order of readiness.
+Candidate whole_tensor_plan(const Problem& problem) {
+  Fastest fastest(problem);
+  fastest.consider(whole_tensor_blocks(problem));
+  // Only where the cost bends, buffers mix or packing costs can these be faster.
+  fastest.consider(ddp(problem, {}));
+  fastest.consider(mgwfbp(problem, {}));
+  fastest.consider(fifo(problem, {}));
+  return fastest.best();
+}
+
+Candidate plan_for(const Problem& problem, const ForecastOptions& options, double effort) {
+  if (options.whole_tensors) {
+    return whole_tensor_plan(problem);
+  }
+  if (has_exact_plan(problem)) {
+    Candidate exact = exact_plan(problem, options.block_tolerance);
+    if (!exact.blocks.empty()) {
+      return exact;
+    }
+  }
+  return general_plan(problem, effort, options.block_tolerance);
+}
+
+// A plan per corner of the range of costs; the one whose worst ratio to the corners' own plans is smallest.
+Candidate robust_plan(const Problem& problem, const ForecastOptions& options) {
+  std::vector<Problem> corners;
+  std::vector<Candidate> plans;
+  const double factors[] = {1, 1 - options.uncertainty, 1 + options.uncertainty};
+  for (const double alpha_factor : factors) {
+    for (const double beta_factor : factors) {
+      corners.push_back(problem);
+      corners.back().link = scaled(problem.link, alpha_factor, beta_factor);
+      plans.push_back(plan_for(corners.back(), options, options.effort / 9));
+    }
+  }
+  const auto worst_ratio = [&](const Candidate& plan) {
+    double ratio = 1;
+    for (size_t corner = 0; corner < corners.size(); ++corner) {
+      ratio = std::max(ratio, iteration_ns(corners[corner], plan.blocks) / plans[corner].iteration_ns);
+    }
+    return ratio;
+  };
+  std::vector<double> ratios;
+  std::transform(plans.begin(), plans.end(), std::back_inserter(ratios), worst_ratio);
+  return plans[std::min_element(ratios.begin(), ratios.end()) - ratios.begin()];
+}
+
+}  // namespace
+
+std::vector<Block> forecast(const Problem& problem, const ForecastOptions& options) {
+  if (options.whole_tensors && problem.mode != Mode::kHook) {
+    throw Error(ErrorCode::kInvalidOption,
+                "whole_tensors is for hook mode: in overlap mode nothing limits blocks to whole tensors");
+  }
+  return (options.uncertainty > 0 ? robust_plan(problem, options) : plan_for(problem, options, options.effort)).blocks;
+}
+
+}  // namespace gradcast

@@ -1,0 +1,214 @@
+#include "planner/forecast_general.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "planner/beam.h"
+#include "planner/bound.h"
+#include "planner/local_search.h"
+#include "planner/merging.h"
+#include "planner/window_chains.h"
+#include "planner/window_filler.h"
+#include "planner/zigzag.h"
+#include "policies/bytescheduler.h"
+#include "policies/dcredit.h"
+#include "policies/ddp.h"
+#include "policies/dear.h"
+#include "policies/fifo.h"
+#include "policies/mgwfbp.h"
+#include "policies/online.h"
+#include "policies/p3.h"
+#include "policies/prophet.h"
+#include "policies/usbyte.h"
+
+namespace gradcast {
+namespace {
+
+constexpr int32_t kNoLimit = std::numeric_limits<int32_t>::max();
+// A plan this close to the bound needs no search.
+constexpr double kGoodEnough = 1.0002;
+// Partial plans that the beam keeps: wide enough that 10,000 seeds of up to five tensors stay within 5 % of exhaustive search.
+constexpr double kBeamWidth = 64;
+
+// What zigzag is told about the link, where the truth is not one line and one block at a time.
+struct Assumption {
+  OpCost cost;
+  double block_bytes_max;  // larger blocks are cut into pieces of this size
+};
+
+// The link's own cost; where it is not linear also its pieces, its supporting lines, and for each breakpoint the rate of
+// blocks of just that size; with several blocks in flight also a part of alpha, since the rest hides behind the block before.
+std::vector<Assumption> assumptions_of(const Problem& problem) {
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  const OpCost& cost = problem.link.all_reduce;
+  std::vector<Assumption> assumptions = {{cost, kNoLimit}};
+  if (!cost.linear()) {
+    for (const LinkPiece& piece : cost.pieces) {
+      assumptions.push_back({linear_cost({piece.alpha_ns, piece.beta_ns_per_byte}), kNoLimit});
+      if (piece.up_to_bytes < problem.total_bytes) {  // openings_of limits how many blocks that makes
+        const auto size_bytes = static_cast<double>(piece.up_to_bytes);
+        assumptions.push_back({linear_cost({0, cost.cost_ns(piece.up_to_bytes) / size_bytes}), size_bytes});
+      }
+    }
+    for (const LinkLine& minorant : minorants(cost, problem.total_bytes)) {
+      assumptions.push_back({linear_cost(minorant), kNoLimit});
+    }
+  }
+  if (problem.in_flight > 1) {
+    for (const double waste : {0.5, 0.2, 0.05, 0.01, 0.001}) {
+      OpCost part = cost;
+      for (LinkPiece& piece : part.pieces) {
+        piece.alpha_ns *= waste;
+      }
+      assumptions.push_back({part, kNoLimit});
+    }
+  }
+  return assumptions;
+}
+
+// Openings from which the search starts: zigzag's slots on enlarged windows, as the assumption has them.
+std::vector<Opening> enlarged_openings(const Problem& problem, const Order& order, const Assumption& assumption) {
+  Chain chain = enlarged_chain(problem, order, assumption.cost);
+  if (problem.in_flight > 1) {
+    // A block's bytes begin one alpha after its launch, while those before it are on the wire.
+    for (double& ready_ns : chain.ready_ns) {
+      ready_ns += assumption.cost.alpha_ns_min();
+    }
+  }
+  const auto slots = zigzag(chain, optimum(chain).reached_ns, kNoLimit);
+  return slots ? openings_of(*slots, assumption.block_bytes_max) : std::vector<Opening>{};
+}
+
+std::vector<Block> shrunk_blocks(const Problem& problem, const Order& order, const Assumption& assumption) {
+  const Chain chain = shrunk_chain(problem, order, assumption.cost);
+  const auto slots = zigzag(chain, optimum(chain).reached_ns, kNoLimit);
+  return slots ? blocks_of(problem, order, *slots) : std::vector<Block>{};
+}
+
+// True if p3 cannot be faster than best_ns: its many start-ups alone, one after another, take longer. Cutting a large profile
+// into hundreds of thousands of slices only to find that out would take longer than everything else.
+bool p3_is_hopeless(const Problem& problem, double best_ns) {
+  const double slices = slice_count(problem, P3Options{}.slice_elements);
+  const OpCost& cost = problem.link.all_reduce;
+  const double wire_ns = cost.beta_ns_per_byte_min() * static_cast<double>(problem.total_bytes);
+  const double start_ups_ns = problem.in_flight == 1 ? slices * cost.alpha_ns_min() : 0;
+  const double first_ns = *std::min_element(problem.ready_ns.begin(), problem.ready_ns.end());
+  return slices > kBlockCountMax || first_ns + start_ups_ns + wire_ns > best_ns;
+}
+
+// Every other policy with its defaults, but for those that refuse a profile of terabytes: they would cut it too finely.
+void consider_literature(const Problem& problem, Fastest& fastest) {
+  fastest.consider(ddp(problem, {}));
+  fastest.consider(mgwfbp(problem, {}));
+  fastest.consider(fifo(problem, {}));
+  if (unit_count(problem, ProphetOptions{}.partition_bytes) <= kBlockCountMax) {
+    fastest.consider(bytescheduler(problem, {}));
+    fastest.consider(prophet(problem, {}));
+  }
+  fastest.consider(dcredit(problem, {}));
+  fastest.consider(usbyte(problem, {}));
+  if (problem.mode == Mode::kOverlap && can_scatter_gather(problem)) {
+    fastest.consider(dear(problem, {}));
+  }
+  if (!p3_is_hopeless(problem, fastest.iteration_ns())) {
+    fastest.consider(p3(problem, {}));
+  }
+}
+
+bool all_reduce_only(const std::vector<Block>& blocks) {
+  return std::all_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.op == Op::kAllReduce; });
+}
+
+// The starts with the lowest iteration times, at most `count` of them.
+std::vector<std::vector<Opening>> most_promising(Refill& refill, std::vector<std::vector<Opening>> starts,
+                                                 size_t count) {
+  std::vector<std::pair<double, size_t>> ranking;
+  for (size_t i = 0; i < starts.size(); ++i) {
+    ranking.emplace_back(refill.iteration_ns(starts[i]), i);
+  }
+  std::sort(ranking.begin(), ranking.end());
+  ranking.resize(std::min(ranking.size(), count));
+  std::vector<std::vector<Opening>> best;
+  for (const auto& [time_ns, index] : ranking) {
+    best.push_back(std::move(starts[index]));
+  }
+  return best;
+}
+
+// Few enough tensors for the beam.
+bool is_small(const Problem& problem) {
+  return problem.tensor_count() <= kBeamTensorsMax && problem.in_flight == 1;
+}
+
+// Improves the most promising starts, each by its share of the effort.
+void search(const Problem& problem, Refill& refill, double bound_ns, double effort,
+            std::vector<std::vector<Opening>> starts, Fastest& fastest) {
+  constexpr double kVisits = 4e5;  // of tensors and blocks, in all: about 40 ms
+  // Few tensors are quick to try, and strongly bent costs have narrow optima.
+  const double evaluations_max = is_small(problem) ? 2000 : 200;
+  constexpr size_t kStarts = 3;
+  for (auto& start : most_promising(refill, std::move(starts), kStarts)) {
+    if (fastest.iteration_ns() <= bound_ns * kGoodEnough) {
+      return;
+    }
+    const auto visits = static_cast<double>(problem.bytes.size() + start.size());
+    const double evaluations = effort * std::min(evaluations_max, kVisits / kStarts / visits);
+    const LocalSearchOptions options{static_cast<int64_t>(evaluations), bound_ns};
+    fastest.consider(refill.blocks(local_search(problem, refill, std::move(start), options)));
+  }
+}
+
+void beam(const Problem& problem, double bound_ns, double effort, Fastest& fastest) {
+  if (!is_small(problem) || effort == 0 || fastest.iteration_ns() <= bound_ns * kGoodEnough) {
+    return;
+  }
+  // The beam grows with the cube of the tensors: three loops over events, starts and what is left.
+  const double size = std::max(1.0, static_cast<double>(problem.tensor_count()) / 5);
+  BeamOptions options;
+  options.width = static_cast<int32_t>(std::clamp(kBeamWidth * effort / (size * size * size), 1.0, 1000.0));
+  options.extensions_max = static_cast<int64_t>(static_cast<double>(options.extensions_max) * effort);
+  options.bound_ns = bound_ns;
+  options.best_ns = fastest.iteration_ns();
+  fastest.consider(beam_search(problem, options));
+}
+
+Candidate with_fewer_blocks(const Problem& problem, const Candidate& best, double block_tolerance) {
+  constexpr double kVisits = 4e6;  // of tensors and blocks, in all: below half a second
+  if (block_tolerance == 0) {
+    return best;
+  }
+  const auto visits = static_cast<double>(problem.bytes.size() + best.blocks.size());
+  std::vector<Block> blocks =
+      merged(problem, best.blocks, best.iteration_ns * (1 + block_tolerance), static_cast<int64_t>(kVisits / visits));
+  const double blocks_ns = iteration_ns(problem, blocks);
+  return {std::move(blocks), blocks_ns};
+}
+
+}  // namespace
+
+Candidate general_plan(const Problem& problem, double effort, double block_tolerance) {
+  Fastest fastest(problem);
+  Refill refill(problem);
+  std::vector<std::vector<Opening>> starts;
+  for (const Order& order : candidate_orders(problem)) {
+    for (const Assumption& assumption : assumptions_of(problem)) {
+      starts.push_back(enlarged_openings(problem, order, assumption));
+      fastest.consider(refill.blocks(starts.back()));
+      fastest.consider(shrunk_blocks(problem, order, assumption));
+    }
+  }
+  if (effort > 0) {
+    consider_literature(problem, fastest);
+    if (all_reduce_only(fastest.best().blocks)) {
+      starts.push_back(openings_of(problem, fastest.best().blocks));
+    }
+    const double bound_ns = bound(problem, false).best_ns;
+    search(problem, refill, bound_ns, effort, std::move(starts), fastest);
+    beam(problem, bound_ns, effort, fastest);
+  }
+  return with_fewer_blocks(problem, fastest.best(), block_tolerance);
+}
+
+}  // namespace gradcast

@@ -1,0 +1,172 @@
+#include "planner/window_filler.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+namespace gradcast {
+namespace {
+
+// Cutting into more blocks than this is for costs that no network has, and would make every change of a search slow.
+constexpr int kTilesMax = 200;
+
+// The size of block with the lowest cost per byte: one of the breakpoints, or as large as possible.
+double cheapest_size_bytes(const Problem& problem) {
+  const OpCost& cost = problem.link.all_reduce;
+  const auto per_byte_ns = [&](int64_t bytes) { return cost.cost_ns(bytes) / static_cast<double>(bytes); };
+  double best_bytes = std::numeric_limits<double>::infinity();
+  double best_ns = per_byte_ns(problem.total_bytes);
+  for (const LinkPiece& piece : cost.pieces) {
+    const double tiles = static_cast<double>(problem.total_bytes) / static_cast<double>(piece.up_to_bytes);
+    if (tiles > 1 && tiles <= kTilesMax && per_byte_ns(piece.up_to_bytes) < best_ns) {
+      best_bytes = static_cast<double>(piece.up_to_bytes);
+      best_ns = per_byte_ns(piece.up_to_bytes);
+    }
+  }
+  return best_bytes;
+}
+
+}  // namespace
+
+std::vector<Opening> openings_of(const std::vector<Slot>& slots, double size_bytes_max) {
+  std::vector<Opening> openings;
+  for (const Slot& slot : slots) {
+    double start_ns = slot.side == Side::kForward ? 0 : slot.start_ns;
+    double left_bytes = slot.hi_bytes - slot.lo_bytes;
+    for (int tile = 0; left_bytes > 0 && tile < kTilesMax; ++tile) {
+      openings.push_back({start_ns, std::min(left_bytes, size_bytes_max)});
+      left_bytes -= size_bytes_max;
+      start_ns = 0;
+    }
+  }
+  return openings;
+}
+
+std::vector<Opening> openings_of(const Problem& problem, const std::vector<Block>& blocks) {
+  std::vector<Opening> openings;
+  for (const Block& block : blocks) {
+    openings.push_back({block_ready_ns(problem, block), static_cast<double>(block.size_bytes()), block.buffer});
+  }
+  return openings;
+}
+
+Refill::Refill(const Problem& problem)
+    : problem_(problem),
+      cheapest_bytes_(cheapest_size_bytes(problem)),
+      by_ready_(by_ready(problem)),
+      available_(problem.buffer_bytes.size()),
+      link_(problem) {}
+
+double Refill::iteration_ns(const std::vector<Opening>& openings) {
+  return run(openings, nullptr);
+}
+
+std::vector<Block> Refill::blocks(const std::vector<Opening>& openings) {
+  std::vector<Block> blocks;
+  run(openings, &blocks);
+  return blocks;
+}
+
+double Refill::run(const std::vector<Opening>& openings, std::vector<Block>* blocks) {
+  left_bytes_ = problem_.bytes;
+  next_ready_ = 0;
+  link_ = VirtualLink(problem_);
+  launches_ns_.clear();
+  iteration_ns_ = problem_.backward_ns + problem_.forward_ns;
+  for (auto& heap : available_) {
+    heap.clear();
+  }
+  for (const Opening& opening : openings) {
+    double now_ns = std::max(link_.free_ns(), opening.start_ns);
+    release_ready(now_ns);
+    if (nothing_available()) {
+      if (next_ready_ == by_ready_.size()) {
+        break;
+      }
+      now_ns = problem_.ready_ns[by_ready_[next_ready_]];
+      release_ready(now_ns);
+    }
+    send(opening, blocks);
+  }
+  release_ready(std::numeric_limits<double>::infinity());
+  while (!nothing_available()) {
+    send({0, cheapest_bytes_, most_urgent_buffer()}, blocks);
+  }
+  return iteration_ns_;
+}
+
+void Refill::release_ready(double now_ns) {
+  for (; next_ready_ < by_ready_.size() && problem_.ready_ns[by_ready_[next_ready_]] <= now_ns; ++next_ready_) {
+    const int32_t tensor = by_ready_[next_ready_];
+    auto& heap = available_[problem_.buffer[tensor]];
+    heap.push_back(tensor);
+    std::push_heap(heap.begin(), heap.end(), std::greater<>());
+  }
+}
+
+bool Refill::nothing_available() const {
+  return std::all_of(available_.begin(), available_.end(), [](const auto& heap) { return heap.empty(); });
+}
+
+int32_t Refill::most_urgent_buffer() const {
+  int32_t best = 0;
+  for (size_t buffer = 1; buffer < available_.size(); ++buffer) {
+    const auto& heap = available_[buffer];
+    if (!heap.empty() && (available_[best].empty() || heap[0] < available_[best][0])) {
+      best = static_cast<int32_t>(buffer);
+    }
+  }
+  return best;
+}
+
+void Refill::send(const Opening& opening, std::vector<Block>* blocks) {
+  const bool chosen = opening.buffer != Opening::kMostUrgentBuffer && !available_[opening.buffer].empty();
+  const int32_t buffer = chosen ? opening.buffer : most_urgent_buffer();
+  const auto element_bytes = static_cast<double>(problem_.element_bytes[buffer]);
+  auto& heap = available_[buffer];
+  double room_bytes = std::max(opening.size_bytes, element_bytes);
+  double ready_ns = 0;
+  int64_t size_bytes = 0;
+  bool packed = false;
+  pieces_.clear();
+  while (!heap.empty() && room_bytes >= element_bytes) {
+    const int32_t tensor = heap[0];
+    int64_t take_bytes = left_bytes_[tensor];
+    if (static_cast<double>(take_bytes) > room_bytes) {
+      take_bytes = static_cast<int64_t>(room_bytes / element_bytes) * problem_.element_bytes[buffer];
+    }
+    // What is left of a tensor is always its tail: pieces are taken from the front.
+    const int64_t from_bytes = problem_.bytes[tensor] - left_bytes_[tensor];
+    packed = packed || (!pieces_.empty() && !adjoin(pieces_.back(), tensor, from_bytes));
+    pieces_.push_back({tensor, from_bytes, from_bytes + take_bytes});
+    ready_ns = std::max(ready_ns, problem_.ready_ns[tensor]);
+    size_bytes += take_bytes;
+    room_bytes -= static_cast<double>(take_bytes);
+    left_bytes_[tensor] -= take_bytes;
+    if (left_bytes_[tensor] > 0) {
+      break;
+    }
+    std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+    heap.pop_back();
+  }
+  // As in play: the block starts when its content is ready, which may be before the opening that it was chosen for.
+  finish(link_.launch(ready_ns, size_bytes, Op::kAllReduce, packed));
+  if (blocks != nullptr) {
+    blocks->push_back(joint_blocks(problem_, pieces_, "the most urgent bytes that are ready").front());
+  }
+}
+
+bool Refill::adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const {
+  return problem_.offset_bytes[piece.tensor] + piece.to_bytes == problem_.offset_bytes[tensor] + from_bytes;
+}
+
+void Refill::finish(double finish_ns) {
+  launches_ns_.push_back(link_.launch_ns());
+  for (const Piece& piece : pieces_) {
+    if (left_bytes_[piece.tensor] == 0) {
+      iteration_ns_ = std::max(iteration_ns_, finish_ns + problem_.forward_ns - problem_.need_ns[piece.tensor]);
+    }
+  }
+}
+
+}  // namespace gradcast

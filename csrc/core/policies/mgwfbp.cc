@@ -1,0 +1,73 @@
+#include "policies/mgwfbp.h"
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <string>
+
+#include "policies/online.h"
+
+namespace gradcast {
+namespace {
+
+// The group that is being formed: its tensors, and what it costs as one operation per buffer.
+class Group {
+ public:
+  explicit Group(const Problem& problem) : problem_(&problem) {}
+
+  void add(int32_t tensor) {
+    pieces_.push_back({tensor, 0, problem_->bytes[tensor]});
+    int64_t& size_bytes = size_bytes_[problem_->buffer[tensor]];
+    if (size_bytes > 0) {
+      cost_ns_ -= problem_->link.all_reduce.cost_ns(size_bytes);
+    }
+    size_bytes += problem_->bytes[tensor];
+    cost_ns_ += problem_->link.all_reduce.cost_ns(size_bytes);
+    alpha_ns_ = problem_->link.all_reduce.piece(size_bytes).alpha_ns;
+  }
+
+  double cost_ns() const { return cost_ns_; }
+  // What a further tensor saves by not being an operation of its own.
+  double alpha_ns() const { return alpha_ns_; }
+
+  void close(std::vector<Block>& blocks) {
+    const std::string reason = pieces_.size() == 1 ? "alone" : std::to_string(pieces_.size()) + " tensors merged";
+    std::ranges::move(joint_blocks(*problem_, pieces_, reason), std::back_inserter(blocks));
+    pieces_.clear();
+    size_bytes_.clear();
+    cost_ns_ = 0;
+  }
+
+ private:
+  const Problem* problem_;
+  std::vector<Piece> pieces_;
+  std::map<int32_t, int64_t> size_bytes_;  // by buffer
+  double cost_ns_ = 0;
+  double alpha_ns_ = 0;
+};
+
+}  // namespace
+
+std::vector<Block> mgwfbp(const Problem& problem, const MgwfbpOptions& /*options*/) {
+  std::vector<Block> blocks;
+  const std::vector<int32_t> arrivals = by_ready(problem);
+  Group group(problem);
+  double link_free_ns = 0;  // when the closed groups are through
+  for (size_t at = 0; at < arrivals.size(); ++at) {
+    group.add(arrivals[at]);
+    if (at + 1 == arrivals.size()) {
+      break;
+    }
+    const double start_ns = std::max(link_free_ns, problem.ready_ns[arrivals[at]]);
+    // The paper asks that the link is still busy with the group when the next is ready, and that the group has not started
+    // by then or less than alpha ago. The last of these implies the others, since no operation is shorter than alpha.
+    if (problem.ready_ns[arrivals[at + 1]] - start_ns >= group.alpha_ns()) {
+      link_free_ns = start_ns + group.cost_ns();
+      group.close(blocks);
+    }
+  }
+  group.close(blocks);
+  return blocks;
+}
+
+}  // namespace gradcast

@@ -1,0 +1,45 @@
+#include "policies/p3.h"
+
+#include <algorithm>
+#include <string>
+
+#include "policies/online.h"
+
+namespace gradcast {
+namespace {
+
+int64_t slice_bytes(const Problem& problem, int32_t tensor, int64_t slice_elements) {
+  const int64_t element_bytes = problem.element_bytes[problem.buffer[tensor]];
+  return std::min(slice_elements, problem.bytes[tensor] / element_bytes) * element_bytes;
+}
+
+}  // namespace
+
+double slice_count(const Problem& problem, int64_t slice_elements) {
+  double count = 0;
+  for (int32_t i = 0; i < problem.tensor_count(); ++i) {
+    count += static_cast<double>((problem.bytes[i] - 1) / slice_bytes(problem, i, slice_elements) + 1);
+  }
+  return count;
+}
+
+std::vector<Block> p3(const Problem& problem, const P3Options& options) {
+  const double count = slice_count(problem, options.slice_elements);
+  check_block_count(count, "slice_elements");
+  std::vector<Block> blocks;
+  blocks.reserve(static_cast<size_t>(count));
+  const std::vector<int32_t> arrivals = by_ready(problem);
+  ReadyQueue queue(problem, arrivals);
+  VirtualLink link(problem);
+  while (!queue.finished()) {
+    const double now_ns = queue.empty() ? std::max(link.free_ns(), queue.next_ready_ns()) : link.free_ns();
+    queue.admit(now_ns);
+    const int32_t tensor = queue.top().tensor;
+    const Piece slice = queue.take(slice_bytes(problem, tensor, options.slice_elements));
+    link.launch(now_ns, slice.size_bytes());
+    blocks.push_back(piece_block(problem, slice, "most urgent slice"));
+  }
+  return blocks;
+}
+
+}  // namespace gradcast

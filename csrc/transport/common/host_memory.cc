@@ -1,0 +1,98 @@
+#include "transport/common/host_memory.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "gradcast/error.h"
+
+namespace gradcast {
+int64_t element_bytes(Element element) {
+  return element == Element::kFloat32 ? sizeof(float) : sizeof(double);
+}
+
+std::string_view to_string(Element element) {
+  return element == Element::kFloat32 ? "float32" : "float64";
+}
+
+std::vector<Extent> extents_of(std::span<const HostBuffer> buffers) {
+  std::vector<Extent> extents;
+  for (const HostBuffer& buffer : buffers) {
+    extents.push_back({buffer.size_bytes, element_bytes(buffer.element)});
+  }
+  return extents;
+}
+
+void check_extents(std::span<const Extent> extents) {
+  for (const Extent& extent : extents) {
+    if (extent.size_bytes < 0 || extent.size_bytes % extent.element_bytes != 0) {
+      throw Error(ErrorCode::kInvalidOption,
+                  "a buffer of " + std::to_string(extent.size_bytes) + " bytes cuts an element; give whole elements");
+    }
+  }
+}
+
+std::span<const Range> ranges_of(const Operation& operation) {
+  return {operation.ranges, static_cast<size_t>(operation.range_count)};
+}
+
+int64_t size_bytes(const Operation& operation) {
+  int64_t size_bytes = 0;
+  for (const Range& range : ranges_of(operation)) {
+    size_bytes += range.size_bytes();
+  }
+  return size_bytes;
+}
+
+std::string ranges_text(const Operation& operation) {
+  std::string text;
+  for (const Range& range : ranges_of(operation)) {
+    text += (text.empty() ? "[" : ", [") + std::to_string(range.lo_bytes) + ", " + std::to_string(range.hi_bytes) + ")";
+  }
+  return text;
+}
+
+std::string failure_text(const Operation& operation, int32_t rank, int32_t world_size, const char* library) {
+  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes(operation)) +
+         " bytes failed on rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " (" + library + "): ";
+}
+
+std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents) {
+  if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= extents.size()) {
+    return "buffer " + std::to_string(operation.buffer) + " does not exist; there are " +
+           std::to_string(extents.size());
+  }
+  const Extent& extent = extents[operation.buffer];
+  int64_t end_bytes = 0;
+  for (const Range& range : ranges_of(operation)) {
+    if (range.lo_bytes < end_bytes || range.hi_bytes <= range.lo_bytes || range.hi_bytes > extent.size_bytes ||
+        range.lo_bytes % extent.element_bytes != 0 || range.hi_bytes % extent.element_bytes != 0) {
+      return "the ranges " + ranges_text(operation) + " are not ascending whole elements of a buffer of " +
+             std::to_string(extent.size_bytes) + " bytes";
+    }
+    end_bytes = range.hi_bytes;
+  }
+  return operation.range_count > 0 ? std::nullopt : std::optional<std::string>("an operation has no ranges");
+}
+
+Part part_of(int32_t rank, int32_t world_size, int64_t element_count) {
+  const int64_t part_count = (element_count + world_size - 1) / world_size;
+  return {std::min(rank * part_count, element_count), std::min((rank + 1) * part_count, element_count)};
+}
+
+void pack(void* message, const HostBuffer& buffer, std::span<const Range> ranges) {
+  auto* to = static_cast<char*>(message);
+  for (const Range& range : ranges) {
+    std::memcpy(to, static_cast<const char*>(buffer.data) + range.lo_bytes, static_cast<size_t>(range.size_bytes()));
+    to += range.size_bytes();
+  }
+}
+
+void unpack(const HostBuffer& buffer, std::span<const Range> ranges, const void* message) {
+  const auto* from = static_cast<const char*>(message);
+  for (const Range& range : ranges) {
+    std::memcpy(static_cast<char*>(buffer.data) + range.lo_bytes, from, static_cast<size_t>(range.size_bytes()));
+    from += range.size_bytes();
+  }
+}
+
+}  // namespace gradcast

@@ -1,0 +1,84 @@
+// A transport over torch.distributed: any backend, CPU and CUDA tensors.
+//
+// An operation starts the backend's collective on the views of its ranges, and is completed by the thread on which the backend
+// finishes it. For CPU tensors the transport has no thread of its own (but with a wire format), it waits nowhere, and it never
+// takes Python's GIL.
+// It touches c10d::ProcessGroup and c10d::Work alone, by what is the same in torch 2.11 and 2.15.
+//
+// After an abort the backend may still write into the bytes of operations that were in flight, since most backends, Gloo
+// among them, have no way to interrupt one. Group and buffers of such a transport are therefore kept until the process ends.
+//
+// With a wire format, all-reduces of fp32 buffers carry 16-bit numbers (exchange.h); everything else travels as it is.
+//
+// With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside of each start(); nothing else changes.
+//
+// Thread safety: any thread, within the contract of gradcast/transport.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "gradcast/transport.h"
+#include "transport/common/completion_gate.h"
+#include "transport/torch/device_stream.h"
+#include "transport/torch/wire_worker.h"
+
+namespace gradcast {
+
+class C10dTransport final : public Transport {
+ public:
+  // `group` is used by nobody else while the transport lives. `wire` is "fp32" (numbers travel as they are), "bf16" or "fp16".
+  // Throws std::invalid_argument for a buffer that is not flat and contiguous, for a group that has no backend for a buffer's
+  // device, and for a wire format that is not known, or not there for a buffer's device.
+  C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
+                const std::string& wire);
+  ~C10dTransport() override;  // abort() and close()
+
+  int32_t rank() const noexcept override { return rank_; }
+  int32_t world_size() const noexcept override { return world_size_; }
+  void open(CompletionSink* sink) noexcept override;
+  void start(const Operation& operation) noexcept override;
+  void abort(const char* reason) noexcept override;
+  void close() noexcept override;
+
+  // CUDA: the calling thread's current stream has been given the kernels that write this range; what is started later waits
+  // for them. CPU: nothing to do. Throws std::invalid_argument for a buffer that does not exist.
+  void on_written(int32_t buffer, Range range);
+  // CUDA: what the calling thread's current stream is given from now on runs behind the operations on this range that have
+  // been reported as queued. CPU: nothing to do. Throws as above.
+  void order_behind(int32_t buffer, Range range);
+
+  // Blocks of this buffer are carried from and into `tensor` from now on. REQUIRES: nothing is in flight; as many elements of
+  // the same type on the same device. Throws std::invalid_argument otherwise, and as the constructor.
+  void replace_buffer(int32_t buffer, const at::Tensor& tensor);
+
+ private:
+  struct Buffer {
+    at::Tensor owner;                      // as the caller gave it
+    at::Tensor tensor;                     // as the backend gets it
+    std::string backend;                   // its name, for errors
+    std::shared_ptr<DeviceStream> stream;  // nullptr on the CPU
+  };
+  struct Flight;
+
+  Buffer make_buffer(const at::Tensor& tensor) const;
+  const Buffer& buffer_at(int32_t index) const;
+  bool is_cast(const Operation& operation, const Buffer& buffer) const;
+  void launch(const Operation& operation);
+  std::string what_failed(const Operation& operation, const Buffer& buffer) const;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;  // until close()
+  const int32_t rank_;
+  const int32_t world_size_;
+  const std::optional<c10::ScalarType> wire_;
+  std::vector<Buffer> buffers_;
+  std::shared_ptr<Exchanges> exchanges_;  // nullptr without a wire format
+  const std::shared_ptr<Outstanding> outstanding_ = std::make_shared<Outstanding>();
+};
+
+}  // namespace gradcast

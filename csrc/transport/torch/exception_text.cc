@@ -1,0 +1,25 @@
+#include "transport/torch/exception_text.h"
+
+#include <c10/util/Exception.h>
+
+namespace gradcast {
+
+std::string message_of(const std::exception_ptr& exception) {
+  std::string message = "an unknown error";
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::OutOfMemoryError& error) {
+    message = std::string("the device has no memory left for a block on its way; make the batch smaller, or leave ") +
+              "Options.wire out, which needs the most (" + error.what_without_backtrace() + ")";
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    message = error.what();
+  } catch (...) {
+  }
+  while (!message.empty() && message.back() == '\n')
+    message.pop_back();
+  return message;
+}
+
+}  // namespace gradcast

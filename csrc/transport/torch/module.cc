@@ -1,0 +1,163 @@
+// The Python module `_c10d`: a transport over torch.distributed, handed to the engine of `_core` as a capsule.
+//
+// Beside it, what Python cannot do safely or cheaply: messages between ranks, DDP's buckets, and who else holds a tensor.
+//
+// Compiled for one version of torch; `_core` serves all of them, so nothing but the capsule passes between the two.
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "gradcast/transport.h"
+#include "transport/torch/bucket_hook.h"
+#include "transport/torch/c10d_transport.h"
+#include "transport/torch/control.h"
+#include "transport/torch/owners.h"
+
+namespace gradcast {
+
+namespace {
+
+using SharedTransport = std::shared_ptr<C10dTransport>;
+
+// The last owner ends the transport's threads, which must not be waited for with the GIL held.
+SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                               const std::vector<at::Tensor>& buffers, const std::string& wire) {
+  if (!group) throw std::invalid_argument("a transport needs a process group, not None");
+  const auto destroy = [](C10dTransport* transport) {
+    if (PyGILState_Check() != 0) {
+      const py::gil_scoped_release release;
+      delete transport;
+    } else {
+      delete transport;
+    }
+  };
+  return SharedTransport(new C10dTransport(group, buffers, wire), destroy);
+}
+
+// A capsule owns a share of the transport, so that whoever keeps the capsule keeps what it points to.
+py::capsule make_capsule(const SharedTransport& transport) {
+  auto share = std::make_unique<SharedTransport>(transport);
+  py::capsule capsule(static_cast<Transport*>(transport.get()), kTransportCapsule,
+                      [](PyObject* object) { delete static_cast<SharedTransport*>(PyCapsule_GetContext(object)); });
+  if (PyCapsule_SetContext(capsule.ptr(), share.get()) != 0) throw py::error_already_set();
+  share.release();
+  return capsule;
+}
+
+std::vector<py::bytes> gather_bytes(c10d::ProcessGroup& group, const std::string& own, const at::Device& device) {
+  std::vector<std::string> texts;
+  {
+    const py::gil_scoped_release released;
+    texts = gather(group, own, device);
+  }
+  return {texts.begin(), texts.end()};
+}
+
+py::bytes bytes_from_first(c10d::ProcessGroup& group, const std::string& own, const at::Device& device) {
+  std::string text;
+  {
+    const py::gil_scoped_release released;
+    text = from_first(group, own, device);
+  }
+  return text;
+}
+
+// A value that Python knows takes the GIL when its last owner drops it. That must not be the backend's thread, which drops its
+// share some time after it has woken the waiter: so each is kept here until nobody else has it. Never freed as a whole: at
+// the end of the process Python has gone.
+std::vector<c10::intrusive_ptr<c10::ivalue::PyObjectHolder>>& kept_results() {
+  static auto* kept = new std::vector<c10::intrusive_ptr<c10::ivalue::PyObjectHolder>>();
+  return *kept;
+}
+
+void drop_results() {
+  std::erase_if(kept_results(), [](const auto& each) { return each.use_count() == 1; });
+}
+
+std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::ProcessGroup& group,
+                                                                          const c10d::GradBucket& bucket,
+                                                                          int64_t piece_bytes) {
+  c10::IValue result = torch::jit::toIValue(py::cast(bucket.getBuffer()), c10::PyObjectType::get());
+  drop_results();
+  kept_results().push_back(result.toPyObjectHolder());
+  const py::gil_scoped_release released;
+  return std::make_shared<torch::jit::PythonFutureWrapper>(
+      average_bucket(group, bucket, piece_bytes, std::move(result)));
+}
+
+// Wrong arguments arrive in Python as gradcast.Error, like everything else that gradcast refuses.
+void raise_in_python(const std::invalid_argument& error) {
+  const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
+  const py::object exception = error_class(error.what(), "invalid_use");
+  PyErr_SetObject(error_class.ptr(), exception.ptr());
+}
+
+}  // namespace
+
+}  // namespace gradcast
+
+PYBIND11_MODULE(_c10d, module) {
+  using gradcast::C10dTransport;
+  // Both take locks under which the engine's thread tells torch's tools, which are written in Python, of its events.
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  module.doc() =
+      "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed, "
+      "messages between ranks, DDP's buckets, and who else holds a tensor.";
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const std::invalid_argument& error) {
+      gradcast::raise_in_python(error);
+    }
+  });
+  module.def("gather", &gradcast::gather_bytes, py::arg("process_group"), py::arg("own"), py::arg("device"),
+             "Every rank's bytes, in rank order. Collective.");
+  module.def("from_first", &gradcast::bytes_from_first, py::arg("process_group"), py::arg("own"), py::arg("device"),
+             "Rank 0's bytes. Collective.");
+  module.def("copy_from_first", &gradcast::copy_from_first, py::arg("process_group"), py::arg("tensors"), WithoutGil(),
+             "Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective.");
+  module.def("all_reduce", &gradcast::all_reduce, py::arg("process_group"), py::arg("tensor"), WithoutGil(),
+             "Sums a contiguous tensor over the ranks, in place. Collective.");
+  module.def("send", &gradcast::send, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),
+             py::arg("timeout_s"), WithoutGil(), "Sends a contiguous tensor to one rank, and waits until it has gone.");
+  module.def("receive", &gradcast::receive, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),
+             py::arg("timeout_s"), WithoutGil(), "Receives a contiguous tensor from one rank, and waits for it.");
+  module.def("average_bucket", &gradcast::average_bucket_in_python, py::arg("process_group"), py::arg("bucket"),
+             py::arg("piece_bytes"), "Averages a bucket of DDP over the ranks, in pieces. The future of its tensor.");
+  module.def("drop_results", &gradcast::drop_results, "Lets go of averaged buckets that nobody else holds any more.");
+  module.def(
+      "held_elsewhere", &gradcast::held_elsewhere, py::arg("tensors"), py::arg("python_references"),
+      py::arg("are_gradients"),
+      "Positions of the tensors that somebody else holds: in Python beyond the list and `python_references` more "
+      "(None: not counted), in C++, or by their memory.");
+  module.def("accumulation_hooks", &gradcast::accumulation_hooks, py::arg("parameters"),
+             "How many hooks of C++ run behind the accumulation of each parameter's gradient.");
+  py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
+                                                       "Carries blocks of these flat buffers over a process group that "
+                                                       "nobody else uses; those of fp32 buffers in the `wire` "
+                                                       "format (fp32, bf16, fp16). For the engine: see `capsule`.")
+      .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32")
+      .def_property_readonly("capsule", &gradcast::make_capsule)
+      .def(
+          "on_written",
+          [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+            transport.on_written(buffer, {lo_bytes, hi_bytes});
+          },
+          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
+          "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
+      .def(
+          "order_behind",
+          [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+            transport.order_behind(buffer, {lo_bytes, hi_bytes});
+          },
+          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
+          "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
+          "as the engine has called it queued.")
+      .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),
+           "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.");
+}

@@ -1,0 +1,63 @@
+#include "transport/torch/owners.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <unordered_map>
+
+namespace py = pybind11;
+
+namespace gradcast {
+
+namespace {
+
+const at::Tensor& tensor_at(const py::list& tensors, size_t position) {
+  PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(position));
+  if (!THPVariable_Check(object)) throw py::type_error("a list of tensors is expected");
+  return THPVariable_Unpack(object);
+}
+
+// References in Python, without the one by which a tensor keeps its Python object while C++ owns it, too.
+int64_t python_references(const py::list& tensors, size_t position, const at::Tensor& tensor) {
+  return Py_REFCNT(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(position))) -
+         (tensor.use_count() > 1 ? 1 : 0);
+}
+
+// A storage that was asked for in Python keeps its Python object, which nobody need refer to.
+size_t owners_of(const c10::Storage& storage) {
+  const bool is_known_only = storage.unsafeGetStorageImpl()->pyobj_slot()->has_unique_reference();
+  return storage.use_count() - (is_known_only ? 1 : 0);
+}
+
+}  // namespace
+
+std::vector<int64_t> held_elsewhere(const py::list& tensors, std::optional<int64_t> python_references_known,
+                                    bool are_gradients) {
+  std::vector<int64_t> held;
+  std::unordered_map<const c10::StorageImpl*, size_t> in_memory;
+  const size_t count = tensors.size();
+  for (size_t i = 0; i < count; ++i)
+    ++in_memory[tensor_at(tensors, i).storage().unsafeGetStorageImpl()];
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor& tensor = tensor_at(tensors, i);
+    const bool is_accumulated = torch::autograd::impl::try_get_grad_accumulator(tensor) != nullptr;
+    const size_t known = 1 + (are_gradients ? 1 : 0) + (is_accumulated ? 1 : 0);
+    const bool by_python =
+        python_references_known && python_references(tensors, i, tensor) > 1 + *python_references_known;
+    const bool by_memory = owners_of(tensor.storage()) > in_memory[tensor.storage().unsafeGetStorageImpl()];
+    if (by_python || by_memory || tensor.use_count() > known) held.push_back(static_cast<int64_t>(i));
+  }
+  return held;
+}
+
+std::vector<int64_t> accumulation_hooks(const py::list& parameters) {
+  std::vector<int64_t> counts;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(tensor_at(parameters, i));
+    counts.push_back(node == nullptr ? 0 : static_cast<int64_t>(node->post_hooks().size()));
+  }
+  return counts;
+}
+
+}  // namespace gradcast

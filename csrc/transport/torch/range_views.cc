@@ -1,0 +1,86 @@
+#include "transport/torch/range_views.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "transport/torch/cast.h"
+
+namespace gradcast {
+
+namespace {
+
+// On the host a plain copy: it costs no dispatch, and threads of a backend start no pool of helpers each.
+void copy(const at::Tensor& target, const at::Tensor& source) {
+  if (!target.is_cpu()) {
+    target.copy_(source, /*non_blocking=*/true);
+  } else if (target.scalar_type() != source.scalar_type()) {
+    convert(target, source);
+  } else {
+    std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
+  }
+}
+
+std::string text(const Range& range) {
+  return "[" + std::to_string(range.lo_bytes) + ", " + std::to_string(range.hi_bytes) + ")";
+}
+
+}  // namespace
+
+Row::Row(const at::Tensor& buffer, const Range* ranges, int32_t range_count) {
+  const int64_t element_bytes = static_cast<int64_t>(buffer.element_size());
+  if (range_count < 1) throw std::invalid_argument("an operation needs at least one range of bytes");
+  views_.reserve(static_cast<size_t>(range_count));
+  int64_t end_bytes = 0;
+  for (int32_t i = 0; i < range_count; ++i) {
+    const Range& range = ranges[i];
+    if (range.lo_bytes < end_bytes || range.hi_bytes <= range.lo_bytes ||
+        range.hi_bytes > static_cast<int64_t>(buffer.nbytes())) {
+      throw std::invalid_argument("the bytes " + text(range) + " are not in order, or outside of a buffer of " +
+                                  std::to_string(buffer.nbytes()) + " bytes");
+    }
+    if (range.lo_bytes % element_bytes != 0 || range.hi_bytes % element_bytes != 0) {
+      throw std::invalid_argument("the bytes " + text(range) + " cut an element of " + std::to_string(element_bytes) +
+                                  " bytes");
+    }
+    views_.push_back(buffer.narrow(0, range.lo_bytes / element_bytes, range.size_bytes() / element_bytes));
+    element_count_ += views_.back().numel();
+    end_bytes = range.hi_bytes;
+  }
+}
+
+// Calls copy(part of the row, its place in what is copied from or to).
+template <typename Copy>
+void Row::for_each_part(int64_t first, int64_t count, const Copy& copy) const {
+  int64_t view_first = 0;
+  for (const at::Tensor& view : views_) {
+    const int64_t lo = std::max(first, view_first);
+    const int64_t hi = std::min(first + count, view_first + view.numel());
+    if (lo < hi) copy(view.narrow(0, lo - view_first, hi - lo), lo - first);
+    view_first += view.numel();
+  }
+}
+
+at::Tensor Row::read(int64_t first, int64_t count, int64_t padded_count) const {
+  at::Tensor target = at::empty({padded_count}, view().options());
+  read_into(target, first, count);
+  if (count < padded_count) target.narrow(0, count, padded_count - count).zero_();
+  return target;
+}
+
+void Row::read_into(const at::Tensor& target, int64_t first, int64_t count) const {
+  for_each_part(first, count, [&target](const at::Tensor& part, int64_t place) {
+    copy(target.narrow(0, place, part.numel()), part);
+  });
+}
+
+void Row::write(int64_t first, int64_t count, const at::Tensor& source) const {
+  for_each_part(first, count, [&source](const at::Tensor& part, int64_t place) {
+    copy(part, source.narrow(0, place, part.numel()));
+  });
+}
+
+}  // namespace gradcast

@@ -1,0 +1,309 @@
+// play(): each sentence of its definition, on numbers worked out by hand.
+#include "gradcast/play.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "gradcast/error.h"
+#include "tests/core/hand_profiles.h"
+
+namespace gradcast {
+namespace {
+
+// Three tensors that backward reaches in the reverse of forward's order; offsets 0, 4, 10.
+Profile three_tensors() {
+  return profile_of(10, 8, {{4, 10, 0}, {6, 4, 3}, {2, 0, 5}});
+}
+
+Plan one_block_per_tensor(Mode mode = Mode::kOverlap, int32_t in_flight = 1) {
+  return plan_of({block_of({{10, 12}}), block_of({{4, 10}}), block_of({{0, 4}})}, mode, in_flight);
+}
+
+struct Times {
+  double ready_ns;
+  double launch_ns;
+  double finish_ns;
+};
+
+void expect_blocks(const Timeline& timeline, const std::vector<Times>& expected) {
+  ASSERT_EQ(timeline.blocks.size(), expected.size());
+  for (size_t k = 0; k < expected.size(); ++k) {
+    SCOPED_TRACE("block " + std::to_string(k));
+    EXPECT_DOUBLE_EQ(timeline.blocks[k].ready_ns, expected[k].ready_ns);
+    EXPECT_DOUBLE_EQ(timeline.blocks[k].launch_ns, expected[k].launch_ns);
+    EXPECT_DOUBLE_EQ(timeline.blocks[k].finish_ns, expected[k].finish_ns);
+  }
+}
+
+struct Reading {
+  double arrival_ns;
+  double read_ns;
+  double wait_ns;
+};
+
+void expect_tensors(const Timeline& timeline, const std::vector<Reading>& expected) {
+  ASSERT_EQ(timeline.tensors.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    SCOPED_TRACE("tensor " + std::to_string(i));
+    EXPECT_DOUBLE_EQ(timeline.tensors[i].arrival_ns, expected[i].arrival_ns);
+    EXPECT_DOUBLE_EQ(timeline.tensors[i].read_ns, expected[i].read_ns);
+    EXPECT_DOUBLE_EQ(timeline.tensors[i].wait_ns, expected[i].wait_ns);
+  }
+}
+
+TEST(Play, OneServerInOverlapMode) {
+  const Timeline timeline = play(three_tensors(), link_of(2, 1), one_block_per_tensor());
+  expect_blocks(timeline, {{0, 0, 4}, {4, 4, 12}, {10, 12, 18}});
+  expect_tensors(timeline, {{18, 10, 8}, {12, 21, 0}, {4, 23, 0}});
+  EXPECT_DOUBLE_EQ(timeline.forward_start_ns, 10);
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 26);
+  EXPECT_DOUBLE_EQ(timeline.exposed_ns, 8);
+}
+
+TEST(Play, OneServerInHookMode) {
+  // The same blocks; forward waits for all of them and for nothing afterwards.
+  const Timeline timeline = play(three_tensors(), link_of(2, 1), one_block_per_tensor(Mode::kHook));
+  expect_blocks(timeline, {{0, 0, 4}, {4, 4, 12}, {10, 12, 18}});
+  expect_tensors(timeline, {{18, 18, 0}, {12, 21, 0}, {4, 23, 0}});
+  EXPECT_DOUBLE_EQ(timeline.forward_start_ns, 18);
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 26);
+  EXPECT_DOUBLE_EQ(timeline.exposed_ns, 8);
+}
+
+TEST(Play, NothingIsExposedUnderEnoughCompute) {
+  // The last block ends at 9, before backward does; in overlap mode the order of need does not matter then.
+  const Profile profile = profile_of(9, 3, {{1, 5, 0}, {2, 0, 1}});
+  const Plan plan = plan_of({block_of({{1, 3}}), block_of({{0, 1}})});
+  const Timeline timeline = play(profile, link_of(1, 1), plan);
+  expect_blocks(timeline, {{0, 0, 3}, {5, 5, 7}});
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 12);
+  EXPECT_DOUBLE_EQ(timeline.exposed_ns, 0);
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan_of(plan.blocks, Mode::kHook)).iteration_ns, 12);
+}
+
+TEST(Play, ForwardRunsOnBeforeTheFirstNeedPoint) {
+  // The only tensor is read 4 after forward starts and arrives 3 after: no wait. Work behind the read point follows.
+  const Profile profile = profile_of(2, 6, {{1, 2, 4}});
+  const Timeline timeline = play(profile, link_of(2, 1), plan_of({block_of({{0, 1}})}));
+  expect_tensors(timeline, {{5, 6, 0}});
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 8);
+}
+
+TEST(Play, WaitsAddUp) {
+  // Ready together; arrivals 3, 7, 11. Reads: 0 waits 3; 1 at 4 waits 3; 2 at 8 waits 3; then 1 more.
+  const Profile profile = profile_of(0, 3, {{2, 0, 0}, {3, 0, 1}, {3, 0, 2}});
+  const Timeline timeline =
+      play(profile, link_of(1, 1), plan_of({block_of({{0, 2}}), block_of({{2, 5}}), block_of({{5, 8}})}));
+  expect_tensors(timeline, {{3, 0, 3}, {7, 4, 3}, {11, 8, 3}});
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 12);
+  EXPECT_DOUBLE_EQ(timeline.exposed_ns, 9);
+}
+
+TEST(Play, TwoInFlightHideTheStartUp) {
+  const Timeline timeline = play(three_tensors(), link_of(2, 1), one_block_per_tensor(Mode::kOverlap, 2));
+  // The second is launched at 4 and its bytes begin at 6. The third is launched when it is ready; its bytes follow at once.
+  expect_blocks(timeline, {{0, 0, 4}, {4, 4, 12}, {10, 10, 16}});
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 24);
+}
+
+TEST(Play, InFlightLimitsUnfinishedBlocks) {
+  const Profile profile = profile_of(0, 0, {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}});
+  const std::vector<Block> blocks = {block_of({{0, 1}}), block_of({{1, 2}}), block_of({{2, 3}}), block_of({{3, 4}})};
+  const auto times = [&](int32_t in_flight) {
+    return play(profile, link_of(5, 1), plan_of(blocks, Mode::kOverlap, in_flight));
+  };
+  expect_blocks(times(1), {{0, 0, 6}, {0, 6, 12}, {0, 12, 18}, {0, 18, 24}});
+  expect_blocks(times(2), {{0, 0, 6}, {0, 0, 7}, {0, 6, 12}, {0, 7, 13}});
+  expect_blocks(times(3), {{0, 0, 6}, {0, 0, 7}, {0, 0, 8}, {0, 6, 12}});
+  expect_blocks(times(4), {{0, 0, 6}, {0, 0, 7}, {0, 0, 8}, {0, 0, 9}});
+  expect_blocks(times(1000), {{0, 0, 6}, {0, 0, 7}, {0, 0, 8}, {0, 0, 9}});
+}
+
+TEST(Play, LaunchesKeepTheOrderOfThePlan) {
+  // The second block is ready at 0 and would fit before the first, which waits until 10: it is never launched ahead of it.
+  const Profile profile = profile_of(10, 0, {{1, 10, 0}, {1, 0, 0}});
+  const Plan plan = plan_of({block_of({{0, 1}}), block_of({{1, 2}})}, Mode::kOverlap, 2);
+  expect_blocks(play(profile, link_of(5, 1), plan), {{10, 10, 16}, {0, 10, 17}});
+}
+
+TEST(Play, BytesShareOneWireInLaunchOrder) {
+  // The second block's start-up is over at 5, but the first one's bytes take the wire until 12.
+  const Profile profile = profile_of(3, 0, {{2, 3, 0}, {10, 0, 0}});
+  const Plan plan = plan_of({block_of({{2, 12}}), block_of({{0, 2}})}, Mode::kOverlap, 3);
+  expect_blocks(play(profile, link_of(2, 1), plan), {{0, 0, 12}, {3, 3, 14}});
+}
+
+TEST(Play, ABlockWaitsForEveryTensorThatItTouches) {
+  // Offsets 0, 4, 10, 12. One byte of a tensor is enough; a range that ends where a tensor begins does not touch it.
+  const Profile profile = three_tensors();
+  const auto ready_ns = [&](const std::vector<Block>& blocks) {
+    return play(profile, link_of(1, 1), plan_of(blocks)).blocks[0].ready_ns;
+  };
+  EXPECT_EQ(ready_ns({block_of({{4, 12}}), block_of({{0, 4}})}), 4);
+  EXPECT_EQ(ready_ns({block_of({{3, 12}}), block_of({{0, 3}})}), 10);
+  EXPECT_EQ(ready_ns({block_of({{9, 10}}), block_of({{0, 9}, {10, 12}})}), 4);
+  EXPECT_EQ(ready_ns({block_of({{9, 11}}), block_of({{0, 9}, {11, 12}})}), 4);
+  EXPECT_EQ(ready_ns({block_of({{10, 11}}), block_of({{0, 10}, {11, 12}})}), 0);
+  EXPECT_EQ(ready_ns({block_of({{0, 1}, {11, 12}}), block_of({{1, 11}})}), 10);
+}
+
+TEST(Play, ATensorArrivesWithItsLastBlock) {
+  // Tensor 0 is cut into three, and its middle travels last, with other bytes.
+  const Profile profile = profile_of(0, 4, {{6, 0, 0}, {2, 0, 2}});
+  const Plan plan = plan_of({block_of({{0, 2}}), block_of({{4, 7}}), block_of({{2, 4}, {7, 8}})});
+  const Timeline timeline = play(profile, link_of(1, 1), plan);
+  expect_blocks(timeline, {{0, 0, 3}, {0, 3, 7}, {0, 7, 11}});
+  expect_tensors(timeline, {{11, 0, 11}, {11, 13, 0}});
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 15);
+}
+
+TEST(Play, UpToIsInclusiveAndTheFirstPieceThatHoldsTheSizeApplies) {
+  LinkModel link;
+  link.all_reduce.pieces = {{4, 1, 1}, {6, 10, 1}, {kUnboundedBytes, 20, 2}};
+  const auto finish_ns = [&](int64_t size_bytes) {
+    const Profile profile = profile_of(0, 0, {{size_bytes, 0, 0}});
+    return play(profile, link, plan_of({block_of({{0, size_bytes}})})).blocks[0].finish_ns;
+  };
+  EXPECT_DOUBLE_EQ(finish_ns(4), 5);
+  EXPECT_DOUBLE_EQ(finish_ns(5), 15);
+  EXPECT_DOUBLE_EQ(finish_ns(6), 16);
+  EXPECT_DOUBLE_EQ(finish_ns(7), 34);
+}
+
+TEST(Play, TheSizeOfAllRangesChoosesThePiece) {
+  LinkModel link;
+  link.all_reduce.pieces = {{4, 1, 1}, {kUnboundedBytes, 10, 1}};
+  const Profile profile = profile_of(0, 0, {{8, 0, 0}});
+  const Plan plan = plan_of({block_of({{0, 3}, {5, 8}}), block_of({{3, 5}})});
+  expect_blocks(play(profile, link, plan), {{0, 0, 16}, {0, 16, 19}});
+}
+
+TEST(Play, PackingCostsPerByteOfBlocksWithSeveralRanges) {
+  LinkModel link = link_of(2, 1);
+  link.pack_ns_per_byte = 0.5;
+  const Profile profile = profile_of(0, 0, {{10, 0, 0}});
+  const std::vector<Block> blocks = {block_of({{0, 2}, {4, 6}}), block_of({{2, 4}}), block_of({{6, 10}})};
+  expect_blocks(play(profile, link, plan_of(blocks)), {{0, 0, 8}, {0, 8, 12}, {0, 12, 18}});
+  // With two in flight the packed bytes hold the wire: 2 to 8; the second's start-up is over by then.
+  expect_blocks(play(profile, link, plan_of(blocks, Mode::kOverlap, 2)), {{0, 0, 8}, {0, 0, 10}, {0, 8, 14}});
+}
+
+TEST(Play, UpdatesRunWhereForwardRuns) {
+  // Arrivals 2 and 5, updates 3 and 4, compute 1 before the second read and 1 behind it.
+  const Profile profile = profile_of(0, 2, {{1, 0, 0, 3}, {2, 0, 1, 4}});
+  const std::vector<Block> blocks = {block_of({{0, 1}}), block_of({{1, 3}})};
+  const Timeline overlap = play(profile, link_of(1, 1), plan_of(blocks));
+  expect_tensors(overlap, {{2, 0, 2}, {5, 6, 0}});  // 2 + update 3 + compute 1: the second is there
+  EXPECT_DOUBLE_EQ(overlap.iteration_ns, 6 + 4 + 1);
+  EXPECT_DOUBLE_EQ(overlap.exposed_ns, 2);
+  const Timeline hook = play(profile, link_of(1, 1), plan_of(blocks, Mode::kHook));
+  EXPECT_DOUBLE_EQ(hook.forward_start_ns, 5 + 7);
+  expect_tensors(hook, {{2, 12, 0}, {5, 13, 0}});
+  EXPECT_DOUBLE_EQ(hook.iteration_ns, 5 + 7 + 2);
+  EXPECT_DOUBLE_EQ(hook.exposed_ns, 5);
+}
+
+TEST(Play, ATensorIsUpdatedOnceAfterItsLastByte) {
+  // Two halves, the second arrives at 4: the update of 3 starts then, and no part of it before.
+  const Profile profile = profile_of(0, 0, {{2, 0, 0, 3}});
+  const Plan plan = plan_of({block_of({{0, 1}}), block_of({{1, 2}})});
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan).iteration_ns, 7);
+}
+
+TEST(Play, UpdatesAreNeverFree) {
+  // Everything arrives long before the end of backward: both modes still pay every update.
+  const Profile profile = profile_of(100, 10, {{1, 0, 0, 3}, {1, 0, 9, 4}});
+  const std::vector<Block> blocks = {block_of({{0, 2}})};
+  for (const Mode mode : {Mode::kOverlap, Mode::kHook}) {
+    EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan_of(blocks, mode)).iteration_ns, 117);
+  }
+}
+
+TEST(Play, OffsetsAreByBuffer) {
+  // Tensors 0 and 2 share buffer 0, tensor 1 is alone in buffer 1; the link is one for both.
+  const Profile profile = profile_of(5, 3, {{2, 5, 0, 0, 0}, {4, 3, 1, 0, 1}, {2, 1, 2, 0, 0}});
+  const Plan plan = plan_of({block_of({{2, 4}}), block_of({{0, 4}}, Op::kAllReduce, 1), block_of({{0, 2}})});
+  const Timeline timeline = play(profile, link_of(1, 1), plan);
+  expect_blocks(timeline, {{1, 1, 4}, {3, 4, 9}, {5, 9, 12}});
+  expect_tensors(timeline, {{12, 5, 7}, {9, 13, 0}, {4, 14, 0}});
+  // Adjacent in the buffer, though not in the profile: one range, no packing.
+  LinkModel link = link_of(1, 1);
+  link.pack_ns_per_byte = 100;
+  const Plan joined = plan_of({block_of({{0, 4}}), block_of({{0, 4}}, Op::kAllReduce, 1)});
+  expect_blocks(play(profile, link, joined), {{5, 5, 10}, {3, 10, 15}});
+}
+
+LinkModel link_of_three() {
+  LinkModel link = link_of(100, 100);
+  link.reduce_scatter.pieces = {{kUnboundedBytes, 3, 1}};
+  link.all_gather.pieces = {{kUnboundedBytes, 1, 0.5}};
+  return link;
+}
+
+TEST(Play, EachKindHasItsCostAndOnlyWholeSumsArrive) {
+  const Profile profile = profile_of(2, 0, {{4, 2, 0}, {4, 1, 0}});
+  const Plan plan = plan_of({block_of({{4, 8}}, Op::kReduceScatter), block_of({{0, 4}}, Op::kReduceScatter),
+                             block_of({{0, 4}}, Op::kAllGather), block_of({{4, 8}}, Op::kAllGather)});
+  const Timeline timeline = play(profile, link_of_three(), plan);
+  expect_blocks(timeline, {{1, 1, 8}, {2, 8, 15}, {15, 15, 18}, {8, 18, 21}});
+  expect_tensors(timeline, {{18, 2, 16}, {21, 18, 3}});
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 21);
+}
+
+TEST(Play, AGatherWaitsForTheScattersThatShareItsBytes) {
+  const Profile profile = profile_of(0, 0, {{4, 0, 0}, {4, 0, 0}});
+  const auto times = [&](Range gathered, const std::vector<Range>& rest) {
+    std::vector<Block> blocks = {block_of({{0, 4}}, Op::kReduceScatter), block_of({{4, 8}}, Op::kReduceScatter),
+                                 block_of({gathered}, Op::kAllGather)};
+    for (const Range& range : rest) {
+      blocks.push_back(block_of({range}, Op::kAllGather));
+    }
+    LinkModel link = link_of_three();
+    link.all_gather.pieces = {{kUnboundedBytes, 6, 0.5}};
+    return play(profile, link, plan_of(blocks, Mode::kHook, 3));
+  };
+  // Scatters: both launched at 0, bytes from 3 to 7 and from 7 to 11. The gather of the first is launched at 7.
+  expect_blocks(times({0, 4}, {{4, 8}}), {{0, 0, 7}, {0, 0, 11}, {7, 7, 15}, {11, 11, 19}});
+  // One shared byte is enough to wait for the second.
+  expect_blocks(times({0, 5}, {{5, 8}}), {{0, 0, 7}, {0, 0, 11}, {11, 11, 19.5}, {11, 11, 21}});
+}
+
+TEST(Play, AGatherDoesNotWaitForTheReadyTimesOfOthers) {
+  // The scatter of tensor 1 is done at 5; its gather may go while tensor 0 is not ready, and before backward ends.
+  const Profile profile = profile_of(20, 0, {{2, 20, 0}, {2, 0, 0}});
+  const Plan plan = plan_of({block_of({{2, 4}}, Op::kReduceScatter), block_of({{2, 4}}, Op::kAllGather),
+                             block_of({{0, 2}}, Op::kReduceScatter), block_of({{0, 2}}, Op::kAllGather)});
+  expect_blocks(play(profile, link_of_three(), plan), {{0, 0, 5}, {5, 5, 7}, {20, 20, 25}, {25, 25, 27}});
+}
+
+TEST(Play, ATensorMayTravelInBothWays) {
+  // Its first byte by all-reduce, last of all; its second scattered and gathered.
+  LinkModel link = link_of_three();
+  link.all_reduce.pieces = {{kUnboundedBytes, 2, 1}};
+  const Profile profile = profile_of(0, 0, {{2, 0, 0}});
+  const Plan plan = plan_of(
+      {block_of({{1, 2}}, Op::kReduceScatter), block_of({{1, 2}}, Op::kAllGather), block_of({{0, 1}}, Op::kAllReduce)});
+  expect_tensors(play(profile, link, plan), {{8.5, 0, 8.5}});
+  const Plan other = plan_of(
+      {block_of({{0, 1}}, Op::kAllReduce), block_of({{1, 2}}, Op::kReduceScatter), block_of({{1, 2}}, Op::kAllGather)});
+  expect_tensors(play(profile, link, other), {{8.5, 0, 8.5}});
+}
+
+TEST(Play, AKindThatTheLinkLacksIsRefused) {
+  const Profile profile = profile_of(0, 0, {{2, 0, 0}});
+  const Plan plan = plan_of({block_of({{0, 2}}, Op::kReduceScatter), block_of({{0, 2}}, Op::kAllGather)});
+  LinkModel link = link_of(1, 1);
+  link.reduce_scatter = link.all_reduce;
+  try {
+    play(profile, link, plan);
+    FAIL() << "played a plan with an all-gather on a link without one";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidLink);
+    EXPECT_NE(std::string(error.what()).find("all_gather"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace gradcast

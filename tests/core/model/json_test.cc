@@ -1,0 +1,261 @@
+// Profiles and links as JSON: what goes round unchanged, what is filled in, and what is refused with the field by name.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gradcast/profile.h"
+#include "tests/core/hand_profiles.h"
+#include "tests/core/model/json_texts.h"
+#include "tests/core/profiles.h"
+#include "tests/support/refusals.h"
+
+namespace gradcast {
+namespace {
+
+const std::string kProfile = R"({
+  "version": 1, "name": "small", "world_size": 8, "forward_ns": 800, "backward_ns": 1000,
+  "tensors": [
+    {"name": "a", "bytes": 400, "buffer": 0, "element_bytes": 4, "ready_ns": 1000, "need_ns": 0, "update_ns": 7},
+    {"name": "b", "bytes": 80, "ready_ns": 600, "need_ns": 300},
+    {"name": "c", "bytes": 6, "buffer": 1, "element_bytes": 2, "ready_ns": 200, "need_ns": 500}
+  ],
+  "link": {
+    "all_reduce": [
+      {"up_to_bytes": 100, "alpha_ns": 50, "beta_ns_per_byte": 1.5},
+      {"up_to_bytes": null, "alpha_ns": 120, "beta_ns_per_byte": 0.875}],
+    "reduce_scatter": [{"up_to_bytes": null, "alpha_ns": 30, "beta_ns_per_byte": 0.5}],
+    "all_gather": [{"up_to_bytes": null, "alpha_ns": 20, "beta_ns_per_byte": 0.25}]
+  }
+})";
+
+TEST(ProfileJson, ReadsEveryField) {
+  const Profile profile = profile_from_json(kProfile);
+  Profile expected = profile_of(1000, 800, {{400, 1000, 0, 7}, {80, 600, 300}, {6, 200, 500, 0, 1}});
+  expected.name = "small";
+  expected.world_size = 8;
+  expected.tensors[0].name = "a";
+  expected.tensors[1].name = "b";
+  expected.tensors[2].name = "c";
+  expected.tensors[0].element_bytes = expected.tensors[1].element_bytes = 4;
+  expected.tensors[2].element_bytes = 2;
+  expected.link.all_reduce.pieces = {{100, 50, 1.5}, {kUnboundedBytes, 120, 0.875}};
+  expected.link.reduce_scatter.pieces = {{kUnboundedBytes, 30, 0.5}};
+  expected.link.all_gather.pieces = {{kUnboundedBytes, 20, 0.25}};
+  EXPECT_EQ(profile, expected);
+}
+
+TEST(ProfileJson, FillsInDefaults) {
+  const Profile profile = profile_from_json(
+      R"({"version":1,"name":"x","world_size":2,"forward_ns":5,"backward_ns":5,
+          "tensors":[{"name":"a","bytes":8,"ready_ns":1,"need_ns":2}]})");
+  EXPECT_EQ(profile.tensors[0].buffer, 0);
+  EXPECT_EQ(profile.tensors[0].element_bytes, 4);
+  EXPECT_EQ(profile.tensors[0].update_ns, 0);
+  EXPECT_EQ(profile.link, LinkModel{});
+  EXPECT_EQ(profile.extra_json, "");
+}
+
+TEST(ProfileJson, AnEmptyLinkIsNoLink) {
+  const std::string head = R"({"version":1,"name":"x","world_size":2,"forward_ns":5,"backward_ns":5,
+                               "tensors":[{"name":"a","bytes":8,"ready_ns":1,"need_ns":2}],"link":)";
+  EXPECT_EQ(profile_from_json(head + "null}").link, LinkModel{});
+  EXPECT_EQ(profile_from_json(head + "{}}").link, LinkModel{});
+}
+
+TEST(ProfileJson, BringsEqualNeedsIntoUrgencyOrder) {
+  const std::string text =
+      with(with(kProfile, "\"need_ns\": 300", "\"need_ns\": 0"), "\"ready_ns\": 1000", "\"ready_ns\": 1");
+  const Profile profile = profile_from_json(text);
+  EXPECT_EQ(profile.tensors[0].name, "b");
+  EXPECT_EQ(profile.tensors[1].name, "a");
+}
+
+TEST(ProfileJson, KeepsUnknownFields) {
+  std::string text =
+      with(kProfile, "\"name\": \"small\"", "\"host\": {\"gpu\": [1, 2.5, null, \"\\u00e9\"]}, \"name\": \"small\"");
+  text = with(text, "\"name\": \"b\"", "\"dtype\": \"float32\", \"name\": \"b\"");
+  text = with(text, "\"link\": {", "\"link\": {\"measured\": true,");
+  text = with(text, "\"alpha_ns\"", "\"samples\": 12, \"alpha_ns\"");
+  const Profile profile = profile_from_json(text);
+  const Profile again = profile_from_json(to_json(profile));
+  EXPECT_EQ(again, profile);
+  for (const char* kept : {"host", "gpu", "2.5", "\u00e9", "dtype", "float32", "measured", "samples"}) {
+    EXPECT_TRUE(contains(to_json(again), kept)) << kept;
+  }
+  EXPECT_TRUE(contains(again.tensors[1].extra_json, "float32"));
+  EXPECT_EQ(again.tensors[0].extra_json, "");
+}
+
+TEST(ProfileJson, RoundsTimesToNearest) {
+  Profile profile = profile_of(10.6, 20.4, {{4, 10.5, 0.49, 1.51}});
+  profile.world_size = 2;
+  const Profile again = profile_from_json(to_json(profile));
+  EXPECT_EQ(again.backward_ns, 11);
+  EXPECT_EQ(again.forward_ns, 20);
+  EXPECT_EQ(again.tensors[0].ready_ns, 11);
+  EXPECT_EQ(again.tensors[0].need_ns, 0);
+  EXPECT_EQ(again.tensors[0].update_ns, 2);
+  EXPECT_TRUE(contains(to_json(profile), "\"ready_ns\":11,")) << to_json(profile);
+}
+
+TEST(ProfileJson, CostsAreNotRounded) {
+  Profile profile = profile_from_json(kProfile);
+  profile.link.all_reduce.pieces[0] = {100, 0.1, 1e-7};
+  profile.link.pack_ns_per_byte = 1.0 / 3;
+  EXPECT_EQ(profile_from_json(to_json(profile)).link, profile.link);
+}
+
+TEST(ProfileJson, RandomProfilesGoRound) {
+  for (uint64_t seed = 1; seed <= 500; ++seed) {
+    RandomProfileOptions options;
+    options.windows = static_cast<RandomProfileOptions::Windows>(seed % 3);
+    options.buffer_count = 1 + static_cast<int32_t>(seed % 2);
+    options.link_piece_count = 1 + static_cast<int32_t>(seed % 4);
+    options.updates = seed % 5 == 0;
+    const Profile profile = random_profile(seed, options);
+    const Profile again = profile_from_json(to_json(profile));
+    ASSERT_EQ(again, profile) << "seed " << seed;
+    ASSERT_EQ(to_json(again), to_json(profile)) << "seed " << seed;
+    ASSERT_EQ(link_from_json(to_json(profile.link)), profile.link) << "seed " << seed;
+  }
+}
+
+TEST(ProfileJson, TheLargestNumbersGoRound) {
+  Profile profile = profile_of(kTimeMaxNs, kTimeMaxNs, {{kBytesMax, kTimeMaxNs, kTimeMaxNs, kTimeMaxNs}});
+  profile.world_size = INT32_MAX;
+  EXPECT_EQ(profile_from_json(to_json(profile)), profile);
+}
+
+constexpr ErrorCode kLink = ErrorCode::kInvalidLink;
+
+TEST(ProfileJson, RefusesBadFieldsByName) {
+  const std::vector<BadField> cases = {
+      {"\"version\": 1,", "", "version"},
+      {"\"version\": 1", "\"version\": 2", "version"},
+      {"\"version\": 1", "\"version\": \"1\"", "version"},
+      {"\"version\": 1", "\"version\": 0", "version"},
+      {"\"name\": \"small\",", "", "name"},
+      {"\"name\": \"small\"", "\"name\": 7", "name"},
+      {"\"world_size\": 8,", "", "world_size"},
+      {"\"world_size\": 8", "\"world_size\": 0", "world_size"},
+      {"\"world_size\": 8", "\"world_size\": 2.5", "world_size"},
+      {"\"world_size\": 8", "\"world_size\": 4294967297", "world_size"},
+      {"\"forward_ns\": 800,", "", "forward_ns"},
+      {"\"forward_ns\": 800", "\"forward_ns\": -800", "forward_ns"},
+      {"\"forward_ns\": 800", "\"forward_ns\": \"800\"", "forward_ns"},
+      {"\"forward_ns\": 800", "\"forward_ns\": 1e300", "forward_ns"},
+      {"\"backward_ns\": 1000", "\"backward_ns\": true", "backward_ns"},
+      {"\"backward_ns\": 1000", "\"backward_ns\": null", "backward_ns"},
+      {"\"backward_ns\": 1000", "\"backward_ns\": 900", "tensors[0].ready_ns"},
+      {"\"tensors\": [", "\"others\": [", "tensors"},
+      {"\"name\": \"b\"", "\"name\": null", "tensors[1].name"},
+      {"\"bytes\": 80", "\"bytes\": 0", "tensors[1].bytes"},
+      {"\"bytes\": 80", "\"bytes\": -80", "tensors[1].bytes"},
+      {"\"bytes\": 80", "\"bytes\": 80.5", "tensors[1].bytes"},
+      {"\"bytes\": 80", "\"bytes\": 82", "tensors[1].element_bytes"},
+      {"\"bytes\": 80", "\"bytes\": 9007199254740993", "tensors[1].bytes"},
+      {"\"bytes\": 80", "\"bytes\": 9007199254740996", "tensors[1].bytes"},
+      {"\"bytes\": 80", "\"bytes\": 18446744073709551616", "tensors[1].bytes"},
+      {"\"bytes\": 80", "\"bytes\": 1e300", "tensors[1].bytes"},
+      {"\"bytes\": 80, ", "", "tensors[1].bytes"},
+      {"\"ready_ns\": 600", "\"ready_ns\": -1", "tensors[1].ready_ns"},
+      {"\"ready_ns\": 600", "\"ready_ns\": 1001", "tensors[1].ready_ns"},
+      {"\"ready_ns\": 600, ", "", "tensors[1].ready_ns"},
+      {"\"ready_ns\": 600", "\"ready_ns\": [600]", "tensors[1].ready_ns"},
+      {"\"need_ns\": 300", "\"need_ns\": 801", "tensors[1].need_ns"},
+      {"\"need_ns\": 300", "\"need_ns\": 501", "tensors[2].need_ns"},
+      {"\"update_ns\": 7", "\"update_ns\": -7", "tensors[0].update_ns"},
+      {"\"element_bytes\": 2", "\"element_bytes\": 0", "tensors[2].element_bytes"},
+      {"\"element_bytes\": 2", "\"element_bytes\": 4", "tensors[2].element_bytes"},
+      {"\"buffer\": 1, \"element_bytes\": 2", "\"buffer\": 0, \"element_bytes\": 2", "tensors[2].element_bytes"},
+      {"\"buffer\": 1", "\"buffer\": -1", "tensors[2].buffer"},
+      {"\"buffer\": 1", "\"buffer\": 1000000", "tensors[2].buffer"},
+      {"\"buffer\": 1", "\"buffer\": 4294967296", "tensors[2].buffer"},
+      {"\"buffer\": 1", "\"buffer\": \"gpu\"", "tensors[2].buffer"},
+      {"\"link\": {", "\"link\": 3, \"rest\": {", "link", kLink},
+      {"\"all_reduce\"", "\"all_reduced\"", "link.all_reduce", kLink},
+      {"\"up_to_bytes\": 100", "\"up_to_bytes\": 0", "link.all_reduce[0].up_to_bytes", kLink},
+      {"\"up_to_bytes\": 100", "\"up_to_bytes\": null", "link.all_reduce[0].up_to_bytes", kLink},
+      {"\"up_to_bytes\": 100", "\"up_to_bytes\": 1.5", "link.all_reduce[0].up_to_bytes", kLink},
+      {"\"up_to_bytes\": null", "\"up_to_bytes\": 1000", "link.all_reduce[1].up_to_bytes", kLink},
+      {"\"alpha_ns\": 50, ", "", "link.all_reduce[0].alpha_ns", kLink},
+      {"\"alpha_ns\": 50", "\"alpha_ns\": -50", "link.all_reduce[0].alpha_ns", kLink},
+      {"\"alpha_ns\": 120", "\"alpha_ns\": 12", "link.all_reduce[1].alpha_ns", kLink},  // the cost would fall
+      {"\"beta_ns_per_byte\": 1.5", "\"beta_ns_per_byte\": -1.5", "link.all_reduce[0].beta_ns_per_byte", kLink},
+      {"\"beta_ns_per_byte\": 0.25", "\"beta_ns_per_byte\": \"0.25\"", "link.all_gather[0].beta_ns_per_byte", kLink},
+      {"\"all_reduce\": [", "\"pack_ns_per_byte\": -1, \"all_reduce\": [", "link.pack_ns_per_byte", kLink},
+  };
+  for (const BadField& c : cases) {
+    SCOPED_TRACE(std::string(c.from) + " -> " + c.to);
+    expect_refused([&] { profile_from_json(with(kProfile, c.from, c.to)); }, c.code, c.text);
+  }
+}
+
+TEST(ProfileJson, RefusesOtherShapes) {
+  const auto refused = [](const std::string& text, const std::string& part) {
+    SCOPED_TRACE(text.substr(0, 80));
+    expect_refused([&] { profile_from_json(text); }, ErrorCode::kInvalidProfile, part);
+  };
+  refused("", "truncated");
+  refused("   ", "truncated");
+  refused("null", "object");
+  refused("[]", "object");
+  refused("\"profile\"", "object");
+  refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": NaN"), "NaN");
+  refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": -Infinity"), "line 5");
+  refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": 1e999"), "too large");
+  refused(with(kProfile, "\"ready_ns\": 600,", "\"ready_ns\": 600"), "line 5");
+  refused(with(kProfile, "\"name\": \"b\"", "\"name\": \"\xff\""), "JSON");
+  refused(kProfile + "}", "JSON");
+  refused(std::string(100'000, '['), "");
+  refused(with(kProfile, "\"name\": \"b\"", "\"x\": " + std::string(5000, '[') + std::string(5000, ']')), "deep");
+  const std::string none = R"({"version":1,"name":"x","world_size":2,"forward_ns":5,"backward_ns":5,"tensors":)";
+  refused(none + "[]}", "tensors");
+  refused(none + "{}}", "tensors");
+  refused(none + "[3]}", "tensors[0]");
+  refused(none + "[null]}", "tensors[0]");
+}
+
+TEST(ProfileJson, RefusesEveryTruncation) {
+  for (size_t size = 0; size < kProfile.size(); ++size) {
+    SCOPED_TRACE(size);
+    expect_refused([&] { profile_from_json(kProfile.substr(0, size)); }, ErrorCode::kInvalidProfile, "truncated");
+  }
+}
+
+TEST(LinkJson, RefusesWhatIsNoLink) {
+  for (const char* text : {"[]", "3", "{}", R"({"all_reduce": []})", R"({"all_reduce": {}})", R"({"all_reduce": [3]})",
+                           R"({"all_reduce": [{}]})", R"({"all_gather": [{"alpha_ns": 1, "beta_ns_per_byte": 1}]})"}) {
+    SCOPED_TRACE(text);
+    expect_refused([&] { link_from_json(text); }, kLink, "link");
+  }
+}
+
+// What is read is good, and written and read again is the same; what is refused is refused with a clean sentence.
+TEST(ProfileJson, DamagedProfilesAreReadOrRefused) {
+  int32_t read_count = 0;
+  for (uint64_t seed = 1; seed <= 6000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(seed);
+    const std::string text = damaged(random, kProfile);
+    try {
+      const Profile profile = profile_from_json(text);
+      ++read_count;
+      ASSERT_NO_THROW(check_profile(profile));
+      const Profile again = profile_from_json(to_json(profile));
+      ASSERT_EQ(profile_from_json(to_json(again)), again);
+    } catch (const Error& error) {
+      ASSERT_TRUE(error.code() == ErrorCode::kInvalidProfile || error.code() == kLink) << error.what();
+      expect_clean(error.what());
+    }
+    ASSERT_FALSE(HasFailure()) << text;
+  }
+  EXPECT_GT(read_count, 100);
+  EXPECT_LT(read_count, 5000);
+}
+
+}  // namespace
+}  // namespace gradcast

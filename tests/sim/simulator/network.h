@@ -1,0 +1,66 @@
+// The network: matches the k-th operation of each rank with the k-th of all others, and says when it ends.
+//
+// That is how process groups match operations, and it is why the order must be the same everywhere. An operation begins when
+// the last rank has started it; then it is `play`'s link: one wire, in the order of operations.
+//
+// Thread safety: pure; any thread.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+
+#include "tests/sim/simulator/plan_schedule.h"
+
+namespace gradcast::sim {
+
+// One operation, from its first launch until every rank that was told of its end has been told.
+struct Operation {
+  int32_t iteration = 0;
+  int32_t plan = 0;
+  int32_t block = 0;
+  int32_t first_rank = 0;
+  int32_t launch_count = 0;
+  int32_t untold_count = 0;     // tellings of its end that have not come, one for each rank
+  int32_t failed_by_rank = -1;  // that left while it was on the network
+  double end_ns = 0;            // on the wire; once all have launched it
+};
+
+class Network {
+ public:
+  Network(const SimScenario& scenario, const Plans& plans) : rank_count_(scenario.rank_count), plans_(plans) {}
+
+  // The operation that carries this block is the rank's number `index`. It stays where it is until all are told of its end.
+  // REQUIRES: each rank launches 0, 1, 2, … in order.
+  Operation& launch(int64_t index, int32_t rank, int32_t iteration, int32_t plan, int32_t block);
+  // Whether this block is what others have launched as this operation.
+  bool is_same(const Operation& operation, int32_t iteration, int32_t plan, int32_t block) const;
+  bool is_complete(const Operation& operation) const { return operation.launch_count == rank_count_; }
+
+  // Puts a complete operation on the wire; its times are multiplied by the factors.
+  void start(Operation& operation, double now_ns, double alpha_factor, double bytes_factor);
+  // One rank was told, or is not there any more.
+  void tell(int64_t index);
+  // The rank is gone: what is on the wire fails.
+  void leave(int32_t rank, double now_ns);
+
+  // REQUIRES: launched by some rank, and not told to all.
+  const Operation& at(int64_t index) const { return open_[static_cast<size_t>(index - first_open_)]; }
+  bool is_open(int64_t index) const {
+    return index >= first_open_ && index < first_open_ + static_cast<int64_t>(open_.size());
+  }
+
+  int64_t started_count() const { return started_count_; }
+  int64_t open_peak() const { return open_peak_; }
+
+ private:
+  const int32_t rank_count_;
+  const Plans& plans_;
+  std::deque<Operation> open_;
+  int64_t first_open_ = 0;
+  int64_t started_count_ = 0;
+  int64_t open_peak_ = 0;
+  double wire_free_ns_ = 0;
+};
+
+}  // namespace gradcast::sim

@@ -1,0 +1,279 @@
+#include "tests/sim/simulator/simulation.h"
+
+#include <algorithm>
+
+#include "gradcast/error.h"
+#include "tests/sim/simulator/report.h"
+
+namespace gradcast::sim {
+
+Simulation::Simulation(const SimScenario& scenario)
+    : scenario_(scenario),
+      plans_(scenario),
+      draws_(scenario.seed),
+      network_(scenario, plans_),
+      ledger_(scenario.profile),
+      ranks_(static_cast<size_t>(scenario.rank_count)),
+      ended_counts_(static_cast<size_t>(scenario.iteration_count), 0) {
+  result_.ranks.resize(ranks_.size());
+}
+
+SimResult Simulation::run() {
+  for (const SimFault& fault : scenario_.faults) {
+    if (fault.kind == SimFault::Kind::kLeave) {
+      queue_.push({fault.time_ns, 0, 0, fault.rank, Event::Kind::kLeave});
+    }
+  }
+  for (int32_t rank = 0; rank < scenario_.rank_count; ++rank) {
+    queue_.push({0, 0, 0, rank, Event::Kind::kBegin});
+  }
+  const int64_t event_count_limit = event_count_max();
+  while (!queue_.empty() && !result_.finding) {
+    const Event event = queue_.pop();
+    result_.end_ns = event.time_ns;
+    if (++result_.event_count > event_count_limit) {
+      find(SimRule::kEnds, event.rank, -1, "the run goes on after everything that could happen has happened");
+      break;
+    }
+    try {
+      handle(event);
+    } catch (const Error& error) {
+      find(SimRule::kFollower, event.rank, -1, error.what());
+    }
+  }
+  conclude();
+  return std::move(result_);
+}
+
+void Simulation::handle(const Event& event) {
+  if (event.kind == Event::Kind::kComplete) {
+    on_complete(event.rank, event.subject, event.time_ns);
+  } else if (event.kind == Event::Kind::kLeave) {
+    leave(event.rank, event.time_ns);
+  } else if (ranks_[event.rank].has_left) {
+    return;
+  } else if (event.kind == Event::Kind::kBegin) {
+    begin_iteration(event.rank, event.time_ns);
+  } else {
+    on_ready(event.rank, static_cast<int32_t>(event.subject), event.time_ns);
+  }
+}
+
+void Simulation::begin_iteration(int32_t index, double now_ns) {
+  Rank& rank = ranks_[index];
+  rank.first_operation = rank.launched_count();
+  ++rank.iteration;
+  rank.plan = plans_.in_force(index, rank.iteration);
+  const auto& followed = plans_.all()[rank.plan].followed;
+  rank.follower.begin(followed);
+  rank.watch.begin(*followed);
+  rank.backward.begin(scenario_, draws_, index, rank.iteration, now_ns);
+  rank.forward.begin(followed->plan.mode, rank.backward.end_ns(), rank.backward.factor());
+  push_next_gradient(index);
+}
+
+void Simulation::push_next_gradient(int32_t index) {
+  if (const auto gradient = ranks_[index].backward.next()) {
+    queue_.push({gradient->time_ns, 0, gradient->tensor, index, Event::Kind::kReady});
+  }
+}
+
+void Simulation::on_ready(int32_t index, int32_t tensor, double now_ns) {
+  Rank& rank = ranks_[index];
+  push_next_gradient(index);
+  rank.watch.on_ready(tensor);
+  rank.follower.on_ready(tensor);
+  launch_all(index, now_ns);
+}
+
+void Simulation::on_complete(int32_t index, int64_t operation, double now_ns) {
+  Rank& rank = ranks_[index];
+  const bool has_failed = network_.is_open(operation) && network_.at(operation).failed_by_rank >= 0;
+  network_.tell(operation);
+  if (rank.has_left || has_failed) {
+    return;
+  }
+  const int64_t block = operation - rank.first_operation;
+  if (!rank.follower.is_in_flight(block)) {
+    find(SimRule::kOneEnd, index, block < 0 ? -1 : static_cast<int32_t>(block),
+         "operation " + std::to_string(operation) + " ended, and the follower does not have it in flight");
+    return;
+  }
+  const std::vector<int32_t> arrived = rank.follower.on_finish(static_cast<int32_t>(block));
+  if (const auto broken = rank.watch.on_finish(block, arrived)) {
+    find(*broken, index, static_cast<int32_t>(block), "its end came, and with it the wrong tensors or a second time");
+    return;
+  }
+  const SimPlan& plan = plans_.all()[rank.plan];
+  if (plan.followed->plan.blocks[block].op != Op::kAllGather) {
+    result_.ranks[index].reduced_bytes += plan.size_bytes[block];
+  }
+  launch_all(index, now_ns);
+  rank.forward.advance(scenario_.profile, rank.watch, now_ns);
+  if (rank.forward.has_ended() && rank.watch.all_finished()) {
+    end_iteration(index);
+  }
+}
+
+// As the engine does after each event.
+void Simulation::launch_all(int32_t index, double now_ns) {
+  while (!result_.finding) {
+    const std::optional<int32_t> block = ranks_[index].follower.next();
+    if (block) {
+      launch(index, *block, now_ns);
+      continue;
+    }
+    if (ranks_[index].watch.next_may_start()) {
+      find(SimRule::kStart, index, ranks_[index].watch.launched_count(), "it may start, and the follower waits");
+    }
+    return;
+  }
+}
+
+void Simulation::launch(int32_t index, int32_t block, double now_ns) {
+  Rank& rank = ranks_[index];
+  const int64_t number = rank.launched_count();
+  if (const auto broken = rank.watch.on_launch(block)) {
+    find(*broken, index, block, "the follower started it");
+    return;
+  }
+  SimRankResult& seen = result_.ranks[index];
+  const uint64_t content = plans_.all()[rank.plan].contents[block];
+  seen.order_hash = mixed(mixed(seen.order_hash + static_cast<uint64_t>(rank.iteration)) + content);
+  ++seen.launch_count;
+  if (scenario_.keep_launches) {
+    seen.launches.push_back({rank.iteration, block});
+  }
+  Operation& operation = network_.launch(number, index, rank.iteration, rank.plan, block);
+  if (!network_.is_same(operation, rank.iteration, rank.plan, block)) {
+    const FollowedPlan& other = *plans_.all()[operation.plan].followed;
+    find(SimRule::kSameOperation, index, block,
+         "operation " + std::to_string(number) + " is " + block_text(other, operation.block) + " of iteration " +
+             std::to_string(operation.iteration) + " on rank " + std::to_string(operation.first_rank));
+    result_.finding->other_rank = operation.first_rank;
+  } else if (network_.is_complete(operation)) {
+    start(operation, number, now_ns);
+  }
+}
+
+void Simulation::start(Operation& operation, int64_t index, double now_ns) {
+  using enum Draws::For;
+  const Draws::Place place{-1, operation.iteration, operation.block};
+  const double share = scenario_.jitter.link_share;
+  network_.start(operation, now_ns, 1 + share * draws_.share(kAlpha, place), 1 + share * draws_.share(kBytes, place));
+  const FollowedPlan& plan = *plans_.all()[operation.plan].followed;
+  ledger_.enter(plan.plan.blocks[operation.block]);
+  if (operation.block + 1 == plan.block_count()) {
+    if (const auto fault = ledger_.close()) {
+      find(SimRule::kEveryByte, -1, -1, "in iteration " + std::to_string(operation.iteration) + ", " + *fault);
+      result_.finding->iteration = operation.iteration;
+      return;
+    }
+  }
+  tell_ranks(operation, index);
+}
+
+void Simulation::tell_ranks(Operation& operation, int64_t index) {
+  using enum Draws::For;
+  const SimJitter& jitter = scenario_.jitter;
+  for (int32_t rank = 0; rank < scenario_.rank_count; ++rank) {
+    const Draws::Place place{rank, operation.iteration, operation.block};
+    double delay_ns = jitter.completion_ns_max * draws_.share(kCompletion, place);
+    if (draws_.share(kCompletionIsLate, place) < jitter.late_probability) {
+      delay_ns += jitter.late_ns_max * draws_.share(kCompletionLate, place);
+    }
+    const Event event{operation.end_ns + delay_ns, 0, index, rank, Event::Kind::kComplete};
+    if (is_hit(SimFault::Kind::kLoseCompletion, rank, operation.iteration, operation.block)) {
+      continue;
+    }
+    queue_.push(event);
+    if (is_hit(SimFault::Kind::kRepeatCompletion, rank, operation.iteration, operation.block)) {
+      queue_.push(event);
+      ++operation.untold_count;
+    }
+  }
+}
+
+void Simulation::end_iteration(int32_t index) {
+  Rank& rank = ranks_[index];
+  const double end_ns = rank.forward.end_ns();
+  result_.ranks[index].finish_ns = end_ns;
+  std::vector<double>& ends_ns = result_.iteration_end_ns;
+  ends_ns.resize(std::max(ends_ns.size(), static_cast<size_t>(rank.iteration) + 1), 0);
+  ends_ns[rank.iteration] = std::max(ends_ns[rank.iteration], end_ns);
+  ++ended_counts_[rank.iteration];
+  if (rank.iteration + 1 == scenario_.iteration_count) {
+    rank.has_finished = true;
+  } else {
+    queue_.push({end_ns, 0, 0, index, Event::Kind::kBegin});
+  }
+}
+
+void Simulation::leave(int32_t index, double now_ns) {
+  Rank& rank = ranks_[index];
+  if (rank.has_finished || rank.has_left) {
+    return;
+  }
+  rank.has_left = true;
+  network_.leave(index, now_ns);
+}
+
+bool Simulation::is_hit(SimFault::Kind kind, int32_t rank, int32_t iteration, int32_t subject) const {
+  return std::ranges::any_of(scenario_.faults, [&](const SimFault& fault) {
+    return fault.kind == kind && fault.rank == rank && fault.iteration == iteration && fault.subject == subject;
+  });
+}
+
+void Simulation::find(SimRule rule, int32_t index, int32_t block, const std::string& what) {
+  if (result_.finding) {
+    return;
+  }
+  SimFinding finding;
+  finding.rule = rule;
+  finding.rank = index;
+  if (index >= 0 && ranks_[index].iteration >= 0) {
+    const FollowedPlan& plan = *plans_.all()[ranks_[index].plan].followed;
+    finding.iteration = ranks_[index].iteration;
+    finding.text = "rank " + std::to_string(index) + ", iteration " + std::to_string(finding.iteration) + ": ";
+    // A broken follower may name a block that the plan does not have.
+    if (block >= 0 && block < plan.block_count()) {
+      finding.block = block;
+      finding.text += block_text(plan, block) + ": ";
+    }
+  }
+  finding.text += what + " (" + std::string(to_string(rule)) + ")";
+  result_.finding = finding;
+}
+
+int64_t Simulation::event_count_max() const {
+  const auto tensor_count = static_cast<int64_t>(scenario_.profile.tensors.size());
+  size_t block_count_max = 0;
+  for (const SimPlan& plan : plans_.all()) {
+    block_count_max = std::max(block_count_max, plan.contents.size());
+  }
+  const int64_t per_rank = (1 + tensor_count + static_cast<int64_t>(block_count_max)) * scenario_.iteration_count;
+  return per_rank * scenario_.rank_count + static_cast<int64_t>(scenario_.faults.size());
+}
+
+void Simulation::conclude() {
+  while (!result_.iteration_end_ns.empty() &&
+         ended_counts_[result_.iteration_end_ns.size() - 1] < scenario_.rank_count) {
+    result_.iteration_end_ns.pop_back();
+  }
+  result_.operation_count = network_.started_count();
+  result_.operation_peak = network_.open_peak();
+  result_.queue_peak = queue_.size_peak();
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    using enum SimRankResult::Outcome;
+    const Rank& rank = ranks_[i];
+    result_.ranks[i].outcome = rank.has_left       ? kLeft
+                               : rank.has_finished ? kFinished
+                               : result_.finding   ? kStopped
+                                                   : kStoodStill;
+  }
+  if (!result_.finding) {
+    result_.standstills = standstills(ranks_, network_, plans_);
+  }
+}
+
+}  // namespace gradcast::sim

@@ -1,0 +1,75 @@
+// The transport over MPI for Python: with it the ranks of `mpirun` pass the cases that every transport passes.
+//
+// Thread safety: the thread that imported it.
+#include <mpi.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/capsule.h"
+#include "gradcast/mpi.h"
+
+namespace py = pybind11;
+
+namespace gradcast {
+namespace {
+
+// A transport, and the Python arrays that it works on.
+class BoundMpi {
+ public:
+  explicit BoundMpi(const std::vector<py::buffer>& arrays) {
+    std::vector<HostBuffer> buffers;
+    for (const py::buffer& array : arrays) {
+      views_.push_back(array.request(/*writable=*/true));
+      buffers.push_back(host_buffer_of(views_.back()));
+    }
+    transport_ = make_mpi_transport(MPI_COMM_WORLD, std::move(buffers));
+  }
+  ~BoundMpi() {
+    const py::gil_scoped_release released;
+    transport_.reset();
+  }
+
+  Transport& transport() { return *transport_; }
+
+ private:
+  std::vector<py::buffer_info> views_;
+  std::unique_ptr<Transport> transport_;
+};
+
+int init(int level) {
+  int provided = MPI_THREAD_SINGLE;
+  MPI_Init_thread(nullptr, nullptr, level, &provided);
+  return provided;
+}
+
+std::pair<int, int> place() {
+  int rank = 0;
+  int world_size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &world_size);
+  return {rank, world_size};
+}
+
+}  // namespace
+}  // namespace gradcast
+
+PYBIND11_MODULE(_mpi_world, module) {
+  using gradcast::BoundMpi;
+  module.attr("MULTIPLE") = static_cast<int>(MPI_THREAD_MULTIPLE);
+  module.attr("SERIALIZED") = static_cast<int>(MPI_THREAD_SERIALIZED);
+  module.def("init", &gradcast::init);
+  module.def("place", &gradcast::place);
+  module.def(
+      "barrier", [] { MPI_Barrier(MPI_COMM_WORLD); }, py::call_guard<py::gil_scoped_release>());
+  module.def("finalize", [] { MPI_Finalize(); });
+  module.def("abort", [](int code) { MPI_Abort(MPI_COMM_WORLD, code); });
+  py::class_<BoundMpi>(module, "Transport")
+      .def(py::init<const std::vector<py::buffer>&>())
+      .def_property_readonly("capsule", [](const py::object& self) {
+        return gradcast::make_capsule(self.cast<BoundMpi&>().transport(), self);
+      });
+}

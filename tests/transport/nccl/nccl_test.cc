@@ -1,0 +1,533 @@
+// The transport over NCCL: sums, order, and every way in which it can go wrong. Built twice: on a device of the tests' own
+// with ranks in threads, and, as nccl_device_test, on a real one with a single rank, where it skips without a device.
+#include "gradcast/nccl.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "gradcast/error.h"
+#ifdef GRADCAST_FAKE_DEVICE
+#include "tests/transport/nccl/fake_device.h"
+#endif
+
+namespace gradcast {
+namespace {
+
+using namespace std::chrono_literals;
+constexpr int64_t kElements = 1000;
+constexpr auto kPatience = 20s;
+
+#ifdef GRADCAST_FAKE_DEVICE
+constexpr std::array kWorlds{1, 2, 4};
+#else
+constexpr std::array kWorlds{1};
+#endif
+
+// Notes what it is told, and lets others wait for it.
+class Sink final : public CompletionSink {
+ public:
+  void began(int64_t ticket) noexcept override { note(ticket, "began"); }
+  void queued(int64_t ticket) noexcept override { note(ticket, "queued"); }
+  void complete(int64_t ticket, const char* error) noexcept override {
+    note(ticket, error == nullptr ? "done" : std::string("failed: ") + error);
+  }
+
+  bool has(int64_t ticket, const std::string& what) const {
+    const std::lock_guard lock(mutex_);
+    return std::ranges::any_of(told_, [&](const auto& each) {
+      return each.first == ticket && each.second.compare(0, what.size(), what) == 0;
+    });
+  }
+  // "done", or "failed: ..."; "nothing" where neither came in time.
+  std::string end_of(int64_t ticket) const {
+    std::unique_lock lock(mutex_);
+    std::string end = "nothing";
+    told_now_.wait_for(lock, kPatience, [&] {
+      for (const auto& [of, what] : told_) {
+        if (of == ticket && (what == "done" || what.starts_with("failed"))) end = what;
+      }
+      return end != "nothing";
+    });
+    return end;
+  }
+  bool becomes(int64_t ticket, const std::string& what) const {
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (!has(ticket, what) && std::chrono::steady_clock::now() < deadline)
+      std::this_thread::sleep_for(1ms);
+    return has(ticket, what);
+  }
+
+ private:
+  void note(int64_t ticket, std::string what) {
+    const std::lock_guard lock(mutex_);
+    told_.emplace_back(ticket, std::move(what));
+    told_now_.notify_all();
+  }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable told_now_;
+  std::vector<std::pair<int64_t, std::string>> told_;
+};
+
+// One rank: its gradients on the device, and a stream on which it computes.
+class Rank {
+ public:
+  Rank(const std::string& id, int32_t rank, int32_t world_size, NcclOptions options = {})
+      : rank_(rank), memory_(allocate_for_nccl(kElements * 4)) {
+    options.device = rank;
+    cudaSetDevice(rank);
+    EXPECT_EQ(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, 0), cudaSuccess);
+    write(std::vector<float>(kElements, 0.0F));
+    transport_ =
+        make_nccl_transport(id, rank, world_size, {{memory_.get(), kElements * 4, DeviceElement::kFloat32}}, options);
+    transport_->open(&sink_);
+  }
+  ~Rank() {
+    transport_->abort("the test has ended");
+    transport_->close();
+    cudaStreamDestroy(stream_);
+  }
+
+  // The value of element i on this rank.
+  float value(int64_t i) const { return static_cast<float>(i + 1000 * rank_); }
+
+  // All gradients, by kernels on the compute stream.
+  void write_all() {
+    std::vector<float> values(kElements);
+    for (int64_t i = 0; i < kElements; ++i)
+      values[static_cast<size_t>(i)] = value(i);
+    write(values);
+    transport_->on_written(0, {0, kElements * 4}, stream_);
+  }
+  void start(int64_t ticket, const std::vector<Range>& elements, Op op = Op::kAllReduce) {
+    std::vector<Range> ranges;
+    for (const Range& each : elements)
+      ranges.push_back({each.lo_bytes * 4, each.hi_bytes * 4});
+    transport_->start({ticket, op, 0, ranges.data(), static_cast<int32_t>(ranges.size())});
+  }
+  std::vector<float> read() const {
+    std::vector<float> values(kElements);
+    cudaMemcpyAsync(values.data(), memory_.get(), kElements * 4, cudaMemcpyDeviceToHost, stream_);
+    cudaStreamSynchronize(stream_);
+    return values;
+  }
+
+  Sink& sink() { return sink_; }
+  DeviceTransport& transport() { return *transport_; }
+  cudaStream_t stream() const { return stream_; }
+  float* data() const { return static_cast<float*>(memory_.get()); }
+
+ private:
+  void write(const std::vector<float>& values) {
+    cudaMemcpyAsync(memory_.get(), values.data(), kElements * 4, cudaMemcpyHostToDevice, stream_);
+    cudaStreamSynchronize(stream_);
+  }
+
+  const int32_t rank_;
+  const std::shared_ptr<void> memory_;
+  cudaStream_t stream_ = nullptr;
+  Sink sink_;
+  std::unique_ptr<DeviceTransport> transport_;
+};
+
+// Each rank on a thread of its own.
+template <typename Action>
+void on_ranks(int32_t world_size, const Action& action, NcclOptions options = {}) {
+  const std::string id = new_nccl_id();
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < world_size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        Rank each(id, rank, world_size, options);
+        action(each, rank);
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  }
+  for (std::thread& each : threads)
+    each.join();
+}
+
+float sum_at(int64_t i, int32_t world_size) {
+  return static_cast<float>(i * world_size + 1000 * (world_size * (world_size - 1) / 2));
+}
+
+bool is_in(const std::vector<Range>& elements, int64_t i) {
+  return std::ranges::any_of(elements, [&](const Range& each) { return each.lo_bytes <= i && i < each.hi_bytes; });
+}
+
+class Nccl : public testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+#ifndef GRADCAST_FAKE_DEVICE
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no CUDA device here";
+#endif
+  }
+#ifdef GRADCAST_FAKE_DEVICE
+  void TearDown() override {
+    fake::end_streams();
+    EXPECT_EQ(fake::communicators(), 0);
+    EXPECT_EQ(fake::allocations(), 0);
+  }
+#endif
+};
+
+TEST_P(Nccl, SumsRangesWhereTheyLie) {
+  const std::vector<Range> some{{0, 100}, {200, 201}, {700, 1000}};
+  on_ranks(GetParam(), [&](Rank& rank, int32_t) {
+    rank.write_all();
+    rank.start(0, some);
+    ASSERT_EQ(rank.sink().end_of(0), "done");
+    const std::vector<float> found = rank.read();
+    for (int64_t i = 0; i < kElements; ++i)
+      ASSERT_EQ(found[static_cast<size_t>(i)], is_in(some, i) ? sum_at(i, GetParam()) : rank.value(i)) << i;
+  });
+}
+
+TEST_P(Nccl, HalvesTogetherAreASum) {
+  // The first falls into parts of one length where it lies, the others do not.
+  const std::vector<std::vector<Range>> blocks{{{0, 400}}, {{400, 401}}, {{401, 420}, {600, 733}}};
+  on_ranks(GetParam(), [&](Rank& rank, int32_t number) {
+    rank.write_all();
+    int64_t ticket = 0;
+    for (const auto& elements : blocks) {
+      rank.start(ticket, elements, Op::kReduceScatter);
+      ASSERT_EQ(rank.sink().end_of(ticket++), "done");
+      // Only this rank's part is a sum by now.
+      std::vector<int64_t> places;
+      for (const Range& each : elements) {
+        for (int64_t i = each.lo_bytes; i < each.hi_bytes; ++i)
+          places.push_back(i);
+      }
+      const auto part = (static_cast<int64_t>(places.size()) + GetParam() - 1) / GetParam();
+      const std::vector<float> half = rank.read();
+      for (int64_t at = part * number; at < std::min<int64_t>(part * (number + 1), static_cast<int64_t>(places.size()));
+           ++at) {
+        const int64_t i = places[static_cast<size_t>(at)];
+        ASSERT_EQ(half[static_cast<size_t>(i)], sum_at(i, GetParam())) << i;
+      }
+      rank.start(ticket, elements, Op::kAllGather);
+      ASSERT_EQ(rank.sink().end_of(ticket++), "done");
+    }
+    const std::vector<float> found = rank.read();
+    for (int64_t i = 0; i < kElements; ++i) {
+      const bool is_sent = std::ranges::any_of(blocks, [&](const auto& elements) { return is_in(elements, i); });
+      ASSERT_EQ(found[static_cast<size_t>(i)], is_sent ? sum_at(i, GetParam()) : rank.value(i)) << i;
+    }
+  });
+}
+
+TEST_P(Nccl, ManyOperationsEndInTheirOrder) {
+  on_ranks(GetParam(), [&](Rank& rank, int32_t) {
+    for (int64_t step = 0; step < 20; ++step) {
+      rank.write_all();
+      for (int64_t block = 0; block < 10; ++block)
+        rank.start(10 * step + block, {{100 * block, 100 * block + 100}});
+      for (int64_t block = 0; block < 10; ++block)
+        ASSERT_EQ(rank.sink().end_of(10 * step + block), "done");
+      const std::vector<float> found = rank.read();
+      for (int64_t i = 0; i < kElements; ++i)
+        ASSERT_EQ(found[static_cast<size_t>(i)], sum_at(i, GetParam())) << i;
+    }
+  });
+}
+
+TEST_P(Nccl, WhatIsPutBehindAnOperationFindsItsSums) {
+  on_ranks(GetParam(), [&](Rank& rank, int32_t) {
+    rank.write_all();
+    rank.start(0, {{0, kElements}});
+    ASSERT_TRUE(rank.sink().becomes(0, "queued"));
+    rank.transport().order_behind(0, {0, kElements * 4}, rank.stream());
+    const std::vector<float> found = rank.read();  // on that stream
+    for (int64_t i = 0; i < kElements; ++i)
+      ASSERT_EQ(found[static_cast<size_t>(i)], sum_at(i, GetParam())) << i;
+    ASSERT_EQ(rank.sink().end_of(0), "done");
+  });
+}
+
+TEST_P(Nccl, RefusesBuffersThatDoNotExist) {
+  on_ranks(GetParam(), [&](Rank& rank, int32_t) {
+    EXPECT_THROW(rank.transport().on_written(1, {0, 4}, rank.stream()), Error);
+    EXPECT_THROW(rank.transport().order_behind(-1, {0, 4}, rank.stream()), Error);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Nccl, testing::ValuesIn(kWorlds));
+
+#ifdef GRADCAST_FAKE_DEVICE
+
+class NcclOrder : public testing::Test {
+ protected:
+  void TearDown() override { fake::end_streams(); }
+};
+
+class NcclFails : public testing::Test {
+ protected:
+  void TearDown() override {
+    fake::end_streams();
+    fake::set_version(22900);
+    EXPECT_EQ(fake::communicators(), 0);
+    EXPECT_EQ(fake::allocations(), 0);
+  }
+};
+
+// The message of the error that connecting ends with.
+std::string refusal(const std::string& id, int32_t rank, int32_t world_size, const NcclOptions& options) {
+  try {
+    make_nccl_transport(id, rank, world_size, {}, options);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+TEST_F(NcclOrder, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
+  on_ranks(2, [](Rank& rank, int32_t number) {
+    fake::Place go;
+    fake::put(rank.stream(), [&] {
+      go.wait();
+      for (int64_t i = 0; i < kElements; ++i)
+        rank.data()[i] = rank.value(i);
+    });
+    rank.transport().on_written(0, {0, kElements * 4}, rank.stream());
+    rank.start(0, {{0, kElements}});
+    ASSERT_TRUE(rank.sink().becomes(0, "queued"));
+    std::this_thread::sleep_for(20ms);
+    EXPECT_FALSE(rank.sink().has(0, "began"));
+    EXPECT_FALSE(rank.sink().has(0, "done"));
+    go.reach();
+    ASSERT_EQ(rank.sink().end_of(0), "done");
+    EXPECT_TRUE(rank.sink().has(0, "began"));
+    EXPECT_EQ(rank.read()[7], sum_at(7, 2)) << number;
+  });
+}
+
+TEST_F(NcclOrder, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
+  fake::Place late;
+  fake::Place looked;
+  on_ranks(2, [&](Rank& rank, int32_t number) {
+    rank.write_all();
+    rank.start(0, {{0, 100}});
+    ASSERT_EQ(rank.sink().end_of(0), "done");
+    // Rank 1's gradients come late: the operation is under way on rank 0, and ends when they have come.
+    if (number == 1) fake::put(rank.stream(), [&] { late.wait(); });
+    rank.transport().on_written(0, {400, 800}, rank.stream());
+    rank.start(1, {{100, 200}});
+    ASSERT_TRUE(rank.sink().becomes(1, "queued"));
+    cudaStream_t user = nullptr;
+    cudaStream_t other = nullptr;
+    cudaStreamCreateWithPriority(&user, cudaStreamNonBlocking, 0);
+    cudaStreamCreateWithPriority(&other, cudaStreamNonBlocking, 0);
+    rank.transport().order_behind(0, {0, 400}, other);
+    cudaStreamSynchronize(other);
+    rank.transport().order_behind(0, {396, 404}, user);
+    fake::Place used;
+    float seen = 0;
+    fake::put(user, [&] {
+      seen = rank.data()[100];
+      used.reach();
+    });
+    std::this_thread::sleep_for(20ms);
+    EXPECT_FALSE(used.is_reached());
+    if (number == 1) {
+      looked.reach();
+    } else {
+      looked.wait();
+      late.reach();
+    }
+    used.wait();
+    EXPECT_EQ(seen, sum_at(100, 2));
+    cudaStreamDestroy(user);
+    cudaStreamDestroy(other);
+    EXPECT_EQ(rank.sink().end_of(1), "done");
+  });
+  fake::end_streams();
+}
+
+TEST_F(NcclOrder, MemoryForMessagesIsKept) {
+  on_ranks(1, [](Rank& rank, int32_t) {
+    rank.start(0, {{0, 100}, {200, 300}}, Op::kReduceScatter);
+    ASSERT_EQ(rank.sink().end_of(0), "done");
+    const int before = fake::allocations_ever();
+    for (int64_t ticket = 1; ticket < 5; ++ticket) {
+      rank.start(ticket, {{0, 50}, {200, 250}}, Op::kAllGather);
+      ASSERT_EQ(rank.sink().end_of(ticket), "done");
+    }
+    EXPECT_EQ(fake::allocations_ever(), before);
+  });
+  fake::end_streams();
+}
+
+// Rank 0 goes on alone: rank 1, which is connected with it, comes to no other operation and ends when it is done.
+template <typename Action>
+void on_rank_0_alone(const Action& action, NcclOptions options = {}) {
+  fake::Place done;
+  on_ranks(
+      2,
+      [&](Rank& rank, int32_t number) {
+        rank.start(0, {{0, 10}});
+        EXPECT_EQ(rank.sink().end_of(0), "done");
+        if (number == 0) {
+          action(rank);
+          done.reach();
+        } else {
+          done.wait();
+          rank.transport().close();
+        }
+      },
+      options);
+}
+
+TEST_F(NcclFails, ARankThatNeverComesIsGivenUpAfterTheTimeout) {
+  NcclOptions options;
+  options.operation_timeout_ns = 200'000'000;
+  on_rank_0_alone(
+      [](Rank& rank) {
+        rank.start(1, {{0, 10}});
+        const std::string end = rank.sink().end_of(1);
+        EXPECT_NE(end.find("another rank has stopped"), std::string::npos) << end;
+        rank.start(2, {{0, 10}});
+        EXPECT_EQ(rank.sink().end_of(2), end);
+      },
+      options);
+}
+
+TEST_F(NcclFails, ARankThatDoesNotComeToTheFirstOperationFailsWhatCameBefore) {
+  NcclOptions options;
+  options.operation_timeout_ns = 200'000'000;
+  fake::Place given_up;
+  on_ranks(
+      2,
+      [&](Rank& rank, int32_t number) {
+        if (number == 1) {
+          given_up.wait();
+          return;
+        }
+        rank.start(0, {{0, 10}});
+        rank.start(1, {{10, 20}});
+        const std::string end = rank.sink().end_of(0);
+        EXPECT_TRUE(
+            end.starts_with("failed: all_reduce of 40 bytes failed on rank 0 of 2 (NCCL): NCCL could not start a "
+                            "block in time: not every rank has come"))
+            << end;
+        EXPECT_EQ(rank.sink().end_of(1), end);
+        given_up.reach();
+      },
+      options);
+}
+
+TEST_F(NcclFails, AnAbortEndsEverythingAtOnce) {
+  const int aborts = fake::aborts();
+  on_rank_0_alone([](Rank& rank) {
+    rank.start(1, {{0, 10}});
+    rank.start(2, {{10, 20}});
+    ASSERT_TRUE(rank.sink().becomes(2, "queued"));
+    rank.transport().order_behind(0, {0, 80}, rank.stream());
+    rank.transport().abort("enough");
+    EXPECT_EQ(rank.sink().end_of(1), "failed: enough");
+    EXPECT_EQ(rank.sink().end_of(2), "failed: enough");
+    cudaStreamSynchronize(rank.stream());  // what was to run behind them runs
+  });
+  EXPECT_EQ(fake::aborts(), aborts + 2) << "the other rank cannot end well either";
+}
+
+TEST_F(NcclFails, ALostConnectionIsNamed) {
+  on_rank_0_alone([](Rank& rank) {
+    rank.start(1, {{0, 10}});
+    ASSERT_TRUE(rank.sink().becomes(1, "queued"));
+    fake::break_connections(0);
+    const std::string end = rank.sink().end_of(1);
+    EXPECT_NE(end.find("all_reduce of 40 bytes failed on rank 0 of 2 (NCCL): remote process exited"), std::string::npos)
+        << end;
+  });
+}
+
+TEST_F(NcclFails, RanksThatEndTogetherEndWell) {
+  const auto before = std::tuple(fake::aborts(), fake::destructions());
+  const std::string id = new_nccl_id();
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      Sink sink;
+      NcclOptions options;
+      options.device = rank;
+      const auto transport = make_nccl_transport(id, rank, 2, {}, options);
+      transport->open(&sink);
+      transport->close();
+      transport->close();
+    });
+  }
+  for (std::thread& each : threads)
+    each.join();
+  EXPECT_EQ(std::tuple(fake::aborts(), fake::destructions()), std::tuple(std::get<0>(before), std::get<1>(before) + 2));
+}
+
+TEST_F(NcclFails, NoMemoryForAMessageFailsThatOperationAlone) {
+  on_ranks(1, [](Rank& rank, int32_t) {
+    fake::refuse_memory(1);
+    rank.start(0, {{0, 100}, {200, 301}}, Op::kReduceScatter);
+    const std::string end = rank.sink().end_of(0);
+    EXPECT_NE(end.find("the device has no memory left to hold a block on its way; give a smaller batch"),
+              std::string::npos)
+        << end;
+    rank.start(1, {{0, 100}, {200, 301}}, Op::kReduceScatter);
+    EXPECT_EQ(rank.sink().end_of(1), "done");
+  });
+}
+
+TEST_F(NcclFails, WhatCannotConnectSaysWhatToDo) {
+  NcclOptions quick;
+  quick.connect_timeout_ns = 100'000'000;
+  const std::string id = new_nccl_id();
+  EXPECT_EQ(refusal(id, 0, 2, quick),
+            "NCCL could not connect rank 0 of 2 in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
+  EXPECT_EQ(refusal("not an id", 0, 1, quick), "the id is not what new_nccl_id() has returned on one of the ranks");
+  NcclOptions nowhere;
+  nowhere.device = 8;
+  EXPECT_EQ(refusal(id, 0, 1, nowhere),
+            "there is no CUDA device 8 here, of 8; train on the CPU with Gloo or MPI instead");
+}
+
+TEST_F(NcclFails, TwoRanksOnOneDevice) {
+  const std::string id = new_nccl_id();
+  NcclOptions quick;
+  quick.connect_timeout_ns = 300'000'000;
+  std::string first;
+  std::thread other([&] { first = refusal(id, 0, 2, quick); });
+  std::this_thread::sleep_for(50ms);
+  const std::string second = refusal(id, 1, 2, quick);
+  other.join();
+  EXPECT_NE(second.find("two ranks use the same device, which NCCL refuses; start one rank per device"),
+            std::string::npos)
+      << second;
+}
+
+TEST_F(NcclFails, RanksWithAnotherNccl) {
+  const std::string id = new_nccl_id();
+  fake::set_version(22805);
+  EXPECT_EQ(refusal(id, 1, 2, {}),
+            "rank 1 has NCCL 2.28.5, the rank that made the id 2.29.0; install the same on all hosts");
+}
+
+TEST_F(NcclFails, MemoryThatNcclCannotGiveIsOrdinaryMemoryOfTheDevice) {
+  fake::refuse_memory(1);
+  EXPECT_NE(allocate_for_nccl(100), nullptr);
+  fake::refuse_memory(2);
+  EXPECT_THROW(allocate_for_nccl(100), Error);
+}
+
+#endif
+
+}  // namespace
+}  // namespace gradcast
