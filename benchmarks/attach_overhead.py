@@ -18,7 +18,7 @@ from torch import nn
 
 import gradcast
 from gradcast import _core
-from gradcast.training.plan import agreement, measured_profile
+from gradcast.training.plan import measured_profile, warmup
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_hooks import GradientHooks
@@ -51,7 +51,7 @@ def hook_us() -> tuple[float, float]:
     world = _core.InprocWorld(1)
     engine = _core.Engine(world.transport(0, [flat.numpy() for flat in buffers.flats]))
     profile = measured_profile.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")
-    engine.follow(profile, agreement.warmup_plans(profile, "overlap")[0])
+    engine.follow(profile, warmup.warmup_plans(profile, "overlap")[0])
     listener = Listener()
     traffic = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all, marked=lambda: None)
     slots = [ParameterState(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]

@@ -21,7 +21,7 @@ from benchmarks.lab_grid import FORWARD_SHARE, Cell, read_lines
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.files import load_profile, scaled_profile
-from gradcast.lab.forecasts import with_sizes
+from gradcast.lab.predictions import with_sizes
 from gradcast.lab.variants import TORCH_CAPS_MIB, scaled, variant
 
 IN_FLIGHT = (2, 1)

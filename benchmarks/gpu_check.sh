@@ -60,7 +60,7 @@ export CUBLAS_WORKSPACE_CONFIG=:4096:8 # sums in the same order each time, for c
 
 check configure cmake -S . -B $build "${options[@]}"
 check compile cmake --build $build --parallel "$(nproc)" --target _core wire_test wire_benchmark nccl_device_test gradcast-bench
-check extension "$python" -c 'from gradcast.training import extension; extension.load()'
+check extension "$python" -c 'from gradcast.training.compat import extension; extension.load()'
 
 check kernels $build/tests/wire_test
 check nccl $build/tests/nccl_device_test

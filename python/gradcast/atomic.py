@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all: who reads it meanwhile sees the old one or the new one, never a half."""
+"""Writes a file completely or not at all: readers see the old content or the new, never a part."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from gradcast.errors import Error
 
-# What a new file has under the usual umask; the temporary one is private, and would stay so under its new name.
+# The mode of new files under the usual umask; temporary files are private, and would stay so when renamed.
 _MODE = 0o644
 
 
 def write_atomically(path: str | Path, data: bytes | str, what: str) -> None:
-    """``what`` is for the message: "report"."""
+    """``what``: the kind of file, for errors, such as "report"."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -31,4 +31,4 @@ def write_atomically(path: str | Path, data: bytes | str, what: str) -> None:
 
 def _refused(path: Path, what: str, error: OSError) -> Error:
     reason = (error.strerror or str(error)).lower()
-    return Error(f"the {what} cannot be written to {path}: {reason}; name a file in a folder that is there")
+    return Error(f"the {what} cannot be written to {path}: {reason}; name a file in an existing folder")

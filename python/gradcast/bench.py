@@ -1,4 +1,4 @@
-"""The command ``gradcast-bench``: this process becomes the C++ program of that name, which lies in the package."""
+"""The command ``gradcast-bench``: replaces this process by the C++ program of that name in the package."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ PROGRAM = Path(__file__).resolve().parent / "bin" / "gradcast-bench"
 def main() -> NoReturn:
     if not PROGRAM.exists():
         sys.exit(
-            "gradcast-bench: it is not here; pip install builds it where it can (with -v it shows why not), "
-            "in a source tree make test does"
+            "gradcast-bench: the program was not built; pip install builds it if it can (with -v it says why not), "
+            "and make test builds it in a source tree"
         )
     os.execv(PROGRAM, [str(PROGRAM), *sys.argv[1:]])

@@ -1,12 +1,11 @@
-"""The one exception of gradcast, raised by C++ and Python alike."""
+"""The exception class of gradcast, raised by C++ and Python alike."""
 
 
 class Error(ValueError):
-    """What is wrong, with the field, and what to do: a sentence for the user.
+    """The message is a sentence for the user: what is wrong, in which field, and what to do.
 
     ``code`` is "invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "invalid_use" (training code that
-    gradcast cannot follow), "communication" (the network or a peer failed) or, for a defect of gradcast itself,
-    "internal".
+    gradcast cannot follow), "communication" (the network or a peer failed) or "internal" (a defect of gradcast).
     """
 
     def __init__(self, message: str, code: str = "invalid_option") -> None:
@@ -14,10 +13,10 @@ class Error(ValueError):
         self.code = code
 
     def __reduce__(self) -> tuple:
-        # Errors travel between ranks; an exception's own form would forget the code.
+        # Errors are sent between ranks; pickled by default, an exception would lose the code.
         return (type(self), (str(self), self.code))
 
 
 def refused(message: str) -> Error:
-    """The error for training code that gradcast cannot follow."""
+    """An Error for training code that gradcast cannot follow."""
     return Error(message, "invalid_use")

@@ -1,4 +1,4 @@
-"""Reading and writing profiles, plans and tables, with a sentence for everything that can be wrong with a file."""
+"""Reads and writes profiles, plans and other files; each error says what is wrong with the file."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def _reason(error: OSError) -> str:
 
 
 def read_text(path: str, what: str) -> str:
-    """The text of a file that a user named. ``what`` is for the message: "profile"."""
+    """The text of a file that the user named. ``what``: its kind, for errors, such as "profile"."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -34,7 +34,7 @@ def read_text(path: str, what: str) -> str:
     except OSError as error:
         raise Error(f"the {what} {path} cannot be read: {_reason(error)}") from None
     except UnicodeDecodeError:
-        raise Error(f"the {what} {path} is not text in UTF-8; is it the right file?") from None
+        raise Error(f"the {what} {path} is not UTF-8 text; check that it is the right file") from None
     except ValueError as error:  # a zero byte in the path
         raise Error(f"the {what} {path!r} cannot be read: {error}") from None
 
@@ -47,7 +47,7 @@ def write_text(path: str, text: str, what: str) -> None:
 
 
 def check_writable(path: str, what: str) -> None:
-    """Fails now for a path that cannot be written, before minutes of work end there."""
+    """Raises Error if the path cannot be written, so that long work does not end with that."""
     folder = Path(path).resolve().parent
     if Path(path).is_dir():
         raise Error(f"the {what} cannot be written to {path}: it is a folder; name a file")
@@ -60,9 +60,9 @@ def check_writable(path: str, what: str) -> None:
 def scaled_profile(
     profile: Profile, factor: float, *, backward_factor: float | None = None, update_factor: float | None = None
 ) -> Profile:
-    """Every time of the profile multiplied: another batch size or device. Unknown fields stay as they are.
+    """Multiplies every time of the profile, as for another batch size or device. Unknown fields stay as they are.
 
-    ``backward_factor``, ``update_factor``: of the times of backward and of updates, where it is another one.
+    ``backward_factor``, ``update_factor``: for backward and for updates, if they differ from ``factor``.
     """
     factors = dict.fromkeys(("forward_ns", "need_ns"), factor)
     factors |= dict.fromkeys(("backward_ns", "ready_ns"), factor if backward_factor is None else backward_factor)
@@ -77,28 +77,28 @@ def scaled_profile(
 
 
 def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
-    """A profile by its bundled name ("resnet50") or from a JSON file, every time of it multiplied by ``scale``."""
+    """Loads a profile by its bundled name ("resnet50") or from a JSON file, and multiplies its times by ``scale``."""
     if not 0 < scale < float("inf"):
         raise Error(f"scale is {scale}; it must be a number above 0, for instance 0.5")
     if name_or_path in bundled_profiles():
         text = (_DATA / f"{name_or_path}.json").read_text(encoding="utf-8")
     elif Path(name_or_path).suffix == "" and not os.path.exists(name_or_path):
         names = ", ".join(bundled_profiles())
-        raise Error(f"there is no profile {name_or_path}: neither a file nor one of the bundled ones ({names})")
+        raise Error(f"there is no profile {name_or_path}: it is neither a file nor a bundled profile ({names})")
     else:
         text = read_text(name_or_path, "profile")
     return scaled_profile(_named(name_or_path, text, "profile", lambda: Profile.from_json(text)), scale)
 
 
 def load_plan(path: str) -> tuple[Plan, dict]:
-    """A plan and the fields of its file; ``gradcast plan`` notes there what the plan was made with."""
+    """A plan and all fields of its file, such as ``made_with``."""
     text = read_text(path, "plan")
     plan = _named(path, text, "plan", lambda: Plan.from_json(text))
     return plan, json.loads(text)
 
 
 def plan_hash(plan: Plan, profile: Profile) -> str:
-    """The hash that ranks compare, as text: JSON readers that take every number for a double would round it."""
+    """The hash that ranks compare. It is text because JSON readers that use doubles would round a number."""
     return f"{plan.hash(profile):016x}"
 
 
@@ -108,7 +108,7 @@ def load_link(path: str) -> LinkModel:
 
 
 def _named(path: str, text: str, expected: str, read: Callable[[], T]) -> T:
-    """Puts the file's name before what is wrong inside it, and says so if it is a good file of another kind."""
+    """Adds the file's name to errors, and says if the file is one of another kind."""
     try:
         return read()
     except Error as error:
@@ -120,7 +120,7 @@ def _named(path: str, text: str, expected: str, read: Callable[[], T]) -> T:
 
 
 def _kind_of(text: str) -> str | None:
-    """What a JSON file seems to be, told by a field that only this kind has."""
+    """The kind of a JSON file, by a field that only this kind has."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

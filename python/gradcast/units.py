@@ -1,7 +1,7 @@
 """Quantities as people write and read them: ``10gbit``, ``25MiB``, ``3.2 ms``, ``50us``, ``10%``.
 
-Times and bandwidths need their unit, because a bare number is how a factor of 8 or 1000 gets lost; a bare size is
-bytes. Inside the library times are nanoseconds, sizes bytes, bandwidths bits per second.
+Times and bandwidths need a unit, since a bare number easily hides a factor of 8 or 1000; a bare size is in bytes. The
+parsers return nanoseconds, bytes and bits per second.
 """
 
 import re
@@ -10,45 +10,43 @@ from gradcast.errors import Error
 
 _TIME_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# No sign, and neither "nan" nor "inf": none of them is a quantity that anything here can use.
+# No sign, "nan" or "inf": no quantity here can use them.
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?"
 _QUANTITY = re.compile(rf"\s*({_NUMBER})\s*([^\d\s.].*?)?\s*", re.IGNORECASE | re.ASCII)
 _BANDWIDTH = re.compile(r"([kmgt]?i?)(bits?|[bB])(/s|ps)?", re.IGNORECASE)
 _SIZE = re.compile(r"([kmgt]?i?)b", re.IGNORECASE)
-# Above these nothing is meant: 2^53 bytes and nanoseconds are also the limits of the file formats.
+# No larger value makes sense; the file formats also end at 2^53 bytes and nanoseconds.
 _MAX = 2.0**53
 
 
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None and _QUANTITY.fullmatch(text.strip().removeprefix("-")):
-        raise Error(f"'{text}' is negative, and a {what} cannot be; write for instance {example}")
+        raise Error(f"'{text}' is negative; a {what} is at least 0, write for instance {example}")
     if match is None:
-        raise Error(f"'{text}' is no {what}; write for instance {example}")
+        raise Error(f"'{text}' is not a {what}; write for instance {example}")
     return float(match[1]), match[2] or ""
 
 
 def _checked(value: float, text: str, what: str) -> float:
     if value > _MAX:
-        raise Error(f"'{text}' is too large for a {what}")
+        raise Error(f"'{text}' is too large for a {what}; write a smaller one")
     return value
 
 
 def parse_time_ns(text: str) -> float:
     number, unit = _split(text, "time", "50us or 3.2ms")
     if unit.lower() not in _TIME_NS:
-        raise Error(f"'{text}' has no unit of time that is known here; write ns, us, ms or s, for instance 50us")
+        raise Error(f"'{text}' has no known unit of time; write ns, us, ms or s, for instance 50us")
     return _checked(number * _TIME_NS[unit.lower()], text, "time")
 
 
 def parse_bandwidth_bits_per_s(text: str) -> float:
-    """Bits per second of ``10gbit``, ``10Gb/s``, ``10gbps`` (all the same) or ``1.25GB/s`` (capital B: bytes)."""
+    """Parses ``10gbit``, ``10Gb/s``, ``10gbps`` (all equal) or ``1.25GB/s`` (a capital B means bytes)."""
     number, unit = _split(text, "bandwidth", "10gbit or 1.25GB/s")
     match = _BANDWIDTH.fullmatch(unit)
     if match is None or match[1].lower() not in _PREFIX:
-        raise Error(
-            f"'{text}' has no unit of bandwidth that is known here; write for instance 10gbit, 500mbit or 1.25GB/s"
-        )
+        raise Error(f"'{text}' has no known unit of bandwidth; write for instance 10gbit, 500mbit or 1.25GB/s")
     bits = 8 if match[2] == "B" else 1
     if bits == 8 and not match[3]:
         raise Error(f"'{text}' is a size, not a bandwidth; write {text}/s for bytes per second, or 10gbit for bits")
@@ -61,15 +59,15 @@ def parse_size_bytes(text: str) -> int:
     number, unit = _split(text, "size", "25MiB or 4MB")
     match = _SIZE.fullmatch(unit) if unit else None
     if unit and (match is None or match[1].lower() not in _PREFIX):
-        raise Error(f"'{text}' has no unit of size that is known here; write for instance 25MiB, 4MB or 512B")
+        raise Error(f"'{text}' has no known unit of size; write for instance 25MiB, 4MB or 512B")
     return round(_checked(number * (_PREFIX[match[1].lower()] if match else 1), text, "size"))
 
 
 def parse_fraction(text: str) -> float:
-    """0.1 of ``10%`` or ``0.1``; at least 0 and below 1."""
+    """Parses ``10%`` or ``0.1`` as 0.1. The result is at least 0 and below 1."""
     number, unit = _split(text, "share", "10%")
     if unit not in ("", "%"):
-        raise Error(f"'{text}' is no share; write for instance 10%")
+        raise Error(f"'{text}' is not a share; write for instance 10%")
     fraction = number / 100 if unit else number
     if fraction >= 1:
         raise Error(f"'{text}' is 100 % or more; write a share below that, for instance 10%")
@@ -79,28 +77,28 @@ def parse_fraction(text: str) -> float:
 def parse_positive(text: str) -> float:
     number, unit = _split(text, "number", "0.5")
     if unit or number == 0:
-        raise Error(f"'{text}' is no number above 0; write for instance 0.5")
+        raise Error(f"'{text}' is not a number above 0; write for instance 0.5")
     return _checked(number, text, "factor")
 
 
 def parse_parameter(text: str) -> tuple[str, float]:
-    """A policy's parameter, ``name=value``. The end of the name tells the unit: ``cap_bytes=25MiB``, ``gap_ns=2ms``."""
+    """Parses a policy's parameter, ``name=value``, such as ``cap_bytes=25MiB``. The name ends with the unit."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name or not value.strip():
-        raise Error(f"'{text}' is no parameter; write name=value, for instance cap_bytes=25MiB")
+        raise Error(f"'{text}' is not a parameter; write name=value, for instance cap_bytes=25MiB")
     if name.endswith("_bytes"):
         return name, float(parse_size_bytes(value))
     if name.endswith("_ns"):
         return name, parse_time_ns(value)
     number, unit = _split(value, "number", f"{name}=4")
     if unit not in ("", "%"):
-        raise Error(f"'{text}': {name} is a plain number; write it without a unit")
+        raise Error(f"'{text}': {name} has no unit; write a number alone")
     return name, number / 100 if unit else number
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, and never fewer than the whole number has."""
+    """Three significant digits, or all digits of a larger whole number."""
     if value == 0:
         return "0"
     if value >= 99.95:
@@ -112,7 +110,7 @@ def _digits(value: float) -> str:
 
 def _format(value: float, steps: list[tuple[float, str]]) -> str:
     for size, unit in steps:
-        # 999.6 us rounds to 1000: it belongs to the next larger unit.
+        # 999.6 us rounds to 1000 us, so it is written in the next larger unit.
         if value >= 0.9995 * size:
             return f"{_digits(value / size)} {unit}"
     size, unit = steps[-1]
@@ -124,7 +122,7 @@ def format_time(time_ns: float) -> str:
 
 
 def format_ms(time_ns: float) -> str:
-    """Milliseconds always: what stands under one another is compared."""
+    """In milliseconds whatever the size, for columns of times."""
     return f"{_digits(time_ns / 1e6)} ms"
 
 

@@ -11,7 +11,7 @@ import pytest
 import gradcast
 from gradcast import _core
 from gradcast.scaling import prices, spot
-from gradcast.scaling.advise import Request, Row, Training, advise, machine_counts, pareto_rows
+from gradcast.scaling.advise import ClusterOption, Request, Training, advise, machine_counts, pareto_rows
 from gradcast.scaling.prices import Machine, Prices
 from gradcast.scaling.spot import Spot
 
@@ -89,7 +89,7 @@ def test_lifetimes_have_the_mean_that_is_asked_for_whatever_their_shape():
 def test_machines_that_age_are_not_given_up_by_the_mean_of_those_that_do_not():
     """64 machines of shape 5, one revocation in five hours each: in the first hour almost none."""
     aging = dataclasses.replace(TERMS, shape=5.0)
-    assert spot.expected_s(HOUR, 64, aging) > spot.GIVEN_UP * HOUR
+    assert spot.expected_s(HOUR, 64, aging) > spot.ABANDONED_FACTOR * HOUR
     times = spot.simulate_s(HOUR, 64, aging, run_count=300, seed=1)
     assert spot.mean_s(times, HOUR, aging) / HOUR == pytest.approx(1.02, abs=0.02)
     # And those that settle are given up once it shows, which takes a few runs and not all of them.
@@ -99,7 +99,7 @@ def test_machines_that_age_are_not_given_up_by_the_mean_of_those_that_do_not():
 
 def test_a_few_trainings_that_are_given_up_do_not_make_the_mean_infinite():
     work_s = 4 * 1800  # with its checkpoints 7290 s; given up at 145,800 s
-    limit_s = spot.GIVEN_UP * spot.undisturbed_s(work_s, TERMS)
+    limit_s = spot.ABANDONED_FACTOR * spot.undisturbed_s(work_s, TERMS)
     assert spot.mean_s([1000.0, 2000.0, math.inf], work_s, TERMS) == pytest.approx((3000 + limit_s) / 3)
     assert spot.mean_s([1000.0, math.inf, math.inf], work_s, TERMS) == math.inf
 
@@ -164,7 +164,7 @@ def test_json_has_its_own_dates_and_may_be_named_in_capitals(tmp_path):
     path = tmp_path / "PRICES.JSON"
     fields = {"version": 1, "date": None, "currency": "EUR", "machine": []}
     path.write_text(json.dumps(fields))
-    with pytest.raises(gradcast.Error, match="date: None is no text"):
+    with pytest.raises(gradcast.Error, match="date: None is not text"):
         prices.load_prices(str(path))
 
 
@@ -177,23 +177,23 @@ def test_the_bundled_sample():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("version = 1", "version = 2", "version: 2 is no whole number from 1 to 1"),
+        ("version = 1", "version = 2", "version: 2 is not a whole number from 1 to 1"),
         ("date = 2026-11-01", "", "date is missing"),
         ("price_per_hour = 2", "", "machine[0]: price_per_hour is missing"),
-        ("price_per_hour = 2", "price_per_hour = -2", "machine[0]: price_per_hour: -2 is no number"),
-        ("price_per_hour = 2", "price_per_hour = '2'", "'2' is no number"),
-        ("price_per_hour = 2", "price_per_hour = inf", "inf is no number"),
-        ('"10gbit"', "10", "bandwidth: 10 is no text with a unit"),
-        ('"10gbit"', '"10"', "'10' has no unit of bandwidth"),
+        ("price_per_hour = 2", "price_per_hour = -2", "machine[0]: price_per_hour: -2 is not a number"),
+        ("price_per_hour = 2", "price_per_hour = '2'", "'2' is not a number"),
+        ("price_per_hour = 2", "price_per_hour = inf", "inf is not a number"),
+        ('"10gbit"', "10", "bandwidth: 10 is not text with a unit"),
+        ('"10gbit"', '"10"', "'10' has no known unit of bandwidth"),
         ('bandwidth = "10gbit"', "", "machine[0]: bandwidth is missing"),
         ("workers = 1", "workers = 4", "machine[0]: intra_bandwidth is missing"),
-        ("workers = 1", "workers = 1.5", "1.5 is no whole number"),
+        ("workers = 1", "workers = 1.5", "1.5 is not a whole number"),
         ("workers = 1", "workers = 1\ncolour = 'red'", "there is no field colour"),
-        ('"30min"', '"30"', "machine[0]: spot: checkpoint_interval: '30' is no duration"),
+        ('"30min"', '"30"', "machine[0]: spot: checkpoint_interval: '30' is not a duration"),
         ('"30min"', '"0s"', "checkpoint_interval is 0"),
         ("[[machine]]", "[machine]", "at least one [[machine]]"),
         ("[machine.spot]", "[[machine.spot]]", "spot: it must be a table"),
-        ("[[machine]]", "[[machine", "is no valid TOML"),
+        ("[[machine]]", "[[machine", "is not valid TOML"),
         ("[machine.spot]", "[[machine]]\nname='small'\nworkers=1\nprice_per_hour=1\nmax_machines=1\n[machine.spot]",
          "two machines are called small"),
     ],
@@ -221,7 +221,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["4", "h", "-4h", "4 hours", "", "1e3s"])
 def test_no_durations(text):
-    with pytest.raises(gradcast.Error, match="is no duration"):
+    with pytest.raises(gradcast.Error, match="is not a duration"):
         prices.parse_duration_s(text)
 
 
@@ -385,7 +385,7 @@ def test_how_many_machines_are_tried(per_machine, most, measured, counts):
 
 def test_the_rows_worth_their_price_by_hand():
     def row(hours, cost):
-        return Row("m", 1, 1, False, 1e6, hours, hours, hours, hours, cost / hours, "predicted")
+        return ClusterOption("m", 1, 1, False, 1e6, hours, hours, hours, hours, cost / hours, "predicted")
 
     rows = [row(1, 100), row(2, 120), row(3, 80), row(4, 80), row(5, 20)]
     assert pareto_rows(rows) == (rows[0], rows[2], rows[4])
@@ -467,8 +467,8 @@ def test_ddp_is_never_faster(run, price_path):
         ([], "how much training is there? --samples"),
         (["--samples", "1000"], "--batch is missing"),
         (["--steps", "5", "--batch", "5"], "leave out --batch"),
-        (["--samples", "many", "--batch", "1"], "'many' is no number"),
-        (["--steps", "5", "--budget", "4"], "'4' is no duration"),
+        (["--samples", "many", "--batch", "1"], "'many' is not a number"),
+        (["--steps", "5", "--budget", "4"], "'4' is not a duration"),
         (["--steps", "5", "--budget", "0h"], "the time is 0"),
         (["--steps", "5", "--prices", "nowhere.toml"], "the price file nowhere.toml does not exist"),
         (["--steps", "5", "--measured-on", "p9"], "has no machine p9; it has p3.2xlarge"),

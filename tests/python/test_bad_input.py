@@ -285,12 +285,12 @@ def test_no_matplotlib(plan_path, tmp_path, run):
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == (
-        "gradcast: error: pictures need matplotlib, which is not installed: pip install 'gradcast[plot]'\n"
+        "gradcast: error: plots need matplotlib, which is not installed; pip install 'gradcast[plot]'\n"
     )
 
 
 def test_an_unknown_kind_of_picture(plan_path, tmp_path, run):
-    assert_refused(run("plot", plan_path, "-o", tmp_path / "x.nope"), "picture.png")
+    assert_refused(run("plot", plan_path, "-o", tmp_path / "x.nope"), "plot.png")
 
 
 def test_the_process_itself_ends_with_2(tmp_path):

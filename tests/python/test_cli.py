@@ -152,7 +152,7 @@ def test_simulate_marks_plans_with_another_bound(run):
 def test_simulate_names_the_policies_that_cannot_run(run):
     hook = run("simulate", "resnet50", *NETWORK, "--mode", "hook")
     assert hook.code == 0
-    assert "dear is left out: it sends under the next forward pass" in hook.out
+    assert "dear is left out: it sends during the next forward pass" in hook.out
     no_scatter = run("simulate", "resnet50", "--network", "10gbe-8")
     assert no_scatter.code == 0
     assert "dear is left out: the link has no costs for reduce_scatter and all_gather" in no_scatter.out

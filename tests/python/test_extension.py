@@ -157,7 +157,7 @@ def test_no_compiler(load, monkeypatch, tmp_path):
 
 def test_a_compiler_that_is_not_there(load, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    refusal(load, "no-such-compiler, which the environment variable CXX names, was not found")
+    refusal(load, "no-such-compiler of the environment variable CXX was not found")
 
 
 def test_no_headers_of_python(load, monkeypatch, tmp_path):
@@ -188,7 +188,7 @@ def test_a_file_that_does_not_load_is_named(load, world):
 def test_a_cache_that_cannot_be_written(load, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADCAST_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    refusal(load, "name a folder that can be written in GRADCAST_CACHE_DIR")
+    refusal(load, "set GRADCAST_CACHE_DIR to a folder that can be written")
 
 
 def test_where_the_cache_is(monkeypatch):
@@ -227,7 +227,7 @@ def test_a_process_that_hangs_is_not_waited_for_without_end(load, world, monkeyp
 LOADER = """
 import sys
 from pathlib import Path
-from gradcast.training import extension
+from gradcast.training.compat import extension
 extension._PACKAGE = Path(sys.argv[1])
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 sys.stdin.readline()

@@ -268,7 +268,7 @@ def test_a_script_runs_on_every_host(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rate", "fast", "--", "script.py"], "'fast' is no bandwidth"),
+        (["--rate", "fast", "--", "script.py"], "'fast' is not a bandwidth"),
         (["--hosts", "0", "--", "script.py"], "--hosts"),
         (["--hosts", "2"], "SCRIPT"),
         (["--", "/no/such/script.py"], "does not exist"),
@@ -321,13 +321,13 @@ def test_a_failing_worker_is_named_and_the_others_are_ended(tmp_path):
 
 def test_a_worker_that_a_signal_ended_is_named():
     code = "import os; os.kill(os.getpid(), 9)"
-    with pytest.raises(LabError, match=r"rank 0 was ended by SIGKILL"):
+    with pytest.raises(LabError, match=r"rank 0 was killed by SIGKILL"):
         run_workers(["-c", code], 1, timeout_s=WAIT_S)
 
 
 def test_a_run_is_bounded_in_time(tmp_path):
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
-    with pytest.raises(LabError, match=r"did not end within 2 s; still at work: rank 0"):
+    with pytest.raises(LabError, match=r"did not end within 2 s; still running: rank 0"):
         run_workers(["-c", code, str(tmp_path / "pid")], 1, timeout_s=2)
     assert not is_running(int((tmp_path / "pid").read_text()))
 

@@ -86,7 +86,7 @@ def test_the_last_steps_are_taken_from_what_the_session_has_kept():
     session = SimpleNamespace(
         plan=plan,
         trace=SimpleNamespace(ended=lambda count: records[-count:]),
-        traffic=SimpleNamespace(
+        exchange=SimpleNamespace(
             timeline=lambda: [SimpleNamespace(iteration=number, blocks=blocks) for number in range(6)]
         ),
     )

@@ -29,45 +29,47 @@ def time():
 
 
 @pytest.fixture
-def clock(time):
-    clock = standin.DeviceClock(time.now_ns, time.sleep_s)
-    clock.run(1)  # it begins to count
+def device(time):
+    device = standin.SimulatedDevice(time.now_ns, time.sleep_s)
+    device.run(1)  # it begins to count
     time.slept.clear()
-    return clock
+    return device
 
 
-def test_a_host_that_is_a_little_late_does_not_delay_the_device(time, clock):
+def test_a_host_that_is_a_little_late_does_not_delay_the_device(time, device):
     time.now += standin.TOLERANCE_NS // 2
-    clock.run(10 * MS)
+    device.run(10 * MS)
     assert time.now == 1 + 10 * MS
 
 
-def test_a_device_without_work_stands_still(time, clock):
+def test_a_device_without_work_stands_still(time, device):
     time.now += 5 * MS
-    clock.run(10 * MS)
+    device.run(10 * MS)
     assert time.slept == [10 * MS]
-    clock.run(10 * MS)
+    device.run(10 * MS)
     assert time.now == 1 + 25 * MS
 
 
-def test_lateness_does_not_add_up(time, clock):
+def test_lateness_does_not_add_up(time, device):
     for _ in range(10):
         time.now += standin.TOLERANCE_NS // 2
-        clock.run(2 * MS)
+        device.run(2 * MS)
     assert time.now == 1 + 20 * MS
 
 
-def test_what_the_host_computes_for_the_device_counts(time, clock):
+def test_what_the_host_computes_for_the_device_counts(time, device):
     start = time.now + standin.TOLERANCE_NS // 2
     time.now = start + 3 * MS
-    clock.ran(start)
-    clock.run(10 * MS)
+    device.ran(start)
+    device.run(10 * MS)
     assert time.now == 1 + 13 * MS
 
 
 def test_a_sleep_that_ends_early_goes_on(time):
-    clock = standin.DeviceClock(time.now_ns, lambda seconds: time.sleep_s(seconds / 2 if seconds > 1e-3 else seconds))
-    clock.run(4 * MS)
+    device = standin.SimulatedDevice(
+        time.now_ns, lambda seconds: time.sleep_s(seconds / 2 if seconds > 1e-3 else seconds)
+    )
+    device.run(4 * MS)
     assert time.now == 4 * MS
 
 
@@ -97,8 +99,8 @@ def test_a_stand_in_computes_as_long_as_its_profile(name):
 @pytest.fixture
 def model(time):
     shape = standin.Shape.of(small_profile())
-    clock = standin.DeviceClock(time.now_ns, time.sleep_s)
-    return standin.StandIn(shape, clock, standin.Gradients(shape.elements, rank=1))
+    device = standin.SimulatedDevice(time.now_ns, time.sleep_s)
+    return standin.StandIn(shape, device, standin.Gradients(shape.elements, rank=1))
 
 
 def train_once(model):
@@ -161,10 +163,10 @@ def test_whoever_writes_into_a_gradient_does_not_change_the_next(model):
 def test_the_update_is_that_of_torch_and_takes_the_devices_time(model, time):
     twin = [weight.detach().clone().requires_grad_() for weight in model.weights]
     plain = torch.optim.SGD(twin, lr=0.1, momentum=0.9)
-    clock = standin.DeviceClock(time.now_ns, time.sleep_s)
+    device = standin.SimulatedDevice(time.now_ns, time.sleep_s)
     ran = []
-    clock.ran = ran.append
-    optimizer = standin.sgd_on(clock, model.parameters(), 0.1)
+    device.ran = ran.append
+    optimizer = standin.sgd_on(device, model.parameters(), 0.1)
     for _ in range(3):
         for mine, its in zip(train_once(model), twin, strict=True):
             its.grad = mine.clone()

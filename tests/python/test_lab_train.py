@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import gradcast
-from gradcast.lab import LabError, forecasts, hosts, variants
+from gradcast.lab import LabError, hosts, predictions, variants
 from gradcast.lab.cores import BusyCores
-from gradcast.lab.report import network_words, report
+from gradcast.lab.report import describe_network, report
 from gradcast.lab.results import table_of
 from gradcast.lab.settings import Settings
 from small_profile import small_profile
@@ -22,7 +22,7 @@ from small_profile import small_profile
 torch = pytest.importorskip("torch")
 
 
-# --- Variants and forecasts ---
+# --- Variants and predictions ---
 
 
 def test_names_are_known_and_come_once():
@@ -48,17 +48,17 @@ def measured():
 
 
 def test_ddps_caps_are_those_around_the_best(measured):
-    caps = forecasts.near_best_caps_mib(measured)
+    caps = predictions.near_best_caps_mib(measured)
     assert 2 <= len(caps) <= 3
     times = {
-        cap: forecasts.ddp_plan(measured, variants.variant(f"ddp:{cap}")).predicted_ns for cap in (1, 4, 8, 25, 50)
+        cap: predictions.ddp_plan(measured, variants.variant(f"ddp:{cap}")).predicted_ns for cap in (1, 4, 8, 25, 50)
     }
     assert min(times, key=times.get) in caps
 
 
 def test_a_plan_of_mgwfbp_is_one_of_ddps_buckets(measured):
     """The caps, filled as DDP fills them: the buckets are the plan's blocks."""
-    caps = [round(cap * 2**20) for cap in forecasts.mgwfbp_caps_mib(measured)]
+    caps = [round(cap * 2**20) for cap in predictions.mgwfbp_caps_mib(measured)]
     plan = gradcast.make_plan(measured, measured.link, policy="mgwfbp", mode="hook", in_flight=2)
     buckets, filled = [], 0
     for tensor in sorted(measured.tensors, key=lambda tensor: tensor.ready_ns):
@@ -71,7 +71,7 @@ def test_a_plan_of_mgwfbp_is_one_of_ddps_buckets(measured):
 
 def test_ddp_counts_the_parameters_alone(measured):
     sizes = {tensor.name: tensor.bytes + 4 for tensor in measured.tensors}
-    marked = forecasts.with_sizes(measured, sizes)
+    marked = predictions.with_sizes(measured, sizes)
     assert {tensor.name: tensor.bytes for tensor in marked.tensors} == sizes
     assert marked.link is not None
 
@@ -154,7 +154,7 @@ def test_other_parameters_are_told(difference, equal, sentence):
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("alone", "something else runs here"), ("overlap", "Under overlap the cores were busy for 95 % of the time")],
+    [("alone", "something else runs here"), ("overlap", "With overlap the cores were busy for 95 % of the time")],
 )
 def test_a_crowded_machine_is_told(name, sentence):
     results = results_of()
@@ -198,12 +198,12 @@ NEAR = ["--hosts", "2", "--model"]
         ([*NEAR, "nonet"], "there is no profile nonet"),
         ([*NEAR, "resnet50", "--rounds", "1"], "--rounds"),
         ([*NEAR, "resnet50", "--steps", "1"], "--steps"),
-        ([*NEAR, "resnet50", "--compare", "ddp,horovod"], "nothing called 'horovod'"),
+        ([*NEAR, "resnet50", "--compare", "ddp,horovod"], "there is no variant 'horovod'"),
         ([*NEAR, "resnet50", "--compare", "overlap:dear"], "no policy dear"),
         ([*NEAR, "resnet50", "--compare", "ddp:big"], "MiB"),
-        ([*NEAR, "resnet50", "--compare", ","], "nothing is named"),
-        ([*NEAR, "resnet50", "--rate", "fast"], "'fast' is no bandwidth"),
-        ([*NEAR, "resnet50", "--rates", "1gbit,fast"], "'fast' is no bandwidth"),
+        ([*NEAR, "resnet50", "--compare", ","], "no variant is named"),
+        ([*NEAR, "resnet50", "--rate", "fast"], "'fast' is not a bandwidth"),
+        ([*NEAR, "resnet50", "--rates", "1gbit,fast"], "'fast' is not a bandwidth"),
         ([*NEAR, "resnet50", "--rates", "1gbit"], "1 rates for 2 hosts"),
         ([*NEAR, "resnet50", "--width", "8"], "--width is an option of real models"),
         ([*NEAR, "digits", "--forward-ms", "8"], "--forward-ms is an option of stand-ins"),
@@ -292,9 +292,9 @@ def test_a_run_is_bounded_in_time(small_path):
 
 
 def test_links_are_named_with_their_latency_where_they_have_one():
-    assert network_words(SETTINGS) == "2 hosts with links of 1 Gbit/s"
+    assert describe_network(SETTINGS) == "2 hosts with links of 1 Gbit/s"
     late = dataclasses.replace(SETTINGS, latency_s=0.0005)
-    assert network_words(late) == "2 hosts with links of 1 Gbit/s and 500 us"
+    assert describe_network(late) == "2 hosts with links of 1 Gbit/s and 500 us"
     assert Settings.from_json(late.to_json()) == late
 
 

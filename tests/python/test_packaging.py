@@ -85,7 +85,7 @@ def test_the_wheel_works_alone(tmp_path):
     assert "forecast reaches" in result.stdout
 
 
-LOAD = "from gradcast.training import extension; print(extension.load().__file__)"
+LOAD = "from gradcast.training.compat import extension; print(extension.load().__file__)"
 
 
 @pytest.mark.long

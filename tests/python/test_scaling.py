@@ -252,7 +252,7 @@ def test_what_was_published_as_scaled_is_not_measured():
 
 def test_only_known_algorithms_were_measured():
     profile, options = one_tensor(4, line(600e3, 1.2)), scaling.Options(measured_algorithm="nccl")
-    with pytest.raises(gradcast.Error, match="not measured with nccl; say ring or tree"):
+    with pytest.raises(gradcast.Error, match="cannot be measured with nccl; write ring or tree"):
         scaling.band(profile, options)
 
 
@@ -263,7 +263,7 @@ def test_only_known_algorithms_were_measured():
         (8, Nodes(4), "ring", 4, "inside a node"),
         (8, Nodes(4), "hierarchical", 16, "inside a node"),
         (4, None, "hierarchical", 8, "nodes of several workers"),
-        (8, Nodes(4, growth.from_hop("i", INSIDE)), "hierarchical", 10, "10 workers do not fill nodes of 4"),
+        (8, Nodes(4, growth.from_hop("i", INSIDE)), "hierarchical", 10, "10 workers do not fill nodes of 4 workers"),
     ],
 )
 def test_what_cannot_be_predicted_has_a_reason(known, nodes, algorithm, count, words):
@@ -371,7 +371,7 @@ def test_the_knee_has_a_range():
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
-        ([one_tensor(4)], "holds no link"),
+        ([one_tensor(4)], "has no link"),
         ([one_tensor(1, line(1, 1))], "was measured on one worker"),
         ([one_tensor(4, line(1, 1)), one_tensor(4, line(1, 1))], "two profiles were measured on 4 workers"),
         ([one_tensor(4, line(1, 1)), gradcast.load_profile("vgg16")], "not of one model"),
@@ -478,7 +478,7 @@ def test_named_and_given_networks_side_by_side(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "the profile resnet50 holds no link; say which network"),
+        ([], "the profile resnet50 has no link; name a network"),
         (["--network", "carrier-pigeon"], "carrier-pigeon"),
         (["--latency", "5us"], "--latency needs --bandwidth"),
         (["--bandwidth", "1gbit", "--intra-bandwidth", "1gbit"], "--intra-bandwidth needs --workers-per-node"),

@@ -37,17 +37,22 @@ def make_module():
 
 def train(rank, mode, steps, facts_of, gain=1.5, **options):
     from gradcast.training.measure import network_cost
-    from gradcast.training.plan import calibration, controller
-    from gradcast.training.plan.expectation import Expectation, UsualStep
+    from gradcast.training.plan import calibration, proposals
+    from gradcast.training.plan.expectation import Expectation, TypicalStep
 
     expected = Expectation(
-        UsualStep(1e6, 1e6), UsualStep(gain * 1e6, 1e6), low=gain - 0.1, high=gain + 0.1, limit=2.0, compute_share=0.97
+        TypicalStep(1e6, 1e6),
+        TypicalStep(gain * 1e6, 1e6),
+        low=gain - 0.1,
+        high=gain + 0.1,
+        limit=2.0,
+        compute_share=0.97,
     )
     # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
     # goes on with other tests.
     with (
-        mock.patch.object(controller, "expect", return_value=expected),
-        mock.patch.object(network_cost, "corrected", return_value=None),
+        mock.patch.object(proposals, "expect", return_value=expected),
+        mock.patch.object(network_cost, "corrected_link", return_value=None),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
     ):
         return train_both(rank, mode, steps, facts_of, options)
@@ -56,7 +61,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
 def train_both(rank, mode, steps, facts_of, options):
     """With gradcast, then with DDP. What was followed and said, and whether the parameters are equal.
 
-    ``facts_of(rank, step, plain)``: what a rank says of a step.
+    ``facts_of(rank, step, on_baseline)``: what a rank says of a step.
     """
     heard = Heard()
     modules = [make_module(), make_module()]
@@ -67,7 +72,7 @@ def train_both(rank, mode, steps, facts_of, options):
     live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.runs_as_baseline)
     seen = []
     for step in range(steps):
-        live._own_facts = lambda _, step=step: facts_of(rank.index, step - 1, live.plain) if step else None
+        live._own_facts = lambda _, step=step: facts_of(rank.index, step - 1, live.on_baseline) if step else None
         run_step(rank, step, modules[0], sgds[0])
         stats = handle.stats()
         seen.append((stats["plan_version"], stats["policy"], stats["runs_as_ddp"]))
@@ -101,21 +106,21 @@ def facts(*, step_ns=1.2 * USUAL_NS, busy_ns=USUAL_NS, link_ns=0.5 * USUAL_NS):
     return _core.RankFacts(step_ns=step_ns, busy_ns=busy_ns, link_ns=link_ns)
 
 
-def with_plain_slower(plain):
-    return 1.5 * USUAL_NS if plain else 1.2 * USUAL_NS
+def with_slower_baseline(on_baseline):
+    return 1.5 * USUAL_NS if on_baseline else 1.2 * USUAL_NS
 
 
 def slower_rank(rank, mode):
-    def facts_of(rank, step, plain):
+    def facts_of(rank, step, on_baseline):
         slow = rank == 1 and step >= 60
-        return facts(step_ns=with_plain_slower(plain), busy_ns=(2 if slow else 1) * USUAL_NS)
+        return facts(step_ns=with_slower_baseline(on_baseline), busy_ns=(2 if slow else 1) * USUAL_NS)
 
     return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
 
 
 def slower_network(rank, mode):
-    def facts_of(_rank, step, plain):
-        return facts(step_ns=with_plain_slower(plain), link_ns=(1.0 if step >= 60 else 0.5) * USUAL_NS)
+    def facts_of(_rank, step, on_baseline):
+        return facts(step_ns=with_slower_baseline(on_baseline), link_ns=(1.0 if step >= 60 else 0.5) * USUAL_NS)
 
     return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
 
@@ -153,17 +158,17 @@ def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
         (1.02, 1.03, 0.97, True, "the network allows 1.03x"),
         (1.01, 1.30, 0.80, True, "so the plan is tried, and kept if it is faster"),
         (0.95, 1.30, 0.80, True, "so the plan is tried, and kept if it is faster"),
-        (0.94, 1.30, 0.80, False, "but no plan was found that hides more"),
-        (1.01, 1.01, 0.80, False, "but no order of the gradients hides the rest"),
+        (0.94, 1.30, 0.80, False, "but no plan was found that hides more communication"),
+        (1.01, 1.01, 0.80, False, "but no schedule can hide the remaining communication"),
         (1.01, 1.04, 0.95, False, "your step is compute-bound"),
     ],
 )
 def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(gain, limit, compute_share, tries, said):
-    from gradcast.training.plan.expectation import Expectation, UsualStep
+    from gradcast.training.plan.expectation import Expectation, TypicalStep
 
     expected = Expectation(
-        UsualStep(1e6, 1e6),
-        UsualStep(gain * 1e6, 1e6),
+        TypicalStep(1e6, 1e6),
+        TypicalStep(gain * 1e6, 1e6),
         gain - 0.1,
         gain + 0.1,
         limit=limit,
@@ -194,7 +199,7 @@ def test_a_plan_that_does_not_pay_is_given_up_and_that_is_said(ranks, mode):
     assert results[0]["stats"]["measured_gain"] == pytest.approx(1)
     lines = results[0]["lines"]
     assert "expected 1.50x (1.40–1.60) over DDP; the network allows 2.00x" in lines  # noqa: RUF001
-    assert len([line for line in lines if line.startswith("DDP's way is as fast here")]) == 1
+    assert len([line for line in lines if line.startswith("the DDP baseline is as fast here")]) == 1
     # The last word: what was expected, and what came.
     assert lines[-1].startswith("expected 1.50x over DDP, measured 1.00x")
 
@@ -204,9 +209,9 @@ def flushed_at(rank, flushed_step):
     module = make_module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=3))
-    notes, said = handle._session.controller._notes, []
-    exchange = notes.exchange
-    notes.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
+    reports, said = handle._session.controller._step_reports, []
+    exchange = reports.exchange
+    reports.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
     for step in range(8):
         run_step(rank, step, module, sgd)
         if step == flushed_step:
@@ -221,9 +226,9 @@ def test_of_a_step_that_the_program_has_finished_early_nothing_is_said(ranks):
 
 
 def a_bad_step(rank):
-    def facts_of(_rank, step, plain):
+    def facts_of(_rank, step, on_baseline):
         factor = 5 if step % 10 == 0 else 1
-        step_ns = with_plain_slower(plain)
+        step_ns = with_slower_baseline(on_baseline)
         return facts(step_ns=factor * step_ns, busy_ns=factor * USUAL_NS, link_ns=factor * 0.5 * USUAL_NS)
 
     return train(rank, "overlap", 80, facts_of)

@@ -21,7 +21,7 @@ def measured_by(*compute_ms):
     from gradcast.training.measure.network_cost import BlockDuration
 
     steps = [None if each is None else Compute(*(1e6 * ms for ms in each)) for each in compute_ms]
-    return Measurement([1e6], [0.0], steps, [[100]], [[BlockDuration(1e6, at_once=False)]], pack_ns_per_byte=0.0)
+    return Measurement([1e6], [0.0], steps, [[100]], [[BlockDuration(1e6, back_to_back=False)]], pack_ns_per_byte=0.0)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,9 @@ def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
     from gradcast.training.plan import measured_profile
 
     sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
-    profile = measured_profile.of_all_ranks([measured_by(*each) for each in ranks], ["only"], sizes, name="measured")
+    profile = measured_profile.combine_measurements(
+        [measured_by(*each) for each in ranks], ["only"], sizes, name="measured"
+    )
     times_ns = profile.backward_ns, profile.forward_ns, profile.tensors[0].update_ns
     assert times_ns == pytest.approx([1e6 * ms for ms in times_ms])
 
@@ -48,8 +50,10 @@ def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
     from gradcast.training.plan import measured_profile
 
     sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
-    with pytest.raises(gradcast.Error, match="no step could be measured: backward has failed in each of them"):
-        measured_profile.of_all_ranks([measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured")
+    with pytest.raises(gradcast.Error, match="no step could be measured, because backward failed in each of them"):
+        measured_profile.combine_measurements(
+            [measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured"
+        )
 
 
 @pytest.mark.parametrize("pack_ns_per_byte", [0.0, 1.5])
@@ -61,32 +65,34 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
     calibration = Calibration(mock.Mock(blocks=[whole, packed], in_flight=1), pack_ns_per_byte)
     blocks = [mock.Mock(ready_ns=0, due_ns=0, finish_ns=8e6), mock.Mock(ready_ns=1e6, due_ns=8e6, finish_ns=15e6)]
     for _ in range(CALIBRATION_STEPS):
-        calibration.step_ended(mock.Mock(blocks=blocks), None)
-    found = calibration.found(mock.Mock(gather=lambda own: [own, own])).blocks
+        calibration.add_step(mock.Mock(blocks=blocks), None)
+    found = calibration.gather(mock.Mock(gather=lambda own: [own, own])).blocks
     assert found[0] == [(4_000_000, 8e6, False), (2_000_000, 7e6 - 2_000_000 * pack_ns_per_byte, True)]
 
 
 @pytest.mark.parametrize("alpha_ns", [1e5, 1e6, 4e6])
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, plain):
+@pytest.mark.parametrize("baseline", [False, True])
+def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, baseline):
     from gradcast.training.measure import network_cost
-    from gradcast.training.plan import agreement
+    from gradcast.training.plan import proposals
     from gradcast.training.plan.calibration import Calibration, planned_busy_periods_ns
 
     profile = even_profile(linear(alpha_ns, 2.0))
-    plan = agreement.plain_plan(profile) if plain else agreement.decide(profile, "overlap", gradcast.Options())
-    assert plan.in_flight == (2 if plain else 1)
+    plan = (
+        proposals.baseline_plan(profile) if baseline else proposals.choose_plan(profile, "overlap", gradcast.Options())
+    )
+    assert plan.in_flight == (2 if baseline else 1)
     calibration = Calibration(plan, pack_ns_per_byte=0)
     played = [
         mock.Mock(ready_ns=block.ready_ns, due_ns=block.launch_ns, finish_ns=block.finish_ns)
         for block in _core.play(profile, profile.link, plan).blocks
     ]
     for _ in range(CALIBRATION_STEPS):
-        calibration.step_ended(mock.Mock(blocks=played), None)
-    found = calibration.found(mock.Mock(gather=lambda own: [own, own]))
+        calibration.add_step(mock.Mock(blocks=played), None)
+    found = calibration.gather(mock.Mock(gather=lambda own: [own, own]))
     assert len(found.blocks) == CALIBRATION_STEPS - 1
-    shared_ns = sum(planned_busy_periods_ns(plan, profile)) if plain else None
-    assert network_cost.corrected(profile.link, found.blocks, shared_ns=shared_ns) is None
+    shared_ns = sum(planned_busy_periods_ns(plan, profile)) if baseline else None
+    assert network_cost.corrected_link(profile.link, found.blocks, shared_ns=shared_ns) is None
 
 
 def even_profile(link):
@@ -97,7 +103,7 @@ def even_profile(link):
 
 
 def test_the_network_is_busy_while_some_block_is_on_it():
-    from gradcast.training.plan.calibration import busy_periods_ns
+    from gradcast.intervals import busy_periods_ns
 
     assert busy_periods_ns([(10, 30), (35, 50), (50, 60)]) == [20, 25], "one after the other"
     # The second one begins beside the first, the third ends before it, the last one comes when all is quiet.
@@ -114,7 +120,7 @@ def test_compute_that_is_right_stays():
 
 
 def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
-    from gradcast.training.measure.compute_cost import Compute, with_compute
+    from gradcast.training.measure.compute_cost import Compute, replace_compute
     from gradcast.training.plan.calibration import corrected_compute
 
     profile = profile_of(200, 100, 10)
@@ -124,7 +130,7 @@ def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
     found = corrected_compute(profile, steps)
     assert found == Compute(255e6, 137.5e6, 13e6)
     found = Compute(250e6, 125e6, 13e6)
-    stretched = with_compute(profile, found)
+    stretched = replace_compute(profile, found)
     assert (stretched.backward_ns, stretched.forward_ns) == (250e6, 125e6)
     assert [tensor.ready_ns for tensor in stretched.tensors] == [250e6, 125e6]
     assert [tensor.need_ns for tensor in stretched.tensors] == [0, 62.5e6]
@@ -132,7 +138,7 @@ def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
     assert stretched.link.to_json() == profile.link.to_json()
     # In the other direction, too; and where there is no update there is none afterwards.
     assert corrected_compute(profile, compute_steps([(100, 100, 10)] * 3)) == Compute(100e6, 100e6, 10e6)
-    assert with_compute(profile_of(200, 100, 0), found).tensors[0].update_ns == 0
+    assert replace_compute(profile_of(200, 100, 0), found).tensors[0].update_ns == 0
 
 
 def test_what_a_step_computed_is_what_it_did_not_wait():
@@ -149,7 +155,7 @@ def train(rank, mode, link_factor, compute_factor=None):
     from gradcast.training.plan import calibration
 
     link = mock.Mock(
-        side_effect=lambda link, _, shared_ns, saved_ns: link_factor and link.scaled(link_factor, link_factor)
+        side_effect=lambda link, _, shared_ns, known_saving_ns: link_factor and link.scaled(link_factor, link_factor)
     )
 
     def stretched(profile, steps):
@@ -163,7 +169,7 @@ def train(rank, mode, link_factor, compute_factor=None):
     compute = mock.Mock(side_effect=stretched)
     # The process goes on with other tests.
     with (
-        mock.patch.object(network_cost, "corrected", link),
+        mock.patch.object(network_cost, "corrected_link", link),
         mock.patch.object(calibration, "corrected_compute", compute),
     ):
         found = train_both(rank, mode)
@@ -190,7 +196,7 @@ def train_both(rank, mode):
     for step in range(steps):
         run_step(rank, step, ddp, sgds[1])
     equal = all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in modules), strict=True))
-    return seen, [line for line in heard.lines if "warm-up has found" in line], equal
+    return seen, [line for line in heard.lines if "warm-up measured" in line], equal
 
 
 BEFORE, AFTER = WARMUP_STEPS + CALIBRATION_STEPS - 1, WARMUP_STEPS + CALIBRATION_STEPS + 1
@@ -212,7 +218,7 @@ def test_where_the_network_costs_more_all_ranks_plan_again_at_the_same_step(rank
     before, after, line = require_one_new_plan(ranks.run(2, train, mode, 3.0))
     assert after.link.all_reduce.cost_ns(1000) == pytest.approx(3 * before.link.all_reduce.cost_ns(1000), rel=1e-6)
     assert after.forward_ns == before.forward_ns
-    assert "the network costs 3.00 times what the warm-up has found, and compute takes 1.00 times as long" in line
+    assert "the network costs 3.00 times what the warm-up measured, and compute takes 1.00 times as long" in line
 
 
 def test_where_compute_takes_longer_all_ranks_plan_again_at_the_same_step(ranks):
@@ -222,7 +228,7 @@ def test_where_compute_takes_longer_all_ranks_plan_again_at_the_same_step(ranks)
     assert [each.ready_ns for each in after.tensors] == pytest.approx(
         [2 * each.ready_ns for each in before.tensors], abs=1
     )
-    assert "the network costs 1.00 times what the warm-up has found, and compute takes 2.00 times as long" in line
+    assert "the network costs 1.00 times what the warm-up measured, and compute takes 2.00 times as long" in line
 
 
 def test_where_it_is_right_the_plan_stays(ranks):

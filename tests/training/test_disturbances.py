@@ -107,7 +107,7 @@ def test_a_rank_that_stops_for_a_while(tmp_path, monkeypatch, undisturbed, mode)
     digest = undisturbed(mode)
     ends = disturbed(tmp_path, mode, stop_for(1, 6))
     check_recovered(ends, digest)
-    assert len(re.findall("nothing was heard of rank 1", ends[0].errors)) == 1, ends[0].errors
+    assert len(re.findall("rank 1 has not responded", ends[0].errors)) == 1, ends[0].errors
     assert "Waiting: rank 0" in ends[0].errors
     assert re.search(r"block \d+ of \d+", ends[0].errors)
 
@@ -126,8 +126,8 @@ def test_a_rank_that_stops_for_longer_than_the_timeout(tmp_path, monkeypatch):
     ends = disturbed(tmp_path, "overlap", stop_for(1, 10), world_size=3)
     assert all(end.code == 1 and not end.left_behind for end in ends), ends
     first, other = (ends[rank].told[-1]["message"] for rank in (0, 2))
-    assert "nothing was heard of rank 1" in first or "nothing was heard of ranks 1 and 2" in first, first
-    assert "nothing was heard of rank 1" in other or "Rank 0, which knows" in other, other
+    assert "rank 1 has not responded" in first or "ranks 1 and 2 have not responded" in first, first
+    assert "rank 1 has not responded" in other or "Rank 0, which knows" in other, other
     assert all(re.search(r"block \d+ of \d+", message) for message in (first, other)), (first, other)
     # Rank 0 has written down what all who failed with it did last.
     path = re.search(r"are in (\S+\.json)", first)[1]
@@ -155,7 +155,9 @@ def test_a_link_that_stays_down(tmp_path, monkeypatch, network):
     """Rank 1 cannot reach rank 0 to hear of the others, and says so."""
     monkeypatch.setenv("TEST_TIMEOUT_S", "4")
     ends = disturbed(tmp_path, "overlap", lambda _: network.set_link(1, up=False), network)
-    check_failed(ends, ["nothing was heard of rank 1", "Rank 0, which knows who else failed, does not answer"])
+    check_failed(
+        ends, ["rank 1 has not responded", "Rank 0, which knows the other ranks that failed, does not respond"]
+    )
 
 
 def test_a_link_at_one_per_cent_of_its_rate(tmp_path, monkeypatch, undisturbed, network):
@@ -184,7 +186,7 @@ def test_a_rank_that_runs_one_step_more(mode):
     told = ends[1].told[-1]
     assert told["code"] == "communication", told
     assert re.search(r"block \d+ of \d+", told["message"])
-    assert "nothing was heard of ranks 0 and 2" in told["message"]
+    assert "ranks 0 and 2 have not responded" in told["message"]
     assert all(end.code is not None and not end.left_behind for end in ends)
 
 
@@ -217,5 +219,5 @@ def test_a_killed_rank_without_a_store(tmp_path, store):
         told = ends[rank].told[-1]
         assert (told["error"], told["code"]) == ("Error", "communication"), told
         assert re.search(r"block \d+ of \d+", told["message"]), told
-        assert "nothing was heard of rank" in told["message"] or "Rank 0, which knows" in told["message"]
+        assert "not responded" in told["message"] or "Rank 0, which knows" in told["message"]
         assert not ends[rank].left_behind

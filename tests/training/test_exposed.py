@@ -57,7 +57,7 @@ def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
     assert first[stage]["ms"] > 2 * max(each["ms"] for name, each in first.items() if name != stage)
 
 
-def notes_of(*ranks_ms):
+def reports_of(*ranks_ms):
     """By rank: backward, loop and forward, with what they wait for, in steps of 100 ms."""
     from gradcast.training.ranks.step_reports import STAGES, StepReport
 
@@ -75,19 +75,19 @@ def test_the_last_steps_count_and_only_those_since_the_ranks_meet_elsewhere():
 
     exposed = StageExposure()
     assert exposed.stats() is None
-    exposed.together_after("forward")  # from there backward is the first stage
+    exposed.set_waiting_stage("forward")  # from there backward is the first stage
     for _ in range(3):
-        exposed.add(notes_of((40, 20, 40, 100), (30, 50, 20, 80)))
+        exposed.add(reports_of((40, 20, 40, 100), (30, 50, 20, 80)))
     assert exposed.stats() == {
         "backward": {"ms": 40, "rank": 0},
         "loop": {"ms": 40, "rank": 1},  # 30 + 50 is 40 later than 40
         "forward": {"ms": 20, "rank": 0},  # did not wait
     }
     for _ in range(64):
-        exposed.add(notes_of((40, 20, 40, 80), (45, 50, 5, 100)))
+        exposed.add(reports_of((40, 20, 40, 80), (45, 50, 5, 100)))
     assert exposed.stats()["backward"] == {"ms": 45, "rank": 1}, "the first three are too long ago"
     assert exposed.stats() == exposed.stats(), "asking changes nothing"
-    exposed.together_after("forward")
+    exposed.set_waiting_stage("forward")
     assert exposed.stats() is not None
-    exposed.together_after("backward")
+    exposed.set_waiting_stage("backward")
     assert exposed.stats() is None

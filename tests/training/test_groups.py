@@ -224,7 +224,7 @@ def refused_by_nccl(rank, words):
         (
             "NCCL error ... Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
             "invalid_use",
-            "use the same GPU, which NCCL refuses; give each rank its own, with torch.cuda.set_device(",
+            "use the same GPU, which NCCL refuses; give each rank a GPU of its own, with torch.cuda.set_device(",
         ),
         (
             "NCCL error ... unhandled system error",

@@ -1,4 +1,4 @@
-"""What the network costs, from how long blocks took in the warm-up and in the plan that followed it."""
+"""What the network costs, from how long blocks block_duration in the warm-up and in the plan that followed it."""
 
 import random
 from unittest import mock
@@ -16,7 +16,7 @@ def steps_on(link, sizes, factor=1.0, disturbed=None):
 
     cost = link.all_reduce.cost_ns
     return [
-        [Sample(size, (10 if step == disturbed else 1) * factor * cost(size), at_once=True) for size in sizes]
+        [Sample(size, (10 if step == disturbed else 1) * factor * cost(size), back_to_back=True) for size in sizes]
         for step in range(4)
     ]
 
@@ -26,14 +26,14 @@ def test_a_link_that_is_right_stays(factor):
     from gradcast.training.measure import network_cost
 
     link = linear(1e5, 8.0)
-    assert network_cost.corrected(link, steps_on(link, [10_000, 500_000, 2_000_000], factor, disturbed=2)) is None
+    assert network_cost.corrected_link(link, steps_on(link, [10_000, 500_000, 2_000_000], factor, disturbed=2)) is None
 
 
 def test_where_blocks_of_few_sizes_take_longer_all_costs_grow_alike():
     from gradcast.training.measure import network_cost
 
     link = linear(1e5, 8.0)
-    corrected = network_cost.corrected(link, steps_on(link, [500_000, 2_000_000], 1.25))
+    corrected = network_cost.corrected_link(link, steps_on(link, [500_000, 2_000_000], 1.25))
     for size in (1_000, 500_000, 10_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.25 * link.all_reduce.cost_ns(size))
 
@@ -42,7 +42,7 @@ def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
     from gradcast.training.measure import network_cost
 
     found = steps_on(linear(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000], disturbed=1)
-    corrected = network_cost.corrected(linear(1e5, 25.0), found)
+    corrected = network_cost.corrected_link(linear(1e5, 25.0), found)
     for size in (50_000, 500_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(3e5 + 34.0 * size, rel=0.01)
 
@@ -55,17 +55,17 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
     found = steps_on(link, sizes)
     for late, step in enumerate(found):
         step[late] = step[late]._replace(time_ns=step[late].time_ns + 9e6)
-    corrected = network_cost.corrected(link, found)
+    corrected = network_cost.corrected_link(link, found)
     together_ns, usual_ns = (sum(each.all_reduce.cost_ns(size) for size in sizes) for each in (corrected, link))
     assert together_ns == pytest.approx(usual_ns + 9e6)
 
 
 def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
-    from gradcast.training.measure.network_cost import BlockDuration, took
+    from gradcast.training.measure.network_cost import BlockDuration, block_duration
 
     times = [(10, 10, 30), (5, 30, 50), (70, 70, 75)]
     blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish) for ready, due, finish in times]
-    assert [took(block) for block in blocks] == [
+    assert [block_duration(block) for block in blocks] == [
         BlockDuration(20, False),
         BlockDuration(20, True),
         BlockDuration(5, False),
@@ -92,8 +92,8 @@ def with_pauses(link):
     cost = link.all_reduce.cost_ns
     return [
         [
-            *(Sample(size, cost(size), at_once=True) for size in FOLLOWING),
-            *(Sample(size, cost(size) - SAVED_NS, at_once=False) for size in FIRST),
+            *(Sample(size, cost(size), back_to_back=True) for size in FOLLOWING),
+            *(Sample(size, cost(size) - SAVED_NS, back_to_back=False) for size in FIRST),
         ]
         for _ in range(4)
     ]
@@ -105,12 +105,12 @@ def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
 
     link = linear(3e5, 105.0)
     found = [sample for step in with_pauses(link) for sample in step]
-    fitted = network_cost.fitted(found, 0.0)
+    fitted = network_cost.fit_link(found, 0.0)
     bent = _core.fit_op_cost([(sample.size_bytes, sample.time_ns) for sample in found]).cost
     for size in (20_000, 100_000, 250_000, 800_000):
         assert fitted.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=1e-6)
     assert bent.cost_ns(800_000) < link.all_reduce.cost_ns(800_000) - SAVED_NS / 2
-    assert network_cost.spread(found, link) == pytest.approx((1.0, 1.0))
+    assert network_cost.cost_spread(found, link) == pytest.approx((1.0, 1.0))
 
 
 def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
@@ -123,29 +123,29 @@ def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
         for cost in (lambda sample: sample.time_ns, lambda sample: link.all_reduce.cost_ns(sample.size_bytes))
     )
     assert seen_ns < 0.97 * said_ns, "without a correction this would be another network"
-    assert network_cost.corrected(link, found) is None
-    corrected = network_cost.corrected(linear(1e5, 90.0), found)
+    assert network_cost.corrected_link(link, found) is None
+    corrected = network_cost.corrected_link(linear(1e5, 90.0), found)
     for size in (50_000, 400_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=0.01)
 
 
 @pytest.mark.parametrize("saved_ns", [SAVED_NS, -SAVED_NS])
 def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are(saved_ns):
-    from gradcast.training.measure.network_cost import Sample, in_a_row
+    from gradcast.training.measure.network_cost import Sample, as_back_to_back
 
     cost = linear(3e5, 105.0).all_reduce.cost_ns
-    first = [Sample(size, cost(size) - saved_ns, at_once=False) for size in FIRST]
-    following = [Sample(size, cost(size), at_once=True) for size in (FOLLOWING[:2] if saved_ns > 0 else FOLLOWING)]
-    assert in_a_row(following + first) == following + first
+    first = [Sample(size, cost(size) - saved_ns, back_to_back=False) for size in FIRST]
+    following = [Sample(size, cost(size), back_to_back=True) for size in (FOLLOWING[:2] if saved_ns > 0 else FOLLOWING)]
+    assert as_back_to_back(following + first) == following + first
 
 
 def test_a_network_that_costs_something_else_for_large_blocks_saves_nothing():
     """Small ones follow each other, at 0.15 ns per byte; large ones come after pauses, and take 0.02."""
-    from gradcast.training.measure.network_cost import Sample, fitted
+    from gradcast.training.measure.network_cost import Sample, fit_link
 
-    small = [Sample(size << 10, 2e4 + 0.15 * (size << 10), at_once=True) for size in (32, 64, 128, 256)] * 3
-    large = [Sample(size << 20, 5e4 + 0.02 * (size << 20), at_once=False) for size in (1, 2, 8, 25)] * 3
-    link = fitted(small + large, 0.0)
+    small = [Sample(size << 10, 2e4 + 0.15 * (size << 10), back_to_back=True) for size in (32, 64, 128, 256)] * 3
+    large = [Sample(size << 20, 5e4 + 0.02 * (size << 20), back_to_back=False) for size in (1, 2, 8, 25)] * 3
+    link = fit_link(small + large, 0.0)
     for size in (1 << 20, 4 << 20, 25 << 20):
         assert link.all_reduce.cost_ns(size) == pytest.approx(5e4 + 0.02 * size, rel=0.05)
 
@@ -156,25 +156,25 @@ def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
 
     link = linear(3e5, 105.0)
     steps = [[*step[:2], *step[len(FOLLOWING) :]] for step in with_pauses(link)]
-    assert network_cost.corrected(link, steps, saved_ns=SAVED_NS) is None
-    assert network_cost.spread(steps[0], link, SAVED_NS) == pytest.approx((1.0, 1.0))
-    assert network_cost.corrected(link, steps) is not None, "as if the network were faster"
+    assert network_cost.corrected_link(link, steps, known_saving_ns=SAVED_NS) is None
+    assert network_cost.cost_spread(steps[0], link, SAVED_NS) == pytest.approx((1.0, 1.0))
+    assert network_cost.corrected_link(link, steps) is not None, "as if the network were faster"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_not_taken_for_what_blocks_save(seed):
     """Three sizes that are much alike follow others; nothing is saved, and all times scatter by 5 %."""
-    from gradcast.training.measure.network_cost import Sample, saved_after_pause_ns
+    from gradcast.training.measure.network_cost import Sample, idle_saving_ns
 
     draw = random.Random(seed)
     link = linear(3e5, 105.0)
 
-    def found(size, at_once):
-        return Sample(size, link.all_reduce.cost_ns(size) * draw.gauss(1, 0.05), at_once)
+    def found(size, back_to_back):
+        return Sample(size, link.all_reduce.cost_ns(size) * draw.gauss(1, 0.05), back_to_back)
 
     samples = [found(size, True) for size in (90_000, 100_000, 110_000) for _ in range(5)]
     samples += [found(size, False) for size in (30_000, 80_000, 120_000, 140_000, 300_000) for _ in range(5)]
-    assert (saved_after_pause_ns(samples) or 0.0) < 0.05 * link.all_reduce.cost_ns(100_000)
+    assert (idle_saving_ns(samples) or 0.0) < 0.05 * link.all_reduce.cost_ns(100_000)
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
@@ -182,7 +182,7 @@ def test_blocks_that_share_the_network_tell_only_all_together():
 
     link = linear(1e5, 25.0)
     found = [[network_cost.Sample(2_000_000, 1.3 * 4e7)]] * 4
-    corrected = network_cost.corrected(link, found, shared_ns=4e7)
+    corrected = network_cost.corrected_link(link, found, shared_ns=4e7)
     for size in (50_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.3 * link.all_reduce.cost_ns(size))
-    assert network_cost.corrected(link, found, shared_ns=1.32 * 4e7) is None
+    assert network_cost.corrected_link(link, found, shared_ns=1.32 * 4e7) is None

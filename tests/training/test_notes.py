@@ -1,4 +1,4 @@
-"""Notes: what the ranks tell each other arrives in every dtype and for any number of ranks."""
+"""Step reports arrive in every dtype and for any number of ranks."""
 
 from types import SimpleNamespace
 
@@ -7,10 +7,10 @@ import pytest
 from gradcast import _core
 from training.needs import torch
 
-NOTE_ELEMENTS = 384
+REPORT_ELEMENTS = 384
 
 
-def note(rank, iteration):
+def report_of(rank, iteration):
     from gradcast.training.ranks.step_reports import StepReport
 
     facts = _core.RankFacts(
@@ -21,7 +21,7 @@ def note(rank, iteration):
 
 def buffer_of(dtype, failed=0.0):
     return SimpleNamespace(
-        notes=torch.zeros(NOTE_ELEMENTS, dtype=dtype), somebody_failed=lambda: torch.tensor([failed], dtype=dtype)
+        notes=torch.zeros(REPORT_ELEMENTS, dtype=dtype), somebody_failed=lambda: torch.tensor([failed], dtype=dtype)
     )
 
 
@@ -30,11 +30,11 @@ def play(dtype, world_size, iterations):
     from gradcast.training.ranks.step_reports import StepReports
 
     buffers = [buffer_of(dtype) for _ in range(world_size)]
-    notes = [StepReports(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
+    reports = [StepReports(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
     told = []
     for iteration in range(iterations):
         told.append(
-            [each.exchange(note(rank, iteration - 1) if iteration else None) for rank, each in enumerate(notes)]
+            [each.exchange(report_of(rank, iteration - 1) if iteration else None) for rank, each in enumerate(reports)]
         )
         total = torch.stack([buffer.notes for buffer in buffers]).sum(0)
         for buffer in buffers:
@@ -58,20 +58,20 @@ def test_times_arrive_one_iteration_later(dtype, error):
                 continue
             for rank, fact in enumerate(known):
                 # Half precision holds tens of nanoseconds.
-                assert as_numbers(fact) == pytest.approx(as_numbers(note(rank, iteration - 2)), rel=error, abs=100)
+                assert as_numbers(fact) == pytest.approx(as_numbers(report_of(rank, iteration - 2)), rel=error, abs=100)
 
 
 def test_a_failed_pass_is_told_with_its_iteration():
     from gradcast.training.ranks.step_reports import StepReports
 
     buffer = buffer_of(torch.float32)
-    notes = StepReports(buffer, 0, 2)
+    reports = StepReports(buffer, 0, 2)
     for iteration in range(3):
-        notes.exchange(None)
-        assert notes.failed_iteration is None
+        reports.exchange(None)
+        assert reports.failed_iteration is None
         buffer.somebody_failed = lambda failed=float(iteration == 2): torch.tensor([failed])
-    notes.exchange(None)
-    assert notes.failed_iteration == 2
+    reports.exchange(None)
+    assert reports.failed_iteration == 2
 
 
 def test_many_ranks_take_turns():
@@ -87,7 +87,7 @@ def test_many_ranks_take_turns():
             assert 10 - turns <= iteration <= 10
 
 
-def test_notes_move_with_the_gradients():
+def test_reports_move_with_the_gradients():
     from gradcast.training.step.gradient_buffers import GradientBuffers
 
     parameters = [torch.zeros(3), torch.zeros(5)]

@@ -1,4 +1,4 @@
-"""The plan that DDP's way is: its buckets with the best sizes, and not many more of them than that needs."""
+"""The DDP baseline: DDP's buckets with the best sizes, and no more of them than that needs."""
 
 import pytest
 
@@ -20,15 +20,15 @@ def profile(beta_ns_per_byte, alpha_ns=0.0):
     return _core.Profile(name="even", forward_ns=1.2e8, backward_ns=1.2e8, tensors=tensors, world_size=2, link=link)
 
 
-def plain_and_predictions(given):
-    """The plain plan, and what each number of buckets of one size takes, one after the other."""
-    from gradcast.training.plan import agreement
+def baseline_and_predictions(given):
+    """The baseline plan, and what each number of buckets of one size takes, one after the other."""
+    from gradcast.training.plan import proposals
 
     predicted = {}
     for cap in (1, 4, 8, 25):
         plan = ddp_baseline.plan(given, ddp_baseline.same_caps(cap), in_flight=1)
         predicted[len(plan.blocks)] = plan.predicted_ns
-    return agreement.plain_plan(given), predicted
+    return proposals.baseline_plan(given), predicted
 
 
 def one_by_one_ns(given, plan):
@@ -39,7 +39,7 @@ def one_by_one_ns(given, plan):
 @pytest.mark.parametrize("beta_ns_per_byte", [0.01, 0.1])
 def test_of_buckets_that_are_as_good_the_fewest(beta_ns_per_byte):
     given = profile(beta_ns_per_byte)
-    plan, predicted = plain_and_predictions(given)
+    plan, predicted = baseline_and_predictions(given)
     best_ns = min(predicted.values())
     good = [blocks for blocks, ns in predicted.items() if ns <= 1.002 * best_ns]
     assert len(plan.blocks) == min(good) < max(good)
@@ -49,20 +49,20 @@ def test_of_buckets_that_are_as_good_the_fewest(beta_ns_per_byte):
 
 def test_small_buckets_where_they_are_better():
     given = profile(8.0)
-    plan, predicted = plain_and_predictions(given)
+    plan, predicted = baseline_and_predictions(given)
     assert len(plan.blocks) == COUNT
     assert one_by_one_ns(given, plan) == pytest.approx(predicted[COUNT])
     assert predicted[COUNT] < 0.99 * min(ns for blocks, ns in predicted.items() if blocks < COUNT)
 
 
-def test_large_ones_where_starting_is_dear():
-    plan, _ = plain_and_predictions(profile(0.1, alpha_ns=5e7))
+def test_large_ones_where_starting_is_expensive():
+    plan, _ = baseline_and_predictions(profile(0.1, alpha_ns=5e7))
     assert len(plan.blocks) == 1
 
 
 def test_a_small_first_bucket_where_the_network_must_begin_early():
     given = profile(25.0)
-    plan, predicted = plain_and_predictions(given)
+    plan, predicted = baseline_and_predictions(given)
     first, *others = [block.size_bytes for block in plan.blocks]
     assert first == MIB, "every other first bucket begins later, and all that follows"
     assert len(plan.blocks) < COUNT
@@ -74,7 +74,7 @@ def test_a_start_up_cost_is_not_hidden_behind_another_bucket():
     given = profile(9.4, alpha_ns=8e6)
     hidden = {cap: ddp_baseline.plan(given, ddp_baseline.same_caps(cap)) for cap in (1, 4)}
     assert hidden[1].predicted_ns < 0.99 * hidden[4].predicted_ns, "two in flight: play would take the small ones"
-    plan, predicted = plain_and_predictions(given)
+    plan, predicted = baseline_and_predictions(given)
     assert predicted[COUNT] > 1.05 * predicted[len(hidden[4].blocks)]
     assert len(plan.blocks) < COUNT
     assert one_by_one_ns(given, plan) <= 1.002 * min(predicted.values())

@@ -8,7 +8,7 @@ from gradcast.cli import common
 from gradcast.cli.growth_options import add_measured_algorithm
 from gradcast.errors import Error
 from gradcast.files import load_profile
-from gradcast.scaling.advise import Advice, Request, Row, Training, advise
+from gradcast.scaling.advise import Advice, ClusterOption, Request, Training, advise
 from gradcast.scaling.growth import ALGORITHMS, SPREAD
 from gradcast.scaling.prices import Prices, load_prices, parse_duration_s, sample_path
 from gradcast.units import parse_fraction, parse_positive
@@ -183,7 +183,7 @@ def _sample_words(args: argparse.Namespace) -> str:
     return "" if args.prices else ", the bundled sample: copy it, fill in today's, and name it with --prices"
 
 
-def _cells(row: Row, marked: bool) -> list[str]:
+def _cells(row: ClusterOption, marked: bool) -> list[str]:
     return [
         row.describe() + (" *" if marked else ""),
         str(row.workers),
@@ -213,19 +213,19 @@ def _answers(args: argparse.Namespace, prices: Prices, found: Advice) -> list[st
     return sentences
 
 
-def _what(row: Row, prices: Prices) -> str:
+def _what(row: ClusterOption, prices: Prices) -> str:
     workers = "1 worker" if row.workers == 1 else f"{row.workers} workers"
     return f"{row.describe()}, {workers}: {_hours(row.hours)} h, {row.cost:.2f} {prices.currency}"
 
 
-def _cheapest(row: Row, hours: float, prices: Prices) -> str:
+def _cheapest(row: ClusterOption, hours: float, prices: Prices) -> str:
     text = f"The cheapest within {_hours(hours)} h: {_what(row, prices)}."
     if row.high_hours > hours:
         text += f" At the upper end of its range it takes {_hours(row.high_hours)} h, which is too long."
     return text
 
 
-def _fastest(row: Row, cost: float, prices: Prices) -> str:
+def _fastest(row: ClusterOption, cost: float, prices: Prices) -> str:
     text = f"The fastest within {cost:g} {prices.currency}: {_what(row, prices)}."
     high_cost = row.high_hours * row.price_per_hour
     if high_cost > cost:
@@ -260,7 +260,7 @@ def _as_json(args: argparse.Namespace, prices: Prices, found: Advice) -> dict[st
     return result
 
 
-def _row_json(row: Row, on_frontier: bool) -> dict[str, Any]:
+def _row_json(row: ClusterOption, on_frontier: bool) -> dict[str, Any]:
     return {
         "machine": row.machine,
         "machines": row.machines,

@@ -24,7 +24,7 @@ from gradcast.errors import Error
 from gradcast.files import bundled_profiles
 from gradcast.lab import Network, run_workers
 from gradcast.lab.program import unwind_when_told_to_end
-from gradcast.lab.report import model_words, network_words, report
+from gradcast.lab.report import describe_model, describe_network, report
 from gradcast.lab.results import as_json, table_of
 from gradcast.lab.settings import REAL_MODELS, Settings
 from gradcast.lab.train import train
@@ -126,7 +126,7 @@ def run_train(args: argparse.Namespace) -> None:
     check_place(args)
     unwind_when_told_to_end()
     progress = sys.stderr if args.json else sys.stdout
-    print(f"{settings.model}, {network_words(settings)}: {', '.join(settings.names)}", file=progress, flush=True)
+    print(f"{settings.model}, {describe_network(settings)}: {', '.join(settings.names)}", file=progress, flush=True)
     results = train(settings, timeout_s=args.timeout, output=progress)
     table = table_of(results, settings)
     if args.json:
@@ -136,7 +136,7 @@ def run_train(args: argparse.Namespace) -> None:
     if args.output:
         from gradcast.plots import draw_lab
 
-        title = f"{model_words(settings, results['parameter_bytes'])}, {network_words(settings)}"
+        title = f"{describe_model(settings, results['parameter_bytes'])}, {describe_network(settings)}"
         draw_lab(args.output, table, title=title)
         print(f"The picture is in {args.output}.", file=progress)
     if table.wrong:

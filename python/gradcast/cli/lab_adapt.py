@@ -20,7 +20,7 @@ from gradcast.cli.lab_options import (
 from gradcast.files import bundled_profiles
 from gradcast.lab.adapt import SCENARIOS, AdaptSettings, Phase, phases, run
 from gradcast.lab.program import unwind_when_told_to_end
-from gradcast.lab.report import links_words
+from gradcast.lab.report import describe_links
 from gradcast.units import parse_positive
 
 _EXAMPLE = (
@@ -83,8 +83,8 @@ def run_adapt(args: argparse.Namespace) -> None:
     check_place(args)
     unwind_when_told_to_end()
     progress = sys.stderr if args.json else sys.stdout
-    title = f"a timed stand-in for {settings.model}, {links_words(settings.rates_bits_per_s)}"
-    print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.words}", file=progress)
+    title = f"a timed stand-in for {settings.model}, {describe_links(settings.rates_bits_per_s)}"
+    print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.description}", file=progress)
     results = run(settings, timeout_s=args.timeout, output=progress)
     found = phases(results, settings)
     if args.json:
@@ -96,7 +96,7 @@ def run_adapt(args: argparse.Namespace) -> None:
         from gradcast.plots import draw_adapt
 
         changed = range(settings.changes_at, settings.returns_at)
-        draw_adapt(args.output, results["steps"], changed, words=settings.words, title=title)
+        draw_adapt(args.output, results["steps"], changed, description=settings.description, title=title)
         print(f"The picture is in {args.output}.", file=progress)
 
 
@@ -105,7 +105,7 @@ def _table(found: list[Phase], settings: AdaptSettings) -> str:
         "", "ms per step\nbefore", "with the\nold plan", "with the\nnew plan", "steps until\nthe new plan",
         "longest step\nuntil then, ms",
     ]  # fmt: skip
-    names = [settings.words, "as before"]
+    names = [settings.description, "as before"]
     rows = [
         [name, _ms(p.before_ms), _ms(p.since_ms), _ms(p.after_ms), p.steps_to_plan or "none", _ms(p.longest_ms)]
         for name, p in zip(names, found, strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common
 from gradcast.cli.network_options import Network, add_network_options, network_from
-from gradcast.comparison.compare import Comparison, Row, compare, parse_policies, same_bound
+from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
 from gradcast.comparison.verdict import verdict
 from gradcast.errors import Error
 from gradcast.files import check_writable
@@ -65,7 +65,7 @@ def _title(args: argparse.Namespace, profile: _core.Profile, network: Network) -
     return title
 
 
-def _row_cells(row: Row) -> list[str]:
+def _row_cells(row: PolicyResult) -> list[str]:
     return [
         row.policy + (" *" if row.other_ops else ""),
         str(len(row.plan.blocks)),
@@ -97,7 +97,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
         print(f"The picture is in {args.plot}.")
 
 
-def _footnote(row: Row, comparison: Comparison) -> str:
+def _footnote(row: PolicyResult, comparison: Comparison) -> str:
     text = f"* {row.policy} sends reduce-scatters and all-gathers here"
     own_ns, all_reduce_ns = row.plan.bound_ns, comparison.all_reduce_bound.best_ns
     if same_bound(own_ns, all_reduce_ns):

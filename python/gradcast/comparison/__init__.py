@@ -1,1 +1,1 @@
-"""Policies and stock DDP side by side on one profile, and what the result means. Pure."""
+"""Compares the plans of policies and the DDP baseline on one profile. Pure."""

@@ -1,4 +1,4 @@
-"""Plans one profile with many policies and puts the results side by side."""
+"""Plans one profile with many policies and compares the results."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,34 +7,35 @@ from gradcast import _core
 from gradcast.errors import Error
 
 BASELINE = "ddp"
+# A smaller gain is less than what steps on a cluster vary from one to the next.
+NOTICEABLE_GAIN = 0.02
 _BOUND_TOLERANCE = 0.0005
 
 
 def has_other_ops(plan: _core.Plan) -> bool:
-    """Whether it sends reduce-scatters and all-gathers, so that the bound of all-reduces says nothing about it."""
+    """Whether the plan sends reduce-scatters and all-gathers, to which the bound over all-reduces does not apply."""
     return any(block.op != "all_reduce" for block in plan.blocks)
 
 
 def ratio(time_ns: float, reference_ns: float) -> float:
-    """Nothing is as long as nothing: profiles without compute on links without cost are odd, but valid."""
+    """``time_ns / reference_ns``, and 1 for 0 / 0: a profile without compute on a link without cost is valid."""
     if reference_ns == 0:
         return 1.0 if time_ns == 0 else float("inf")
     return time_ns / reference_ns
 
 
 def same_bound(one_ns: float, other_ns: float) -> bool:
-    """Whether two bounds are too close for their difference to be worth a word."""
+    """Whether two bounds are too close to tell apart in a text."""
     return abs(one_ns - other_ns) <= _BOUND_TOLERANCE * max(one_ns, other_ns)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One policy's plan, measured against its own bound and against DDP."""
+class PolicyResult:
+    """One policy's plan, compared with its own bound and with DDP."""
 
     plan: _core.Plan
     speedup_over_ddp: float
-    # It uses reduce-scatter and all-gather, so another bound applies to it than to all-reduce plans.
-    other_ops: bool
+    other_ops: bool  # the plan uses reduce-scatter and all-gather, see has_other_ops
 
     @property
     def policy(self) -> str:
@@ -53,12 +54,12 @@ class Row:
 class Comparison:
     compute_ns: float  # backward, forward and updates: no iteration is shorter
     link_ns: float  # all gradients in one all-reduce
-    bound: _core.Bound  # over every plan that the link and the mode allow
+    bound: _core.Bound  # over all plans that the link and the mode allow
     all_reduce_bound: _core.Bound  # over plans of all-reduces
-    overlap_bound_ns: float  # what hook mode's bound would be if gradients might travel under forward
-    rows: list[Row]  # the fastest first
+    overlap_bound_ns: float  # the bound of overlap mode
+    rows: list[PolicyResult]  # the fastest first
     ddp: _core.Plan
-    skipped: dict[str, str] = field(default_factory=dict)  # policy: why it has no row
+    skipped: dict[str, str] = field(default_factory=dict)  # by policy: why it has no row
 
 
 def total_bytes(profile: _core.Profile) -> int:
@@ -70,7 +71,7 @@ def compute_ns(profile: _core.Profile) -> float:
 
 
 def parse_policies(text: str) -> list[str]:
-    """The policies of ``all`` or ``forecast,ddp``, each known and named once."""
+    """Parses ``all`` or a list such as ``forecast,ddp``. Raises Error for an unknown policy."""
     known = [info.name for info in _core.policies()]
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names == ["all"]:
@@ -89,7 +90,7 @@ def has_scatter_gather(link: _core.LinkModel) -> bool:
 
 def _cannot_run(info: _core.PolicyInfo, link: _core.LinkModel, mode: str) -> str | None:
     if info.overlap_only and mode == "hook":
-        return "it sends under the next forward pass, which hook mode does not have"
+        return "it sends during the next forward pass, which hook mode does not allow"
     if info.needs_scatter_gather and not has_scatter_gather(link):
         return "the link has no costs for reduce_scatter and all_gather"
     return None
@@ -98,10 +99,10 @@ def _cannot_run(info: _core.PolicyInfo, link: _core.LinkModel, mode: str) -> str
 def compare(
     profile: _core.Profile, link: _core.LinkModel, policies: Iterable[str], *, mode: str = "overlap", in_flight: int = 1
 ) -> Comparison:
-    """Rows for the policies that can run here, a reason for each that cannot. DDP, the yardstick, is always planned."""
+    """Plans with each policy that can run here, and with DDP, which all are compared with."""
     infos = {info.name: info for info in _core.policies()}
     ddp = _core.make_plan(profile, link, policy=BASELINE, mode=mode, in_flight=in_flight)
-    rows: list[Row] = []
+    rows: list[PolicyResult] = []
     skipped: dict[str, str] = {}
     for name in policies:
         reason = _cannot_run(infos[name], link, mode)
@@ -117,11 +118,11 @@ def compare(
                 raise
             skipped[name] = str(error)
             continue
-        rows.append(Row(plan, ratio(ddp.predicted_ns, plan.predicted_ns), has_other_ops(plan)))
+        rows.append(PolicyResult(plan, ratio(ddp.predicted_ns, plan.predicted_ns), has_other_ops(plan)))
     scatter_gather = has_scatter_gather(link)
     bound = _core.bound(profile, link, mode=mode, in_flight=in_flight, any_op=mode == "overlap" and scatter_gather)
     overlap_bound = _core.bound(profile, link, in_flight=in_flight, any_op=scatter_gather)
-    # Equal to a microsecond is equal: fewer blocks first then, they are cheaper to follow.
+    # Of plans that are equal to a microsecond the one with fewer blocks comes first: it is cheaper to follow.
     rows.sort(key=lambda row: (round(row.plan.predicted_ns / 1e3), len(row.plan.blocks)))
     return Comparison(
         compute_ns=compute_ns(profile),

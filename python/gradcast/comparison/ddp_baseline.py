@@ -1,21 +1,21 @@
-"""Stock DistributedDataParallel on a profile: its buckets, and what a step with them takes. Pure."""
+"""The DDP baseline: the buckets of stock DistributedDataParallel on a profile, as a plan. Pure."""
 
 from gradcast import _core
 
-# torch's Gloo works on two operations at a time, whoever waits for them.
+# torch's Gloo backend runs two operations at a time.
 IN_FLIGHT = 2
 # The bucket sizes that a user would try.
 SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
 
 _MIB = 1 << 20
-# Bytes of the first bucket and of the others, to choose the best from: from 50 KB to 100 MiB in steps of a factor
-# sqrt(2), the first as large as the others or, as by default, a 25th of them.
+# Candidates for (bytes of the first bucket, bytes of the others): from 50 KB to 100 MiB in steps of a factor sqrt(2).
+# The first bucket is as large as the others or, as by default, a 25th of them.
 _OTHERS_BYTES = [int(25 * _MIB * 2 ** (step / 2)) for step in range(-18, 5)]
 TUNED_CAPS_BYTES = [(others // part, others) for part in (1, 25) for others in _OTHERS_BYTES]
 
 
 def same_caps(cap_mib: float) -> tuple[int, int]:
-    """Bytes of the first bucket and of the others, with ``bucket_cap_mb``: it holds for all of them."""
+    """Bytes of the first bucket and of the others with DDP's option ``bucket_cap_mb``, which applies to all of them."""
     return int(cap_mib * _MIB), int(cap_mib * _MIB)
 
 
@@ -26,7 +26,11 @@ def plan(
     *,
     in_flight: int = IN_FLIGHT,
 ) -> _core.Plan:
-    """``caps_bytes``: of the first bucket and of the others. ``link``: None for the profile's own. REQUIRES: one."""
+    """A plan of DDP's buckets.
+
+    ``caps_bytes``: bytes of the first bucket and of the others. ``link``: replaces the profile's. REQUIRES: there is a
+    link.
+    """
     parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
     return _core.make_plan(
         profile, link or profile.link, policy="ddp", mode="hook", in_flight=in_flight, parameters=parameters

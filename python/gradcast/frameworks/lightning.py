@@ -8,16 +8,15 @@ import gradcast
 from gradcast.training.handle import detach_left
 
 _log = logging.getLogger("gradcast")
-# What is in flight arrives at once where all ranks have met the error, and never where only this one has.
+# After an error of all ranks, gradients in flight arrive soon; after an error of this rank alone they never do.
 _AFTER_ERROR_S = 10.0
 
 
 class AttachCallback(Callback):
-    """Attaches when the fit begins, checkpoint and optimizers restored, and detaches when it has ended, also with an
-    error.
+    """Attaches when the fit begins, after checkpoint and optimizers are restored, and detaches when it ends or fails.
 
-    ``overlap``: gradients travel under the next forward pass too; otherwise hook mode. ``options``: as for
-    ``gradcast.attach``. ``handle``: what that returned, None before.
+    ``overlap``: overlap mode, in which gradients also travel during the next forward pass; False for hook mode.
+    ``options``: as for ``gradcast.attach``. ``handle``: what ``attach`` returned, None before.
     """
 
     def __init__(self, overlap: bool = True, options: gradcast.Options | None = None) -> None:

@@ -9,11 +9,12 @@ from gradcast.training.handle import detach_left
 
 
 class AttachCallback(TrainerCallback):
-    """Attaches when training begins, checkpoint and optimizer restored, and detaches when it has ended. A training that
-    ended with an error, as auto_find_batch_size tries them, is detached when the next one begins.
+    """Attaches when training begins, after checkpoint and optimizer are restored, and detaches when it ends. If it ends
+    with an error, as attempts of auto_find_batch_size do, it is detached when the next training begins.
 
-    ``trainer``: the one that it is added to. ``overlap``: gradients travel under the next forward pass too; otherwise
-    hook mode. ``options``: as for ``gradcast.attach``. ``handle``: what that returned, None before.
+    ``trainer``: the Trainer that the callback is added to. ``overlap``: overlap mode, in which gradients also travel
+    during the next forward pass; False for hook mode. ``options``: as for ``gradcast.attach``. ``handle``: what
+    ``attach`` returned, None before.
     """
 
     def __init__(self, trainer: Trainer, overlap: bool = True, options: gradcast.Options | None = None) -> None:
@@ -21,12 +22,12 @@ class AttachCallback(TrainerCallback):
         self.handle: gradcast.Handle | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The DDP module, which callbacks are not handed.
+        # model_wrapped is the DDP module, which callbacks do not get.
         optimizer = self.trainer.optimizer if self.overlap else None
         detach_left(self.trainer.model_wrapped)
         self.handle = gradcast.attach(self.trainer.model_wrapped, optimizer, options=self.options)
-        # WORKAROUND(transformers 5.23, Trainer._get_grad_norm): also where it does not clip, the Trainer computes the
-        # norm of all gradients in each step, for its log; every step would wait for all of them.
+        # WORKAROUND(transformers 5.23, Trainer._get_grad_norm): even without clipping, the Trainer computes the norm of
+        # all gradients in each step for its log, so every step would wait for all of them.
         if self.overlap and not args.max_grad_norm:
             self.trainer._get_grad_norm = lambda *args, **kwargs: None
 

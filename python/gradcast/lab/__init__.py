@@ -1,6 +1,6 @@
-"""Several hosts on one machine: network namespaces joined by links of a chosen speed, and one worker process on each.
+"""Several hosts on one machine: network namespaces joined by links of a chosen speed, with one worker process on each.
 
-``hosts`` makes and removes the network, ``workers`` runs the processes, with or without such a network.
+``hosts`` makes and removes the network; ``workers`` runs the processes, with or without such a network.
 """
 
 from gradcast.lab.errors import LabError

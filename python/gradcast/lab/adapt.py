@@ -1,4 +1,4 @@
-"""``gradcast lab adapt``: something changes while hosts train, and is undone later; what gradcast makes of it."""
+"""``gradcast lab adapt``: something changes while hosts train, and changes back later. Shows how gradcast adapts."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import IO, Any
 from gradcast.lab.hosts import Network
 from gradcast.lab.workers import run_for_result
 
-# What changes for the middle third of the steps.
+# What changes during the middle third of the steps.
 SCENARIOS = {
     "network": "all links become {factor:g} times slower",
     "link": "the link of host 1 becomes {factor:g} times slower",
@@ -18,13 +18,13 @@ SCENARIOS = {
     "batch": "all hosts compute {factor:g} times longer, as with a larger batch",
 }
 CHANGED_HOST = 1
-MARK, UNMARK = b"+", b"-"  # what rank 0 asks for: the change, and its end
+CHANGE, CHANGE_BACK = b"+", b"-"  # requests of rank 0
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptSettings:
     model: str
-    profile: str  # of the stand-in, as JSON
+    profile: str  # the stand-in's profile as JSON
     rates_bits_per_s: tuple[float, ...]
     scenario: str
     factor: float = 2.0
@@ -40,7 +40,7 @@ class AdaptSettings:
         return 2 * self.steps // 3
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return SCENARIOS[self.scenario].format(factor=self.factor)
 
     def to_json(self) -> str:
@@ -54,27 +54,27 @@ class AdaptSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """From one plan to the next, of those that were not the warm-up's. ``change_step``: since when the change lasts."""
+    """The steps from a change to the next one."""
 
-    change_step: int
-    before_ms: float  # medians of steps: with the old plan before the change,
-    since_ms: float | None  # since the change until something was noticed,
-    after_ms: float | None  # and with the new plan
-    steps_to_plan: int | None  # from the change to the first step with the new plan; None: there was none
-    longest_ms: float  # step between the change and the new plan
+    change_step: int  # the first step after the change
+    before_ms: float  # median step with the old plan before the change
+    since_ms: float | None  # median step from the change until gradcast measures again
+    after_ms: float | None  # median step with the new plan
+    steps_to_plan: int | None  # from the change to the first step with the new plan; None if there was none
+    longest_ms: float  # longest step between the change and the new plan
 
 
 def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
-    """What rank 0 saw, see adapt_worker.py; progress goes to ``output``."""
+    """Returns what rank 0 recorded, see adapt_worker.py. ``output``: for the progress."""
     rates = settings.rates_bits_per_s
     read_end, write_end = os.pipe()
     with (
         Network(len(rates), rates[0]) as network,
-        os.fdopen(read_end, "rb", buffering=0) as asked,
-        os.fdopen(write_end, "wb", buffering=0) as asking,
+        os.fdopen(read_end, "rb", buffering=0) as requests,
+        os.fdopen(write_end, "wb", buffering=0) as request_pipe,
     ):
         _set_rates(network, settings, changed=False)
-        listener = threading.Thread(target=_obey, args=(asked, network, settings), daemon=True)
+        listener = threading.Thread(target=_serve_requests, args=(requests, network, settings), daemon=True)
         listener.start()
         try:
             return run_for_result(
@@ -84,10 +84,10 @@ def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[s
                 timeout_s=timeout_s,
                 network=network,
                 output=output,
-                inherited=[asking],
+                inherited=[request_pipe],
             )
         finally:
-            asking.write(b".")  # the end
+            request_pipe.write(b".")  # ends the thread
             listener.join()
 
 
@@ -120,10 +120,10 @@ def _phase(steps: list[dict[str, Any]], change_step: int, end: int) -> Phase:
     )
 
 
-def _obey(asked: IO[bytes], network: Network, settings: AdaptSettings) -> None:
-    """Rank 0 asks for changes of the network when it has come to their step."""
-    while (word := asked.read(1)) in (MARK, UNMARK):
-        _set_rates(network, settings, changed=word == MARK)
+def _serve_requests(requests: IO[bytes], network: Network, settings: AdaptSettings) -> None:
+    """Changes the network when rank 0 requests it, at its steps."""
+    while (request := requests.read(1)) in (CHANGE, CHANGE_BACK):
+        _set_rates(network, settings, changed=request == CHANGE)
 
 
 def _set_rates(network: Network, settings: AdaptSettings, *, changed: bool) -> None:

@@ -1,7 +1,7 @@
 """One rank of ``gradcast lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS PIPE RESULTS``.
 
-Trains a stand-in in overlap mode, and writes down for each step how long it took and which plan it followed. Rank 0
-asks through the file descriptor PIPE for changes of the network, and writes the file RESULTS.
+Trains a stand-in in overlap mode, and records for each step how long it took and which plan it followed. Rank 0
+requests changes of the network through the file descriptor PIPE, and writes the file RESULTS.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import gradcast
-from gradcast.lab.adapt import CHANGED_HOST, MARK, UNMARK, AdaptSettings
+from gradcast.lab.adapt import CHANGE, CHANGE_BACK, CHANGED_HOST, AdaptSettings
 from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
@@ -24,8 +24,8 @@ from gradcast.lab.settings import Settings
 _PROGRESS_EVERY = 10
 
 
-class Heard(logging.Handler):
-    """What gradcast says, with the step in which it says so."""
+class LogRecorder(logging.Handler):
+    """Records gradcast's log lines, each with its step."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -41,16 +41,16 @@ def main(settings: AdaptSettings, pipe: int, results_path: Path) -> None:
     torch.set_num_threads(1)
     wake_promptly()
     dist.init_process_group("gloo")
-    heard = Heard()
-    logging.getLogger("gradcast").addHandler(heard)
+    recorder = LogRecorder()
+    logging.getLogger("gradcast").addHandler(recorder)
     logging.getLogger("gradcast").setLevel(logging.INFO)
-    steps = _train(settings, heard, pipe)
+    steps = _train(settings, recorder, pipe)
     if dist.get_rank() == 0:
-        results_path.write_text(json.dumps({"torch": torch.__version__, "steps": steps, "said": heard.lines}))
+        results_path.write_text(json.dumps({"torch": torch.__version__, "steps": steps, "said": recorder.lines}))
     dist.destroy_process_group()
 
 
-def _train(settings: AdaptSettings, heard: Heard, pipe: int) -> list[dict[str, Any]]:
+def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> list[dict[str, Any]]:
     rank = dist.get_rank()
     task = StandInTask(
         Settings(settings.model, settings.profile, settings.rates_bits_per_s, (), scale_size=settings.scale_size), rank
@@ -60,7 +60,7 @@ def _train(settings: AdaptSettings, heard: Heard, pipe: int) -> list[dict[str, A
     handle = gradcast.attach(module, optimizer)
     steps = []
     for number, (inputs, targets) in enumerate(task.batches(0, settings.steps)):
-        heard.step = number
+        recorder.step = number
         if number in (settings.changes_at, settings.returns_at):
             _change(settings, task, rank, pipe, begins=number == settings.changes_at)
         start = time.perf_counter()
@@ -89,10 +89,10 @@ def _train(settings: AdaptSettings, heard: Heard, pipe: int) -> list[dict[str, A
 
 def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *, begins: bool) -> None:
     if settings.scenario == "batch" or (settings.scenario == "host" and rank == CHANGED_HOST):
-        task.clock.factor = settings.factor if begins else 1.0
+        task.device.factor = settings.factor if begins else 1.0
     if rank == 0:
-        print(f"now {settings.words}" if begins else "now it is as before", flush=True)
-        os.write(pipe, MARK if begins else UNMARK)
+        print(f"now {settings.description}" if begins else "now it is as before", flush=True)
+        os.write(pipe, CHANGE if begins else CHANGE_BACK)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Latency on a host's link: ``python -m gradcast.lab.delay PORT TAP LATENCY_S``, on the lab's switch.
 
-Takes what arrives at the switch's end of the link and hands it to the bridge through a TAP device a while later, and
-the other way round. A kernel's own way, tc's netem, many kernels lack. Prints a line when the TAP device is there.
+Takes what arrives at the switch's end of the link, and passes it to the bridge through a TAP device after the latency;
+the same in the other direction. (Many kernels lack tc's netem, which does this in the kernel.) Prints a line when the
+TAP device exists.
 
-What is handed over are the pieces of up to 64 kB that hosts hand to their links, each with what the kernel has to know
-of it (virtio_net_hdr): a packet at a time would take more than a core.
+It passes on the pieces of up to 64 kB that hosts give to their links, each with its virtio_net_hdr for the kernel.
+Single packets would take more than one core.
 """
 
 import collections
@@ -30,14 +31,14 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 0x1, 0x2, 0x4
 # linux/if_packet.h, linux/if_ether.h
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _ETH_P_ALL = 0x0003
-# Of a link that is cut off (Network.set_link), of a piece that its header cannot describe, of queues that are full.
+# The link is cut off (Network.set_link), the header cannot describe the piece, or a queue is full.
 _LOST = (errno.ENETDOWN, errno.EINVAL, errno.ENOBUFS)
-# asm-generic/socket.h; Python names neither.
+# asm-generic/socket.h; Python does not define them.
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 
 
 class Delayed:
-    """One direction: pieces in, the same pieces out ``latency_s`` later."""
+    """One direction: passes pieces on ``latency_s`` after they arrived."""
 
     def __init__(self, take: Callable[[], bytes], give: Callable[[bytes], object], latency_s: float) -> None:
         self._take, self._give, self._latency_s = take, give, latency_s
@@ -56,9 +57,9 @@ class Delayed:
             self._waiting.append((now_s + self._latency_s, piece))
 
     def pass_on(self, now_s: float) -> float | None:
-        """What is due. Returns when the next one is; None where nothing waits."""
+        """Passes on what is due. Returns when the next piece is due, None if nothing waits."""
         while self._waiting and self._waiting[0][0] <= now_s:
-            with contextlib.suppress(OSError):  # a link that is down, or full, loses what it is given
+            with contextlib.suppress(OSError):  # a link that is down or full loses the piece
                 self._give(self._waiting.popleft()[1])
         return self._waiting[0][0] if self._waiting else None
 
@@ -97,7 +98,7 @@ def _link(port: str) -> socket.socket:
     link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
     link.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     link.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    # As root beyond what others may have: as much as the link itself may queue.
+    # FORCE lets root exceed the system's limit: as much as the link itself may queue.
     for option in (_SO_RCVBUFFORCE, _SO_SNDBUFFORCE):
         link.setsockopt(socket.SOL_SOCKET, option, _QUEUE_BYTES)
     link.bind((port, _ETH_P_ALL))

@@ -1,7 +1,7 @@
-"""The one exception of the lab."""
+"""The exception class of the lab."""
 
 from gradcast.errors import Error
 
 
 class LabError(Error):
-    """What is wrong, and what to do: a sentence for the user."""
+    """The message is a sentence for the user: what is wrong, and what to do."""

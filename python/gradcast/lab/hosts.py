@@ -1,7 +1,7 @@
 """Hosts as network namespaces, each joined to one switch by a link whose speed `tc` limits in both directions.
 
-The switch, a bridge, lives in a namespace too: nothing in the machine's own network changes, and what removes the
-namespaces removes everything. Their names say which process made them; whoever comes next removes those of dead ones.
+The switch is a bridge in a namespace of its own, so nothing in the machine's network changes, and removing the
+namespaces removes everything. Their names say which process made them; the next run removes those of dead processes.
 """
 
 import itertools
@@ -21,19 +21,18 @@ from gradcast.lab.program import uninterrupted
 
 _PREFIX = "gradcast-lab"
 _SUBNET = "10.77.0"
-# What a link that was idle may send at once, and what it makes up for when the machine has woken it late: what it sends
-# in this time. With less, a machine that is busy makes links slower than asked; with more, blocks after a pause look
-# cheaper than they are.
+# An idle link may send at once what it sends in this time; that also makes up for late wake-ups of the machine. With
+# less, links of a busy machine are slower than requested; with more, blocks after a pause seem cheaper than they are.
 _BURST_S = 2e-3
-# The longest piece that a host hands to its link: tc would cut one above the burst into packets, which two cores cannot
-# do in time. Shorter ones cost too much, longer ones the kernel does not make.
+# Limits of the pieces that a host gives to its link. tc would cut a piece above the burst into packets, which two cores
+# cannot do in time. Shorter pieces cost too much; the kernel does not make longer ones.
 _PIECES_PER_BURST = 3
 _PIECE_BYTES = (4 * 1024, 64_000)
-# Every Linux has it and lets a namespace choose it. On a link that loses nothing it sends what the link takes; bbr, the
-# default of some machines, paces by guesses: operations of 256 KiB on 300 Mbit/s took 10 to 25 % longer.
+# Every Linux has reno and lets a namespace choose it. On a link without loss it sends as fast as the link allows. bbr,
+# the default of some machines, estimates the rate: operations of 256 KiB on 300 Mbit/s took 10 to 25 % longer.
 _CONGESTION_CONTROL = "reno"
 _CONGESTION_CONTROL_PATH = "/proc/sys/net/ipv4/tcp_congestion_control"
-# What may queue before a link, so that a full window of TCP is never dropped: a loss would measure TCP's recovery.
+# Queue of a link. A full TCP window fits, so nothing is dropped: a loss would measure TCP's recovery.
 _QUEUE_BYTES = 4 * 1024 * 1024
 _COMMAND_TIMEOUT_S = 20
 _TUN_PATH = "/dev/net/tun"
@@ -43,7 +42,7 @@ _serial = itertools.count()
 
 
 def obstacle() -> str | None:
-    """Why no network can be made here, as a sentence; None if nothing speaks against it."""
+    """Why no network can be made here, as a sentence; None if one can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -55,11 +54,10 @@ def obstacle() -> str | None:
 
 
 class Network:
-    """``host_count`` hosts, every one of which sends and receives at most ``rate_bits_per_s``, and whose packets take
-    ``latency_s`` longer, each way.
+    """``host_count`` hosts that each send and receive at most ``rate_bits_per_s``, with ``latency_s`` more each way.
 
-    Remove it with ``close()`` or leave it as a context manager. What processes that died without doing so have left
-    behind is removed first. Raises LabError where no network can be made.
+    Remove it with ``close()``, or use it as a context manager. First it removes what dead processes left behind. Raises
+    LabError if no network can be made.
     """
 
     def __init__(self, host_count: int, rate_bits_per_s: float, latency_s: float = 0.0) -> None:
@@ -99,17 +97,17 @@ class Network:
             self.set_rate(host, rate_bits_per_s)
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Cuts the host off, or brings it back; what has been sent meanwhile, TCP sends again."""
+        """Cuts the host off, or connects it again. TCP sends again what was lost meanwhile."""
         _run("ip", "-n", self._switch, "link", "set", f"host{host}", "up" if up else "down")
 
     def set_latency(self, host: int, latency_s: float) -> None:
-        """What the host's link takes longer, in each direction. Once for each host."""
+        """Adds latency to the host's link, in each direction. Call it once for each host."""
         if not os.path.exists(_TUN_PATH):
             raise LabError(f"latency needs {_TUN_PATH}, which this system does not have; leave it out")
         port, tap = f"host{host}", f"late{host}"
         _run("ip", "-n", self._switch, "link", "set", port, "nomaster")
         command = [sys.executable, "-m", "gradcast.lab.delay", port, tap, f"{latency_s:g}"]
-        # A session of its own: Ctrl-C is for whoever uses the network, and the network goes last.
+        # With a session of its own, Ctrl-C reaches only the program that uses the network, which removes it last.
         delay = subprocess.Popen(
             ["ip", "netns", "exec", self._switch, *command],
             stdin=subprocess.DEVNULL,
@@ -123,7 +121,7 @@ class Network:
         _run("ip", "-n", self._switch, "link", "set", tap, "master", "switch", "up")
 
     def close(self) -> None:
-        """Ends what still runs on the hosts and removes them. Idempotent."""
+        """Ends all processes on the hosts and removes the hosts. Idempotent."""
         while self._delays:
             delay = self._delays.pop()
             delay.kill()
@@ -166,9 +164,9 @@ class Network:
 
     @staticmethod
     def _keep_order(namespace: str, device: str, host: int) -> None:
-        """What arrives at a device is received by one core, which depends on the host alone.
+        """Lets one core receive everything that arrives at a device. The core depends on the host alone.
 
-        A link's packets are handed over by whichever core its timer fires on. Received by several, they overtake each
+        Packets of a link come from the core on which its timer fires. If several cores receive them, they overtake each
         other, and TCP takes that for loss: a retransmission for every fourth operation of 150 kB, and pauses.
         """
         core = host % (os.cpu_count() or 1)
@@ -189,7 +187,7 @@ class Network:
 
 
 def remove_leftovers() -> None:
-    """Removes every network whose process is gone, and ends what still runs on its hosts."""
+    """Removes every network whose process has ended, with all processes on its hosts."""
     pattern = re.compile(rf"{_PREFIX}-(\d+-\d+)-\d+-\w+")
     matches = [pattern.fullmatch(name) for name in _namespaces()]
     _remove([match[0] for match in matches if match and is_gone(match[1])])
@@ -207,16 +205,16 @@ def _remove(namespaces: list[str]) -> None:
                 _end_processes(name)
                 _run("ip", "netns", "delete", name)
             except LabError:
-                if name in _namespaces():  # otherwise somebody else has just removed the same leftovers
+                if name in _namespaces():  # otherwise another process has just removed it
                     raise
 
 
 def _end_processes(namespace: str) -> None:
-    """A namespace lives as long as a process in it does, whatever its name."""
+    """Ends all processes in a namespace. It exists as long as they do, even without a name."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while pids := _run("ip", "netns", "pids", namespace).split():
         if time.monotonic() > deadline:
-            raise LabError(f"processes {', '.join(pids)} on {namespace} do not end; end them by hand, then run again")
+            raise LabError(f"processes {', '.join(pids)} on {namespace} do not end; kill them, then run again")
         for pid in pids:
             try:
                 os.kill(int(pid), signal.SIGKILL)

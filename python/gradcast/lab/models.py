@@ -1,4 +1,4 @@
-"""What the workers of the lab train: a real model of the examples, or a timed stand-in for an accelerator."""
+"""What the lab's workers train: a model of the examples, or a timed stand-in for an accelerator."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import gradcast
 from gradcast.lab.errors import LabError
 from gradcast.lab.settings import REAL_MODELS, Settings
-from gradcast.lab.standin import DeviceClock, Gradients, Shape, StandIn, sgd_on
+from gradcast.lab.standin import Gradients, Shape, SimulatedDevice, StandIn, sgd_on
 from gradcast.lab.trainer import Batch
 
 _EXAMPLES = Path(gradcast.__file__).resolve().parents[2] / "examples"
@@ -21,14 +21,14 @@ _SEED = 0
 
 
 class Task(ABC):
-    """What one rank trains. Every variant gets the same batches and starts from the same parameters."""
+    """What one rank trains. All variants get the same batches and start with the same parameters."""
 
     def module(self) -> nn.Module:
         torch.manual_seed(_SEED)
         return self._make_module()
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        # SGD, because Adam enlarges differences of rounding.
+        # SGD, because Adam amplifies rounding differences.
         return torch.optim.SGD(module.parameters(), lr=_LEARNING_RATE, momentum=0.9)
 
     @abstractmethod
@@ -39,27 +39,27 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, first: int, count: int) -> list[Batch]:
-        """``count`` batches of this rank, beginning with the ``first`` one of the endless row of them."""
+        """``count`` batches of this rank, from number ``first`` on."""
 
 
 class StandInTask(Task):
     def __init__(self, settings: Settings, rank: int) -> None:
         assert settings.profile is not None
         self._shape = Shape.of(gradcast.Profile.from_json(settings.profile), scale_size=settings.scale_size)
-        self.clock = DeviceClock()  # one, as all variants train on one device in turns
+        self.device = SimulatedDevice()  # one for all variants, which take turns
         self._gradients = Gradients(self._shape.elements, rank)
 
     def _make_module(self) -> nn.Module:
-        return StandIn(self._shape, self.clock, self._gradients)
+        return StandIn(self._shape, self.device, self._gradients)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return sgd_on(self.clock, module.parameters(), _LEARNING_RATE)
+        return sgd_on(self.device, module.parameters(), _LEARNING_RATE)
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return output.sum()
 
     def batches(self, first: int, count: int) -> list[Batch]:
-        # Autograd runs back to what was put in only where that needs a gradient, as the first layer's time does.
+        # The input requires a gradient so that autograd also runs the first layer's backward, which takes time.
         return [(torch.zeros(1, requires_grad=True), torch.zeros(1))] * count
 
 
@@ -125,11 +125,11 @@ def make_task(settings: Settings, rank: int) -> Task:
 
 
 def load_example(name: str) -> ModuleType:
-    """A program of examples/ as a module. Raises LabError where gradcast was installed without its source tree."""
+    """A program of examples/ as a module. Raises LabError if gradcast was installed without its source tree."""
     path = _EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.exists():
-        raise LabError(f"the model {name} is that of examples/{name}.py in gradcast's source tree, which is not here")
+        raise LabError(f"the model {name} needs examples/{name}.py; run the lab in gradcast's source tree")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,19 +1,19 @@
-"""Whose leftovers are these: a process named so that it is never taken for a later one with the same number."""
+"""Names of processes, to mark what they made. A later process with the same number has another name."""
 
 import os
 from pathlib import Path
 
-_STATE, _START = 0, 19  # of the fields that follow the name of the program in /proc/<pid>/stat
+_STATE, _START = 0, 19  # fields after the program's name in /proc/<pid>/stat
 
 
 def own_name() -> str:
-    """``<pid>-<start>`` of this process, to be part of the name of what it makes."""
+    """``<pid>-<start time>`` of this process."""
     pid = os.getpid()
     return f"{pid}-{_fields(pid)[_START]}"
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process that ``own_name`` was called in has ended."""
+    """Whether the process with this ``own_name()`` has ended."""
     pid, _, start = name.partition("-")
     try:
         fields = _fields(int(pid))
@@ -23,5 +23,5 @@ def is_gone(name: str) -> bool:
 
 
 def _fields(pid: int) -> list[str]:
-    # The program's name may hold spaces and brackets; what follows its last bracket does not.
+    # The program's name may contain spaces and brackets, so the fields start after the last bracket.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

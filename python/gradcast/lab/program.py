@@ -1,4 +1,4 @@
-"""How a program that uses the lab starts and ends: errors as one sentence, no clean-up cut short by a signal."""
+"""How programs that use the lab start and end: one sentence for an error, and clean-up that no signal interrupts."""
 
 import signal
 import sys
@@ -12,14 +12,14 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def unwind_when_told_to_end() -> None:
-    """From now on a request to end (SIGTERM, a closed terminal) unwinds this process as Ctrl-C does."""
+    """From now on SIGTERM and a closed terminal unwind this process, as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, _unwind)
 
 
 def run_program(main: Callable[[], int], name: str) -> int:
-    """The exit code of ``main``."""
+    """Runs ``main`` and returns the exit code. ``name``: of the program, for errors."""
     unwind_when_told_to_end()
     try:
         return main()
@@ -36,7 +36,7 @@ def _unwind(number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Signals that end the program wait until the block is done. Whatever is in it must be bounded in time."""
+    """Delays signals that end the program until the block has ended. The block must be bounded in time."""
     waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

@@ -1,13 +1,13 @@
-"""What ``gradcast lab train`` says on the terminal."""
+"""The text report of ``gradcast lab train``."""
 
 from tabulate import tabulate
 
-from gradcast.lab.results import Row, Table
+from gradcast.lab.results import Table, VariantResult
 from gradcast.lab.settings import Settings
 from gradcast.lab.variants import COMPUTE
 from gradcast.units import format_bandwidth, format_percent, format_size, format_time
 
-# Above this, processes wait for a core as much as for the network.
+# Above this share, processes wait for a core as much as for the network.
 _CORES_TOO_BUSY = 0.9
 _HEADERS = [
     "", "ms per step", "80 % of steps", "speed-up over\nbest DDP", "time /\nbound", "exposed\nms", "blocks",
@@ -15,18 +15,18 @@ _HEADERS = [
 ]  # fmt: skip
 
 
-def network_words(settings: Settings) -> str:
+def describe_network(settings: Settings) -> str:
     late = f" and {format_time(settings.latency_s * 1e9)}" if settings.latency_s > 0 else ""
-    return f"{links_words(settings.rates_bits_per_s)}{late}"
+    return f"{describe_links(settings.rates_bits_per_s)}{late}"
 
 
-def links_words(rates_bits_per_s: tuple[float, ...]) -> str:
+def describe_links(rates_bits_per_s: tuple[float, ...]) -> str:
     different = dict.fromkeys(rates_bits_per_s)
     shown = rates_bits_per_s if len(different) > 1 else different
     return f"{len(rates_bits_per_s)} hosts with links of {', '.join(map(format_bandwidth, shown))}"
 
 
-def model_words(settings: Settings, parameter_bytes: int) -> str:
+def describe_model(settings: Settings, parameter_bytes: int) -> str:
     size = format_size(parameter_bytes)
     if not settings.stand_in:
         return f"{settings.model} ({size} of gradients)"
@@ -34,21 +34,21 @@ def model_words(settings: Settings, parameter_bytes: int) -> str:
 
 
 def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
-    """The table, how it was measured, and what it says."""
+    """The table, how it was measured, and what it shows."""
     cells = [_cells(row) for row in table.rows]
     text = tabulate(cells, _HEADERS, tablefmt="simple", stralign="right", colalign=("left",), disable_numparse=True)
     counted = settings.rounds * (settings.steps - 1)
     bounds = table.bounds
     notes = (
-        f"{model_words(settings, parameter_bytes)}, {network_words(settings)}.\n"
+        f"{describe_model(settings, parameter_bytes)}, {describe_network(settings)}.\n"
         f"ms per step: the median of {counted} steps on rank 0, from {settings.rounds} rounds of all in turns.\n"
         "exposed: what communication adds to the step of alone, which sends nothing. blocks: operations of a step;\n"
         "DDP's are buckets. predicted: before these steps, from the profile and the link that gradcast measured then.\n"
-        "replayed: by the same model, with what was computed in these steps and what the network took in them. cores\n"
-        "busy: of this machine, on which all hosts are. difference: the largest of a parameter on any rank, relative.\n"
+        "replayed: by the same model, with the compute and the network time of these steps. cores busy: share of this\n"
+        "machine, which runs all hosts. difference: largest relative difference of a parameter on any rank.\n"
         f"bound: no schedule can take less than {bounds['overlap'].best_ms:.1f} ms on this link ("
-        f"{bounds['overlap'].plain_ms:.1f} ms where only one\noperation pays its start-up), and none that is done "
-        f"before the next forward, as DDP's, less than {bounds['hook'].best_ms:.1f} ms."
+        f"{bounds['overlap'].plain_ms:.1f} ms if only one\noperation paid its start-up cost); without overlap with "
+        f"the next forward pass, as in DDP, none less than {bounds['hook'].best_ms:.1f} ms."
     )
     if settings.scale_size != 1:
         factor = f"{settings.scale_size:g}"
@@ -56,7 +56,7 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
     return f"\n{text}\n\n{notes}\n\n{_verdict(table, settings)}"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: VariantResult) -> list[str]:
     alone = row.name == COMPUTE
     return [
         row.name,
@@ -83,16 +83,12 @@ def _verdict(table: Table, settings: Settings) -> str:
     if by_gradcast:
         best, ddp = min(by_gradcast, key=lambda row: row.step_ms), table.best_ddp
         above = best.step_ms / table.bound_ms - 1
-        away = f"{above:.1%} above the bound" if above >= 0 else f"{-above:.1%} below the bound, as exact as both are"
+        away = f"{above:.1%} above the bound" if above >= 0 else f"{-above:.1%} below the bound, within its accuracy"
         sentences.append(
             f"gradcast's {best.name} takes {best.step_ms:.1f} ms per step, {away}; the best DDP ({ddp.name}) takes "
             f"{ddp.step_ms:.1f} ms: {best.ratio_to_best_ddp:.2f} x."
         )
-    sentences += [
-        f"{row.name} has stepped aside: DDP's way is as fast here, and it now goes that way."
-        for row in table.rows
-        if row.stepped_aside
-    ]
+    sentences += [f"{row.name} runs as DDP: the DDP baseline is as fast here." for row in table.rows if row.fell_back]
     sentences.append(_equality(table))
     sentences += _crowded(table, settings)
     if settings.stand_in:
@@ -108,11 +104,11 @@ def _crowded(table: Table, settings: Settings) -> list[str]:
         return []
     if settings.stand_in and busy.get(COMPUTE, 0.0) > _CORES_TOO_BUSY:
         return [
-            "The cores were busy even while nothing was sent: something else runs here, and these times say little."
+            "The cores were busy even while nothing was sent, so something else runs here, and these times say little."
         ]
     name = max(busy, key=lambda name: busy[name])
     return [
-        f"Under {name} the cores were busy for {format_percent(busy[name])} of the time: it waited for them, not only "
+        f"With {name} the cores were busy for {format_percent(busy[name])} of the time, so it did not only wait "
         "for the network; take fewer hosts, smaller tensors or longer passes."
     ]
 
@@ -122,7 +118,7 @@ def _equality(table: Table) -> str:
     if table.wrong:
         return f"The parameters of {', '.join(row.name for row in table.wrong)} are NOT those of ddp."
     if not compared:
-        return "Nothing but ddp was trained: there are no parameters to compare."
+        return "Only ddp was trained, so there are no parameters to compare."
     if all(row.difference == 0 for row in compared):
-        return "The parameters of all are those of ddp, bit for bit."
-    return "The parameters of all are those of ddp up to the rounding of sums."
+        return "The parameters of all variants equal ddp's bit for bit."
+    return "The parameters of all variants equal ddp's up to the rounding of sums."

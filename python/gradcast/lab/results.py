@@ -1,4 +1,4 @@
-"""From what rank 0 measured to the table: one row per variant."""
+"""The results table, from what rank 0 measured: one row per variant."""
 
 import dataclasses
 import json
@@ -7,48 +7,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradcast import _core
-from gradcast.lab import forecasts
-from gradcast.lab.forecasts import Bounds
+from gradcast.lab import predictions
+from gradcast.lab.predictions import Bounds
 from gradcast.lab.settings import Settings
 from gradcast.lab.variants import COMPUTE, Variant, variant
 
-# Blocks of other sizes round sums of three or more numbers differently: 1e-7 is seen, a wrong number is far larger.
+# Sums of three or more numbers are rounded differently in blocks of other sizes, by 1e-7. Wrong numbers differ by more.
 TOLERANCE = 1e-6
-# A real model's training enlarges such differences of rounding from step to step, with two hosts there are none.
+# Training of a real model amplifies such differences. With two hosts there are none:
 _TOLERANCE_REAL = 1e-3
-_SUMS_WITHOUT_ORDER = 2  # hosts: a sum of two numbers has no order
+_EXACT_HOSTS = 2  # a sum of two numbers has no order
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantResult:
     name: str
     mode: str
     step_ms: float  # median of the counted steps on rank 0
-    low_ms: float  # a tenth of the steps is faster
-    high_ms: float  # a tenth is slower
+    low_ms: float  # first decile
+    high_ms: float  # last decile
     steps_ms: list[float]
-    ratio_to_best_ddp: float  # of the best DDP's median to this one's: above 1 is faster
-    ratio_to_bound: float  # of this median to the bound
-    exposed_ms: float | None  # what communication adds: the median less the one without
-    blocks: int | None  # operations of a step; None where nothing travels
+    ratio_to_best_ddp: float  # speed-up over the best DDP
+    ratio_to_bound: float  # step_ms divided by the lower bound
+    exposed_ms: float | None  # what communication adds to the step
+    blocks: int | None  # operations of a step; None if nothing is sent
     predicted_ms: float | None
-    prediction_error: float | None  # predicted by the measured median, less 1
-    replayed_ms: float | None  # see replays
-    replay_error: float | None  # by the median of the same steps, less 1
-    cores_busy: float | None  # of the whole machine, during the counted steps
-    difference: float | None  # the largest of a parameter to ddp's on any rank, relative
+    prediction_error: float | None  # predicted_ms / step_ms - 1
+    replayed_ms: float | None  # see replays.py
+    replay_error: float | None  # relative to the measured median of the same steps, minus 1
+    cores_busy: float | None  # share of the whole machine, during the counted steps
+    difference: float | None  # largest relative difference of a parameter to ddp's on any rank
     details: dict[str, Any]
 
     @property
-    def stepped_aside(self) -> bool:
-        """Whether gradcast found that it gains nothing, and goes DDP's way."""
+    def fell_back(self) -> bool:
+        """Whether gradcast found no gain, and runs as DDP."""
         return bool(self.details.get("stats", {}).get("runs_as_ddp"))
 
 
 @dataclass(frozen=True)
 class Table:
-    rows: list[Row]
-    bounds: dict[str, Bounds]  # by mode: over all schedules, and over those that are done before the next forward
+    rows: list[VariantResult]
+    bounds: dict[str, Bounds]  # by mode
     tolerance: float
 
     @property
@@ -56,19 +56,19 @@ class Table:
         return self.row(COMPUTE).step_ms
 
     @property
-    def best_ddp(self) -> Row:
+    def best_ddp(self) -> VariantResult:
         return min((row for row in self.rows if row.mode == "ddp"), key=lambda row: row.step_ms)
 
     @property
     def bound_ms(self) -> float:
         return self.bounds["overlap"].best_ms
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> VariantResult:
         return next(row for row in self.rows if row.name == name)
 
     @property
-    def wrong(self) -> list[Row]:
-        """The rows whose parameters are not DDP's; a NaN is one."""
+    def wrong(self) -> list[VariantResult]:
+        """The rows whose parameters differ from DDP's by more than the tolerance, or are NaN."""
         return [row for row in self.rows if row.difference is not None and not row.difference <= self.tolerance]
 
 
@@ -79,16 +79,16 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
     medians_ms = {name: statistics.median(steps_ms[name]) for name in names}
     profile = _core.Profile.from_json(json.dumps(results["profile"]))
     bounds = {
-        mode: forecasts.bounds(profile, medians_ms[COMPUTE], mode, settings.in_flight) for mode in ("overlap", "hook")
+        mode: predictions.bounds(profile, medians_ms[COMPUTE], mode, settings.in_flight) for mode in ("overlap", "hook")
     }
     best_ddp_ms = min(ms for name, ms in medians_ms.items() if _variant(name).mode == "ddp")
 
-    def row(name: str) -> Row:
+    def row(name: str) -> VariantResult:
         tenths = statistics.quantiles(steps_ms[name], n=10, method="inclusive")
         facts = results["variants"][name]
         busy = [entry["cores_busy"][name] for entry in rounds if entry["cores_busy"][name] is not None]
         ms, predicted_ms, replay = medians_ms[name], facts["predicted_ms"], facts.get("replay")
-        return Row(
+        return VariantResult(
             name=name,
             mode=_variant(name).mode,
             step_ms=ms,
@@ -108,7 +108,7 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
             details={key: value for key, value in facts.items() if key not in ("blocks", "predicted_ms", "replay")},
         )
 
-    exact = settings.stand_in or settings.hosts <= _SUMS_WITHOUT_ORDER
+    exact = settings.stand_in or settings.hosts <= _EXACT_HOSTS
     return Table([row(name) for name in names], bounds, TOLERANCE if exact else _TOLERANCE_REAL)
 
 

@@ -1,25 +1,25 @@
-"""What ``gradcast lab train`` trains, on which hosts and for how long: made by the command, read by its workers."""
+"""What ``gradcast lab train`` trains, on which hosts and for how long. The command sends it to its workers."""
 
 import dataclasses
 import json
 
-# Programs of examples/ whose model is trained for real.
+# Programs of examples/ whose models are trained as they are, without a stand-in.
 REAL_MODELS = ("digits", "char_gpt")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     model: str  # a real model's name, or that of the stand-in's profile
-    profile: str | None  # of the stand-in, as JSON; None: a real model
+    profile: str | None  # the stand-in's profile as JSON; None for a real model
     rates_bits_per_s: tuple[float, ...]  # of each host's link
-    names: tuple[str, ...]  # of what is compared, see variants.py
+    names: tuple[str, ...]  # of the variants, see variants.py
     scale_size: float = 1.0  # of the stand-in's tensors
-    width: int | None = None  # of a real model; None: its example's
+    width: int | None = None  # of a real model; None for its example's
     batch: int = 8  # of a real model, per host and step
     rounds: int = 5
     steps: int = 4  # per round and variant; the first one is not counted
     in_flight: int = 1
-    latency_s: float = 0.0  # of each host's link, each way, besides what its rate makes of a packet
+    latency_s: float = 0.0  # of each host's link, each way, in addition to the time that its rate gives a packet
 
     @property
     def hosts(self) -> int:

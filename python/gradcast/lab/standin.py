@@ -1,9 +1,9 @@
-"""A timed stand-in for an accelerator: a model with a real one's tensors that waits where an accelerator would compute.
+"""A timed stand-in for an accelerator: a model with real tensors that waits where an accelerator would compute.
 
-What is real in it: the sizes of the tensors, autograd and its order, the optimizer's update, every byte that is copied
-and sent. What is not: the arithmetic of forward and backward, in whose place a clock is waited for, and the gradients,
-which are constants prepared beforehand. So a machine with few cores and no accelerator shows how schedules behave on a
-network while compute goes on beside it; it says nothing about how fast an accelerator is, and nothing about accuracy.
+Real are the sizes of the tensors, autograd and its order, the optimizer's update, and every byte that is copied and
+sent. Not real are the arithmetic of forward and backward, which is replaced by waiting, and the gradients, which are
+constants. So a machine with few cores and no accelerator shows how schedules behave while compute goes on beside the
+network. It says nothing about the speed of an accelerator, or about accuracy.
 """
 
 import itertools
@@ -17,19 +17,19 @@ from torch import nn
 
 from gradcast import _core
 
-# Stands for the launch queue of an accelerator: a host that comes this much later than the device is free has, on a
-# real one, queued the work in time.
+# Models the launch queue of an accelerator: a host that comes up to this much later than the device is free would have
+# queued the work in time.
 TOLERANCE_NS = 1_000_000
 _GRADIENT_SIZE = 1e-3
-# Gradients change from step to step, so that one of an earlier step is a wrong number: in this many steps, by shifts
-# within one buffer. 16 elements are a cache line, which keeps copies fast.
+# Gradients differ from step to step, so that a gradient of an earlier step is a wrong number. They repeat after this
+# many steps, and are shifted views of one buffer. 16 elements are a cache line, which keeps copies fast.
 GRADIENT_KINDS = 3
 _SHIFT_ELEMENTS = 16
 _ELEMENT_BYTES = 4
 
 
-class DeviceClock:
-    """When the device is free. Deadlines are absolute, so that the lateness of one sleep is made up by the next."""
+class SimulatedDevice:
+    """Knows when the device is free. Deadlines are absolute, so that the next sleep makes up for one that was late."""
 
     def __init__(
         self, now_ns: Callable[[], int] = time.monotonic_ns, sleep_s: Callable[[float], None] = time.sleep
@@ -37,16 +37,16 @@ class DeviceClock:
         self._now_ns = now_ns
         self._sleep_s = sleep_s
         self._free_at_ns = 0
-        self.factor = 1.0  # how many times as long as told it computes
+        self.factor = 1.0  # multiplies every compute time
 
     def run(self, duration_ns: int) -> None:
-        """The device computes for so long; returns when it has."""
+        """The device computes for ``duration_ns``; returns when it is done."""
         self._occupy(self._now_ns(), round(self.factor * duration_ns))
         while (left_ns := self._free_at_ns - self._now_ns()) > 0:
             self._sleep_s(left_ns / 1e9)
 
     def ran(self, start_ns: int) -> None:
-        """What the host has computed since then is the device's work: it is busy with it as long as the host was."""
+        """Counts what the host has computed since ``start_ns`` as work of the device."""
         self._occupy(start_ns, self._now_ns() - start_ns)
 
     def now_ns(self) -> int:
@@ -54,13 +54,13 @@ class DeviceClock:
 
     def _occupy(self, start_ns: int, duration_ns: int) -> None:
         if start_ns > self._free_at_ns + TOLERANCE_NS:
-            self._free_at_ns = start_ns  # it has stood still
+            self._free_at_ns = start_ns  # the device was idle
         self._free_at_ns += duration_ns
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Tensors that forward needs at the same time, by their places in need order."""
+    """Tensors that forward needs at the same time, as indices in the order of first use."""
 
     tensors: range
     forward_ns: int
@@ -69,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a profile says about a model: element counts in need order, layers, and the time before the first one."""
+    """A model's shape and times: element counts in the order of first use, layers, and the times around them."""
 
     elements: tuple[int, ...]
     layers: tuple[Layer, ...]
@@ -78,10 +78,11 @@ class Shape:
 
     @staticmethod
     def of(profile: _core.Profile, *, scale_size: float = 1.0) -> "Shape":
-        """Consecutive tensors with the same need are a layer; it is ready when the last of its tensors is.
+        """The shape of a profile.
 
-        Backward runs through the layers in reverse. Where a profile has them ready in another order, this is an
-        approximation: a layer that would be ready before those behind it comes out with them.
+        Consecutive tensors with the same first use are a layer, which is ready when the last of them is. Backward runs
+        through the layers in reverse. If they are ready in another order in the profile, this is an approximation: a
+        layer that would be ready before those behind it becomes ready with them.
         """
         tensors = profile.tensors
         groups = [
@@ -106,7 +107,7 @@ class Shape:
 
 
 class Gradients:
-    """What backward copies out, in place of computed gradients: of the order of 1e-3, others on each rank and step."""
+    """Constants that backward copies in place of computed gradients: about 1e-3, different by rank and step."""
 
     def __init__(self, elements: Sequence[int], rank: int) -> None:
         chance = torch.Generator().manual_seed(1 + rank)
@@ -121,10 +122,10 @@ class Gradients:
 class StandIn(nn.Module):
     """A chain of layers that wait. Each forward pass uses the gradients of the next step."""
 
-    def __init__(self, shape: Shape, clock: DeviceClock, gradients: Gradients) -> None:
+    def __init__(self, shape: Shape, device: SimulatedDevice, gradients: Gradients) -> None:
         super().__init__()
         self._shape = shape
-        self._clock = clock
+        self._device = device
         self._gradients = gradients
         self._steps = 0
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(count).mul_(0.02)) for count in shape.elements])
@@ -133,49 +134,49 @@ class StandIn(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gradients = self._gradients.of_step(self._steps)
         self._steps += 1
-        x = _Wait.apply(self._clock, self._shape.first_forward_ns, self._shape.last_backward_ns, (), x)
+        x = _Wait.apply(self._device, self._shape.first_forward_ns, self._shape.last_backward_ns, (), x)
         for layer, parameters in zip(self._shape.layers, self._parameters_of, strict=True):
             for parameter in parameters:
-                parameter.detach()  # the read: whoever schedules sees it as that of a real layer
+                parameter.detach()  # a read, which gradcast sees like one of a real layer
             own = gradients[layer.tensors.start : layer.tensors.stop]
-            x = _Wait.apply(self._clock, layer.forward_ns, layer.backward_ns, own, x, *parameters)
+            x = _Wait.apply(self._device, layer.forward_ns, layer.backward_ns, own, x, *parameters)
         return x
 
 
 class _Wait(torch.autograd.Function):
-    """One layer: waits as long as it would compute. In backward, its gradients come out when the time is over."""
+    """One layer: waits as long as it would compute. In backward its gradients are ready when the time is over."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        clock: DeviceClock,
+        device: SimulatedDevice,
         forward_ns: int,
         backward_ns: int,
         gradients: tuple[torch.Tensor, ...],
         x: torch.Tensor,
         *_parameters: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.clock, ctx.backward_ns, ctx.gradients = clock, backward_ns, gradients
-        clock.run(forward_ns)
+        ctx.device, ctx.backward_ns, ctx.gradients = device, backward_ns, gradients
+        device.run(forward_ns)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # Copied within the time of the layer, as a device writes them. Nobody else holds a copy, so autograd keeps it.
+        # Copied during the layer's time, as a device would write them. Autograd keeps a copy that nobody else holds.
         copies = [constant.clone() for constant in ctx.gradients]
-        ctx.clock.run(ctx.backward_ns)
+        ctx.device.run(ctx.backward_ns)
         return None, None, None, None, gradient, *copies
 
 
-def sgd_on(clock: DeviceClock, parameters: Any, learning_rate: float) -> torch.optim.SGD:
-    """torch's SGD with momentum, computed by the host; a device would compute it too, so its clock is told."""
+def sgd_on(device: SimulatedDevice, parameters: Any, learning_rate: float) -> torch.optim.SGD:
+    """torch's SGD with momentum. The host computes it, and its time counts as the device's."""
 
-    # The clock is no attribute: whoever copies the optimizer would copy the time.
+    # The device is not an attribute, so that a copy of the optimizer does not copy it.
     class SGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            start_ns = clock.now_ns()
+            start_ns = device.now_ns()
             loss = super().step(closure)
-            clock.ran(start_ns)
+            device.ran(start_ns)
             return loss
 
     return SGD(parameters, lr=learning_rate, momentum=0.9)

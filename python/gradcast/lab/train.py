@@ -1,4 +1,4 @@
-"""Starts the workers of ``gradcast lab train`` on hosts made for them, and reads what they measured."""
+"""Starts the workers of ``gradcast lab train`` on hosts made for them, and reads their results."""
 
 from pathlib import Path
 from typing import IO, Any
@@ -9,13 +9,13 @@ from gradcast.lab.hosts import Network
 from gradcast.lab.settings import Settings
 from gradcast.lab.workers import run_for_result
 
-# Of each tensor: parameter, gradient, momentum, and what the gradient travels in.
+# Copies of each tensor: parameter, gradient, momentum, and the buffer that the gradient is sent from.
 _COPIES = 4
-_PROCESS_BYTES = 400e6  # a Python with torch, per host
+_PROCESS_BYTES = 400e6  # Python with torch, per host
 
 
 def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
-    """What rank 0 measured, see worker.py; progress goes to ``output``."""
+    """Returns what rank 0 measured, see worker.py. ``output``: for the progress."""
     _check_memory(settings)
     rates = settings.rates_bits_per_s
     with Network(settings.hosts, rates[0], settings.latency_s) as network:
@@ -32,7 +32,7 @@ def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str,
 
 
 def _check_memory(settings: Settings) -> None:
-    """Before the kernel ends whom it likes, in the middle of a run."""
+    """Raises LabError if the memory does not suffice, before the kernel kills some process during the run."""
     if settings.profile is None:
         return
     tensors = _core.Profile.from_json(settings.profile).tensors

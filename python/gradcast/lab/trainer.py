@@ -1,4 +1,4 @@
-"""One model that is trained in one of the ways that are compared, step by step and with the time of each step."""
+"""Trains one model in one variant, step by step, and times each step."""
 
 import dataclasses
 import time
@@ -18,20 +18,20 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Trainer:
-    """A model with its optimizer and, where it sends gradients, who sends them. Collective."""
+    """A model with its optimizer and, if the variant sends gradients, DDP or gradcast. Collective."""
 
     def __init__(
         self, variant: Variant, module: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, *, in_flight: int = 1
     ) -> None:
         self.variant = variant
         self.module = module
-        self.handle: Any = None  # of gradcast
+        self.handle: Any = None  # gradcast's, None without it
         self.step_count = 0
         self._loss = loss
         self._optimizer = optimizer
         self._model = module
         if variant.mode == "ddp":
-            # Connections of its own, as in a training of its own: TCP learns the link from its messages alone.
+            # A group of its own has its own connections, as in a separate training: TCP adapts to its messages alone.
             own = dist.new_group()
             self._model = DistributedDataParallel(module, process_group=own, **_bucket_options(variant))
         elif variant.by_gradcast:
@@ -41,8 +41,8 @@ class Trainer:
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Trains on each batch and yields the ms of each step.
 
-        A step that leaves something in flight ends before that has arrived, and the next one waits for it: in a row of
-        steps, each but the first has one step's work in it.
+        If a step leaves gradients in flight, the next one waits for them. So each step but the first contains the work
+        of one step.
         """
         start = time.perf_counter()
         for inputs, targets in batches:
@@ -55,13 +55,13 @@ class Trainer:
             start = end
 
     def finish(self) -> None:
-        """Waits for all that is in flight, and gives back the memory of gradients."""
+        """Waits for everything in flight, and frees the gradients."""
         if self.handle:
             self.handle.flush()
         self._optimizer.zero_grad()
 
     def bucket_count(self) -> int | None:
-        """Of DDP, as it says itself; None where it does not."""
+        """Number of DDP's buckets, None if DDP does not tell or is not used."""
         if not isinstance(self._model, DistributedDataParallel):
             return None
         facts = self._model._get_ddp_logging_data()
@@ -75,7 +75,7 @@ class Trainer:
 
 def _bucket_options(variant: Variant) -> dict[str, Any]:
     if len(variant.caps_mib) > 1:
-        # Said to be whole numbers, but multiplied by 2^20 and cut to bytes: any number of bytes can be given.
+        # Documented as whole numbers, but DDP multiplies them by 2^20 and rounds to bytes, so any number works.
         return {"bucket_cap_mb_list": list(variant.caps_mib)}
     return {"bucket_cap_mb": variant.caps_mib[0]} if variant.caps_mib else {}
 

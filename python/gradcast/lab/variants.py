@@ -1,4 +1,4 @@
-"""The ways of sending gradients that ``gradcast lab train`` compares, and the names by which people ask for them."""
+"""The variants that ``gradcast lab train`` compares: ways of sending gradients, and their names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,14 +7,14 @@ from gradcast import _core
 from gradcast.comparison.ddp_baseline import SWEPT_CAPS_MIB
 from gradcast.lab.errors import LabError
 
-COMPUTE = "alone"  # sends nothing: what compute takes; its ranks drift apart
+COMPUTE = "alone"  # sends nothing, so it shows the compute time; its ranks drift apart
 BASELINE = "ddp"
 DDP_NEAR, DDP_MGWFBP = "ddp-near", "ddp-mgwfbp"
-TORCH_CAPS_MIB = (1, 25)  # of DDP's first bucket and of the others, where nothing else is said
+TORCH_CAPS_MIB = (1, 25)  # sizes of DDP's first bucket and of the others by default
 
 _SWEEP = tuple(f"ddp:{cap}" for cap in SWEPT_CAPS_MIB)
 _POLICIES = tuple(f"overlap:{policy}" for policy in ("p3", "bytescheduler", "prophet", "dcredit", "mgwfbp"))
-# What one name stands for.
+# Names that stand for several variants.
 _GROUPS = {
     "ddp-sweep": _SWEEP,
     "policies": _POLICIES,
@@ -29,15 +29,15 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of sending gradients. ``mode``: "alone", "ddp", "hook" or "overlap"."""
+    """One way of sending gradients. ``mode`` is "alone", "ddp", "hook" or "overlap"."""
 
     name: str
     mode: str
-    # Of DDP's buckets, the last one also of all that follow; none: torch's own.
+    # Sizes of DDP's buckets; the last one also of all that follow. Empty for torch's default.
     caps_mib: tuple[float, ...] = ()
-    policy: str | None = None  # None: gradcast's own
-    in_flight: int | None = None  # gradcast's blocks at the same time; None: as the run's settings say
-    adapt: bool = True  # whether gradcast may change its plan, and its mind, while it trains
+    policy: str | None = None  # None for the default
+    in_flight: int | None = None  # gradcast's blocks in flight; None for that of the settings
+    adapt: bool = True  # whether gradcast may change its plan during training
 
     @property
     def by_gradcast(self) -> bool:
@@ -45,14 +45,14 @@ class Variant:
 
 
 def names_of(text: str) -> list[str]:
-    """What is to be compared, groups replaced by their members, each once. Raises for a name that is not known.
+    """Parses names separated by commas. Groups are replaced by their members. Raises LabError for an unknown name.
 
-    "ddp" and "alone", which the others are measured against, always belong to it. ``ddp-near`` and ``ddp-mgwfbp``
-    stay: what they stand for is known when a training has been measured.
+    "ddp" and "alone", with which the others are compared, are always included. ``ddp-near`` and ``ddp-mgwfbp`` stay in
+    the result: what they stand for is known once a training has been measured.
     """
     asked = [name.strip() for name in text.split(",") if name.strip()]
     if not asked:
-        raise LabError(f"nothing is named that could be compared; write some of {EXAMPLES}")
+        raise LabError(f"no variant is named; write some of {EXAMPLES}")
     names = [member for name in asked for member in _GROUPS.get(name, (name,))]
     for name in names:
         if name not in (DDP_NEAR, DDP_MGWFBP):
@@ -61,13 +61,13 @@ def names_of(text: str) -> list[str]:
 
 
 def variant(name: str) -> Variant:
-    """REQUIRES: none of the names that a measurement has to fill in."""
+    """The variant with this name. Raises LabError for an unknown name. REQUIRES: not ddp-near or ddp-mgwfbp."""
     base, colon, detail = name.partition(":")
     if base == BASELINE:
         return Variant(name, "ddp", caps_mib=(_cap_mib(name, detail),) if colon else ())
     if base in _MODES and colon:
         _check_policy(name, detail)
-        # A policy is followed whatever it costs: it is what the row is about.
+        # A policy is followed whatever it costs, since it is what is compared.
         return Variant(name, base, policy=detail, adapt=False)
     if "/" in name:
         return _with_in_flight(name)
@@ -75,21 +75,21 @@ def variant(name: str) -> Variant:
         return Variant(name, base.removesuffix(_FIXED), adapt=not base.endswith(_FIXED))
     if name == COMPUTE:
         return Variant(name, COMPUTE)
-    raise LabError(f"there is nothing called '{name}' to compare; there are {EXAMPLES}")
+    raise LabError(f"there is no variant '{name}'; there are {EXAMPLES}")
 
 
 def _with_in_flight(name: str) -> Variant:
-    """ "overlap/2": at most two blocks between launch and finish."""
+    """ "overlap/2": at most two blocks in flight."""
     mode, _, count = name.partition("/")
     if mode not in _MODES or count not in ("1", "2", "3", "4"):
         raise LabError(
-            f"'{name}': overlap/2 and hook/2 are gradcast with two blocks in flight; 1 to 4 can be asked for"
+            f"there is no variant '{name}'; overlap/2 and hook/2 are gradcast with two blocks in flight, 1 to 4 work"
         )
     return Variant(name, mode, in_flight=int(count))
 
 
 def scaled(each: Variant, factor: float) -> Variant:
-    """For a model whose tensors are scaled: DDP's buckets are, too, so that there are as many as at full size."""
+    """The variant for a model with scaled tensors: DDP's buckets are scaled, too, so that there are as many of them."""
     if each.mode != "ddp" or factor == 1:
         return each
     return replace(each, caps_mib=tuple(factor * cap for cap in each.caps_mib or TORCH_CAPS_MIB))
@@ -100,7 +100,7 @@ def ddp_variants(caps_mib: Iterable[float]) -> list[Variant]:
 
 
 def bucket_list(caps_mib: Iterable[float]) -> Variant:
-    """DDP with a list of caps, one per bucket."""
+    """DDP with a list of bucket sizes in MiB."""
     return Variant(DDP_MGWFBP, "ddp", caps_mib=tuple(caps_mib))
 
 

@@ -1,7 +1,7 @@
 """One rank of ``gradcast lab train``: ``python -m gradcast.lab.worker SETTINGS RESULTS``, with torchrun's environment.
 
-Trains one model per variant, the variants in turns, so that whatever else the machine does falls on all of them alike.
-Rank 0 prints the progress and writes what it measured to the file RESULTS.
+Trains one model per variant. The variants take turns, so that other load of the machine affects all of them equally.
+Rank 0 prints the progress and writes its measurements to the file RESULTS.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast import _core
-from gradcast.lab import forecasts, replays
+from gradcast.lab import predictions, replays
 from gradcast.lab.cores import BusyCores, wake_promptly
 from gradcast.lab.models import make_task
 from gradcast.lab.replays import Step
@@ -34,8 +34,8 @@ from gradcast.lab.variants import (
 )
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 
-# After gradcast's warm-up: the plan is held against its own first steps, and made again where it was wrong; a plan's
-# first steps have new buffers. DDP lays out its buckets anew after one step.
+# Steps after gradcast's warm-up: it compares the plan with its first steps and may make a new one, whose first steps
+# use new buffers. DDP rebuilds its buckets after one step.
 _SETTLING_STEPS = CALIBRATION_STEPS + 4
 _MEASURING = Variant("overlap (to measure)", "overlap")
 
@@ -56,7 +56,7 @@ class Training:
         self._settings = settings
         self._task = make_task(settings, dist.get_rank())
         self._prepared_steps = gradcast.Options().warmup_steps + _SETTLING_STEPS
-        # By variant of gradcast: the version of its plan, and the steps that followed it, by step and rank.
+        # By name of a gradcast variant: the version of its plan, and the steps that followed it, by step and rank.
         self._steps: dict[str, tuple[int, list[tuple[Step, ...]]]] = {}
 
     def run(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Training:
         known = [variant(name) for name in settings.names if name not in (DDP_NEAR, DDP_MGWFBP)]
         by_gradcast = [self._prepared(each) for each in known if each.by_gradcast]
         profile = self._measured(by_gradcast)
-        as_ddp_counts = forecasts.with_sizes(profile, _parameter_bytes(self._task.module()))
+        as_ddp_counts = predictions.with_sizes(profile, _parameter_bytes(self._task.module()))
         found = [each for name in settings.names for each in _resolved(name, as_ddp_counts, settings.scale_size)]
         others = [self._prepared(each) for each in dict.fromkeys(found) if not each.by_gradcast]
         trainers = sorted([*by_gradcast, *others], key=lambda trainer: found.index(trainer.variant))
@@ -92,7 +92,8 @@ class Training:
         return trainer
 
     def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
-        """What gradcast has measured, the same on every rank; best in overlap mode, where forward is as it will be."""
+        """The profile that gradcast measured, the same on every rank. Overlap mode's is preferred, since there forward
+        was also measured beside the network."""
         chosen = sorted(by_gradcast, key=lambda trainer: trainer.variant.mode != "overlap")[:1]
         for trainer in chosen or [self._prepared(_MEASURING)]:
             profile = trainer.handle.profile
@@ -101,8 +102,8 @@ class Training:
         return profile
 
     def _round(self, trainers: list[Trainer], number: int) -> dict[str, Any]:
-        """Every variant trains on the same batches. Its first step is not counted: caches and TCP's windows are those
-        that another one has left."""
+        """Trains each variant on the same batches. Its first step is not counted, since another variant has left its
+        caches and TCP windows."""
         _tell(f"round {number + 1} of {self._settings.rounds}, ms per step:", end="")
         steps_ms, busy = {}, {}
         for trainer in trainers:
@@ -121,8 +122,8 @@ class Training:
         return {"steps_ms": steps_ms, "cores_busy": busy}
 
     def _keep_steps(self, trainer: Trainer) -> None:
-        """Of the round that ends, but for the first step, which is not counted, and the last, which goes on. Collective
-        where gradcast trains."""
+        """Keeps the steps of the round for the replay, without the first, which is not counted, and the last, which has
+        not ended. Collective if gradcast trains."""
         if trainer.handle is None:
             return
         own = replays.last_steps(trainer.handle, self._settings.steps - 2)
@@ -133,9 +134,9 @@ class Training:
         self._steps[name] = version, [*(kept if before == version else []), *zip(*ranks, strict=True)]
 
     def _facts(self, trainer: Trainer, as_ddp_counts: _core.Profile) -> dict[str, Any]:
-        """How many operations a step has and what was predicted of it, None where nothing travels."""
+        """The number of operations of a step and its predicted time, None if nothing is sent."""
         if trainer.variant.mode == "ddp":
-            plan = forecasts.ddp_plan(as_ddp_counts, trainer.variant)
+            plan = predictions.ddp_plan(as_ddp_counts, trainer.variant)
             return {
                 "blocks": trainer.bucket_count(),
                 "planned_blocks": len(plan.blocks),
@@ -154,18 +155,18 @@ class Training:
 
 def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]:
     if name == DDP_NEAR:
-        near = ddp_variants(forecasts.near_best_caps_mib(profile, factor))
+        near = ddp_variants(predictions.near_best_caps_mib(profile, factor))
         return [scaled(each, factor) for each in near]
     if name == DDP_MGWFBP:
-        return [bucket_list(forecasts.mgwfbp_caps_mib(profile))]
+        return [bucket_list(predictions.mgwfbp_caps_mib(profile))]
     return [scaled(variant(name), factor)]
 
 
 def _differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, float]:
-    """The largest difference of a parameter to DDP's, in units of that tensor's largest value, on any rank.
+    """The largest difference of a parameter to DDP's on any rank, in units of that tensor's largest value.
 
-    ``start``: the model that all have begun with. A tensor of two elements may have come close to zero, where rounding
-    is large beside what it is; it is not beside what it was.
+    ``start``: the model before training. A tensor of two elements may come close to zero, where rounding is large
+    relative to its values, but not relative to its initial ones.
     """
     reference = next(trainer for trainer in trainers if trainer.variant.name == BASELINE)
     compared = [trainer for trainer in trainers if trainer.variant.name not in (BASELINE, COMPUTE)]
@@ -179,12 +180,12 @@ def _differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, f
 
 def _difference(one: torch.nn.Module, reference: torch.nn.Module, start: torch.nn.Module) -> float:
     models = zip(*(model.parameters() for model in (one, reference, start)), strict=True)
-    # By torch's maximum, which a NaN does not escape.
+    # torch's maximum is NaN if any value is.
     return torch.stack([relative_difference(*(each.detach() for each in same)) for same in models]).max().item()
 
 
 def relative_difference(one: torch.Tensor, reference: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """In units of the largest value of ``reference`` or ``start``."""
+    """The largest difference in units of the largest value of ``reference`` or ``start``."""
     largest = torch.maximum(reference.abs().max(), start.abs().max())
     return (one - reference).abs().max() / largest.clamp_min(torch.finfo(reference.dtype).tiny)
 

@@ -1,4 +1,4 @@
-"""Runs one process per rank, with the environment that torchrun would give it, and never leaves one behind."""
+"""Runs one process per rank, with the environment that torchrun would give it, and never leaves a process behind."""
 
 import ctypes
 import json
@@ -17,7 +17,7 @@ from gradcast.lab.errors import LabError
 from gradcast.lab.hosts import Network
 from gradcast.lab.program import uninterrupted
 
-_PORT = 29500  # on a host of its own nobody else has it
+_PORT = 29500  # on a host of its own it is always free
 _POLL_S = 0.05
 _TERMINATE_S = 3.0
 _LAST_LINES = 12
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
-    log: IO[bytes]  # has no name: whatever happens, it does not stay behind
+    log: IO[bytes]  # has no name, so it never stays behind
 
 
 def run_workers(
@@ -44,9 +44,9 @@ def run_workers(
 ) -> None:
     """Runs ``python arguments`` once per rank until all have ended, each on its host of ``network`` or all on loopback.
 
-    What rank 0 prints goes to ``output`` (standard output if None), its errors to ``errors`` if given; what the others
-    print, and all other errors, are shown only in the LabError that is raised when a worker fails or ``timeout_s`` is
-    over. The workers find the open files ``inherited`` under the same numbers.
+    Rank 0 prints to ``output`` (standard output if None), and its errors go to ``errors`` if given. Other output is
+    shown only in the LabError that is raised if a worker fails or does not end within ``timeout_s``. The workers
+    inherit the open files ``inherited`` with the same file descriptors.
     """
     port = _PORT if network else _free_port()
     workers: list[_Worker] = []
@@ -79,8 +79,8 @@ def run_for_result(
     output: IO[str] | None = None,
     inherited: Sequence[IO[bytes]] = (),
 ) -> Any:
-    """As ``run_workers`` with ``python -m module arguments RESULTS``: what rank 0 has written into the file RESULTS, as
-    JSON."""
+    """Runs ``python -m module arguments RESULTS`` like ``run_workers``. Returns the JSON that rank 0 wrote to the file
+    RESULTS."""
     with tempfile.TemporaryFile() as file:
         run_workers(
             ["-m", module, *arguments, f"/dev/fd/{file.fileno()}"],
@@ -128,7 +128,7 @@ def _start(
         if prctl:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # A session of its own: Ctrl-C reaches the program that started it, which ends its workers in order.
+    # With a session of its own, Ctrl-C reaches only the program that started it, which ends its workers in order.
     return subprocess.Popen(
         command,
         env=environment,
@@ -142,7 +142,8 @@ def _start(
 
 
 def _wait(workers: list[_Worker], timeout_s: float) -> None:
-    """Returns when all have ended well. The ranks that wait for a failed one fail as well, but later."""
+    """Returns when all have ended without error. Raises LabError at the first failure: ranks that wait for a failed one
+    fail later."""
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [worker.process.poll() for worker in workers]
@@ -158,21 +159,21 @@ def _wait(workers: list[_Worker], timeout_s: float) -> None:
 def _overdue(workers: list[_Worker], timeout_s: float) -> str:
     running = [worker for worker in workers if worker.process.poll() is None]
     ranks = ", ".join(str(worker.rank) for worker in running)
-    return f"the run did not end within {timeout_s:g} s; still at work: rank {ranks}{_last_lines(running[0].log)}"
+    return f"the run did not end within {timeout_s:g} s; still running: rank {ranks}{_last_lines(running[0].log)}"
 
 
 def _failure(worker: _Worker) -> str:
     code = worker.process.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     return f"rank {worker.rank} {how}{_last_lines(worker.log)}"
 
 
 def _last_lines(log: IO[bytes]) -> str:
-    # Not by seek() and read(), which would move the place where the worker, if it still runs, writes next.
+    # seek() and read() would move the position at which a running worker writes.
     size = os.fstat(log.fileno()).st_size
     text = os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
     lines = text.splitlines()[-_LAST_LINES:]
-    return "; the last that it wrote:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
+    return "; its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
 
 
 def _end(workers: list[_Worker]) -> None:

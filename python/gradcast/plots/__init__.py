@@ -1,13 +1,13 @@
-"""Pictures of plans and sweeps. Needs matplotlib, which is optional: import this only where a picture is asked for."""
+"""Plots. They need matplotlib, which is optional, so this is imported only when a plot is requested."""
 
 from gradcast.errors import Error
 
 try:
     import matplotlib as _matplotlib
 except ImportError as error:
-    raise Error("pictures need matplotlib, which is not installed: pip install 'gradcast[plot]'") from error
+    raise Error("plots need matplotlib, which is not installed; pip install 'gradcast[plot]'") from error
 
-# Files only: a machine in a rack has no display.
+# Writes files only: servers have no display.
 _matplotlib.use("Agg")
 
 from gradcast.plots.adapt import draw_adapt

@@ -1,4 +1,4 @@
-"""What ``gradcast lab adapt`` saw: the time of each step, with the plans that were in force and what changed."""
+"""Plot of ``gradcast lab adapt``: the time of each step, with the plans in force and the change."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from gradcast.plots.canvas import bare, plt, save
 _STEP, _PREDICTED, _MEASURING, _CHANGED, _TRIED = "#0072B2", "#222222", "#E69F00", "#f1dede", "#D55E00"
 
 
-def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, words: str, title: str) -> None:
-    """``changed``: the steps in which ``words`` holds."""
+def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, description: str, title: str) -> None:
+    """``changed``: the steps with the change. ``description``: of the change."""
     figure, axes = plt.subplots(figsize=(10, 3.9), layout="constrained")
     numbers, times_ms = [s["step"] for s in steps], [s["ms"] for s in steps]
     top_ms = 1.18 * sorted(times_ms)[-1 - len(times_ms) // 100]
     axes.set_xlim(0, len(steps))
     axes.set_ylim(0, top_ms)
-    axes.axvspan(changed.start, changed.stop, color=_CHANGED, linewidth=0, label=words)
+    axes.axvspan(changed.start, changed.stop, color=_CHANGED, linewidth=0, label=description)
     for start, stop in _runs(steps, "measuring"):
         axes.axvspan(start, stop, ymax=0.03, color=_MEASURING, linewidth=0, label=_once(axes, "measures"))
     for start, stop in _plans(steps):
@@ -33,7 +33,12 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, words:
     axes.plot(numbers, times_ms, color=_STEP, marker=".", markersize=3, linewidth=0.9, label="step, measured")
     tried = [s for s in steps if s["tries_ddp"]]
     axes.plot(
-        [s["step"] for s in tried], [s["ms"] for s in tried], "o", color=_TRIED, markersize=4, label="tries DDP's way"
+        [s["step"] for s in tried],
+        [s["ms"] for s in tried],
+        "o",
+        color=_TRIED,
+        markersize=4,
+        label="tries the DDP baseline",
     )
     axes.set_xlabel("step")
     axes.set_ylabel("ms")
@@ -45,12 +50,12 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, words:
 
 
 def _once(axes: Any, label: str) -> str | None:
-    """A label that the legend does not show yet."""
+    """The label, or None if the legend already has it."""
     return None if label in axes.get_legend_handles_labels()[1] else label
 
 
 def _runs(steps: list[dict[str, Any]], key: str) -> list[tuple[int, int]]:
-    """Spans of steps in a row where the key is true."""
+    """Spans of consecutive steps in which ``key`` is true."""
     spans: list[tuple[int, int]] = []
     for step in steps:
         if step[key]:
@@ -60,7 +65,7 @@ def _runs(steps: list[dict[str, Any]], key: str) -> list[tuple[int, int]]:
 
 
 def _plans(steps: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Spans of the plans that are no warm-up's."""
+    """Spans of the plans, without those of warm-ups."""
     spans: list[tuple[int, int]] = []
     for step in steps:
         if step["measuring"]:

@@ -1,4 +1,4 @@
-"""What gradcast-bench measured: time over size of each operation with the fitted line, and a bar per policy."""
+"""Plot of gradcast-bench: time over size of each operation with the fitted line, and a bar per policy."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What every picture shares."""
+"""What all plots share."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _DPI = 150
 
 
 def bare(axes: Any) -> None:
-    """Only the time axis keeps its line."""
+    """Removes all axis lines but the time axis."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -22,6 +22,6 @@ def save(figure: Any, path: str) -> None:
     try:
         figure.savefig(path, dpi=_DPI)
     except (OSError, ValueError) as error:
-        raise Error(f"the picture cannot be written to {path}: {error}; name a file such as picture.png") from None
+        raise Error(f"the plot cannot be written to {path}: {error}; name a file such as plot.png") from None
     finally:
         plt.close(figure)

@@ -1,8 +1,8 @@
 """Plans as lanes over time: one plan, or several one above the other.
 
-Two lanes per plan. The compute lane has backward, forward, and the places where forward stands still for a gradient
-that has not arrived. The link lane has the blocks, coloured by when forward needs the most urgent of their bytes: a
-good schedule sends the dark ones, needed first, as early as it can.
+Each plan has two lanes. The compute lane shows backward, forward, and where forward waits for a gradient. The link lane
+shows the blocks, coloured by when forward first uses one of their parameters: a good schedule sends the dark ones,
+which are used first, as early as it can.
 """
 
 import bisect
@@ -22,12 +22,12 @@ _WAIT = "#d1495b"
 _BOUND = "#222222"
 _NEED_COLOURS = "viridis"
 _HATCH_COLOUR = "#888888"
-_HATCHES = {"reduce_scatter": "////", "all_gather": "...."}  # all-reduces, the usual kind, are plain
+_HATCHES = {"reduce_scatter": "////", "all_gather": "...."}  # all-reduces have no hatch
 _LANE_HEIGHT = 0.8
 _LANE_GAP = 0.08
 _SEAM_POINTS = 1.0
-# Of the width of the axes: a block below the first is drawn without seams, which would hide it; below the second
-# without a label, which would not fit.
+# Shares of the width of the axes. Narrower blocks are drawn without seams, which would hide them, or without a label,
+# which would not fit.
 _SEAM_SHARE = 0.006
 _LABEL_SHARE = 0.04
 
@@ -43,7 +43,7 @@ def draw_plan(
     bound_ns: float,
     title: str,
 ) -> None:
-    """``bound_ns`` is the bound of this profile and network over plans with the operations of this one."""
+    """``bound_ns``: lower bound over plans with the same kinds of operation as this one."""
     figure, axes = plt.subplots(figsize=(11, 3.2), layout="constrained")
     end_ms = timeline.iteration_ns / 1e6
     axes.set_xlim(0, 1.02 * max(end_ms, 1e-6))  # never an empty axis
@@ -85,7 +85,7 @@ def draw_comparison(
         middles.append(middle)
         _draw_lanes(axes, y, profile, row.plan, _core.play(profile, link, row.plan), colours)
         end_ms = row.plan.predicted_ns / 1e6
-        # The line is the bound over every kind of operation; a plan of all-reduces is measured against theirs.
+        # The line is the bound over all kinds of operation; plans of all-reduces are compared with their own bound.
         kind = "bound" if same_bound(row.plan.bound_ns, comparison.bound.best_ns) else "all-reduce bound"
         text = f"{end_ms:.0f} ms, {row.ratio_to_bound:.2f} x {kind}"
         axes.text(end_ms + 0.012 * slowest_ms, middle, text, va="center", fontsize=9)
@@ -96,7 +96,7 @@ def draw_comparison(
     axes.set_xlabel("ms from the start of backward (upper lane: compute, lower lane: link)")
     axes.set_title(title, fontsize=10, loc="left")
     bare(axes)
-    # The words of the sentence that `gradcast simulate` prints about the same bound.
+    # The same words as in the sentence of `gradcast simulate` about this bound.
     _draw_key(figure, axes, colours, plans=[row.plan for row in rows], schedules="schedule")
     save(figure, path)
 
@@ -128,7 +128,7 @@ def _draw_lanes(
 
 
 def _draw_hatches(axes: Any, lane: tuple[float, float], plan: _core.Plan, spans: list[_Span]) -> None:
-    """Tells the two halves of an all-reduce apart, over the colours that tell when they are needed."""
+    """Hatches over the colours distinguish reduce-scatters and all-gathers."""
     for op, hatch in _HATCHES.items():
         chosen = [span for span, block in zip(spans, plan.blocks, strict=True) if block.op == op]
         if chosen:
@@ -136,7 +136,7 @@ def _draw_hatches(axes: Any, lane: tuple[float, float], plan: _core.Plan, spans:
 
 
 def _wire_spans(timeline: _core.Timeline) -> list[_Span]:
-    """When each block has the wire: with several in flight, launches overlap, but bytes do not."""
+    """When each block is on the wire. With several blocks in flight, launches overlap, but bytes do not."""
     spans = []
     free_ns = 0.0
     for times in timeline.blocks:
@@ -154,7 +154,8 @@ def _waits(profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline) -
 
 
 def _block_needs_ms(profile: _core.Profile, plan: _core.Plan) -> list[float]:
-    """When forward needs the most urgent byte of each block: the lowest one, for buffers are laid out by need."""
+    """When forward first uses a parameter of each block: that of the lowest byte, since buffers are laid out by first
+    use."""
     ends: dict[int, list[int]] = {}
     needs: dict[int, list[float]] = {}
     for tensor in profile.tensors:
@@ -172,7 +173,7 @@ def _need_colours(profile: _core.Profile) -> ScalarMappable:
 def _label_blocks(
     axes: Any, y: float, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, colours: Any
 ) -> None:
-    """The size inside every block that is wide enough to hold it."""
+    """Writes the size into each block that is wide enough."""
     room_ms = _LABEL_SHARE * axes.get_xlim()[1]
     needs_ms = _block_needs_ms(profile, plan)
     for block, (start_ms, length_ms), need_ms in zip(plan.blocks, _wire_spans(timeline), needs_ms, strict=True):
@@ -196,11 +197,11 @@ def _draw_bound(axes: Any, bound_ns: float) -> None:
 
 
 def _draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], schedules: str) -> None:
-    """What colours, hatches and the dashed line mean; ``schedules`` says over which schedules the bound is."""
+    """Explains colours, hatches and the dashed line. ``schedules``: those that the bound is over."""
     hook = all(plan.mode == "hook" for plan in plans)
     bar = figure.colorbar(colours, ax=axes, pad=0.015, fraction=0.025)
-    # In hook mode every block is needed at once, before forward; the colour still tells whose gradients it holds.
-    meaning = "ms of forward before\nits first use" if hook else "ms of forward until\na block is needed"
+    # In hook mode all blocks are needed before forward begins; the colour still tells which gradients they hold.
+    meaning = "ms of forward before\nits first use" if hook else "ms of forward until\na block is first used"
     bar.set_label(meaning, fontsize=8)
     bar.ax.tick_params(labelsize=8)
     handles = [

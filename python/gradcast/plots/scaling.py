@@ -7,7 +7,7 @@ from gradcast.plots.canvas import plt, save
 from gradcast.scaling.estimate import MEASURED, Band, Point
 from gradcast.scaling.growth import ALGORITHMS
 
-# Okabe and Ito's colours, which every kind of sight tells apart.
+# Okabe and Ito's colours, which people with colour blindness can tell apart.
 _COLOURS = dict(zip(ALGORITHMS, ["#0072B2", "#E69F00", "#009E73"], strict=True))
 _HEADROOM = 1.05
 _FACES = {"measured": "full", "fitted": "left", "extrapolated": "none"}
@@ -28,7 +28,7 @@ def draw_scaling(path: str, band: Band, *, title: str) -> None:
         panels[1][column].set_xlabel("workers")
     panels[0][0].set_ylabel("step, ms")
     panels[1][0].set_ylabel("efficiency, %")
-    # Once all columns are drawn: they share these axes.
+    # After all columns are drawn, since they share these axes.
     panels[0][0].set_ylim(0, _HEADROOM * max(point.high_ns / 1e6 for point in band.points))
     panels[1][0].set_ylim(0, 100 * _HEADROOM)
     figure.suptitle(title, fontsize=11)
@@ -38,7 +38,7 @@ def draw_scaling(path: str, band: Band, *, title: str) -> None:
 
 
 def _draw_curve(axes: Any, algorithm: str, points: list[Point], values: list[tuple[float, float, float]]) -> None:
-    """``values``: low, middle and high end of each point."""
+    """``values``: (low, middle, high) of each point."""
     workers = [point.workers for point in points]
     low, middle, high = zip(*values, strict=True)
     colour = _COLOURS[algorithm]
@@ -87,7 +87,7 @@ def _ends(point: Point) -> tuple[float, float, float]:
 def _style(axes: Any, curves: dict[str, list[Point]]) -> None:
     workers = sorted({point.workers for points in curves.values() for point in points})
     axes.set_xscale("log", base=2)
-    # So many labels do not fit side by side.
+    # More labels would overlap.
     shown = workers[:: 1 + len(workers) // 8]
     axes.set_xticks(shown, [str(count) for count in shown])
     axes.minorticks_off()
@@ -96,7 +96,7 @@ def _style(axes: Any, curves: dict[str, list[Point]]) -> None:
 
 
 def _key(algorithms: list[str], band: Band) -> list[Any]:
-    """Colours are algorithms, markers what a point's costs rest on."""
+    """Colours stand for algorithms, markers for the basis of a point's costs."""
     lines = [plt.Line2D([], [], color=_COLOURS[name], linewidth=1.6, label=name) for name in algorithms]
     found = {point.basis for point in band.points}
     return lines + [

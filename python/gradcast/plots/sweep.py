@@ -1,4 +1,4 @@
-"""The speed-up over DDP against the bandwidth, one panel per world size."""
+"""Plot of ``gradcast sweep``: speed-up over DDP against the bandwidth, one panel per world size."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from gradcast import _core
 from gradcast.comparison.compare import BASELINE
 from gradcast.plots.canvas import plt, save
 
-# Okabe and Ito's colours, which every kind of sight tells apart; the markers tell apart where they repeat.
+# Okabe and Ito's colours, which people with colour blindness can tell apart; markers distinguish repeated colours.
 _COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 _MARKERS = ["o", "s", "^", "v", "D", "P", "X", "<", ">", "*"]
 _LOWEST_SPEEDUP = 0.5
@@ -14,7 +14,7 @@ _MARGIN = 0.04
 
 
 def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
-    """``rows`` as `gradcast sweep` writes them."""
+    """``rows``: as `gradcast sweep` writes them."""
     world_sizes = sorted({row["workers"] for row in rows})
     size = (1.6 + 3.9 * len(world_sizes), 4.4)
     figure, panels = plt.subplots(1, len(world_sizes), figsize=size, sharey=True, squeeze=False, layout="constrained")
@@ -42,7 +42,7 @@ def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
 
 
 def _lower_limit(rows: list[dict[str, Any]], policies: list[str]) -> tuple[float, list[str]]:
-    """Where the axis begins, and the policies that fall below it; one that is far slower would flatten the others."""
+    """Where the axis begins, and the policies below it: a far slower one would flatten the other lines."""
     slowest: dict[str, float] = {}
     for row in rows:
         policy, speedup = row["policy"], row["speedup_over_ddp"]

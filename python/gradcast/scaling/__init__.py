@@ -1,1 +1,1 @@
-"""Step time and cost on other numbers of workers. Pure."""
+"""Step time, efficiency and price on other numbers of workers. Pure."""

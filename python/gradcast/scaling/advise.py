@@ -1,7 +1,7 @@
-"""Which machines to rent, and how many: the cheapest within a time, the fastest within a cost, and all between them.
+"""Which machines to rent, and how many: the cheapest within a time, the fastest within a cost, and those in between.
 
-The recommendation of Stash (A. Sharma et al., arXiv:2208.14344), which takes a measured step on each kind of machine;
-here steps that were not measured are predicted (scaling.py), and each row says which.
+It recommends as Stash does (A. Sharma et al., arXiv:2208.14344). Stash measures a step on each kind of machine; here
+steps that were not measured are predicted (estimate.py), and each result says which.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from gradcast.files import scaled_profile
 from gradcast.scaling.estimate import Band, Options, Point, band, measured_network
 from gradcast.scaling.growth import SPREAD, Network, Nodes, from_hop, hop
 from gradcast.scaling.prices import Machine, Prices
-from gradcast.scaling.spot import GIVEN_UP, Spot, mean_s, quantile, simulate_s
+from gradcast.scaling.spot import ABANDONED_FACTOR, Spot, mean_s, quantile, simulate_s
 
-# A spot training that is said to end in time does so nine times out of ten.
-_SURE = 0.9
-_INTRA = "inside"
+# A spot training that is recommended for a time ends within it nine times out of ten.
+_CONFIDENCE = 0.9
+_INSIDE = "inside"
 PREDICTED, ON_MEASURED = "predicted", "predicted on measured costs"
 
 
 @dataclass(frozen=True)
 class Training:
-    """``worker_steps``: steps of one worker, each of one batch; of all workers together."""
+    """A training's length. ``worker_steps``: number of batches, of all workers together."""
 
     worker_steps: float
 
@@ -36,7 +36,7 @@ class Training:
 
     @staticmethod
     def of_steps(step_count: int, worker_count: int) -> "Training":
-        """As many samples as that many steps of that many workers see."""
+        """The samples of ``step_count`` steps of ``worker_count`` workers."""
         return Training(float(step_count) * worker_count)
 
 
@@ -44,28 +44,31 @@ class Training:
 class Request:
     training: Training
     measured_on: str | None = None  # the machine on which the profiles were measured
-    measured_algorithm: str = "ring"  # what the library ran then
+    measured_algorithm: str = "ring"  # that the library used then
     algorithm: str = "ring"
     policy: str = _core.DEFAULT_POLICY
     mode: str = "overlap"
     spread: float = SPREAD
-    run_count: int = 300  # of each spot cluster: a tenth of them is beyond a quantile of 0.9
+    run_count: int = 300  # simulated trainings of each spot cluster
     seed: int = 1
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cluster. Times in hours, costs in the currency of the price file, for the whole training."""
+class ClusterOption:
+    """One cluster that could be rented, and what the whole training takes and costs on it.
+
+    Times are in hours, costs in the currency of the price file.
+    """
 
     machine: str
     machines: int
     workers: int
     spot: bool
     step_ns: float
-    hours: float  # of a spot cluster the mean
+    hours: float  # mean time, for spot clusters
     low_hours: float
     high_hours: float
-    sure_hours: float  # of a spot cluster what nine of ten trainings do not exceed, and no less than the mean
+    sure_hours: float  # for spot clusters at least the mean, and not exceeded by nine of ten trainings
     price_per_hour: float  # of the cluster
     basis: str  # of the step: PREDICTED or ON_MEASURED
 
@@ -83,26 +86,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    rows: tuple[Row, ...]  # the fastest first
-    frontier: tuple[Row, ...]  # no other row is both faster and cheaper
-    skipped: dict[str, str]  # clusters that are no row, and why
+    rows: tuple[ClusterOption, ...]  # the fastest first
+    frontier: tuple[ClusterOption, ...]  # the rows to which no other row is both faster and cheaper
+    skipped: dict[str, str]  # by cluster: why it is left out
 
-    def cheapest_within(self, hours: float) -> Row | None:
+    def cheapest_within(self, hours: float) -> ClusterOption | None:
         return min((row for row in self.rows if row.sure_hours <= hours), key=lambda row: row.cost, default=None)
 
-    def fastest_within(self, cost: float) -> Row | None:
+    def fastest_within(self, cost: float) -> ClusterOption | None:
         return min((row for row in self.rows if row.sure_cost <= cost), key=lambda row: row.hours, default=None)
 
 
 def advise(profiles: Sequence[_core.Profile], prices: Prices, request: Request) -> Advice:
-    """``profiles``: of one model, as for ``scaling.band``."""
+    """Predicts all clusters of the price file. ``profiles``: of one model, as for ``estimate.band``."""
     names = [machine.name for machine in prices.machines]
     if request.measured_on is not None and request.measured_on not in names:
         raise Error(f"{prices.path} has no machine {request.measured_on}; it has {', '.join(names)}")
-    # Speeds are relative: to the machine that was profiled, or to 1 where nobody says which one it was.
+    # Speeds are relative to the machine that was profiled, or to 1 if that is not known.
     base = next((machine.speed for machine in prices.machines if machine.name == request.measured_on), 1.0)
     machines = [dataclasses.replace(machine, speed=machine.speed / base) for machine in prices.machines]
-    found: list[Row] = []
+    found: list[ClusterOption] = []
     skipped: dict[str, str] = {}
     for machine in machines:
         rows, missing = _machine_rows(profiles, machine, request)
@@ -112,9 +115,9 @@ def advise(profiles: Sequence[_core.Profile], prices: Prices, request: Request) 
     return Advice(tuple(found), pareto_rows(found), skipped)
 
 
-def pareto_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """``rows``: by time."""
-    found: list[Row] = []
+def pareto_rows(rows: Sequence[ClusterOption]) -> tuple[ClusterOption, ...]:
+    """The rows to which no other row is both faster and cheaper. ``rows``: ascending by time."""
+    found: list[ClusterOption] = []
     for row in rows:
         if not found or row.cost < found[-1].cost:
             found.append(row)
@@ -122,7 +125,7 @@ def pareto_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def machine_counts(machine: Machine, world_sizes: Sequence[int] = ()) -> list[int]:
-    """1, 2, 4 … and the most there are; and those that the measured numbers of workers fill."""
+    """1, 2, 4, … up to the most there are, and the counts that the measured numbers of workers fill."""
     counts = {2**k for k in range(machine.max_machines.bit_length())} | {machine.max_machines}
     counts |= {size // machine.workers for size in world_sizes if size % machine.workers == 0}
     return sorted(count for count in counts if 1 <= count <= machine.max_machines)
@@ -134,16 +137,16 @@ def _cluster(machine: str, machine_count: int, spot: bool) -> str:
 
 def _machine_rows(
     profiles: Sequence[_core.Profile], machine: Machine, request: Request
-) -> tuple[list[Row], dict[str, str]]:
-    """And which clusters are left out, and why."""
+) -> tuple[list[ClusterOption], dict[str, str]]:
+    """The rows of one kind of machine, and why clusters are left out."""
     counts = machine_counts(machine, [p.world_size for p in profiles] if machine.name == request.measured_on else [])
     found = _band(profiles, machine, request, counts)
     points = {point.workers // machine.workers: point for point in found.points if point.workers % machine.workers == 0}
-    rows: list[Row] = []
+    rows: list[ClusterOption] = []
     skipped: dict[str, str] = {}
     for count in counts:
         if count not in points:
-            # There is one network and one algorithm, and what is missing is missing for one reason.
+            # With one network and one algorithm there is one reason for all missing points.
             skipped[_cluster(machine.name, count, False)] = next(iter(found.skipped.values()))
             continue
         rows.append(_on_demand(machine, points[count], request.training))
@@ -153,7 +156,7 @@ def _machine_rows(
         if row.hours < math.inf:
             rows.append(row)
         else:
-            skipped[row.describe()] = f"revocations make the training {GIVEN_UP} times as long or more"
+            skipped[row.describe()] = f"revocations make the training {ABANDONED_FACTOR} times as long or more"
     return rows, skipped
 
 
@@ -172,8 +175,10 @@ def _band(profiles: Sequence[_core.Profile], machine: Machine, request: Request,
 
 
 def _network(measured: Sequence[_core.Profile], machine: Machine, request: Request) -> tuple[Network, Nodes]:
-    """Between machines and inside one: what was measured there, and the price file for the rest. A profile does not say
-    how its ranks were spread: where one machine holds them all, it is taken for one."""
+    """The networks between machines and inside one: measured, or else from the price file.
+
+    A profile does not say how its ranks were placed. If one machine can hold them all, they are taken to be on one.
+    """
     linked = [profile for profile in measured if profile.world_size > 1 and profile.link is not None]
     inner = [profile for profile in linked if profile.world_size <= machine.workers]
     outer = [profile for profile in linked if profile.world_size > machine.workers]
@@ -184,7 +189,7 @@ def _network(measured: Sequence[_core.Profile], machine: Machine, request: Reque
 
 
 def _between(machine: Machine) -> Network:
-    # A single machine needs no network; one of any rate stands for it.
+    # A single machine needs no network, so any rate will do.
     bandwidth_bits_per_s = machine.bandwidth_bits_per_s or 1e9
     return from_hop(machine.name, hop(bandwidth_bits_per_s, machine.latency_ns), 2 * machine.workers)
 
@@ -192,7 +197,7 @@ def _between(machine: Machine) -> Network:
 def _inside(machine: Machine) -> Network | None:
     if machine.intra_bandwidth_bits_per_s is None:
         return None
-    return from_hop(_INTRA, hop(machine.intra_bandwidth_bits_per_s, machine.intra_latency_ns), 2)
+    return from_hop(_INSIDE, hop(machine.intra_bandwidth_bits_per_s, machine.intra_latency_ns), 2)
 
 
 def _hours(step_ns: float, workers: int, training: Training) -> float:
@@ -203,10 +208,10 @@ def _basis(point: Point) -> str:
     return ON_MEASURED if point.basis == "measured" else PREDICTED
 
 
-def _on_demand(machine: Machine, point: Point, training: Training) -> Row:
+def _on_demand(machine: Machine, point: Point, training: Training) -> ClusterOption:
     low, hours, high = (_hours(ns, point.workers, training) for ns in (point.low_ns, point.step_ns, point.high_ns))
     count = point.workers // machine.workers
-    return Row(
+    return ClusterOption(
         machine=machine.name,
         machines=count,
         workers=point.workers,
@@ -221,9 +226,9 @@ def _on_demand(machine: Machine, point: Point, training: Training) -> Row:
     )
 
 
-def _on_spot(machine: Machine, spot: Spot, point: Point, request: Request) -> Row:
-    """Its range: nine of ten trainings at the lowest step take longer, nine of ten at the highest one less; and the
-    mean, which a few long ones may have moved out of it."""
+def _on_spot(machine: Machine, spot: Spot, point: Point, request: Request) -> ClusterOption:
+    """With the shortest step nine of ten trainings take longer than ``low_hours``, with the longest step
+    they take less than ``high_hours``. The range is widened to hold the mean, which a few long trainings may move."""
     count = point.workers // machine.workers
 
     def work_s(step_ns: float) -> float:
@@ -234,16 +239,16 @@ def _on_spot(machine: Machine, spot: Spot, point: Point, request: Request) -> Ro
 
     usual_s = runs_s(point.step_ns)
     hours = mean_s(usual_s, work_s(point.step_ns), spot) / 3600
-    sure_hours = max(hours, quantile(usual_s, _SURE) / 3600)
-    return Row(
+    sure_hours = max(hours, quantile(usual_s, _CONFIDENCE) / 3600)
+    return ClusterOption(
         machine=machine.name,
         machines=count,
         workers=point.workers,
         spot=True,
         step_ns=point.step_ns,
         hours=hours,
-        low_hours=min(hours, quantile(runs_s(point.low_ns), 1 - _SURE) / 3600),
-        high_hours=max(sure_hours, quantile(runs_s(point.high_ns), _SURE) / 3600),
+        low_hours=min(hours, quantile(runs_s(point.low_ns), 1 - _CONFIDENCE) / 3600),
+        high_hours=max(sure_hours, quantile(runs_s(point.high_ns), _CONFIDENCE) / 3600),
         sure_hours=sure_hours,
         price_per_hour=count * spot.price_per_hour,
         basis=_basis(point),

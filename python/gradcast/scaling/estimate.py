@@ -1,7 +1,7 @@
-"""Step time and efficiency on other numbers of workers, with a band that holds what the measurements leave open.
+"""Step time and efficiency on other numbers of workers, with a band for what the measurements leave open.
 
-More workers change the link and nothing else: each computes what it did, on its own batch. So a point is a plan for
-another link, and its band are plans for the cheapest and the dearest link that growth.py allows.
+More workers change nothing but the link: each computes as before, on its own batch. So each point is a plan for another
+link, and its band is given by plans for the cheapest and the most expensive link that growth.py allows.
 """
 
 import itertools
@@ -17,20 +17,20 @@ from gradcast.scaling.growth import ALGORITHMS, SPREAD, Cluster, Network, Nodes
 
 MEASURED = "measured"  # the name of the network that the profiles come from
 WORKERS = tuple(2**k for k in range(1, 13))
-# Twice the workers, one and a half times the throughput: half of the workers that are added go to waste.
-_WORTH_IT = math.log2(1.5)
-# Where a sample takes more worker time than this many times the least, more workers are for those in a hurry only.
-_DEAR = 2
+# Adding workers pays if doubling them brings at least 1.5 times the throughput: then half of the added ones are wasted.
+_PAYING_EXPONENT = math.log2(1.5)
+# Numbers of workers are not recommended if a sample takes more worker time than this many times the least.
+_EXPENSIVE_RATIO = 2
 
 
 @dataclass(frozen=True)
 class Options:
     workers: tuple[int, ...] = WORKERS
     algorithms: tuple[str, ...] = ALGORITHMS
-    networks: tuple[Network, ...] = ()  # instead of the one that the profiles were measured on
-    measured_algorithm: str = "ring"  # what the library ran when the profiles were measured
+    networks: tuple[Network, ...] = ()  # instead of the one on which the profiles were measured
+    measured_algorithm: str = "ring"  # that the library used when the profiles were measured
     nodes: Nodes | None = None
-    spread: float = SPREAD  # of measured costs, as a share
+    spread: float = SPREAD  # relative uncertainty of measured costs
     policy: str = _core.DEFAULT_POLICY
     mode: str = "overlap"
     in_flight: int = 1
@@ -44,29 +44,29 @@ class Point:
     step_ns: float
     low_ns: float
     high_ns: float
-    efficiency: float  # share of a step that one worker without communication would need
+    efficiency: float  # one worker's step without communication, divided by step_ns
     basis: str  # "measured", "fitted" or "extrapolated"
     ddp_ns: float  # DDP's step, in hook mode
-    bound_ns: float  # no plan of all-reduces is faster on this link
+    bound_ns: float  # lower bound over plans of all-reduces on this link
 
     @property
     def throughput(self) -> float:
-        """How many single workers without communication do as much."""
+        """Throughput in units of one worker without communication."""
         return self.workers * self.efficiency
 
 
 @dataclass(frozen=True)
 class Band:
     points: tuple[Point, ...]
-    knee: int | None  # of the first network and its own algorithm; None: the last point pays; 1: none does
-    knee_low: int | None  # where all costs are as high as the measurements allow
-    knee_high: int | None
-    unpaid: tuple[tuple[int, int], ...]  # from and to which numbers of workers, up to the knee, more do not pay
+    knee: int | None  # of the first network and its own algorithm, see knee(); None: the last point still pays
+    knee_low: int | None  # if all costs are as high as the measurements allow
+    knee_high: int | None  # if they are as low as the measurements allow
+    unpaid: tuple[tuple[int, int], ...]  # steps before the knee that do not pay: (workers, more workers)
     worth_trying: tuple[int, ...]
-    skipped: dict[str, str] = field(default_factory=dict)  # network and algorithm: why points are missing
+    skipped: dict[str, str] = field(default_factory=dict)  # by network and algorithm: why points are missing
 
     def curves(self) -> dict[tuple[str, str], list[Point]]:
-        """By network and algorithm, ascending by workers; the one that the knee belongs to first."""
+        """Points by (network, algorithm), ascending by workers; the curve of the knee comes first."""
         found: dict[tuple[str, str], list[Point]] = {}
         for point in self.points:
             found.setdefault((point.network, point.algorithm), []).append(point)
@@ -74,7 +74,7 @@ class Band:
 
 
 def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | None = None) -> Band:
-    """``profiles``: of one model, each measured on another number of workers."""
+    """Predicts all points. ``profiles``: of one model, each measured on another number of workers."""
     options = options or Options()
     given = [profiles] if isinstance(profiles, _core.Profile) else list(profiles)
     _check(given, options)
@@ -83,7 +83,7 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
     skipped: dict[str, str] = {}
     for network in networks:
         cluster = Cluster(network, options.nodes, options.spread)
-        # Its own algorithm first: the knee is of that one.
+        # The network's own algorithm comes first: the knee belongs to it.
         for algorithm in sorted(options.algorithms, key=lambda name: name != network.algorithm):
             for workers in _counts(options.workers, network):
                 reason = cluster.why_not(algorithm, workers)
@@ -108,18 +108,18 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
 
 
 def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring") -> Network:
-    """The network of the profiles' own links."""
+    """A network with the links of the profiles."""
     costs: dict[int, _core.LinkModel] = {}
     for profile in profiles:
         if profile.link is None:
             raise Error(
-                f"the profile {profile.name} holds no link; say which network: --bandwidth 10gbit, or --network 10gbe "
+                f"the profile {profile.name} has no link; name a network with --bandwidth 10gbit or --network 10gbe "
                 "(`gradcast networks` lists them)"
             )
         if profile.world_size < 2:
             raise Error(
-                f"the profile {profile.name} was measured on one worker, which has no traffic; measure on two or more, "
-                "or say which network: --bandwidth 10gbit"
+                f"the profile {profile.name} was measured on one worker, which sends nothing; measure on two or more, "
+                "or name a network with --bandwidth 10gbit"
             )
         if profile.world_size in costs:
             raise Error(
@@ -134,16 +134,16 @@ def _with_one(alone_ns: float, steps: list[tuple[int, float]]) -> list[tuple[int
 
 
 def _pays(fewer: tuple[int, float], more: tuple[int, float]) -> bool:
-    """Of (workers, ns): whether each doubling brings 1.5 times the throughput."""
-    return ratio(more[0] * fewer[1], fewer[0] * more[1]) >= (more[0] / fewer[0]) ** _WORTH_IT
+    """Whether each doubling brings at least 1.5 times the throughput. Arguments: (workers, step ns)."""
+    return ratio(more[0] * fewer[1], fewer[0] * more[1]) >= (more[0] / fewer[0]) ** _PAYING_EXPONENT
 
 
 def knee(steps: Sequence[tuple[int, float]]) -> int | None:
-    """The last number of workers that pays against the one before it, of (workers, ns) ascending; None where the last
-    one given still does, the first where none does.
+    """The last number of workers that pays, compared with the one before it.
 
-    The last one is asked for, because a first doubling may bring little while later ones do: a ring of two workers
-    sends each byte once, one of many twice.
+    ``steps``: (workers, step ns), ascending. Returns None if the last one given still pays, and the first one if none
+    does. The first doubling may bring little while later ones pay: a ring of two workers sends each byte once, a ring
+    of many nearly twice.
     """
     paying = [more[0] for fewer, more in itertools.pairwise(steps) if _pays(fewer, more)]
     last = paying[-1] if paying else steps[0][0]
@@ -151,27 +151,33 @@ def knee(steps: Sequence[tuple[int, float]]) -> int | None:
 
 
 def unpaid(steps: Sequence[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
-    """What does not pay before the knee, from and to which numbers of workers."""
+    """The steps before the knee that do not pay, as (workers, more workers)."""
     last = knee(steps) or math.inf
     found = [(fewer, more) for fewer, more in itertools.pairwise(steps) if more[0] <= last]
     return tuple((fewer[0], more[0]) for fewer, more in found if not _pays(fewer, more))
 
 
 def worth_trying(points: Sequence[Point], last: int | None) -> tuple[int, ...]:
-    """The numbers of workers up to the knee, ``last``, that do more than any smaller one and than a single worker, at
-    no more than twice the worker time per sample of the cheapest of them."""
+    """The numbers of workers to recommend, up to the knee ``last``.
+
+    Each has a higher throughput than any smaller number, and takes at most twice the least worker time per sample.
+    """
     cheapest = max(point.efficiency for point in points)
     found: list[int] = []
     best = 1.0
     for point in points:
-        if (last is None or point.workers <= last) and point.throughput > best and _DEAR * point.efficiency >= cheapest:
+        if (
+            (last is None or point.workers <= last)
+            and point.throughput > best
+            and _EXPENSIVE_RATIO * point.efficiency >= cheapest
+        ):
             found.append(point.workers)
             best = point.throughput
     return tuple(found)
 
 
 def as_json(found: Band) -> dict[str, Any]:
-    """The value of "scaling" in doctor.json; times in ms."""
+    """The value of "scaling" in doctor.json; times are in ms."""
     return {
         "points": [
             {
@@ -194,7 +200,7 @@ def as_json(found: Band) -> dict[str, Any]:
 
 def _check(profiles: Sequence[_core.Profile], options: Options) -> None:
     if not profiles:
-        raise Error("no profile is given")
+        raise Error("no profile is given; give at least one")
     sizes = {(total_bytes(profile), len(profile.tensors)) for profile in profiles}
     if len(sizes) > 1:
         names = ", ".join(profile.name for profile in profiles)
@@ -203,11 +209,11 @@ def _check(profiles: Sequence[_core.Profile], options: Options) -> None:
         if algorithm not in ALGORITHMS:
             raise Error(f"there is no algorithm {algorithm}; there are {', '.join(ALGORITHMS)}")
     if not options.workers or not options.algorithms:
-        raise Error("a band needs at least one number of workers and one algorithm")
+        raise Error("nothing can be predicted without a number of workers and an algorithm; give at least one of each")
 
 
 def _counts(workers: Sequence[int], network: Network) -> list[int]:
-    """What was measured is always shown."""
+    """The numbers of workers that are asked for, and those that were measured."""
     known = [count for count, _ in network.costs] if network.measured else []
     return sorted({*workers, *known})
 
@@ -215,7 +221,7 @@ def _counts(workers: Sequence[int], network: Network) -> list[int]:
 def _point(
     profiles: Sequence[_core.Profile], options: Options, cluster: Cluster, algorithm: str, workers: int
 ) -> Point:
-    # Compute as it was where the number of workers was the nearest: more of them slow each other down a little.
+    # Compute is that of the nearest number of workers: more of them slow each other down a little.
     profile = min(profiles, key=lambda p: (abs(math.log(p.world_size / workers)), -p.world_size))
     estimate = cluster.estimate(algorithm, workers)
 
@@ -228,7 +234,7 @@ def _point(
         network=cluster.network.name,
         algorithm=algorithm,
         step_ns=step_ns,
-        # A policy that is no search may be slower on a cheaper link, which is no reason for a band without its middle.
+        # Policies that do not search may be slower on a cheaper link; the band must still hold its middle.
         low_ns=min(step_ns, plan(estimate.low).predicted_ns),
         high_ns=max(step_ns, plan(estimate.high).predicted_ns),
         efficiency=ratio(min(compute_ns(each) for each in profiles), step_ns),

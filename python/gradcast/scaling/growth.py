@@ -1,7 +1,7 @@
-"""What an all-reduce costs on other numbers of workers, from what it costs where that is known.
+"""What an all-reduce costs on other numbers of workers, from its known costs.
 
-The formulas of docs/networks.md, turned round: a start-up cost is steps times the latency of a hop plus what does not
-grow, a cost per byte is 2 (P - 1)/P over the bandwidth. What one measurement cannot tell apart becomes a range.
+This inverts the formulas of docs/networks.md: a start-up cost is the number of steps times the latency of a hop, plus a
+constant; a cost per byte is 2 (P - 1) / P over the bandwidth. What the measurements cannot tell apart becomes a range.
 """
 
 import dataclasses
@@ -13,55 +13,55 @@ from gradcast import _core
 from gradcast.errors import Error
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
-MEASURED_ALGORITHMS = ("ring", "tree")  # that a library may have run
+MEASURED_ALGORITHMS = ("ring", "tree")  # that a library may have used when costs were measured
 # One in 200 simulated fits of a link was off by 12 % at its worst size, the median by 2.5 % (docs/networks.md).
 SPREAD = 0.1
-# What else a start-up cost may grow like: not at all, or, where all measured blocks were of one size, as their bytes.
+# Other ways in which a start-up cost may grow: not at all, or, if all measured blocks had one size, with their bytes.
 _CONSTANT, _BYTES = "constant", "bytes"
 _FREE = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=0, beta_ns_per_byte=0)])
-# Published, but their costs per byte were scaled from those of another number of workers (docs/networks.md).
+# Published networks whose costs per byte were scaled from another number of workers (docs/networks.md).
 _SCALED = ("56gbib-32", "56gbib-64")
 
 
 def step_count(algorithm: str, worker_count: int) -> float:
-    """Messages that follow one another in an all-reduce; what each of them waits for is the latency of a hop."""
+    """Number of successive messages in an all-reduce; each waits for the latency of a hop."""
     if algorithm == _CONSTANT:
         return 0
     if algorithm == _BYTES:
         return byte_share(worker_count)
-    # A hierarchical all-reduce is a ring of nodes once the inside of the nodes is done.
+    # Between nodes a hierarchical all-reduce is a ring.
     return 2 * math.ceil(math.log2(worker_count)) if algorithm == "tree" else 2 * (worker_count - 1)
 
 
 def byte_share(worker_count: int) -> float:
-    """How often each byte passes a worker's connection, in a ring and in a tree."""
+    """How often each byte passes a worker's connection, in a ring or a tree."""
     return 2 * (worker_count - 1) / worker_count
 
 
 @dataclass(frozen=True)
 class Network:
-    """Costs at the numbers of workers at which they are known, ascending."""
+    """A network by its known costs: (number of workers, link), ascending."""
 
     name: str
     costs: tuple[tuple[int, _core.LinkModel], ...]
-    algorithm: str = "ring"  # whose steps the start-up costs consist of
-    measured: bool = True  # False: costs of a formula, which says how they grow, too
+    algorithm: str = "ring"  # that was used when the costs were measured
+    measured: bool = True  # False: costs of a formula, which also tells how they grow
     scaled: bool = False  # from the costs of another number of workers
 
     def __post_init__(self) -> None:
         if self.algorithm not in MEASURED_ALGORITHMS:
-            raise Error(f"costs were not measured with {self.algorithm}; say {' or '.join(MEASURED_ALGORITHMS)}")
+            raise Error(f"costs cannot be measured with {self.algorithm}; write {' or '.join(MEASURED_ALGORITHMS)}")
 
 
 @dataclass(frozen=True)
 class Nodes:
     workers_per_node: int
-    inside: Network | None = None  # None: what the network itself knows of so many workers and fewer
+    inside: Network | None = None  # None: the network's costs for at most workers_per_node workers
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The link of a number of workers, with the cheapest and the dearest one that the measurements allow."""
+    """The link of a number of workers, with the cheapest and the most expensive link that the measurements allow."""
 
     low: _core.LinkModel
     link: _core.LinkModel
@@ -71,11 +71,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class StartUp:
-    """A start-up cost as a part that stays and a part for every step."""
+    """A start-up cost as a constant part and a part for each step of the algorithm."""
 
     fixed_ns: float
     hop_ns: float
-    error_share: float  # the largest where the cost is known
+    error_share: float  # largest relative error at the known costs
 
     def at(self, algorithm: str, worker_count: int) -> float:
         return self.fixed_ns + self.hop_ns * step_count(algorithm, worker_count)
@@ -86,12 +86,13 @@ def alpha_ns(link: _core.LinkModel) -> float:
 
 
 def beta_ns_per_byte(link: _core.LinkModel) -> float:
-    """Of the last piece, where large blocks are."""
+    """The cost per byte of large blocks."""
     return link.all_reduce.pieces[-1].beta_ns_per_byte
 
 
 def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
-    """Least squares of relative errors over (workers, ns), both parts at least 0. Of one value, all of it is steps."""
+    """Least squares of relative errors, with both parts at least 0. ``known``: (workers, ns). A single value is all
+    steps."""
     rows = [(1 / value, step_count(algorithm, count) / value) for count, value in known if value > 0]
     if not rows:
         return StartUp(0.0, 0.0, 0.0)
@@ -115,8 +116,11 @@ def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
 
 
 def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tuple[int, float]]]:
-    """``known``, ascending, with each value up or down by the share, as far as the ends of a fit need it: what a value
-    counts in a fitted line changes its sign once at most along the numbers of workers."""
+    """Variants of ``known`` with each value raised or lowered by ``share`` that give the extremes of a fit.
+
+    ``known``: (workers, value), ascending. The weight of a value in a fitted line changes its sign at most once along
+    the numbers of workers, so one change of direction is enough.
+    """
     for split in range(len(known) + 1):
         for sign in (-1, 1):
             factors = [1 - sign * share] * split + [1 + sign * share] * (len(known) - split)
@@ -124,16 +128,17 @@ def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tupl
 
 
 def _all_reduce_only(link: _core.LinkModel) -> _core.LinkModel:
-    """Measured and hierarchical links have no other operations; a formula's would make plans that they do not allow."""
+    """Without other operations, which measured and hierarchical links do not have. With them, a formula's link would
+    allow plans that those do not."""
     return _core.LinkModel(all_reduce=link.all_reduce.pieces, pack_ns_per_byte=link.pack_ns_per_byte)
 
 
 def _scaled(link: _core.LinkModel, to_alpha_ns: float, to_beta_ns_per_byte: float) -> _core.LinkModel:
-    """REQUIRES: a cost per byte of 0 stays 0."""
+    """The link with other costs. REQUIRES: a cost per byte of 0 stays 0."""
     alpha, beta = alpha_ns(link), beta_ns_per_byte(link)
     factors = (to_alpha_ns / alpha if alpha > 0 else 1.0, to_beta_ns_per_byte / beta if beta > 0 else 1.0)
     scaled = _all_reduce_only(link).scaled(*factors)
-    # A start-up cost of 0 cannot be scaled, so it is added.
+    # A start-up cost of 0 cannot be scaled, so the new one is added.
     return scaled if alpha > 0 else _sum(scaled, _line(to_alpha_ns, 0.0))
 
 
@@ -142,12 +147,12 @@ def _line(alpha_ns: float, beta_ns_per_byte: float) -> _core.LinkModel:
 
 
 def _sum(link: _core.LinkModel, other: _core.LinkModel) -> _core.LinkModel:
-    """One after the other, as the all-reduces inside nodes and between them."""
+    """The costs of two operations one after the other, such as all-reduces inside nodes and between them."""
     costs = [link.all_reduce.pieces, other.all_reduce.pieces]
     ends = sorted({piece.up_to_bytes for pieces in costs for piece in pieces if piece.up_to_bytes is not None})
     found = []
     for end in [*ends, None]:
-        # Of each cost the first piece that reaches as far.
+        # The first piece of each cost that reaches this far.
         parts = [next(p for p in pieces if p.up_to_bytes is None or (end and p.up_to_bytes >= end)) for pieces in costs]
         found.append(
             _core.LinkPiece(
@@ -156,18 +161,16 @@ def _sum(link: _core.LinkModel, other: _core.LinkModel) -> _core.LinkModel:
                 up_to_bytes=end,
             )
         )
-    # A block is packed once for both.
+    # A block is packed once for both operations.
     return _core.LinkModel(all_reduce=found, pack_ns_per_byte=max(link.pack_ns_per_byte, other.pack_ns_per_byte))
 
 
 class Growth:
-    """The costs of one network, all of whose connections are alike, on any number of workers."""
+    """The costs of a network with equal connections on any number of workers."""
 
     def __init__(self, network: Network, spread: float = SPREAD) -> None:
         if not network.costs:
-            raise Error(
-                f"nothing is known of the network {network.name}; give a cost of at least one number of workers"
-            )
+            raise Error(f"the network {network.name} has no costs; give those of at least one number of workers")
         self.network = network
         self._spread = spread
         self._costs = dict(network.costs)
@@ -176,15 +179,15 @@ class Growth:
         if 0 in shares and max(shares) > 0:
             without = " and ".join(str(count) for count, share in zip(self._costs, shares, strict=True) if share == 0)
             raise Error(
-                f"the costs of the network {network.name} have no cost per byte on {without} workers, where the blocks "
-                "were of too few sizes, and elsewhere they have one; leave those out"
+                f"the network {network.name} has no cost per byte on {without} workers, because the blocks measured "
+                "there had too few sizes, and has one elsewhere; leave out the costs without one"
             )
         self._wire_ns_per_byte = sum(shares) / len(shares)
-        # How far the measurements are from the one wire that stands for them.
+        # Largest relative deviation of the measurements from their mean.
         self._wire_error = max((abs(share / self._wire_ns_per_byte - 1) for share in shares if share > 0), default=0.0)
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
-        """As if all workers were nodes of their own."""
+        """The link if each worker is a node of its own."""
         if worker_count == 1:
             return Estimate(_FREE, _FREE, _FREE, "extrapolated")
         basis = self._basis(algorithm, worker_count)
@@ -193,7 +196,7 @@ class Growth:
             alpha = alpha_ns(link)
             ends = (alpha * (1 - self._spread), alpha, alpha * (1 + self._spread))
             return self._estimate(link, ends, beta_ns_per_byte(link), basis, self._spread)
-        # What is known at the nearest number of workers lends its shape: breakpoints, other kinds of operation.
+        # The link of the nearest number of workers gives the shape: breakpoints, other operations.
         near = min(self._costs, key=lambda count: (abs(math.log(count / worker_count)), -count))
         beta = self._wire_ns_per_byte * byte_share(worker_count)
         wire = max(self._spread, self._wire_error)
@@ -202,7 +205,7 @@ class Growth:
     def _estimate(
         self, base: _core.LinkModel, alphas: tuple[float, float, float], beta: float, basis: str, wire: float
     ) -> Estimate:
-        """``alphas``: at least, estimated, at most. ``wire``: by how much of it the cost per byte may be off."""
+        """``alphas``: lowest, estimated and highest start-up cost. ``wire``: relative error of the cost per byte."""
         low, middle, high = alphas
         return Estimate(
             low=_scaled(base, low, beta * max(1 - wire, 0.0)),
@@ -219,18 +222,18 @@ class Growth:
         return "fitted" if min(self._costs) < worker_count < max(self._costs) else "extrapolated"
 
     def _alphas_ns(self, algorithm: str, worker_count: int) -> tuple[float, float, float]:
-        """The least, the estimated and the largest start-up cost: any known one may be off, and it may grow otherwise
-        than the algorithm that was measured does."""
+        """Lowest, estimated and highest start-up cost. Each known one may be inaccurate, and start-up costs may grow in
+        another way than the steps of the measured algorithm."""
         own = self.network.algorithm
         share = max(self._spread, fit_start_up(own, self._alphas).error_share)
-        ways = [(own, algorithm)]  # whose steps it was made of, and whose it will be
+        ways = [(own, algorithm)]  # the algorithm of the known costs, and that of the estimate
         if self.network.measured:
-            # Blocks of one size cannot tell the start from the bytes (gradcast.training.measure.network_cost).
+            # With blocks of one size, start-up cost and bytes cannot be told apart (training.measure.network_cost).
             ways = [(_BYTES, _BYTES), *ways] if self._wire_ns_per_byte == 0 else ways
-            # Made of the steps of the algorithm asked for; growing more slowly than a ring's; not made of steps at all.
+            # It may consist of the requested algorithm's steps, or of no steps, or grow more slowly than a ring's.
             others = [(algorithm, algorithm), (_CONSTANT, _CONSTANT)]
             others += [("tree", "tree")] if algorithm == "ring" else []
-            # With several measurements, those that these rule out are left out.
+            # Several measurements rule out some of these ways.
             ways += [way for way in others if fit_start_up(way[0], self._alphas).error_share <= share]
 
         def at(way: tuple[str, str], known: list[tuple[int, float]]) -> float:
@@ -241,7 +244,7 @@ class Growth:
 
 
 class Cluster:
-    """A network with nodes: inside a node connections are of another kind."""
+    """A network of nodes, with other connections inside a node than between nodes."""
 
     def __init__(self, network: Network, nodes: Nodes | None = None, spread: float = SPREAD) -> None:
         self.network = network
@@ -256,21 +259,21 @@ class Cluster:
         return dataclasses.replace(self.network, costs=tuple(costs))
 
     def why_not(self, algorithm: str, worker_count: int) -> str | None:
-        """Why there is no estimate; None where there is one."""
+        """Why there is no estimate, or None if there is one."""
         if worker_count == 1:
             return None
         if worker_count <= self._per_node and self._inside is None:
-            return "nothing is known of the network inside a node"
+            return "the costs of the network inside a node are not known"
         if worker_count > self._per_node and self._between is None:
-            return "nothing is known of the network between nodes"
+            return "the costs of the network between nodes are not known"
         if algorithm != "hierarchical" or worker_count <= self._per_node:
             return None
         if self._per_node == 1:
             return "a hierarchical all-reduce needs nodes of several workers"
         if self._inside is None:
-            return "nothing is known of the network inside a node"
+            return "the costs of the network inside a node are not known"
         if worker_count % self._per_node:
-            return f"{worker_count} workers do not fill nodes of {self._per_node}"
+            return f"{worker_count} workers do not fill nodes of {self._per_node} workers"
         return None
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
@@ -278,7 +281,7 @@ class Cluster:
         if worker_count <= self._per_node:
             if self._inside is None:
                 return Estimate(_FREE, _FREE, _FREE, "extrapolated")  # one worker
-            # In one node a hierarchical all-reduce is a ring.
+            # Inside one node a hierarchical all-reduce is a ring.
             return self._inside.estimate("ring" if algorithm == "hierarchical" else algorithm, worker_count)
         if algorithm == "hierarchical":
             return self._hierarchical(worker_count // self._per_node)
@@ -296,7 +299,7 @@ class Cluster:
 
 
 def published(name: str, algorithm: str = "ring") -> Network:
-    """A bundled network: ``10gbe-8`` as it is, ``10gbe`` at all numbers of workers at which it was measured."""
+    """A bundled network: ``10gbe-8`` is one number of workers, ``10gbe`` all those on which it was measured."""
     family = [named for named in _core.networks() if named.name.rpartition("-")[0] == name]
     found = [named for named in family if named.name not in _SCALED] or [_core.network(name)]
     costs = sorted(((named.world_size, named.link) for named in found), key=lambda cost: cost[0])
@@ -308,5 +311,5 @@ def hop(bandwidth_bits_per_s: float, latency_ns: float) -> _core.Hop:
 
 
 def from_hop(name: str, hop: _core.Hop, worker_count: int = 2) -> Network:
-    """A network of equal connections by the formula, stated at any number of workers above one."""
+    """A network of equal connections by the formula. Any ``worker_count`` above 1 gives the same network."""
     return Network(name, ((worker_count, _core.ring_link(hop, worker_count)),), measured=False)

@@ -1,4 +1,4 @@
-"""The price file of ``gradcast advise``: machines, what they cost, how they are connected (docs/scaling.md)."""
+"""The price file of ``gradcast advise``: machines, their prices and their connections (docs/scaling.md)."""
 
 import datetime
 import importlib
@@ -44,10 +44,10 @@ class Prices:
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds of ``4h``, ``90min``, ``30s``, ``2d``."""
+    """Parses ``4h``, ``90min``, ``30s`` or ``2d``."""
     match = _DURATION.fullmatch(text.lower())
     if match is None or match[2] not in _DURATION_S:
-        raise Error(f"'{text}' is no duration; write for instance 4h, 90min, 30s or 2d")
+        raise Error(f"'{text}' is not a duration; write for instance 4h, 90min, 30s or 2d")
     return float(match[1]) * _DURATION_S[match[2]]
 
 
@@ -56,7 +56,7 @@ def sample_path() -> str:
 
 
 def load_prices(path: str) -> Prices:
-    """From TOML, or from JSON with the same fields if the name ends with .json."""
+    """Loads a TOML file, or a JSON file with the same fields if its name ends with .json."""
     fields = _Fields(_read(path), f"{path}: ")
     fields.take("version", _whole(VERSION, VERSION))
     date, currency = fields.take("date", _text), fields.take("currency", _text)
@@ -76,8 +76,8 @@ def _read(path: str) -> dict[str, Any]:
     is_json = Path(path).suffix.lower() == ".json"
     try:
         value = json.loads(text) if is_json else _toml().loads(text)
-    except (ValueError, RecursionError) as error:  # what both kinds of syntax errors are
-        raise Error(f"{path} is no valid {'JSON' if is_json else 'TOML'}: {error}") from None
+    except (ValueError, RecursionError) as error:  # both parsers' syntax errors are ValueErrors
+        raise Error(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}") from None
     if not isinstance(value, dict):
         raise Error(f"{path}: a price file is an object with the field machine; see the bundled sample {sample_path()}")
     return value
@@ -89,11 +89,11 @@ def _toml() -> Any:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise Error("TOML needs Python 3.11 or newer, or `pip install tomli`; or give the prices as .json")
+    raise Error("reading TOML needs Python 3.11 or newer, or `pip install tomli`; or write the prices as .json")
 
 
 class _Fields:
-    """Takes the fields of a table one by one, so that those that nobody knows are found in the end."""
+    """Takes the fields of a table one by one, and finds those that are left over."""
 
     def __init__(self, fields: dict[str, Any], where: str) -> None:
         self._fields = dict(fields)
@@ -111,7 +111,7 @@ class _Fields:
 
     def end(self) -> None:
         if self._fields:
-            self.refuse(f"there is no field {next(iter(self._fields))}; docs/scaling.md has those that there are")
+            self.refuse(f"there is no field {next(iter(self._fields))}; docs/scaling.md lists the fields")
 
     def refuse(self, sentence: str) -> NoReturn:
         raise Error(f"{self._where}{sentence}") from None
@@ -158,7 +158,7 @@ def _spot(fields: _Fields) -> Spot:
 def _text(value: Any) -> str:
     # TOML has dates of its own.
     if not isinstance(value, (str, datetime.date)) or not str(value):
-        raise Error(f"{value!r} is no text")
+        raise Error(f"{value!r} is not text")
     return str(value)
 
 
@@ -177,7 +177,7 @@ def _tables(value: Any) -> list[dict[str, Any]]:
 def _whole(low: int, high: int) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise Error(f"{value!r} is no whole number from {low} to {high}")
+            raise Error(f"{value!r} is not a whole number from {low} to {high}")
         return value
 
     return convert
@@ -186,7 +186,7 @@ def _whole(low: int, high: int) -> Callable[[Any], int]:
 def _number(low: float) -> Callable[[Any], float]:
     def convert(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
-            raise Error(f"{value!r} is no number of at least {low:g}")
+            raise Error(f"{value!r} is not a number of at least {low:g}")
         return float(value)
 
     return convert
@@ -195,7 +195,7 @@ def _number(low: float) -> Callable[[Any], float]:
 def _quantity(parse: Callable[[str], float], example: str) -> Callable[[Any], float]:
     def convert(value: Any) -> float:
         if not isinstance(value, str):
-            raise Error(f"{value!r} is no text with a unit; write for instance {example}")
+            raise Error(f"{value!r} is not text with a unit; write for instance {example}")
         return parse(value)
 
     return convert

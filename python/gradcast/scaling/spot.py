@@ -1,7 +1,7 @@
-"""How long a training takes on machines that may be revoked: by Monte Carlo, and exactly for exponential lifetimes.
+"""How long a training takes on machines that may be revoked: simulated, and exact for exponential lifetimes.
 
-The training stops when any of its machines is revoked. What it did since the last checkpoint is lost; a new machine
-joins, and the training goes on a restart time later. Revocations during a restart begin it anew.
+The training stops when any of its machines is revoked. Its work since the last checkpoint is lost, a new machine joins,
+and the training continues after a restart time. A revocation during a restart begins the restart again.
 """
 
 import heapq
@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A training that takes this many times as long as without revocations is given up: it hardly gets anywhere.
-GIVEN_UP = 20
-# So many trainings given up from the first on, and the others would be, too: one in a million where half of them end.
+# A training is abandoned if it takes this many times as long as without revocations.
+ABANDONED_FACTOR = 20
+# Stop after 20 consecutive abandoned runs. If half of all runs end, that happens once in a million times.
 _HOPELESS_RUNS = 20
-# exp of more is beyond what a double holds.
+# exp() of more overflows a double.
 _EXPONENT_MAX = 700.0
 
 
@@ -22,26 +22,26 @@ _EXPONENT_MAX = 700.0
 class Spot:
     price_per_hour: float  # of one machine
     revocations_per_hour: float  # of one machine; 1 over its mean lifetime
-    checkpoint_interval_s: float  # training between two checkpoints
-    checkpoint_cost_s: float  # the training stands still while one is written
+    checkpoint_interval_s: float  # training time between two checkpoints
+    checkpoint_cost_s: float  # training stops while a checkpoint is written
     restart_s: float  # from a revocation until training goes on
-    shape: float = 1.0  # of the Weibull distribution of lifetimes; above 1: machines age, below: they settle
+    shape: float = 1.0  # of the Weibull distribution of lifetimes; above 1, older machines are revoked more often
 
 
 def _checkpoint_count(work_s: float, spot: Spot) -> int:
-    """After the last part there is none."""
+    """There is no checkpoint after the last part."""
     return max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
 
 
 def undisturbed_s(work_s: float, spot: Spot) -> float:
-    """``work_s`` of training with its checkpoints."""
+    """Time of a training of ``work_s`` with its checkpoints and without revocations."""
     return work_s + _checkpoint_count(work_s, spot) * spot.checkpoint_cost_s
 
 
 def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
-    """The mean with exponential lifetimes, whatever the shape says; infinite where a double cannot hold it.
+    """Mean time with exponential lifetimes; ``spot.shape`` is ignored. Infinite if it overflows a double.
 
-    A part of s seconds that begins again after each revocation takes e^(rate R) (e^(rate s) - 1) / rate in the mean,
+    A part of s seconds that begins again after each revocation takes e^(rate R) (e^(rate s) - 1) / rate on average,
     with restarts of R seconds: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
     dumps", Future Generation Computer Systems 22 (2006).
     """
@@ -58,11 +58,11 @@ def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
 
 
 def simulate_s(work_s: float, machine_count: int, spot: Spot, *, run_count: int, seed: int) -> list[float]:
-    """Times of as many trainings, ascending; the same for the same seed. Infinite: given up."""
+    """Times of ``run_count`` simulated trainings, ascending; infinite if abandoned. Equal seeds give equal times."""
     if spot.revocations_per_hour == 0:
         return [undisturbed_s(work_s, spot)] * run_count
-    limit_s = GIVEN_UP * undisturbed_s(work_s, spot)
-    # The mean of another shape may be far from this one.
+    limit_s = ABANDONED_FACTOR * undisturbed_s(work_s, spot)
+    # With another shape the mean may be very different.
     if spot.shape == 1 and expected_s(work_s, machine_count, spot) > limit_s:
         return [math.inf] * run_count
     generator = random.Random(seed)
@@ -97,13 +97,13 @@ def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callab
 
 
 def quantile(ascending: list[float], share: float) -> float:
-    """The smallest value that at least this share of all do not exceed."""
+    """The smallest value that at least this share of all values do not exceed."""
     return ascending[max(math.ceil(share * len(ascending)) - 1, 0)]
 
 
 def mean_s(ascending_s: list[float], work_s: float, spot: Spot) -> float:
-    """Trainings that were given up count with what they had taken by then; infinite where more than half were."""
+    """Mean time; abandoned trainings count with the time until then. Infinite if more than half were abandoned."""
     if quantile(ascending_s, 0.5) == math.inf:
         return math.inf
-    limit_s = GIVEN_UP * undisturbed_s(work_s, spot)
+    limit_s = ABANDONED_FACTOR * undisturbed_s(work_s, spot)
     return sum(limit_s if time_s == math.inf else time_s for time_s in ascending_s) / len(ascending_s)

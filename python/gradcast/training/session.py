@@ -143,7 +143,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         unseen = [self._slots[index].name for index in sorted(self.controller.unseen_reads)]
-        return agreement.saved(self.controller.agreed, self.profile, self.mode, unseen)
+        return agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows a saved plan from the next step on, where it is of the same model and as many workers. Collective."""
@@ -271,7 +271,7 @@ class Session:
             start_ns = self._settled_at_ns() or forward_end_ns or now_ns
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, start_ns)
-            self._changing_layout(lambda: self.controller.next(start_ns))
+            self._changing_layout(lambda: self.controller.begin_iteration(start_ns))
             self._look_for_failures()
             if self._damage is not None:
                 raise self._damage
@@ -409,7 +409,7 @@ class Session:
     def _take(self, number: int) -> bool:
         warmup = self.controller.warmup
         if warmup is None:
-            return self._steps.take(number, self, at_once=self.controller.plain)
+            return self._steps.take(number, self, at_once=self.controller.on_baseline)
         self._await_gradients(time.perf_counter_ns())
         with warmup.stopwatch.updating():
             return self._steps.take(number, self, at_once=True)

@@ -43,12 +43,12 @@ def stats_of(session: Any) -> dict[str, Any]:
     }
     live = session.controller
     if profile is not None and live.warmup is None:  # of a warm-up's plans nothing is predicted
-        usual = live.agreed.usual
-        values |= {"predicted_ms": usual.step_ns / 1e6, "bound_ms": usual.bound_ns / 1e6}
+        typical = live.agreed.typical_step
+        values |= {"predicted_ms": typical.step_ns / 1e6, "bound_ms": typical.bound_ns / 1e6}
     expectation, compared = live.agreed.expectation, live.comparison
     values |= {
         "runs_as_ddp": live.agreed.runs_as_baseline,
-        "tries_ddp": live.plain and not live.agreed.runs_as_baseline,
+        "tries_ddp": live.on_baseline and not live.agreed.runs_as_baseline,
         "expected_gain": None if expectation is None else expectation.gain,
         "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
         "slowest_rank": live.slowest_rank,

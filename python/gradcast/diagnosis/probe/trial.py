@@ -88,7 +88,7 @@ def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) 
         handle.plan_version,
         handle.plan,
         ms,
-        handle._session.controller.agreed.usual.step_ns,
+        handle._session.controller.agreed.typical_step.step_ns,
     )
 
 
@@ -98,7 +98,7 @@ def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
         profile=json.loads(session.profile.to_json()),
         plan=json.loads(session.plan.to_json()),
         versions=timelines.versions(made),
-        spread=session.controller.scatter.link,
+        spread=session.controller.variation.link,
         trace=compact(handle.timeline()),
     )
 

@@ -1,1 +1,1 @@
-"""Everything that depends on how PyTorch, the compiler or the operating system work."""
+"""What depends on the internals of PyTorch, the compiler or the operating system."""

@@ -1,6 +1,6 @@
-"""Taking the gradients of a DistributedDataParallel module over, and giving them back.
+"""Takes the gradient reduction away from a DistributedDataParallel module, and gives it back.
 
-DDP keeps what it does besides: buffers from rank 0 before forward, ``no_sync``, its forward. Only its reduction goes.
+DDP still does everything else: it sends buffers from rank 0 before forward, and its ``no_sync`` and forward work.
 """
 
 import weakref
@@ -18,16 +18,16 @@ from gradcast.errors import refused
 def check_comm_hooks(ddp: DistributedDataParallel) -> None:
     if getattr(ddp, "_comm_hooks", None):
         raise refused(
-            "a communication hook is registered on this DDP module, and gradcast takes its place, so that it would "
-            "never be called; use a DDP module without one"
+            "a communication hook is registered on this DDP module; gradcast would take its place, and it would never "
+            "be called; use a DDP module without one"
         )
 
 
 class DdpTakeover:
-    """DDP reduces nothing any more, until ``give_back()``.
+    """Until ``give_back()`` DDP reduces nothing.
 
-    Where ranks run out of inputs (``ddp.join()``), those that have ended shadow DDP's own operations, which they alone
-    know. ``joining`` is called before the first one of such a run, ``joined`` after the last.
+    With ``ddp.join()``, ranks that have run out of inputs shadow DDP's own operations, and cannot shadow gradcast's. So
+    DDP has to reduce there: ``joining`` is called before the first operation of such a run, ``joined`` after the last.
     """
 
     def __init__(self, ddp: DistributedDataParallel, joining: Callable[[], None], joined: Callable[[], None]) -> None:
@@ -42,18 +42,18 @@ class DdpTakeover:
 
     def take(self) -> None:
         ddp = self._ddp()
-        # It would make DDP's reducer count unused parameters as ready and reduce buckets by itself.
+        # With it DDP's reducer would count unused parameters as ready, and reduce buckets.
         ddp.find_unused_parameters = False
         ddp.reducer._remove_autograd_hooks()
-        # DDP's forward asks a reducer. One of nothing keeps neither buckets nor parameters alive.
+        # DDP's forward needs a reducer. An empty one keeps neither buckets nor parameters alive.
         nothing = nn.Parameter(torch.zeros(1, device=ddp.device))
         ddp._ddp_init_helper([nothing], [False], {0: "nothing"}, static_graph=False)
-        # With a static graph DDP would reduce at the end of its first backward pass, whoever's gradients these are.
+        # With a static graph DDP would reduce at the end of its first backward pass.
         ddp._static_graph_delay_allreduce_enqueued = True
         self.active = True
 
     def _state_of_a_copy(self) -> dict[str, Any]:
-        """In the place of ``ddp.__getstate__``: copies have nothing of gradcast, and reduce as DDP does."""
+        """Replaces ``ddp.__getstate__``: copies hold nothing of gradcast, and reduce as DDP does."""
         state = DistributedDataParallel.__getstate__(self._ddp())
         del state["join_hook"], state["__getstate__"]
         if self.active:
@@ -62,7 +62,7 @@ class DdpTakeover:
         return state
 
     def before_forward(self) -> None:
-        """Calls ``joining`` in the first forward pass inside of ``join()``. Raises for a hook registered since."""
+        """Calls ``joining`` in the first forward pass inside ``join()``. Raises Error for a communication hook."""
         check_comm_hooks(self._ddp())
         if self._in_join and self.active and self._ddp()._join_config.enable:
             self._joining()
@@ -72,7 +72,7 @@ class DdpTakeover:
         self._joined()
 
     def reduce_again(self) -> None:
-        """With a new reducer: the hooks of the old one are gone for good."""
+        """Gives DDP a new reducer, since the hooks of the old one cannot be restored."""
         ddp = self._ddp()
         ddp.find_unused_parameters = self._find_unused_parameters
         ddp._static_graph_delay_allreduce_enqueued = False
@@ -82,7 +82,7 @@ class DdpTakeover:
         self.active = False
 
     def give_back(self) -> None:
-        """DDP is as it was."""
+        """Restores DDP."""
         ddp = self._ddp()
         if ddp is None:
             return
@@ -92,7 +92,7 @@ class DdpTakeover:
 
 
 class _WatchedJoinHook:
-    """In the place of ``ddp.join_hook``."""
+    """Replaces ``ddp.join_hook``."""
 
     def __init__(self, taken_over: DdpTakeover, ddp: DistributedDataParallel) -> None:
         self._taken_over, self._ddp = taken_over, weakref.ref(ddp)
@@ -103,13 +103,13 @@ class _WatchedJoinHook:
 
 
 class _WatchedJoin(JoinHook):
-    """What DDP does for a rank without inputs, and when it begins and ends."""
+    """DDP's work for a rank without inputs, with notice of when it begins and ends."""
 
     def __init__(self, hook: JoinHook, taken_over: DdpTakeover) -> None:
         self._hook, self._taken_over = hook, taken_over
 
     def main_hook(self) -> None:
-        # Of a rank that had no input at all, DDP is not back at work yet.
+        # If this rank had no input at all, DDP does not reduce yet.
         self._taken_over.before_forward()
         self._hook.main_hook()
 

@@ -1,7 +1,7 @@
-"""Finds the module `_c10d` for the torch that runs, and has it built where there is none yet.
+"""Finds the module `_c10d` for the torch that runs, and builds it if there is none.
 
-Looked for in this order: the one built when gradcast was installed; the one in the cache; then it is compiled, into the
-cache. GRADCAST_CACHE_DIR names the cache, else it is ``gradcast`` in XDG_CACHE_HOME or in ``~/.cache``.
+It looks for the module built when gradcast was installed, then in the cache; otherwise it compiles the module into the
+cache. GRADCAST_CACHE_DIR names the cache; the default is ``gradcast`` in XDG_CACHE_HOME or in ``~/.cache``.
 
 Thread safety: any thread, any process.
 """
@@ -22,7 +22,7 @@ from gradcast.errors import Error
 from gradcast.training.compat import native_build
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Longer than any compilation takes: whoever waits so long waits for a process that hangs.
+# Longer than any compilation takes, so a process that holds the lock for so long hangs.
 _LOCK_TIMEOUT_S = 900.0
 
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ _module: ModuleType | None = None
 
 
 def load() -> ModuleType:
-    """The module. Raises Error with what to install, where it is missing and cannot be built."""
+    """The module `_c10d`. Raises Error that says what to install if it cannot be built."""
     global _module
     with _lock:
         if _module is None:
@@ -40,13 +40,13 @@ def load() -> ModuleType:
 
 
 def sources_root() -> Path:
-    """Where ``csrc/transport/torch`` lies: in the installed package, else in the tree that the package is part of."""
+    """The folder that holds ``csrc/transport/torch``: in the installed package, or the source tree that it is part of."""
     shipped = _PACKAGE / "native"
     return shipped if shipped.is_dir() else _PACKAGE.parents[1]
 
 
 def find() -> Path | None:
-    """The module for the torch that runs, None where it is still to be compiled. Raises Error without torch."""
+    """The file of the module for the torch that runs, None if it is not compiled yet. Raises Error without torch."""
     version = _torch_version()
     cached = cache_folder() / native_build.key(sources_root(), version) / f"_c10d{native_build.MODULE_SUFFIX}"
     return _installed(version) or (cached if cached.exists() else None)
@@ -83,15 +83,15 @@ def _cached(torch_version: str) -> Path:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with _only_one_builds(folder):
-                if not path.exists():  # the one before us has not built it
-                    _say(f"building the part for torch {torch_version}, once, in a minute or two ...")
+                if not path.exists():  # another process may have built it meanwhile
+                    _say(f"building the part for torch {torch_version}, once; it takes a minute or two ...")
                     native_build.build(root, path)
     except native_build.BuildError as error:
         raise Error(str(error), "invalid_use") from None
     except OSError as error:
         raise Error(
             f"cannot write the part for torch into the cache ({error}); "
-            "name a folder that can be written in GRADCAST_CACHE_DIR",
+            "set GRADCAST_CACHE_DIR to a folder that can be written",
             "invalid_use",
         ) from None
     return path
@@ -99,7 +99,7 @@ def _cached(torch_version: str) -> Path:
 
 @contextlib.contextmanager
 def _only_one_builds(folder: Path) -> Iterator[None]:
-    """One process at a time. The system frees the lock of a process that dies."""
+    """Lets one process build at a time. The system releases the lock of a process that dies."""
     path = folder / "lock"
     with path.open("a") as file:
         deadline = time.monotonic() + _LOCK_TIMEOUT_S

@@ -1,7 +1,7 @@
-"""fork(): a child has a copy of everything but the threads, and nothing of the network is its business.
+"""Forks of the process, for instance for workers of a data loader.
 
-Before a fork what is in flight is finished, so that the child, a worker of a data loader, say, sees finished values. In
-the child gradcast lets go of everything.
+A child process has a copy of everything but the threads, and must not use the network. Before a fork everything in
+flight is completed, so that the child sees finished values. In the child gradcast releases everything.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ _attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def watch(attachment: Any) -> None:
-    """From now on forks take care of this one."""
+    """Handles this attachment at each fork from now on."""
     _attached.add(attachment)
 
 
 def _before() -> None:
     for attachment in list(_attached):
         if not attachment.session.released:
-            # What has failed is raised where the training needs it.
+            # The error is raised again where the training needs the values.
             with contextlib.suppress(Error):
                 attachment.session.flush()
 
@@ -31,7 +31,7 @@ def _before() -> None:
 def _in_child() -> None:
     for attachment in list(_attached):
         attachment.session.abandon()
-        # Its destructor would wait for a thread that this process does not have.
+        # The destructor of the exchange would wait for a thread that this process does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(attachment.session.exchange))
 
 

@@ -6,12 +6,15 @@ from gradcast.errors import refused
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Where a training's pass begins, and before anything is waited for: a CUDA graph replays kernels, and what the
-    host does in between, sending blocks, is no part of it. To make a stream that is captured wait for traffic would end
-    the capture with an error of CUDA's that does not say why."""
+    """Raises Error if the current stream of the device is being captured. Call it where a pass of the training begins,
+    before anything is waited for.
+
+    A CUDA graph replays kernels, and what the host does in between, such as sending blocks, is not part of it. Making a
+    captured stream wait for blocks would end the capture with an error of CUDA that does not say why.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise refused(
-            "this pass is being captured in a CUDA graph, which would leave gradcast's traffic out when it is "
-            "replayed; capture forward and backward with torch.cuda.make_graphed_callables before attach, or train "
-            "without a graph (what does not train can be captured: call handle.flush() before)"
+            "this pass is being captured in a CUDA graph, and the graph would not send gradients when it is replayed; "
+            "capture forward and backward with torch.cuda.make_graphed_callables before attach, or train without a "
+            "graph (passes that do not train can be captured: call handle.flush() first)"
         )

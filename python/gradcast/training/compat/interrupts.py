@@ -1,4 +1,4 @@
-"""Ctrl-C does not come between the parts of a change that has to be whole."""
+"""Delays Ctrl-C until a change that has to be complete is complete."""
 
 import contextlib
 import signal
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def after_this() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block. For blocks that wait for nobody.
+    """Ctrl-C takes effect at the end of the block. Use it only for blocks that do not wait.
 
-    Python runs signal handlers on the main thread alone; elsewhere nothing has to be done. A handler that is not
-    Python's (None, SIG_IGN, SIG_DFL) raises nothing.
+    Python runs signal handlers on the main thread only, so other threads need no delay. Neither do handlers that are
+    not Python functions (None, SIG_IGN, SIG_DFL): they raise nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

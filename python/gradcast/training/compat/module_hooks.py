@@ -1,7 +1,7 @@
 """Hooks on the user's module, which copies of the module do not inherit.
 
-``deepcopy`` and ``pickle`` copy a module's hooks with it. A copy must be an ordinary module, also where gradcast is not
-installed: what is copied of these hooks is a function of the standard library that takes anything and does nothing.
+``deepcopy`` and ``pickle`` copy a module's hooks with it. A copy must be an ordinary module, even without gradcast
+installed. So in a copy these hooks become a function of the standard library that accepts anything and does nothing.
 """
 
 import contextlib
@@ -13,14 +13,17 @@ from torch import nn
 
 
 class UncopiedHook:
-    """Calls ``function(value, compiled)`` with the last of the hook's arguments, and whether the forward pass runs
-    inside torch.compile, which must not look into us. What it returns takes the value's place, unless it is None."""
+    """A hook that calls ``function(value, compiled)``, hidden from torch.compile.
+
+    ``value``: the last of the hook's arguments. ``compiled``: whether the forward pass runs inside torch.compile. A
+    return value other than None replaces ``value``.
+    """
 
     def __init__(self, function: Callable[[Any, bool], Any]) -> None:
         self._function = torch.compiler.disable(function)
 
     def __call__(self, *arguments: Any) -> Any:
-        # While torch.compile traces, the first branch is the one that it sees and keeps.
+        # torch.compile sees and keeps the first branch when it traces.
         if torch.compiler.is_compiling():
             return self._function(arguments[-1], True)
         return self._function(arguments[-1], False)
@@ -35,7 +38,7 @@ class UncopiedHook:
 def around_forward(
     module: nn.Module, before: Callable[[Any, bool], None], after: Callable[[Any, bool], Any]
 ) -> list[Any]:
-    """Calls the functions before and after each forward pass of this module, with its inputs and with its output.
+    """Registers functions that are called before and after each forward pass, with its inputs and with its output.
 
     Returns the handles that remove them.
     """

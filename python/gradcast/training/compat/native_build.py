@@ -1,6 +1,6 @@
-"""Compiles the module `_c10d` for the torch that is installed here. Used at install by setup.py, else by `extension`.
+"""Compiles the module `_c10d` for the installed torch. Used by setup.py at install, and by `extension` later.
 
-Nothing of gradcast is imported, because setup.py runs before there is any; torch only inside functions.
+It imports nothing of gradcast, because setup.py runs before gradcast is installed, and torch only inside functions.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-# What csrc/transport/torch includes of other folders, from the root; a test compares this list with the sources.
+# The headers of other folders that csrc/transport/torch includes; a test compares this list with the sources.
 HEADERS = (
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
@@ -24,17 +24,17 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 _WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion")
 _LIBRARIES = ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python")
-# One file takes a quarter of a minute on a machine of today.
+# One file takes about 15 s.
 _TIMEOUT_S = 600
 _SHOWN_LINES = 15
 
 
 class BuildError(Exception):
-    """A sentence: what is missing or what the compiler said, and what to do."""
+    """Says what is missing or what the compiler printed, and what to do."""
 
 
 def files(root: Path) -> list[Path]:
-    """All that the module is made of: ``root`` is the source tree, or the copy of its parts in an installed package."""
+    """The module's sources. ``root``: the source tree, or the copy of its parts in an installed package."""
     headers = [root / name for name in HEADERS]
     own = root / "csrc/transport/torch"
     found = sorted(own.glob("*.cc")) + sorted(own.glob("*.h")) + headers
@@ -45,12 +45,12 @@ def files(root: Path) -> list[Path]:
 
 
 def installed_name(torch_version: str) -> str:
-    """The file name of a module that is built at install, beside _core: another torch does not find it."""
+    """The file name of a module built at install, beside _core. It names the torch that can load it."""
     return f"_c10d.torch-{torch_version}{MODULE_SUFFIX}"
 
 
 def key(root: Path, torch_version: str) -> str:
-    """Names one build: the same for the same sources, flags, compiler, Python, torch and C library."""
+    """The name of a build: equal for equal sources, flags, compiler, Python, torch and C library."""
     digest = hashlib.sha256()
     for path in files(root):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -61,7 +61,7 @@ def key(root: Path, torch_version: str) -> str:
 
 
 def build(root: Path, target: Path) -> None:
-    """Compiles into ``target``, which appears whole or not at all. Raises BuildError."""
+    """Compiles into ``target``, which appears complete or not at all. Raises BuildError."""
     compiler, include_flags = _compiler(), _include_flags(root)
     sources = [path for path in files(root) if path.suffix == ".cc"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
@@ -69,7 +69,7 @@ def build(root: Path, target: Path) -> None:
         compile_ = [*compiler, *_FLAGS, *_WARNINGS, *_user_flags(), *include_flags, "-c"]
         _run([[*compile_, str(source), "-o", str(object_)] for source, object_ in zip(sources, objects, strict=True)])
         module = Path(folder) / target.name
-        # No path to these libraries is kept: the torch that imports this module has loaded them before.
+        # No run path is needed: the torch that imports this module has already loaded these libraries.
         link_flags = [f"-L{_torch_folder() / 'lib'}", *_LIBRARIES, "-Wl,-s"]
         _run([[*compiler, "-shared", "-o", str(module), *map(str, objects), *link_flags]])
         module.replace(target)
@@ -83,13 +83,15 @@ def _compiler() -> list[str]:
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
-            raise BuildError(f"the C++ compiler {chosen[0]}, which the environment variable CXX names, was not found")
+            raise BuildError(
+                f"the C++ compiler {chosen[0]} of the environment variable CXX was not found; install it or change CXX"
+            )
         return chosen
     for name in _COMPILERS:
         if shutil.which(name):
             return [name]
     raise BuildError(
-        f"no C++ compiler was found ({', '.join(_COMPILERS)}); install one that knows C++20, for instance g++, "
+        f"no C++ compiler was found ({', '.join(_COMPILERS)}); install one that supports C++20, for instance g++, "
         "or name it with the environment variable CXX"
     )
 
@@ -101,20 +103,20 @@ def _include_flags(root: Path) -> list[str]:
             f"Python's headers are missing ({python_include}/Python.h); install them: "
             "the package is called python3-dev on Debian and Ubuntu, python3-devel on Fedora"
         )
-    # As system headers, so that the warnings are those of our own sources.
+    # Other headers are system headers, so that only our own sources cause warnings.
     own = (f"-I{root / folder}" for folder in ("include", "csrc"))
     return [*own, "-isystem", str(_torch_folder() / "include"), "-isystem", python_include]
 
 
 def _torch_folder() -> Path:
-    # torch.utils.cpp_extension says the same, and also that there is no CUDA, on standard error, where there is none.
+    # torch.utils.cpp_extension would tell this too, but without CUDA it prints a warning.
     import torch
 
     return Path(torch.__file__).resolve().parent
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Runs them side by side, as many as there are cores. Raises BuildError with the first failure's last lines."""
+    """Runs as many at a time as there are cores. Raises BuildError with the last lines of the first failure."""
     width = max(1, len(os.sched_getaffinity(0)))
     for first in range(0, len(commands), width):
         running = [
@@ -134,10 +136,10 @@ def _finish(process: subprocess.Popen) -> None:
     try:
         output = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
     except subprocess.TimeoutExpired:
-        raise BuildError(f"the C++ compiler was not done after {_TIMEOUT_S} s: {shlex.join(process.args)}") from None
+        raise BuildError(f"the C++ compiler did not end within {_TIMEOUT_S} s: {shlex.join(process.args)}") from None
     if process.returncode != 0:
         last = "\n".join(output.splitlines()[-_SHOWN_LINES:])
         raise BuildError(
             f"compiling the part for torch failed (exit code {process.returncode} of {process.args[0]}); "
-            f"it needs a compiler that knows C++20. The last lines:\n{last}"
+            f"it needs a compiler that supports C++20. The last lines:\n{last}"
         )

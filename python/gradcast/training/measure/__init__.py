@@ -1,1 +1,1 @@
-"""Clocks: what compute and network cost in a step, and which stage keeps the group waiting."""
+"""Measures a training: when gradients are ready, what compute and the network cost, which stage delays the group."""

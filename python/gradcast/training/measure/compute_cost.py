@@ -1,4 +1,4 @@
-"""What the ranks compute in a step: measured in the warm-up and beside a plan, and put into a profile."""
+"""How long the ranks compute in a step: measured during the warm-up and beside a plan, and put into a profile."""
 
 import dataclasses
 import statistics
@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Of a step, ns, with nothing waited for. Forward is everything but backward and the update, as in a profile."""
+    """Compute time of one step, ns, without waiting.
+
+    As in a profile, forward is everything but backward and the update.
+    """
 
     backward_ns: float
     forward_ns: float
@@ -26,8 +29,8 @@ class Compute:
         return self.backward_ns + self.forward_ns + self.update_ns
 
 
-class Shares(NamedTuple):
-    """Of a step's parts: how many times what they are in a profile."""
+class ComputeFactors(NamedTuple):
+    """A step's compute as multiples of the times in a profile."""
 
     backward: float
     forward: float
@@ -35,41 +38,45 @@ class Shares(NamedTuple):
 
 
 def compute_of(record: StepRecord, busy_ns: float) -> Compute:
-    """``busy_ns``: of the step, what it did not wait."""
+    """The compute time of a recorded step. ``busy_ns``: the step without the time that it waited."""
     backward_ns, update_ns = record.total_ns("backward"), record.total_ns("update")
     return Compute(backward_ns, max(0.0, busy_ns - backward_ns - update_ns), update_ns)
 
 
-def shares(profile: _core.Profile, compute: Compute) -> Shares:
+def compute_factors(profile: _core.Profile, compute: Compute) -> ComputeFactors:
     old = profile.backward_ns, profile.forward_ns, sum(tensor.update_ns for tensor in profile.tensors)
-    found = zip(dataclasses.astuple(compute), old, strict=True)
-    return Shares(*(new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in found))
+    pairs = zip(dataclasses.astuple(compute), old, strict=True)
+    return ComputeFactors(*(new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in pairs))
 
 
-def scaled(profile: _core.Profile, by: Shares) -> _core.Profile:
-    """What happens within a part of a step stays at the same share of it."""
-    return scaled_profile(profile, by.forward, backward_factor=by.backward, update_factor=by.update)
+def scale_compute(profile: _core.Profile, factors: ComputeFactors) -> _core.Profile:
+    """Multiplies the compute times. Events keep their relative position within backward and forward."""
+    return scaled_profile(profile, factors.forward, backward_factor=factors.backward, update_factor=factors.update)
 
 
-def with_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
-    """Each part of a step as long as ``compute`` says."""
-    return scaled(profile, shares(profile, compute))
+def replace_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
+    """The profile with backward, forward and update as long as ``compute`` says."""
+    return scale_compute(profile, compute_factors(profile, compute))
 
 
-def scatter(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> tuple[Shares, ...]:
-    """How far each step, as its slowest rank has computed it, is from the profile's usual one. ``steps``: by step and
-    rank."""
-    return tuple(shares(profile, _slowest(ranks)) for ranks in steps)
+def compute_variation(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> tuple[ComputeFactors, ...]:
+    """How far the slowest rank of each step is from the profile. ``steps``: by step and rank."""
+    return tuple(compute_factors(profile, _slowest(ranks)) for ranks in steps)
 
 
-def of_slowest(steps: Sequence[Sequence[Compute]]) -> Compute:
-    """Of the usual step. ``steps``: by step and rank. Raises where there is none.
+def typical_compute(steps: Sequence[Sequence[Compute]]) -> Compute:
+    """Medians over the steps of the slowest rank's compute. ``steps``: by step and rank.
 
-    In each step it is the slowest rank's, since all wait for it: a block needs every rank's gradient. Where compute
-    scatters that is now one rank and now another, and the usual time of each of them is less than what a step takes.
+    A block needs every rank's gradient, so all ranks wait for the slowest one. If compute times vary, that is a
+    different rank from step to step, and each rank's own median is shorter than what a step takes.
+
+    Raises Error if there are no steps.
     """
     if not steps:
-        raise Error("no step could be measured: backward has failed in each of them", "invalid_use")
+        raise Error(
+            "no step could be measured, because backward failed in each of them; fix the error in backward first",
+            "invalid_use",
+        )
     slowest = [_slowest(ranks) for ranks in steps]
     return Compute(
         statistics.median(each.backward_ns for each in slowest),
@@ -82,6 +89,6 @@ def _slowest(ranks: Sequence[Compute]) -> Compute:
     return max(ranks, key=lambda each: each.total_ns)
 
 
-def measured_by_all(ranks: Sequence[Sequence[T | None]]) -> list[tuple[T, ...]]:
-    """By step and rank, of the steps in which no rank lacks it. ``ranks``: by rank and step."""
+def steps_known_on_all_ranks(ranks: Sequence[Sequence[T | None]]) -> list[tuple[T, ...]]:
+    """The steps that every rank has measured, by step and rank. ``ranks``: by rank and step, None if not measured."""
     return [step for step in zip(*ranks, strict=True) if None not in step]

@@ -1,4 +1,4 @@
-"""What one rank has measured in the warm-up."""
+"""What one rank measured during the warm-up."""
 
 import dataclasses
 
@@ -8,8 +8,11 @@ from gradcast.training.measure.compute_cost import Compute
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One rank's medians, ns, by parameter. ``compute``: per warm-up step, None where it is not known. ``blocks``: per
-    warm-up step, per block of its plan."""
+    """One rank's measurements; times in ns.
+
+    ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
+    ``block_bytes``, ``blocks``: by warm-up step and block. ``unseen_reads``: parameters whose reads no hook sees.
+    """
 
     ready_ns: list[float]
     need_ns: list[float]
@@ -17,4 +20,4 @@ class Measurement:
     block_bytes: list[list[int]]
     blocks: list[list[network_cost.BlockDuration]]
     pack_ns_per_byte: float
-    unseen_reads: list[int] = dataclasses.field(default_factory=list)  # see Stopwatch
+    unseen_reads: list[int] = dataclasses.field(default_factory=list)

@@ -1,12 +1,12 @@
-"""Which stage of a step costs the group its time, and on which rank that begins, from what the notes tell anyway.
+"""Which stage of a step costs the group its time, and on which rank that begins, from the step reports.
 
-The stages are added up from where the ranks are together: from the end of the one in which they wait for the network
-and so for each other. In hook mode that is backward, in overlap mode forward, and where overlap mode waits for all at
-once, in the warm-up or running as DDP, it is ``step()``, in the loop.
+The stages are added up from a point where all ranks are together: from the end of the stage in which they wait for the
+network, and so for each other. In hook mode that stage is backward, in overlap mode forward. During the warm-up and on
+the baseline, overlap mode waits for everything in ``step()``, so there it is the loop.
 
-Synchronization hides a cause: the other ranks see a rank that loads data for long as a long backward pass. So each rank
-adds up its stages, and at the end of each stage the rank with the largest sum counts: the stage costs the group what
-that largest sum grows by. The increments add up to the step of the slowest rank exactly, and no common clock is needed.
+Synchronization hides a cause: if one rank loads data for long, the others see a long backward pass. So each rank adds
+up its stages, and at the end of each stage the largest sum counts: the stage costs the group by how much the largest
+sum grows. The increments add up exactly to the step of the slowest rank, and the ranks need no common clock.
 (B. Yoon, W. Chen, V. Kallioniemi, *StageFrontier: synchronization-aware stage accounting for distributed ML training*,
 arXiv 2606.06751, section 3.)
 """
@@ -25,14 +25,14 @@ _STEPS_KEPT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """``exposed`` in the unit of the durations; ``rank``: the one that is furthest at the stage's end."""
+    """``exposed``: what the stage costs the group, in the unit of the durations. ``rank``: the slowest one so far."""
 
     exposed: float
     rank: int
 
 
 def frontier(durations: Sequence[Sequence[float]]) -> list[Stage]:
-    """``durations``: by rank and stage, the stages in the order in which a step runs through them."""
+    """What each stage costs the group. ``durations``: by rank and stage, the stages in the order of a step."""
     sums = [0.0] * len(durations)
     reached = 0.0
     stages = []
@@ -45,38 +45,40 @@ def frontier(durations: Sequence[Sequence[float]]) -> list[Stage]:
 
 
 class StageExposure:
-    """Of the last steps. Every rank adds the same, since notes are the same everywhere."""
+    """The exposure of the last steps. It is the same on every rank, since all ranks have the same reports."""
 
     def __init__(self) -> None:
         self._steps: collections.deque[list[Stage]] = collections.deque(maxlen=_STEPS_KEPT)
-        # What they say is worked out where somebody asks, not in every step.
+        # Evaluated when somebody asks, not in every step.
         self._unread: collections.deque[Sequence[StepReport]] = collections.deque(maxlen=_STEPS_KEPT)
         self._before: dict[str, float] = {}
-        self._last = STAGES[-1]
+        self._waiting_stage = STAGES[-1]
 
-    def together_after(self, stage: str) -> None:
-        """From now on. What was before began elsewhere."""
-        if stage != self._last:
-            self._last = stage
+    def set_waiting_stage(self, stage: str) -> None:
+        """At the end of which stage the ranks are together from now on. If it changes, earlier steps are forgotten."""
+        if stage != self._waiting_stage:
+            self._waiting_stage = stage
             self._steps.clear()
             self._unread.clear()
 
     def own_stages_ns(self, record: StepRecord, step_ns: float) -> dict[str, float]:
-        """Of this rank's step that ends now; a step here goes from the end of one ``together_after`` to the next, so
-        that some stages are those of the record before; of the first one its own."""
+        """This rank's stages in the step that ends now.
+
+        Here a step goes from the end of one waiting stage to the next one, so the stages after the waiting stage are
+        those of the record before. In the first step they are the record's own.
+        """
         stages = {"backward": float(record.backward_ns), "forward": float(record.total_ns("forward"))}
         stages["loop"] = max(0.0, step_ns - sum(stages.values()))
         before, self._before = self._before or stages, stages
-        earlier = STAGES[STAGES.index(self._last) + 1 :]
+        earlier = STAGES[STAGES.index(self._waiting_stage) + 1 :]
         return stages | {name: before[name] for name in earlier}
 
-    def add(self, notes: Sequence[StepReport]) -> None:
-        """Of one step, in rank order."""
-        self._unread.append(notes)
+    def add(self, reports: Sequence[StepReport]) -> None:
+        """Adds a step. ``reports``: in rank order."""
+        self._unread.append(reports)
 
     def stats(self) -> dict[str, Mapping[str, Any]] | None:
-        """Per stage the median ms by which it moves the furthest rank, and the rank that is most often the furthest at
-        its end."""
+        """Median exposure in ms of each stage, and the rank that is most often last at its end. None without steps."""
         while self._unread:
             self._steps.append(self._stages(self._unread.popleft()))
         if not self._steps:
@@ -87,15 +89,14 @@ class StageExposure:
             found[name] = {"ms": statistics.median(stage.exposed for stage in steps) / 1e6, "rank": rank}
         return found
 
-    def _stages(self, notes: Sequence[StepReport]) -> list[Stage]:
-        stages = frontier([[note.stages_ns[name] for name in self._order] for note in notes])
-        # At the end of the last stage all are there together: the one that got there without waiting is the one that
-        # the others have waited for.
-        own_ns = [sum(note.stages_ns.values()) - (note.facts.step_ns - note.facts.busy_ns) for note in notes]
+    def _stages(self, reports: Sequence[StepReport]) -> list[Stage]:
+        stages = frontier([[report.stages_ns[name] for name in self._order] for report in reports])
+        # All ranks end the last stage together. The others have waited for the one that took longest without waiting.
+        own_ns = [sum(report.stages_ns.values()) - (report.facts.step_ns - report.facts.busy_ns) for report in reports]
         stages[-1] = Stage(stages[-1].exposed, own_ns.index(max(own_ns)))
         return stages
 
     @property
     def _order(self) -> tuple[str, ...]:
-        first = STAGES.index(self._last) + 1
+        first = STAGES.index(self._waiting_stage) + 1
         return STAGES[first:] + STAGES[:first]

@@ -1,6 +1,6 @@
-"""The record of the last steps: what compute did, what the network did, and what that adds up to.
+"""The record of the last steps: what the training thread did and what the network did.
 
-Times are ns of the clock that the engine uses too (time.perf_counter_ns).
+Times are ns of time.perf_counter_ns, which the engine uses, too.
 """
 
 import collections
@@ -17,7 +17,10 @@ _COMPUTE_LANE, _LINK_LANE = 1, 2
 
 @dataclasses.dataclass
 class StepRecord:
-    """``iteration``: the engine's number of it. ``spans``: (category, start, end) of what the training thread did."""
+    """One step, from the start of backward to the start of the next.
+
+    ``iteration``: the engine's number of the step. ``spans``: (category, start, end) of what the training thread did.
+    """
 
     step: int
     iteration: int
@@ -33,14 +36,14 @@ class StepRecord:
 
     @property
     def backward_ns(self) -> int:
-        """Until it has returned: with what it waits for at its end, in hook mode."""
+        """Until backward() has returned; in hook mode that includes waiting for gradients."""
         ended_ns = max((end for name, _, end in self.spans if name == "backward"), default=self.start_ns)
         waited = [end for name, start, end in self.spans if name == "wait" and start == ended_ns]
         return max([ended_ns, *waited]) - self.start_ns
 
 
 class StepTrace:
-    """The last steps, bounded."""
+    """The last ``capacity`` steps."""
 
     def __init__(self, capacity: int) -> None:
         self._records: collections.deque[StepRecord] = collections.deque(maxlen=capacity)
@@ -68,11 +71,11 @@ class StepTrace:
         return complete[max(0, len(complete) - count) :]
 
     def finished(self, plan: _core.Plan) -> list[StepRecord]:
-        """Complete steps that followed this plan."""
+        """The complete steps that followed this plan."""
         return [record for record in self._records if record.plan is plan and record.end_ns is not None]
 
     def events(self, rank: int, iterations: Sequence[_core.IterationRecord]) -> list[dict[str, Any]]:
-        """Chrome trace events; both lanes of this rank, ts and dur in microseconds."""
+        """Chrome trace events of this rank's two lanes; ts and dur are in microseconds."""
         by_number = {record.iteration: record for record in iterations}
         events = [
             _name(rank, 0, "process_name", f"rank {rank}"),

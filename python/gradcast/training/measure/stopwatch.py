@@ -1,8 +1,8 @@
-"""When gradients become ready and parameters are read: the stamps of the warm-up steps, and their medians.
+"""When gradients become ready and parameters are read: the time stamps of the warm-up steps, and their medians.
 
 A step runs from the start of one backward pass to the start of the next. `forward` is everything in it but backward and
-the update: the loop's own work and loading data delay the next read like compute does, and the network works meanwhile.
-Times of reads are counted from the end of backward, with waiting for gradients and the update taken out.
+the update: data loading and other work of the loop delay the next read as compute does, and the network works
+meanwhile. Read times count from the end of backward, without waiting for gradients and without the update.
 
 On CUDA, stamps are events on the current stream, since the host runs ahead of the device. (That path has not run on a
 GPU.)
@@ -36,7 +36,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """``device``: the module's, which need not be the calling thread's current one."""
+    """``device``: the module's, which may differ from the thread's current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,9 +55,9 @@ class DeviceClock:
 class _Step:
     backward_start: Any
     ready: dict[int, Any] = dataclasses.field(default_factory=dict)
-    used: set[int] = dataclasses.field(default_factory=set)  # of which autograd has made a gradient
+    used: set[int] = dataclasses.field(default_factory=set)  # parameters that autograd made a gradient of
     need: dict[int, Any] = dataclasses.field(default_factory=dict)
-    watched: bool = False  # reads of the forward pass are noted
+    watched: bool = False  # the forward pass after it was watched for reads
     backward_end: Any = None
     waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
@@ -65,12 +65,12 @@ class _Step:
 
     @property
     def complete(self) -> bool:
-        """Not where backward has failed, or the next one has not begun."""
+        """False if backward failed, or if the next backward pass has not begun."""
         return self.backward_end is not None and self.next_backward is not None
 
 
 class Stopwatch:
-    """Takes the stamps of one rank. One object per warm-up."""
+    """Takes one rank's stamps during one warm-up."""
 
     def __init__(self, device: torch.device, parameter_count: int) -> None:
         self._clock = DeviceClock(device) if device.type == "cuda" else HostClock()
@@ -82,7 +82,7 @@ class Stopwatch:
         self._forward_end = self._clock.stamp()
 
     def backward_started(self) -> None:
-        """At the first gradient. Backward is taken to have started where forward ended, where that is known."""
+        """Called at the first gradient. If the end of forward is known, backward counts from there."""
         start = self._forward_end if self._forward_end is not None else self._clock.stamp()
         self._forward_end = None
         if self._steps:
@@ -90,7 +90,7 @@ class Stopwatch:
         self._steps.append(_Step(start))
 
     def ready(self, index: int, *, used: bool) -> None:
-        """``used``: autograd has made the gradient, nobody has put zeros in its place."""
+        """``used``: autograd made the gradient; False for zeros in place of a missing one."""
         self._steps[-1].ready[index] = self._clock.stamp()
         if used:
             self._steps[-1].used.add(index)
@@ -100,7 +100,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for gradients, which a plan may avoid: no part of compute."""
+        """Put this around waiting for gradients, which does not count as compute."""
         start = self._clock.stamp()
         yield
         if self._steps:
@@ -108,14 +108,14 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the optimizer's work."""
+        """Put this around the optimizer's work."""
         start = self._clock.stamp()
         yield
         if self._steps:
             self._steps[-1].updates.append((start, self._clock.stamp()))
 
     def watching(self) -> None:
-        """A forward pass begins whose reads are noted."""
+        """A forward pass begins, and its reads are seen."""
         if self._steps:
             self._steps[-1].watched = True
 
@@ -124,13 +124,13 @@ class Stopwatch:
             self._steps[-1].need.setdefault(index, self._clock.stamp())
 
     def unseen_reads(self) -> set[int]:
-        """Whose gradients show that forward has used them, though no read was noted: so reads a C++ extension, and so
-        does a view that was kept."""
+        """Parameters that forward used although no read was seen, since they have gradients. C++ extensions and views
+        that the program has kept read in such ways."""
         pairs = itertools.pairwise(self._steps)
         return {index for before, step in pairs if before.watched for index in step.used - before.need.keys()}
 
     def pack_ns_per_byte(self, flats: Sequence[torch.Tensor]) -> float:
-        """What it costs to pack and unpack a block of several ranges: to copy its bytes out and back."""
+        """Cost of packing and unpacking a block of several ranges, measured by copying bytes out and back."""
         if not flats:
             return 0.0
         part = max(flats, key=torch.numel)[:_PACK_PROBE_ELEMENTS]
@@ -144,7 +144,7 @@ class Stopwatch:
     def medians(
         self, block_bytes: list[list[int]], blocks: list[list[BlockDuration]], pack_ns_per_byte: float
     ) -> Measurement:
-        """Of all complete steps but the first, in which memory is allocated. A median forgets a disturbed step."""
+        """Medians of all complete steps but the first, which allocates memory. Single disturbed steps do not count."""
         compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
         since_backward = [functools.partial(self._since, step.backward_end, self._pause_ns(step)) for step in steps]
@@ -153,7 +153,7 @@ class Stopwatch:
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
             ready_ns.append(max(0.0, statistics.median(ready)) if ready else 0.0)
             need = [since(s.need[index]) for s, since in zip(steps, since_backward, strict=True) if index in s.need]
-            # Never read as far as anybody saw: not urgent, or among the unseen.
+            # No read was seen: the parameter is not urgent, or its reads are unseen.
             need_ns.append(statistics.median(need) if need else float("inf"))
         return Measurement(
             ready_ns=ready_ns,
@@ -175,7 +175,7 @@ class Stopwatch:
         )
 
     def _pause_ns(self, step: _Step) -> float:
-        """Before forward reads anything: what is taken out of the time since backward."""
+        """Waiting and update, which are not counted in the time since backward."""
         return self._total_ns(step.waits) + self._total_ns(step.updates)
 
     def _since(self, backward_end: Any, pause_ns: float, stamp: Any) -> float:

@@ -1,1 +1,1 @@
-"""Which plan the next iteration follows: warm-up, calibration, agreement between ranks, change."""
+"""Which plan the next iteration follows: warm-up, proposal, agreement between the ranks, calibration, change."""

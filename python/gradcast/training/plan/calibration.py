@@ -1,98 +1,88 @@
-"""The first steps of a new plan: how long its blocks and compute take, held against what they were predicted to take.
+"""The first steps of a new plan: how long its blocks and its compute take, compared with the prediction.
 
-Both may differ from what the warm-up has found, because in overlap mode forward runs beside the network and in the
-warm-up it does not: blocks leave other pauses, and where ranks compute on cores that serve the sockets, too, compute
-takes longer.
+Both may differ from what the warm-up measured, since no blocks are in flight during its forward passes. Blocks leave
+other pauses, and compute takes longer if ranks compute on the cores that also serve the sockets.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
+from gradcast.intervals import busy_periods_ns
 from gradcast.training.measure import compute_cost, network_cost
-from gradcast.training.measure.compute_cost import Compute, measured_by_all
+from gradcast.training.measure.compute_cost import Compute, steps_known_on_all_ranks
 from gradcast.training.ranks.group import Group
 
 STEPS = 9
-# Below this share a profile is right: another plan would not come of it.
-_RIGHT = 0.03
+# A profile that is off by less is not corrected: the plan would come out the same.
+_ACCURATE_SHARE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """Of the steps that all ranks have measured: by step and block what the network took (where several blocks may be
-    in flight, of all of them together), and by step and rank."""
+class CalibrationSteps:
+    """The steps that all ranks have measured.
+
+    ``blocks``: network time by step and block; one sample per step, of all blocks together, if several blocks may be
+    in flight. ``compute``: by step and rank.
+    """
 
     blocks: list[list[network_cost.Sample]]
     compute: list[tuple[Compute, ...]]
 
 
 class Calibration:
-    """Of one plan. Ends on all ranks after the same step, because every rank counts its own."""
+    """Collects one rank's first steps of a plan. Every rank counts its steps, so all end after the same one."""
 
     def __init__(self, plan: _core.Plan, pack_ns_per_byte: float) -> None:
         self._sizes = [block.size_bytes for block in plan.blocks]
         self._packing_ns = [pack_ns_per_byte * block.size_bytes * (len(block.ranges) > 1) for block in plan.blocks]
-        self._one_by_one = plan.in_flight == 1
+        self._one_in_flight = plan.in_flight == 1
         self._blocks: list[list[network_cost.BlockDuration] | None] = []
         self._compute: list[Compute | None] = []
 
-    def step_ended(self, iteration: _core.IterationRecord | None, compute: Compute | None) -> bool:
-        """None where one tells nothing. Returns whether that was the last step."""
+    def add_step(self, iteration: _core.IterationRecord | None, compute: Compute | None) -> bool:
+        """Returns whether this was the last step. Pass None for what the step did not measure."""
         blocks = [] if iteration is None else iteration.blocks
-        self._blocks.append(self._taken(blocks) if len(blocks) == len(self._sizes) else None)
+        self._blocks.append(self._durations(blocks) if len(blocks) == len(self._sizes) else None)
         self._compute.append(compute)
         return len(self._blocks) == STEPS
 
-    def _taken(self, blocks: Sequence[_core.BlockRecord]) -> list[network_cost.BlockDuration]:
-        """Of the network: packing has a cost of its own in a link."""
-        if not self._one_by_one:
-            together_ns = sum(busy_periods_ns([(block.due_ns, block.finish_ns) for block in blocks]))
-            return [network_cost.BlockDuration(together_ns, at_once=False)]
-        taken = map(network_cost.took, blocks)
+    def _durations(self, blocks: Sequence[_core.BlockRecord]) -> list[network_cost.BlockDuration]:
+        """The network's part of each block: a link model has a cost of its own for packing."""
+        if not self._one_in_flight:
+            together_ns = sum(busy_periods_ns((block.due_ns, block.finish_ns) for block in blocks))
+            return [network_cost.BlockDuration(together_ns, back_to_back=False)]
+        durations = map(network_cost.block_duration, blocks)
         return [
             dataclasses.replace(each, time_ns=max(1.0, each.time_ns - packing_ns))
-            for each, packing_ns in zip(taken, self._packing_ns, strict=True)
+            for each, packing_ns in zip(durations, self._packing_ns, strict=True)
         ]
 
-    def found(self, group: Group) -> Found:
-        """The same on every rank. Collective."""
-        ranks = group.gather((self._blocks[1:], self._compute[1:]))  # in the first step memory is allocated
-        sizes = self._sizes if self._one_by_one else [sum(self._sizes)]
-        return Found(
+    def gather(self, group: Group) -> CalibrationSteps:
+        """The steps of all ranks, the same on every rank. Collective."""
+        ranks = group.gather((self._blocks[1:], self._compute[1:]))  # the first step allocates memory
+        sizes = self._sizes if self._one_in_flight else [sum(self._sizes)]
+        return CalibrationSteps(
             [
-                network_cost.samples([sizes], [[times] for times in step])
-                for step in measured_by_all([blocks for blocks, _ in ranks])
+                network_cost.samples([sizes], [[durations] for durations in step])
+                for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])
             ],
-            measured_by_all([compute for _, compute in ranks]),
+            steps_known_on_all_ranks([compute for _, compute in ranks]),
         )
 
 
 def corrected_compute(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> Compute | None:
-    """What compute takes beside this plan, None where the profile is right. ``steps``: by step and rank."""
+    """The compute time under this plan, or None if the profile is accurate. ``steps``: by step and rank."""
     if not steps:
         return None
-    found = compute_cost.of_slowest(steps)
-    return None if abs(found.total_ns / compute_ns(profile) - 1) <= _RIGHT else found
-
-
-def busy_periods_ns(blocks: Iterable[tuple[float, float]]) -> list[float]:
-    """For how long some block is on the network each time, from the times when each begins and ends."""
-    periods_ns: list[float] = []
-    busy_until_ns = -math.inf
-    for begin_ns, end_ns in sorted(blocks):
-        if begin_ns > busy_until_ns:
-            periods_ns.append(0.0)
-        periods_ns[-1] += max(0.0, end_ns - max(begin_ns, busy_until_ns))
-        busy_until_ns = max(busy_until_ns, end_ns)
-    return periods_ns
+    typical = compute_cost.typical_compute(steps)
+    return None if abs(typical.total_ns / compute_ns(profile) - 1) <= _ACCURATE_SHARE else typical
 
 
 def planned_busy_periods_ns(plan: _core.Plan, profile: _core.Profile) -> list[float]:
-    """How a step keeps the network busy, as ``play`` has it: where several blocks may be in flight, one hides the
-    start-up of the next."""
+    """Lengths of the periods in which a step keeps the network busy, predicted by `play`. If several blocks may be in
+    flight, one hides the start-up cost of the next."""
     return busy_periods_ns(
         (block.launch_ns, block.finish_ns) for block in _core.play(profile, profile.link, plan).blocks
     )

@@ -1,24 +1,26 @@
-"""Why a plan is made again in mid-training, in one sentence, and for how long it then is not made again."""
+"""Why a plan is made again during training, and how long the next change is then ignored."""
 
 import dataclasses
 
 from gradcast import _core
+from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.errors import Error
-from gradcast.training.plan.agreement import Agreed
+from gradcast.training.plan.agreement import AgreedPlan
 
-# Where measuring again has found and gained nothing, it is not done again so soon: each time twice as long.
+# If measuring again has gained nothing, the next changes are ignored for so many iterations, doubled each time.
 _HOLD_ITERATIONS = 64
 _HOLD_ITERATIONS_MAX = 4096
-_NEW_PLAN_GAIN = 1.02
-_REAL_CHANGE = 0.05  # of the predicted step
+_REAL_CHANGE = 0.05  # share of the predicted step
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanChange:
-    change: _core.Change
-    before: Agreed
+    """A change that the monitor has found, and the plan in force at that time."""
 
-    def sentence(self, now: Agreed) -> str:
+    change: _core.Change
+    before: AgreedPlan
+
+    def sentence(self, now: AgreedPlan) -> str:
         times = f"{self.change.before_ns / 1e6:.1f} ms per step, now {self.change.after_ns / 1e6:.1f}"
         if self.change.cause == "network":
             what = f"the network has changed: it was busy for {times}"
@@ -27,12 +29,12 @@ class PlanChange:
         else:
             what = f"compute has changed on most ranks: the slowest one computed {times}"
         return (
-            f"{what}; planned again: {now.usual.step_ns / 1e6:.1f} ms per step predicted, "
-            f"{self.before.usual.step_ns / 1e6:.1f} before"
+            f"{what}; planned again: {now.typical_step.step_ns / 1e6:.1f} ms per step predicted, "
+            f"{self.before.typical_step.step_ns / 1e6:.1f} before"
         )
 
     def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
-        """How long not to measure again: where nothing had changed after all, longer each time."""
+        """For how many iterations not to measure again: 0 if the change was real, more each time it was not."""
         old = self.before.plan
         if abs(plan.predicted_ns / self.before.in_force.predicted_ns - 1) > _REAL_CHANGE:
             return 0
@@ -40,6 +42,6 @@ class PlanChange:
             old.check(profile)
         except Error:
             return 0
-        if _core.play(profile, profile.link, old).iteration_ns > _NEW_PLAN_GAIN * plan.predicted_ns:
+        if _core.play(profile, profile.link, old).iteration_ns > (1 + NOTICEABLE_GAIN) * plan.predicted_ns:
             return 0
         return min(_HOLD_ITERATIONS_MAX, max(_HOLD_ITERATIONS, 2 * self.before.hold_iterations))

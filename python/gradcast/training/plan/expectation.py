@@ -1,4 +1,4 @@
-"""What a plan is expected to gain over DDP, said before it is followed and held against the measurement afterwards."""
+"""What a plan is expected to gain over DDP: said before it is followed, and compared with the measurement later."""
 
 import dataclasses
 import statistics
@@ -6,28 +6,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradcast import _core
-from gradcast.comparison.compare import compute_ns, has_other_ops
+from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops
 from gradcast.training.measure import compute_cost
-from gradcast.training.measure.compute_cost import Shares
+from gradcast.training.measure.compute_cost import ComputeFactors
 
-# Below this a plan is not worth following: DDP's way is the safer one.
-WORTH = 1.02
-# As much as expectations on busy cores have been too low. Down to there only a measurement can tell.
-_TRIED = 0.95
-_COMPUTE_BOUND = 0.95
+# Below this speed-up a plan is not worth following: the baseline is the safer choice.
+_WORTHWHILE = 1 + NOTICEABLE_GAIN
+# On busy cores expectations have been too low by up to this much. Above it only a measurement can tell.
+_WORTH_TRYING = 0.95
+_COMPUTE_BOUND_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class StepVariation:
-    """How far single steps were from the profile that was made of them: ``link``: see link_costs.spread; ``compute``:
-    see compute_times.scatter, empty where no step is known."""
+    """How far single steps were from the profile that was made from them.
+
+    ``link``: see network_cost.cost_spread. ``compute``: see compute_cost.compute_variation; empty if no step is known.
+    """
 
     link: tuple[float, float] = (1.0, 1.0)
-    compute: tuple[Shares, ...] = ()
+    compute: tuple[ComputeFactors, ...] = ()
 
 
-class UsualStep(NamedTuple):
-    """Of the usual step: how long it takes with a plan, and what no plan of its mode can beat."""
+class TypicalStep(NamedTuple):
+    """Median length of a step with a plan, and median of the lower bounds of the plan's mode."""
 
     step_ns: float
     bound_ns: float
@@ -35,40 +37,47 @@ class UsualStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """``plain``: with DDP's best bucket size. How many times as fast: ``low`` and ``high``: with the network's costs as
-    low and as high as nine tenths of the measured blocks were; ``limit``: what no plan can exceed."""
+    """Expected speed-up over the DDP baseline, which has DDP's best bucket size.
 
-    plan: UsualStep
-    plain: UsualStep
+    ``low``, ``high``: speed-ups with the network's costs at the first and the last decile of the measured blocks.
+    ``limit``: the speed-up that no plan can exceed. ``compute_share``: of the baseline's step.
+    """
+
+    plan: TypicalStep
+    baseline: TypicalStep
     low: float
     high: float
     limit: float
-    compute_share: float  # of DDP's step
+    compute_share: float
 
     @property
     def gain(self) -> float:
-        return self.plain.step_ns / self.plan.step_ns
+        return self.baseline.step_ns / self.plan.step_ns
 
     @property
-    def is_worth_it(self) -> bool:
-        return self.gain >= WORTH
+    def is_worthwhile(self) -> bool:
+        return self.gain >= _WORTHWHILE
 
     @property
     def is_worth_trying(self) -> bool:
-        """The monitor gives the plan up where it is measured not to be faster."""
-        may_gain = self.limit >= WORTH and self.compute_share < _COMPUTE_BOUND
-        return self.is_worth_it or (may_gain and self.gain >= _TRIED)
+        """Whether to follow the plan. If it is then measured not to be faster, the monitor gives it up."""
+        may_gain = self.limit >= _WORTHWHILE and self.compute_share < _COMPUTE_BOUND_SHARE
+        return self.is_worthwhile or (may_gain and self.gain >= _WORTH_TRYING)
 
     def sentence(self) -> str:
         expected = f"expected {self.gain:.2f}x ({self.low:.2f}–{self.high:.2f}) over DDP; "  # noqa: RUF001, a range
-        if self.is_worth_it:
+        if self.is_worthwhile:
             return f"{expected}the network allows {self.limit:.2f}x"
         if self.is_worth_trying:
             return f"{expected}the network allows {self.limit:.2f}x, so the plan is tried, and kept if it is faster"
-        if self.compute_share >= _COMPUTE_BOUND:
+        if self.compute_share >= _COMPUTE_BOUND_SHARE:
             return "your step is compute-bound: expected gain below 2 %, running as DDP"
-        no_order = self.limit < WORTH
-        why = "no order of the gradients hides the rest" if no_order else "no plan was found that hides more"
+        nothing_to_hide = self.limit < _WORTHWHILE
+        why = (
+            "no schedule can hide the remaining communication"
+            if nothing_to_hide
+            else "no plan was found that hides more communication"
+        )
         return (
             f"compute is {self.compute_share:.0%} of your step, but {why}: expected gain below 2 %, running as DDP "
             "with its best bucket size"
@@ -78,40 +87,50 @@ class Expectation:
 def expect(
     profile: _core.Profile,
     plan: _core.Plan,
-    plain_profile: _core.Profile,
-    plain: _core.Plan,
-    scatter: StepVariation,
+    baseline_profile: _core.Profile,
+    baseline: _core.Plan,
+    variation: StepVariation,
 ) -> Expectation:
-    """``plain_profile``: with what compute takes beside the plain plan, which uses the network at other times.
-    ``scatter``: of what the profiles were made from."""
-    found = [
-        (usual(profile, plan, scatter.compute, factor), usual(plain_profile, plain, scatter.compute, factor))
-        for factor in (1.0, *scatter.link)
+    """The expected gain of ``plan`` over ``baseline``.
+
+    ``baseline_profile``: with the compute times under the baseline, which uses the network at other times.
+    ``variation``: of the steps that the profiles were made from.
+    """
+    pairs = [
+        (
+            typical_step(profile, plan, variation.compute, factor),
+            typical_step(baseline_profile, baseline, variation.compute, factor),
+        )
+        for factor in (1.0, *variation.link)
     ]
-    gains = [of_plain.step_ns / of_plan.step_ns for of_plan, of_plain in found]
-    of_plan, of_plain = found[0]
+    gains = [of_baseline.step_ns / of_plan.step_ns for of_plan, of_baseline in pairs]
+    of_plan, of_baseline = pairs[0]
     return Expectation(
         plan=of_plan,
-        plain=of_plain,
+        baseline=of_baseline,
         low=min(gains),
         high=max(gains),
-        limit=of_plain.step_ns / of_plan.bound_ns,
-        compute_share=compute_ns(plain_profile) / of_plain.step_ns,
+        limit=of_baseline.step_ns / of_plan.bound_ns,
+        compute_share=compute_ns(baseline_profile) / of_baseline.step_ns,
     )
 
 
-def usual(profile: _core.Profile, plan: _core.Plan, scatter: Sequence[Shares], link_factor: float = 1.0) -> UsualStep:
-    """The usual step with the plan, where the network costs ``link_factor`` times what the profile says.
+def typical_step(
+    profile: _core.Profile, plan: _core.Plan, steps: Sequence[ComputeFactors], link_factor: float = 1.0
+) -> TypicalStep:
+    """The typical step with the plan, on a network that costs ``link_factor`` times what the profile says.
 
-    It is the median of the steps, not the step of medians: a good plan lets a block arrive just when forward needs it,
-    and where compute scatters the later one of the two counts each time (docs/design.md).
+    ``steps``: the compute of each measured step, as multiples of the profile's. The typical step is the median of these
+    steps, not the step of medians: a good plan lets a block arrive just when forward needs it, and if compute varies,
+    the later of the two counts each time (docs/design.md).
     """
-    steps = [compute_cost.scaled(profile, shares) for shares in scatter] or [profile]
+    profiles = [compute_cost.scale_compute(profile, factors) for factors in steps] or [profile]
     link = profile.link.scaled(link_factor, link_factor)
     bounds = [
-        _core.bound(step, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan)) for step in steps
+        _core.bound(each, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan))
+        for each in profiles
     ]
-    return UsualStep(
-        statistics.median(_core.play(step, link, plan).iteration_ns for step in steps),
+    return TypicalStep(
+        statistics.median(_core.play(each, link, plan).iteration_ns for each in profiles),
         statistics.median(bound.best_ns for bound in bounds),
     )

@@ -14,24 +14,30 @@ from gradcast.training.step.gradient_buffers import Sizes
 def layout_profile(
     names: Sequence[str], sizes: Sizes, order: Sequence[int], *, world_size: int, name: str
 ) -> _core.Profile:
-    """Carries nothing but the order: tensors are needed one after the other and ready in reverse, one ns apart."""
+    """A profile that states an order and no times: tensors are needed one after the other and ready in reverse, 1 ns
+    apart."""
     count = len(order)
     tensors = [
-        _tensor(names, sizes, index, ready_ns=count - 1 - place, need_ns=place, update_ns=0)
-        for place, index in enumerate(order)
+        _tensor(names, sizes, index, ready_ns=count - 1 - position, need_ns=position, update_ns=0)
+        for position, index in enumerate(order)
     ]
     return _core.Profile(name=name, forward_ns=count, backward_ns=count, tensors=tensors, world_size=world_size)
 
 
-def of_all_ranks(ranks: Sequence[Measurement], names: Sequence[str], sizes: Sizes, *, name: str) -> _core.Profile:
-    """All ranks' measurements as one profile; ready on the slowest rank, since a block needs every rank's gradient."""
+def combine_measurements(
+    ranks: Sequence[Measurement], names: Sequence[str], sizes: Sizes, *, name: str
+) -> _core.Profile:
+    """One profile of all ranks' measurements.
+
+    Gradients are ready when they are on the slowest rank, since a block needs every rank's. Other times are medians.
+    """
     count = len(names)
-    usual = [compute_cost.of_slowest([[each] for each in rank.compute if each is not None]) for rank in ranks]
-    backward_ns = max(each.backward_ns for each in usual)
-    forward_ns = statistics.median(each.forward_ns for each in usual)
-    update_ns = statistics.median(each.update_ns for each in usual)
+    typical = [compute_cost.typical_compute([[each] for each in rank.compute if each is not None]) for rank in ranks]
+    backward_ns = max(each.backward_ns for each in typical)
+    forward_ns = statistics.median(each.forward_ns for each in typical)
+    update_ns = statistics.median(each.update_ns for each in typical)
     total = sum(sizes.bytes_of(index) for index in range(count))
-    # For these forward waits before it begins.
+    # Forward waits for these before it begins.
     needed_first = unseen_reads(ranks)
     tensors = []
     for index in range(count):
@@ -55,14 +61,14 @@ def of_all_ranks(ranks: Sequence[Measurement], names: Sequence[str], sizes: Size
         world_size=len(ranks),
         link=None if len(ranks) == 1 else _measured_link(ranks),
     )
-    # Through JSON, which rounds and sorts: what is planned with is then what a file of it holds.
+    # Through JSON, which rounds and sorts, so that the plan is made for exactly what a file of the profile holds.
     profile = _core.Profile.from_json(profile.to_json())
-    steps = compute_cost.measured_by_all([rank.compute for rank in ranks])
-    return compute_cost.with_compute(profile, compute_cost.of_slowest(steps)) if steps else profile
+    steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
+    return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
 
 
 def unseen_reads(ranks: Sequence[Measurement]) -> set[int]:
-    """Of any rank."""
+    """Parameters with unseen reads on any rank."""
     return {index for rank in ranks for index in rank.unseen_reads}
 
 
@@ -71,10 +77,10 @@ def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
 
 
 def _measured_link(ranks: Sequence[Measurement]) -> _core.LinkModel:
-    return network_cost.fitted(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
+    return network_cost.fit_link(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
 
 
-def with_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
+def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
     return _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"link": json.loads(link.to_json())}))
 
 

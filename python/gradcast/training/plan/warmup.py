@@ -1,7 +1,7 @@
-"""The first steps, and the first after a change: plain plans, everything waited for, and stamps taken.
+"""The warm-up: the first steps, and the first steps after a change. Everything is waited for, and times are measured.
 
-Until it is over, training is what DDP would do. It ends on all ranks after the same step, because every rank counts its
-own steps.
+Meanwhile training does what DDP does, with buckets of several sizes. Every rank counts its own steps, so the warm-up
+ends on all ranks after the same one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,19 @@ from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Stopwatch
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, measured_profile
-from gradcast.training.plan.agreement import Agreed, Proposal
+from gradcast.training.plan.agreement import AgreedPlan, PlanProposal
 from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import Sizes
+
+_MIB = 1 << 20
+# The first cap is DDP's own, so the warm-up costs little more than DDP. Smaller ones give the link model blocks of
+# several sizes, measured while the cores are as busy as in training, which a probe between steps would miss
+# (docs/training.md).
+_CAP_MAX_BYTES = 25 * _MIB
+_CAP_MIN_BYTES = 16 * 1024
+_CAP_DIVISORS = (1, 1, 4, 16, 2, 64)
 
 
 class Warmup:
@@ -46,23 +54,25 @@ class Warmup:
         self._block_bytes: list[list[int]] = []
         self._blocks: list[list[network_cost.BlockDuration]] = []
         self._order = tuple(order)
-        profile = measured_profile.layout_profile(
+        self._profile = measured_profile.layout_profile(
             names, sizes, self._order, world_size=group.world_size, name="warm-up"
         )
-        plans = agreement.warmup_plans(profile, mode)
+        plans = warmup_plans(self._profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
-        self._profile = profile
-        # Once there is a profile, on rank 0; see link_costs.saved_after_pause_ns.
-        self.scatter = StepVariation()
-        self.saved_after_pause_ns = 0.0
-        self.unseen_reads: set[int] = set()  # on any rank, once there is a profile; see measure.Stopwatch
+        # Known on rank 0 once there is a profile.
+        self.variation = StepVariation()
+        self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
+        # Known on all ranks once there is a profile: parameters with unseen reads on some rank, see measure.Stopwatch.
+        self.unseen_reads: set[int] = set()
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
 
-    def first(self) -> Agreed:
-        return agreement.agree(self._group, self._names, Proposal(self._profile.to_json(), self._plans[0].to_json()))
+    def agree_on_first_plan(self) -> AgreedPlan:
+        """Collective."""
+        proposal = PlanProposal(self._profile.to_json(), self._plans[0].to_json())
+        return agreement.agree(self._group, self._names, proposal)
 
     def watch_reads(self, on_read: Callable[[], None]) -> None:
-        """Before a forward pass: notes when each parameter is first read in it, and calls ``on_read`` then."""
+        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then."""
         self._on_read = on_read
         self.stopwatch.watching()
         for parameter in self._parameters:
@@ -81,36 +91,39 @@ class Warmup:
         return False
 
     def gradient_read(self, tensor: torch.Tensor) -> None:
-        """Known, as long as steps are waited for."""
+        """Nothing to do: during the warm-up every step is waited for."""
 
-    def step_ended(self, iteration: _core.IterationRecord | None) -> Agreed | None:
-        """After a step in which everything was waited for. Returns what the next one follows, None after the last."""
+    def step_ended(self, iteration: _core.IterationRecord | None) -> AgreedPlan | None:
+        """Counts a step in which everything was waited for. Returns what the next step follows, None after the last."""
         plan = self._plans[self._steps]
-        # The first step is not counted: connections are made and memory is allocated in it.
+        # The first step is not counted: it makes connections and allocates memory.
         if iteration is not None and self._steps > 0:
             self._block_bytes.append([block.size_bytes for block in plan.blocks])
-            self._blocks.append([network_cost.took(block) for block in iteration.blocks])
+            self._blocks.append([network_cost.block_duration(block) for block in iteration.blocks])
         self._steps += 1
         if self._steps == self._options.warmup_steps:
             return None
-        return Agreed(self._profile, self._plans[self._steps], self._order)
+        return AgreedPlan(self._profile, self._plans[self._steps], self._order)
 
     def profile(self, flats: Sequence[torch.Tensor]) -> _core.Profile:
-        """All ranks' measurements; the same on every rank. ``flats``: the buffers, at rest. Collective."""
+        """The profile of all ranks' measurements, the same on every rank. Collective.
+
+        ``flats``: the gradient buffers. REQUIRES: nothing is in flight.
+        """
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
         ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._blocks, pack_ns_per_byte))
         self.unseen_reads = measured_profile.unseen_reads(ranks)
         text: Any = None
         if self._group.rank == 0:
             try:
-                profile = measured_profile.of_all_ranks(ranks, self._names, self._sizes, name="measured")
+                profile = measured_profile.combine_measurements(ranks, self._names, self._sizes, name="measured")
                 if profile.link is not None:
                     samples = measured_profile.block_samples(ranks)
-                    steps = compute_cost.measured_by_all([rank.compute for rank in ranks])
-                    self.scatter = StepVariation(
-                        network_cost.spread(samples, profile.link), compute_cost.scatter(profile, steps)
+                    steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
+                    self.variation = StepVariation(
+                        network_cost.cost_spread(samples, profile.link), compute_cost.compute_variation(profile, steps)
                     )
-                    self.saved_after_pause_ns = network_cost.saved_after_pause_ns(samples) or 0.0
+                    self.idle_saving_ns = network_cost.idle_saving_ns(samples) or 0.0
                 text = profile.to_json()
             except Error as error:
                 text = error
@@ -118,3 +131,15 @@ class Warmup:
         if isinstance(text, Error):
             raise text
         return _core.Profile.from_json(text)
+
+
+def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:
+    """DDP's buckets, from the last tensor to the first, in several sizes."""
+    total = sum(tensor.bytes for tensor in profile.tensors)
+    link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
+    plans = []
+    for divisor in _CAP_DIVISORS:
+        cap = max(_CAP_MIN_BYTES, min(_CAP_MAX_BYTES, total // divisor))
+        parameters = {"first_bytes": min(cap, _MIB) if divisor == 1 else cap, "cap_bytes": cap}
+        plans.append(_core.make_plan(profile, link, policy="ddp", mode=mode, parameters=parameters))
+    return plans

@@ -1,1 +1,1 @@
-"""What the ranks tell each other: the process group, step reports, stall reports."""
+"""What the ranks tell each other: the process group, step reports, stall and failure reports."""

@@ -1,8 +1,8 @@
-"""The ranks that train together: a process group of gradcast's own, and what they tell each other between steps.
+"""The ranks that train together: a process group of gradcast's own, and collectives of small values between steps.
 
-A group of its own, because operations of one group must come in the same order on all ranks: on the user's group the
-user's own collectives and the blocks of a plan would mix (on Gloo: wrong sums without an error, or a dead process).
-Groups that were made here are ended here, at the end of the program (docs/ends.md).
+Operations of one process group must come in the same order on all ranks. In the user's group, the user's collectives
+and the blocks of a plan would mix: on Gloo that gives wrong sums without an error, or ends the process. Groups made
+here are destroyed here, at the end of the program (docs/ends.md).
 """
 
 import atexit
@@ -22,23 +22,24 @@ from gradcast.training.compat import extension
 
 
 def backend_of(process_group: Any, device_type: str) -> str:
-    """Which one carries tensors of this kind, also where none was named or several were."""
+    """The backend for tensors on this type of device, even if the user named none or several."""
     by_device = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
     return by_device.get(device_type, "gloo")
 
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements.
+    """The ranks of one session.
 
-    ``device``: the module's, which need not be the thread's current one.
+    ``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements. ``device``:
+    the module's, which may differ from the thread's current one.
     """
 
     rank: int
     world_size: int
     shared: Any = None
     own: Any = None
-    timeout_s: float | None = None  # of an operation on ``own``, where it is known
+    timeout_s: float | None = None  # of an operation on ``own``, None if it is not known
     device: torch.device | None = None
 
     def gather(self, value: Any) -> list[Any]:
@@ -59,29 +60,32 @@ class Group:
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Rank 0's values into these tensors of every rank, in pieces of a few MB. Uses ``shared``, as DDP does.
 
-        ``what`` they are is for an error: "the module's buffers".
+        ``what``: what the tensors are, for errors, such as "the module's buffers".
         """
         with self._naming(f"sending {what} from rank 0"):
             extension.load().copy_from_first(self.shared, list(tensors))
 
     def connect(self) -> None:
-        """What can go wrong where NCCL connects the devices goes wrong now: it does so when they first send something,
-        and with "cpu:gloo,cuda:nccl" what the ranks agree on goes over Gloo. Collective."""
+        """Makes NCCL connect the devices now, so that errors are raised here. Otherwise it connects them at the first
+        block, since with "cpu:gloo,cuda:nccl" the ranks' agreements go over Gloo. Collective."""
         with self._naming("connecting the ranks' devices"):
             extension.load().all_reduce(self.own, torch.zeros(1, device=self.device))
 
     def leave(self, *, reusable: bool) -> None:
-        """This group is used no more. ``reusable``: nothing of it has failed, and all ranks leave it here; the next
-        attach of the same ranks goes on with it. Idempotent."""
+        """Stops using this group. Idempotent.
+
+        ``reusable``: nothing in it has failed, and all ranks leave it here; the next attach of the same ranks uses it
+        again.
+        """
         own, self.own = self.own, None
         if own is None:
             return
-        made = next((each for each in _made if each.process_group is own), None)
+        made = next((each for each in _own_groups if each.process_group is own), None)
         if made is not None and reusable:
             made.idle = True
         elif made is not None:
-            # To end what has failed is to wait for ranks that may have died; the transport has aborted it.
-            _made.remove(made)
+            # Destroying a group that has failed would wait for ranks that may have died; the transport has aborted it.
+            _own_groups.remove(made)
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -90,30 +94,30 @@ class Group:
 
 
 def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Around collectives of objects: over NCCL torch puts those on the thread's current device, where nobody has made
-    the module's current (with DDP nobody needs to)."""
+    """Put this around collectives of objects. Over NCCL torch puts them on the thread's current device, which need not
+    be the module's (DDP does not require it)."""
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
-    """Says what has failed, and where, when the network or a peer fails."""
+    """Turns RuntimeError into an Error that says what failed, and on which rank."""
     try:
         yield
     except RuntimeError as error:
         if "Duplicate GPU" in str(error):  # NCCL's words
             raise Error(
-                f"rank {rank} of {world_size} and another rank use the same GPU, which NCCL refuses; give each rank "
-                "its own, with torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group(), or "
-                "use Gloo",
+                f"rank {rank} of {world_size} and another rank use the same GPU, which NCCL refuses; give each rank a "
+                "GPU of its own, with torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+                "init_process_group(), or use Gloo",
                 "invalid_use",
             ) from error
         raise Error(f"{what} failed on rank {rank} of {world_size}: {error}", "communication") from error
 
 
 @dataclasses.dataclass(eq=False)
-class _Made:
-    """A process group of gradcast's own. ``key``: what has to be the same where it is used again."""
+class _OwnGroup:
+    """A process group made here. ``key``: what has to be equal for it to be used again."""
 
     process_group: Any
     key: tuple
@@ -122,12 +126,12 @@ class _Made:
 
     @property
     def exists(self) -> bool:
-        """Not after the program's own destroy_process_group()."""
+        """False after the program has called destroy_process_group()."""
         return self.process_group in dist.distributed_c10d._world.pg_map
 
 
 # In the order in which they were made.
-_made: list[_Made] = []
+_own_groups: list[_OwnGroup] = []
 
 
 def gather(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
@@ -137,7 +141,7 @@ def gather(process_group: Any, value: Any, device: torch.device | None) -> list[
 
 
 def device_of_messages(process_group: Any, device: torch.device | None) -> torch.device:
-    """The host, unless the group has no backend for it. ``device``: the module's, where it is known."""
+    """The device for messages: the host, unless the group has no backend for it. ``device``: the module's, if known."""
     kinds = [each.type for each in process_group._device_types]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -147,9 +151,12 @@ def device_of_messages(process_group: Any, device: torch.device | None) -> torch
 
 
 def make_group(process_group: Any, device: torch.device, timeout_s: float | None, *, reuses: bool = False) -> Group:
-    """Collective over ``process_group`` (None: the default group, or a single worker where none was made).
+    """The ranks of ``process_group`` with a group of gradcast's own. Collective.
 
-    ``reuses``: takes one that has been left, where every rank has it. On every rank the same."""
+    ``process_group``: None for the default group, or for a single worker if torch.distributed is not initialized.
+    ``timeout_s``: None for the process group's. ``reuses``: takes a group that was left, if every rank has it; the same
+    on every rank. Raises Error if this process is not in the group, or if the network fails.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return _without_group(process_group)
     shared = process_group if process_group is not None else dist.group.WORLD
@@ -164,8 +171,8 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     left = _left(key, shared, rank, world_size) if reuses else None
     if left is None:
         options = _nccl_options(timeout) if "nccl" in backend else None
-        left = _Made(_new_group(ranks, timeout, backend, "gradcast", options), key)
-        _made.append(left)
+        left = _OwnGroup(_new_group(ranks, timeout, backend, "gradcast", options), key)
+        _own_groups.append(left)
     left.idle = False
     own = left.process_group
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
@@ -174,11 +181,11 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     return group
 
 
-def _left(key: tuple, shared: Any, rank: int, world_size: int) -> _Made | None:
-    """A group that was left and that every rank still has; None where one of them has none. Collective."""
-    # Those of before a destroy_process_group() are nobody's.
-    _made[:] = [each for each in _made if each.exists]
-    found = next((each for each in reversed(_made) if each.idle and each.key == key), None)
+def _left(key: tuple, shared: Any, rank: int, world_size: int) -> _OwnGroup | None:
+    """A group that was left and that every rank still has, or None. Collective."""
+    # destroy_process_group() has destroyed the others.
+    _own_groups[:] = [each for each in _own_groups if each.exists]
+    found = next((each for each in reversed(_own_groups) if each.idle and each.key == key), None)
     name = None if found is None else found.process_group.group_name
     with on_device(key[-1]), naming("looking for a process group to use again", rank, world_size):
         names = gather(shared, name, key[-1])
@@ -186,20 +193,20 @@ def _left(key: tuple, shared: Any, rank: int, world_size: int) -> _Made | None:
 
 
 def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
-    """A process group for the rest of the program. Collective over ``ranks``, which are global ones.
+    """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks.
 
-    Not to be destroyed before: torch gives the name of a destroyed group to a new one, and Gloo mixes them up.
+    Do not destroy it earlier: torch gives the name of a destroyed group to a new one, and Gloo confuses them.
     """
     group = _new_group(list(ranks), timeout, backend, f"gradcast {description}")
-    if backend == "gloo":  # to end that of others is to wait for ranks that may have died
-        _made.append(_Made(group, ()))
+    if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
+        _own_groups.append(_OwnGroup(group, ()))
     return group
 
 
 def _new_group(
     ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
 ) -> Any:
-    """Collective over ``ranks`` alone."""
+    """Collective over ``ranks`` only, not over all ranks of the program."""
     with _not_split_off(ranks):
         return dist.new_group(
             ranks=ranks,
@@ -212,8 +219,8 @@ def _new_group(
 
 
 def _nccl_options(timeout: datetime.timedelta | None) -> Any:
-    """Its kernels go before those of compute: a late block delays the next forward pass. Torch's other backends that
-    belong to the same group do not look at them."""
+    """Gives NCCL's kernels priority over compute, since a late block delays the next forward pass. The group's other
+    backends ignore these options."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout
@@ -222,9 +229,9 @@ def _nccl_options(timeout: datetime.timedelta | None) -> Any:
 
 @contextlib.contextmanager
 def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
-    """WORKAROUND(torch 2.11 to 2.15, NCCL): where init_process_group() was given a device_id, a new group is split off
-    from the communicator of all ranks. NCCL waits for every one of them, and those that are not in the group, which
-    nobody asks, never come. Such a group gets a communicator of its own."""
+    """WORKAROUND(torch 2.11 to 2.15, NCCL): if init_process_group() was given a device_id, torch splits a new group off
+    from the communicator of all ranks. NCCL then waits for all of them, and those outside the group never come. Without
+    the device_id the group gets a communicator of its own."""
     everybody = dist.group.WORLD
     device = everybody.bound_device_id
     if device is None or len(ranks) == everybody.size():
@@ -239,23 +246,22 @@ def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
 
 @atexit.register
 def _end_all() -> None:
-    """The threads of a group end when it is destroyed and nobody refers to it; after that Python may end. A forked
-    child has none of them."""
-    while _made and _made[-1].process == os.getpid():
-        made = _made.pop()
-        with contextlib.suppress(Exception):  # the program has destroyed it, or a peer has; the others are to end, too
+    """Destroys the groups: their threads must end before Python does. A forked child does not have these threads."""
+    while _own_groups and _own_groups[-1].process == os.getpid():
+        made = _own_groups.pop()
+        with contextlib.suppress(Exception):  # the program or a peer may have destroyed it
             dist.destroy_process_group(made.process_group)
 
 
 def is_one_of_several(process_group: Any) -> bool:
-    """Whether this process is in the group, and others are too."""
+    """Whether this process and others are in the group."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
         return False
     return dist.get_world_size(process_group) > 1
 
 
 def require_backend(process_group: Any, device: torch.device) -> None:
-    """Raises where the group cannot send tensors of this device; the same on all ranks, since the group is."""
+    """Raises Error if the group has no backend for tensors on this device; that is the same on all ranks."""
     if dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0:
         _backend(process_group if process_group is not None else dist.group.WORLD, device)
 
@@ -272,7 +278,7 @@ def _without_group(process_group: Any) -> Group:
 
 
 def _timeout_of(group: Any, device: torch.device) -> datetime.timedelta | None:
-    """That of the user's group, which new_group() would not take over. None for a backend that does not tell it."""
+    """The timeout of the user's group, which new_group() would not inherit. None if the backend does not tell it."""
     return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
 
 
@@ -282,6 +288,6 @@ def _backend(group: Any, device: torch.device) -> Any:
     except RuntimeError:
         raise Error(
             f"the process group has no backend for tensors on {device.type} (it has {dist.get_backend_config(group)}); "
-            f"for instance init_process_group('cpu:gloo,cuda:nccl') has both",
+            f"name one, for instance init_process_group('cpu:gloo,cuda:nccl')",
             "invalid_use",
         ) from None

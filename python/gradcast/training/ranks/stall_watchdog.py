@@ -1,10 +1,10 @@
-"""Who waits for whom: said when a step does not go on, and when it has failed.
+"""Which rank waits for which: reported when a step stalls, and when it has failed.
 
-Ranks that wait write what they wait for on rank 0's board. That needs no help of a rank that hangs or is gone, and
-whoever has written nothing is the one that the others wait for. The lowest rank that has written speaks for all, so
-that one paragraph appears and not one per rank.
+Ranks that wait report what they wait for to rank 0's status server. That needs no help from a rank that hangs or has
+ended: the ranks that have not reported are those that the others wait for. The lowest rank that has reported logs for
+all, so that one message appears and not one per rank.
 
-Thread safety: the training thread, and one thread that looks from time to time how long it has been waiting.
+Thread safety: the training thread, and one thread that checks from time to time how long it has been waiting.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
-from gradcast.training.ranks.status_server import ask, open_board
+from gradcast.training.ranks.status_server import ask, start_status_server
 
 _log = logging.getLogger("gradcast")
-# How long a rank listens for the others.
+# How long a rank waits for the others' reports.
 _LISTEN_S = 1.5
 _POLL_S = 0.1
 _TIMEOUT_SHARE = 0.25
-_LOOKS = 4  # before a wait counts as long
+_CHECKS = 4  # before a wait counts as a stall
 _RECORDS_DUMPED = 2
 _BLOCKS_DUMPED = 64
 
 
 class StallWatchdog:
-    """Of one rank."""
+    """The watchdog of one rank."""
 
     def __init__(self, group: Group, options: Options, engine: _core.Engine) -> None:
         self._group = group
@@ -44,63 +44,75 @@ class StallWatchdog:
         limit_s = options.stall_warning_s
         self._warn_after_s = limit_s if group.timeout_s is None else min(limit_s, _TIMEOUT_SHARE * group.timeout_s)
         self._folder = options.dump_dir or tempfile.gettempdir()
-        self._board, self._address = open_board(group)
+        self._server, self._address = start_status_server(group)
         self._failure: Error | None = None
-        self._waiting: _Waiting | None = None
-        self._over = threading.Event()
-        looking = (weakref.ref(self), self._over)
-        self._thread = threading.Thread(target=_look, args=looking, name="gradcast-watch", daemon=True)
+        self._waiting: _Wait | None = None
+        self._closed = threading.Event()
+        # A strong reference would keep this object, and so the session, alive.
+        arguments = (weakref.ref(self), self._closed)
+        self._thread = threading.Thread(target=_watch, args=arguments, name="gradcast-watchdog", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def waiting(self, what: str | None = None) -> Iterator[None]:
-        """Around everything that waits for other ranks. ``what``: for people; None: what the engine waits for."""
-        waiting = self._waiting = _Waiting(what, time.monotonic())
+        """Put this around everything that waits for other ranks.
+
+        ``what``: what is waited for, for a log line; None for what the engine waits for. Errors of the network that
+        leave the block say what the other ranks report.
+        """
+        waiting = self._waiting = _Wait(what, time.monotonic())
         try:
             yield
         except Error as error:
             raise self.explain(error) from None
         finally:
             self._waiting = None
-            if waiting.said and self._address is not None:
+            if waiting.is_reported and self._address is not None:
                 ask(self._address, "stall", self._group.rank, None)
 
     def close(self) -> None:
         """Idempotent."""
-        self._over.set()
-        if self._board is not None:
-            self._board.close()
+        self._closed.set()
+        if self._server is not None:
+            self._server.close()
         if self._thread is not threading.current_thread():
-            self._thread.join()  # at most as long as it listens to the others
+            self._thread.join()  # takes at most as long as it listens to the others
 
-    def look(self) -> float:
-        """Says what is waited for, once, if that has taken long. Returns in how many seconds to look again."""
+    def check(self) -> float:
+        """Reports a wait that has become long, once. Returns in how many seconds to check again."""
         waiting = self._waiting
-        if waiting is not None and not waiting.said:
+        if waiting is not None and not waiting.is_reported:
             left_s = waiting.since_s + self._warn_after_s - time.monotonic()
             if left_s > 0:
                 return left_s
-            self._say(waiting)
-        return self._warn_after_s / _LOOKS
+            self._report_stall(waiting)
+        return self._warn_after_s / _CHECKS
 
-    def _say(self, waiting: "_Waiting") -> None:
+    def _report_stall(self, waiting: "_Wait") -> None:
         text = waiting.what or self._engine.waiting_for()
         waited_s = time.monotonic() - waiting.since_s
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-        waiting.said = True
+        waiting.is_reported = True
         entry = {"iteration": self._engine.counters().iterations, "text": text}
-        heard = self._exchange("stall", entry, waiting)
+        reports = self._exchange("stall", entry, waiting)
         if self._waiting is not waiting:
             if self._address is not None:
                 ask(self._address, "stall", self._group.rank, None)
             return
-        if heard is not None and min(heard) != self._group.rank:
+        if reports is not None and min(reports) != self._group.rank:
             return
-        who = "Rank 0, which knows who else waits, does not answer." if heard is None else self._who(heard)
-        _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, who)
+        ranks = (
+            "Rank 0, which knows the other ranks that wait, does not respond."
+            if reports is None
+            else self._describe_ranks(reports)
+        )
+        _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, ranks)
 
     def explain(self, error: Error) -> Error:
-        """The error of the network with what the other ranks say, told once; the last events of all go to a file."""
+        """An error of the network together with what the other ranks report. Other errors are returned as they are.
+
+        The last events of all ranks go to a file. The result is the same each time.
+        """
         if error.code != "communication":
             return error
         if self._failure is None:
@@ -110,55 +122,58 @@ class StallWatchdog:
                 "waiting_for": self._engine.waiting_for(),
                 "iterations": self._records(),
             }
-            reached = self._exchange("failure", entry)
-            self._failure = Error(f"{error}. {self._verdict(reached, entry)}", error.code)
+            reports = self._exchange("failure", entry)
+            self._failure = Error(f"{error}. {self._describe_failure(reports, entry)}", error.code)
         return self._failure
 
-    def _verdict(self, reached: dict[int, Any] | None, own: dict[str, Any]) -> str:
-        if reached is None:
-            words = "Rank 0, which knows who else failed, does not answer: it has ended, or is cut off."
-            reached = {self._group.rank: own}
+    def _describe_failure(self, reports: dict[int, Any] | None, own: dict[str, Any]) -> str:
+        if reports is None:
+            text = "Rank 0, which knows the other ranks that failed, does not respond: it has ended, or is cut off."
+            reports = {self._group.rank: own}
         else:
-            words = self._who(reached, "failed")
-        if min(reached) != self._group.rank:
-            return words
+            text = self._describe_ranks(reports, "failed")
+        if min(reports) != self._group.rank:
+            return text
         try:
-            return f"{words} The last events of {_ranks(sorted(reached))} are in {self._dump(reached)}"
+            return f"{text} The last events of {_ranks(sorted(reports))} are in {self._dump(reports)}"
         except OSError as error:
-            return f"{words} (Their last events could not be written: {error})"
+            return f"{text} (Their last events could not be written: {error})"
 
-    def _dump(self, reached: dict[int, Any]) -> str:
+    def _dump(self, reports: dict[int, Any]) -> str:
         handle, path = tempfile.mkstemp(prefix="gradcast-failure-", suffix=".json", dir=self._folder)
         with os.fdopen(handle, "w") as file:
-            silent = [rank for rank in range(self._group.world_size) if rank not in reached]
-            json.dump({"world_size": self._group.world_size, "silent": silent, "ranks": reached}, file, indent=1)
+            silent = [rank for rank in range(self._group.world_size) if rank not in reports]
+            json.dump({"world_size": self._group.world_size, "silent": silent, "ranks": reports}, file, indent=1)
         return path
 
-    def _who(self, heard: dict[int, Any], doing: str = "waiting") -> str:
-        """Of which ranks anything was heard, in sentences."""
-        silent = [rank for rank in range(self._group.world_size) if rank not in heard]
-        words = f"{doing.capitalize()}: {_ranks(sorted(heard))}"
-        own = heard[self._group.rank].get("iteration")
-        for rank, entry in heard.items():
+    def _describe_ranks(self, reports: dict[int, Any], doing: str = "waiting") -> str:
+        """Which ranks have reported and which have not, in sentences."""
+        silent = [rank for rank in range(self._group.world_size) if rank not in reports]
+        text = f"{doing.capitalize()}: {_ranks(sorted(reports))}"
+        own = reports[self._group.rank].get("iteration")
+        for rank, entry in reports.items():
             if entry.get("iteration") != own:
-                words += f", rank {rank} in another step ({entry['iteration']} against {own})"
+                text += f", rank {rank} in another step ({entry['iteration']} against {own})"
         if not silent:
-            return f"{words}."
-        return f"{words}; nothing was heard of {_ranks(silent)}: stopped, slow, gone, or elsewhere in the program."
+            return f"{text}."
+        has = "has" if len(silent) == 1 else "have"
+        return f"{text}; {_ranks(silent)} {has} not responded: stopped, slow, ended, or elsewhere in the program."
 
-    def _exchange(self, kind: str, entry: dict[str, Any], during: "_Waiting | None" = None) -> dict[int, Any] | None:
-        """Writes this rank's entry and listens for the others': by rank, its own included. None without an answer."""
+    def _exchange(self, kind: str, entry: dict[str, Any], during: "_Wait | None" = None) -> dict[int, Any] | None:
+        """Reports this rank's entry and collects the others' for a while. Returns all entries by rank, or None if the
+        server does not answer. ``during``: ends early when this wait is over."""
         deadline_s = time.monotonic() + _LISTEN_S
         while self._address is not None:
-            heard = ask(self._address, kind, self._group.rank, entry)
-            ended = during is not None and self._waiting is not during
-            if heard is None or ended or len(heard) == self._group.world_size or time.monotonic() > deadline_s:
-                return heard
+            reports = ask(self._address, kind, self._group.rank, entry)
+            is_over = during is not None and self._waiting is not during
+            is_complete = reports is not None and len(reports) == self._group.world_size
+            if reports is None or is_over or is_complete or time.monotonic() > deadline_s:
+                return reports
             time.sleep(_POLL_S)
         return None
 
     def _records(self) -> list[dict[str, Any]]:
-        """The last iterations: per block when it was ready, started and finished, in ms before now."""
+        """The last iterations: when each block was ready, started and finished, in ms before now."""
         now_ns = time.perf_counter_ns()
 
         def before_ms(time_ns: int) -> float | None:
@@ -186,18 +201,18 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass
-class _Waiting:
+class _Wait:
     what: str | None
     since_s: float
-    said: bool = False
+    is_reported: bool = False
 
 
-def _look(watch: "weakref.ref[StallWatchdog]", over: threading.Event) -> None:
-    """The thread. It does not keep the session alive."""
+def _watch(watchdog: "weakref.ref[StallWatchdog]", closed: threading.Event) -> None:
+    """The watchdog's thread. It does not keep the watchdog alive."""
     pause_s = 0.0
-    while not over.wait(pause_s):
-        watched = watch()
+    while not closed.wait(pause_s):
+        watched = watchdog()
         if watched is None:
             return
-        pause_s = watched.look()
+        pause_s = watched.check()
         del watched

@@ -1,10 +1,10 @@
-"""A board on rank 0 on which ranks in trouble write what they see, and read what the others have written.
+"""Status server on rank 0 for stall and failure reports.
 
-Not the process group's store: asking it cannot be bounded in time when its host is stopped or cut off. Here every rank
-opens a connection for one question, with a timeout for each step of it. Whether the board can be reached at all is
-tried when it is made.
+Ranks in trouble write what they see, and read what the others have written. The process group's store cannot serve for
+this: a request to it has no time limit if its host is stopped or cut off. Here each request is a connection of its own,
+with a timeout for each part of it. When the server starts, every rank tries whether it can reach it.
 
-Thread safety: ``Board`` has a thread of its own; ``ask`` may be called from any.
+Thread safety: ``StatusServer`` has a thread of its own; ``ask`` may be called from any thread.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from typing import Any
 from gradcast.training.ranks.group import Group
 
 _TIMEOUT_S = 2.0
-_LONGEST_BYTES = 16 << 20
+_MESSAGE_BYTES_MAX = 16 << 20
 _BACKLOG = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Address:
-    """Where the board is, and what a writer has to show."""
+class ServerAddress:
+    """``token``: what a request has to show."""
 
     host: str
     port: int
@@ -34,13 +34,13 @@ class Address:
 
 
 class StatusServer:
-    """Entries by kind and rank; the last one of a rank counts. Ends with ``close()``, or when nobody holds it."""
+    """Keeps the last entry of each rank, by kind. Ends with ``close()``, or when it is garbage-collected."""
 
     def __init__(self) -> None:
         server = socket.create_server(("", 0), backlog=_BACKLOG)
         token = secrets.token_hex(16)
-        self.address = Address(_own_host(), server.getsockname()[1], token)
-        self._thread = threading.Thread(target=_serve, args=(server, token), name="gradcast-board", daemon=True)
+        self.address = ServerAddress(_own_host(), server.getsockname()[1], token)
+        self._thread = threading.Thread(target=_serve, args=(server, token), name="gradcast-status", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _close, server)
 
@@ -57,8 +57,8 @@ def _close(server: socket.socket) -> None:
 
 
 def _serve(server: socket.socket, token: str) -> None:
-    """The thread. It does not keep the board alive."""
-    boards: dict[str, dict[int, Any]] = {}
+    """The server's thread. It holds no reference to the StatusServer, which would keep that alive."""
+    entries_by_kind: dict[str, dict[int, Any]] = {}
     while True:
         try:
             connection, _ = server.accept()
@@ -66,47 +66,50 @@ def _serve(server: socket.socket, token: str) -> None:
             return
         with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             connection.settimeout(_TIMEOUT_S)
-            question = json.loads(_received(connection))
-            if secrets.compare_digest(question["token"], token):
-                entries = boards.setdefault(question["kind"], {})
-                entries[question["rank"]] = question["entry"]
+            request = json.loads(_received(connection))
+            if secrets.compare_digest(request["token"], token):
+                entries = entries_by_kind.setdefault(request["kind"], {})
+                entries[request["rank"]] = request["entry"]
                 connection.sendall(json.dumps(list(entries.items())).encode())
 
 
-def open_board(group: Group) -> tuple[StatusServer | None, Address | None]:
-    """Rank 0's board and, where this rank can reach it, its address. Collective."""
-    board = None
+def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddress | None]:
+    """The server on rank 0, and its address on every rank that can reach it. Collective."""
+    server = None
     if group.rank == 0:
         with contextlib.suppress(OSError):
-            board = StatusServer()
-    address = group.from_first(None if board is None else board.address)
+            server = StatusServer()
+    address = group.from_first(None if server is None else server.address)
     if address is not None and ask(address, "hello", group.rank, None) is None:
         address = None
-    return board, address
+    return server, address
 
 
-def ask(address: Address, kind: str, rank: int, entry: Any) -> dict[int, Any] | None:
-    """Writes this rank's entry, None to take it back; returns everybody's. None where the board does not answer."""
-    question = {"token": address.token, "kind": kind, "rank": rank, "entry": entry}
+def ask(address: ServerAddress, kind: str, rank: int, entry: Any) -> dict[int, Any] | None:
+    """Writes this rank's entry and returns the entries of all ranks.
+
+    ``entry``: None takes the last one back. Returns None if the server does not answer.
+    """
+    request = {"token": address.token, "kind": kind, "rank": rank, "entry": entry}
     try:
         with socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S) as connection:
-            connection.sendall(json.dumps(question).encode())
+            connection.sendall(json.dumps(request).encode())
             connection.shutdown(socket.SHUT_WR)
             entries = json.loads(_received(connection))
     except (OSError, ValueError):
         return None
-    return {rank: said for rank, said in entries if said is not None}
+    return {rank: each for rank, each in entries if each is not None}
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Everything up to the end that the other side makes."""
+    """Everything until the other side has finished writing."""
     parts: list[bytes] = []
     size = 0
     while part := connection.recv(1 << 16):
         parts.append(part)
         size += len(part)
-        if size > _LONGEST_BYTES:
-            raise ValueError("too long")
+        if size > _MESSAGE_BYTES_MAX:
+            raise ValueError("the message is too long")
     return b"".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What the measured profile lets one say beforehand: DDP's buckets and their time, and what no schedule can beat."""
+"""Predictions from the measured profile: DDP's buckets and their step time, and the lower bounds."""
 
 import json
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Bounds:
-    """Iteration times below which no schedule gets, ms. ``plain``: with one start-up of an operation in all."""
+    """Lower bounds of the step time, ms. ``plain_ms``: if only one operation paid its start-up cost."""
 
     plain_ms: float
     best_ms: float
 
 
 def with_sizes(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
-    """The profile with the parameters' own sizes, as DDP counts them: gradcast sends a mark behind each gradient."""
+    """The profile with the parameters' own sizes, as DDP counts them: gradcast adds a usage flag to each gradient."""
     fields = json.loads(profile.to_json())
     for tensor in fields["tensors"]:
         tensor["bytes"] = size_bytes[tensor["name"]]
@@ -30,7 +30,7 @@ def with_sizes(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.P
 
 
 def ddp_plan(profile: _core.Profile, variant: Variant) -> _core.Plan:
-    """DDP's buckets on the profile, and what they take. REQUIRES: a profile with a link, a variant of DDP."""
+    """DDP's buckets as a plan. REQUIRES: the profile has a link; the variant's mode is "ddp"."""
     if variant.name == DDP_MGWFBP:
         return _mgwfbp_plan(profile)
     caps_mib = variant.caps_mib or TORCH_CAPS_MIB
@@ -38,9 +38,9 @@ def ddp_plan(profile: _core.Profile, variant: Variant) -> _core.Plan:
 
 
 def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]:
-    """The cap of those that a sweep tries under which DDP is predicted to be fastest, and its neighbours.
+    """The bucket size in MiB with which DDP is predicted to be fastest, and its neighbours, among those of a sweep.
 
-    ``factor``: of the profile's tensors to those of the model; caps are scaled like them.
+    ``factor``: size of the profile's tensors relative to the model's; bucket sizes are scaled like them.
     """
     swept_mib = ddp_baseline.SWEPT_CAPS_MIB
     predicted_ns = [ddp_baseline.plan(profile, ddp_baseline.same_caps(factor * cap)).predicted_ns for cap in swept_mib]
@@ -49,19 +49,19 @@ def near_best_caps_mib(profile: _core.Profile, factor: float = 1.0) -> list[int]
 
 
 def mgwfbp_caps_mib(profile: _core.Profile) -> list[float]:
-    """MG-WFBP's plan as caps of DDP's buckets, one per bucket.
+    """MG-WFBP's plan as sizes of DDP's buckets in MiB, one per bucket.
 
-    DDP fills a bucket in the order in which gradients came in its first backward pass and closes it at the tensor that
-    reaches the cap. MG-WFBP merges whole tensors in the same order, so with its blocks' exact sizes as caps (in MiB,
-    which is a power of two: nothing is rounded) the buckets are its blocks. They differ where gradients that are ready
-    at nearly the same time, as a layer's weight and bias, come in another order than in the profile: a bucket then
-    ends a tensor later.
+    DDP fills a bucket in the order in which gradients came in its first backward pass, and closes it at the tensor that
+    reaches the size. MG-WFBP merges whole tensors in the same order, so with its blocks' exact sizes the buckets are
+    its blocks. (A MiB is a power of two, so nothing is rounded.) They differ if gradients that are ready at nearly the
+    same time, such as a layer's weight and bias, come in another order than in the profile: a bucket then ends one
+    tensor later.
     """
     return [block.size_bytes / _MIB for block in _mgwfbp_plan(profile).blocks]
 
 
 def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) -> Bounds:
-    """Of a profile whose compute takes as long as a step without communication was measured to take."""
+    """The bounds of the profile with its compute scaled to ``step_ms``, a measured step without communication."""
     rescaled = scaled_profile(profile, 1e6 * step_ms / compute_ns(profile))
     assert rescaled.link is not None
     bound = _core.bound(rescaled, rescaled.link, mode="hook" if mode == "hook" else "overlap", in_flight=in_flight)

@@ -1,0 +1,179 @@
+"""What rank 0 proposes: a plan for the measured profile, the DDP baseline to compare it with, and the expected gain."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gradcast import _core
+from gradcast.comparison import ddp_baseline
+from gradcast.comparison.compare import NOTICEABLE_GAIN
+from gradcast.errors import Error
+from gradcast.files import load_plan, plan_hash
+from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.options import Options
+from gradcast.training.plan import calibration, measured_profile
+from gradcast.training.plan.agreement import AgreedPlan, PlanProposal
+from gradcast.training.plan.calibration import CalibrationSteps
+from gradcast.training.plan.change import PlanChange
+from gradcast.training.plan.expectation import StepVariation, expect
+from gradcast.training.plan.warmup import Warmup
+from gradcast.training.step.gradient_buffers import Sizes
+
+# Makes a plan of packed blocks more expensive than any other.
+_NEVER_PACK_NS_PER_BYTE = 1e6
+# A measured start-up cost may be far too low, even 0, and a plan of many blocks pays the true one for each. So among
+# the plans that are nearly the best, the one with the fewest blocks is taken.
+_FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
+_BASELINE_TOLERANCE = 0.002
+
+
+class Proposer:
+    """Makes the proposals of one session. Only rank 0's is asked."""
+
+    def __init__(self, names: Sequence[str], sizes: Sizes, mode: str, world_size: int, options: Options) -> None:
+        """``mode``: of the plans."""
+        self._names, self._sizes, self._mode = list(names), sizes, mode
+        self._world_size, self._options = world_size, options
+        self._idle_saving_ns = 0.0  # found in the last warm-up
+        self.variation = StepVariation()  # of the steps that the last proposal was made from
+
+    def from_warmup(self, profile: _core.Profile, warmup: Warmup, change: PlanChange | None) -> PlanProposal:
+        """The plan that the user has pinned, or one for the measured profile. ``change``: why it was measured again."""
+        self._idle_saving_ns = warmup.idle_saving_ns
+        path = self._options.plan_path
+        if path is not None:
+            return pinned_proposal(path, self._names, self._sizes, self._mode, self._world_size)
+        plan = choose_plan(profile, self._mode, self._options)
+        proposal = self._proposal(profile, plan, warmup.variation)
+        if change is None or proposal.baseline is None:
+            return proposal
+        return dataclasses.replace(proposal, hold_iterations=change.hold_iterations(profile, plan))
+
+    def from_calibration(self, agreed: AgreedPlan, profile: _core.Profile, steps: CalibrationSteps) -> PlanProposal:
+        """The plan in force if its first steps confirm the profile that it was made for, otherwise a new one."""
+        in_force = agreed.in_force
+        link = self._corrected_link(in_force, profile, steps)
+        compute = calibration.corrected_compute(profile, steps.compute)
+        without_traffic = profile if link is None else measured_profile.replace_link(profile, link)
+        corrected = without_traffic if compute is None else compute_cost.replace_compute(without_traffic, compute)
+        baseline_profile = corrected
+        if compute is not None and in_force.mode == "overlap":
+            # Blocks in flight slow compute down. With DDP none are in flight during forward.
+            baseline_profile = compute_cost.replace_compute(
+                without_traffic, dataclasses.replace(compute, forward_ns=without_traffic.forward_ns)
+            )
+        samples = [sample for step in steps.blocks for sample in step]
+        link_spread = (
+            network_cost.cost_spread(samples, corrected.link, self._idle_saving_ns)
+            if samples and in_force.in_flight == 1
+            else self.variation.link
+        )
+        factors = compute_cost.compute_variation(corrected, steps.compute) or self.variation.compute
+        is_confirmed = link is None and compute is None
+        plan = agreed.plan if is_confirmed else choose_plan(corrected, self._mode, self._options)
+        proposal = self._proposal(corrected, plan, StepVariation(link_spread, factors), baseline_profile)
+        return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
+
+    def from_checkpoint(self, state: dict[str, Any]) -> PlanProposal:
+        plan = _core.Plan.from_json(state["plan"])
+        return self._proposal(_core.Profile.from_json(state["layout"]), plan, StepVariation())
+
+    def _corrected_link(
+        self, in_force: _core.Plan, profile: _core.Profile, steps: CalibrationSteps
+    ) -> _core.LinkModel | None:
+        if not steps.blocks:
+            return None
+        shared_ns = None
+        if in_force.in_flight > 1:
+            periods_ns = calibration.planned_busy_periods_ns(in_force, profile)
+            shared_ns = sum(max(0.0, each_ns - self._idle_saving_ns) for each_ns in periods_ns)
+        return network_cost.corrected_link(
+            profile.link, steps.blocks, shared_ns=shared_ns, known_saving_ns=self._idle_saving_ns
+        )
+
+    def _proposal(
+        self,
+        profile: _core.Profile,
+        plan: _core.Plan,
+        variation: StepVariation,
+        baseline_profile: _core.Profile | None = None,
+    ) -> PlanProposal:
+        """``baseline_profile``: the profile under the baseline, if it differs."""
+        self.variation = variation
+        if not self._options.adapt or profile.link is None:
+            return PlanProposal(profile.to_json(), plan.to_json())
+        baseline_profile = baseline_profile or profile
+        baseline = baseline_plan(baseline_profile)
+        expectation = expect(profile, plan, baseline_profile, baseline, variation)
+        return PlanProposal(profile.to_json(), plan.to_json(), baseline.to_json(), expectation)
+
+
+def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
+    """A plan for a measured profile.
+
+    A model knows only roughly what time and memory a packed block needs. So packed blocks have to promise a noticeable
+    gain over a plan without any.
+    """
+    plan = _made_plan(profile, profile.link, mode, options)
+    if any(len(block.ranges) > 1 for block in plan.blocks):
+        link = json.loads(profile.link.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
+        unpacked = _made_plan(profile, _core.LinkModel.from_json(json.dumps(link)), mode, options)
+        if unpacked.predicted_ns <= plan.predicted_ns * (1 + NOTICEABLE_GAIN):
+            plan = unpacked
+    return plan
+
+
+def _made_plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Options) -> _core.Plan:
+    return _core.make_plan(
+        profile,
+        link,
+        policy=options.policy,
+        mode=mode,
+        in_flight=options.in_flight,
+        parameters=_FEWER_BLOCKS.get(options.policy, {}) | dict(options.policy_parameters),
+    )
+
+
+def baseline_plan(profile: _core.Profile) -> _core.Plan:
+    """The DDP baseline: DDP's buckets with the best sizes for this profile. REQUIRES: the profile has a link.
+
+    Among nearly equal sizes those that make the fewest buckets are taken. They are compared with one bucket in flight:
+    with more, `play` hides the start-up cost of one behind another, and busy hosts do not (docs/benchmarks.md).
+    """
+    candidates = [(ddp_baseline.plan(profile, caps, in_flight=1), caps) for caps in ddp_baseline.TUNED_CAPS_BYTES]
+    near_ns = (1 + _BASELINE_TOLERANCE) * min(plan.predicted_ns for plan, _ in candidates)
+    near = [each for each in candidates if each[0].predicted_ns <= near_ns]
+    _, caps_bytes = min(near, key=lambda each: (len(each[0].blocks), each[0].predicted_ns))
+    return ddp_baseline.plan(profile, caps_bytes)
+
+
+def pinned_proposal(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size: int) -> PlanProposal:
+    """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
+    plan, fields = load_plan(path)
+    made_with = fields.get("made_with")
+    tensors = made_with.get("tensors") if isinstance(made_with, dict) else None
+    if not isinstance(tensors, list):
+        raise Error(
+            f"{path} does not note the order of its tensors (made_with.tensors); make it with handle.save_plan() or, "
+            "from the file of handle.save_profile(), with `gradcast plan`",
+            "invalid_plan",
+        )
+    if sorted(map(str, tensors)) != sorted(names):
+        differing = sorted(set(map(str, tensors)) ^ set(names))
+        raise Error(
+            f"{path} is a plan for another model: only one of the two has {differing[0]}; make a plan for this model",
+            "invalid_plan",
+        )
+    if plan.mode != mode:
+        raise Error(
+            f"{path} is a plan for {plan.mode} mode; this training is in {mode} mode, make a plan for that",
+            "invalid_plan",
+        )
+    index_of = {name: index for index, name in enumerate(names)}
+    order = [index_of[name] for name in tensors]
+    profile = measured_profile.layout_profile(names, sizes, order, world_size=world_size, name="pinned")
+    plan.check(profile)
+    if made_with.get("hash") != plan_hash(plan, profile):
+        raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")
+    return PlanProposal(profile.to_json(), plan.to_json())
