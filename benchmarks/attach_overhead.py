@@ -19,10 +19,9 @@ from torch import nn
 import gradcast
 from gradcast import _core
 from gradcast.training.plan import measured_profile, warmup
-from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_hooks import GradientHooks
-from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 
 _TENSORS = 150
 _STEPS = 40
@@ -31,15 +30,14 @@ _STEPS = 40
 class Listener:
     """A session that does nothing, so that what is measured is the gradient's own way."""
 
-    def synchronizing(self) -> bool:
+    def is_synchronizing(self) -> bool:
         return True
 
-    def backward_begins(self) -> None: ...
-    def gradient_ready(self, slot: ParameterState) -> None: ...
-    def backward_ended(self) -> None: ...
-    def finish_gradients(self) -> None: ...
-    def views_changed(self) -> None: ...
-    def touched(self, tensors: list[torch.Tensor], function: object) -> bool:
+    def on_backward_begin(self) -> None: ...
+    def on_gradient_sent(self, state: ParameterState) -> None: ...
+    def on_backward_end(self) -> None: ...
+    def wait_for_gradients(self) -> None: ...
+    def resolve(self, tensors: list[torch.Tensor]) -> None:
         raise AssertionError("nothing reads a gradient here")
 
 
@@ -53,10 +51,11 @@ def hook_us() -> tuple[float, float]:
     profile = measured_profile.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")
     engine.follow(profile, warmup.warmup_plans(profile, "overlap")[0])
     listener = Listener()
-    traffic = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all, marked=lambda: None)
-    slots = [ParameterState(index, name, p, 0) for index, (name, p) in enumerate(zip(names, parameters, strict=True))]
-    gradients = GradientHooks(slots, buffers, traffic, world_size=2)
-    handles = gradients.listen(listener)
+    exchange = SimpleNamespace(ready=engine.on_ready, wait_all=engine.wait_all, on_flags_written=lambda: None)
+    named = enumerate(zip(names, parameters, strict=True))
+    states = ParameterStates(ParameterState(index, name, parameter, 0) for index, (name, parameter) in named)
+    gradients = GradientHooks(states, buffers, exchange, world_size=2)
+    handles = gradients.install(listener)
     # The end of a backward pass is awaited already, as from its start at the module's output; here nobody runs one.
     gradients._task = 1
     values = [torch.randn(1000) for _ in range(_TENSORS)]
@@ -66,13 +65,13 @@ def hook_us() -> tuple[float, float]:
             parameter.grad = value
         engine.begin()
         start = time.perf_counter_ns()
-        for slot in slots:
-            gradients._on_gradient(slot)
+        for state in states:
+            gradients._on_gradient(state)
         whole.append((time.perf_counter_ns() - start) / _TENSORS / 1e3)
         engine.wait_all()
         gradients.open = False
-        for view in buffers.views:
-            pending.clear(view)
+        for state in states:
+            state.arrive()
         start = time.perf_counter_ns()
         for value, view in zip(values, buffers.views, strict=True):
             torch.mul(value, 0.5, out=view)

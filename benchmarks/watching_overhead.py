@@ -36,7 +36,9 @@ _LAYERS, _WIDTH = 20, 32
 
 def always_on_us(rank_count: int) -> float:
     """Median microseconds of one rank's step."""
-    buffers, others = (SimpleNamespace(notes=torch.zeros(REPORT_ELEMENTS)) for _ in range(2))
+    buffers, others = (
+        SimpleNamespace(reports=torch.zeros(REPORT_ELEMENTS), any_rank_failed=lambda: torch.zeros(1)) for _ in range(2)
+    )
     own = StepReports(buffers, 0, rank_count)
     writers = [StepReports(others, rank, rank_count) for rank in range(1, rank_count)]
     exposed, record = StageExposure(), StepRecord(0, 0, None, None, 0)
@@ -48,7 +50,7 @@ def always_on_us(rank_count: int) -> float:
         for rank, notes in enumerate(writers, start=1):
             facts = _core.RankFacts(step_ns=1e8, busy_ns=7e7 + 1e5 * rank + step, link_ns=5e7)
             notes._write(StepReport(facts, {"backward": 4e7, "loop": 2e7 + 1e5 * rank, "forward": 4e7}))
-            written += others.notes
+            written += others.reports
             notes._iteration += 1
         start_ns = time.perf_counter_ns()
         facts = _core.RankFacts(step_ns=1e8, busy_ns=7e7 + step, link_ns=5e7)
@@ -56,7 +58,7 @@ def always_on_us(rank_count: int) -> float:
         if known is not None:
             exposed.add(known)
         taken.append(time.perf_counter_ns() - start_ns)
-        buffers.notes.add_(written)
+        buffers.reports.add_(written)
     assert exposed.stats() is not None, "not all ranks' notes have come"
     return statistics.median(taken[_STEPS // 2 :]) / 1e3
 

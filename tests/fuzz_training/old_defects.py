@@ -60,7 +60,9 @@ DEFECTS = {
     "a failed update is forgotten": Defect(
         ("a failed update",), ((optimizer_steps.OptimizerSteps, "_fail", _nothing),)
     ),
-    "edited state is overwritten": Defect(("state changed",), ((optimizer_state.PendingState, "mark", _nothing),)),
+    "edited state is overwritten": Defect(
+        ("state changed",), ((optimizer_state.OptimizerStateGuard, "guard", _nothing),)
+    ),
     "other weights are taken for a changed model": Defect(
         ("fast weights on one rank",),
         (
@@ -72,7 +74,7 @@ DEFECTS = {
         ("to double",), ((model_layout.ModelLayout, "_kinds", lambda self: []),)
     ),
     "memory that the program holds is read before its update": Defect(
-        ("an alias kept",), ((optimizer_steps.OptimizerSteps, "_finish_held", _nothing),)
+        ("an alias kept",), ((optimizer_steps.OptimizerSteps, "_complete_held", _nothing),)
     ),
 }
 

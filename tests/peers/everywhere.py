@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradcast
-from gradcast.training.handle import attached_modules, detach_left
+from gradcast.training.attached_modules import attached_modules, detach_left
 
 MODES = ("hook", "overlap")
 # A file name; each rank adds lines to one of its own, with its number at the end.

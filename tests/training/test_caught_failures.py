@@ -96,36 +96,36 @@ def test_where_one_rank_fails_alone_the_others_do_not_train_on(ranks, mode):
     assert other[0] == "communication"
 
 
-def test_the_sum_of_marks_tells_of_a_failure_in_every_type():
+def test_the_sum_of_usage_flags_shows_a_failure_in_every_dtype():
     from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         buffers = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)], 2)
-        buffers.mark_all()
-        assert buffers.somebody_failed().tolist() == [0.0]
+        buffers.flag_all_used()
+        assert buffers.any_rank_failed().tolist() == [0.0]
         other = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)], 2)
-        other.mark_all()
-        other.mark_failed(0)
+        other.flag_all_used()
+        other.flag_failed(0)
         for mine, theirs in zip(buffers.flats, other.flats, strict=True):
             mine += theirs
-        assert buffers.somebody_failed().tolist() == [1.0]
+        assert buffers.any_rank_failed().tolist() == [1.0]
         assert buffers.usage([0, 1]) == [Usage.FAILED, Usage.USED]
 
 
-def test_the_sum_of_marks_tells_frozen_from_unused_in_every_type():
+def test_the_sum_of_usage_flags_distinguishes_frozen_from_unused_in_every_dtype():
     """However many ranks there are."""
     from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for world_size in (2, 8, 4096, 16384):
             buffers = GradientBuffers(["a", "b", "c"], [torch.zeros(2, dtype=dtype)] * 3, world_size)
-            buffers.mark_all()
+            buffers.flag_all_used()
             for index in range(3):
-                buffers.unmark(index, frozen=index == 0)
+                buffers.flag_unused(index, frozen=index == 0)
             for flat in buffers.flats:
                 flat *= world_size  # every rank says the same
             assert buffers.usage([0, 1, 2]) == [Usage.FROZEN, Usage.UNUSED, Usage.UNUSED]
             one_used = GradientBuffers(["a", "b", "c"], [torch.zeros(2, dtype=dtype)] * 3, world_size)
-            one_used.mark_all()
+            one_used.flag_all_used()
             one_used.flats[0] += buffers.flats[0]
             assert one_used.usage([0, 1, 2]) == [Usage.USED] * 3

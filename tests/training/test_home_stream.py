@@ -42,72 +42,72 @@ def streams(monkeypatch):
 
 
 @pytest.fixture
-def home(streams):
-    home = UpdateStream(torch.device("cuda", 0))
-    home.called()
-    return home
+def stream(streams):
+    stream = UpdateStream(torch.device("cuda", 0))
+    stream.follow_caller()
+    return stream
 
 
-def test_where_everything_is_on_one_stream_nothing_waits(streams, home):
-    home.parameter_read()
-    with home.entered():
+def test_where_everything_is_on_one_stream_nothing_waits(streams, stream):
+    stream.on_parameter_read()
+    with stream.entered():
         assert streams.current is streams.a
-    assert not home.left
+    assert not stream.read_elsewhere
     assert streams.a.behind == []
 
 
-def test_updates_run_at_home_and_whoever_asked_runs_behind_them(streams, home):
-    with streams.on(streams.b), home.entered():
+def test_updates_run_at_home_and_whoever_asked_runs_behind_them(streams, stream):
+    with streams.on(streams.b), stream.entered():
         assert streams.current is streams.a
         assert streams.b.behind == []
     assert streams.b.behind == ["a"]
     assert streams.a.behind == []
 
 
-def test_a_step_on_another_stream_is_before_its_updates(streams, home):
+def test_a_step_on_another_stream_is_before_its_updates(streams, stream):
     with streams.on(streams.b):
-        home.called()
+        stream.follow_caller()
     assert streams.a.behind == ["b"]
 
 
-def test_home_moves_with_the_step_and_behind_what_ran_there(streams, home):
+def test_home_moves_with_the_step_and_behind_what_ran_there(streams, stream):
     with streams.on(streams.b):
-        home.parameter_read()
-        home.move()
-        assert not home.left, "everything may be on one stream from now on"
-        home.called()
+        stream.on_parameter_read()
+        stream.move_to_caller()
+        assert not stream.read_elsewhere, "everything may be on one stream from now on"
+        stream.follow_caller()
     assert streams.b.behind == ["a"]
     assert streams.a.behind == []
-    with home.entered():
+    with stream.entered():
         assert streams.current is streams.b
     assert streams.a.behind == ["b"]
 
 
-def test_a_parameter_that_is_read_elsewhere_is_noticed(streams, home):
+def test_a_parameter_that_is_read_elsewhere_is_noticed(streams, stream):
     with streams.on(streams.b):
-        home.parameter_read()
-    assert home.left
+        stream.on_parameter_read()
+    assert stream.read_elsewhere
 
 
 def test_nothing_is_known_before_the_first_step(streams):
-    home = UpdateStream(torch.device("cuda", 0))
-    home.parameter_read()
-    home.move()
-    with streams.on(streams.b), home.entered():
+    stream = UpdateStream(torch.device("cuda", 0))
+    stream.on_parameter_read()
+    stream.move_to_caller()
+    with streams.on(streams.b), stream.entered():
         assert streams.current is streams.b
-    assert not home.left
+    assert not stream.read_elsewhere
     assert streams.b.behind == []
 
 
 def test_on_the_cpu_there_are_no_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is no CUDA"))
-    home = UpdateStream(torch.device("cpu"))
-    home.called()
-    home.move()
-    home.parameter_read()
-    with home.entered():
+    stream = UpdateStream(torch.device("cpu"))
+    stream.follow_caller()
+    stream.move_to_caller()
+    stream.on_parameter_read()
+    with stream.entered():
         pass
-    assert not home.left
+    assert not stream.read_elsewhere
 
 
 class Watched(UpdateStream):
@@ -117,10 +117,10 @@ class Watched(UpdateStream):
         super().__init__(torch.device("cpu"))
         self.asked = []
 
-    def called(self):
+    def follow_caller(self):
         self.asked.append("called")
 
-    def parameter_read(self):
+    def on_parameter_read(self):
         self.asked.append("read")
 
     @contextlib.contextmanager
@@ -134,16 +134,16 @@ def train_watched(rank):
     module = nn.Linear(4, 4, bias=False)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = gradcast.attach(module, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
-    home = handle._session._steps.home = Watched()
+    stream = handle._session._steps.stream = Watched()
     steps = []
     for number in range(6):
         if number == 5:
             handle.flush()
-            home.left = True
-        home.asked.clear()
+            stream.read_elsewhere = True
+        stream.asked.clear()
         module(torch.ones(2, 4)).sum().backward()
         sgd.step()
-        steps.append((list(home.asked), pending.is_pending(module.weight)))
+        steps.append((list(stream.asked), pending.is_pending(module.weight)))
     handle.detach()
     return steps
 
@@ -160,11 +160,11 @@ def test_a_session_watches_reads_and_updates_at_home(ranks):
         assert not steps[5][1], "parameters are read elsewhere: the step is taken at once"
 
 
-def test_a_stream_that_is_captured_in_a_graph_is_ordered_behind_nothing(streams, home, monkeypatch):
+def test_a_stream_that_is_captured_in_a_graph_is_ordered_behind_nothing(streams, stream, monkeypatch):
     """CUDA would end the capture with an error that says nothing of the traffic."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with streams.on(streams.b):
-        for order in (home.called, home.move, home.entered().__enter__):
+        for order in (stream.follow_caller, stream.move_to_caller, stream.entered().__enter__):
             with pytest.raises(gradcast.Error, match="captured in a CUDA graph"):
                 order()
     assert streams.a.behind == streams.b.behind == []

@@ -60,7 +60,7 @@ def flush_late(rank):
         handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
     module(torch.ones(4, 8)).sum().backward()
     handle.flush()
-    travels = handle._session.exchange.busy
+    travels = handle._diagnostics().blocks_travelling
     handle.detach()
     return travels
 
@@ -81,7 +81,7 @@ def train_marked(rank):
     return transports[0].written_count(0, 0, flat.numel() * flat.element_size())
 
 
-def test_every_block_starts_behind_the_marks(ranks):
+def test_every_block_starts_behind_the_usage_flags(ranks):
     """They are written all over the buffer where backward begins, and a gradient perhaps on another stream."""
     assert ranks.run(2, train_marked) == [3, 3]
 
@@ -95,7 +95,7 @@ def fail_late(rank, next_use):
     transports[0].fail()
     module(torch.ones(4, 8)).sum().backward()  # the host goes on before that is known
     deadline_s = time.monotonic() + 20
-    while handle._session.exchange.busy and time.monotonic() < deadline_s:
+    while handle._diagnostics().blocks_travelling and time.monotonic() < deadline_s:
         time.sleep(0.01)  # whether that has been known for long makes no difference
     with pytest.raises(gradcast.Error, match="the cable is gone"):
         handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()

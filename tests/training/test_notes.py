@@ -21,7 +21,7 @@ def report_of(rank, iteration):
 
 def buffer_of(dtype, failed=0.0):
     return SimpleNamespace(
-        notes=torch.zeros(REPORT_ELEMENTS, dtype=dtype), somebody_failed=lambda: torch.tensor([failed], dtype=dtype)
+        reports=torch.zeros(REPORT_ELEMENTS, dtype=dtype), any_rank_failed=lambda: torch.tensor([failed], dtype=dtype)
     )
 
 
@@ -36,9 +36,9 @@ def play(dtype, world_size, iterations):
         told.append(
             [each.exchange(report_of(rank, iteration - 1) if iteration else None) for rank, each in enumerate(reports)]
         )
-        total = torch.stack([buffer.notes for buffer in buffers]).sum(0)
+        total = torch.stack([buffer.reports for buffer in buffers]).sum(0)
         for buffer in buffers:
-            buffer.notes.copy_(total)
+            buffer.reports.copy_(total)
     return told
 
 
@@ -69,7 +69,7 @@ def test_a_failed_pass_is_told_with_its_iteration():
     for iteration in range(3):
         reports.exchange(None)
         assert reports.failed_iteration is None
-        buffer.somebody_failed = lambda failed=float(iteration == 2): torch.tensor([failed])
+        buffer.any_rank_failed = lambda failed=float(iteration == 2): torch.tensor([failed])
     reports.exchange(None)
     assert reports.failed_iteration == 2
 
@@ -93,8 +93,8 @@ def test_reports_move_with_the_gradients():
     parameters = [torch.zeros(3), torch.zeros(5)]
     buffers = GradientBuffers(["a", "b"], parameters, 2)
     parameters[0].grad = buffers.views[0].fill_(1.0)
-    buffers.notes.fill_(7.0)
+    buffers.reports.fill_(7.0)
     buffers.lay_out([1, 0])
-    assert buffers.notes.tolist() == [7.0] * len(buffers.notes)
+    assert buffers.reports.tolist() == [7.0] * len(buffers.reports)
     assert buffers.views[0].tolist() == [1.0] * 3
     assert buffers.views[1].tolist() == [0.0] * 5

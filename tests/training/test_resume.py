@@ -112,15 +112,15 @@ def test_a_checkpoint_that_does_not_fit(ranks, change):
 def damage(rank, mode, where):
     """What rank 1 has received is changed in its memory before the ranks compare it."""
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
-    traffic, buffers = ours.handle._session.exchange, ours.handle._session.buffers
-    compare_ranks = traffic.compare_ranks
+    consistency, buffers = ours.handle._session._consistency, ours.handle._session.buffers
+    compare_ranks = consistency.compare_ranks
 
     def compare_damaged(iteration):
         if rank.index == 1 and iteration == 11:
             buffers.flats[0][where] += 1e-3
         compare_ranks(iteration)
 
-    traffic.compare_ranks = compare_damaged
+    consistency.compare_ranks = compare_damaged
     return error_of(lambda: ours.train(range(12)))
 
 

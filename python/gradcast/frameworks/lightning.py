@@ -5,7 +5,7 @@ import logging
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import gradcast
-from gradcast.training.handle import detach_left
+from gradcast.training.attached_modules import detach_left
 
 _log = logging.getLogger("gradcast")
 # After an error of all ranks, gradients in flight arrive soon; after an error of this rank alone they never do.

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import gradcast
-from gradcast.training.handle import detach_left
+from gradcast.training.attached_modules import detach_left
 
 
 class AttachCallback(TrainerCallback):

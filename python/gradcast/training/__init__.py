@@ -1,7 +1,8 @@
-"""Training with PyTorch: measure, plan, agree, follow. The only part of the package that needs torch."""
+"""Training with PyTorch: measure, plan, agree, follow. Only this part of the package needs torch."""
 
+from gradcast.training.attach import attach
 from gradcast.training.comm_hook import HookState, comm_hook
-from gradcast.training.handle import Handle, attach
+from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.verify import Verification, verify
 

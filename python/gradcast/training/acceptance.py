@@ -1,8 +1,8 @@
 """What ``attach`` accepts: one decision over the whole module tree, its parameters' hooks, and the optimizers.
 
-Every gradient has one owner. So a module is accepted where nothing else reduces its gradients, or where that is one
-DistributedDataParallel, wherever it lies in the tree, whose reduction gradcast takes over. Whatever else puts hooks
-behind the accumulation of gradients is refused, by its name where it is known. docs/semantics.md has the decision as a
+Every gradient has one owner. So a module is accepted if nothing else reduces its gradients, or if one
+DistributedDataParallel anywhere in the tree does, whose reduction gradcast takes over. Anything else that puts hooks
+behind the accumulation of gradients is refused, by its name if it is known. docs/semantics.md has the decision as a
 table.
 """
 
@@ -26,7 +26,7 @@ from gradcast.training.step import partial_step
 from gradcast.training.step.gradient_hooks import GradientHook
 from gradcast.training.step.partial_step_check import require_splittable
 
-# Who owns gradients or parameters, by where the class is defined and its name, and what to do. The first that matches.
+# Modules that own gradients or parameters: package and name of the class, what to call it, and why it is refused.
 _MODULE_OWNERS = (
     ("torch.distributed", "FullyShardedDataParallel", "FSDP", "FSDP shards parameters and reduces gradients itself"),
     ("torch.distributed", "FSDPModule", "FSDP2 (fully_shard)", "it shards parameters and reduces gradients itself"),
@@ -49,7 +49,7 @@ _OPTIMIZER_OWNERS = (
     ("deepspeed", "ZeROOptimizer", "it reduces gradients itself"),
     ("megatron", "MegatronOptimizer", "its step() reduces and casts gradients itself"),
 )
-# What these libraries write on a parameter that they manage.
+# Attributes that these libraries set on the parameters that they manage.
 _PARAMETER_OWNERS = (
     ("_is_flat_param", "FSDP"),
     ("_fsdp_flattened", "FSDP"),
@@ -61,9 +61,12 @@ _REMEDY = "train with it alone, or give gradcast the plain module"
 
 @dataclasses.dataclass(frozen=True)
 class Accepted:
-    """``module``: the user's own, inside of wrappers. ``ddp``: the one whose reduction is taken over, None for a bare
-    module. ``called``: the outermost module that every forward pass goes through and that no compiler looks into.
-    ``whole``: what was given. ``parameters``: those that need gradients, by name."""
+    """The parts of an accepted module.
+
+    ``whole``: what was given to attach. ``module``: the user's own, inside of wrappers. ``ddp``: the one whose
+    reduction is taken over; None for a bare module. ``called``: the outermost module that every forward pass goes
+    through and that no compiler looks into. ``parameters``: those that need gradients, by name.
+    """
 
     whole: nn.Module
     module: nn.Module
@@ -79,8 +82,10 @@ class Accepted:
 def accept(
     module: Any, optimizers: Sequence[Any], process_group: Any, idle: Sequence[DistributedDataParallel] = ()
 ) -> Accepted:
-    """Raises Error(invalid_use), with what to do, for everything but what is known to end with DDP's numbers. ``idle``:
-    those around the module that nobody calls."""
+    """Raises Error(invalid_use), which says what to do, unless training is known to give DDP's numbers.
+
+    ``idle``: DDP modules around this one that nobody calls.
+    """
     if not isinstance(module, nn.Module):
         raise refused(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
     ddp = the_ddp(module)
@@ -101,7 +106,8 @@ def accept(
 
 
 def the_ddp(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel in the module's tree: the module, or inside of torch.compile() or another wrapper."""
+    """The DistributedDataParallel in the module's tree: the module itself, or one inside torch.compile() or another
+    wrapper. None if there is none."""
     found = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
     if len(found) > 1:
         raise refused(
@@ -111,14 +117,14 @@ def the_ddp(module: nn.Module) -> DistributedDataParallel | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's own module."""
+    """The user's own module, inside of wrappers."""
     ddp = the_ddp(module)
     return module if ddp is None else ddp.module
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
-    """The one whose step() updates, inside of a framework's wrapper (Accelerate's, Lightning's), which has no parameter
-    groups of its own. What the wrapper does before and after that step goes on as before."""
+    """The optimizer whose step() updates, inside a framework's wrapper (Accelerate's, Lightning's), which has no
+    parameter groups of its own. The wrapper keeps working around that step."""
     while isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, Optimizer):
@@ -128,7 +134,7 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
 
 
 def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Parameter]:
-    """Parameters with gradients by name, each once. ``known``: ids of some that count though they are frozen."""
+    """Parameters that need gradients, by name, each once. ``known``: ids of frozen parameters to include."""
     found = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -157,13 +163,13 @@ def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Pa
 
 
 def check_owners(module: nn.Module) -> None:
-    """No other library shards, reduces or updates any part of the module by itself."""
+    """Raises if another library shards, reduces or updates any part of the module by itself."""
     _refuse_owned_modules(module)
     _refuse_owned_parameters(module)
 
 
 def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Parameter]) -> None:
-    """Every trainable parameter must be in exactly one optimizer, and nothing else in any."""
+    """Raises unless every trainable parameter is in exactly one optimizer, and no optimizer has any other."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
@@ -221,7 +227,7 @@ def _is_a(value: Any, package: str, class_name: str) -> bool:
     return any(
         each.__name__ == class_name and f"{each.__module__}.".startswith(f"{package}.") for each in type(value).__mro__
     ) or (
-        # Horovod makes a class of the user's optimizer's name, with this one's methods.
+        # Horovod makes a class with the name of the user's optimizer and the methods of this one.
         class_name == "_DistributedOptimizer" and f"{type(value).__module__}.".startswith(f"{package}.")
     )
 
@@ -237,7 +243,7 @@ def _check_covered(module: nn.Module, ddp: DistributedDataParallel) -> None:
 
 
 def _check_ignored(ddp: DistributedDataParallel | None, module: nn.Module) -> None:
-    """DDP leaves these to each rank, where they may differ (experts, parts of a table)."""
+    """Raises for parameters that DDP leaves to each rank, where they may differ (experts, parts of a table)."""
     ignored = {*getattr(ddp, "parameters_to_ignore", ()), *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     if ignored:
         raise refused(
@@ -262,14 +268,14 @@ def _check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
 
 
 def _check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> None:
-    """Nobody but these reducers may wait for gradients in C++: whatever does uses what is not averaged yet."""
+    """Raises if other code in C++ than these reducers waits for gradients: it would use them before the average."""
     if _unknown_hook(parameters, known) is not None:
-        gc.collect()  # a DistributedDataParallel that nobody refers to any more
+        gc.collect()  # may free a DistributedDataParallel that nothing refers to any more
     unknown = _unknown_hook(parameters, known)
     if unknown is not None:
         raise refused(
             f"something else waits for the gradient of {unknown}, as a DistributedDataParallel around this module "
-            "does, and would average it, too; attach to that wrapper itself, gradcast.attach(ddp), or, where it is no "
+            "does, and would average it, too; attach to that wrapper itself, gradcast.attach(ddp), or, if it is no "
             "longer used, delete what refers to it"
         )
     for name, parameter in parameters.items():
@@ -288,8 +294,8 @@ def _unknown_hook(parameters: dict[str, nn.Parameter], known: Sequence[Distribut
 
 
 def _called(module: nn.Module, ddp: DistributedDataParallel | None) -> nn.Module:
-    """Compiled code does not notice hooks that are registered once it exists, so those of a DDP module inside of
-    torch.compile() go on the compiled module."""
+    """The module that gets the hooks around forward. Compiled code does not notice hooks that are registered later, so
+    those of a DDP module inside torch.compile() go on the compiled module."""
     if ddp is None:
         return module
     around = (each for each in module.modules() if isinstance(each, OptimizedModule))

@@ -1,7 +1,7 @@
-"""What stays on a module from ``attach`` to ``detach``: the hooks around its forward pass and the session of the day.
+"""What stays on a module from ``attach`` to ``detach``: the hooks around its forward pass, and the current session.
 
-A session is made for a set of parameters. When that changes (a layer is thawed or added), the next one begins, with a
-warm-up of its own. While ranks run out of inputs (``ddp.join()``), DDP reduces by itself.
+A session is made for a set of parameters. When that set changes (a layer is thawed or added), a new session begins,
+with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs, DDP reduces by itself.
 """
 
 import logging
@@ -30,14 +30,15 @@ _log = logging.getLogger("gradcast")
 
 
 class Attachment:
-    """Of a module to two or more workers."""
+    """Attached, for two or more workers."""
 
     def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
         self._accepted, self._optimizers, self._group, self._options = accepted, list(optimizers), group, options
-        self._thawed: set[int] = set()  # by id, parameters that came back after they had been left out
+        # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
         self._left_out: set[int] = set()
-        self._borrowed = False  # by the open forward pass, for other tensors than the module's own
-        self._failure: Error | None = None  # in beginning again; nothing synchronizes the module since
+        self._thawed: set[int] = set()
+        self._is_borrowed = False  # the open forward pass uses other tensors than the module's own
+        self._failure: Error | None = None  # of the start of a new session; nothing synchronizes the module since
         self._begin(accepted.parameters)
         self._compiled = CompiledBlocks(accepted.whole)
         self._taken_over = None
@@ -50,15 +51,15 @@ class Attachment:
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
         self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options)
-        self._structure = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
+        self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
 
     @property
     def released(self) -> bool:
-        """Whether nothing of gradcast is on the module, or this is a forked child, which it leaves alone."""
+        """Whether gradcast has left the module. True in a forked child, which gradcast leaves alone."""
         return self.session.released and self._failure is None
 
     def release(self, *, reusable: bool = False) -> None:
-        """The module, its optimizers and DDP are as they were. ``reusable``: nothing has failed, on all ranks."""
+        """Gives module, optimizers and DDP back as they were. ``reusable``: nothing has failed, on any rank."""
         self._failure = None
         for hook in self._hooks:
             hook.remove()
@@ -67,8 +68,8 @@ class Attachment:
             self.session.release(leaves=True, reusable=reusable)
         if self._taken_over is not None:
             self._taken_over.give_back()
-        # A handle that the program keeps must not keep a DDP: the next one around the module would be refused for it.
-        del self._accepted, self._structure, self._compiled
+        # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
+        del self._accepted, self._layout, self._compiled
 
     def _before_forward(self, _: Any, compiled: bool) -> None:
         if self._failure is not None:
@@ -78,29 +79,29 @@ class Attachment:
         if torch.is_grad_enabled():
             self._refuse_other_ddp()
         frozen = self.session.long_frozen - self._thawed
-        changed = torch.is_grad_enabled() and (bool(frozen) or self._structure.changed())
-        self._borrowed = in_functional_call() or (changed and holds_other_tensors(self._accepted.module))
-        if self._borrowed:
+        changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
+        self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._accepted.module))
+        if self._is_borrowed:
             return
         if self._taken_over is not None:
             self._taken_over.before_forward()
         if changed:
-            self._begin_again(frozen)
+            self._restart(frozen)
         if not compiled:
             self._compiled.find()
         called = self._accepted.called
         self.session.before_forward(compiled or isinstance(called, OptimizedModule), called.training)
 
     def _before_inner(self, _: Any, __: bool) -> None:
-        """The module inside of a wrapper may be traced alone, and what is traced must not contain our waiting."""
+        """The module inside a wrapper may be traced alone. The trace must not contain our waiting."""
         if torch.jit.is_tracing() and not self.session.released:
-            self.session.finish()
+            self.session.complete_step()
 
     def _after_forward(self, output: Any, _: bool) -> None:
         if self.session.released:
             return
-        if self._borrowed:
-            self.session.watch(output)
+        if self._is_borrowed:
+            self.session.watch_output(output)
         else:
             self.session.after_forward(output)
 
@@ -108,16 +109,16 @@ class Attachment:
         active = DistributedDataParallel._active_ddp_module
         if active is not None and active is not self._accepted.ddp:
             raise Error(
-                "this module runs inside of a DistributedDataParallel that gradcast was not given, and both would "
-                "average its gradients; call handle.detach(), and attach to that: gradcast.attach(ddp)",
+                "this module runs inside a DistributedDataParallel that gradcast was not given, and both would average "
+                "its gradients; call handle.detach(), and attach to that wrapper: gradcast.attach(ddp)",
                 "invalid_use",
             )
 
-    def _begin_again(self, frozen: set[int]) -> None:
-        """With the parameters that the module has now, those of ``frozen`` left out. Collective: a model changes on all
-        ranks alike, and that nobody uses a parameter any more they hear in the same step."""
+    def _restart(self, frozen: set[int]) -> None:
+        """Begins a session with the parameters that the module has now, without those in ``frozen`` (ids). Collective:
+        a model changes on all ranks alike, and all ranks learn in the same step that a parameter is long frozen."""
         before = self.session
-        before.flush()  # what follows may not mix with blocks
+        before.flush()  # the following collectives must not mix with blocks
         refusal, parameters = None, {}
         inner = self._accepted.module
         try:
@@ -126,38 +127,38 @@ class Attachment:
             check_optimizers(self._optimizers, parameters)
         except Error as error:
             refusal = error
-        # Until all ranks agree, the session stays: whoever goes on after an error meets it again.
+        # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
         with before.exchange.watch.waiting("the agreement on the module's new parameters"):
             preflight.check_same_call(self._group.shared, refusal, before.mode, self._options, self._group.device)
             preflight.check_same_model(self._group, inner)
         before.release(leaves=False)
         try:
-            # What is new may have been made from each rank's own random numbers.
+            # New parameters may have been made from each rank's own random numbers.
             self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
             self._begin(parameters)
         except BaseException as error:
             self._failure = Error(
                 f"gradcast could not begin again with the module's new parameters ({type(error).__name__}: {error}), "
-                "and nothing synchronizes it now; call handle.detach(), or end the training",
+                "and nothing synchronizes the module now; call handle.detach(), or end the training",
                 "invalid_use",
             )
             raise
-        self.session.succeed(before)
+        self.session.continue_from(before)
         self._left_out |= frozen
         self._thawed |= self._left_out & set(map(id, parameters.values()))
         self._compiled.release()
         self._compiled = CompiledBlocks(self._accepted.whole)
         if self._group.rank == 0:
             why = (
-                f"{len(frozen)} parameters have long been frozen, and travel no more"
+                f"{len(frozen)} parameters have long been frozen, and no longer travel"
                 if frozen
                 else "the module's parameters have changed"
             )
             _log.info("%s: measuring again, for %d steps", why, self._options.warmup_steps)
 
     def _frozen_since(self, before: Session) -> set[int]:
-        """Parameters that were trained before and may be again: a loop that freezes parts by turns begins again once,
-        not at each turn. Not where an optimizer has let go of them."""
+        """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop
+        that freezes parts by turns therefore restarts once, not at each turn."""
         updated = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
         return {id(p) for p in before.parameters if not self._optimizers or id(p) in updated}
 
@@ -170,10 +171,10 @@ class Attachment:
             )
         if self._group.rank == 0:
             _log.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
-        self.session.stand_aside(True)
+        self.session.leave_reduction_to_ddp(True)
         self._taken_over.reduce_again()
 
     def _joined(self) -> None:
-        if self.session.aside:
+        if self.session.ddp_reduces:
             self._taken_over.take()
-            self.session.stand_aside(False)
+            self.session.leave_reduction_to_ddp(False)

@@ -1,8 +1,8 @@
-"""The plain form that frameworks expect: ``ddp.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)``.
+"""A DDP communication hook: ``ddp.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)``.
 
-All that a hook can do is to cut the buckets that DDP hands it, and to send the pieces in order, on a group of its own.
-Which gradients share a bucket, when a bucket is handed over, and that everything is waited for before ``backward()``
-returns, stays DDP's decision. ``gradcast.attach`` decides these.
+A hook can only cut the buckets that DDP passes to it, and send the pieces in order, on a group of its own. DDP still
+decides which gradients share a bucket, when a bucket is passed on, and that ``backward()`` waits for everything.
+``gradcast.attach`` decides these itself.
 """
 
 import weakref
@@ -17,10 +17,10 @@ from gradcast.training.ranks.group import Group, make_group
 
 
 class HookState:
-    """One per DDP module.
+    """The state of ``comm_hook``, one per DDP module.
 
     ``process_group``: that of the DDP module (default: all workers). ``block_bytes``: the largest piece of a bucket
-    that travels in one operation. ``timeout_s``: as in ``Options``.
+    that one operation sends. ``timeout_s``: as in ``Options``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HookState:
         self._group: Group | None = None
 
     def group(self, device: torch.device) -> Group:
-        """Made at the first bucket, which comes on all ranks at the same time and tells the device."""
+        """gradcast's own group. Made at the first bucket, which comes on all ranks together and shows the device."""
         if self._group is None:
             self._group = make_group(self._process_group, device, self._timeout_s)
             weakref.finalize(self, extension.load().drop_results)
@@ -42,12 +42,12 @@ class HookState:
 
 
 def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket over the workers. The numbers are DDP's: multiplied by 1 / workers, then summed."""
+    """Averages a bucket over the workers. The numbers are those of DDP: multiplied by 1 / workers, then summed."""
     if not isinstance(state, HookState):
         raise Error(
             "register the hook with its state: ddp.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)"
         )
-    # Python does not learn of the bucket's tensor: see csrc/transport/torch/control.h.
+    # Python must not hold the bucket's tensor: see csrc/transport/torch/control.h.
     group = state.group(bucket.parameters()[0].device)
     if group.world_size == 1:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

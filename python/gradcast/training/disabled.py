@@ -1,8 +1,7 @@
-"""GRADCAST_DISABLE=1: ``attach`` leaves all to stock DDP, so that one variable tells whether gradcast is to blame."""
+"""GRADCAST_DISABLE=1: ``attach`` leaves everything to stock DDP. So one variable shows whether gradcast is to blame."""
 
 import functools
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +12,14 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat.module_hooks import around_forward
+from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
+from gradcast.training.training_session import SessionWithoutPlan
 
-# Read only here.
+# Read nowhere else.
 VARIABLE = "GRADCAST_DISABLE"
 
 
@@ -29,23 +30,18 @@ def is_disabled() -> bool:
     return value == "1"
 
 
-class DisabledSession:
-    """A DDP module is left alone. A bare one gets the hooks of a DDP module that wraps it, out of sight."""
-
-    has_plan = False
+class DisabledSession(SessionWithoutPlan):
+    """A TrainingSession without gradcast, attached by itself. A DDP module is left alone; a bare module gets the hooks
+    of a hidden DDP module around it."""
 
     def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
         module = accepted.called
         self.mode = "ddp"
         self.group = group
-        self.profile = None
-        self.released = False
-        self.steps = 0
         self._removables: list[Any] = []
         self._clip: ClipOnce | None = None
-        self._synchronized: list[bool] = []  # outside of each no_sync() that is open
         if options.max_grad_norm is not None:
-            # What the user asked of gradcast in DDP's place, stays.
+            # Clipping that the user has asked of gradcast stays.
             self._clip = clip = ClipOnce(module, options.max_grad_norm)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
@@ -55,33 +51,10 @@ class DisabledSession:
         self._wrapper: DistributedDataParallel | None = None  # around a bare module
         if accepted.ddp is None and group.world_size > 1:
             self._module = module
-            # Also for a step that leaves parameters out, which attach lets pass.
+            # find_unused_parameters: attach accepts steps that leave parameters out.
             self._wrapper = DistributedDataParallel(module, process_group=group.shared, find_unused_parameters=True)
             self._removables += around_forward(module, self._before_forward, self._after_forward)
-
-        ddp = self._wrapper if accepted.ddp is None else accepted.ddp
-        self._ddp = None if ddp is None else weakref.ref(ddp)  # a handle that the program keeps must not keep it
-
-    @property
-    def session(self) -> "DisabledSession":
-        return self
-
-    def flush(self, limit_s: float | None = None) -> None:
-        """DDP waits at the end of backward."""
-
-    def no_sync(self, entering: bool) -> None:
-        ddp = None if self._ddp is None else self._ddp()
-        if ddp is None:
-            return
-        if entering:
-            self._synchronized.append(ddp.require_backward_grad_sync)
-        ddp.require_backward_grad_sync = False if entering else self._synchronized.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mode": self.mode, "world_size": self.group.world_size, "profile": None, "plan": None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is no plan."""
+        self.no_sync_blocks = NoSyncBlocks(self._wrapper if accepted.ddp is None else accepted.ddp)
 
     def release(self, *, reusable: bool) -> None:
         self.group.leave(reusable=reusable)
@@ -93,16 +66,16 @@ class DisabledSession:
         self.released = True
 
     def _on_step(self, number: int) -> None:
-        assert self._clip is not None, "only then steps are intercepted"
+        assert self._clip is not None, "steps are intercepted for clipping only"
         self._clip.before_step()
         self._interceptions[number].run_whole()
 
     def _before_forward(self, _: Any, _compiled: bool) -> None:
-        # Evaluation is no business of the other ranks, as with gradcast.
+        # In evaluation the other ranks take no part, as with gradcast.
         if torch.is_grad_enabled():
             self._wrapper.broadcast_buffers = self._module.training
             self._wrapper._pre_forward()
 
     def _after_forward(self, output: Any, _: bool) -> Any:
-        """DDP's: it passes the outputs on, and sees which of them backward comes through."""
+        """DDP passes the outputs on and notes through which of them backward will come."""
         return self._wrapper._post_forward(output) if torch.is_grad_enabled() else None

@@ -1,5 +1,5 @@
-"""Which parameters a module has, of which type, and which its optimizers update: notices, in microseconds, when that
-changes; and when a forward pass only borrows the module for other tensors."""
+"""Notices, within microseconds per forward pass, that a module's parameters, their types or their optimizers have
+changed, and that a forward pass only borrows the module for other tensors."""
 
 import itertools
 import operator
@@ -14,7 +14,7 @@ _STATELESS = "torch.nn.utils.stateless"
 
 
 class ModelLayout:
-    """As it was when this object was made, with a session of ``trained``."""
+    """The layout when this object was made. ``trained``: the parameters of the session."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], trained: Iterable[nn.Parameter]) -> None:
         self._module, self._optimizers, self._trained = module, list(optimizers), list(trained)
@@ -24,26 +24,27 @@ class ModelLayout:
         self._hold()
 
     def changed(self) -> bool:
-        """A parameter was added, removed, replaced, converted or thawed, or given to an optimizer or taken from it.
+        """Whether a parameter was added, removed, replaced, converted or thawed, or an optimizer's parameters changed.
 
-        Not when one is frozen: that is a parameter without gradient, and loops (of GANs, say) freeze and thaw by turns.
+        Freezing a parameter does not count: it has no gradient then, and loops (of GANs, for example) freeze and thaw
+        parameters in turn.
         """
         if not _same(self._now(), self._held):
             if not _same(self._all_parameters(), self._parameters):
                 return True
-            self._hold()  # a part without parameters was replaced: a metric, a loss of this step's weights
+            self._hold()  # a part without parameters was replaced: a metric, or a loss with this step's weights
         if self._kinds() != self._held_kinds:
             return True
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def _hold(self) -> None:
-        # Two modules that differ in a parameter differ in one of these dicts.
+        # Any change of a parameter or submodule changes one of these dicts.
         self._members = [held for each in self._module.modules() for held in (each._parameters, each._modules)]
         self._held = self._now()
         self._held_kinds = self._kinds()
 
     def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
-        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are pending, too
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending
             return [(each.dtype, each.device) for each in self._trained]
 
     def _now(self) -> list[object]:
@@ -61,8 +62,7 @@ def _same(some: list[object], others: list[object]) -> bool:
 
 
 def in_functional_call() -> bool:
-    """Whether this forward pass is one of torch.func.functional_call(): on other tensors in the place of the module's
-    own, which come back after it."""
+    """Whether torch.func.functional_call() runs this forward pass, with other tensors in place of the module's own."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _STATELESS:
@@ -72,6 +72,6 @@ def in_functional_call() -> bool:
 
 
 def holds_other_tensors(module: nn.Module) -> bool:
-    """Whether something that is no parameter lies in the place of one: other code that borrows the module."""
+    """Whether a tensor that is no parameter is in the place of one, because other code borrows the module."""
     held = (each for part in module.modules() for each in part._parameters.values())
     return any(each is not None and not isinstance(each, nn.Parameter) for each in held)

@@ -1,4 +1,4 @@
-"""What a user can set, checked when it is set."""
+"""The settings of ``attach``, checked when they are made."""
 
 import dataclasses
 import os
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from gradcast import _core
 from gradcast.errors import Error
 
-# Read only here.
+# Read nowhere else.
 PLAN_VARIABLE = "GRADCAST_PLAN"
-# How fp32 gradients travel; the bytes that one takes.
+# Wire formats of fp32 gradients, with the bytes of one element.
 WIRES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -17,23 +17,23 @@ WIRES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Options:
     """Settings of ``attach``; the defaults need no change.
 
-    * ``warmup_steps``: steps that are measured before the first plan, at least 3: in the first one memory is allocated,
-      so it is not counted.
-    * ``plan``: a file with the plan to follow instead of one made from the measurements; the variable GRADCAST_PLAN
-      does the same.
+    * ``warmup_steps``: steps that are measured before the first plan, at least 3. The first one does not count, because
+      memory is allocated in it.
+    * ``plan``: a file with a plan to follow instead of one made from the measurements. The environment variable
+      GRADCAST_PLAN does the same.
     * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast plan``.
-    * ``adapt``: measures and plans again when the network or the compute has changed, tries DDP's way from time to time
-      and stays with it where it is as fast. Off: the first plan is followed, whatever it brings.
-    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, and a lossy compression. Each
-      rank's numbers are rounded once, their sum, made in fp32, once more. "fp32": gradients travel as they are.
-    * ``max_grad_norm``: in overlap mode every step clips the gradients as ``clip_grad_norm_(module.parameters(),
+    * ``adapt``: gradcast measures and plans again when the network or compute has changed, tries the DDP baseline from
+      time to time, and keeps to it if it is as fast. Off: the first plan is followed in any case.
+    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, with loss. Each rank's numbers
+      are rounded once, and their sum, made in fp32, once more. "fp32": gradients travel unchanged.
+    * ``max_grad_norm``: in overlap mode every step clips the gradients, as ``clip_grad_norm_(module.parameters(),
       max_grad_norm)`` before ``step()`` would.
-    * ``compare_every``: in every so many steps the ranks compare what they have received, and raise where it differs;
-      0: never.
-    * ``timeout_s``: after so long an operation on the network fails (default: that of the process group).
-    * ``stall_warning_s``: whoever waits longer, or longer than a quarter of the timeout, says what for.
-    * ``dump_dir``: where the last events of all ranks go when one fails (default: the folder for temporary files).
-    * ``timeline_steps``: how many steps the record holds.
+    * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
+      never.
+    * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
+    * ``stall_warning_s``: a wait that takes longer, or longer than a quarter of the timeout, is logged with its cause.
+    * ``dump_dir``: folder for the last events of all ranks when one fails (default: the folder for temporary files).
+    * ``timeline_steps``: the number of steps that the record holds.
     """
 
     warmup_steps: int = 6

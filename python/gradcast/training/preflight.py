@@ -1,5 +1,5 @@
-"""What attach compares between the ranks, and what it refuses of options and of the moment. See acceptance.py for the
-module and its optimizers."""
+"""Checks of ``attach`` that concern options, and that all ranks call it alike. acceptance.py checks the module and its
+optimizers."""
 
 import pickle
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from gradcast.training.ranks.group import Group, device_of_messages, gather, nam
 
 
 def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
-    """``given``: the optimizers as the user has them, wrapped or not."""
+    """Raises if gradcast cannot clip. ``given``: the optimizers as the user has them, wrapped or not."""
     if max_grad_norm is None:
         return
     if not given:
         raise refused(
-            "options.max_grad_norm clips inside of step(), so it needs the optimizer (overlap mode); in hook mode call "
+            "options.max_grad_norm clips inside step(), so it needs the optimizer (overlap mode); in hook mode call "
             "torch.nn.utils.clip_grad_norm_ yourself"
         )
-    # Accelerate keeps the step() from before attach and lets the scaler call that one, which does not clip.
+    # Accelerate keeps the step() from before attach and lets the scaler call that, which does not clip.
     if any(isinstance(getattr(each, "scaler", None), torch.amp.GradScaler) for each in given):
         raise refused(
             "options.max_grad_norm does not reach the steps of an optimizer whose framework drives it with a "
@@ -32,16 +32,16 @@ def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
         )
 
 
-# Options in which the ranks would do different things: wait for each other at different places, or compute differently.
+# Options that must agree, or ranks would wait for each other at different places or compute differently.
 _SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "max_grad_norm", "wire")
 
 
 def check_same_call(
     process_group: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
 ) -> None:
-    """Raises on every rank what one of them refuses, and where they call attach in different ways. Collective.
+    """Raises on every rank what one of them refuses, and if they call attach in different ways. Collective.
 
-    Over the user's group: gradcast's own cannot be made where one rank has left already.
+    Uses the user's group: gradcast's own cannot be made if a rank has left already.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
         if refusal is not None:
@@ -75,13 +75,13 @@ def check_same_call(
 def _gathered(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
     try:
         extension.load()
-    except Error:  # which is what this rank has to say
+    except Error:  # this rank reports it as its refusal
         return _gathered_in_python(process_group, value, device)
     return gather(process_group, value, device)
 
 
 def _gathered_in_python(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
-    """The messages of ``gather`` in csrc/transport/torch/control.cc, to ranks that have the part for torch."""
+    """Sends what ``gather`` in csrc/transport/torch/control.cc sends, to ranks that have loaded the part for torch."""
     where = device_of_messages(process_group, device)
     text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     size = torch.tensor([len(text)], device=where)
@@ -123,6 +123,7 @@ def _describe(entry: list) -> str:
 
 
 def _features(name: str, tensor: torch.Tensor) -> tuple:
-    """What has to be the same. Gradients are summed as they lie in memory: strides count, where they mean anything."""
+    """What must be the same on all ranks. Gradients are summed as they lie in memory, so strides count, except those of
+    dimensions of size 1."""
     strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return name, tuple(tensor.shape), str(tensor.dtype), tuple(strides)

@@ -1,5 +1,5 @@
-"""A single worker: nothing to send. The warm-up steps are measured, so that their profile can be planned with for more
-workers (``gradcast simulate``); after them nothing of gradcast is left in the training loop.
+"""A single worker: nothing is sent. The warm-up steps are measured, so that their profile can be used to plan for more
+workers (``gradcast simulate``). After them nothing of gradcast is left in the training loop.
 """
 
 import functools
@@ -10,18 +10,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradcast import _core
 from gradcast.training.compat.module_hooks import around_forward
+from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
-from gradcast.training.step.gradient_buffers import Sizes
+from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.training_session import SessionWithoutPlan
 
 
-class SingleWorkerSession:
-    has_plan = False
+class SingleWorkerSession(SessionWithoutPlan):
+    """A TrainingSession for one worker, attached by itself."""
 
     def __init__(
         self,
@@ -33,15 +34,12 @@ class SingleWorkerSession:
     ) -> None:
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
-        self.profile: _core.Profile | None = None
-        self.released = False
-        self.steps = 0
+        self.no_sync_blocks = NoSyncBlocks(None)
         names, values = list(parameters), list(parameters.values())
-        self._count = len(values)
-        self._seen: set[int] = set()
-        self._warmup = Warmup(names, values, Sizes(values), group, self.mode, options, order=range(len(values)))
+        self._seen: set[int] = set()  # parameters that the open backward pass has reached
+        self._warmup = Warmup(names, values, GradientSizes(values), group, self.mode, options, order=range(len(values)))
         self._module = module
-        self._watches = True  # during the warm-up
+        self._is_warming_up = True
         self._clip = None
         if options.max_grad_norm is not None:
             self._clip = ClipOnce(module, options.max_grad_norm)
@@ -53,24 +51,6 @@ class SingleWorkerSession:
             partial_step.StepInterception(opt, functools.partial(self._on_step, number))
             for number, opt in enumerate(optimizers)
         ]
-
-    @property
-    def session(self) -> "SingleWorkerSession":
-        """Nothing but itself stays on the module."""
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        profile = None if self.profile is None else self.profile.to_json()
-        return {"mode": self.mode, "world_size": 1, "profile": profile, "plan": None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A single worker has no plan."""
-
-    def flush(self, limit_s: float | None = None) -> None:
-        """Nothing is ever in flight."""
-
-    def no_sync(self, entering: bool) -> None:
-        """Nothing is ever sent."""
 
     def release(self, *, reusable: bool) -> None:
         self._unhook()
@@ -95,7 +75,7 @@ class SingleWorkerSession:
     def _after_forward(self, _output: Any, _compiled: bool) -> None:
         self._warmup.stop_watching()
         self._warmup.stopwatch.forward_ended()
-        self._seen.clear()  # where the last backward pass failed
+        self._seen.clear()  # not empty if the last backward pass failed
 
     def _on_gradient(self, index: int, _: Any) -> None:
         if not self._seen:
@@ -116,17 +96,17 @@ class SingleWorkerSession:
         interception = self._interceptions[number]
         if self._clip is not None:
             self._clip.before_step()
-        if self._watches:
+        if self._is_warming_up:
             with self._warmup.stopwatch.updating():
                 interception.run_whole()
         else:
             interception.run_whole()
-        if self._watches and number == len(self._interceptions) - 1:
+        if self._is_warming_up and number == len(self._interceptions) - 1:
             self._end_step()
 
     def _end_step(self) -> None:
         self.steps += 1
         if self._warmup.step_ended(None) is None:
             self.profile = self._warmup.profile([])
-            self._watches = False
+            self._is_warming_up = False
             self._unhook(leave_steps=self._clip is not None)

@@ -1,4 +1,4 @@
-"""Does gradcast give DDP's numbers on this model? One step of both, from equal state, compared."""
+"""``gradcast.verify``: compares one step of gradcast with one of DDP on a model, from equal state."""
 
 import copy
 import dataclasses
@@ -12,16 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import Error
 from gradcast.training.acceptance import unwrapped
+from gradcast.training.attach import attach
 from gradcast.training.compat import extension
-from gradcast.training.handle import attach
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import gather, on_device
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """``largest_difference``: over all gradients, between gradcast and DDP; ``where``: the parameter that has it.
-    ``bound``: what the order of a sum may change there. ``ok``: every gradient is within its bound."""
+    """The result of ``verify``.
+
+    ``largest_difference``: between gradcast's and DDP's gradients, over all elements; ``where``: its parameter.
+    ``bound``: how much the order of a sum may change that element. ``ok``: every element is within its bound.
+    """
 
     ok: bool
     bit_equal: bool
@@ -47,23 +50,23 @@ def verify(
     process_group: Any = None,
     options: Options | None = None,
 ) -> Verification:
-    """Compares one step of gradcast with one of DDP on copies of ``module``; the module itself stays as it is.
+    """Compares one step of gradcast with one of DDP on copies of ``module``; the module itself does not change.
 
-    ``compute_loss(module)`` runs forward on this worker's data and returns the loss; it is called several times and
-    must give the same each time (random numbers are reset for each call). gradcast runs in overlap mode with a learning
-    rate of 0, through its warm-up, so that the step compared follows a real plan. Collective.
+    ``compute_loss(module)`` runs forward on this worker's data and returns the loss. It is called several times and
+    must return the same value each time; random number generators are reset for each call. gradcast runs in overlap
+    mode with a learning rate of 0, through its warm-up, so that the step compared follows a real plan. Collective.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         raise Error("verify compares workers: start two or more, and call init_process_group() first", "invalid_use")
     module = unwrapped(module)
-    # The plan is what is compared, also where it gains nothing.
+    # adapt=False: the plan is followed even if it gains nothing.
     options = dataclasses.replace(options or Options(), adapt=False)
     passes = _Passes(compute_loss)
     ddp = DistributedDataParallel(copy.deepcopy(module), process_group=process_group)
     theirs = passes.gradients(ddp, ddp.module)
-    # DDP has given every rank rank 0's parameters: the local gradients belong to them.
+    # ddp.module has rank 0's parameters, to which the local gradients belong.
     local = passes.gradients(*[copy.deepcopy(ddp.module)] * 2)
-    ours = _ours(copy.deepcopy(module), passes, options, process_group)
+    ours = _gradcast_gradients(copy.deepcopy(module), passes, options, process_group)
     return _compare(ours, theirs, _bounds(local, process_group), process_group)
 
 
@@ -73,7 +76,7 @@ class _Passes:
     def __init__(self, compute_loss: Callable[[nn.Module], torch.Tensor]) -> None:
         self._compute_loss = compute_loss
         self._random_state = torch.get_rng_state()
-        self._device_states = torch.cuda.get_rng_state_all()  # empty where there is none
+        self._device_states = torch.cuda.get_rng_state_all()  # empty without CUDA
 
     def run(self, called: nn.Module) -> None:
         torch.set_rng_state(self._random_state)
@@ -89,7 +92,9 @@ def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _ours(module: nn.Module, passes: _Passes, options: Options, process_group: Any) -> dict[str, torch.Tensor]:
+def _gradcast_gradients(
+    module: nn.Module, passes: _Passes, options: Options, process_group: Any
+) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
     handle = attach(module, optimizer, process_group=process_group, options=options)
     for _ in range(options.warmup_steps + 2):
@@ -101,8 +106,9 @@ def _ours(module: nn.Module, passes: _Passes, options: Options, process_group: A
 
 
 def _bounds(local: dict[str, torch.Tensor], process_group: Any) -> dict[str, torch.Tensor]:
-    """Per element: two sums of the same W terms in different orders differ by at most 2 (W - 1) u sum |term|, with
-    u = eps / 2 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, to first order)."""
+    """Bounds by parameter and element. Two sums of the same W terms in different orders differ by at most
+    2 (W - 1) u sum |term|, with u = eps / 2 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, to
+    first order)."""
     group = process_group or dist.group.WORLD
     world_size = group.size()
     bounds = {}
@@ -122,7 +128,7 @@ def _compare(
         equal = equal and torch.equal(ours[name], expected)
         ok = ok and bool((difference <= bounds[name]).all())
         worst = difference.max().item()
-        # A difference that is no number must win, too.
+        # NaN counts as the largest difference.
         if worst > largest or worst != worst:
             largest, where, bound = worst, name, bounds[name].flatten()[difference.argmax()].item()
     device = next(iter(theirs.values())).device

@@ -21,8 +21,10 @@ from gradcast.diagnosis.analyze.timelines import FollowedStep
 from gradcast.diagnosis.probe.probes import Prober
 from gradcast.diagnosis.trace.merged import RankTrace, compact
 from gradcast.errors import Error
+from gradcast.training.attach import attach_inside
+from gradcast.training.attached_modules import attached_modules
 from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
-from gradcast.training.handle import Handle, attach_inside, attached_modules
+from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 
@@ -83,22 +85,16 @@ def try_overlap(
 
 def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) -> FollowedStep:
     ms = prober.step(attached, pause_ms)["step"]
-    return FollowedStep(
-        handle._session.trace.current.step,
-        handle.plan_version,
-        handle.plan,
-        ms,
-        handle._session.controller.agreed.typical_step.step_ns,
-    )
+    found = handle._diagnostics()
+    return FollowedStep(found.open_record.step, handle.plan_version, handle.plan, ms, found.predicted_step_ns)
 
 
 def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
-    session = handle._session
     return Trial(
-        profile=json.loads(session.profile.to_json()),
-        plan=json.loads(session.plan.to_json()),
+        profile=json.loads(handle.profile.to_json()),
+        plan=json.loads(handle.plan.to_json()),
         versions=timelines.versions(made),
-        spread=session.controller.variation.link,
+        spread=handle._diagnostics().variation.link,
         trace=compact(handle.timeline()),
     )
 

@@ -40,7 +40,7 @@ def load() -> ModuleType:
 
 
 def sources_root() -> Path:
-    """The folder that holds ``csrc/transport/torch``: in the installed package, or the source tree that it is part of."""
+    """The folder that holds ``csrc/transport/torch``: in the installed package, or else the source tree."""
     shipped = _PACKAGE / "native"
     return shipped if shipped.is_dir() else _PACKAGE.parents[1]
 

@@ -14,7 +14,7 @@ from gradcast.files import plan_hash
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.active_plan import ActivePlan
-from gradcast.training.step.gradient_buffers import Sizes
+from gradcast.training.step.gradient_buffers import GradientSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def checkpoint_state(
 
 
 def reason_to_measure(
-    state: dict[str, Any], names: Sequence[str], sizes: Sizes, mode: str, world_size: int
+    state: dict[str, Any], names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int
 ) -> str | None:
     """Why the plan of a checkpoint cannot be followed here, or None if it can.
 

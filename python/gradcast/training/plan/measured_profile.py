@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from gradcast import _core
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.measurement import Measurement
-from gradcast.training.step.gradient_buffers import Sizes
+from gradcast.training.step.gradient_buffers import GradientSizes
 
 
 def layout_profile(
-    names: Sequence[str], sizes: Sizes, order: Sequence[int], *, world_size: int, name: str
+    names: Sequence[str], sizes: GradientSizes, order: Sequence[int], *, world_size: int, name: str
 ) -> _core.Profile:
     """A profile that states an order and no times: tensors are needed one after the other and ready in reverse, 1 ns
     apart."""
@@ -25,7 +25,7 @@ def layout_profile(
 
 
 def combine_measurements(
-    ranks: Sequence[Measurement], names: Sequence[str], sizes: Sizes, *, name: str
+    ranks: Sequence[Measurement], names: Sequence[str], sizes: GradientSizes, *, name: str
 ) -> _core.Profile:
     """One profile of all ranks' measurements.
 
@@ -85,7 +85,7 @@ def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile
 
 
 def _tensor(
-    names: Sequence[str], sizes: Sizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float
+    names: Sequence[str], sizes: GradientSizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float
 ) -> _core.Tensor:
     return _core.Tensor(
         name=names[index],

@@ -18,7 +18,7 @@ from gradcast.training.plan.calibration import CalibrationSteps
 from gradcast.training.plan.change import PlanChange
 from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.plan.warmup import Warmup
-from gradcast.training.step.gradient_buffers import Sizes
+from gradcast.training.step.gradient_buffers import GradientSizes
 
 # Makes a plan of packed blocks more expensive than any other.
 _NEVER_PACK_NS_PER_BYTE = 1e6
@@ -31,7 +31,9 @@ _BASELINE_TOLERANCE = 0.002
 class Proposer:
     """Makes the proposals of one session. Only rank 0's is asked."""
 
-    def __init__(self, names: Sequence[str], sizes: Sizes, mode: str, world_size: int, options: Options) -> None:
+    def __init__(
+        self, names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int, options: Options
+    ) -> None:
         """``mode``: of the plans."""
         self._names, self._sizes, self._mode = list(names), sizes, mode
         self._world_size, self._options = world_size, options
@@ -148,7 +150,7 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     return ddp_baseline.plan(profile, caps_bytes)
 
 
-def pinned_proposal(path: str, names: Sequence[str], sizes: Sizes, mode: str, world_size: int) -> PlanProposal:
+def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int) -> PlanProposal:
     """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
     plan, fields = load_plan(path)
     made_with = fields.get("made_with")

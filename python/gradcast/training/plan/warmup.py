@@ -19,7 +19,7 @@ from gradcast.training.plan.agreement import AgreedPlan, PlanProposal
 from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import pending
-from gradcast.training.step.gradient_buffers import Sizes
+from gradcast.training.step.gradient_buffers import GradientSizes
 
 _MIB = 1 << 20
 # The first cap is DDP's own, so the warm-up costs little more than DDP. Smaller ones give the link model blocks of
@@ -35,7 +35,7 @@ class Warmup:
         self,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
-        sizes: Sizes,
+        sizes: GradientSizes,
         group: Group,
         mode: str,
         options: Options,
@@ -83,11 +83,14 @@ class Warmup:
         for parameter in self._parameters:
             pending.clear(parameter)
 
-    def touched(self, tensors: list[torch.Tensor], function: Any) -> bool:
+    def resolve(self, tensors: list[torch.Tensor]) -> None:
         self._on_read()
         for tensor in tensors:
             self.stopwatch.read(self._index_of[id(tensor)])
             pending.clear(tensor)
+
+    def zero_later(self, tensor: torch.Tensor) -> bool:
+        """In the warm-up nothing needs old values."""
         return False
 
     def gradient_read(self, tensor: torch.Tensor) -> None:

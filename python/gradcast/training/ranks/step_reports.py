@@ -41,9 +41,9 @@ class StepReport:
 class _Buffers(Protocol):
     """The part of the gradient buffers that carries reports."""
 
-    notes: torch.Tensor  # (REPORT_ELEMENTS,), of a gradient's dtype
+    reports: torch.Tensor  # (REPORT_ELEMENTS,), of a gradient's dtype
 
-    def somebody_failed(self) -> torch.Tensor: ...
+    def any_rank_failed(self) -> torch.Tensor: ...
 
 
 class StepReports:
@@ -58,7 +58,7 @@ class StepReports:
         self._turns = -(-world_size // _RANKS_PER_TURN)
         self._iteration = 0
         self._known: list[StepReport | None] = [None] * world_size
-        self._on_device = buffers.notes.device.type != "cpu"
+        self._on_device = buffers.reports.device.type != "cpu"
         # Copied from the device: host memory, the event after which it is filled, and the iteration.
         self._copy_in_flight: tuple[torch.Tensor, Any, int] | None = None
         self.lag = 3 if self._on_device else 2
@@ -78,7 +78,7 @@ class StepReports:
 
     def _read(self) -> None:
         written_at = self._iteration - 1
-        sums = torch.cat([self._buffers.notes, self._buffers.somebody_failed()])
+        sums = torch.cat([self._buffers.reports, self._buffers.any_rank_failed()])
         if not self._on_device:
             self._decode(sums.tolist(), written_at)
             return
@@ -115,8 +115,8 @@ class StepReports:
             for number, time_ns in enumerate(times_ns):
                 values[start + 2 * number : start + 2 * number + 2] = _halves(time_ns / _NS_PER_S)
         # Pinned, so that the host does not wait for the device here either.
-        written = torch.tensor(values, dtype=self._buffers.notes.dtype, device="cpu", pin_memory=self._on_device)
-        self._buffers.notes.copy_(written, non_blocking=True)
+        written = torch.tensor(values, dtype=self._buffers.reports.dtype, device="cpu", pin_memory=self._on_device)
+        self._buffers.reports.copy_(written, non_blocking=True)
 
     def _turn(self, iteration: int) -> int:
         return iteration % self._turns

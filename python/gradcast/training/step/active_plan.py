@@ -7,7 +7,7 @@ from gradcast import _core
 
 @dataclasses.dataclass(frozen=True)
 class ActivePlan:
-    """``profile`` has the tensors in the order of the buffers. Tensor k is the gradient of parameter ``order[k]``."""
+    """``profile`` lists the tensors in the order of the buffers. Tensor k is the gradient of parameter ``order[k]``."""
 
     profile: _core.Profile
     plan: _core.Plan

@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients, inside of a step that is carried out later: torch's numbers.
+"""Clipping by the norm of all gradients inside a deferred step. The numbers are those of torch.
 
 Every rank holds the same averaged gradients, so no rank has to ask another one. The norms of gradients that have
-arrived are taken while others are still travelling; the first update needs all of them, so nothing is hidden behind
-forward itself, only behind what comes before it.
+arrived are computed while others still travel. The first update needs all of them, so communication overlaps only with
+what comes before forward, not with forward itself.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from gradcast.training.step.parameter_state import ParameterState
 
 
 class ClipOnce:
-    """torch's own clipping, before the first of several optimizers takes the gradients of a step."""
+    """torch's own clipping, once per step: before the first of the optimizers updates."""
 
     def __init__(self, module: nn.Module, max_norm: float) -> None:
         self._module, self._max_norm = module, max_norm
         self._due = True
-        # The next step's gradients come after a forward pass.
+        # A forward pass begins the next step.
         self._hook = module.register_forward_pre_hook(UncopiedHook(self._on_forward))
 
     def remove(self) -> None:
@@ -38,42 +38,42 @@ class ClipOnce:
 
 
 class NormClipping:
-    """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, piece by piece."""
+    """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces."""
 
-    def __init__(self, slots: Sequence[ParameterState], max_norm: float) -> None:
-        self._slots = list(slots)
+    def __init__(self, states: Sequence[ParameterState], max_norm: float) -> None:
+        self._states = states
         self._max_norm = max_norm
         self._norms: dict[int, torch.Tensor] = {}
-        self.total_norm: torch.Tensor | None = None  # of the last clipped step, before clipping
+        self.total_norm: torch.Tensor | None = None  # before clipping, of the last clipped step
         self.done = False
 
-    def begin(self) -> None:
-        """New gradients travel."""
+    def begin_step(self) -> None:
+        """Gradients of a new step travel."""
         self._norms.clear()
         self.done = False
 
-    def take(self, slots: Sequence[ParameterState]) -> None:
-        """The norms of these, whose gradients have arrived but may still be pending."""
-        # A rank cannot know yet whether anybody has used what it has not.
-        missing = [slot for slot in slots if slot.index not in self._norms and slot.absence is None]
+    def compute_norms(self, states: Sequence[ParameterState]) -> None:
+        """Computes the norms of gradients that have arrived; they may still be pending."""
+        # If this rank has not used a parameter, whether another rank has is not known yet.
+        missing = [state for state in states if state.index not in self._norms and state.locally_unused is None]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            norms = _norms([slot.gradient.detach() for slot in missing])
-        self._norms |= {slot.index: norm for slot, norm in zip(missing, norms, strict=True)}
+            norms = _norms([state.update_grad.detach() for state in missing])
+        self._norms |= {state.index: norm for state, norm in zip(missing, norms, strict=True)}
 
     def apply_to_replaced(self) -> None:
-        """Where the user has put other gradients into the place of those that have arrived."""
+        """Clips what ``.grad`` holds now: the program has replaced gradients that have arrived."""
         self.done = True
-        self.total_norm = nn.utils.clip_grad_norm_([slot.parameter for slot in self._slots], self._max_norm)
+        self.total_norm = nn.utils.clip_grad_norm_([state.parameter for state in self._states], self._max_norm)
 
     def apply(self) -> None:
         """Clips all gradients. REQUIRES: all have arrived and been settled."""
-        used = [slot for slot in self._slots if slot.gradient is not None]
-        self.take(used)
+        used = [state for state in self._states if state.update_grad is not None]
+        self.compute_norms(used)
         self.done = True
         if not used:
             return
-        gradients = [slot.gradient for slot in used]
-        norms = [self._norms[slot.index] for slot in _by_type(used)]
+        gradients = [state.update_grad for state in used]
+        norms = [self._norms[state.index] for state in _in_torch_order(used)]
         self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
         factor = torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -81,7 +81,8 @@ class NormClipping:
 
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each one's, by the kernels of torch's clipping: a GPU has one for many tensors, with sums of its own."""
+    """Norm of each gradient, by the kernels that torch's clipping uses: those of a GPU take many tensors at once, and
+    sum in their own order."""
     found: dict[int, torch.Tensor] = {}
     for kind in {(each.device, each.dtype) for each in gradients}:
         alike = [i for i, each in enumerate(gradients) if (each.device, each.dtype) == kind]
@@ -89,8 +90,9 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return [found[i] for i in range(len(gradients))]
 
 
-def _by_type(slots: Sequence[ParameterState]) -> list[ParameterState]:
-    """The order in which torch sums: by type, and the types in the order that torch's own grouping gives."""
+def _in_torch_order(states: Sequence[ParameterState]) -> list[ParameterState]:
+    """The order in which torch sums: by device and dtype, in the order of torch's own grouping."""
     with torch._C.DisableTorchFunctionSubclass():
-        grouped = _group_tensors_by_device_and_dtype([[slot.gradient.detach() for slot in slots]], with_indices=True)
-    return [slots[index] for _, indices in grouped.values() for index in indices]
+        gradients = [state.update_grad.detach() for state in states]
+        grouped = _group_tensors_by_device_and_dtype([gradients], with_indices=True)
+    return [states[index] for _, indices in grouped.values() for index in indices]

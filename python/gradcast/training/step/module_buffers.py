@@ -1,4 +1,4 @@
-"""The buffers of a bare module, rank 0's on all ranks, as DDP keeps them. (A DDP module sends its own.)"""
+"""Buffers of a bare module: all ranks get those of rank 0, as with DDP. (A DDP module sends its own.)"""
 
 from torch import nn
 
@@ -8,14 +8,17 @@ from gradcast.training.ranks.stall_watchdog import StallWatchdog
 
 class ModuleBuffers:
     def __init__(self, module: nn.Module, group: Group, watch: StallWatchdog) -> None:
-        # Not the buffers themselves: a module may put another tensor into the place of one.
+        # The dicts, not the buffers themselves: a module may replace a buffer by another tensor.
         self._held = [each._buffers for each in module.modules()]
         self._group, self._watch = group, watch
         self._due = True
 
     def send(self, *, synchronizing: bool, needed: bool) -> None:
-        """Before each forward pass but one after a pass in no_sync(), as DDP does. ``needed``: backward of an earlier
-        pass still needs this rank's values, so that they stay (with DDP that backward raises)."""
+        """Sends the buffers before each forward pass except after a pass in no_sync(), as DDP does. Collective.
+
+        ``needed``: backward of an earlier pass still needs this rank's values, so they stay. (With DDP that backward
+        raises.)
+        """
         due, self._due = self._due, synchronizing
         if not due:
             return

@@ -1,39 +1,40 @@
-"""The optimizer's state while updates are due: whoever reads or changes it waits for them first.
+"""The optimizer's state while updates are due: any access waits for them first.
 
-A tensor of the state is as pending as its parameter, however somebody got hold of it. ``optimizer.state`` itself is
-guarded as well, since an update may put something else in there: numbers, new tensors, the entries of the first step.
-What is not seen: a number in the entry of one parameter (``optimizer.state[p]``) that somebody has held since before.
+A tensor of the state is as pending as its parameter. ``optimizer.state`` itself is guarded as well, since an update may
+replace numbers, add tensors, and create the entries of the first step. One access is not seen: a number in the entry of
+one parameter (``optimizer.state[p]``) to which the program has kept a reference.
 
 Thread safety: under the session's lock.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from gradcast.training.step import pending
+from gradcast.training.step.nested_tensors import tensors_in
 from gradcast.training.step.parameter_state import ParameterState
 
 
 class GuardedState(collections.defaultdict):
-    """In the place of ``optimizer.state``. ``finish`` runs before anybody looks at it. Copies are ordinary dicts."""
+    """Replaces ``optimizer.state``. ``before_access`` runs before each access. Copies are ordinary dicts."""
 
-    def __init__(self, held: Any, finish: Callable[[], None]) -> None:
+    def __init__(self, held: Any, before_access: Callable[[], None]) -> None:
         super().__init__(dict, held)
-        self._finish = finish
+        self._before_access = before_access
 
     def __reduce__(self) -> Any:
-        self._finish()
+        self._before_access()
         return collections.defaultdict, (dict,), None, None, iter(super().items())
 
     def __copy__(self) -> Any:
         return self.copy()
 
     def copy(self) -> Any:
-        self._finish()
+        self._before_access()
         return collections.defaultdict(dict, super().items())
 
 
@@ -41,7 +42,7 @@ def _guarded(name: str) -> Callable[..., Any]:
     method = getattr(collections.defaultdict, name)
 
     def guarded(self: GuardedState, *arguments: Any, **named: Any) -> Any:
-        self._finish()
+        self._before_access()
         return method(self, *arguments, **named)
 
     guarded.__name__ = name
@@ -56,77 +57,64 @@ for _name in (
     setattr(GuardedState, _name, _guarded(_name))
 
 
-class PendingState:
-    """Of one optimizer. ``finish``: runs every update that is due; nothing where none is."""
+class OptimizerStateGuard:
+    """Guards the state of one optimizer. ``complete_updates`` runs every update that is due."""
 
-    def __init__(self, optimizer: Optimizer, finish: Callable[[], None]) -> None:
-        self._optimizer, self._finish = optimizer, finish
-        self._running = False
-        self._tensors: dict[int, list[torch.Tensor]] = {}  # by slot, those of its parameter's entry that are pending
-        self._slots: dict[int, list[ParameterState]] = {}  # by id of a tensor: whose updates change it
+    def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None]) -> None:
+        self._optimizer, self._complete_updates = optimizer, complete_updates
+        self._is_updating = False
+        self._tensors: dict[int, list[torch.Tensor]] = {}  # by parameter index: the pending tensors of its entry
+        self._states: dict[int, list[ParameterState]] = {}  # by id of a tensor: parameters whose updates change it
 
-    def mark(self, slots: Sequence[ParameterState], owner: pending.Owner) -> None:
-        """The updates of these are due from now on."""
+    def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
+        """The updates of these parameters are due from now on."""
         held = self._optimizer.state
-        if type(held) is not GuardedState:  # load_state_dict() makes another one
-            self._optimizer.state = GuardedState(held, self._look)
-        for slot in slots:
-            entry = dict.get(self._optimizer.state, slot.parameter)
-            tensors = list(_tensors_in(entry)) if entry else []
-            self._tensors[slot.index] = tensors
+        if type(held) is not GuardedState:  # also after load_state_dict(), which makes another dict
+            self._optimizer.state = GuardedState(held, self._before_access)
+        for state in states:
+            entry = dict.get(self._optimizer.state, state.parameter)
+            tensors = list(tensors_in(entry)) if entry else []
+            self._tensors[state.index] = tensors
             for tensor in tensors:
-                self._slots.setdefault(id(tensor), []).append(slot)
+                self._states.setdefault(id(tensor), []).append(state)
                 if not pending.is_pending(tensor):
                     pending.mark(tensor, owner)
 
-    def clear(self, slots: Sequence[ParameterState]) -> None:
-        """The updates of these are about to run."""
-        for slot in slots:
-            for tensor in self._tensors.pop(slot.index, ()):
-                waiting = self._slots[id(tensor)]
-                waiting.remove(slot)
+    def clear(self, states: Sequence[ParameterState]) -> None:
+        """The updates of these parameters are about to run."""
+        for state in states:
+            for tensor in self._tensors.pop(state.index, ()):
+                waiting = self._states[id(tensor)]
+                waiting.remove(state)
                 if not waiting:
-                    del self._slots[id(tensor)]
+                    del self._states[id(tensor)]
                     pending.clear(tensor)
 
-    def slots_of(self, tensor: torch.Tensor) -> list[ParameterState] | None:
-        """Whose updates change this tensor; None where it is not of this state, or the optimizer itself looks."""
-        return self._slots.get(id(tensor))
-
-    @property
-    def running(self) -> bool:
-        return self._running
+    def parameters_changing(self, tensor: torch.Tensor) -> list[ParameterState] | None:
+        """Parameters whose updates change this tensor: none while the optimizer itself runs. None if the tensor is not
+        of this state, or not pending."""
+        found = self._states.get(id(tensor))
+        return [] if found is not None and self._is_updating else found
 
     def update(self, action: Callable[[], None]) -> None:
-        """The optimizer's own step, which waits for nothing."""
-        self._running = True
+        """Runs the optimizer's own step, which waits for nothing."""
+        self._is_updating = True
         try:
             action()
         finally:
-            self._running = False
+            self._is_updating = False
 
     def release(self) -> None:
-        """The optimizer has an ordinary state again, whatever was still due."""
+        """Gives the optimizer an ordinary state again, whatever is still due."""
         for tensors in self._tensors.values():
             for tensor in tensors:
                 pending.clear(tensor)
         self._tensors.clear()
-        self._slots.clear()
+        self._states.clear()
         state = self._optimizer.state
         if type(state) is GuardedState:
             self._optimizer.state = collections.defaultdict(dict, dict.items(state))
 
-    def _look(self) -> None:
-        if not self._running:
-            self._finish()
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+    def _before_access(self) -> None:
+        if not self._is_updating:
+            self._complete_updates()

@@ -1,4 +1,4 @@
-"""``optimizer.step()`` in overlap mode: a parameter is updated when its gradient has arrived and before it is read.
+"""``optimizer.step()`` in overlap mode: a parameter is updated after its gradient has arrived and before it is read.
 
 Thread safety: under the session's lock.
 """
@@ -19,20 +19,24 @@ from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
-from gradcast.training.step.optimizer_state import PendingState
-from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.optimizer_state import OptimizerStateGuard
+from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.update_stream import UpdateStream
 
 _log = logging.getLogger("gradcast")
 
 
 class OptimizerSteps:
-    """Of all optimizers. ``take`` is what a call of step() does; ``finish`` brings parameters up to date."""
+    """The steps of all optimizers of a session.
+
+    A call of ``step()`` comes to ``take_gradients``, which updates synchronously or leaves the updates due. The
+    functions ``complete_updates...`` run updates that are due.
+    """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        all_slots: Sequence[ParameterState],
+        states: ParameterStates,
         buffers: GradientBuffers,
         exchange: GradientExchange,
         gradients: GradientHooks,
@@ -40,80 +44,83 @@ class OptimizerSteps:
         tells: bool,
         max_norm: float | None,
     ) -> None:
-        """``tells``: this rank says what a user should know; one of them is enough. ``max_norm``: gradients are clipped
-        to it before the first update."""
+        """``tells``: this rank warns the user; one rank is enough. ``max_norm``: gradients are clipped to it before the
+        first update."""
         self._optimizers = list(optimizers)
-        self._slots = [[slot for slot in all_slots if slot.owner == number] for number in range(len(optimizers))]
-        self._buffers, self._exchange, self._gradients, self._trace = buffers, exchange, gradients, trace
-        self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while updates of it remain
+        self._states = states
+        self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
+        self._exchange, self._gradients, self._trace = exchange, gradients, trace
+        self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
-        self._arrived: set[int] = set()
+        self._arrived: set[int] = set()  # parameters whose gradients of the open step are known to have arrived
         self._interceptions: list[partial_step.StepInterception] = []
-        self._all_slots = list(all_slots)
-        self.home = UpdateStream(buffers.flats[0].device)
-        self._clipping = None if max_norm is None else NormClipping(all_slots, max_norm)
+        self._guards: list[OptimizerStateGuard] = []
+        self.stream = UpdateStream(buffers.flats[0].device)
+        self._clipping = None if max_norm is None else NormClipping(states, max_norm)
         self._tells = tells
-        self._said: set[str] = set()
-        self._states: list[PendingState] = []
-        self._failure: Error | None = None  # of an update; nothing is right any more
+        self._told: set[str] = set()
+        self._failure: Error | None = None  # of an update; parameters are wrong since
 
     def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
-        """``step()`` of each optimizer becomes ``on_step(number)``, and its state_dict() that of a finished step."""
+        """Makes ``step()`` of optimizer k call ``on_step(k)``, and its state_dict() return a completed step's state."""
         for number, optimizer in enumerate(self._optimizers):
             self._interceptions.append(partial_step.StepInterception(optimizer, functools.partial(on_step, number)))
             self._interceptions[-1].flush_before_state(flush)
-            self._states.append(PendingState(optimizer, functools.partial(self.finish_updates_of, number)))
+            self._guards.append(OptimizerStateGuard(optimizer, functools.partial(self.complete_updates_of, number)))
 
     def release(self) -> None:
-        for interception, state in zip(self._interceptions, self._states, strict=True):
+        """Gives the optimizers back as they were."""
+        for interception, guard in zip(self._interceptions, self._guards, strict=True):
             interception.remove()
-            state.release()
+            guard.release()
 
     @property
-    def waiting(self) -> list[ParameterState]:
-        return [slot for slots in self._slots for slot in slots if slot.updating]
+    def due(self) -> list[ParameterState]:
+        """Parameters whose updates are due."""
+        return [state for states in self._states_of for state in states if state.is_update_due]
 
-    def backward_begins(self) -> None:
-        """The gradients of the open step go; an optimizer that has not taken them never will."""
+    def on_backward_begin(self) -> None:
+        """The gradients of the open step are replaced; an optimizer that has not taken them never will."""
         if self._gradients.open and any(each.replaced for each in self._interceptions):
-            self._say(
-                "step() of the optimizer is called in a way that goes past gradcast, as Accelerate does with a "
+            self._warn_once(
+                "the optimizer's step() is called in a way that bypasses gradcast, as Accelerate does with a "
                 "GradScaler: such steps wait for all gradients, without overlap with the next forward pass"
-                + ("" if self._clipping is None else ", and options.max_grad_norm does not reach them")
+                + ("" if self._clipping is None else ", and options.max_grad_norm has no effect on them")
             )
-        self.finish_all()
+        self.complete_all_updates()
         self._stepped.clear()
         self._arrived.clear()
         if self._clipping is not None:
-            self._clipping.begin()
+            self._clipping.begin_step()
 
-    def state_of(self, tensor: torch.Tensor) -> list[ParameterState] | None:
-        """Whose updates change this tensor of an optimizer's state; nobody's while the optimizer itself looks."""
-        for state in self._states:
-            found = state.slots_of(tensor)
+    def parameters_changing(self, tensor: torch.Tensor) -> list[ParameterState] | None:
+        """Parameters whose updates change this tensor of an optimizer's state; None if it is not of a state."""
+        for guard in self._guards:
+            found = guard.parameters_changing(tensor)
             if found is not None:
-                return [] if state.running else found
+                return found
         return None
 
     def run_whole(self, number: int) -> None:
-        """The optimizer's own step, on the gradients as they are."""
+        """Runs the optimizer's own step on the gradients as they are."""
         self._refuse_after_failure()
-        self.home.called()
-        with self.home.entered():
+        self.stream.follow_caller()
+        with self.stream.entered():
             self._interceptions[number].run_whole()
 
-    def take(self, number: int, owner: pending.Owner, at_once: bool) -> bool:
-        """A step with the gradients of the open backward pass. Returns True when every optimizer has taken them.
+    def take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> bool:
+        """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
 
-        ``at_once``: all is waited for and updated now (warm-up); otherwise only where the user's code requires it.
+        ``synchronous``: waits for everything and updates now, as in the warm-up. Otherwise updates are left due, unless
+        the program's code makes that impossible.
         """
-        if not self.waiting:
-            self.home.move()
-        self.home.called()
-        with self.home.entered():
-            return self._take(number, owner, at_once)
+        if not self.due:
+            self.stream.move_to_caller()
+        self.stream.follow_caller()
+        with self.stream.entered():
+            return self._take_gradients(number, owner, synchronous)
 
-    def _take(self, number: int, owner: pending.Owner, at_once: bool) -> bool:
+    def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> bool:
         self._refuse_after_failure()
         optimizer = self._optimizers[number]
         if self._clipping is not None and getattr(optimizer, "grad_scale", None) is not None:
@@ -122,11 +129,11 @@ class OptimizerSteps:
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)",
                 "invalid_use",
             )
-        # A second step with the same gradients finds them arrived, and nothing guards them any more.
-        at_once = at_once or number in self._stepped
-        reason = None if at_once else self._reason_to_wait(number)
-        if at_once or reason is not None:
-            self._take_at_once(number, reason)
+        # The gradients have arrived by a second step with them, and nothing guards them any more.
+        synchronous = synchronous or number in self._stepped
+        reason = None if synchronous else self._reason_to_wait(number)
+        if synchronous or reason is not None:
+            self._step_now(number, reason)
         else:
             self._defer(number, owner)
         self._stepped.add(number)
@@ -137,168 +144,162 @@ class OptimizerSteps:
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last step that was clipped, before clipping."""
+        """The norm before clipping of the last step that was clipped."""
         norm = None if self._clipping is None else self._clipping.total_norm
         return None if norm is None else norm.item()
 
-    def finish(self, slots: Sequence[ParameterState]) -> None:
-        """Waits for the gradients of these and updates them, with everything else that has arrived by then, or comes
-        along on a device."""
-        with self.home.entered():
-            self._finish(slots)
+    def complete_updates(self, states: Sequence[ParameterState]) -> None:
+        """Waits for the gradients of these parameters and updates them, together with all others that have arrived."""
+        with self.stream.entered():
+            self._complete_updates(states)
 
-    def _finish(self, due: Sequence[ParameterState]) -> None:
+    def _complete_updates(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
         start_ns = time.perf_counter_ns()
         if self._clipping is None:
-            there = self._exchange.wait([slot.index for slot in due])
+            arrived = self._exchange.wait([state.index for state in due])
         else:
-            self._gradients.finish()
-            there = [slot.index for slot in self._all_slots]
+            self._gradients.wait_for_all()
+            arrived = [state.index for state in self._states]
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip()
-        self._arrived.update(there)
+        self._arrived.update(arrived)
         self._arrived.update(self._exchange.newly_arrived())
         with interrupts.after_this():
             for number in list(self._partial):
-                part = [slot for slot in self._slots[number] if slot.updating and slot.index in self._arrived]
+                part = [s for s in self._states_of[number] if s.is_update_due and s.index in self._arrived]
                 if part:
                     self._update(number, part)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
-    def finish_updates_of(self, number: int) -> None:
-        remaining = [slot for slot in self._slots[number] if slot.updating]
-        if remaining:
-            self.finish(remaining)
+    def complete_updates_of(self, number: int) -> None:
+        """Completes all updates of one optimizer that are due."""
+        due = [state for state in self._states_of[number] if state.is_update_due]
+        if due:
+            self.complete_updates(due)
 
-    def finish_all(self) -> None:
-        remaining = self.waiting
-        if remaining:
-            self.finish(remaining)
+    def complete_all_updates(self) -> None:
+        due = self.due
+        if due:
+            self.complete_updates(due)
 
     def _clip(self, as_they_are: bool = False) -> None:
-        """Once per step. ``as_they_are``: what ``.grad`` holds now, which the user may have put there."""
+        """Clips once per step. ``as_they_are``: what ``.grad`` holds now, which the program may have replaced."""
         if self._clipping is None or self._clipping.done:
             return
-        if as_they_are and not self._gradients.in_place(self._all_slots):
+        if as_they_are and not self._gradients.are_in_place(self._states):
             self._clipping.apply_to_replaced()
         else:
             self._clipping.apply()
 
     @property
     def must_clip_first(self) -> bool:
-        """Whether a step that was taken still needs the norm of all gradients, as they are."""
-        return self._clipping is not None and not self._clipping.done and bool(self.waiting)
+        """Whether a deferred step still needs the norm of all gradients, so that none of them may change."""
+        return self._clipping is not None and not self._clipping.done and bool(self.due)
 
     def _reason_to_wait(self, number: int) -> str | None:
         optimizer = self._optimizers[number]
-        if self.home.left:
+        if self.stream.read_elsewhere:
             return "parameters are read on another CUDA stream than that of step()"
-        if not self._gradients.complete:
+        if not self._gradients.all_sent:
             return "the backward pass has failed before all gradients existed"
-        if self._gradients.used:
+        if self._gradients.values_used:
             return "gradients are used between backward and step(), as clipping does"
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return "a GradScaler drives the optimizer"
-        if not self._gradients.in_place(self._slots[number] if self._clipping is None else self._all_slots):
+        if not self._gradients.are_in_place(self._states_of[number] if self._clipping is None else self._states):
             return "gradients are replaced between backward and step()"
         return None
 
-    def _take_at_once(self, number: int, reason: str | None) -> None:
+    def _step_now(self, number: int, reason: str | None) -> None:
+        """A synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
         if reason is not None:
-            self._say(f"{reason}: such steps wait for all gradients, without overlap with the next forward pass")
+            self._warn_once(f"{reason}: such steps wait for all gradients, without overlap with the next forward pass")
         start_ns = time.perf_counter_ns()
-        self._gradients.finish()
+        self._gradients.wait_for_all()
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip(as_they_are=True)
         partial_step.run_without_hooks(self._optimizers[number])
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said and self._tells:
-            self._said.add(sentence)
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._told and self._tells:
+            self._told.add(sentence)
             _log.warning("%s", sentence)
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
-        due = self._slots[number]
+        """Leaves all updates of this optimizer due."""
+        due = self._states_of[number]
         with interrupts.after_this():
             self._partial[number] = partial_step.PartialStep(self._optimizers[number])
-            held = extension.load().held_elsewhere([slot.parameter for slot in due], None, False)
-            for slot in due:
-                slot.updating = True
-                if not pending.is_pending(slot.parameter):
-                    pending.mark(slot.parameter, owner)
-                if not pending.is_pending(slot.exposed):
-                    pending.mark(slot.exposed, owner)  # it has arrived, and the update still needs it
-            self._states[number].mark(due, owner)
+            held = extension.load().held_elsewhere([state.parameter for state in due], None, False)
+            for state in due:
+                state.defer_update(owner)
+            self._guards[number].guard(due, owner)
             self._update_others(number)
         if self._clipping is not None:
             self._arrived.update(self._exchange.newly_arrived())
-            arrived = [slot for slot in due if slot.index in self._arrived]
-            for slot in arrived:
-                self._gradients.receive(slot)
-            self._clipping.take(arrived)
+            arrived = [state for state in due if state.index in self._arrived]
+            for state in arrived:
+                self._gradients.copy_arrived(state)
+            self._clipping.compute_norms(arrived)
         if held:
-            self._finish_held([due[position] for position in held])
+            self._complete_held([due[position] for position in held])
 
     def _update_others(self, number: int) -> None:
-        """What the optimizer updates besides: frozen parameters that have a gradient all the same."""
-        own = {id(slot.parameter) for slot in self._slots[number]}
+        """Updates what else the optimizer updates: frozen parameters that have a gradient."""
+        own = {id(state.parameter) for state in self._states_of[number]}
         groups = self._optimizers[number].param_groups
         others = [p for group in groups for p in group["params"] if id(p) not in own and p.grad is not None]
         if others:
-            self._states[number].update(lambda: self._partial[number].run(others, last=False))
+            self._guards[number].update(lambda: self._partial[number].run(others, last=False))
 
-    def _finish_held(self, held: Sequence[ParameterState]) -> None:
-        """Whoever has a parameter's memory can read it without asking its class."""
+    def _complete_held(self, held: Sequence[ParameterState]) -> None:
+        """Completes the updates of parameters whose memory the program holds: it could read that unnoticed."""
         more = f" and {len(held) - 1} more" if len(held) > 1 else ""
-        self._say(
+        self._warn_once(
             f"the program holds the memory of {held[0].name}{more} (a view or detach(), a NumPy array, DLPack, "
-            "TorchScript, a graph that was kept): these are updated inside of step(), without overlap with the next "
+            "TorchScript, a graph that was kept): these are updated inside step(), without overlap with the next "
             "forward pass"
         )
-        self.finish(held)
+        self.complete_updates(held)
 
     def _update(self, number: int, part: Sequence[ParameterState]) -> None:
-        """One call of the optimizer. The user's ``.grad``, which zero_grad() may have emptied by now, is kept aside."""
-        for slot in part:
-            slot.updating = False
-            pending.clear(slot.parameter)
+        """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""
         self._gradients.settle(part)
-        for slot in part:
-            pending.clear(slot.exposed)
-        kept = [slot.parameter.grad for slot in part]
-        state = self._states[number]
-        state.clear(part)
-        last = not any(slot.updating for slot in self._slots[number])
-        used = [slot.parameter for slot in part if slot.gradient is not None]
+        for state in part:
+            state.start_update()
+        grads = [state.parameter.grad for state in part]
+        guard = self._guards[number]
+        guard.clear(part)
+        last = not any(state.is_update_due for state in self._states_of[number])
+        used = [state.parameter for state in part if state.update_grad is not None]
         try:
-            for slot in part:
-                slot.parameter.grad = slot.gradient
-            state.update(lambda: self._partial[number].run(used, last=last))
+            for state in part:
+                state.parameter.grad = state.update_grad
+            guard.update(lambda: self._partial[number].run(used, last=last))
         except BaseException as error:
             self._fail(part, error)
             raise
         finally:
-            for slot, gradient in zip(part, kept, strict=True):
-                slot.parameter.grad = gradient
-        for slot in part:
-            if slot.zero_after:
-                slot.zero_after = False
-                if slot.gradient is not None:
-                    slot.gradient.zero_()
-            self._gradients.let_go(slot)
+            for state, grad in zip(part, grads, strict=True):
+                state.parameter.grad = grad
+        for state in part:
+            if state.zero_after_update:
+                state.zero_after_update = False
+                if state.update_grad is not None:
+                    state.update_grad.zero_()
+            self._gradients.drop_released(state)
         if last:
             del self._partial[number]
         self._trace.count_update()
 
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
-        """Some of these may be updated, others not, and nobody can tell: whoever reads one hears of it."""
-        for slot in part:
-            slot.updating = True
-            pending.mark(slot.parameter, self._gradients.listener)
+        """Some of these parameters may be updated, others not: every later use of one raises."""
+        for state in part:
+            state.fail_update(self._gradients.listener)
         self._failure = Error(
             f"the update of {parameter_state.names(part)} has failed on this rank ({type(error).__name__}: {error}), "
             "perhaps half-way, so its parameters differ from those of the other ranks; end the training and continue "

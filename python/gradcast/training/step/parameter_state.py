@@ -1,90 +1,188 @@
-"""A parameter and the state of its gradient in the current step."""
+"""A parameter within a step: the phase that its gradient and its update are in.
+
+    phase       meaning                                                      left through
+    IDLE        backward has not reached the parameter in this step          depart()
+    TRAVELLING  the gradient is in the buffer and on its way; the tensor     arrive(), defer_update()
+                in ``.grad`` is pending (pending.py)
+    ARRIVED     ``.grad`` is what the ranks agree on; nothing is pending,    begin_step(), defer_update()
+                during and after the update either
+    UPDATE_DUE  step() was called; the parameter and ``.grad`` are pending   start_update()
+                until the update runs, wherever the gradient is
+
+A step goes IDLE, TRAVELLING, ARRIVED in hook mode, and IDLE, TRAVELLING, UPDATE_DUE, ARRIVED in overlap mode. An update
+that fails puts the parameter back into UPDATE_DUE for good, so that every read of it raises.
+
+The sum of an UPDATE_DUE parameter may have arrived or not. What is left to do when it arrives is therefore told by two
+fields, ``copy_due`` and ``locally_unused``, in each phase alike.
+
+Thread safety: autograd's threads while backward runs, otherwise under the session's lock.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from gradcast.errors import Error
+from gradcast.training.step import pending
 
 _NAMES_SHOWN = 3
 
 
+class Phase(enum.Enum):
+    """See the module docstring."""
+
+    IDLE = enum.auto()
+    TRAVELLING = enum.auto()
+    ARRIVED = enum.auto()
+    UPDATE_DUE = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True)
-class Absence:
-    """No backward pass of this step has used the parameter here. ``gradient``: what its ``.grad`` was, which it stays
-    if no other rank has used it either, or some rank's pass has failed before. ``in_view``: that was in the buffer, and
-    this is a copy."""
+class LocallyUnused:
+    """No backward pass of this step has used the parameter on this rank.
 
-    gradient: torch.Tensor | None
-    in_view: bool
+    ``grad_before``: the value of ``.grad`` before the step. It stays if no other rank has used the parameter either, or
+    if some rank's backward pass has failed before it. ``was_view``: that value was in the buffer, and this is a copy.
+    """
+
+    grad_before: torch.Tensor | None
+    was_view: bool
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class ParameterState:
-    __slots__ = (
-        "absence",
-        "exposed",
-        "frozen_steps",
-        "gradient",
-        "index",
-        "name",
-        "owed",
-        "owner",
-        "parameter",
-        "ready",
-        "stale",
-        "updating",
-        "version",
-        "zero_after",
-    )
+    index: int
+    name: str
+    parameter: nn.Parameter
+    optimizer_index: int | None  # None in hook mode
+    phase: Phase = Phase.IDLE
+    # The tensor that backward has put into .grad: the view of the buffer, or a tensor apart from the buffer.
+    visible_grad: torch.Tensor | None = None
+    update_grad: torch.Tensor | None = None  # what the update uses; None if no rank has used the parameter
+    copy_due: bool = False  # the sum, when it has arrived, must be copied from the buffer into visible_grad
+    locally_unused: LocallyUnused | None = None  # until the gradient has arrived
+    # The update ran only when backward began: if forward has read the parameter after all, it read the old value.
+    updated_late: bool = False
+    zero_after_update: bool = False  # zero_grad(set_to_none=False) was called while the update was due
+    frozen_steps: int = 0  # the last consecutive steps in which the parameter was frozen on all ranks
+    forward_version: int | None = None  # tensor version at the end of forward, if the program hooks gradients
 
-    def __init__(self, index: int, name: str, parameter: nn.Parameter, owner: int | None) -> None:
-        self.index = index
-        self.name = name
-        self.parameter = parameter
-        self.absence: Absence | None = None  # until the gradient has arrived
-        self.exposed: torch.Tensor | None = None  # what backward has made .grad: the view, or memory apart from it
-        self.owed = False  # the sum that has arrived still has to be copied into ``exposed``
-        self.gradient: torch.Tensor | None = None  # what its update uses; None: nobody has used it
-        self.frozen_steps = 0  # in a row, lately, on all ranks
-        self.version: int | None = None  # of the parameter when forward ended, where hooks of the program's wait for it
-        self.owner = owner  # the number of its optimizer, None in hook mode
-        self.ready = False  # its gradient is on its way, or has arrived
-        self.updating = False  # step() was called and its update has not run
-        self.stale = False  # the last forward pass did not read it, as far as gradcast saw
-        self.zero_after = False  # zero_grad(set_to_none=False) came before its update
+    @property
+    def is_update_due(self) -> bool:
+        return self.phase is Phase.UPDATE_DUE
+
+    def begin_step(self) -> None:
+        """A new step's backward begins."""
+        self._require(Phase.IDLE, Phase.ARRIVED)
+        self.phase = Phase.IDLE
+
+    def depart(self, owner: pending.Owner) -> None:
+        """The gradient is in the buffer. An unused parameter is pending, too: it may turn out to have no gradient."""
+        self._require(Phase.IDLE)
+        pending.mark(self.visible_grad, owner)
+        if self.locally_unused is not None:
+            pending.mark(self.parameter, owner)
+        self.phase = Phase.TRAVELLING
+
+    def arrive(self) -> None:
+        """The gradient has arrived and is in place. While an update is due, everything stays pending for that."""
+        if self.phase is Phase.TRAVELLING:
+            self._clear()
+            self.phase = Phase.ARRIVED
+
+    def defer_update(self, owner: pending.Owner) -> None:
+        """``step()`` was called, and the update runs later."""
+        self._require(Phase.TRAVELLING, Phase.ARRIVED)
+        for tensor in (self.parameter, self.visible_grad):
+            if not pending.is_pending(tensor):
+                pending.mark(tensor, owner)
+        self.phase = Phase.UPDATE_DUE
+
+    def start_update(self) -> None:
+        """The update runs now; the optimizer finds ordinary tensors. REQUIRES: the gradient has arrived."""
+        self._require(Phase.UPDATE_DUE)
+        self._clear()
+        self.phase = Phase.ARRIVED
+
+    def fail_update(self, owner: pending.Owner) -> None:
+        """The update has failed, perhaps half-way. ``owner`` raises for whoever reads the parameter."""
+        self._require(Phase.ARRIVED)
+        pending.mark(self.parameter, owner)
+        self.phase = Phase.UPDATE_DUE
+
+    def release(self) -> None:
+        """Nothing waits any more, whatever the phase."""
+        self._clear()
+        self.phase = Phase.IDLE
+
+    def _clear(self) -> None:
+        pending.clear(self.parameter)
+        pending.clear(self.visible_grad)
+
+    def _require(self, *phases: Phase) -> None:
+        if self.phase not in phases:
+            raise Error(f"{self.name} is {self.phase.name} where that cannot be: a defect of gradcast", "internal")
 
 
-def names(slots: Sequence[ParameterState]) -> str:
+class ParameterStates(list[ParameterState]):
+    """All parameters of a session, by index and by the tensors that may be pending for them."""
+
+    def __init__(self, states: Iterable[ParameterState]) -> None:
+        super().__init__(states)
+        self._by_tensor = {id(state.parameter): state for state in self}  # and by visible_grad
+
+    def of(self, tensor: torch.Tensor) -> ParameterState | None:
+        """The parameter whose value or ``visible_grad`` the tensor is."""
+        return self._by_tensor.get(id(tensor))
+
+    def set_visible_grad(self, state: ParameterState, tensor: torch.Tensor | None) -> None:
+        if state.visible_grad is tensor:
+            return
+        self._by_tensor.pop(id(state.visible_grad), None)
+        state.visible_grad = tensor
+        if tensor is not None:
+            self._by_tensor[id(tensor)] = state
+
+    def release(self) -> None:
+        """Nothing waits any more, and no gradient is referred to."""
+        for state in self:
+            state.release()
+            state.visible_grad = state.update_grad = None
+        self._by_tensor.clear()
+
+
+def names(states: Sequence[ParameterState]) -> str:
     """For messages: "a, b, c and 5 more"."""
-    shown = ", ".join(slot.name for slot in slots[:_NAMES_SHOWN])
-    more = len(slots) - _NAMES_SHOWN
+    shown = ", ".join(state.name for state in states[:_NAMES_SHOWN])
+    more = len(states) - _NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def second_gradient(slot: ParameterState) -> Error:
+def second_gradient(state: ParameterState) -> Error:
     return Error(
-        f"{slot.name} got a second gradient while its first one was on the network, so both are lost; put all backward "
-        "passes before step() but the last one under handle.no_sync(), and if the parameter is used in several "
-        "checkpointed parts of the model, call checkpoint() with use_reentrant=False",
+        f"{state.name} got a second gradient while its first one was on the network, so both are lost; put all "
+        "backward passes before step() but the last one under handle.no_sync(), and if the parameter is used in "
+        "several checkpointed parts of the model, call checkpoint() with use_reentrant=False",
         "invalid_use",
     )
 
 
-def used_inside_backward(slot: ParameterState) -> Error:
+def used_inside_backward(state: ParameterState) -> Error:
     return Error(
-        f"{slot.name} was changed, or its gradient taken away, inside backward by a hook on it "
-        "(register_post_accumulate_grad_hook), before the ranks' mean existed, so the ranks' parameters would differ; "
-        "update after backward()",
+        f"a hook on {state.name} (register_post_accumulate_grad_hook) changed the parameter or removed its gradient "
+        "inside backward, before the ranks' mean existed, so the ranks' parameters would differ; update after "
+        "backward()",
         "invalid_use",
     )
 
 
-def stale_read(slot: ParameterState) -> Error:
+def stale_read(state: ParameterState) -> Error:
     return Error(
-        f"{slot.name} was used in forward before its update had run, so this gradient belongs to an old value: the "
-        "module reads it in a way that gradcast cannot see (a view or alias kept from an earlier step, DLPack, a "
-        "scripted module). Call handle.flush() before forward, or attach without the optimizer (hook mode)",
+        f"{state.name} was used in forward before its update had run, so this gradient belongs to an old value: the "
+        "module reads the parameter in a way that gradcast cannot see (a view or alias kept from an earlier step, "
+        "DLPack, a scripted module). Call handle.flush() before forward, or attach without the optimizer (hook mode)",
         "invalid_use",
     )

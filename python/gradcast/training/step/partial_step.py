@@ -1,10 +1,9 @@
-"""Updating parameters in parts: the user's own optimizer, on the parameters whose gradients have arrived.
+"""Partial steps: the user's own optimizer updates the parameters whose gradients have arrived.
 
-The step's hyper-parameters are those of the moment when the user called ``step()``; a scheduler that runs afterwards
-does not reach it. The optimizer's step is called with its own groups, each reduced to the part: state, foreach and
-fused forms are the optimizer's own, so parts give the numbers of a whole step, bit for bit, for every optimizer that
-treats its parameters one by one. Scalars that an optimizer keeps in a group (a count of steps) move once per step, not
-once per part.
+The hyper-parameters of a step are those at the call of ``step()``; a scheduler that runs afterwards does not change
+them. The optimizer's step is called with its own groups, each reduced to the part. State, foreach and fused forms are
+the optimizer's own, so parts give the numbers of a whole step, bit for bit, for every optimizer that updates parameters
+one by one. Scalars that an optimizer keeps in a group (a step count) advance once per step, not once per part.
 """
 
 import collections
@@ -29,26 +28,26 @@ class PartialStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = step_without_hooks(optimizer)
-        self._known = len(optimizer.state)  # entries; those of new parameters come behind them
+        self._known_count = len(optimizer.state)  # entries; those of new parameters are added behind them
         self._live_groups = list(optimizer.param_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
         self._begun = False
-        self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars as the last part left them
+        self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars after the last part
 
     def run(self, parameters: Iterable[torch.Tensor], *, last: bool) -> None:
-        """Updates these parameters, each of which has its gradient in ``.grad``. ``last``: none of the step remain."""
+        """Updates these parameters from their ``.grad``. ``last``: this is the last part of the step."""
         part = {id(parameter) for parameter in parameters}
         reduced = []
         for index, live in enumerate(self._live_groups):
             members = [parameter for parameter in live["params"] if id(parameter) in part]
-            # A group of which nothing is updated still has its turn, as in a whole step.
+            # A group of which no parameter is updated has its turn all the same, as in a whole step.
             if members or (last and index not in self._after):
                 group = {**_copied(self._scalars[index]), "params": members}
                 self._after[index] = group
                 reduced.append(group)
         whole, self._optimizer.param_groups = self._optimizer.param_groups, reduced
         try:
-            with _plain_context(), _inner_hooks(self._optimizer, before=not self._begun, after=last):
+            with _default_context(), _inner_hooks(self._optimizer, before=not self._begun, after=last):
                 self._begun = True
                 self._step(self._optimizer)
         finally:
@@ -59,16 +58,16 @@ class PartialStep:
             self._order_state()
 
     def _order_state(self) -> None:
-        """The entries of parameters that are updated for the first time, in the order of a whole step."""
+        """Puts the entries of parameters that were updated for the first time into the order of a whole step."""
         state = self._optimizer.state
-        new = set(itertools.islice(dict.keys(state), self._known, None))
+        new = set(itertools.islice(dict.keys(state), self._known_count, None))
         for parameter in itertools.chain(*(group["params"] for group in self._live_groups)) if new else ():
             if parameter in new:
                 dict.__setitem__(state, parameter, dict.pop(state, parameter))
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """The group's scalars as they are now. A tensor (a capturable learning rate) may be changed in place: copied."""
+    """The group's scalars as they are now. Tensors (a capturable learning rate) may change in place: cloned."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -77,24 +76,24 @@ def _copied(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
-    """What the step itself has changed in its group, into the user's group."""
+    """Copies what the step itself has changed in its group into the user's group."""
     for key, value in after.items():
         if key == "params":
             continue
         if isinstance(value, torch.Tensor):
             current = live.get(key)
-            # What the step has left as it was, a scheduler may have changed since, or replaced by something else. Asked
-            # on the device, so that the host does not wait for it.
+            # A value that the step has not changed may have been changed or replaced by a scheduler since. Compared on
+            # the device, so that the host does not wait.
             if isinstance(current, torch.Tensor) and current.device == value.device:
                 with torch.no_grad():
                     current.copy_(torch.where(value == before[key], current, value))
-        elif value is not before.get(key) and live.get(key) is before.get(key):  # the user's own change comes after
+        elif value is not before.get(key) and live.get(key) is before.get(key):  # not if the user has changed it since
             live[key] = value
 
 
 @contextlib.contextmanager
-def _plain_context():
-    """As if at the user's own call of step(): a forward pass may have switched any of these."""
+def _default_context():
+    """Undoes the modes that a forward pass may have entered, so that an update runs as in the user's call of step()."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_disable_current_modes())  # selective checkpointing, torch.device(...)
@@ -108,8 +107,8 @@ def _plain_context():
 
 @contextlib.contextmanager
 def _inner_hooks(optimizer: Optimizer, *, before: bool, after: bool):
-    """Where a class's step calls that of its base class, torch may run the step's hooks around that one, too: around
-    all parts together, then, as around a whole step."""
+    """If a class's step calls that of its base class, torch runs step hooks around the inner one, too. This makes them
+    run once around all parts, as around a whole step."""
     hidden = [] if before else ["_optimizer_step_pre_hooks"]
     hidden += [] if after else ["_optimizer_step_post_hooks"]
     hooks = {name: vars(optimizer)[name] for name in hidden if vars(optimizer).get(name)}
@@ -121,7 +120,7 @@ def _inner_hooks(optimizer: Optimizer, *, before: bool, after: bool):
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The class's step, without what torch wraps around it to call step hooks: those run once per step."""
+    """The class's step without torch's wrapper that calls step hooks; gradcast runs those once per step."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -132,7 +131,7 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
 
 
 def run_without_hooks(optimizer: Optimizer) -> None:
-    """A whole step."""
+    """Runs a whole step."""
     step_without_hooks(optimizer)(optimizer)
 
 
@@ -146,16 +145,16 @@ def require_own_step(optimizer: Optimizer) -> None:
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise Error(
             f"step() of this {type(optimizer).__name__} has been replaced by {replaced!r}, which gradcast would "
-            "bypass; call gradcast.attach() before whatever replaces it",
+            "bypass; call gradcast.attach() before step() is replaced",
             "invalid_use",
         )
 
 
 class StepInterception:
-    """Puts a function in the place of ``optimizer.step``, between the step's hooks and after its closure; LR schedulers
-    made before or after see what they expect.
+    """Replaces ``optimizer.step``: step hooks and the closure run as before, and ``on_step`` in place of the update.
+    LR schedulers made before or after work as usual.
 
-    REQUIRES: ``require_own_step`` has let the optimizer pass.
+    REQUIRES: ``require_own_step`` accepts the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, on_step: Callable[[], None]) -> None:
@@ -178,22 +177,22 @@ class StepInterception:
             run_post_hooks(self_)
             return loss
 
-        # A scheduler asks for this mark; without it, it wraps (or warns about) a step that was replaced.
+        # An LR scheduler checks this attribute. Without it, it would wrap (or warn about) the replaced step.
         step._wrapped_by_lr_sched = True
         self._method = types.MethodType(step, optimizer)
         optimizer.step = self._method
 
     @property
     def replaced(self) -> bool:
-        """Whether somebody has put another function into the place of ours, which need not call it."""
+        """Whether other code has replaced our function by one that need not call it."""
         return self._optimizer.__dict__.get("step") is not self._method
 
     def run_whole(self) -> None:
-        """The optimizer's own step on everything."""
+        """Runs the optimizer's own step on all parameters."""
         run_without_hooks(self._optimizer)
 
     def flush_before_state(self, flush: Callable[[], None]) -> None:
-        """The optimizer's state, given away or replaced, is that of a finished step."""
+        """Calls ``flush`` before state_dict() and load_state_dict(), so that the state is that of a completed step."""
         self._state_hooks = [
             self._optimizer.register_state_dict_pre_hook(lambda _: flush()),
             self._optimizer.register_load_state_dict_pre_hook(lambda _optimizer, _state: flush()),

@@ -1,4 +1,4 @@
-"""May an optimizer's step run in parts? Tried, not looked up: on a small copy, both must give the same numbers."""
+"""Checks whether an optimizer's step can run in parts: on a small copy, parts and whole steps must agree."""
 
 import collections
 import copy
@@ -10,25 +10,25 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.training.step.partial_step import PartialStep, step_without_hooks
 
-# Scales of gradients, each for some steps: thresholds and counters of an optimizer are to be met.
+# Scales of gradients, each for some steps, to reach an optimizer's thresholds and counters.
 _SCALES = (1.0, 1e6, 1e-6)
 _STEPS_PER_SCALE = 4
-_MOST_PER_GROUP = 6
+_MAX_PER_GROUP = 6
 _LARGEST_SIDE = 3
-# Of a copy these are made new: hooks and schedulers are the user's.
+# Attributes of the optimizer that a trial makes itself instead of copying them.
 _LEFT_OUT = frozenset({"step", "state", "param_groups"})
 
 
 def require_splittable(optimizer: Optimizer) -> None:
-    """Raises where a step in parts does not give, bit for bit, what a whole step gives.
+    """Raises Error(invalid_use) if a step in parts does not equal a whole step bit for bit.
 
-    An optimizer that treats its parameters one by one passes. One that looks at all of them together (a norm over all
-    gradients, one step size for all, a line search) does not. What shows only after more steps than are tried, or only
-    with gradients of a special kind, is not found. Global random numbers are left as they were.
+    An optimizer that updates parameters one by one passes. One that looks at all of them together (a norm over all
+    gradients, one step size for all, a line search) does not. A difference that shows only after more steps, or only
+    with special gradients, is not found. Global random number generators are left as they were.
     """
     name = type(optimizer).__name__
     try:
-        # What a broken or exotic optimizer raises here says more than a message of ours could.
+        # The message of what an optimizer raises here is part of ours.
         with torch.random.fork_rng(devices=[]):
             whole, parts = _Trial(optimizer), _Trial(optimizer)
             for step in range(_STEPS_PER_SCALE * len(_SCALES)):
@@ -50,7 +50,7 @@ def _refusal(name: str, reason: str) -> Error:
 
 
 class _Trial:
-    """A copy of an optimizer, with the same settings, over small parameters of as many dimensions."""
+    """A copy of an optimizer with the same settings, over small parameters with the same numbers of dimensions."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ class _Trial:
             settings = {key: copy.deepcopy(value, dict(memo)) for key, value in group.items() if key != "params"}
             groups.append({**settings, "params": members})
             self.parameters += members
-        # Not copy.copy(): __setstate__() would write defaults into what both share.
+        # Not copy.copy(): __setstate__() would write defaults into groups that both share.
         self._optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__ = {
             key: _empty(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
@@ -105,19 +105,19 @@ class _Trial:
 
 
 def _uneven_parts(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Three, from the last to the first, as gradients arrive."""
+    """Three parts, from the last parameter to the first, as gradients arrive."""
     first, second = len(parameters) // 6, len(parameters) // 2
     return [part for part in (parameters[second:], parameters[first:second], parameters[:first]) if part]
 
 
 def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A few, of every number of dimensions that there is."""
+    """A few parameters of each number of dimensions."""
     by_dimensions: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.numel() > 0:
             by_dimensions.setdefault(parameter.dim(), []).append(parameter)
-    most = max(2, _MOST_PER_GROUP // max(1, len(by_dimensions)))
-    return [parameter for alike in by_dimensions.values() for parameter in alike[:most]]
+    count = max(2, _MAX_PER_GROUP // max(1, len(by_dimensions)))
+    return [parameter for alike in by_dimensions.values() for parameter in alike[:count]]
 
 
 def _stand_in(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _stand_in(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def _shrunk(value: Any) -> Any:
-    """A tensor's first corner. State has its parameter's shape, or one that follows from it."""
+    """A tensor's first corner. State has its parameter's shape, or a shape derived from it."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     return value.detach()[tuple(slice(_LARGEST_SIDE) for _ in value.shape)].clone()
@@ -141,7 +141,7 @@ def _empty(hooks: Any) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        # Both may have run into infinity.
+        # Both may have diverged to NaN.
         same = one.dtype == other.dtype and torch.equal(one.isnan(), other.isnan())
         return same and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, list | tuple):

@@ -1,15 +1,15 @@
-"""Tensors that are not finished yet, and what happens to whoever touches one.
+"""Pending tensors: values that are not finished yet. Any use of one waits until they are.
 
-A pending tensor keeps its identity and its memory; only its Python class is replaced, by a subclass whose
-``__torch_function__`` sees every operation that reads or writes it, in C++ and Python alike, before it runs. The
-operation waits until the owner has finished the tensor, which also restores the class, and then goes on as if nothing
-had been: clipping, ``state_dict``, ``deepcopy``, evaluation and modules that read their weights in unusual ways all see
-finished values. Questions about a tensor that do not depend on its values (shape, ``.grad``, …) do not wait.
+A pending tensor keeps its identity and its memory. Only its Python class is replaced, by a subclass whose
+``__torch_function__`` sees every operation that reads or writes the tensor, in C++ and Python alike, before it runs.
+The operation asks the tensor's owner to finish it, which restores the class, and then runs as usual. So clipping,
+``state_dict``, ``deepcopy``, evaluation and modules that read their weights in unusual ways all see finished values.
+Queries that do not depend on the values (shape, ``.grad``, ...) do not wait.
 
-What PyTorch hands out without asking the class is not caught: a raw pointer taken before the tensor became pending,
-to_dlpack() and TorchScript meanwhile. Views and aliases that were taken before are seen otherwise (owners.h).
+Accesses for which PyTorch does not ask the class are not caught: a raw pointer taken before the tensor became pending,
+to_dlpack() and TorchScript while it is pending. owners.h detects views and aliases that were taken before.
 
-Thread safety: any thread; an owner serialises its own work.
+Thread safety: any thread; an owner serializes its own work.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-# Of these the answer is known while the values are not. Names of Tensor's attributes and methods.
+# Attributes and methods of Tensor whose result is known while the values are not.
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "names", "itemsize",
     "nbytes", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_mkldnn", "is_nested", "is_quantized", "is_sparse",
@@ -36,8 +36,8 @@ _METHODS = (
 _FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_tensor)
 _GRADIENT = torch.Tensor.grad.__get__
 _ZERO_GRADS = frozenset(inspect.unwrap(it.zero_grad).__code__ for it in (torch.optim.Optimizer, torch.nn.Module))
-_FRAMES_BETWEEN = 4  # torch's own, between who asks and us
-ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
+_FRAMES_BETWEEN = 4  # of torch, between the caller and this module
+_ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
 
 def _without_values() -> frozenset[Any]:
@@ -55,46 +55,45 @@ _WITHOUT_VALUES = _without_values()
 
 
 class Owner(Protocol):
-    def touched(self, tensors: list[torch.Tensor], function: Any) -> bool:
-        """Finishes these pending tensors and calls ``clear`` for each, or raises. ``function`` is what uses them.
+    def resolve(self, tensors: list[torch.Tensor]) -> None:
+        """Finishes these pending tensors and calls ``clear`` for each, or raises."""
 
-        Returns False; or, where ``function`` is in ZEROING (then it is one tensor), True with the tensor still pending
-        if the owner zeroes it later.
-        """
+    def zero_later(self, tensor: torch.Tensor) -> bool:
+        """Whether the owner zeroes this pending tensor itself, once its values are no longer needed."""
 
     def gradient_read(self, tensor: torch.Tensor) -> None:
-        """Somebody looks at the ``.grad`` of this pending tensor; finishes it where that is not known yet."""
+        """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet."""
 
 
-# By id, since a tensor's own attributes would travel with its copies. An entry lives from mark() to clear(). It does
-# not keep its owner alive: a module that nobody trains any more goes, with all that belongs to it, and what is left of
-# its entries says nothing of tensors of another class that come to lie in the same places.
+# Keyed by id, since copies of a tensor inherit its attributes. An entry lives from mark() to clear(). It does not keep
+# its owner alive: a module that is no longer trained can be freed with everything that belongs to it. A leftover entry
+# does not affect a later tensor with the same id, because that tensor's class is not a pending one.
 _owners: dict[int, tuple["weakref.ref[Owner]", type]] = {}
 
 
 class _Pending:
-    """Mixed into a tensor's own class: see the module's text."""
+    """Mixed into a tensor's own class; see the module docstring."""
 
     @classmethod
-    @torch.compiler.disable  # compiled code hands the operation back to Python
+    @torch.compiler.disable  # compiled code calls Python for this operation
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in ZEROING:
-            return _zero(args[0], function)
+        if function in _ZEROING:
+            return _zero(args[0])
         if function == _GRADIENT:
             _read_gradient(args[0])
         elif function not in _WITHOUT_VALUES:
-            finish((args, kwargs), function)
+            resolve((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    # These two ask for type(self) before they read a value.
+    # These two look at type(self) before they read a value.
     def __deepcopy__(self, memo: dict) -> Any:
-        finish((self,), "deepcopy")
+        resolve((self,))
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        finish((self,), "pickle")
+        resolve((self,))
         return self.__reduce_ex__(protocol)
 
 
@@ -104,14 +103,14 @@ def _pending_class(original: type) -> type:
 
 
 def mark(tensor: torch.Tensor, owner: Owner) -> None:
-    """From now on whoever touches the tensor waits for ``owner``. It must not be pending yet."""
+    """From now on any use of the tensor waits for ``owner``. REQUIRES: the tensor is not pending."""
     original = tensor.__class__
     _owners[id(tensor)] = (weakref.ref(owner), original)
     tensor.__class__ = _pending_class(original)
 
 
 def clear(tensor: torch.Tensor) -> None:
-    """The tensor is finished. Does nothing to one that is not pending."""
+    """The tensor is finished. Does nothing if it is not pending."""
     entry = _owners.pop(id(tensor), None)
     if entry is not None and isinstance(tensor, _Pending):
         tensor.__class__ = entry[1]
@@ -121,8 +120,8 @@ def is_pending(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _Pending) and id(tensor) in _owners
 
 
-def finish(values: Iterable[Any], function: Any) -> None:
-    """Finishes every pending tensor in ``values``, however deep in lists, tuples and dicts."""
+def resolve(values: Iterable[Any]) -> None:
+    """Finishes every pending tensor in ``values``, at any depth of lists, tuples, sets and dicts."""
     by_owner: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
     for tensor in _pending_in(values):
         owner = _owner_of(tensor)
@@ -132,12 +131,12 @@ def finish(values: Iterable[Any], function: Any) -> None:
         return
     with not_traced():
         for owner, tensors in by_owner.values():
-            owner.touched(tensors, function)
+            owner.resolve(tensors)
 
 
 @contextlib.contextmanager
 def not_traced() -> Iterator[None]:
-    """What finishes a tensor is no part of what torch.jit.trace() writes down."""
+    """Keeps the work that finishes a tensor out of what torch.jit.trace() records."""
     state = torch._C._get_tracing_state()
     if state is not None:
         torch._C._set_tracing_state(None)
@@ -148,18 +147,19 @@ def not_traced() -> Iterator[None]:
             torch._C._set_tracing_state(state)
 
 
-def _zero(tensors: Any, function: Any) -> Any:
-    """zero_grad(set_to_none=False): an owner that still needs the values zeroes them later, and nobody waits."""
+def _zero(tensors: Any) -> Any:
+    """zero_grad(set_to_none=False) does not wait: an owner that still needs the values zeroes them later."""
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         owner = _owner_of(tensor)
-        if owner is None or not owner.touched([tensor], function):
+        if owner is None or not owner.zero_later(tensor):
+            resolve((tensor,))
             tensor.zero_()
     return tensors if isinstance(tensors, torch.Tensor) else None
 
 
 def _read_gradient(tensor: torch.Tensor) -> None:
     owner = _owner_of(tensor)
-    # zero_grad() asks whether there is a gradient, and does not care for its value.
+    # zero_grad() only asks whether there is a gradient; it does not use the value.
     if owner is not None and not _is_zeroing():
         owner.gradient_read(tensor)
 
@@ -174,7 +174,7 @@ def _is_zeroing() -> bool:
 
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:
-    """None where another thread has just finished the tensor, or its owner is gone and never will."""
+    """The owner, or None if another thread has just finished the tensor or if its owner no longer exists."""
     entry = _owners.get(id(tensor))
     if entry is None or not isinstance(tensor, _Pending):
         return None

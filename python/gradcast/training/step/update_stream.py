@@ -1,10 +1,10 @@
 """On CUDA, the stream that updates run on: that of the last ``step()``, and before the first one that of backward.
 
-A forward pass orders what it reads behind ``step()`` by itself where it uses that stream. Where it reads parameters on
-others, it has ordered them behind the call of ``step()``, in ways that gradcast does not see, so an update that runs
-later would not be waited for: then updates have to run inside of ``step()``.
+If forward runs on that stream, CUDA orders its reads behind the updates. If forward reads parameters on other streams,
+the program has ordered them behind its call of ``step()``, in ways that gradcast does not see. A deferred update would
+not be waited for there, so updates then have to run inside ``step()``.
 
-A stream that is being captured in a CUDA graph is refused wherever it would be ordered: no replay would know of it.
+A stream that is being captured in a CUDA graph is refused wherever it would be ordered: a replay would not repeat that.
 
 Thread safety: under the session's lock.
 """
@@ -19,48 +19,49 @@ from gradcast.training.compat import graph_capture
 
 
 class UpdateStream:
-    """Of one session. ``left``: a parameter has been read on another stream. On the CPU nothing here does anything."""
+    """One per session; does nothing on the CPU. ``read_elsewhere``: a parameter was read on another stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = None
-        self.left = False
+        self.read_elsewhere = False
 
-    def move(self) -> None:
-        """Home is from now on where the calling thread is. REQUIRES: no update is still to run."""
+    def move_to_caller(self) -> None:
+        """Makes the calling thread's stream the one for updates. REQUIRES: no update is due."""
         if self._stream is None:
             return
-        here = self._here()
+        here = self._current_stream()
         if here != self._stream:
             here.wait_stream(self._stream)
-            self._stream, self.left = here, False
+            self._stream, self.read_elsewhere = here, False
 
-    def called(self) -> None:
-        """What runs at home from now on may use everything that is on the calling thread's stream by now."""
+    def follow_caller(self) -> None:
+        """Orders what runs on this stream from now on behind everything on the calling thread's stream."""
         if self._device.type != "cuda":
             return
-        here = self._here()
+        here = self._current_stream()
         if self._stream is None:
             self._stream = here
         elif here != self._stream:
             self._stream.wait_stream(here)
 
-    def parameter_read(self) -> None:
-        if self._stream is not None and self._here() != self._stream:
-            self.left = True
+    def on_parameter_read(self) -> None:
+        """The calling thread reads a parameter."""
+        if self._stream is not None and self._current_stream() != self._stream:
+            self.read_elsewhere = True
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Around waiting and updating. What the caller's stream is given afterwards runs behind it."""
+        """Inside, this is the current stream. The caller's stream is ordered behind it afterwards."""
         if self._stream is None:
             yield
             return
-        here = self._here()
+        here = self._current_stream()
         with torch.cuda.stream(self._stream):
             yield
         if here != self._stream:
             here.wait_stream(self._stream)
 
-    def _here(self) -> Any:
+    def _current_stream(self) -> Any:
         graph_capture.refuse_capture(self._device)
         return torch.cuda.current_stream(self._device)

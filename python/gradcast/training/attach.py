@@ -1,0 +1,106 @@
+"""``gradcast.attach``: checks the call on all ranks, and puts a session on the module."""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradcast.errors import Error
+from gradcast.training import preflight
+from gradcast.training.acceptance import accept, unwrapped_optimizer
+from gradcast.training.attached_modules import attached_modules
+from gradcast.training.attachment import Attachment
+from gradcast.training.disabled import DisabledSession, is_disabled
+from gradcast.training.handle import Handle
+from gradcast.training.options import Options
+from gradcast.training.ranks.group import make_group, on_device, require_backend
+from gradcast.training.single_worker import SingleWorkerSession
+from gradcast.training.training_session import Attached
+
+_log = logging.getLogger("gradcast")
+
+
+def attach(
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    process_group: Any = None,
+    options: Options | None = None,
+) -> Handle:
+    """Lets the module's gradients travel by a plan. Collective over the workers; call it before the training loop.
+
+    ``module``: a bare module, or one with a DistributedDataParallel around it, which may lie inside torch.compile() or
+    a framework's wrapper. All trainable parameters must be on one device (docs/semantics.md lists what is accepted). A
+    bare module gets rank 0's parameters and buffers now, and its buffers before each training forward pass, as with
+    DDP.
+    ``optimizer``: one, or a list of all that update the module; a framework's wrapper around one is accepted. With it,
+    gradcast works in overlap mode: gradients of a step travel while the next forward pass runs, and each parameter is
+    updated before it is read. Without it, in hook mode: all gradients have arrived when backward ends, as with DDP.
+    ``process_group``: the workers. Default: all, or those of the DDP module.
+
+    The training loop stays as it is. Raises gradcast.Error, on every rank, for what would give wrong numbers.
+    """
+    return attach_inside([], module, optimizer, process_group, options)
+
+
+def attach_inside(
+    idle: Sequence[DistributedDataParallel],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    process_group: Any,
+    options: Options | None,
+) -> Handle:
+    """attach() for a module inside DistributedDataParallel modules that the caller keeps ``idle``: until gradcast is
+    detached, nobody calls them, so they reduce nothing."""
+    options = options or Options()
+    _make_log_visible()
+    disabled = is_disabled()
+    listed = isinstance(optimizer, list | tuple)
+    given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
+    optimizers = [unwrapped_optimizer(each) for each in given]
+    refusal, accepted = None, None
+    try:
+        preflight.check_clipping(options.max_grad_norm, given)
+        accepted = accept(module, optimizers, process_group, idle)
+        if accepted.module in attached_modules:
+            raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
+    except Error as error:
+        refusal = error
+    if accepted is not None and accepted.ddp is not None:
+        process_group = accepted.ddp.process_group
+    device = None if accepted is None else accepted.device
+    if device is not None:
+        require_backend(process_group, device)
+    mode = "ddp" if disabled else "overlap" if optimizers else "hook"
+    with on_device(device):
+        preflight.check_same_call(process_group, refusal, mode, options, device)
+    assert accepted is not None, "the call was refused"
+    group = make_group(process_group, device, options.timeout_s, reuses=True)
+    preflight.check_same_model(group, accepted.module)
+    if disabled:
+        attached: Attached = DisabledSession(accepted, optimizers, group, options)
+    elif group.world_size == 1:
+        attached = SingleWorkerSession(accepted.called, accepted.parameters, optimizers, group, options)
+    else:
+        if accepted.ddp is None:
+            tensors = [*accepted.module.parameters(), *accepted.module.buffers()]
+            group.copy_from_first(tensors, "the module's parameters and buffers")
+        attached = Attachment(accepted, optimizers, group, options)
+    handle = Handle(accepted.module, attached)
+    attached_modules[accepted.module] = weakref.ref(attached)
+    return handle
+
+
+def _make_log_visible() -> None:
+    """Logs to standard error what gradcast expects and decides, if the program has not set up logging."""
+    if _log.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("gradcast: %(message)s"))
+    _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)

@@ -1,0 +1,50 @@
+"""The modules that gradcast is attached to, and the ways in which it leaves them."""
+
+import atexit
+import logging
+import sys
+import weakref
+
+from torch import nn
+
+from gradcast.training.acceptance import unwrapped
+from gradcast.training.training_session import Attached
+
+_log = logging.getLogger("gradcast")
+# By module, without its wrappers.
+attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]]" = weakref.WeakKeyDictionary()
+
+
+def detach(attached: Attached, wait_s: float | None = None) -> None:
+    """Completes what is in flight, logs the summary, and gives the module back. ``wait_s``: see Handle.detach."""
+    flushed = False
+    try:
+        if not attached.session.released:  # True if a session has ended and the next one could not begin
+            attached.session.flush(wait_s)
+            summary = attached.session.summary()
+            if summary is not None:
+                _log.info("%s", summary)
+            flushed = True
+    finally:
+        # Also if what is in flight never arrives: the module is then an ordinary one that can be read and saved.
+        attached.release(reusable=flushed)
+
+
+def detach_left(module: nn.Module) -> None:
+    """Detaches what a training that ended with an error has left on the module. Collective, as the error was."""
+    left = attached_modules.pop(unwrapped(module), None)
+    attached = None if left is None else left()
+    if attached is not None and not attached.released:
+        detach(attached)
+
+
+def close_at_exit(attached: Attached) -> None:
+    """Closes the session when the interpreter exits, if it is still attached then."""
+    reference = weakref.ref(attached)
+
+    def close() -> None:
+        attached = reference()
+        if attached is not None:
+            attached.session.close_at_exit(failed=getattr(sys, "last_value", None) is not None)
+
+    atexit.register(close)

@@ -1,0 +1,53 @@
+"""A change of the buffers' layout: parameters whose gradients move get the new views."""
+
+import logging
+from collections.abc import Callable
+
+from gradcast.training.step import parameter_state
+from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.parameter_state import ParameterStates
+
+_log = logging.getLogger("gradcast")
+
+
+def change_layout(
+    states: ParameterStates,
+    buffers: GradientBuffers,
+    exchange: GradientExchange,
+    change: Callable[[], None],
+    *,
+    tells: bool,
+) -> None:
+    """Calls ``change``, which may lay the buffers out anew, and afterwards replaces the views that ``states`` refer to.
+
+    Gives the buffers other memory if the program keeps a gradient that the next step would overwrite. ``tells``: this
+    rank logs that. REQUIRES: nothing travels.
+    """
+    old_views = buffers.views
+    shown = [state for state in states if state.visible_grad is old_views[state.index]]
+    in_use = {state.index for state in shown if state.update_grad is state.visible_grad}
+    for state in shown:  # any reference of ours to a view would look like one of the program's
+        states.set_visible_grad(state, None)
+        state.update_grad = None if state.index in in_use else state.update_grad
+    apart_count = len(buffers.apart)
+    change()
+    if buffers.views is old_views and buffers.is_kept():
+        exchange.lay_out(exchange.active.order)
+    for state in shown:
+        old_view, view = old_views[state.index], buffers.views[state.index]
+        if view is old_view:
+            now = view
+        else:  # the gradient has moved, or was left to the program, or nobody has it
+            grad = state.parameter.grad
+            now = grad if grad is view or grad is old_view else None
+        states.set_visible_grad(state, now)
+        state.update_grad = now if state.index in in_use else state.update_grad
+    if tells and len(buffers.apart) > apart_count:
+        kept = [states[index] for index in sorted(buffers.apart)]
+        _log.info(
+            "the program keeps gradients of %s beyond their step: they have memory of their own from now on, into "
+            "which %.3g MB are copied per step",
+            parameter_state.names(kept),
+            sum(state.parameter.nbytes for state in kept) / 1e6,
+        )
