@@ -33,6 +33,8 @@ def disabled(rank, mode, wrap):
         found = compare.modules(modules[1], modules[0])
         facts = (handle.mode, handle.plan, handle.profile, handle.stats()["mode"], handle.layout, handle.plan_version)
         handle.load_state_dict(handle.state_dict())
+        for refused in (handle._diagnostics, lambda: handle.save_plan("plan.json")):
+            assert error_of(refused) == ("invalid_use", "there is no plan: a single worker, or GRADCAST_DISABLE is set")
         handle.detach()
         # An ordinary module again: this rank's own gradients.
         before = [p.grad.clone() for p in modules[1].parameters()]

@@ -63,7 +63,7 @@ _REMEDY = "train with it alone, or give gradcast the plain module"
 class Accepted:
     """The parts of an accepted module.
 
-    ``whole``: what was given to attach. ``module``: the user's own, inside of wrappers. ``ddp``: the one whose
+    ``whole``: what was given to attach. ``module``: the user's own, inside its wrappers. ``ddp``: the one whose
     reduction is taken over; None for a bare module. ``called``: the outermost module that every forward pass goes
     through and that no compiler looks into. ``parameters``: those that need gradients, by name.
     """

@@ -158,7 +158,7 @@ class Attachment:
 
     def _frozen_since(self, before: Session) -> set[int]:
         """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop
-        that freezes parts by turns therefore restarts once, not at each turn."""
+        that freezes parts in turn therefore restarts once, not at each turn."""
         updated = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
         return {id(p) for p in before.parameters if not self._optimizers or id(p) in updated}
 

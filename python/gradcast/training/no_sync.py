@@ -1,4 +1,4 @@
-"""Open ``no_sync()`` blocks, inside of which gradients stay on their worker and add up."""
+"""Open ``no_sync()`` blocks, inside which gradients stay on their worker and add up."""
 
 import weakref
 

@@ -1,17 +1,17 @@
 """A session of two or more workers. The way of one gradient, in overlap mode:
 
- 1. gradient_hooks.py    autograd has made the gradient; a hook behind it scales it into its place in
- 2. gradient_buffers.py  the flat buffer, next to a flag that says whether this rank has used the parameter.
- 3. parameter_state.py   From now on the gradient is TRAVELLING,
- 4. pending.py           and ``.grad`` is pending: any use of it waits.
- 5. gradient_exchange.py The engine hears that the gradient is ready, and sends blocks in the order of the plan,
- 6. plan/controller.py   which is the warm-up's, the agreed one, or the DDP baseline.
- 7. optimizer_steps.py   ``step()`` returns at once. Updates are due; parameters and
- 8. optimizer_state.py   the optimizer's state are pending.
- 9. pending.py           The next forward pass reads the parameter, and waits for the blocks with its gradient,
-10. partial_step.py      whereupon the user's optimizer updates this parameter and all others that have arrived.
+ 1. step/gradient_hooks.py     Autograd has made the gradient. A hook behind it scales it into its place in
+ 2. step/gradient_buffers.py   a flat buffer, in front of a flag that tells whether this rank has used the parameter.
+ 3. step/parameter_state.py    The parameter's phase is TRAVELLING from now on,
+ 4. step/pending.py            and ``.grad`` is pending: any use of it waits.
+ 5. step/gradient_exchange.py  The engine learns that the gradient is ready, and sends blocks in the order of the plan,
+ 6. plan/controller.py         which is one of the warm-up, the agreed plan, or the DDP baseline.
+ 7. step/optimizer_steps.py    ``step()`` returns at once. The updates are due; until they run, parameters and
+ 8. step/optimizer_state.py    the optimizer's state are pending, too.
+ 9. step/pending.py            The next forward pass reads the parameter and waits for the blocks with its gradient.
+10. step/partial_step.py       Then the user's optimizer updates it, with all others whose gradients have arrived.
 
-In hook mode the way ends at 6: where backward ends, the session waits for all gradients.
+In hook mode the session waits for all gradients where backward ends, and ``step()`` is the optimizer's own.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Session:
         self.released = False
         self.group = group
         self.no_sync_blocks = NoSyncBlocks(accepted.ddp)
-        self.ddp_reduces = False  # inside of ddp.join()
+        self.ddp_reduces = False  # inside ddp.join()
         self._iteration = 0  # the engine's number of the open one
         self._lock = threading.RLock()
         self._forward_ns = (0, 0)  # start and end of the last forward pass
@@ -444,7 +444,7 @@ class Session:
         self._gradients.values_used = True
 
     def _await_gradients(self, start_ns: int) -> None:
-        """Waits after backward. The waiting does not count as compute, whoever needs the gradients."""
+        """Waits after backward. This never counts as compute, whether gradcast or the program needs the gradients."""
         warmup = self.controller.warmup
         # Wherever gradients are used first, the stream that computes is ordered behind them as well.
         with contextlib.nullcontext() if warmup is None else warmup.stopwatch.waiting(), self._steps.stream.entered():

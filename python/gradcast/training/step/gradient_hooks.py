@@ -42,7 +42,7 @@ class Listener(pending.Owner, Protocol):
     """What the gradients need of a session, which also owns pending gradients."""
 
     def is_synchronizing(self) -> bool:
-        """Whether the gradients of this backward pass travel: not inside of no_sync()."""
+        """Whether the gradients of this backward pass travel: not inside no_sync()."""
 
     def on_backward_begin(self) -> None:
         """The first gradient of a step exists. Opens an iteration."""
@@ -96,7 +96,7 @@ class GradientHooks:
         self._ended_task = _NO_TASK  # the last one that has ended with gradients
         self._checked_task = _NO_TASK  # the last one before which accumulated gradients were checked
         self._hooked_by_program: list[ParameterState] = []
-        self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside of no_sync()
+        self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
         self._forward_thread = threading.get_ident()  # of the last forward pass
         self._backward_thread: int | None = None  # of the backward pass that makes the open gradients
         self._graphs: list[weakref.ref] = []  # of forward passes since the last backward pass
@@ -241,7 +241,7 @@ class GradientHooks:
             self._states.set_visible_grad(state, None)
 
     def forget_unsynchronized(self) -> None:
-        """Forgets which parameters backward passes inside of no_sync() have used."""
+        """Forgets which parameters backward passes inside no_sync() have used."""
         self._used_unsynchronized.clear()
 
     def _on_backward_start(self) -> None:

@@ -38,7 +38,7 @@ def change_layout(
         old_view, view = old_views[state.index], buffers.views[state.index]
         if view is old_view:
             now = view
-        else:  # the gradient has moved, or was left to the program, or nobody has it
+        else:  # the gradient has moved, or was left to the program, or is not in use
             grad = state.parameter.grad
             now = grad if grad is view or grad is old_view else None
         states.set_visible_grad(state, now)

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules return and optimizers keep."""
+"""Finds tensors in nested values: outputs of modules, and entries of optimizer states."""
 
 import dataclasses
 from collections.abc import Iterator

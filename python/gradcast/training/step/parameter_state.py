@@ -4,8 +4,8 @@
     IDLE        backward has not reached the parameter in this step          depart()
     TRAVELLING  the gradient is in the buffer and on its way; the tensor     arrive(), defer_update()
                 in ``.grad`` is pending (pending.py)
-    ARRIVED     ``.grad`` is what the ranks agree on; nothing is pending,    begin_step(), defer_update()
-                during and after the update either
+    ARRIVED     ``.grad`` is what the ranks agree on, and nothing is         begin_step(), defer_update()
+                pending; also during and after the update
     UPDATE_DUE  step() was called; the parameter and ``.grad`` are pending   start_update()
                 until the update runs, wherever the gradient is
 
@@ -108,7 +108,7 @@ class ParameterState:
         self.phase = Phase.ARRIVED
 
     def fail_update(self, owner: pending.Owner) -> None:
-        """The update has failed, perhaps half-way. ``owner`` raises for whoever reads the parameter."""
+        """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameter."""
         self._require(Phase.ARRIVED)
         pending.mark(self.parameter, owner)
         self.phase = Phase.UPDATE_DUE
