@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.errors import Error
 from gradcast.files import read_text
 
@@ -13,8 +12,8 @@ KIND = "gradcast-doctor"
 VERSION = 1
 RESULT = "doctor.json"
 TRACE = "trace.json.gz"
-# The least speed-up of an action that is worth listing.
-WORTH = 1 + NOTICEABLE_GAIN
+# Of an action's speedup: less is within what a cluster varies from one step to the next.
+WORTH = 1.02
 
 # In the order in which they are shown and stacked; each with the words for people.
 PARTS = {

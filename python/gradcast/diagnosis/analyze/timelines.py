@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from gradcast import _core
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace
-from gradcast.intervals import busy_periods_ns
 
 _MS = 1e6
 # Of a version, before any counts: in its first step blocks of the one before it still arrive.
@@ -124,7 +123,7 @@ def bandwidth(rank: RankTrace) -> list[dict[str, Any]]:
     found = []
     for step in rank.steps:
         blocks = _blocks(rank, step.number)
-        busy_ns = sum(busy_periods_ns((block.launch_ns, block.finish_ns) for block in blocks))
+        busy_ns = _covered_ns([(block.launch_ns, block.finish_ns) for block in blocks])
         if busy_ns == 0:
             continue
         size_bytes = sum(rank.table[block.entry]["bytes"] for block in blocks)
@@ -135,3 +134,11 @@ def bandwidth(rank: RankTrace) -> list[dict[str, Any]]:
 
 def _blocks(rank: RankTrace, number: int) -> list[BlockSpan]:
     return [block for block in rank.blocks if block.step == number]
+
+
+def _covered_ns(spans: Sequence[tuple[int, int]]) -> int:
+    covered, reached = 0, 0
+    for start, end in sorted(spans):
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
