@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast import _core
-from gradcast.diagnosis.observe.loader import LoaderWatch
+from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.observer import Observer
 from gradcast.training.measure.stage_exposure import StageExposure
 from gradcast.training.measure.step_trace import StepRecord
@@ -88,7 +88,7 @@ def watched_us(rounds: int) -> tuple[float, list[float]]:
     plain, watched = [], []
     for _ in range(rounds):
         plain.append(steps_us())
-        watch = LoaderWatch()
+        watch = LoaderTimer()
         observer = Observer(ddp, [sgd], watch, lambda: None, keep_from=_STEPS * rounds)
         watched.append(steps_us())
         observer.close()

@@ -20,3 +20,8 @@ class Error(ValueError):
 def refused(message: str) -> Error:
     """An Error for training code that gradcast cannot follow."""
     return Error(message, "invalid_use")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; torch's messages continue with a stack trace."""
+    return str(error).strip().splitlines()[0]

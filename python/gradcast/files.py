@@ -39,6 +39,14 @@ def read_text(path: str, what: str) -> str:
         raise Error(f"the {what} {path!r} cannot be read: {error}") from None
 
 
+def system_file(path: Path) -> str:
+    """Returns the text of a file of /proc or /sys without surrounding white space, or "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def write_text(path: str, text: str, what: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")

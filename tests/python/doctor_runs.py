@@ -11,6 +11,7 @@ import gradcast
 from gradcast import _core
 from gradcast.diagnosis.analyze import timelines
 from gradcast.diagnosis.trace import merged as merged_trace
+from gradcast.diagnosis.trace.clocks import Clock
 
 MS = 1e6
 FINDING = (
@@ -118,7 +119,7 @@ def rank_traces(world_size=WORLD, step_count=10, profile="resnet50", policy="ddp
 
 
 def _rank_trace(now, played, rank, step_count, dice):
-    clock = merged_trace.Clock(offset_ns=rank * 7_000_000_000 + 12_345)
+    clock = Clock(offset_ns=rank * 7_000_000_000 + 12_345)
     table = [
         {"block": index, "bytes": block.size_bytes, "tensors": names, "reason": block.reason}
         for index, (block, names) in enumerate(zip(now.plan.blocks, _names(now), strict=True))

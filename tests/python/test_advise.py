@@ -445,7 +445,7 @@ def test_samples_may_be_written_short(run, price_path):
 
 def test_the_bundled_prices_say_that_they_are_a_sample(run):
     out = run("advise", "resnet50", "--steps", "1000").out
-    assert "Prices of 2021-12-27 in USD, the bundled sample" in out
+    assert "Prices of 2021-12-27 in USD, from the bundled sample" in out
 
 
 def test_ddp_is_never_faster(run, price_path):
@@ -464,7 +464,7 @@ def test_ddp_is_never_faster(run, price_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "how much training is there? --samples"),
+        ([], "the length of the training is missing; give --samples"),
         (["--samples", "1000"], "--batch is missing"),
         (["--steps", "5", "--batch", "5"], "leave out --batch"),
         (["--samples", "many", "--batch", "1"], "'many' is not a number"),

@@ -107,7 +107,7 @@ def test_a_plan_of_a_profile_of_the_same_size(profile_fields, plan_path, profile
     other = tmp_path / "other.json"
     other.write_text(json.dumps(profile_fields))
     result = run("plot", plan_path, "--profile", other, "-o", tmp_path / "x.png")
-    assert_refused(result, "made for another profile", str(profile_path), "give the one it was made for")
+    assert_refused(result, "made for another profile", str(profile_path), "give that one")
     profile_path.write_text(other.read_text())
     assert_refused(run("plot", plan_path, "-o", tmp_path / "x.png"), "has changed since the plan was made")
 
@@ -202,7 +202,7 @@ R = "resnet50"
         (["plan", R, *NETWORK, "--set", "nope"], ["name=value"]),
         (["plan", R, *NETWORK, "--policy", "p3", "--set", "slice_elements=0"], ["slice_elements"]),
         (["plan", R, *NETWORK, "--policy", "ddp", "--set", "cap_bytes=fast"], ["size"]),
-        (["plan", R, *NETWORK, "--policy", "ddp", "--uncertainty", "10%"], ["--uncertainty is for forecast only"]),
+        (["plan", R, *NETWORK, "--policy", "ddp", "--uncertainty", "10%"], ["--uncertainty only works with forecast"]),
         (["simulate", R, *NETWORK, "--latency", "-5us"], ["--latency", "-5us", "negative"]),
         (["simulate", R, "--bandwith", "5gbit"], ["--bandwith", "`gradcast simulate --help`"]),
         (["link", "fit", "samples.csv", "--jsn"], ["--jsn", "`gradcast link fit --help`"]),

@@ -247,7 +247,7 @@ def test_an_uncertain_link_gets_a_plan_of_its_own(run):
 
 
 def test_forecast_says_whose_plan_it_took_over(run):
-    sentence = "It is dear's plan: halves of all-reduces end earlier on this link model"
+    sentence = "This is dear's plan: on this link model, separate halves of all-reduces end earlier"
     assert sentence in run("plan", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8").out
     assert sentence not in run("plan", "resnet50", "--scale", "0.5", *NETWORK, "--mode", "hook").out
 
@@ -255,7 +255,7 @@ def test_forecast_says_whose_plan_it_took_over(run):
 def test_one_worker_has_no_traffic(run):
     for command in ("simulate", "plan"):
         out = run(command, "vgg16", "--bandwidth", "10gbit", "--workers", "1").out
-        assert "ring of 1 worker, 10 Gbit/s, 50 us per hop: one worker has no traffic" in out
+        assert "ring of 1 worker, 10 Gbit/s, 50 us per hop: one worker does not communicate" in out
 
 
 def test_plot_needs_no_more_than_the_plan(run, plan_path, tmp_path):
@@ -317,8 +317,8 @@ def test_plot_finds_the_profile_beside_the_plan(run, profile_path, tmp_path, mon
     profile_path.unlink()
     result = run("plot", "../plan.json", "-o", "plan.png")
     assert result.code == 2
-    assert "../plan.json notes the profile profile.json, but" in result.err
-    assert "--profile names another" in result.err
+    assert "../plan.json records the profile profile.json, but" in result.err
+    assert "name another with --profile" in result.err
 
 
 def test_simulate_draws_the_comparison(run, tmp_path):

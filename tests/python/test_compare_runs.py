@@ -27,10 +27,10 @@ def with_part(run, key, ms):
 @pytest.mark.parametrize(
     ("after", "clear", "words"),
     [
-        ((395, 400, 405), True, "B takes 400.0 ms per step, A 520.0: 1.30 times as fast, which is more than"),
-        ((500, 515, 535), False, "1.01 times as fast, but the intervals overlap: this may be chance"),
-        ((600, 624, 650), True, "1.20 times as slow, which is more than"),
-        ((None, 400, None), None, "at least one run has no interval"),
+        ((395, 400, 405), True, "B takes 400.0 ms per step, A 520.0: B is 1.30x faster. The intervals do not overlap."),
+        ((500, 515, 535), False, "1.01x faster. The intervals overlap, so this may be chance."),
+        ((600, 624, 650), True, "1.20x slower. The intervals do not overlap."),
+        ((None, 400, None), None, "At least one run has no interval"),
     ],
 )  # fmt: skip
 def test_the_step(before, after, clear, words):
@@ -79,11 +79,11 @@ def paths(tmp_path, before):
 def test_the_command(run, paths):
     result = run("compare", *paths)
     assert result.code == 0
-    assert "Not the same in both: the number of workers (4 and 8)." in result.out
+    assert "The runs differ in the number of workers (4 and 8)." in result.out
     assert "step" in result.out
     row = next(line.split() for line in result.out.splitlines() if line.startswith("step "))
     assert row == ["step", "520.0", "400.0", "-120.0", "yes"]
-    assert "1.30 times as fast" in result.out.splitlines()[-1]
+    assert "1.30x faster" in result.out.splitlines()[-1]
 
 
 def test_the_command_for_programs(run, paths):
@@ -104,9 +104,9 @@ def test_bare_runs_can_be_compared(run, tmp_path):
 def test_a_run_that_is_none(run, paths, tmp_path):
     result = run("compare", paths[0], tmp_path)
     assert result.code == 2
-    assert "it has no doctor.json; `gradcast doctor` makes such a folder" in result.err
+    assert "doctor.json is missing; run `gradcast doctor` first" in result.err
     (tmp_path / "plan.json").write_text("{}")
-    assert "is not of gradcast doctor" in run("compare", paths[0], tmp_path / "plan.json").err
+    assert "was not written by gradcast doctor" in run("compare", paths[0], tmp_path / "plan.json").err
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])

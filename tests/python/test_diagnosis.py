@@ -11,9 +11,10 @@ from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze import actions, timelines
 from gradcast.diagnosis.analyze.actions import Situation
+from gradcast.diagnosis.analyze.bottleneck import bottleneck
 from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.step_breakdown import PARTS, Straggler
-from gradcast.diagnosis.analyze.verdict import verdict
+from gradcast.diagnosis.analyze.step_breakdown import Straggler
+from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
 
 MIB = 1 << 20
@@ -163,7 +164,7 @@ def test_a_step_that_only_computes_is_hopeless_and_says_so():
     found = situation(profile)
     listed = [action for action in actions.actions(found) if action.key != "accumulate"]
     said = actions.hopeless(found, listed)
-    assert said.startswith("Nothing here will help, because 100% of the step")
+    assert said.startswith("None of these actions will help, because 100% of the step")
     assert actions.hopeless(found, by_key(actions.actions(situation(with_link(500e3, 2.0)))).values()) is None
 
 
@@ -175,16 +176,16 @@ def test_a_step_that_only_computes_is_hopeless_and_says_so():
     [
         ({"forward": 60, "backward": 138, "network": 2}, {}, "compute-bound", "99% of the step's 200 ms"),
         ({"forward": 60, "loop": 100}, {}, "compute-bound", "the loop's own work (the loss, logging"),
-        ({"forward": 100, "launch": 60}, {}, "compute-bound", "Python and the framework another 30%"),
+        ({"forward": 100, "launch": 60}, {}, "compute-bound", "launch overhead (Python and the framework) another 30%"),
         (
             {"forward": 60, "launch": 100},
             {},
             "compute-bound",
-            "take 50% of the step's 200 ms, computing 30%",
+            "takes 50% of the step's 200 ms, compute 30%",
         ),
         ({"forward": 100, "network": 100}, {"latency_share": 0.1}, "bandwidth-bound", "between nodes"),
         ({"forward": 100, "interconnect": 100}, {}, "bandwidth-bound", "between the devices of a node"),
-        ({"forward": 100, "network": 100}, {"latency_share": 0.8}, "latency-bound", "80% of their time"),
+        ({"forward": 100, "network": 100}, {"latency_share": 0.8}, "latency-bound", "80% of communication time"),
         ({"forward": 120, "data_storage": 50, "network": 30}, {}, "data-bound", "reading it from storage"),
         ({"forward": 120, "data_cpu": 50, "network": 30}, {}, "data-bound", "preparing it on the CPU"),
         (
@@ -194,18 +195,23 @@ def test_a_step_that_only_computes_is_hopeless_and_says_so():
             "waiting for rank 3, which takes longer in backward, most of it in layer3.0",
         ),
         ({"forward": 100, "network": 100}, {"mistake": ("this", 30.0)}, "misconfigured", "this: 30 of 200 ms"),
-        ({"forward": 100, "network": 100}, {"mistake": ("this", 3.0)}, "bandwidth-bound", "nothing hides"),
+        (
+            {"forward": 100, "network": 100},
+            {"mistake": ("this", 3.0)},
+            "bandwidth-bound",
+            "100 of 200 ms, is exposed communication between nodes.",
+        ),
     ],
 )
 def test_the_verdict_names_what_costs_most(ms, more, kind, words):
     more = {"straggler": None, "latency_share": None, "mistake": None} | more
-    found = verdict(exact(200.0), parts(**ms), more.pop("straggler"), **more)
+    found = bottleneck(exact(200.0), parts(**ms), more.pop("straggler"), **more)
     assert found.kind == kind
     assert words in found.sentence
 
 
 def test_errors_of_measurement_are_no_stalls():
-    found = verdict(exact(200.0), parts(forward=230, waiting=-10, rest=-20), None, latency_share=None)
+    found = bottleneck(exact(200.0), parts(forward=230, waiting=-10, rest=-20), None, latency_share=None)
     assert found.kind == "compute-bound"
 
 

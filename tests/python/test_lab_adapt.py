@@ -50,7 +50,7 @@ def test_what_changes_is_said_in_words():
 )
 def test_what_cannot_be_run_is_refused(run, monkeypatch, arguments, words):
     monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
-    monkeypatch.setattr("gradcast.cli.lab_adapt.run", lambda *_, **__: pytest.fail("it has run"))
+    monkeypatch.setattr("gradcast.cli.lab_adapt.train", lambda *_, **__: pytest.fail("it has run"))
     result = run("lab", "adapt", *arguments)
     assert result.code == 2, result.err
     assert words in result.err

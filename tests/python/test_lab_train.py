@@ -214,7 +214,7 @@ NEAR = ["--hosts", "2", "--model"]
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, arguments, words):
     monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
-    monkeypatch.setattr("gradcast.cli.lab.train", lambda *_, **__: pytest.fail("it has run"))
+    monkeypatch.setattr("gradcast.cli.lab_train.train", lambda *_, **__: pytest.fail("it has run"))
     result = run("lab", "train", *arguments)
     assert result.code == 2, result.err
     assert words in result.err
@@ -239,7 +239,7 @@ def test_where_hosts_cannot_be_made_it_says_why(run, monkeypatch):
 def test_a_wrong_number_ends_the_command_with_an_error(run, monkeypatch, small_path):
     monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
     results = {**results_of(difference=1e-3), "torch": "0", "parameter_bytes": 1}
-    monkeypatch.setattr("gradcast.cli.lab.train", lambda *_, **__: results)
+    monkeypatch.setattr("gradcast.cli.lab_train.train", lambda *_, **__: results)
     result = run("lab", "train", "--model", small_path)
     assert result.code == 1
     assert "overlap trained are not those of ddp" in result.err

@@ -398,3 +398,62 @@ def test_options_is_a_leaf():
 )
 def test_the_rule_for_training_has_teeth(module, text, is_allowed):
     assert (not upward_imports(f"{TRAINING}.{module}", text)) == is_allowed
+
+
+# --- Python: imports inside gradcast.diagnosis go down only. ---
+
+DIAGNOSIS = "gradcast.diagnosis"
+# From the top down, as for gradcast.training. gradcast.diagnosis.runs is a leaf.
+DIAGNOSIS_ORDER = ("", "report", "analyze", "probe", "observe", "network", "trace")
+# Folders that need no torch, except for the annotations of a type checker.
+WITHOUT_TORCH = ("analyze", "report", "trace")
+
+
+def diagnosis_faults(module: str, text: str) -> list[str]:
+    def rank(name: str) -> int:
+        first = name.removeprefix(DIAGNOSIS + ".").split(".")[0]
+        return DIAGNOSIS_ORDER.index(first) if first in DIAGNOSIS_ORDER else 0
+
+    names = {name for name in imported_modules(text) if name.startswith(DIAGNOSIS + ".")}
+    return [
+        f"{module} imports {name}"
+        for name in sorted(names)
+        if name.split(".")[2] != "runs" and rank(name) < rank(module)
+    ]
+
+
+def test_diagnosis_imports_go_down_only():
+    files = {module: text for module, text in python_files().items() if module.startswith(DIAGNOSIS + ".")}
+    assert len(files) > 40
+    found = [fault for module, text in files.items() for fault in diagnosis_faults(module, text)]
+    assert not found, "\n".join(found)
+    runs = imported_modules(files[f"{DIAGNOSIS}.runs"])
+    assert not [name for name in runs if name.startswith(DIAGNOSIS)]
+
+
+def test_analysis_and_reports_do_not_import_torch():
+    found = [
+        f"{module} imports {name}"
+        for module, text in python_files().items()
+        if module.startswith(tuple(f"{DIAGNOSIS}.{folder}" for folder in WITHOUT_TORCH))
+        for name in imported_modules(text)
+        if name.split(".")[0] == "torch" or name.startswith(TRAINING)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "is_allowed"),
+    [
+        ("probe.x", "from gradcast.diagnosis.analyze import timelines", False),
+        ("observe.x", "from gradcast.diagnosis.probe.prober import Prober", False),
+        ("trace.x", "from gradcast.diagnosis.network import hosts", False),
+        ("report.html.x", "from gradcast.diagnosis.doctor import Doctor", False),
+        ("analyze.x", "from gradcast.diagnosis.report.text import text", False),
+        ("analyze.x", "from gradcast.diagnosis.probe.trial import Trial", True),
+        ("trace.x", "from gradcast.diagnosis.runs import TRACE", True),
+        ("doctor", "from gradcast.diagnosis.report import text", True),
+    ],
+)
+def test_the_rule_for_diagnosis_has_teeth(module, text, is_allowed):
+    assert (not diagnosis_faults(f"{DIAGNOSIS}.{module}", text)) == is_allowed

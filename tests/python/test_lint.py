@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.lint import Facts, Host, findings
+from gradcast.diagnosis.analyze.lint import Evidence, mistakes
 from gradcast.diagnosis.observe import environment
-from gradcast.diagnosis.observe.environment import Process, usable_cores
+from gradcast.diagnosis.observe.environment import HostCpu, Process, usable_cores
 
 # Four parameters whose gradients come one after the other, the last one registered first.
-STREAMING = Facts(
+STREAMING = Evidence(
     ready_ms=[100, 75, 50, 25],
     backward_ms=100,
     step_ms=200,
@@ -21,13 +21,13 @@ STREAMING = Facts(
     rebuilt=True,
     broadcast_buffers=False,
     device="cpu",
-    hosts=[Host("a", threads=2, cores=2, ranks=2)],
+    hosts=[HostCpu("a", threads=2, cores=2, ranks=2)],
 )
 AT_THE_END = {"ready_ms": [99, 98, 97, 96], "predicted_ms": 220, "predicted_even_ms": 180}
 
 
 def found(**changes):
-    return {each.key: each for each in findings(dataclasses.replace(STREAMING, **changes))}
+    return {each.key: each for each in mistakes(dataclasses.replace(STREAMING, **changes))}
 
 
 def test_a_training_without_mistakes_has_none():
@@ -35,7 +35,7 @@ def test_a_training_without_mistakes_has_none():
 
 
 def test_nothing_is_found_where_nothing_is_known():
-    assert findings(Facts()) == []
+    assert mistakes(Evidence()) == []
 
 
 def test_a_model_compiled_as_a_whole():
@@ -99,16 +99,16 @@ def test_buffers_sent_each_step():
 
 def test_more_threads_than_cores():
     def remedy(**host):
-        return found(hosts=[Host("a", **host)])["threads"].remedy
+        return found(hosts=[HostCpu("a", **host)])["threads"].remedy
 
     assert remedy(threads=16, cores=8, ranks=2) == "OMP_NUM_THREADS=4"
     assert remedy(threads=8, cores=1, ranks=4) == "OMP_NUM_THREADS=1, and fewer ranks per host"
     assert remedy(threads=4, cores=1, ranks=4) == "fewer ranks per host"  # one thread each is what they have
-    assert found(hosts=[Host("a", threads=8, cores=8, ranks=2)]) == {}
+    assert found(hosts=[HostCpu("a", threads=8, cores=8, ranks=2)]) == {}
 
 
 def test_what_more_threads_than_cores_cost():
-    hosts = [Host("a", threads=16, cores=8, ranks=2)]
+    hosts = [HostCpu("a", threads=16, cores=8, ranks=2)]
     assert found(hosts=hosts)["threads"].cost_ms is None
     assert found(hosts=hosts, threads_cost=Estimate(4.0, 3.0, 5.0))["threads"].cost_ms == 4.0
     assert "threads" not in found(hosts=hosts, threads_cost=Estimate(1.0, -1.0, 3.0)), "within the noise"
@@ -118,12 +118,12 @@ def test_what_more_threads_than_cores_cost():
     ("threads", "cores", "ranks", "fitting"), [(16, 8, 2, 4), (8, 1, 4, 1), (4, 1, 4, None), (8, 8, 2, None)]
 )
 def test_the_threads_that_fit(threads, cores, ranks, fitting):
-    assert Host("a", threads, cores, ranks).fitting_threads == fitting
+    assert HostCpu("a", threads, cores, ranks).fitting_threads == fitting
 
 
 def test_where_one_host_has_too_many_threads_every_rank_takes_part():
     doctor = pytest.importorskip("gradcast.diagnosis.doctor", exc_type=ImportError)
-    nodes = doctor.Nodes(("a", "a", "b"))
+    nodes = doctor.RankNodes(("a", "a", "b"))
     many, few = process(range(4), threads=4), process(range(4), threads=3)
     assert [doctor._fitting_threads(nodes, rank, [many, many, few]) for rank in range(3)] == [2, 2, 3]
     assert [doctor._fitting_threads(nodes, rank, [few, few, few]) for rank in range(3)] == [2, 2, 3]
@@ -132,7 +132,7 @@ def test_where_one_host_has_too_many_threads_every_rank_takes_part():
 
 
 def test_the_host_with_too_many_threads_is_named():
-    hosts = [Host("a", 2, 2, 2), Host("b", 12, 8, 4), Host("c", 16, 8, 4)]
+    hosts = [HostCpu("a", 2, 2, 2), HostCpu("b", 12, 8, 4), HostCpu("c", 16, 8, 4)]
     title = found(hosts=hosts)["threads"].title
     assert title.startswith("on c, 16 threads compute on 8 cores")
 
@@ -150,7 +150,7 @@ def test_the_wrong_interface_comes_from_the_network_check():
 def test_one_queue_to_the_gpu_matters_on_a_gpu():
     def hosts(value):
         """The last rank of the last host has it."""
-        usual = Host("a", 2, 2, 2, [{}, {}])
+        usual = HostCpu("a", 2, 2, 2, [{}, {}])
         return [usual, dataclasses.replace(usual, name="b", variables=[{}, {"CUDA_DEVICE_MAX_CONNECTIONS": value}])]
 
     (each,) = found(hosts=hosts("1"), device="cuda").values()
@@ -161,10 +161,10 @@ def test_one_queue_to_the_gpu_matters_on_a_gpu():
 
 
 def test_the_costliest_comes_first_and_what_has_no_cost_last():
-    listed = findings(
+    listed = mistakes(
         dataclasses.replace(
             STREAMING,
-            hosts=[Host("a", threads=9, cores=2, ranks=2)],
+            hosts=[HostCpu("a", threads=9, cores=2, ranks=2)],
             find_unused_parameters=True,
             all_used=True,
             find_unused_cost=Estimate(3.0, 2.0, 4.0),

@@ -7,8 +7,7 @@ import pytest
 
 import gradcast
 from gradcast import _core
-from gradcast.diagnosis.analyze import findings as doctors
-from gradcast.diagnosis.analyze import lint_costs
+from gradcast.diagnosis.analyze import lint_costs, result
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.step_breakdown import Breakdown, RankSteps
 from gradcast.diagnosis.observe.environment import Process
@@ -110,20 +109,20 @@ def measured(rank, host, *, cluster_ms, without_ms, threads=1, variables=None):
     steps = {"step": [30.0]}
     probes = {"cluster": {"step": cluster_ms}}
     process_ = Process(variables or {}, threads, frozenset(range(4)), None, "a")
-    return doctors.Measured(
+    return result.RankMeasurements(
         steps=RankSteps(rank=rank, node="ab".index(host), host=host, normal=steps, probes=probes, computing={}),
         options=without_ms,
         trial=None,
         clocks=[],
         network=None,
-        launching_untold=None,
+        launch_unknown=None,
         probe_steps=0,
         process=process_,
     )
 
 
 WITHOUT = {"find_unused_parameters": [27.0] * 5, "broadcast_buffers": [24.0] * 5}
-FACTS = doctors.Facts(
+FACTS = result.TrainingSetup(
     backend="gloo",
     device="cuda",
     torch="2.11",
@@ -136,14 +135,14 @@ FACTS = doctors.Facts(
     rebuilt=False,
     broadcast_buffers=True,
     buffer_bytes=4000,
-    left_out_steps=5,
+    warmup_steps=5,
     gradients_used=False,
 )
 BREAKDOWN = Breakdown(step=Estimate(100.0, 100.0, 100.0), parts={}, ranks=[], view_rank=0, straggler=None)
 
 
 def linted(ranks, facts=FACTS, known=None):
-    return {each["key"]: each for each in doctors._lint(ranks, facts, BREAKDOWN, known)}
+    return {each["key"]: each for each in result._lint(ranks, facts, BREAKDOWN, known)}
 
 
 def two_ranks(**changes):
@@ -163,10 +162,10 @@ def test_an_option_costs_what_the_slowest_ranks_differ_by():
     without = {"find_unused_parameters": [34.0, 35.0, 36.0]}
     ranks = [measured(0, "a", cluster_ms=[30.0, 32.0, 31.0], without_ms={"find_unused_parameters": [10.0] * 3})]
     ranks.append(measured(1, "b", cluster_ms=[40.0, 39.0, 41.0], without_ms=without))
-    cost = doctors.option_cost(ranks, "find_unused_parameters")
+    cost = result.option_cost(ranks, "find_unused_parameters")
     assert cost.value == 5  # 40 less 35
     assert 2 < cost.low <= 5 <= cost.high < 8
-    assert doctors.option_cost(ranks, "broadcast_buffers") is None
+    assert result.option_cost(ranks, "broadcast_buffers") is None
 
 
 def test_the_order_of_registration_costs_only_where_ddp_keeps_it():
@@ -184,7 +183,7 @@ def test_ddp_lays_its_buckets_out_anew_unless_it_looks_for_unused_parameters(
 ):
     doctor = pytest.importorskip("gradcast.diagnosis.doctor", exc_type=ImportError)
     ddp = types.SimpleNamespace(static_graph=static_graph, find_unused_parameters=find_unused_parameters)
-    assert doctor._rebuilds(ddp) is rebuilds
+    assert doctor._rebuilds_buckets(ddp) is rebuilds
 
 
 def test_every_host_and_every_rank_is_looked_at():

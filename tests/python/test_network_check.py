@@ -121,7 +121,7 @@ def test_a_strangers_connection_is_not_measured(listener):
 
 def test_who_never_comes_is_named(listener, monkeypatch):
     monkeypatch.setattr(tcp, "TIMEOUT_S", 0.3)
-    with pytest.raises(Error, match=r"raw TCP with rank 7: waited 0.3 s for connections: no answer"):
+    with pytest.raises(Error, match=r"raw TCP with rank 7: waited 0.3 s for connections: no response"):
         tcp.answer(listener, TOKEN, streams=2, whom="rank 7")
 
 
@@ -134,7 +134,7 @@ def test_who_does_not_listen_is_named(listener):
 
 def test_who_accepts_and_says_nothing_is_named(listener, monkeypatch):
     monkeypatch.setattr(tcp, "TIMEOUT_S", 0.3)  # the kernel accepts, nobody answers
-    with pytest.raises(Error, match=r"raw TCP with rank 7: small messages: no answer"):
+    with pytest.raises(Error, match=r"raw TCP with rank 7: small messages: no response"):
         tcp.measure(listener.address, TOKEN, streams=2, seconds=SECONDS, whom="rank 7")
 
 
@@ -208,10 +208,10 @@ def test_on_one_host_there_are_numbers_and_no_findings():
 
 GONE = """
 import os, time, torch, torch.distributed as dist
-from gradcast.diagnosis import network_check
+from gradcast.diagnosis.network import check
 from gradcast.errors import Error
-from gradcast.training.group import make_group
-network_check._LIMIT_S = 2.0
+from gradcast.training.ranks.group import make_group
+check._TIMEOUT_S = 2.0
 dist.init_process_group("gloo")
 group = make_group(None, torch.device("cpu"), None)
 if os.environ["RANK"] == "2":
@@ -219,7 +219,7 @@ if os.environ["RANK"] == "2":
     time.sleep(6)
     os._exit(0)
 try:
-    network_check.check(group)
+    check.check(group)
 except Error as error:
     if os.environ["RANK"] == "0":
         print(error, flush=True)
@@ -230,7 +230,7 @@ os._exit(1)
 
 def test_a_rank_that_does_not_take_part_is_named():
     said = printed(["-c", GONE], 3)
-    assert said.startswith("network check: not all ranks are there; on rank 0: ")
+    assert said.startswith("network check: not all ranks have arrived; on rank 0: ")
     assert "Ranks 2 failed" in said
 
 
@@ -294,7 +294,7 @@ def test_a_faster_interface_that_connects_the_hosts_is_found():
         found = checked(2, network=network, seconds=2)
     (finding,) = found["findings"]
     assert finding["key"] == "slow_interface"
-    assert finding["sentence"].startswith("eth0 is used and reaches")
+    assert finding["sentence"].startswith("The chosen interface eth0 reaches")
     assert "set GLOO_SOCKET_IFNAME=eth1 on all hosts" in finding["sentence"]
     (other,) = found["alternatives"]
     assert other["interface"] == "eth1"
@@ -320,7 +320,9 @@ def test_an_interface_that_does_not_connect_the_hosts_is_not_proposed(addresses)
 
 
 def test_all_addresses_of_an_interface_are_known():
-    told = "from gradcast.diagnosis import interfaces; print([each.addresses for each in interfaces.interfaces()])"
+    told = (
+        "from gradcast.diagnosis.network import interfaces; print([each.addresses for each in interfaces.interfaces()])"
+    )
     with made_network(30e6) as network:
         run_ip("-n", network.command(0, [])[3], "address", "add", "10.77.0.99/24", "dev", "eth0")
         command = network.command(0, [sys.executable, "-c", told])

@@ -9,7 +9,7 @@ import pytest
 
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.network import interfaces, pair_rounds
-from gradcast.diagnosis.network.findings import Alternative, Host, Measured, Pair, findings
+from gradcast.diagnosis.network.findings import Alternative, NetworkHost, NetworkMeasurements, Pair, findings
 from gradcast.diagnosis.network.interfaces import Chosen, Interface
 from gradcast.diagnosis.network.tcp_rate import bits_per_s
 from gradcast.errors import Error
@@ -19,14 +19,14 @@ MS = 1e6
 
 
 def host(index, **changes):
-    return Host(**{"label": f"host{index}", "interface": "eth0", **changes})
+    return NetworkHost(**{"label": f"host{index}", "interface": "eth0", **changes})
 
 
 def network(rates, *, several=1.0, gloo=0.9, latency_us=60.0, **changes):
     """``rates``: of one TCP stream by pair, in Gbit/s; several streams and Gloo as multiples of it."""
     pairs = [Pair(a, b, latency_us, rate * G, several * rate * G, gloo * rate * G) for (a, b), rate in rates.items()]
     hosts = changes.pop("hosts", [host(index) for index in range(1 + max(max(pair) for pair in rates))])
-    return Measured(hosts, pairs, **changes)
+    return NetworkMeasurements(hosts, pairs, **changes)
 
 
 def all_pairs(rate_of_host):
@@ -135,9 +135,7 @@ def test_between_good_and_bad_the_link_is_most_of_the_limit(share):
 def test_what_gloo_reaches_is_not_told_as_another_backends(gloo):
     (found,) = findings(network(all_pairs([10, 10]), gloo=gloo, backend="nccl"))
     assert found.key == "other_backend"
-    assert (
-        "travel over nccl; all that is called Gloo here, and the all-reduce, is Gloo's over the CPU" in found.sentence
-    )
+    assert "travel over nccl, but this check measures Gloo on the CPU" in found.sentence
     on_one_host = network(all_pairs([10, 10]), gloo=gloo, backend="nccl", one_host=True)
     assert keys(on_one_host) == ["other_backend"]
 
@@ -146,7 +144,7 @@ def test_interfaces_that_were_not_measured_are_named():
     hosts = [host(index, connections=2, unmeasured=("ib0",)) for index in range(2)]
     found = findings(network(all_pairs([10, 10]), hosts=hosts))
     assert [each.key for each in found] == ["link_rate", "unmeasured_interface"]
-    assert "over eth0 alone; Gloo uses ib0 as well" in found[1].sentence
+    assert "over eth0 only; Gloo also uses ib0" in found[1].sentence
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(9.4, ["slow_interface"]), (1.2, ["link_rate"])])
@@ -175,7 +173,7 @@ def test_a_rate_far_below_the_cards_is_told(speed, expected):
     measured = network({(0, 1): 9.4}, hosts=hosts)
     assert keys(measured) == expected
     if speed == 25_000:
-        assert "eth0 of host0 is a link of 25 Gbit/s" in findings(measured)[0].sentence
+        assert "eth0 of host0 is a 25 Gbit/s link" in findings(measured)[0].sentence
 
 
 @pytest.mark.parametrize(
@@ -183,8 +181,8 @@ def test_a_rate_far_below_the_cards_is_told(speed, expected):
     [
         ((100_000, 10_000), 9.4, None),  # the slower card is full
         ((10_000, 100_000), 9.4, None),
-        ((100_000, 25_000), 9.4, "eth0 of host1 is a link of 25 Gbit/s"),
-        ((25_000, 100_000), 9.4, "eth0 of host0 is a link of 25 Gbit/s"),
+        ((100_000, 25_000), 9.4, "eth0 of host1 is a 25 Gbit/s link"),
+        ((25_000, 100_000), 9.4, "eth0 of host0 is a 25 Gbit/s link"),
         ((25_000, None), 9.4, None),  # the other one may be slower
     ],
 )
@@ -207,7 +205,7 @@ def test_what_could_not_be_measured_is_told_and_the_rest_is_judged():
     pairs = [pair if (pair.a, pair.b) != (0, 1) else Pair(0, 1, fault="no answer") for pair in good.pairs]
     found = {finding.key: finding.sentence for finding in findings(dataclasses.replace(good, pairs=pairs))}
     assert "1 of 3 pairs could not be measured over TCP (no answer)" in found["unmeasured"]
-    nothing = Measured(good.hosts, [Pair(a, b, fault="no answer") for a, b in ((0, 1), (0, 2), (1, 2))])
+    nothing = NetworkMeasurements(good.hosts, [Pair(a, b, fault="no answer") for a, b in ((0, 1), (0, 2), (1, 2))])
     assert keys(nothing) == ["unmeasured"]
 
 
@@ -286,9 +284,9 @@ def test_an_all_reduce_took_what_the_last_rank_to_join_saw(monkeypatch):
 
 def test_a_pair_is_as_fast_as_its_slower_direction():
     pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
-    from gradcast.diagnosis.network.tcp import Found
+    from gradcast.diagnosis.network.tcp import ReceivedRates
 
-    pair = pairs._pair(Found(1 * G, 8 * G), Found(2 * G, 4 * G, latency_us=30.0), 3, 5)
+    pair = pairs._pair(ReceivedRates(1 * G, 8 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 3, 5)
     assert pair == Pair(3, 5, latency_us=30.0, tcp_bits_per_s=1 * G, streams_bits_per_s=4 * G)
     directions = [line(50, 1.0, starts=2), line(70, 4.0, starts=2)]
     for given in (directions, directions[::-1]):
@@ -311,14 +309,14 @@ def test_a_message_takes_what_the_largest_ones_took():
 
 def test_a_pair_without_a_rate_says_why():
     pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
-    from gradcast.diagnosis.network.tcp import Found
+    from gradcast.diagnosis.network.tcp import ReceivedRates
 
-    pair = pairs._pair(Found(0.0, 4 * G), Found(2 * G, 4 * G, latency_us=30.0), 0, 1)
+    pair = pairs._pair(ReceivedRates(0.0, 4 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 0, 1)
     assert pair.tcp_bits_per_s is None
     assert pair.streams_bits_per_s == 4 * G
-    assert pair.fault == "too few bytes arrived to tell a rate"
+    assert pair.fault == "too few bytes arrived to compute a rate"
     assert pairs._pair("refused", "no answer", 0, 1).fault == "no answer"
-    assert pairs._pair("refused", Found(0.0, 0.0), 0, 1).fault == "refused"
+    assert pairs._pair("refused", ReceivedRates(0.0, 0.0), 0, 1).fault == "refused"
 
 
 @pytest.mark.parametrize(
@@ -404,7 +402,7 @@ def test_the_variable_chooses(variable, expected):
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(Error, match="eth7 has no address here; choose of lo, eth0, ib0"):
+    with pytest.raises(Error, match="eth7 has no address here; choose one of lo, eth0, ib0"):
         interfaces.chosen(KNOWN, {"GLOO_SOCKET_IFNAME": "eth7"})
 
 
@@ -462,14 +460,14 @@ def test_this_hosts_loopback_is_found():
 
 def place(identity, hostname, known=KNOWN, used="eth0"):
     address = next(each.addresses[0] for each in known if each.name == used)
-    return network_hosts.Place((hostname, identity), Chosen(used, address), tuple(known))
+    return network_hosts.HostInterfaces((hostname, identity), Chosen(used, address), tuple(known))
 
 
 def test_hosts_of_one_name_are_told_apart():
     places = [place("x", "node"), place("y", "node"), place("x", "node"), place("z", "other")]
     names = network_hosts.names([each.host for each in places])
     assert names == ["node/0", "node/1", "node/0", "other"]
-    assert network_hosts.by_host(names) == [[0, 2], [1], [3]]
+    assert network_hosts.ranks_by_host(names) == [[0, 2], [1], [3]]
 
 
 def with_interfaces(number, *others):

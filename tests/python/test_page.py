@@ -12,7 +12,7 @@ import pytest
 import doctor_runs
 from gradcast.diagnosis import runs
 from gradcast.diagnosis.report import html as html_report
-from gradcast.diagnosis.report.html import axes, heat_map, numbers, prediction, scaling
+from gradcast.diagnosis.report.html import axes, heat_map, prediction, scaling, values
 from gradcast.diagnosis.report.html.markup import Markup, element
 from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace import files as trace_files
@@ -62,8 +62,8 @@ def test_the_top_says_what_matters(document, run_fields):
     top = words_of(document.find("body/header"))
     assert "ResNet on 4 workers" in top
     assert run_fields["verdict"]["sentence"] in top
-    assert numbers.ms(run_fields["step"]["ms"]) in top
-    assert numbers.times(run_fields["actions"][0]["speedup"]) in top
+    assert values.ms(run_fields["step"]["ms"]) in top
+    assert values.times(run_fields["actions"][0]["speedup"]) in top
     assert "rank 2 24.0 ms later, most of it in backward, in layer3.0.conv1" in top
 
 
@@ -84,8 +84,8 @@ def test_the_table_of_parts_has_every_part_and_the_step(document, run_fields):
     for part in run_fields["parts"]:
         found = [row for row in rows if row.startswith(PARTS[part["key"]])]
         assert len(found) == (1 if part["ms"] else 0), part
-        assert not found or numbers.ms(part["ms"]) in found[0]
-    assert rows[-1].startswith(f"step {numbers.ms(run_fields['step']['ms'])}")
+        assert not found or values.ms(part["ms"]) in found[0]
+    assert rows[-1].startswith(f"step {values.ms(run_fields['step']['ms'])}")
 
 
 def test_blocks_of_every_rank_are_drawn_where_they_were(document, run_fields):
@@ -186,10 +186,10 @@ def test_a_run_without_anything_optional_says_so():
     assert set(SECTIONS) - set(names) == {"lint"}
     for name, words in (
         ("timeline", "No step followed a plan"),
-        ("prediction", "nothing to hold predictions against"),
-        ("bandwidth", "was not timed"),
+        ("prediction", "nothing to compare predictions with"),
+        ("bandwidth", "bandwidth was not measured"),
         ("plans", "No plan was made"),
-        ("scaling", "was not estimated"),
+        ("scaling", "was not predicted"),
         ("network", "was not checked"),
     ):
         assert words in names[name]
@@ -239,7 +239,7 @@ def test_many_ranks_stay_readable():
     rows = {t.text for t in part_of(document, "timeline").iter(f"{NAMESPACE}text") if (t.text or "").startswith("rank")}
     assert len(rows) == 16
     assert "rank 2" in rows  # the slow one
-    assert "16 ranks more" in words_of(part_of(document, "timeline"))
+    assert "16 more ranks" in words_of(part_of(document, "timeline"))
 
 
 @pytest.mark.parametrize(
@@ -254,20 +254,20 @@ def test_ticks_are_round(low, high, expected):
     assert axes.ticks(low, high) == pytest.approx(expected)
 
 
-TIMES = {412.34: "412 ms", 41.23: "41.2 ms", 4.123: "4.12 ms", -0.001: "0 ms", None: numbers.UNKNOWN}
+TIMES = {412.34: "412 ms", 41.23: "41.2 ms", 4.123: "4.12 ms", -0.001: "0 ms", None: values.UNKNOWN}
 
 
 RANGES = [((-0.001, 3.4), "0 to 3.40"), ((-250.0, 3.4), "-250 to 3"), ((9.5, 10.2), "9.5 to 10.2")]
 
 
-@pytest.mark.parametrize(("ends", "words"), [*RANGES, ((None, 1.0), numbers.UNKNOWN)])
+@pytest.mark.parametrize(("ends", "words"), [*RANGES, ((None, 1.0), values.UNKNOWN)])
 def test_both_ends_of_a_range_have_the_same_digits(ends, words):
-    assert numbers.ms_range(*ends) == words
+    assert values.ms_range(*ends) == words
 
 
 @pytest.mark.parametrize(("value", "words"), TIMES.items())
 def test_times_have_three_digits(value, words):
-    assert numbers.ms(value) == words
+    assert values.ms(value) == words
 
 
 # --- The command ---
@@ -302,7 +302,7 @@ def test_report_with_everything_else(run, run_folder, tmp_path):
 
 
 def test_report_says_what_is_wrong(run, run_folder, tmp_path, run_fields):
-    assert "it has no doctor.json" in run("report", tmp_path).err
+    assert "doctor.json is missing" in run("report", tmp_path).err
     assert "cannot be read" in run("report", tmp_path / "nowhere").err
     (run_folder / "trace.json.gz").unlink()
     assert "has no trace" in run("report", run_folder, "--hta", tmp_path / "hta").err
@@ -452,5 +452,5 @@ def test_folded_tables_are_on_paper(browser, run_fields):
     assert 12 <= len(samples) <= 20
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     for sample in samples:
-        assert f"{numbers.size(sample['bytes'])} {numbers.ms(sample['ms'])}" in lines
+        assert f"{values.size(sample['bytes'])} {values.ms(sample['ms'])}" in lines
     assert "Bandwidth per step" not in printed

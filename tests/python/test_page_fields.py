@@ -8,16 +8,19 @@ import sys
 import pytest
 
 import doctor_runs
-from gradcast.diagnosis.analyze import actions, timelines
+from gradcast.diagnosis.analyze import actions
 from gradcast.diagnosis.analyze.actions import Situation
 from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.step_breakdown import PARTS, RankSteps
-from gradcast.diagnosis.analyze.timelines import FollowedStep
+from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.outcome import Outcome
+from gradcast.diagnosis.probe import plan_versions
+from gradcast.diagnosis.probe.plan_versions import FollowedStep
 from gradcast.diagnosis.report import run_comparison
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.report.html import headline, heat_map, step_time
+from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace import merged as merged_trace
+from gradcast.diagnosis.trace.clocks import Clock
 from gradcast.errors import Error
 
 STEPS = 9
@@ -55,7 +58,7 @@ def rank_steps(rank):
 def result(*, buffers=False, tried=True, untold=None, gradients_used=False, connections=1):
     """What the doctor writes of four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
-    from gradcast.diagnosis.analyze import findings
+    from gradcast.diagnosis.analyze import result
     from gradcast.diagnosis.observe.environment import Process
     from gradcast.diagnosis.probe.trial import Trial
 
@@ -64,32 +67,32 @@ def result(*, buffers=False, tried=True, untold=None, gradients_used=False, conn
     followed = [FollowedStep(6 + number, 7, now.plan, 400.0, 395e6) for number in range(STEPS)]
     recorded = doctor_runs.rank_traces()
     ranks = [
-        findings.Measured(
+        result.RankMeasurements(
             steps=rank_steps(rank),
             options={"find_unused_parameters": [100.0] * STEPS},
             trial=Trial(
                 profile=json.loads(profile.to_json()),
                 plan=json.loads(now.plan.to_json()),
-                versions=timelines.versions(followed),
-                trace=dataclasses.replace(recorded[rank], clock=merged_trace.Clock()),
+                versions=plan_versions.summarize(followed),
+                trace=dataclasses.replace(recorded[rank], clock=Clock()),
             )
             if tried
             else None,
             clocks=[each.clock for each in recorded],
             network=doctor_runs.doctor()["network"] | {"connections": connections},
-            launching_untold=untold,
+            launch_unknown=untold,
             probe_steps=32,
             process=Process({}, 1, frozenset({rank}), None, ""),
         )
         for rank in range(4)
     ]
-    facts = findings.Facts(
+    setup = result.TrainingSetup(
         backend="gloo", device="cpu", torch="2.11.0", model="ResNet",
         parameter_bytes={tensor.name: tensor.bytes for tensor in profile.tensors}, caps_bytes=(1 << 20, 25 << 20),
         is_fp32=True, compiled=False, find_unused_parameters=True, rebuilt=True, broadcast_buffers=buffers,
-        buffer_bytes=64, left_out_steps=5, gradients_used=gradients_used,
+        buffer_bytes=64, warmup_steps=5, gradients_used=gradients_used,
     )  # fmt: skip
-    return json.loads(json.dumps(findings.result(ranks, facts)))
+    return json.loads(json.dumps(result.build(ranks, setup)))
 
 
 def shape(value):
@@ -132,14 +135,14 @@ def test_where_launching_is_not_told_apart_it_is_no_part_and_the_page_says_why()
     assert all("launch" not in rank["parts"] for rank in untold["ranks"])
     assert {action["key"] for action in told["actions"]} - {action["key"] for action in untold["actions"]} == {"launch"}
     assert sum(part["ms"] for part in told["parts"]) == pytest.approx(told["step"]["ms"])
-    assert "are in forward, backward and update: the profiler is &lt;busy&gt;." in str(step_time.draw(untold))
+    assert "is included in forward, backward and update: the profiler is &lt;busy&gt;." in str(step_time.draw(untold))
     assert "are in forward" not in str(step_time.draw(told))
     assert (
-        text_report.text(untold).rstrip().endswith("are in forward, backward and update here: the profiler is <busy>")
+        text_report.text(untold)
+        .rstrip()
+        .endswith("is included in forward, backward and update: the profiler is <busy>")
     )
-    assert (
-        "whether launching is told apart from computing (yes and no)" in run_comparison.compare(told, untold).settings
-    )
+    assert "whether launch overhead was measured (yes and no)" in run_comparison.compare(told, untold).settings
 
 
 def test_where_the_loop_uses_all_gradients_overlap_mode_is_left_out_and_text_and_page_say_why():
@@ -195,13 +198,13 @@ def test_each_version_of_the_plan_is_told():
         FollowedStep(6 + place, version, plans[version], ms, 1e6 * (50 * version + (place % 5 > 1)))
         for place, (version, ms) in enumerate(numbered)
     ]
-    found = timelines.versions(steps)
+    found = plan_versions.summarize(steps)
     assert [(each["version"], each["from_step"], each["policy"]) for each in found] == [
         (7, 6, "ddp"), (8, 11, now.plan.policy),
     ]  # fmt: skip
     assert [each["measured_ms"] for each in found] == [412.0, 300.0], "without the first two of each"
     assert [each["predicted_ms"] for each in found] == [351.0, 401.0]
-    assert timelines.versions(steps[:1])[0]["measured_ms"] == 900.0
+    assert plan_versions.summarize(steps[:1])[0]["measured_ms"] == 900.0
 
 
 # --- Gains ---
@@ -231,10 +234,10 @@ def test_no_gain_is_larger_than_what_the_passes_leave():
 
 def test_a_folder_has_no_trace_of_an_earlier_run(tmp_path, capsys):
     outcome, run = Outcome(str(tmp_path), rank=0), doctor_runs.doctor()
-    outcome.arrived(run, merged_trace.merge(doctor_runs.rank_traces(2, 3)))
+    outcome.save(run, merged_trace.merge(doctor_runs.rank_traces(2, 3)))
     assert "opens in Perfetto" in capsys.readouterr().out
     assert (tmp_path / "trace.json.gz").exists()
-    outcome.arrived(run, None)
+    outcome.save(run, None)
     assert "Perfetto" not in capsys.readouterr().out.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
 
@@ -249,7 +252,7 @@ def test_what_was_found_is_told_also_where_it_cannot_be_written(tmp_path, capsys
     outcome = Outcome(str(tmp_path / "run"), rank=0)
     (tmp_path / "run").rmdir()
     with pytest.raises(Error, match="result cannot be written"):
-        outcome.arrived(doctor_runs.doctor(), None)
+        outcome.save(doctor_runs.doctor(), None)
     assert "what would help" in capsys.readouterr().out
 
 
@@ -258,6 +261,6 @@ def test_a_terminal_that_knows_few_characters_gets_the_text_without_the_others(t
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     run = doctor_runs.doctor()
     run["actions"][0]["how"] = "num_workers=\u2026"
-    Outcome(str(tmp_path), rank=0).arrived(run, None)
+    Outcome(str(tmp_path), rank=0).save(run, None)
     assert b"num_workers=?" in raw.getvalue()
     assert "num_workers=\u2026" in json.loads((tmp_path / "doctor.json").read_text())["actions"][0]["how"]

@@ -52,7 +52,7 @@ def test_the_picture_and_the_sentences(tmp_path, capsys):
     assert code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert "forecast is the fastest: 6.0 ms per step, 1.50 times as fast as ddp; no plan takes less than 5.9" in said
+    assert "forecast is the fastest: 6.0 ms per step, 1.50x faster than ddp; the lower bound is 5.9 ms" in said
     assert "Predictions are off by 2% at most" in said
     assert "do not train" not in said
 
@@ -70,15 +70,15 @@ def test_wrong_sums_are_the_first_thing_that_is_said(tmp_path, capsys):
     whole = results()
     whole["sweep"][1]["errors"] = 7
     report(tmp_path, whole)
-    assert capsys.readouterr().out.startswith("7 elements were not the exact sum: do not train over this transport.")
+    assert capsys.readouterr().out.startswith("7 elements of the sums were wrong: do not train over this transport.")
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("{", "is not JSON"),
-        ("[]", "is not of gradcast-bench"),
-        ({"kind": "else"}, "is not of gradcast-bench"),
+        ("[]", "was written neither by gradcast doctor nor by gradcast-bench"),
+        ({"kind": "else"}, "was written neither by gradcast doctor nor by gradcast-bench"),
         (results(version=2), "this gradcast reads version 1"),
         (results(sweep=[], schedule=[]), "nothing to draw"),
     ],

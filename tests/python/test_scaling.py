@@ -434,14 +434,14 @@ def test_the_command_in_json(run, paths):
 def test_the_command_names_the_doublings_that_do_not_pay(run):
     out = run("scaling", "vgg16", "--scale", "0.2", "--network", "10gbe", "--algorithms", "ring").out
     assert "no knee up to 4096 workers" in out
-    assert "; from 1 to 2 and 2 to 4 workers it is less" in out
+    assert "; from 1 to 2 and 2 to 4 workers the gain is smaller" in out
 
 
 def test_the_command_says_nothing_of_a_knee_of_one_point(run):
     out = run("scaling", "bert_base", "--network", "10gbe-8", "--workers", "8", "--algorithms", "ring").out
     assert out.splitlines()[-1] == "10gbe-8, ring: Worth trying: 8."
     dear = run("scaling", "vgg16", "--scale", "0.05", "--bandwidth", "1gbit", "--algorithms", "ring").out
-    assert "None is worth trying: those that do more than one worker cost too much" in dear
+    assert "None is worth trying: all that are faster than one worker cost too much" in dear
 
 
 def test_a_published_network_may_be_a_trees(run):
@@ -484,7 +484,7 @@ def test_named_and_given_networks_side_by_side(run, tmp_path):
         (["--bandwidth", "1gbit", "--intra-bandwidth", "1gbit"], "--intra-bandwidth needs --workers-per-node"),
         (["--bandwidth", "1gbit", "--workers-per-node", "4", "--intra-latency", "1us"], "needs --intra-bandwidth"),
         (["--bandwidth", "1gbit", "--algorithms", "star"], "there is no algorithm star"),
-        (["--bandwidth", "1gbit", "--workers", "2,x"], "'x' is no whole number"),
+        (["--bandwidth", "1gbit", "--workers", "2,x"], "'x' is not a whole number"),
         (["--network", "pcie-4", "--workers-per-node", "4", "--workers", "8", "--algorithms", "star,"], "star"),
         (["--bandwidth", "1gbit", "-o", "nowhere/x.png"], "does not exist"),
     ],

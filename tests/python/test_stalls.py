@@ -7,28 +7,16 @@ import pytest
 
 from gradcast.diagnosis.analyze.estimates import Estimate, estimate, median
 from gradcast.diagnosis.analyze.step_breakdown import (
-    MEET_TWICE,
-    PARTS,
+    TWO_SYNCS,
     RankSteps,
     breakdown,
     cached_wait,
-    stash,
-    together_ms,
+    synchronized_ms,
 )
+from gradcast.diagnosis.runs import PARTS
 from gradcast.training.measure.stage_exposure import frontier
 
-# --- Stash's formulas ---
-
-
-def test_stashs_formulas_on_a_table_made_by_hand():
-    stalls = stash(alone=100, node=120, cluster=180, cached=210, cold=250)
-    assert (stalls.interconnect, stalls.network, stalls.preparation, stalls.fetch) == (20, 60, 30, 40)
-    assert 100 + 20 + 60 + 30 + 40 == 250
-
-
-def test_fetching_is_what_the_cached_run_lacks_and_not_what_preparation_leaves():
-    # Cold less preparation, as the published code has it, would be 220: nearly the whole step.
-    assert stash(alone=100, node=120, cluster=180, cached=210, cold=250).fetch == 40
+# --- Waiting for data ---
 
 
 @pytest.mark.parametrize(
@@ -143,7 +131,7 @@ def test_parts_of_equal_ranks():
         "interconnect": 20, "network": 30, "waiting": 0, "rest": 0,
     }  # fmt: skip
     assert found.straggler is None
-    assert tuple(found.parts) == PARTS
+    assert tuple(found.parts) == tuple(PARTS)
 
 
 def test_what_goes_by_between_operations_is_no_computing():
@@ -223,7 +211,7 @@ def test_parts_add_up_to_the_step_also_where_measurements_disagree():
         found = breakdown(ranks)
         assert sum(values(found).values()) == pytest.approx(found.step.value, abs=1e-9)
         for each in found.ranks:
-            assert tuple(each) == PARTS
+            assert tuple(each) == tuple(PARTS)
         for part in found.parts.values():
             assert part.low <= part.value <= part.high
 
@@ -232,10 +220,10 @@ def test_ranks_that_meet_twice_wait_twice():
     ranks = [rank_steps(rank, step=260) for rank in range(2)]
     ranks += [rank_steps(2, step=260, loader=60), rank_steps(3, step=260, backward=105)]
     assert values(breakdown(ranks))["waiting"] == 45, "the longer one hides the other"
-    assert values(breakdown(ranks, MEET_TWICE))["waiting"] == 85
-    assert breakdown(ranks, MEET_TWICE).straggler.rank == 3
+    assert values(breakdown(ranks, TWO_SYNCS))["waiting"] == 85
+    assert breakdown(ranks, TWO_SYNCS).straggler.rank == 3
     own = [each.own_parts for each in ranks]
-    assert together_ms(own, MEET_TWICE) - together_ms(own, MEET_TWICE, ("data_storage", "data_cpu")) == 60
+    assert synchronized_ms(own, TWO_SYNCS) - synchronized_ms(own, TWO_SYNCS, ("data_storage", "data_cpu")) == 60
 
 
 @pytest.mark.parametrize(
@@ -245,7 +233,7 @@ def test_ranks_that_meet_twice_wait_twice():
 )
 def test_buffers_that_are_sent_while_a_rank_is_waited_for_cost_nothing(sent, late, lag, interconnect, network):
     ranks = [rank_steps(rank, loader=20 + (lag if rank == late else 0), sent=sent) for rank in range(4)]
-    found = values(breakdown(ranks, MEET_TWICE))
+    found = values(breakdown(ranks, TWO_SYNCS))
     assert (found["interconnect"], found["network"], found["waiting"]) == (interconnect, network, lag)
     once = values(breakdown(ranks))
     assert (once["interconnect"], once["network"]) == (20, 30), "without buffers nothing is sent before gradients"

@@ -15,10 +15,11 @@ import pytest
 import doctor_runs
 import gradcast
 from gradcast import _core
+from gradcast.diagnosis.trace import clocks, lanes
 from gradcast.diagnosis.trace import files as trace_files
-from gradcast.diagnosis.trace import lanes
 from gradcast.diagnosis.trace import merged as merged_trace
-from gradcast.diagnosis.trace.merged import BlockSpan, Clock, ClockOffset, Ping, RankTrace, Span, Step
+from gradcast.diagnosis.trace.clocks import Clock, ClockOffset, Ping
+from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
 from gradcast.errors import Error
 
 MS = 1_000_000
@@ -31,7 +32,7 @@ TRACE_BYTES_MAX = 1_000_000
 
 def test_the_quickest_exchange_tells_the_offset():
     pings = [Ping(0, 5_000_900, 2_000), Ping(10_000, 5_010_100, 10_200), Ping(20_000, 5_029_000, 30_000)]
-    offset = merged_trace.clock_offset(pings)
+    offset = clocks.clock_offset(pings)
     assert offset == ClockOffset(offset_ns=5_000_000, error_ns=100, at_ns=5_010_100)
 
 
@@ -43,25 +44,25 @@ def test_the_true_offset_is_within_the_error(seed):
     for start_ns in range(0, 10 * MS, MS):
         there_ns, back_ns = (int(20_000 + dice.expovariate(1 / 80_000)) for _ in range(2))
         pings.append((start_ns, start_ns + there_ns + true_ns, start_ns + there_ns + back_ns))
-    offset = merged_trace.clock_offset(pings)
+    offset = clocks.clock_offset(pings)
     assert abs(offset.offset_ns - true_ns) <= offset.error_ns + 300  # doubles of this size are 256 ns apart
     assert offset.error_ns == min(received - sent for sent, _, received in pings) / 2
 
 
 def test_what_is_no_exchange_is_refused():
     with pytest.raises(Error, match="send at least one"):
-        merged_trace.clock_offset([])
+        clocks.clock_offset([])
     with pytest.raises(Error, match="before it was sent"):
-        merged_trace.clock_offset([(5, 0, 4)])
+        clocks.clock_offset([(5, 0, 4)])
 
 
 def test_a_clock_that_drifts():
     first, second = ClockOffset(1000, 50, 0), ClockOffset(1000 + 20_000, 50, 10**9)
-    clock = merged_trace.clock_between(first, second)
+    clock = clocks.clock_between(first, second)
     assert clock.aligned(10**9) == 10**9 - 21_000
     assert clock.aligned(10**9 // 2) == 10**9 // 2 - 11_000
     # Within the errors it is noise: the better one counts, everywhere.
-    noise = merged_trace.clock_between(ClockOffset(1000, 50, 0), ClockOffset(1040, 10, 10**9))
+    noise = clocks.clock_between(ClockOffset(1000, 50, 0), ClockOffset(1040, 10, 10**9))
     assert (noise.offset_ns, noise.drift) == (1040, 0)
 
 
@@ -196,7 +197,7 @@ def test_a_handle_without_a_plan_has_an_empty_trace():
 
 
 def test_nothing_to_merge():
-    with pytest.raises(Error, match="no rank's trace"):
+    with pytest.raises(Error, match="no traces to merge"):
         merged_trace.merge([])
 
 
@@ -243,7 +244,7 @@ def test_files_come_back_as_they_were(tmp_path, merged, name):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("{", "is no trace"), ("[]", "no list"), (b"\x1f\x8b\x08", "is no trace")]
+    ("content", "words"), [("{", "is not a trace"), ("[]", "no list"), (b"\x1f\x8b\x08", "is not a trace")]
 )
 def test_what_is_no_trace_is_said(tmp_path, content, words):
     path = tmp_path / "x.json"

@@ -84,7 +84,7 @@ def heads_loss(ddp, value, **keywords):
 
 def train_heads(rank, case, doctor):
     """Ten steps of one kind of loop: the final state, and what the doctor has said."""
-    from gradcast.diagnosis.analyze import findings
+    from gradcast.diagnosis.analyze import result
 
     torch.manual_seed(0)
     module, encoder = Heads(), nn.Linear(8, 8)
@@ -112,7 +112,7 @@ def train_heads(rank, case, doctor):
     around = contextlib.nullcontext()
     if doctor is not None:
         around = gradcast.doctor(ddp, optimizers, steps=5, seconds=0.01, network=False, trial=False, output=doctor)
-    with mock.patch.object(findings, "result", wraps=findings.result) as made, around as outcome:
+    with mock.patch.object(result, "build", wraps=result.build) as made, around as outcome:
         for step in range(14):
             torch.manual_seed(100 * rank.index + step)
             train_step(case, rank, step, ddp, encoder, optimizers, scaler)
@@ -179,14 +179,14 @@ def test_where_parameters_stay_unused_there_is_no_diagnosis_and_training_goes_on
 
 
 def train_with_a_defect(rank, folder):
-    from gradcast.diagnosis.analyze import findings
-    from gradcast.diagnosis.probe import probes
+    from gradcast.diagnosis.analyze import result
+    from gradcast.diagnosis.probe import prober
 
     def breaks(*_):
         raise ZeroDivisionError("a defect")
 
-    broken = findings if rank.index == 0 else probes
-    name = "result" if rank.index == 0 else "no such thing"
+    broken = result if rank.index == 0 else prober
+    name = "build" if rank.index == 0 else "no such thing"
     with mock.patch.object(broken, name, breaks, create=True):
         state, said = train_heads(rank, "plain", folder)
     reference, _ = train_heads(rank, "plain", None)
@@ -257,7 +257,7 @@ def test_what_gradcast_cannot_train_is_diagnosed_all_the_same(ranks, tmp_path):
 
 
 def in_a_part_of_the_ranks(rank):
-    from gradcast.diagnosis.doctor import obstacle
+    from gradcast.diagnosis.preconditions import obstacle
 
     group = dist.new_group([0, 1])
     if rank.index == 2:

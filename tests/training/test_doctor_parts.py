@@ -80,9 +80,9 @@ class Items(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
-    from gradcast.diagnosis.observe.loader import LoaderWatch
+    from gradcast.diagnosis.observe.loader import LoaderTimer
 
-    watch = LoaderWatch()
+    watch = LoaderTimer()
     try:
         batches = list(torch.utils.data.DataLoader(Items(0.02, 0.005), batch_size=2, num_workers=workers))
     finally:
@@ -99,9 +99,9 @@ def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
     assert watch.totals_ms() == before, "it looks no longer"
 
 
-def test_a_tape_makes_the_gradients_that_the_step_made():
+def test_a_recorded_step_makes_the_gradients_that_the_step_made():
     from gradcast.diagnosis.observe import recorded_step
-    from gradcast.diagnosis.observe.loader import LoaderWatch
+    from gradcast.diagnosis.observe.loader import LoaderTimer
     from gradcast.diagnosis.observe.observer import Observer
 
     class Net(nn.Module):
@@ -117,7 +117,7 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
 
     net = Net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.0)
-    loader, ended = LoaderWatch(), []
+    loader, ended = LoaderTimer(), []
     observer = Observer(net, [sgd], loader, lambda: ended.append(1))
     for _ in range(2):
         sgd.zero_grad()
@@ -127,9 +127,9 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
     wanted = [parameter.grad.clone() for parameter in net.parameters()]
     observer.close()
     loader.close()
-    (passes,) = observer.tapes[-1].by_backward
+    (passes,) = observer.recorded_steps[-1].by_backward
     sgd.zero_grad()
-    list(recorded_step.run_again(net, passes))
+    list(recorded_step.replay(net, passes))
     assert all(torch.equal(one, p.grad) for one, p in zip(wanted, net.parameters(), strict=True))
     assert len(ended) == len(observer.steps) == 2
     for step in observer.steps:
@@ -138,7 +138,7 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
 
 
 @pytest.mark.parametrize(
-    ("watched_steps", "affordable_steps", "rounds"),
+    ("observed_steps", "affordable_steps", "rounds"),
     [
         (20, 1000, 4),  # few ordinary steps, and four rounds all the same
         (29, 1000, 4),
@@ -149,8 +149,8 @@ def test_a_tape_makes_the_gradients_that_the_step_made():
         (20, 5, 1),  # where it allows none, one
     ],
 )
-def test_the_doctor_runs_as_many_steps_of_each_kind_as_it_watched(watched_steps, affordable_steps, rounds):
-    from gradcast.diagnosis.probe import probes
+def test_the_doctor_runs_as_many_steps_of_each_kind_as_it_observed(observed_steps, affordable_steps, rounds):
+    from gradcast.diagnosis.probe import prober
 
-    assert probes.LEFT_OUT_PER_TURN + probes.STEPS_PER_TURN == 8
-    assert probes.round_count(3, watched_steps, affordable_steps) == rounds
+    assert prober.WARMUP_STEPS_PER_TURN + prober.STEPS_PER_TURN == 8
+    assert prober.round_count(3, observed_steps, affordable_steps) == rounds

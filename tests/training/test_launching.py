@@ -14,21 +14,21 @@ MS = 1e6
 
 
 def spans(*pairs):
-    from gradcast.diagnosis.probe.launch_overhead import Span
+    from gradcast.diagnosis.probe.launch_overhead import Interval
 
-    return [Span(begin * MS, end * MS) for begin, end in pairs]
+    return [Interval(begin * MS, end * MS) for begin, end in pairs]
 
 
 def test_operations_inside_of_others_and_beside_them_count_once():
-    from gradcast.diagnosis.probe.launch_overhead import stretches
+    from gradcast.diagnosis.probe.launch_overhead import busy_intervals
 
-    found = stretches(spans((20, 30), (0, 10), (2, 4), (3, 5), (25, 40), (50, 50)))
+    found = busy_intervals(spans((20, 30), (0, 10), (2, 4), (3, 5), (25, 40), (50, 50)))
     assert [(each.begin_ns / MS, each.end_ns / MS, each.inside) for each in found] == [
         (0, 10, 2),
         (20, 40, 1),
         (50, 50, 0),
     ]
-    assert stretches([]) == []
+    assert busy_intervals([]) == []
 
 
 def marks(*stages):
@@ -40,35 +40,35 @@ STEP = (("forward", 10, 20), ("backward", 20, 40), ("forward", 40, 45), ("backwa
 
 
 def test_computing_is_counted_in_its_stage_of_its_step():
-    from gradcast.diagnosis.probe.launch_overhead import by_stage, stretches
+    from gradcast.diagnosis.probe.launch_overhead import busy_intervals, by_stage
 
     # One of them reaches from forward into backward, one lies between stages, one is longer than its stage.
-    operations = stretches(spans((0.5, 2.5), (11, 13), (18, 25), (44, 47), (51, 59), (59.5, 70)))
+    operations = busy_intervals(spans((0.5, 2.5), (11, 13), (18, 25), (44, 47), (51, 59), (59.5, 70)))
     found = by_stage(marks(*FIRST, *STEP), operations, [], {})
     assert found == {"forward": [pytest.approx(2 + 2 + 1)], "backward": [pytest.approx(5 + 2)], "update": [2.0]}
 
 
 def test_what_recording_costs_is_taken_off_by_where_it_was_spent():
-    from gradcast.diagnosis.probe.launch_overhead import by_stage, stretches
+    from gradcast.diagnosis.probe.launch_overhead import busy_intervals, by_stage
 
     # Ten events in 10 ms where 6 are usual: 4 ms of recording, of which 3 of 10 lie inside an operation.
     operations = spans((1011, 1015), (1011.5, 1012), (1012, 1013), (1013, 1014))
     recordings = sorted([each.begin_ns for each in operations] + [1018 * MS] * 6)
     stages = (("forward", 1010, 1020), ("backward", 1020, 1021), ("update", 1021, 1022))
     usual = {"forward": 6.0, "backward": 1.0, "update": 5.0}
-    found = by_stage(marks(*FIRST, *stages), stretches(operations), recordings, usual)
+    found = by_stage(marks(*FIRST, *stages), busy_intervals(operations), recordings, usual)
     assert found == {"forward": [pytest.approx(4 - 4 * 3 / 10)], "backward": [0.0], "update": [0.0]}
-    assert by_stage(marks(*FIRST, *stages), stretches(operations), recordings, {})["forward"] == [4.0]
+    assert by_stage(marks(*FIRST, *stages), busy_intervals(operations), recordings, {})["forward"] == [4.0]
 
 
 def test_what_recording_costs_is_that_of_a_step_not_of_a_pass():
-    from gradcast.diagnosis.probe.launch_overhead import by_stage, stretches
+    from gradcast.diagnosis.probe.launch_overhead import busy_intervals, by_stage
 
     # Two passes of 10 ms, 5 usually: all of it is computing, in an operation with nine others inside.
     operations = spans((1000, 1010), (1020, 1030)) + spans(*((1000 + i, 1001 + i) for i in (*range(9), *range(20, 29))))
     stages = (("forward", 1000, 1010), ("forward", 1020, 1030), ("update", 1040, 1041))
     recordings = sorted(each.begin_ns for each in operations)
-    found = by_stage(marks(*FIRST, *stages), stretches(operations), recordings, {"forward": 10.0})
+    found = by_stage(marks(*FIRST, *stages), busy_intervals(operations), recordings, {"forward": 10.0})
     assert found["forward"] == [pytest.approx(20 - 10 * 18 / 20)]
 
 
@@ -109,10 +109,10 @@ class Prober:
     """As the doctor's, on one process."""
 
     def __init__(self, module, optimizer):
-        from gradcast.diagnosis.probe import probes
+        from gradcast.diagnosis.probe import prober
 
         self.module, self.optimizer = module, optimizer
-        self._stage = lambda name, times: probes.Prober._stage(self, name, times)
+        self._stage = lambda name, times: prober.Prober._stage(self, name, times)
         self.now_ns = time.perf_counter_ns
 
     def turn(self, model):
@@ -217,20 +217,22 @@ def test_a_gpu_computes_while_a_kernel_runs():
         ]
         events += [event("gemm", start + 25, start + 45, device="CUDA"), event("aten::mm", start + 21, start + 50)]
     # Recording makes no kernel longer, whatever the stages take usually.
-    found = launch_overhead._told(events, {"forward": 1.0, "backward": 1.0, "update": 1.0}, on_gpu=True)
+    found = launch_overhead._from_events(events, {"forward": 1.0, "backward": 1.0, "update": 1.0}, on_gpu=True)
     assert found == {"forward": [pytest.approx(12)], "backward": [pytest.approx(20)], "update": [0.0]}
 
 
 def test_what_the_profiler_does_not_see_is_not_told():
     from gradcast.diagnosis.probe import launch_overhead
 
-    assert launch_overhead._told([], {}, on_gpu=False) == "torch's profiler has recorded no operations"
+    assert launch_overhead._from_events([], {}, on_gpu=False) == "torch's profiler has recorded no operations"
     marks = [event("gradcast: update", 0, 1, scope=7)]
     assert (
-        launch_overhead._told([*marks, event("aten::mm", 0, 1)], {}, on_gpu=True)
+        launch_overhead._from_events([*marks, event("aten::mm", 0, 1)], {}, on_gpu=True)
         == "torch's profiler has recorded no kernels"
     )
-    assert launch_overhead._told([*marks, event("c10d::allreduce_", 0, 1)], {}, on_gpu=False).endswith("no operations")
+    assert launch_overhead._from_events([*marks, event("c10d::allreduce_", 0, 1)], {}, on_gpu=False).endswith(
+        "no operations"
+    )
 
 
 def test_what_torch_compile_does_around_its_graphs_is_no_operation():
@@ -238,4 +240,4 @@ def test_what_torch_compile_does_around_its_graphs_is_no_operation():
 
     steps = [event("gradcast: update", 100 * step, 100 * step + 50, scope=7) for step in range(3)]
     compiled = [event("Torch-Compiled Region: 0/0", 200, 250), event("CompiledFunction", 210, 220)]
-    assert launch_overhead._told([*steps, *compiled], {}, on_gpu=False) == {"update": [10.0]}
+    assert launch_overhead._from_events([*steps, *compiled], {}, on_gpu=False) == {"update": [10.0]}

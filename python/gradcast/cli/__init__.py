@@ -1,4 +1,4 @@
-"""The commands of the command line, one module each, with ``add_parser(commands)``."""
+"""The commands of the command line. Each is a module, named as the user types it, with ``add_parser(commands)``."""
 
 from gradcast.cli import (
     advise,
@@ -19,7 +19,7 @@ from gradcast.cli import (
     sweep,
 )
 
-# In the order in which --help lists them: what a newcomer wants first.
+# In the order in which --help lists them: what a newcomer needs first.
 ALL = (
     doctor,
     simulate,

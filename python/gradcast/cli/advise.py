@@ -1,17 +1,17 @@
-"""``gradcast advise``: which machines to rent, and how many, for a training of this profile."""
+"""``gradcast advise``: which machines to rent for a training, and how many."""
 
 import argparse
 import math
 from typing import Any
 
 from gradcast.cli import common
-from gradcast.cli.growth_options import add_measured_algorithm
+from gradcast.cli.scaling_options import add_measured_algorithm
 from gradcast.errors import Error
 from gradcast.files import load_profile
 from gradcast.scaling.advise import Advice, ClusterOption, Request, Training, advise
 from gradcast.scaling.growth import ALGORITHMS, SPREAD
 from gradcast.scaling.prices import Prices, load_prices, parse_duration_s, sample_path
-from gradcast.units import parse_fraction, parse_positive
+from gradcast.units import parse_positive
 
 _EXAMPLE = "gradcast advise resnet50 --samples 1.28M --epochs 90 --batch 128 --budget 4h --prices prices.toml"
 _FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -22,17 +22,11 @@ def add_parser(commands: Any) -> None:
         commands,
         "advise",
         "which machines to rent, and how many",
-        "The cheapest cluster that trains within a time, the fastest within\na cost, and all between them that are "
-        "worth their price. Steps are predicted, on the measured\ncosts of the network where there are any.",
+        "Finds the cheapest cluster within a time, the\nfastest within a cost, and all between them that are worth "
+        "their price. Steps are predicted, from measured\ncosts of the network if there are any.",
         _EXAMPLE,
     )
-    parser.add_argument(
-        "profiles",
-        metavar="PROFILE",
-        nargs="+",
-        help="profiles of one model, each measured on another number of workers; or a bundled one",
-    )
-    common.add_scale_option(parser)
+    common.add_profiles_argument(parser)
     _add_training_options(parser)
     _add_budget_options(parser)
     _add_prediction_options(parser)
@@ -42,36 +36,44 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how much training there is (--samples and --batch, or --steps)")
+    group = parser.add_argument_group("length of the training (--samples and --batch, or --steps)")
     group.add_argument(
-        "--samples", type=common.argument(_count), metavar="N", help="samples of one epoch: 50000, 1.28M"
+        "--samples", type=common.argument(_count), metavar="N", help="number of samples of one epoch: 50000, 1.28M"
     )
     group.add_argument(
         "--epochs",
-        type=common.argument(parse_positive),
+        type=common.POSITIVE,
         metavar="N",
-        help="times that all samples are seen (default: 1)",
+        help="number of epochs (default: 1)",
     )
     group.add_argument(
-        "--batch", type=common.whole_number(1, 10**9), metavar="N", help="samples per worker and step, as profiled"
+        "--batch",
+        type=common.whole_number(1, 10**9),
+        metavar="N",
+        help="number of samples per worker and step, as in the profile",
     )
     group.add_argument(
         "--steps",
         type=common.whole_number(1, 10**12),
         metavar="N",
-        help="steps that the training takes on as many workers as the (first) profile has; more workers take fewer",
+        help="number of steps with as many workers as the first profile has; more workers take fewer",
     )
 
 
 def _add_budget_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what it may take")
+    group = parser.add_argument_group("limits")
     group.add_argument(
-        "--budget", type=common.argument(_positive_duration_s), metavar="TIME", help="the cheapest in this time: 4h, 2d"
+        "--budget",
+        type=common.argument(_positive_duration_s),
+        metavar="TIME",
+        help="find the cheapest cluster within this time: 4h, 2d",
     )
     group.add_argument(
-        "--cost", type=common.argument(parse_positive), metavar="MONEY", help="the fastest for this much: 500"
+        "--cost", type=common.POSITIVE, metavar="MONEY", help="find the fastest cluster for this much money: 500"
     )
-    group.add_argument("--prices", metavar="FILE", help="machines and their prices (default: a bundled, old sample)")
+    group.add_argument(
+        "--prices", metavar="FILE", help="file with machines and prices (default: a bundled, outdated sample)"
+    )
 
 
 def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
@@ -79,40 +81,47 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--measured-on",
         metavar="NAME",
-        help="the machine of the price file on which the profiles were measured; ranks that one such machine holds are "
-        "taken to have been inside one",
+        help="machine of the price file on which the profiles were measured; ranks that fit into one are assumed to "
+        "share one",
     )
     add_measured_algorithm(group)
     group.add_argument(
-        "--algorithm", choices=ALGORITHMS, default="ring", help="of the all-reduce between machines (default: ring)"
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="ring",
+        help="algorithm of the all-reduce between machines (default: ring)",
     )
     group.add_argument(
         "--policy",
         choices=["forecast", "ddp"],
         default="forecast",
-        help="ddp: train without gradcast (default: forecast)",
+        help="policy; ddp means without gradcast (default: forecast)",
     )
     group.add_argument(
         "--spread",
-        type=common.argument(parse_fraction),
+        type=common.FRACTION,
         default=SPREAD,
         metavar="SHARE",
-        help=f"by how much the costs of the network may be off (default: {SPREAD:.0%}%)",
+        help=f"share by which the costs of the network may be off (default: {SPREAD:.0%}%)",
     )
     group.add_argument(
         "--runs",
         type=common.whole_number(10, 1_000_000),
         default=Request.run_count,
         metavar="N",
-        help=f"trainings that are simulated for each spot cluster (default: {Request.run_count})",
+        help=f"number of simulated trainings for each spot cluster (default: {Request.run_count})",
     )
     group.add_argument(
-        "--seed", type=common.whole_number(0, 2**63), default=1, metavar="N", help="of these (default: 1)"
+        "--seed",
+        type=common.whole_number(0, 2**63),
+        default=1,
+        metavar="N",
+        help="seed of the simulations (default: 1)",
     )
 
 
 def _count(text: str) -> float:
-    """50000, 20k, 1.28M, 3G."""
+    """Parses 50000, 20k, 1.28M or 3G."""
     factor = _FACTORS.get(text[-1:].lower(), 1)
     return parse_positive(text if factor == 1 else text[:-1]) * factor
 
@@ -120,7 +129,7 @@ def _count(text: str) -> float:
 def _positive_duration_s(text: str) -> float:
     duration_s = parse_duration_s(text)
     if duration_s == 0:
-        raise Error("the time is 0; write for instance 4h")
+        raise Error("the time is 0; it must be longer, for instance 4h")
     return duration_s
 
 
@@ -133,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
         measured_algorithm=args.measured_algorithm,
         algorithm=args.algorithm,
         policy=args.policy,
-        # DDP's gradients all arrive before the next forward pass.
+        # With DDP all gradients arrive before the next forward pass.
         mode="hook" if args.policy == "ddp" else "overlap",
         spread=args.spread,
         run_count=args.runs,
@@ -150,12 +159,14 @@ def _training(args: argparse.Namespace, worker_count: int) -> Training:
     if args.steps is not None:
         for option in ("samples", "epochs", "batch"):
             if getattr(args, option) is not None:
-                raise Error(f"--steps says how much training there is; leave out --{option}")
+                raise Error(f"--steps gives the length of the training; leave out --{option}")
         return Training.of_steps(args.steps, worker_count)
     if args.samples is None:
-        raise Error("how much training is there? --samples 1.28M --epochs 90 --batch 128, or --steps 450000")
+        raise Error(
+            "the length of the training is missing; give --samples 1.28M --epochs 90 --batch 128, or --steps 450000"
+        )
     if args.batch is None:
-        raise Error("--batch is missing: the samples per worker and step with which the profile was made")
+        raise Error("--batch is missing; give the number of samples per worker and step of the profile")
     return Training.of_samples(args.samples * (args.epochs or 1), args.batch)
 
 
@@ -168,19 +179,19 @@ def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
     if args.all:
         print("* No other cluster is both faster and cheaper.")
     else:
-        rest_count = len(found.rows) - len(found.frontier)
-        print(f"The other {rest_count} clusters are slower or dearer than one of these (--all lists them).")
+        other_count = len(found.rows) - len(found.frontier)
+        print(f"The other {other_count} clusters are slower or more expensive than one of these (--all lists them).")
     for reason in dict.fromkeys(found.skipped.values()):
         clusters = ", ".join(cluster for cluster, why in found.skipped.items() if why == reason)
         print(f"Left out, because {reason}: {clusters}.")
     if any(row.spot for row in shown):
-        print("Spot: hours are the mean over simulated revocations; within a budget means nine times out of ten.")
+        print("Spot: hours are the mean over simulated revocations; a budget is kept in nine of ten simulations.")
     for sentence in _answers(args, prices, found):
         print(sentence)
 
 
 def _sample_words(args: argparse.Namespace) -> str:
-    return "" if args.prices else ", the bundled sample: copy it, fill in today's, and name it with --prices"
+    return "" if args.prices else ", from the bundled sample; copy it, enter current prices, and name it with --prices"
 
 
 def _cells(row: ClusterOption, marked: bool) -> list[str]:
@@ -209,7 +220,7 @@ def _answers(args: argparse.Namespace, prices: Prices, found: Advice) -> list[st
         sentences.append(_cheapest(row, hours, prices) if row else _too_slow(hours, prices, found))
     if args.cost is not None:
         row = found.fastest_within(args.cost)
-        sentences.append(_fastest(row, args.cost, prices) if row else _too_dear(args.cost, prices, found))
+        sentences.append(_fastest(row, args.cost, prices) if row else _too_expensive(args.cost, prices, found))
     return sentences
 
 
@@ -238,7 +249,7 @@ def _too_slow(hours: float, prices: Prices, found: Advice) -> str:
     return f"No cluster of these trains within {_hours(hours)} h. The fastest: {_what(row, prices)}."
 
 
-def _too_dear(cost: float, prices: Prices, found: Advice) -> str:
+def _too_expensive(cost: float, prices: Prices, found: Advice) -> str:
     row = min(found.rows, key=lambda each: each.sure_cost)
     return f"No cluster of these trains for {cost:g} {prices.currency}. The cheapest: {_what(row, prices)}."
 
@@ -279,5 +290,5 @@ def _row_json(row: ClusterOption, on_frontier: bool) -> dict[str, Any]:
 
 
 def _finite(hours: float) -> float | None:
-    """None: at this end the training is revoked so often that it never ends."""
+    """Returns None for a training that is revoked so often that it never ends."""
     return None if hours == math.inf else hours

@@ -1,4 +1,4 @@
-"""What several commands share: options, and how results are printed."""
+"""Shared by several commands: argument types, options, and output."""
 
 import argparse
 import json
@@ -11,11 +11,19 @@ from gradcast import _core
 from gradcast.comparison.compare import compute_ns, total_bytes
 from gradcast.errors import Error
 from gradcast.files import bundled_profiles, load_profile
-from gradcast.units import format_ms, format_size, format_time, parse_positive
+from gradcast.units import (
+    format_ms,
+    format_size,
+    format_time,
+    parse_bandwidth_bits_per_s,
+    parse_fraction,
+    parse_positive,
+    parse_time_ns,
+)
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser of ``gradcast.units`` as an argparse type: its sentence becomes the message."""
+    """Makes an argparse type from a parser of ``gradcast.units``, whose error becomes the message."""
 
     def convert(text: str) -> Any:
         try:
@@ -26,13 +34,31 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
+POSITIVE = argument(parse_positive)
+FRACTION = argument(parse_fraction)
+TIME = argument(parse_time_ns)
+BANDWIDTH = argument(parse_bandwidth_bits_per_s)
+
+
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"'{text}' is no whole number from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
         return int(text)
 
     return convert
+
+
+def list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Makes an argparse type for lists separated by commas, in which each entry counts once."""
+
+    def convert_all(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:
+            raise argparse.ArgumentTypeError("the list is empty")
+        return list(dict.fromkeys(convert(part) for part in parts))
+
+    return convert_all
 
 
 def new_parser(commands: Any, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
@@ -49,7 +75,17 @@ def new_parser(commands: Any, name: str, summary: str, details: str, example: st
 def add_profile_argument(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(bundled_profiles())
     parser.add_argument(
-        "profile", metavar="PROFILE", help=f"a profile: a JSON file, or a bundled one by name ({names})"
+        "profile", metavar="PROFILE", help=f"a profile: a JSON file, or the name of a bundled one ({names})"
+    )
+    add_scale_option(parser)
+
+
+def add_profiles_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "profiles",
+        metavar="PROFILE",
+        nargs="+",
+        help="profiles of one model, each measured with another number of workers, or bundled ones",
     )
     add_scale_option(parser)
 
@@ -57,10 +93,10 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
 def add_scale_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale",
-        type=argument(parse_positive),
+        type=POSITIVE,
         default=1.0,
         metavar="FACTOR",
-        help="multiply every time of the profile: 0.5 stands for a device twice as fast",
+        help="multiply every time of the profile; 0.5 models a device twice as fast (default: 1)",
     )
 
 
@@ -69,7 +105,7 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=["overlap", "hook"],
         default="overlap",
-        help="overlap: gradients travel under the next forward pass too; hook: all have arrived before it, as with DDP "
+        help="overlap: communication also overlaps with the next forward pass; hook: with backward only, as with DDP "
         "(default: overlap)",
     )
     parser.add_argument(
@@ -77,12 +113,12 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 1_000_000),
         default=1,
         metavar="N",
-        help="blocks between launch and finish at the same time (default: 1)",
+        help="largest number of blocks in flight (default: 1)",
     )
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def profile_from(args: argparse.Namespace) -> _core.Profile:
@@ -94,10 +130,10 @@ def print_json(value: Any) -> None:
 
 
 def print_table(rows: list[list[Any]], headers: list[str], align: str) -> None:
-    """``align``: one letter per column, l or r."""
-    words = {"l": "left", "r": "right"}
+    """``align`` has one letter per column, l or r."""
+    sides = {"l": "left", "r": "right"}
     print(
-        tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=[words[letter] for letter in align])
+        tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=[sides[letter] for letter in align])
     )
 
 
@@ -114,7 +150,7 @@ def describe_profile(profile: _core.Profile, scale: float = 1.0) -> str:
 
 
 def describe_cost(cost: _core.OpCost) -> str:
-    """ "700 us + 4.67 ms/MB", piece by piece."""
+    """Describes a cost like "700 us + 4.67 ms per MB", piece by piece."""
     lines = []
     for piece in cost.pieces:
         line = f"{format_time(piece.alpha_ns)} + {format_time(piece.beta_ns_per_byte * 1e6)} per MB"
@@ -125,8 +161,8 @@ def describe_cost(cost: _core.OpCost) -> str:
 
 
 def describe_traffic(profile: _core.Profile, link: _core.LinkModel, worker_count: int | None) -> str:
-    """``worker_count``: None where a link says nothing about it."""
+    """``worker_count`` is None if the link does not know it."""
     if worker_count == 1:
-        return "one worker has no traffic"
+        return "one worker does not communicate"
     whole_ns = link.all_reduce.cost_ns(total_bytes(profile))
     return f"an all-reduce takes {describe_cost(link.all_reduce)}; all gradients in one take {format_ms(whole_ns)}"

@@ -1,11 +1,11 @@
-"""``gradcast compare``: two runs of ``gradcast doctor`` side by side."""
+"""``gradcast compare``: compares two runs of ``gradcast doctor``."""
 
 import argparse
 from typing import Any
 
 from gradcast.cli import common
 from gradcast.diagnosis.report import run_comparison
-from gradcast.diagnosis.report.run_comparison import Difference, Row
+from gradcast.diagnosis.report.run_comparison import ComparedValue, RunComparison
 from gradcast.diagnosis.runs import load_run
 
 _EXAMPLE = "gradcast compare before/ after/"
@@ -17,8 +17,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "compare",
         "compare two runs of gradcast doctor",
-        "Shows the step, its parts, the floor and the predicted\n"
-        "gains of both, and whether a difference is larger than their intervals.",
+        "Shows the step, its parts, its lower bound and\n"
+        "the predicted gains of both runs, and whether their 95 % intervals lie apart.",
         _EXAMPLE,
     )
     parser.add_argument("a", metavar="A", help="a run: its folder, or its doctor.json")
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
         common.print_json(_json(args, difference))
         return
     for words in difference.settings:
-        print(f"Not the same in both: {words}.")
+        print(f"The runs differ in {words}.")
     print(f"A: {args.a} ({difference.verdicts[0]})\nB: {args.b} ({difference.verdicts[1]})\n")
     common.print_table([_time(row) for row in difference.times], ["ms", "A", "B", "B - A", "clear"], "lrrrl")
     if difference.actions:
@@ -43,11 +43,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{run_comparison.sentence(difference)}")
 
 
-def _time(row: Row) -> list[str]:
+def _time(row: ComparedValue) -> list[str]:
     return [row.words, _digits(row.a, ".1f"), _digits(row.b, ".1f"), _digits(row.difference, "+.1f"), _CLEAR[row.clear]]
 
 
-def _speedup(row: Row) -> list[str]:
+def _speedup(row: ComparedValue) -> list[str]:
     return [row.words, _digits(row.a, ".2f"), _digits(row.b, ".2f"), _digits(row.difference, "+.2f"), _CLEAR[row.clear]]
 
 
@@ -55,7 +55,7 @@ def _digits(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _json(args: argparse.Namespace, difference: Difference) -> dict[str, Any]:
+def _json(args: argparse.Namespace, difference: RunComparison) -> dict[str, Any]:
     return {
         "a": args.a,
         "b": args.b,

@@ -1,4 +1,4 @@
-"""``gradcast doctor``: why is this training as slow as it is, and what would help, by how much?"""
+"""``gradcast doctor``: why a training is slow, and what would help by how much."""
 
 import argparse
 import os
@@ -6,7 +6,6 @@ from typing import Any
 
 from gradcast.cli import common
 from gradcast.errors import Error
-from gradcast.units import parse_positive
 
 _EXAMPLE = "torchrun --nproc-per-node 2 -m gradcast doctor train.py --epochs 3"
 _STEPS_MAX = 100_000
@@ -17,8 +16,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "doctor",
         "find out why a training is slow and what would help",
-        "Runs your script, which stays as it is, watches its steps, and then, once, makes some of its own: with less\n"
-        "communication, without data, with gradcast. Afterwards the training goes on from the very state that it had.",
+        "Runs your\nunchanged script and observes its steps. Then it pauses the training once and runs its own steps:\n"
+        "with less communication, without data loading, with gradcast. Afterwards it restores the state bit for bit.",
         _EXAMPLE,
     )
     parser.add_argument(
@@ -26,24 +25,26 @@ def add_parser(commands: Any) -> None:
         type=common.whole_number(5, _STEPS_MAX),
         default=20,
         metavar="N",
-        help="ordinary steps to watch, after the first 5 (default: 20)",
+        help="number of ordinary steps to observe after 5 warm-up steps (default: 20)",
     )
     parser.add_argument(
         "--seconds",
-        type=common.argument(parse_positive),
+        type=common.POSITIVE,
         default=60.0,
         metavar="S",
-        help="about so long may the steps take that are not the script's (default: 60)",
+        help="time for the doctor's own steps, approximately (default: 60)",
     )
-    parser.add_argument("--no-network", action="store_true", help="leave out the check of the network")
-    parser.add_argument("--no-trial", action="store_true", help="do not try gradcast; nothing is predicted then")
+    parser.add_argument("--no-network", action="store_true", help="do not check the network")
+    parser.add_argument(
+        "--no-trial", action="store_true", help="do not try gradcast; nothing that needs a profile is predicted then"
+    )
     parser.add_argument("--stop", action="store_true", help="end the script after the diagnosis, with exit code 0")
     parser.add_argument(
-        "-o", "--output", default="gradcast-doctor", metavar="DIR", help="where the result goes (default: %(default)s)"
+        "-o", "--output", default="gradcast-doctor", metavar="DIR", help="folder of the result (default: %(default)s)"
     )
     common.add_json_option(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""``gradcast info``: what this installation consists of, and why what is missing is missing."""
+"""``gradcast info``: what this installation consists of, and why parts are missing."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "info",
         "show what this installation consists of",
-        "Versions, the part for torch, and the parts of gradcast-bench: MPI, CUDA, NCCL.",
+        "Lists versions, the extension for torch, and the\nparts of gradcast-bench: MPI, CUDA, NCCL.",
         _EXAMPLE,
     )
     common.add_json_option(parser)
@@ -37,35 +37,36 @@ def _torch() -> dict[str, str]:
     try:
         import torch
     except ImportError:
-        missing = "not installed; planning works without it, training needs it"
-        return {"torch": missing}
+        return {"torch": "not installed; planning works without it, training needs it"}
     dist = torch.distributed
     names = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
     devices = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device here"
     return {
         "torch": torch.__version__,
-        "torch's CUDA": f"{torch.version.cuda or 'none, this torch is for the CPU'}; {devices}",
+        "torch's CUDA": f"{torch.version.cuda or 'none, this is a CPU build'}; {devices}",
         "torch's backends": ", ".join(names) or "none",
-        "part for torch": _part_for_torch(),
+        "part for torch": _extension(),
     }
 
 
-def _part_for_torch() -> str:
+def _extension() -> str:
     from gradcast.training.compat import extension, native_build
 
     try:
         path = extension.find()
     except (Error, native_build.BuildError) as error:
         return f"cannot be built: {error}"
-    return str(path) if path is not None else "not built yet; the first training compiles it, in a minute or two"
+    return (
+        str(path) if path is not None else "not built yet; the first training compiles it, which takes a minute or two"
+    )
 
 
 def _bench() -> dict[str, str]:
     if not bench.PROGRAM.exists():
         return {"gradcast-bench": "not built; pip install -v gradcast shows why"}
-    said = subprocess.run([bench.PROGRAM, "--parts"], capture_output=True, text=True, check=False, timeout=60)
-    if said.returncode != 0:  # a library that it was built with is not on this machine
-        return {"gradcast-bench": f"cannot run: {said.stderr.strip()}"}
+    done = subprocess.run([bench.PROGRAM, "--parts"], capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode != 0:  # a library that it was built with is missing
+        return {"gradcast-bench": f"cannot run: {done.stderr.strip()}"}
     return {"gradcast-bench": str(bench.PROGRAM)} | {
-        f"built with {name}": state for name, state in json.loads(said.stdout).items()
+        f"built with {name}": state for name, state in json.loads(done.stdout).items()
     }

@@ -1,4 +1,4 @@
-"""``gradcast lab adapt``: how gradcast follows a change of the network or of compute."""
+"""``gradcast lab adapt``: how gradcast follows a change of the network or of compute during training."""
 
 import argparse
 import dataclasses
@@ -13,26 +13,26 @@ from gradcast.cli.lab_options import (
     add_links,
     add_stand_in,
     add_timeout_option,
-    check_place,
+    check_machine,
     rates_of,
     stand_in_profile,
 )
 from gradcast.files import bundled_profiles
-from gradcast.lab.adapt import SCENARIOS, AdaptSettings, Phase, phases, run
+from gradcast.lab.adapt import SCENARIOS, AdaptSettings, Phase, phases
+from gradcast.lab.adapt import run as train
 from gradcast.lab.program import unwind_when_told_to_end
 from gradcast.lab.report import describe_links
-from gradcast.units import parse_positive
 
 _EXAMPLE = (
     "gradcast lab adapt --hosts 4 --rate 500mbit --model resnet50 --scale-size 0.1 \\\n"
     "    --forward-ms 100 --backward-ms 200 --scenario network -o adapt.png"
 )
-_STEPS_MIN = 120  # a third of them has to hold the usual steps, a change, and a warm-up
+_STEPS_MIN = 120  # a third of the steps must hold ordinary steps, a change, and a warm-up
 
 
-def add_adapt(actions: Any) -> None:
+def add_parser(actions: Any) -> None:
     parser = common.new_parser(
-        actions, "adapt", "see how gradcast follows a change in the middle of a training", STAND_IN, _EXAMPLE
+        actions, "adapt", "see how gradcast follows a change during training", STAND_IN, _EXAMPLE
     )
     add_links(parser)
     parser.add_argument(
@@ -46,31 +46,31 @@ def add_adapt(actions: Any) -> None:
         "--scenario",
         choices=list(SCENARIOS),
         default="network",
-        help="for the middle third of the steps: "
+        help="what changes during the middle third of the steps: "
         + "; ".join(f"{name}: {words.format(factor=2)}" for name, words in SCENARIOS.items())
         + " (default: network)",
     )
     parser.add_argument(
         "--factor",
-        type=common.argument(parse_positive),
+        type=common.POSITIVE,
         default=2.0,
         metavar="FACTOR",
-        help="how much slower (default: 2)",
+        help="slowdown (default: 2)",
     )
     parser.add_argument(
         "--steps",
         type=common.whole_number(_STEPS_MIN, 100_000),
         default=180,
         metavar="N",
-        help=f"at least {_STEPS_MIN} (default: 180)",
+        help=f"number of steps, at least {_STEPS_MIN} (default: 180)",
     )
     add_timeout_option(parser, 900)
     parser.add_argument("-o", "--output", metavar="PNG", help="draw the steps")
     common.add_json_option(parser)
-    parser.set_defaults(run=run_adapt)
+    parser.set_defaults(run=run)
 
 
-def run_adapt(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     settings = AdaptSettings(
         model=args.model,
         profile=stand_in_profile(args).to_json(),
@@ -80,12 +80,12 @@ def run_adapt(args: argparse.Namespace) -> None:
         scale_size=args.scale_size or 1.0,
         steps=args.steps,
     )
-    check_place(args)
+    check_machine(args)
     unwind_when_told_to_end()
     progress = sys.stderr if args.json else sys.stdout
     title = f"a timed stand-in for {settings.model}, {describe_links(settings.rates_bits_per_s)}"
     print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.description}", file=progress)
-    results = run(settings, timeout_s=args.timeout, output=progress)
+    results = train(settings, timeout_s=args.timeout, output=progress)
     found = phases(results, settings)
     if args.json:
         fields = {**dataclasses.asdict(settings), "stand_in": True}

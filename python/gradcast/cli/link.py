@@ -1,4 +1,4 @@
-"""``gradcast link fit``: from measured times of collective operations to a link model."""
+"""``gradcast link fit``: fits a link model to measured times of collective operations."""
 
 import argparse
 import csv
@@ -25,8 +25,8 @@ def add_parser(commands: Any) -> None:
         actions,
         "fit",
         "fit start-up and per-byte costs to samples",
-        "The CSV has the columns bytes and time_ns, and may have a\n"
-        "column op (all_reduce, reduce_scatter or all_gather; all_reduce where it is missing).",
+        "The CSV has the columns bytes and time_ns, and\n"
+        "optionally op: all_reduce (the default), reduce_scatter or all_gather.",
         _EXAMPLE,
     )
     fit.add_argument("csv", metavar="CSV", help="the samples")
@@ -34,10 +34,14 @@ def add_parser(commands: Any) -> None:
         "--method",
         choices=["robust", "least_squares"],
         default="robust",
-        help="robust: up to a quarter of the samples may be anything (default)",
+        help="robust tolerates up to a quarter of outliers (default: robust)",
     )
     fit.add_argument(
-        "--max-pieces", type=common.whole_number(1, 8), default=3, metavar="N", help="lines to use at most (default: 3)"
+        "--max-pieces",
+        type=common.whole_number(1, 8),
+        default=3,
+        metavar="N",
+        help="largest number of linear pieces (default: 3)",
     )
     fit.add_argument("-o", "--output", metavar="JSON", help="write the link model to this file, for --link")
     common.add_json_option(fit)
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     fields = _as_json(fits, samples)
     if args.output:
         if "all_reduce" not in fits:
-            raise Error(f"{args.csv} has no samples of all_reduce, which every link needs; measure it too")
+            raise Error(f"{args.csv} has no samples of all_reduce, which every link needs; measure these too")
         write_text(args.output, json.dumps(fields, indent=1) + "\n", "link")
     if args.json:
         common.print_json(fields)
@@ -77,26 +81,26 @@ def read_samples(path: str) -> Samples:
     rows.fieldnames = columns
     samples: Samples = {}
     for row in rows:
-        place = f"{path}, line {rows.line_num}"
+        where = f"{path}, line {rows.line_num}"
         op = (row.get("op") or "all_reduce").strip()
         if op not in _OPS:
-            raise Error(f"{place}: op is {op}; it must be one of {', '.join(_OPS)}", "invalid_link")
-        size_bytes = _number(row["bytes"], "bytes", place)
+            raise Error(f"{where}: op is {op}; it must be one of {', '.join(_OPS)}", "invalid_link")
+        size_bytes = _number(row["bytes"], "bytes", where)
         if size_bytes != int(size_bytes):
-            raise Error(f"{place}: bytes is {row['bytes']}; it must be a whole number", "invalid_link")
-        samples.setdefault(op, []).append((int(size_bytes), _number(row["time_ns"], "time_ns", place)))
+            raise Error(f"{where}: bytes is {row['bytes']}; it must be a whole number", "invalid_link")
+        samples.setdefault(op, []).append((int(size_bytes), _number(row["time_ns"], "time_ns", where)))
     if not samples:
         raise Error(f"{path} has no samples; add lines of bytes,time_ns", "invalid_link")
     return samples
 
 
-def _number(text: str | None, column: str, place: str) -> float:
+def _number(text: str | None, column: str, where: str) -> float:
     try:
         value = float(text or "")
     except ValueError:
-        raise Error(f"{place}: {column} is '{(text or '').strip()}', which is no number", "invalid_link") from None
+        raise Error(f"{where}: {column} is '{(text or '').strip()}', which is not a number", "invalid_link") from None
     if not 0 < value <= 2.0**53:
-        raise Error(f"{place}: {column} is {(text or '').strip()}; it must be above 0 and at most 2^53", "invalid_link")
+        raise Error(f"{where}: {column} is {(text or '').strip()}; it must be above 0 and at most 2^53", "invalid_link")
     return value
 
 
@@ -109,7 +113,7 @@ def _print(op: str, fit: _core.LinkFit, sample_count: int) -> None:
     for piece in fit.cost.pieces:
         end = "any" if piece.up_to_bytes is None else format_size(piece.up_to_bytes)
         rows.append([end, f"{piece.alpha_ns / 1e3:.1f}", f"{piece.beta_ns_per_byte:.4f}", _bandwidth(piece)])
-    common.print_table(rows, ["up to", "alpha us", "beta ns per byte", "bytes alone"], "rrrr")
+    common.print_table(rows, ["up to", "alpha us", "beta ns per byte", "bandwidth"], "rrrr")
     print()
 
 
@@ -118,10 +122,10 @@ def _bandwidth(piece: _core.LinkPiece) -> str:
 
 
 def _as_json(fits: dict[str, _core.LinkFit], samples: Samples) -> dict[str, Any]:
-    """A link as ``--link`` reads it, and how well it fits in a field that the reader of links keeps and ignores."""
+    """Returns a link as ``--link`` reads it, with a field about the fit that readers of links ignore."""
     fields: dict[str, Any] = {}
     for op, fit in fits.items():
-        # Written as an all-reduce, because a link of this operation alone would be refused.
+        # Written as an all-reduce, because a link with only this operation would be rejected.
         alone = _core.LinkModel(all_reduce=list(fit.cost.pieces))
         fields[op] = json.loads(alone.to_json())["all_reduce"]
     fields["fit"] = {

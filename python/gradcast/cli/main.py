@@ -1,7 +1,7 @@
 """The command line: ``gradcast COMMAND``. Each command is a module of ``gradcast.cli``.
 
-A user's mistake ends with one sentence on stderr and exit code 2. Exit code 1 is a defect of gradcast itself;
-``GRADCAST_DEBUG=1`` shows where.
+A user's mistake ends with one sentence on stderr and exit code 2. Exit code 1 is a defect of gradcast;
+``GRADCAST_DEBUG=1`` shows its traceback.
 """
 
 import argparse
@@ -22,8 +22,8 @@ _LONG_OPTION = re.compile(r"--[a-z-]+")
 _NEGATIVE = re.compile(r"-\.?\d")
 
 _DESCRIPTION = """\
-Plans the gradient traffic of data-parallel training: what every known schedule would make of a model on a network, what
-the best possible is, and how far each is from it.
+Schedules the gradient traffic of data-parallel training. Diagnoses slow trainings, plans and compares schedules for a
+model on a network, and measures networks.
 """
 _EXAMPLE = """\
 example:
@@ -32,17 +32,17 @@ example:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one sentence instead of the whole usage for a wrong argument."""
+    """argparse, but with one sentence instead of the whole usage for a wrong argument."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        """Refuses what it does not know itself: the parser above would point to its own --help."""
+        """Rejects unknown arguments here, because the parent parser would point to its own --help."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """argparse would pass over a full disk under --help and --version."""
+        """Unlike argparse, reports a full disk under --help and --version."""
         if file is not sys.stdout:
             super()._print_message(message, file)
             return
@@ -84,10 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gradcast: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BrokenPipeError:
-        # `gradcast ... | head` has read what it wanted.
+        # The reader, for instance `head`, has read all that it wanted.
         _discard_output()
     except OSError as error:
-        # Files that a user names have sentences of their own; what has no name is the standard output.
+        # Errors of files that a user names have messages of their own. An error without a file name is one of the
+        # standard output.
         return _defect(error) if error.filename is not None else _no_output(error)
     except Exception as error:
         return _defect(error)
@@ -95,11 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _negative_values_joined(arguments: Sequence[str]) -> list[str]:
-    """``--latency -5us`` as ``--latency=-5us``: argparse takes the value for an option, and gives no reason."""
+    """Rewrites ``--latency -5us`` as ``--latency=-5us``: argparse takes the value for an option and gives no reason."""
     joined: list[str] = []
     for index, argument in enumerate(arguments):
         if argument == "--" or joined == ["doctor"]:
-            return [*joined, *arguments[index:]]  # a script's own
+            return [*joined, *arguments[index:]]  # the rest belongs to a script
         if joined and _LONG_OPTION.fullmatch(joined[-1]) and _NEGATIVE.match(argument):
             joined[-1] += f"={argument}"
         else:
@@ -108,7 +109,7 @@ def _negative_values_joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _discard_output() -> None:
-    # The interpreter flushes once more at exit, which must not fail again.
+    # The interpreter flushes again at exit, which must not fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from gradcast.cli import common
-from gradcast.errors import Error
+from gradcast.errors import Error, first_line
 from gradcast.units import format_bandwidth, format_size, format_time
 
 _EXAMPLE = "torchrun --nproc-per-node 2 -m gradcast network"
@@ -18,8 +18,8 @@ def add_parser(commands: Any) -> None:
     parser = common.new_parser(
         commands,
         "network",
-        "measure the network between the workers, and say which setting limits it",
-        "Start it as a\ntraining is started, on all hosts: with torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and\n"
+        "measure the network between the workers, and find the setting that limits it",
+        "Start it on\nall hosts as you start a training: with torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and\n"
         "MASTER_PORT set.",
         _EXAMPLE,
     )
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         type=common.whole_number(2, 600),
         default=10,
         metavar="N",
-        help="how long it may take; on slow links, or with more than 8 hosts, somewhat longer (default: 10)",
+        help="duration; somewhat longer on slow links or with more than 8 hosts (default: 10)",
     )
     common.add_json_option(parser)
     parser.set_defaults(run=run)
@@ -37,10 +37,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise Error(f"there are no workers to measure between ({missing[0]} is not set); start it as\n  {_EXAMPLE}")
+        raise Error(f"{missing[0]} is not set, so there are no workers to measure between; start it with\n  {_EXAMPLE}")
     found = _checked(args.seconds, quiet=args.json)
     if found is None:
-        raise Error(f"one worker has no network; start at least two, for instance\n  {_EXAMPLE}")
+        raise Error(f"there is only one worker; start at least two, for instance with\n  {_EXAMPLE}")
     if os.environ["RANK"] != "0":
         return
     if args.json:
@@ -54,23 +54,22 @@ def _checked(seconds: int, quiet: bool) -> dict[str, Any] | None:
         import torch
         import torch.distributed as dist
     except ImportError:
-        raise Error("torch is missing here, and its process groups are what is measured; install it") from None
+        raise Error("gradcast network needs PyTorch, which is not installed: pip install torch") from None
     from gradcast.diagnosis.network.check import check
     from gradcast.training.ranks.group import make_group
 
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=_TIMEOUT_S))
     except (RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise Error(f"the workers do not find each other: {first}", "communication") from None
+        raise Error(f"the workers cannot connect to each other: {first_line(error)}", "communication") from None
     try:
         group = make_group(None, torch.device("cpu"), None)
-        return check(group, seconds=seconds, progress=None if quiet else _say)
+        return check(group, seconds=seconds, progress=None if quiet else _print_progress)
     finally:
         dist.destroy_process_group()
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(f"gradcast: {line}", file=sys.stderr)
 
 
@@ -85,11 +84,13 @@ def _print(found: dict[str, Any]) -> None:
         for pair in found["pairs"]
     ]
     streams = found["pairs"][0]["streams"]
-    common.print_table(rows, ["ranks", "one way", "TCP, 1 stream", f"{streams} streams", "Gloo", "a message"], "lrrrrr")
+    common.print_table(
+        rows, ["ranks", "one way", "TCP, 1 stream", f"{streams} streams", "Gloo", "Gloo message"], "lrrrrr"
+    )
     print()
     collective = found["collective"]
     rows = [[format_size(sample["bytes"]), format_time(1e6 * sample["ms"])] for sample in collective["samples"]]
-    common.print_table(rows, ["all-reduce of", "takes"], "rr")
+    common.print_table(rows, ["all-reduce of", "time"], "rr")
     slope = format_time(1e6 * collective["beta_ns_per_byte"])
     print(f"\nAn all-reduce takes {format_time(1e3 * collective['alpha_us'])} + {slope} per MB.")
     for finding in found["findings"]:

@@ -1,19 +1,21 @@
-"""Which network a command reckons with: derived from bandwidth and latency, a published one, or the profile's own."""
+"""Options that choose the network: derived from bandwidth and latency, a published one, a link file, or the
+profile's own link.
+"""
 
 import argparse
 from dataclasses import dataclass
 
 from gradcast import _core
-from gradcast.cli.common import argument, whole_number
+from gradcast.cli.common import BANDWIDTH, TIME, whole_number
 from gradcast.errors import Error
 from gradcast.files import load_link
 from gradcast.scaling.growth import hop
-from gradcast.units import format_bandwidth, format_time, parse_bandwidth_bits_per_s, parse_time_ns
+from gradcast.units import format_bandwidth, format_time, parse_time_ns
 
 WIRES = ("bf16", "fp16")
 TOPOLOGIES = ("ring", "tree", "hierarchical")
 WORKERS_MAX = 1_000_000
-DEFAULT_LATENCY = "50us"  # one hop of Ethernet with TCP, as this project's tables use
+DEFAULT_LATENCY = "50us"  # one hop of Ethernet with TCP, as in the tables of docs/
 _DEFAULT_INTRA_LATENCY = "5us"
 _DERIVED = ("workers", "latency", "topology", "workers_per_node", "intra_bandwidth", "intra_latency")
 
@@ -22,50 +24,54 @@ _DERIVED = ("workers", "latency", "topology", "workers_per_node", "intra_bandwid
 class Network:
     link: _core.LinkModel
     description: str
-    worker_count: int | None = None  # None: not known, the costs were given and not derived
+    worker_count: int | None = None  # None: unknown, because the costs were given and not derived
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network (without these options: the profile's own link)")
-    group.add_argument("--network", metavar="NAME", help="a published network by name; `gradcast networks` lists them")
-    group.add_argument("--link", metavar="JSON", help="a link model in a file, for instance from `gradcast link fit`")
+    group.add_argument("--network", metavar="NAME", help="name of a published network; `gradcast networks` lists them")
+    group.add_argument("--link", metavar="JSON", help="file with a link model, for instance from `gradcast link fit`")
     group.add_argument(
         "--bandwidth",
-        type=argument(parse_bandwidth_bits_per_s),
+        type=BANDWIDTH,
         metavar="RATE",
-        help="of one worker's connection: 10gbit, 1.25GB/s",
+        help="bandwidth of one worker's connection: 10gbit, 1.25GB/s",
     )
     group.add_argument(
-        "--workers", type=whole_number(1, WORKERS_MAX), metavar="N", help="workers (default: the profile's world size)"
+        "--workers",
+        type=whole_number(1, WORKERS_MAX),
+        metavar="N",
+        help="number of workers (default: the profile's world size)",
     )
-    group.add_argument(
-        "--latency", type=argument(parse_time_ns), metavar="TIME", help=f"of one hop (default: {DEFAULT_LATENCY})"
-    )
+    group.add_argument("--latency", type=TIME, metavar="TIME", help=f"latency of one hop (default: {DEFAULT_LATENCY})")
     group.add_argument("--topology", choices=TOPOLOGIES, help="algorithm of the all-reduce (default: ring)")
     group.add_argument(
-        "--workers-per-node", type=whole_number(1, WORKERS_MAX), metavar="N", help="hierarchical: workers in one node"
+        "--workers-per-node",
+        type=whole_number(1, WORKERS_MAX),
+        metavar="N",
+        help="hierarchical: number of workers in one node",
     )
     group.add_argument(
         "--intra-bandwidth",
-        type=argument(parse_bandwidth_bits_per_s),
+        type=BANDWIDTH,
         metavar="RATE",
-        help="hierarchical: between workers of one node; --bandwidth is then a node's",
+        help="hierarchical: bandwidth between workers of one node; --bandwidth is then that of a node",
     )
     group.add_argument(
         "--intra-latency",
-        type=argument(parse_time_ns),
+        type=TIME,
         metavar="TIME",
-        help=f"hierarchical: of a hop inside a node (default: {_DEFAULT_INTRA_LATENCY})",
+        help=f"hierarchical: latency of a hop inside a node (default: {_DEFAULT_INTRA_LATENCY})",
     )
     group.add_argument(
         "--wire",
         choices=WIRES,
-        help="as if fp32 gradients travelled as 16-bit numbers, gradcast.Options(wire=...): half the cost per byte",
+        help="send fp32 gradients as 16-bit numbers, as gradcast.Options(wire=...) does: halves the cost per byte",
     )
 
 
 def derived_network(topology: str, worker_count: int, bandwidth_bits_per_s: float, latency_ns: float) -> Network:
-    """A ring or a tree of equal connections."""
+    """Returns the network of a ring or a tree of equal connections."""
     formula = {"ring": _core.ring_link, "tree": _core.tree_link}[topology]
     link = formula(hop(bandwidth_bits_per_s, latency_ns), worker_count)
     workers = "1 worker" if worker_count == 1 else f"{worker_count} workers"
@@ -83,7 +89,7 @@ def _hierarchical(args: argparse.Namespace, worker_count: int, latency_ns: float
             "--topology hierarchical needs --workers-per-node and --intra-bandwidth, for instance 4 and 100GB/s"
         )
     if worker_count % per_node != 0:
-        raise Error(f"--workers {worker_count} is no multiple of --workers-per-node {per_node}")
+        raise Error(f"--workers {worker_count} is not a multiple of --workers-per-node {per_node}")
     intra_latency_ns = parse_time_ns(_DEFAULT_INTRA_LATENCY) if args.intra_latency is None else args.intra_latency
     link = _core.hierarchical_link(
         intra_node=hop(args.intra_bandwidth, intra_latency_ns),
@@ -107,7 +113,7 @@ def _derived_from(args: argparse.Namespace, profile: _core.Profile) -> Network:
     worker_count = args.workers
     if worker_count is None:
         if profile.world_size == 1:
-            raise Error("--workers is missing: how many workers share the training, for instance --workers 8")
+            raise Error("the number of workers is missing; give it, for instance with --workers 8")
         worker_count = profile.world_size
     latency_ns = parse_time_ns(DEFAULT_LATENCY) if args.latency is None else args.latency
     topology = args.topology or "ring"
@@ -116,7 +122,7 @@ def _derived_from(args: argparse.Namespace, profile: _core.Profile) -> Network:
     for option in ("workers_per_node", "intra_bandwidth", "intra_latency"):
         if getattr(args, option) is not None:
             raise Error(
-                f"--{option.replace('_', '-')} is for --topology hierarchical only; leave it out for a {topology}"
+                f"--{option.replace('_', '-')} only works with --topology hierarchical; leave it out for a {topology}"
             )
     return derived_network(topology, worker_count, args.bandwidth, latency_ns)
 
@@ -127,20 +133,20 @@ def has_network(args: argparse.Namespace) -> bool:
 
 
 def network_from(args: argparse.Namespace, profile: _core.Profile) -> Network:
-    network = _network_of_gradients(args, profile)
+    network = _without_wire(args, profile)
     if args.wire is None:
         return network
     return Network(network.link.scaled(1, 0.5), f"{network.description}, {args.wire} on the wire", network.worker_count)
 
 
-def _network_of_gradients(args: argparse.Namespace, profile: _core.Profile) -> Network:
+def _without_wire(args: argparse.Namespace, profile: _core.Profile) -> Network:
     sources = [name for name in ("network", "link", "bandwidth") if getattr(args, name) is not None]
     given = _given(args)
     if len(sources) > 1:
-        raise Error(f"--{sources[0]} and --{sources[1]} both say what the network costs; leave one out")
+        raise Error(f"--{sources[0]} and --{sources[1]} both define the network; leave one out")
     if given and sources != ["bandwidth"]:
         raise Error(
-            f"--{sources[0]} has costs of its own; leave out {given[0]}"
+            f"--{sources[0]} has its own costs; leave out {given[0]}"
             if sources
             else f"{given[0]} needs --bandwidth, for instance --bandwidth 10gbit"
         )
@@ -153,7 +159,7 @@ def _network_of_gradients(args: argparse.Namespace, profile: _core.Profile) -> N
         return Network(load_link(args.link), f"the link of {args.link}")
     if profile.link is None:
         raise Error(
-            f"the profile {profile.name} holds no link; say which network: --bandwidth 10gbit --workers 8, "
-            "or --network NAME (`gradcast networks` lists them)"
+            f"the profile {profile.name} has no link; choose a network with --bandwidth 10gbit --workers 8, "
+            "or with --network NAME (`gradcast networks` lists them)"
         )
     return Network(profile.link, "the profile's own link")

@@ -1,4 +1,4 @@
-"""``gradcast networks``: the published networks that ``--network`` knows."""
+"""``gradcast networks``: lists the published networks that ``--network`` knows."""
 
 import argparse
 import json
@@ -12,7 +12,11 @@ _EXAMPLE = "gradcast networks"
 
 def add_parser(commands: Any) -> None:
     parser = common.new_parser(
-        commands, "networks", "list the bundled networks", "Published costs of real networks, for --network.", _EXAMPLE
+        commands,
+        "networks",
+        "list the bundled networks",
+        "They have published costs, and names for --network.",
+        _EXAMPLE,
     )
     common.add_json_option(parser)
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""``gradcast plan``: one policy's plan, as a table for people and as JSON for whoever follows it."""
+"""``gradcast plan``: makes the plan of one policy, as a table or as JSON."""
 
 import argparse
 import bisect
@@ -12,13 +12,13 @@ from gradcast.cli.network_options import Network, add_network_options, network_f
 from gradcast.comparison.compare import has_other_ops, ratio
 from gradcast.errors import Error
 from gradcast.files import check_writable, plan_hash, write_text
-from gradcast.units import format_ms, format_percent, format_size, parse_fraction, parse_parameter
+from gradcast.units import format_ms, format_percent, format_size, parse_parameter
 
 _EXAMPLE = "gradcast plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json"
 _ROWS_SHOWN = 40
 _OTHER_OPS = (
-    "It is dear's plan: halves of all-reduces end earlier on this link model. On real libraries a reduce-scatter may "
-    "cost more than an all-reduce, so measure (docs/networks.md)."
+    "This is dear's plan: on this link model, separate halves of all-reduces end earlier. With real libraries a "
+    "reduce-scatter may cost more than an all-reduce, so measure it (docs/networks.md)."
 )
 
 
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "plan",
         "plan one iteration",
-        "Says which bytes travel together, in which order, and why.",
+        "Shows which bytes are sent together, in which order, and why.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "--policy",
         default=_core.DEFAULT_POLICY,
         metavar="NAME",
-        help=f"`gradcast policies` lists them (default: {_core.DEFAULT_POLICY})",
+        help=f"policy; `gradcast policies` lists them (default: {_core.DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--set",
@@ -43,16 +43,16 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a parameter of the policy, for instance cap_bytes=25MiB; may be repeated",
+        help="set a parameter of the policy, for instance cap_bytes=25MiB; may be repeated",
     )
     common.add_schedule_options(parser)
     parser.add_argument(
         "--uncertainty",
-        type=common.argument(parse_fraction),
+        type=common.FRACTION,
         default=0.0,
         metavar="SHARE",
-        help="the link's costs may be off by so much, for instance 10%%: take the plan whose worst case is best "
-        "(forecast only)",
+        help="assume that the link's costs are off by up to this share, for instance 10%%, and take the plan with the "
+        "best worst case (forecast only)",
     )
     add_network_options(parser)
     parser.add_argument("-o", "--output", metavar="JSON", help="write the plan to this file")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     parameters = dict(args.set)
     if args.uncertainty > 0:
         if args.policy != _core.DEFAULT_POLICY:
-            raise Error(f"--uncertainty is for {_core.DEFAULT_POLICY} only; leave it out for {args.policy}")
+            raise Error(f"--uncertainty only works with {_core.DEFAULT_POLICY}; leave it out for {args.policy}")
         parameters["uncertainty"] = args.uncertainty
     plan = _core.make_plan(
         profile,
@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
-    """The plan as JSON, with a note of what it was made from: `gradcast plot` then needs no more than the plan."""
+    """Returns the plan as JSON with a record of what it was made from, so that `gradcast plot` needs only the plan."""
     text = plan.to_json()
     link = json.loads(network.link.to_json())
-    note = {
+    origin = {
         "profile": args.profile,
         "scale": args.scale,
         "network": network.description,
@@ -100,14 +100,14 @@ def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profi
         "tensors": [tensor.name for tensor in profile.tensors],
     }
     end = text.rindex("}")
-    return f'{text[:end].rstrip()},\n"made_with": {json.dumps(note)}\n}}\n'
+    return f'{text[:end].rstrip()},\n"made_with": {json.dumps(origin)}\n}}\n'
 
 
 def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> None:
     print(common.describe_profile(profile, args.scale))
     print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     print()
-    names = _Names(profile)
+    names = _TensorNames(profile)
     rows = []
     for index, block in enumerate(plan.blocks[:_ROWS_SHOWN]):
         size = format_size(block.size_bytes)
@@ -132,7 +132,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
 
 
 def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:
-    """What --uncertainty bought: the worst of the nine links of that option, with it and without it."""
+    """Describes what --uncertainty gains: the worst of its nine links, with and without it."""
     usual = _core.make_plan(profile, network.link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set))
     factors = (1 - args.uncertainty, 1.0, 1 + args.uncertainty)
     worst = worst_usual = 1.0
@@ -144,13 +144,13 @@ def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Netwo
         worst = max(worst, ratio(_core.play(profile, link, plan).iteration_ns, best_ns))
         worst_usual = max(worst_usual, ratio(_core.play(profile, link, usual).iteration_ns, best_ns))
     return (
-        f"With link costs off by up to {format_percent(args.uncertainty)}, this plan takes at worst {worst:.3f} x the "
-        f"time of the plan made for the true costs; without --uncertainty it would be {worst_usual:.3f} x."
+        f"If link costs are off by up to {format_percent(args.uncertainty)}, this plan takes at worst {worst:.3f} x "
+        f"the time of the plan for the true costs; without --uncertainty it would be {worst_usual:.3f} x."
     )
 
 
-class _Names:
-    """Which tensors a block touches, in words; buffers are laid out in the profile's order."""
+class _TensorNames:
+    """Names the tensors that a block touches. Buffers are laid out in the profile's order."""
 
     def __init__(self, profile: _core.Profile) -> None:
         self._ends: dict[int, list[int]] = {}
@@ -162,7 +162,9 @@ class _Names:
 
     def of(self, block: _core.Block) -> str:
         if block.buffer not in self._ends:
-            raise Error(f"the plan has a block of buffer {block.buffer}, which the profile has not", "invalid_plan")
+            raise Error(
+                f"the plan has a block of buffer {block.buffer}, which the profile does not have", "invalid_plan"
+            )
         ends, indices = self._ends[block.buffer], self._indices[block.buffer]
         parts = []
         for low, high in block.ranges:

@@ -1,4 +1,4 @@
-"""``gradcast plot``: one plan as a picture."""
+"""``gradcast plot``: draws a plan."""
 
 import argparse
 import json
@@ -12,7 +12,6 @@ from gradcast.cli.network_options import Network, add_network_options, has_netwo
 from gradcast.comparison.compare import has_other_ops
 from gradcast.errors import Error
 from gradcast.files import bundled_profiles, check_writable, load_plan, load_profile, plan_hash
-from gradcast.units import parse_positive
 
 _EXAMPLE = "gradcast plot plan.json -o plan.png"
 
@@ -22,23 +21,25 @@ def add_parser(commands: Any) -> None:
         commands,
         "plot",
         "draw a plan",
-        "Shows the lane of compute and the lane of the link, blocks coloured by when\n"
-        "forward needs them, and where forward waits. A plan from `gradcast plan -o` notes its profile and network;\n"
-        "the options below override that.",
+        "Shows a compute lane and a link lane, with blocks coloured by first use in forward, and\n"
+        "where forward waits. A plan from `gradcast plan -o` records its profile and network; the options below\n"
+        "override them.",
         _EXAMPLE,
     )
     parser.add_argument("plan", metavar="PLAN", help="a plan, from `gradcast plan -o`")
     parser.add_argument(
-        "--profile", metavar="PROFILE", help="the profile that the plan is for (default: noted in the plan)"
+        "--profile", metavar="PROFILE", help="profile of the plan (default: the one recorded in the plan)"
     )
     parser.add_argument(
         "--scale",
-        type=common.argument(parse_positive),
+        type=common.POSITIVE,
         metavar="FACTOR",
-        help="multiply every time of the profile (default: noted in the plan)",
+        help="multiply every time of the profile (default: recorded in the plan)",
     )
     add_network_options(parser)
-    parser.add_argument("-o", "--output", metavar="PNG", required=True, help="the picture; .svg and .pdf work as well")
+    parser.add_argument(
+        "-o", "--output", metavar="PNG", required=True, help="file of the picture; .svg and .pdf work as well"
+    )
     parser.set_defaults(run=run)
 
 
@@ -68,21 +69,23 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _bound_ns(plan: _core.Plan, profile: _core.Profile, network: Network) -> float:
-    """The bound of what is drawn: the plan's own one was for the profile, scale and network that it was made with."""
+    """Returns the bound of what is drawn; the plan's own bound is for the profile, scale and network it was made
+    with.
+    """
     bound = _core.bound(profile, network.link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan))
     return bound.best_ns
 
 
 def _check_layout(args: argparse.Namespace, plan: _core.Plan, origin: dict[str, Any], profile: _core.Profile) -> None:
-    """Refuses a profile with other tensors than the plan was made for, also where all its bytes happen to fit."""
+    """Rejects a profile with other tensors than those of the plan, even if all bytes happen to fit."""
     try:
         plan.check(profile)
     except Error as error:
         if args.profile is not None:
             raise _made_for_another(args, origin, profile) from None
         raise Error(f"{args.plan} does not fit the profile {profile.name}: {error}", error.code) from None
-    noted = origin.get("hash")
-    if noted is None or noted == plan_hash(plan, profile):
+    recorded = origin.get("hash")
+    if recorded is None or recorded == plan_hash(plan, profile):
         return
     if args.profile is not None:
         raise _made_for_another(args, origin, profile)
@@ -94,39 +97,39 @@ def _check_layout(args: argparse.Namespace, plan: _core.Plan, origin: dict[str, 
 
 
 def _made_for_another(args: argparse.Namespace, origin: dict[str, Any], profile: _core.Profile) -> Error:
-    noted = origin.get("profile")
-    name = f" ({noted})" if isinstance(noted, str) else ""
+    recorded = origin.get("profile")
+    name = f" ({recorded})" if isinstance(recorded, str) else ""
     return Error(
         f"{args.plan} does not fit the profile {profile.name}: the plan was made for another profile{name}; "
-        "give the one it was made for",
+        "give that one",
         "invalid_plan",
     )
 
 
 def _profile(args: argparse.Namespace, origin: dict[str, Any]) -> tuple[_core.Profile, float]:
-    """The profile and the factor that its times were multiplied with."""
+    """Returns the profile and the factor of its times."""
     scale = 1.0 if args.scale is None else args.scale
     if args.profile is not None:
         return load_profile(args.profile, scale), scale
     if not isinstance(origin.get("profile"), str):
-        raise Error(f"{args.plan} does not note its profile; name it with --profile")
+        raise Error(f"{args.plan} does not record its profile; name it with --profile")
     if args.scale is None:
         scale = origin.get("scale", 1.0)
         if not isinstance(scale, int | float) or not 0 < scale < 1e9:
-            raise Error(f"{args.plan}: made_with.scale is no number above 0; name the profile with --profile")
-    return _noted_profile(args.plan, origin["profile"], scale), scale
+            raise Error(f"{args.plan}: made_with.scale is not a number above 0; name the profile with --profile")
+    return _recorded_profile(args.plan, origin["profile"], scale), scale
 
 
-def _noted_profile(plan_path: str, noted: str, scale: float) -> _core.Profile:
-    """The profile that a plan notes: as noted, or, for a relative path from elsewhere, next to the plan."""
-    beside_plan = Path(plan_path).parent / noted
-    if noted not in bundled_profiles() and not os.path.exists(noted) and os.path.exists(beside_plan):
+def _recorded_profile(plan_path: str, recorded: str, scale: float) -> _core.Profile:
+    """Loads the profile that a plan records; a relative path may also be relative to the plan."""
+    beside_plan = Path(plan_path).parent / recorded
+    if recorded not in bundled_profiles() and not os.path.exists(recorded) and os.path.exists(beside_plan):
         return load_profile(str(beside_plan), scale)
     try:
-        return load_profile(noted, scale)
+        return load_profile(recorded, scale)
     except Error as error:
         raise Error(
-            f"{plan_path} notes the profile {noted}, but {error}; --profile names another", error.code
+            f"{plan_path} records the profile {recorded}, but {error}; name another with --profile", error.code
         ) from None
 
 
@@ -135,4 +138,4 @@ def _network(args: argparse.Namespace, origin: dict[str, Any], profile: _core.Pr
         return network_from(args, profile)
     link = _core.LinkModel.from_json(json.dumps(origin["link"]))
     description = origin.get("network")
-    return Network(link, description if isinstance(description, str) else "the network noted in the plan")
+    return Network(link, description if isinstance(description, str) else "the network recorded in the plan")

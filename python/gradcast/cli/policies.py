@@ -1,4 +1,4 @@
-"""``gradcast policies``: which schedules there are, where they come from, and what can be set."""
+"""``gradcast policies``: lists the policies, their sources and their parameters."""
 
 import argparse
 import textwrap
@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "policies",
         "list the policies",
-        "With their sources, and their parameters for `plan --set`.",
+        "Shows their sources, and their parameters for `plan --set`.",
         _EXAMPLE,
     )
     common.add_json_option(parser)

@@ -1,4 +1,4 @@
-"""``gradcast profile``: import a profile from a table of layers, and show one."""
+"""``gradcast profile``: imports a profile from a table of layers, or shows one."""
 
 import argparse
 import json
@@ -10,12 +10,12 @@ from gradcast.cli import common
 from gradcast.comparison.compare import total_bytes
 from gradcast.errors import Error
 from gradcast.files import check_writable, read_text, write_text
-from gradcast.units import format_size, parse_positive
+from gradcast.units import format_size
 
 _EXAMPLE = "gradcast profile import layers.csv --name mymodel -o mymodel.json"
 _SHOW_EXAMPLE = "gradcast profile show resnet50"
 _LARGEST = 10
-_SMALL_BYTES = 64_000  # below this an all-reduce is mostly start-up on every network in docs/networks.md
+_SMALL_BYTES = 64_000  # below this size an all-reduce is mostly start-up on every network in docs/networks.md
 
 
 def add_parser(commands: Any) -> None:
@@ -35,12 +35,16 @@ def _add_import(actions: Any) -> None:
         _EXAMPLE,
     )
     parser.add_argument("csv", metavar="CSV", help="the table of layers")
-    parser.add_argument("--name", help="of the profile (default: the file's)")
+    parser.add_argument("--name", help="name of the profile (default: that of the file)")
     parser.add_argument(
-        "--scale", type=common.argument(parse_positive), default=1.0, metavar="FACTOR", help="multiply every time"
+        "--scale", type=common.POSITIVE, default=1.0, metavar="FACTOR", help="multiply every time (default: 1)"
     )
     parser.add_argument(
-        "--workers", type=common.whole_number(1, 1_000_000), default=1, metavar="N", help="world size to note"
+        "--workers",
+        type=common.whole_number(1, 1_000_000),
+        default=1,
+        metavar="N",
+        help="world size to record (default: 1)",
     )
     parser.add_argument("-o", "--output", metavar="JSON", help="write the profile to this file (default: print it)")
     parser.set_defaults(run=run_import)
@@ -86,14 +90,14 @@ def run_show(args: argparse.Namespace) -> None:
     print()
     largest = sorted(range(len(profile.tensors)), key=lambda index: -profile.tensors[index].bytes)[:_LARGEST]
     rows = [_tensor_cells(index, profile.tensors[index]) for index in sorted(largest)]
-    common.print_table(rows, ["#", "tensor", "size", "ready ms", "needed ms"], "rlrrr")
+    common.print_table(rows, ["#", "tensor", "size", "ready ms", "first use ms"], "rlrrr")
     if len(profile.tensors) > _LARGEST:
         print(f"(the {_LARGEST} largest of {len(profile.tensors)}; times from the start of backward and of forward)")
 
 
 def _link(profile: _core.Profile) -> str:
     return (
-        "none, so commands need --bandwidth or --network"
+        "none; give commands --bandwidth or --network"
         if profile.link is None
         else common.describe_cost(profile.link.all_reduce)
     )

@@ -1,4 +1,4 @@
-"""``gradcast report``: what gradcast doctor has found, as a page; what gradcast-bench has measured, as a picture."""
+"""``gradcast report``: an HTML page of a run of gradcast doctor, or a picture of results of gradcast-bench."""
 
 import argparse
 import json
@@ -19,35 +19,37 @@ _EXAMPLE = """gradcast report run/
   mpirun -n 4 gradcast-bench --transport mpi --json > bench.json && gradcast report bench.json -o bench.png"""
 _PAGE = "report.html"
 _BENCH = "gradcast-bench"
-_EITHER = f"a run of gradcast doctor, its {RESULT}, or what gradcast-bench --json prints"
+_EITHER = f"a run of gradcast doctor, its {RESULT}, or the output of gradcast-bench --json"
 
 
 def add_parser(commands: Any) -> None:
     parser = common.new_parser(
         commands,
         "report",
-        "make a page of a run of gradcast doctor, or a picture of what gradcast-bench has measured",
-        "The page is one\nHTML file that needs no network to be read. The picture has time over size of each operation "
-        "with the\nfitted costs, and the step under each policy.",
+        "make an HTML page of a run of gradcast doctor, or a picture of results of gradcast-bench",
+        "The page is one\nself-contained file. The picture shows the time of each operation over its size with the "
+        "fitted costs, and\nthe step under each policy.",
         _EXAMPLE,
     )
     parser.add_argument(
         "results",
         metavar="RUN",
-        help="the folder or the doctor.json of a run, or what gradcast-bench --json has printed",
+        help="folder or doctor.json of a run, or a file with the output of gradcast-bench --json",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        help=f"the page (default: {_PAGE} in the folder of the run), or the picture: .png, .svg or .pdf",
-    )
-    parser.add_argument("--prometheus", metavar="FILE", help="of a run: also its numbers for node_exporter's textfiles")
-    parser.add_argument(
-        "--hta", metavar="FOLDER", help="of a run: also its trace as one file per rank, as HTA wants it"
+        help=f"the page (default: {_PAGE} in the folder of the run), or the picture (.png, .svg or .pdf)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="of a run: print its numbers as one flat object, for loggers"
+        "--prometheus", metavar="FILE", help="also write a run's numbers for node_exporter's textfile collector"
+    )
+    parser.add_argument(
+        "--hta", metavar="FOLDER", help="also write a run's trace as one file per rank, for Holistic Trace Analysis"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a run's numbers as one flat JSON object, for loggers"
     )
     parser.set_defaults(run=run)
 
@@ -83,9 +85,11 @@ def _page(args: argparse.Namespace, doctor: dict[str, Any]) -> None:
 def _picture(args: argparse.Namespace, results: dict[str, Any]) -> None:
     _check(results, args.results)
     if args.output is None:
-        raise Error("the picture needs a name; give it with -o, for instance -o bench.png")
+        raise Error("the file of the picture is missing; give it, for instance with -o bench.png")
     if args.prometheus or args.hta or args.json:
-        raise Error("--prometheus, --hta and --json are for runs of gradcast doctor; leave them out for gradcast-bench")
+        raise Error(
+            "--prometheus, --hta and --json only work with runs of gradcast doctor; leave them out for gradcast-bench"
+        )
     check_writable(args.output, "picture")
     from gradcast.plots import draw_bench
 
@@ -101,24 +105,24 @@ def _read(path: str) -> str:
     except OSError as error:
         raise Error(f"{path} cannot be read: {error.strerror}", "invalid_option") from None
     except ValueError:
-        raise Error(f"{path} is not text in UTF-8; it has to be {_EITHER}", "invalid_option") from None
+        raise Error(f"{path} is not UTF-8 text; give {_EITHER}", "invalid_option") from None
 
 
 def _fields(text: str, path: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
-        raise Error(f"{path} is not JSON; it has to be {_EITHER}", "invalid_option") from None
+        raise Error(f"{path} is not JSON; give {_EITHER}", "invalid_option") from None
     if not isinstance(fields, dict) or fields.get("kind") not in (KIND, _BENCH):
         raise Error(
-            f"{path} is not of gradcast-bench, nor of gradcast doctor; it has to be {_EITHER}", "invalid_option"
+            f"{path} was written neither by gradcast doctor nor by gradcast-bench; give {_EITHER}", "invalid_option"
         )
     return fields
 
 
 def _check(results: dict[str, Any], path: str) -> None:
     if results.get("version") != 1:
-        raise Error(f"{path} is of version {results.get('version')}; this gradcast reads version 1", "invalid_option")
+        raise Error(f"{path} has version {results.get('version')}; this gradcast reads version 1", "invalid_option")
     if not results.get("sweep") and not results.get("schedule"):
         raise Error(f"{path} has neither a sweep nor a schedule: nothing to draw", "invalid_option")
 
@@ -127,15 +131,15 @@ def _sentences(results: dict[str, Any]) -> list[str]:
     found = []
     wrong = sum(row["errors"] for row in results.get("sweep", []))
     if wrong:
-        found.append(f"{wrong} elements were not the exact sum: do not train over this transport.")
+        found.append(f"{wrong} elements of the sums were wrong: do not train over this transport.")
     rows = results.get("schedule", [])
     if rows:
         best = min(rows, key=lambda row: row["step_ns"])
         ddp = next((row for row in rows if row["policy"] == "ddp"), None)
-        gain = "" if ddp is None or ddp is best else f", {ddp['step_ns'] / best['step_ns']:.2f} times as fast as ddp"
+        gain = "" if ddp is None or ddp is best else f", {ddp['step_ns'] / best['step_ns']:.2f}x faster than ddp"
         found.append(
-            f"{best['policy']} is the fastest: {best['step_ns'] / 1e6:.1f} ms per step{gain}; no plan takes less than "
-            f"{best['bound_ns'] / 1e6:.1f}."
+            f"{best['policy']} is the fastest: {best['step_ns'] / 1e6:.1f} ms per step{gain}; the lower bound is "
+            f"{best['bound_ns'] / 1e6:.1f} ms."
         )
         worst = max(rows, key=lambda row: abs(row["prediction_error"]))
         found.append(f"Predictions are off by {abs(worst['prediction_error']):.0%} at most ({worst['policy']}).")

@@ -1,12 +1,12 @@
-"""``gradcast scaling``: step time and efficiency on other numbers of workers, and how sure that is."""
+"""``gradcast scaling``: predicts step time and efficiency with other numbers of workers, with error bands."""
 
 import argparse
 from typing import Any
 
 from gradcast import _core
 from gradcast.cli import common
-from gradcast.cli.growth_options import add_growth_options, list_of, networks_from, nodes_from
 from gradcast.cli.network_options import WORKERS_MAX
+from gradcast.cli.scaling_options import add_scaling_network_options, networks_from, nodes_from
 from gradcast.files import check_writable, load_profile
 from gradcast.scaling.estimate import WORKERS, Band, Options, Point, as_json, band
 from gradcast.scaling.growth import ALGORITHMS
@@ -19,32 +19,26 @@ def add_parser(commands: Any) -> None:
     parser = common.new_parser(
         commands,
         "scaling",
-        "predict step time and efficiency on other numbers of workers",
-        "From profiles of two or more ranks,\nor for a named or given network. Each point has a band and says what it "
-        "rests on:\nmeasured costs, costs fitted between measured ones, or costs extrapolated beyond them.",
+        "predict step time and efficiency with other numbers of workers",
+        "Starts from\nprofiles of two or more ranks, or from a named or given network. Each point has a band and says "
+        "which costs it\nuses: measured, fitted between measured ones, or extrapolated beyond them.",
         _EXAMPLE,
     )
-    parser.add_argument(
-        "profiles",
-        metavar="PROFILE",
-        nargs="+",
-        help="profiles of one model, each measured on another number of workers (handle.save_profile); or bundled ones",
-    )
-    common.add_scale_option(parser)
-    add_growth_options(parser)
+    common.add_profiles_argument(parser)
+    add_scaling_network_options(parser)
     parser.add_argument(
         "--workers",
-        type=list_of(common.whole_number(1, WORKERS_MAX)),
+        type=common.list_of(common.whole_number(1, WORKERS_MAX)),
         default=list(WORKERS),
         metavar="NS",
         help="numbers of workers, separated by commas (default: 2, 4, 8 … 4096)",
     )
     parser.add_argument(
         "--algorithms",
-        type=list_of(_algorithm),
+        type=common.list_of(_algorithm),
         default=list(ALGORITHMS),
         metavar="NAMES",
-        help="of the all-reduce: ring, tree, hierarchical (default: all that can be predicted)",
+        help="algorithms of the all-reduce: ring, tree, hierarchical (default: all that can be predicted)",
     )
     common.add_schedule_options(parser)
     parser.add_argument("-o", "--output", metavar="PNG", help="also draw step time and efficiency")
@@ -91,7 +85,7 @@ def _print(args: argparse.Namespace, profiles: list[_core.Profile], found: Band)
         common.print_table([_cells(point) for point in points], headers, "rrrrrrrl")
     print()
     for curve, reason in found.skipped.items():
-        print(f"{curve}: points are missing, because {reason}.")
+        print(f"{curve}: some points are missing, because {reason}.")
     print(sentence(found))
     if args.output:
         print(f"The picture is in {args.output}.")
@@ -111,29 +105,31 @@ def _cells(point: Point) -> list[str]:
 
 
 def sentence(found: Band) -> str:
-    """Where more workers cease to pay, and how sure that is."""
+    """Says where more workers cease to pay off, and how certain that is."""
     first = found.points[0]
     curve = f"{first.network}, {first.algorithm}"
     points = found.curves()[first.network, first.algorithm]
     if found.worth_trying:
         text = f"Worth trying: {', '.join(str(count) for count in found.worth_trying)}."
     elif max(point.throughput for point in points) > 1:
-        text = "None is worth trying: those that do more than one worker cost too much worker time per sample."
+        text = "None is worth trying: all that are faster than one worker cost too much worker time per sample."
     else:
-        text = "One worker alone is as fast as any of these."
-    # One number of workers is no curve that could bend.
+        text = "None is faster than one worker."
+    # A curve of one point has no knee.
     return f"{curve}: {_knee(found, points[-1].workers)}. {text}" if len(points) > 1 else f"{curve}: {text}"
 
 
 def _knee(found: Band, last: int) -> str:
     if found.knee is None:
-        text = f"no knee up to {last} workers, the last doubling brings 1.5 times the throughput or more"
+        text = f"no knee up to {last} workers; the last doubling still multiplies the throughput by 1.5 or more"
     elif found.knee == 1:
-        text = "the knee is at one worker; no doubling brings 1.5 times the throughput"
+        text = "the knee is at one worker; no doubling multiplies the throughput by 1.5"
     else:
-        text = f"the knee is at {found.knee} workers, the last doubling that brings 1.5 times the throughput or more"
+        text = f"the knee is at {found.knee} workers: the last doubling that multiplies the throughput by 1.5 or more"
     if found.unpaid:
-        text += f"; from {' and '.join(f'{fewer} to {more}' for fewer, more in found.unpaid)} workers it is less"
+        text += (
+            f"; from {' and '.join(f'{fewer} to {more}' for fewer, more in found.unpaid)} workers the gain is smaller"
+        )
     ends = [f"above {last}" if end is None else str(end) for end in (found.knee_low, found.knee_high)]
     if len({found.knee, found.knee_low, found.knee_high}) > 1:
         text += f" (with all costs at their highest it is {_at(ends[0])}, at their lowest {_at(ends[1])})"

@@ -1,4 +1,4 @@
-"""``gradcast simulate``: every policy on one profile and one network, the best first, and what that means in words."""
+"""``gradcast simulate``: compares policies on one profile and one network, the best first."""
 
 import argparse
 from typing import Any
@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "simulate",
         "compare policies on a profile and a network",
-        "Predicts an iteration under each policy and sets it\nagainst the lower bound that no schedule can beat.",
+        "Predicts an iteration under each policy and\ncompares it with the lower bound that no schedule can beat.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
@@ -29,10 +29,10 @@ def add_parser(commands: Any) -> None:
         type=common.argument(parse_policies),
         default=parse_policies("all"),
         metavar="NAMES",
-        help="all, or some: forecast,ddp (default: all; `gradcast policies` lists them)",
+        help="policies, separated by commas (default: all; `gradcast policies` lists them)",
     )
     common.add_schedule_options(parser)
-    parser.add_argument("--plot", metavar="PNG", help="also draw the policies' lanes, one above the other")
+    parser.add_argument("--plot", metavar="PNG", help="also draw the plans, one above the other")
     common.add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -84,7 +84,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
     if args.in_flight > 1:
         print(f"up to {args.in_flight} blocks in flight")
     print()
-    headers = ["policy", "blocks", "iteration ms", "time / bound", "time / plain bound", "speed-up over ddp"]
+    headers = ["policy", "blocks", "iteration ms", "time / bound", "time / plain bound", "speedup over ddp"]
     common.print_table([_row_cells(row) for row in comparison.rows], headers, "lrrrrr")
     print()
     for row in comparison.rows:

@@ -1,4 +1,4 @@
-"""``gradcast sweep``: policies over many bandwidths and world sizes, as CSV and as a picture."""
+"""``gradcast sweep``: compares policies over many bandwidths and world sizes, as CSV and as a picture."""
 
 import argparse
 import csv
@@ -12,7 +12,7 @@ from gradcast.cli.network_options import DEFAULT_LATENCY, WORKERS_MAX, derived_n
 from gradcast.comparison.compare import Comparison, compare, parse_policies
 from gradcast.errors import Error
 from gradcast.files import check_writable, write_text
-from gradcast.units import format_bandwidth, format_time, parse_bandwidth_bits_per_s, parse_time_ns
+from gradcast.units import format_bandwidth, format_time, parse_time_ns
 
 _EXAMPLE = (
     "gradcast sweep resnet50 --scale 0.5 --bandwidths 1gbit,3gbit,10gbit,25gbit --workers 2,8,64 "
@@ -30,30 +30,30 @@ def add_parser(commands: Any) -> None:
         commands,
         "sweep",
         "compare policies over many networks",
-        "Writes one CSV line per bandwidth, world size and policy,\nand on request a picture of the speed-up over DDP.",
+        "Writes one CSV line per bandwidth,\nworld size and policy, and optionally draws the speedup over DDP.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
     parser.add_argument(
         "--bandwidths",
-        type=_list_of(common.argument(parse_bandwidth_bits_per_s)),
+        type=common.list_of(common.BANDWIDTH),
         required=True,
         metavar="RATES",
-        help="of one worker's connection, separated by commas: 1gbit,3gbit,10gbit",
+        help="bandwidths of one worker's connection, separated by commas: 1gbit,3gbit,10gbit",
     )
     parser.add_argument(
         "--workers",
-        type=_list_of(common.whole_number(1, WORKERS_MAX)),
+        type=common.list_of(common.whole_number(1, WORKERS_MAX)),
         required=True,
         metavar="NS",
         help="world sizes, separated by commas: 2,8,64",
     )
     parser.add_argument(
         "--latency",
-        type=common.argument(parse_time_ns),
+        type=common.TIME,
         default=parse_time_ns(DEFAULT_LATENCY),
         metavar="TIME",
-        help=f"of one hop (default: {DEFAULT_LATENCY})",
+        help=f"latency of one hop (default: {DEFAULT_LATENCY})",
     )
     parser.add_argument(
         "--topology", choices=["ring", "tree"], default="ring", help="algorithm of the all-reduce (default: ring)"
@@ -63,22 +63,12 @@ def add_parser(commands: Any) -> None:
         type=common.argument(parse_policies),
         default=parse_policies("all"),
         metavar="NAMES",
-        help="all, or some: forecast,prophet (default: all)",
+        help="policies, separated by commas (default: all)",
     )
     common.add_schedule_options(parser)
     parser.add_argument("-o", "--output", metavar="CSV", help="write the table to this file (default: print it)")
-    parser.add_argument("--plot", metavar="PNG", help="draw the speed-up over DDP against the bandwidth")
+    parser.add_argument("--plot", metavar="PNG", help="draw the speedup over DDP against the bandwidth")
     parser.set_defaults(run=run)
-
-
-def _list_of(convert: Any) -> Any:
-    def convert_all(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts:
-            raise argparse.ArgumentTypeError("the list is empty")
-        return list(dict.fromkeys(convert(part) for part in parts))
-
-    return convert_all
 
 
 def run(args: argparse.Namespace) -> None:
@@ -113,7 +103,7 @@ def _rows(args: argparse.Namespace, profile: _core.Profile) -> list[dict[str, An
         skipped.update(comparison.skipped)
         rows += _point_rows(args, profile, workers, bandwidth, comparison)
     for name, reason in skipped.items():
-        print(f"{name} is left out where it cannot run: {reason}.", file=sys.stderr)
+        print(f"{name} is left out on some networks: {reason}.", file=sys.stderr)
     if not rows:
         raise Error("none of these policies can run here; try --policies all")
     return rows
@@ -132,27 +122,14 @@ def _point_rows(
         workers,
         bandwidth / 1e9,
     ]
-    return [
-        dict(
-            zip(
-                COLUMNS,
-                [
-                    *point,
-                    row.policy,
-                    len(row.plan.blocks),
-                    round(row.plan.predicted_ns / 1e6, 6),
-                    round(row.plan.bound_ns / 1e6, 6),
-                    round(row.plan.plain_bound_ns / 1e6, 6),
-                    round(row.ratio_to_bound, 6),
-                    round(row.ratio_to_plain_bound, 6),
-                    round(row.speedup_over_ddp, 6),
-                    int(not row.other_ops),
-                ],
-                strict=True,
-            )
-        )
-        for row in comparison.rows
-    ]
+    rows = []
+    for row in comparison.rows:
+        times_ms = (row.plan.predicted_ns / 1e6, row.plan.bound_ns / 1e6, row.plan.plain_bound_ns / 1e6)
+        ratios = (row.ratio_to_bound, row.ratio_to_plain_bound, row.speedup_over_ddp)
+        numbers = [round(value, 6) for value in (*times_ms, *ratios)]
+        cells = [*point, row.policy, len(row.plan.blocks), *numbers, int(not row.other_ops)]
+        rows.append(dict(zip(COLUMNS, cells, strict=True)))
+    return rows
 
 
 def _as_csv(rows: list[dict[str, Any]]) -> str:

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.doctor import Doctor, Settings, holds_any_of, obstacle
+from gradcast.diagnosis.doctor import Doctor, Settings
 from gradcast.diagnosis.outcome import Outcome
+from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
 from gradcast.training.acceptance import unwrapped_optimizer
 
@@ -24,38 +25,39 @@ def doctor(
     trial: bool = True,
     output: str = "gradcast-doctor",
 ) -> Iterator[Outcome]:
-    """Diagnoses the training inside, once, and lets it go on: why is a step as slow as it is, and what would help?
+    """Diagnoses the training loop inside, once: why is a step as slow as it is, and what would help?
 
-    Every rank enters with its module, wrapped in DistributedDataParallel, and all optimizers that update it. After 5
-    and ``steps`` steps the ranks run probes for about ``seconds``, try gradcast (``trial``) and check the network
-    (``network``); then parameters, buffers, the optimizer and random generators are what they were, bit for bit. Rank 0
-    prints the result and writes it into the folder ``output``; ``outcome.result`` is doctor.json's dict there, None on
-    the others; ``outcome.why_nothing`` is a sentence where there is no diagnosis. Raises gradcast.Error for what cannot
-    be diagnosed.
+    Every rank enters with its DistributedDataParallel module and all optimizers that update it. After 5 warm-up steps
+    and ``steps`` ordinary steps, the ranks probe for about ``seconds``, try gradcast (``trial``) and check the network
+    (``network``). Then parameters, buffers, optimizer state and random generators are restored bit for bit, and the
+    training goes on. Rank 0 prints the result and writes it to the folder ``output``.
+
+    Yields an outcome: ``outcome.result`` holds the fields of doctor.json on rank 0 and is None on the others;
+    ``outcome.why_nothing`` says why there is no diagnosis. Raises gradcast.Error if the training cannot be diagnosed.
     """
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     optimizers = [unwrapped_optimizer(each) for each in given]
     settings = Settings(steps=steps, seconds=seconds, network=network, trial=trial)
     _check(model, optimizers)
     outcome = Outcome(output, rank=dist.get_rank())
-    watching = Doctor(settings, outcome)
-    watching.begin(model, optimizers)
+    running = Doctor(settings, outcome)
+    running.watch(model, optimizers)
     try:
         yield outcome
     finally:
-        watching.close()
-        if not watching.done:
-            outcome.nothing(f"{watching.steps} steps were made of the {watching.needed_steps} that it watches")
+        running.close()
+        if not running.done:
+            outcome.fail(f"the loop made {running.steps} of the {running.needed_steps} steps that the doctor observes")
 
 
 def _check(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise Error("gradcast.doctor diagnoses a DistributedDataParallel module; wrap the model first", "invalid_use")
     for each in optimizers:
-        if not holds_any_of(each, model.module):
+        if not updates(each, model.module):
             raise Error(f"the {type(each).__name__} holds no parameter of the module", "invalid_use")
     if not optimizers:
-        raise Error("gradcast.doctor needs the optimizer whose steps it counts", "invalid_use")
+        raise Error("gradcast.doctor needs the optimizers that update the module; pass them", "invalid_use")
     why = obstacle(model, optimizers)
     if why is not None:
         raise Error(why, "invalid_use")

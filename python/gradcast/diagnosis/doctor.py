@@ -1,12 +1,12 @@
-"""One diagnosis inside a running training: ordinary steps are watched, then probed, then the training goes on.
+"""One diagnosis inside a running training: observe ordinary steps, probe once, and let the training go on.
 
-On all ranks alike: after so many ordinary steps, at the end of ``optimizer.step()``, every rank takes a snapshot, runs
-the probes, tries gradcast, checks the network, and restores the snapshot. The loop has seen nothing of it, but time.
+All ranks do the same. At the end of the last observed ``optimizer.step()``, every rank takes a snapshot, runs the
+probes, tries gradcast, checks the network, and restores the snapshot. The loop notices nothing but the time it took.
 """
 
 import functools
-import inspect
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,35 +15,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.analyze import findings
+from gradcast.diagnosis.analyze import result
+from gradcast.diagnosis.analyze.result import RankMeasurements, TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.observe import environment
-from gradcast.diagnosis.observe.loader import LoaderWatch
-from gradcast.diagnosis.observe.observer import TAPES, Observer
+from gradcast.diagnosis.observe.loader import LoaderTimer
+from gradcast.diagnosis.observe.observer import RECORDED_STEPS_MAX, Observer
 from gradcast.diagnosis.outcome import Outcome
-from gradcast.diagnosis.probe import clock_sync, launch_overhead, probes, trial
-from gradcast.diagnosis.probe.probes import Nodes, Prober
+from gradcast.diagnosis.probe import clock_sync, launch_overhead, layer_times, prober, trial
+from gradcast.diagnosis.probe.prober import Prober, RankNodes
 from gradcast.diagnosis.probe.snapshot import Snapshot
-from gradcast.diagnosis.trace.merged import clock_between, merge
+from gradcast.diagnosis.trace.clocks import Clock, clock_between
+from gradcast.diagnosis.trace.merged import merge
 from gradcast.errors import Error
 from gradcast.training.ranks.group import Group, backend_of, lasting_group
 
-# In these memory is allocated, DDP lays out its buckets, and loaders fill their queues.
-LEFT_OUT_STEPS = 5
+# In the first steps memory is allocated, DDP lays out its buckets, and loaders fill their queues.
+WARMUP_STEPS = 5
 _LAYER_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``steps``: ordinary ones that count. ``seconds``: about so long may the probes take, within 1 to 4 rounds of each
-    kind, more where that is fewer than the ordinary steps. ``network``, ``trial``: whether these parts are wanted."""
+    """What the user asked for. Raises Error for values that make no sense.
+
+    ``steps`` is the number of ordinary steps that count. The probes take about ``seconds``: 1 to 4 rounds of each kind
+    of step, or more rounds until as many steps are probed as were observed.
+    """
 
     steps: int = 20
     seconds: float = 60.0
@@ -52,143 +57,137 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 5:
-            raise Error(f"steps is {self.steps!r}; a whole number of at least 5 is expected", "invalid_option")
+            raise Error(f"steps is {self.steps!r}; it must be a whole number of at least 5", "invalid_option")
         if not self.seconds > 0:
-            raise Error(f"seconds is {self.seconds!r}; a number above 0 is expected", "invalid_option")
+            raise Error(f"seconds is {self.seconds!r}; it must be a number above 0", "invalid_option")
 
 
 class Doctor:
-    """Tells the outcome what was found, or why nothing was: then the training goes on as well."""
+    """Runs one diagnosis and hands it to ``outcome``. If the diagnosis fails, the training still goes on."""
 
     def __init__(self, settings: Settings, outcome: Outcome) -> None:
         self._settings, self._outcome = settings, outcome
-        self._loader = LoaderWatch()
+        self._loader = LoaderTimer()
         self._observer: Observer | None = None
         self.done = False
 
     @property
     def steps(self) -> int:
-        """Ordinary ones that were seen."""
+        """The number of observed steps."""
         return 0 if self._observer is None else len(self._observer.steps)
 
     @property
-    def watches(self) -> bool:
-        """Whether a module was found."""
+    def is_watching(self) -> bool:
+        """Whether a module has been found and is being observed."""
         return self._observer is not None
 
     @property
     def optimizer_steps(self) -> int:
-        """Also those in which the module had no part that could be seen."""
+        """The number of steps of the main optimizer, including those in which the module had no visible part."""
         return 0 if self._observer is None else self._observer.optimizer_steps
 
     @property
     def needed_steps(self) -> int:
-        return LEFT_OUT_STEPS + self._settings.steps
+        return WARMUP_STEPS + self._settings.steps
 
-    def begin(self, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-        """REQUIRES: ``obstacle`` knows none."""
+    def watch(self, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        """Begins to observe. REQUIRES: ``preconditions.obstacle`` finds none."""
         self._ddp, self._optimizers = ddp, list(optimizers)
-        keep_from = self.needed_steps - TAPES
-        self._observer = Observer(ddp, optimizers, self._loader, self._step_ended, keep_from=keep_from)
+        keep_from = self.needed_steps - RECORDED_STEPS_MAX
+        self._observer = Observer(ddp, optimizers, self._loader, self._on_step_end, keep_from=keep_from)
 
     def close(self) -> None:
-        """Nothing of the diagnosis is left in the training. Idempotent."""
+        """Removes everything from the training. Idempotent."""
         self._loader.close()
         if self._observer is not None:
             self._observer.close()
 
-    def _step_ended(self) -> None:
-        if self.steps == LEFT_OUT_STEPS:
+    def _on_step_end(self) -> None:
+        if self.steps == WARMUP_STEPS:
             self._loader_before = self._loader.totals_ms()
         if self.steps < self.needed_steps or self.done:
             return
         self.done = True
         try:
-            # Whatever the user's step() is called in.
+            # The user's step() may be called in any of these modes.
             kind = self._ddp.device.type
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
                 why_nothing = self._diagnose()
-        except Exception as error:  # a diagnosis that fails must not end a training
-            why_nothing = _sentence(error)
+        except Exception as error:  # a failed diagnosis must not end the training
+            why_nothing = _describe(error)
         finally:
             self.close()
         if why_nothing is None:
-            self._outcome.over()
+            self._outcome.finish()
         else:
-            self._outcome.nothing(why_nothing)
+            self._outcome.fail(why_nothing)
 
     def _diagnose(self) -> str | None:
-        """Why rank 0 could not tell what was found; the same on all ranks, which all go on, or all end."""
+        """Returns None, or why rank 0 could not analyze the measurements. The return value is the same on all ranks."""
         everybody = lasting_group(self._ranks(), _TIMEOUT, "gloo", "doctor")
         rank = dist.get_rank(self._ddp.process_group)
         group = Group(rank, len(self._ranks()), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
-        tell = _Teller(rank)
-        tell(f"{self._settings.steps} ordinary steps were watched; now steps with less in them, on the same batches")
-        looks = self._ddp.find_unused_parameters or self._ddp.static_graph
-        all_used = all(group.gather(self._observer.all_used)) if looks else True
+        progress = _print_progress if rank == 0 else _no_progress
+        progress(f"observed {self._settings.steps} ordinary steps; now probing with the same batches")
+        searches = self._ddp.find_unused_parameters or self._ddp.static_graph
+        all_used = all(group.gather(self._observer.all_used)) if searches else True
         if not all_used:
             raise Error(
-                "parameters stay without a gradient in some steps, and DDP, which looks for them, would take the "
-                "doctor's steps for the training's"
+                "some parameters have no gradient in some steps. DDP searches for them (find_unused_parameters or "
+                "static_graph), and would mistake the doctor's steps for the training's"
             )
         snapshot = Snapshot(self._ddp.module, self._optimizers)
         try:
-            measured = self._measure(group, tell)
+            measurements = self._measure(group, progress)
         finally:
             snapshot.restore()
-        tell("parameters, optimizer and random generators are what they were; the training goes on")
-        everything = group.gather(measured)
-        return group.from_first(self._told(everything) if rank == 0 else None)
+        progress("restored parameters, optimizer state and random generators; the training goes on")
+        all_ranks = group.gather(measurements)
+        return group.from_first(self._analyze(all_ranks) if rank == 0 else None)
 
-    def _told(self, everything: "Sequence[findings.Measured]") -> str | None:
+    def _analyze(self, ranks: Sequence[RankMeasurements]) -> str | None:
+        """Saves the result, or returns why that failed."""
         try:
-            traces = findings.aligned(everything)
-            self._outcome.arrived(findings.result(everything, self._facts()), merge(traces) if traces else None)
+            traces = result.aligned_traces(ranks)
+            self._outcome.save(result.build(ranks, self._setup()), merge(traces) if traces else None)
         except Exception as error:
-            return _sentence(error)
+            return _describe(error)
         return None
 
-    def _measure(self, group: Group, tell: "_Teller") -> "findings.Measured":
-        nodes = Nodes(tuple(network_hosts.names(group.gather(network_hosts.own_host()))))
-        ordinary = self._observer.steps[LEFT_OUT_STEPS:]
-        prober = Prober(self._ddp, self._optimizers, list(self._observer.tapes), group.own)
-        # In one order on all ranks: making a wrapper is collective.
-        run = [name for name in ("alone", "node", "cluster") if name in probes.kinds(nodes).values()]
+    def _measure(self, group: Group, progress: Progress) -> RankMeasurements:
+        nodes = RankNodes(tuple(network_hosts.names(group.gather(network_hosts.own_host()))))
+        ordinary = self._observer.steps[WARMUP_STEPS:]
+        probes = Prober(self._ddp, self._optimizers, list(self._observer.recorded_steps), group.own)
+        # In the same order on all ranks, because making a wrapper is collective.
+        kinds = prober.kinds(nodes)
+        run = [name for name in ("alone", "node", "cluster") if name in kinds.values()]
         groups = {name: self._group_of(name, nodes, group) for name in run}
-        makers = {name: functools.partial(prober.wrapper, groups[name]) for name in run}
-        options = _without_mistakes(self._ddp)
-        makers |= {name: functools.partial(prober.wrapper, groups["cluster"], **{name: False}) for name in options}
+        makers = {name: functools.partial(probes.wrapper, groups[name]) for name in run}
+        options = _costly_options(self._ddp)
+        makers |= {name: functools.partial(probes.wrapper, groups["cluster"], **{name: False}) for name in options}
         process = environment.own_process()
         threads = _fitting_threads(nodes, group.rank, group.gather(process))
         if threads is not None:
             options.append("threads")
             makers["threads"] = makers["cluster"]
         rounds = self._rounds(group, ordinary, len(makers))
-        wrappers, found = prober.run(makers, rounds, tell, {} if threads is None else {"threads": threads})
+        wrappers, found = probes.run(makers, rounds, progress, {} if threads is None else {"threads": threads})
         usual_ms = {stage: _median(samples) for stage, samples in found["alone"].items()}
-        computing = launch_overhead.computing_ms(prober, wrappers["alone"], self._ddp.device, usual_ms)
-        untold = next((each for each in group.gather(computing) if isinstance(each, str)), None)
-        layers = probes.layers_ms(prober, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
+        computing = launch_overhead.computing_ms(probes, wrappers["alone"], self._ddp.device, usual_ms)
+        launch_unknown = next((each for each in group.gather(computing) if isinstance(each, str)), None)
+        layers = layer_times.layers_ms(probes, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
-        tried, clocks = None, []
-        if self._settings.trial:
-            tell("gradcast for a few steps")
-            before = clock_sync.offsets(group)
-            tried = trial.try_overlap(prober, [self._ddp, *wrappers.values()], self._optimizers, pause_ms)
-            refused = next((each for each in group.gather(tried.error) if each is not None), None)
-            if refused is not None:  # maybe by one rank alone
-                tried = trial.Trial(error=refused)
-            clocks = [clock_between(*each) for each in zip(before, clock_sync.offsets(group), strict=True)]
-        network = self._network(group, tell)
-        reading = self._reading()
-        return findings.Measured(
+        tried, clocks = self._try_gradcast(group, probes, [self._ddp, *wrappers.values()], pause_ms, progress)
+        network = self._check_network(group, progress)
+        reading = self._batch_ms()
+        return RankMeasurements(
             RankSteps(
                 rank=group.rank,
                 node=nodes.of_rank[group.rank],
                 host=nodes.hosts[group.rank],
                 normal={name: [each[name] for each in ordinary] for name in ordinary[0]},
-                probes={kind: found[run] for kind, run in probes.kinds(nodes).items()},
-                computing=found["alone"] if untold else computing,
+                probes={kind: found[stand_in] for kind, stand_in in kinds.items()},
+                computing=found["alone"] if launch_unknown else computing,
                 loader_workers=self._loader.workers,
                 read_ms=reading and reading[0],
                 prepare_ms=reading and reading[1],
@@ -198,31 +197,50 @@ class Doctor:
             trial=tried,
             clocks=clocks,
             network=network,
-            launching_untold=untold,
-            probe_steps=probes.step_count(len(makers), rounds),
+            launch_unknown=launch_unknown,
+            probe_steps=prober.step_count(len(makers), rounds),
             process=process,
         )
 
-    def _network(self, group: Group, tell: "_Teller") -> dict[str, Any] | None:
+    def _try_gradcast(
+        self,
+        group: Group,
+        probes: Prober,
+        wrappers: Sequence[DistributedDataParallel],
+        pause_ms: float,
+        progress: Progress,
+    ) -> tuple[trial.Trial | None, list[Clock]]:
+        """Returns this rank's trial, and on rank 0 the clocks of all ranks during it."""
+        if not self._settings.trial:
+            return None, []
+        progress("trying gradcast for a few steps")
+        before = clock_sync.offsets(group)
+        tried = trial.try_overlap(probes, wrappers, self._optimizers, pause_ms)
+        refused = next((each for each in group.gather(tried.error) if each is not None), None)
+        if refused is not None:  # possibly by one rank only
+            tried = trial.Trial(error=refused)
+        return tried, [clock_between(*each) for each in zip(before, clock_sync.offsets(group), strict=True)]
+
+    def _check_network(self, group: Group, progress: Progress) -> dict[str, Any] | None:
         if not self._settings.network:
             return None
         from gradcast.diagnosis.network import check as network_check
 
-        tell("the network between the hosts")
-        return network_check.check(group, tell, device_type=self._ddp.device.type)
+        progress("measuring the network between the hosts")
+        return network_check.check(group, progress, device_type=self._ddp.device.type)
 
-    def _reading(self) -> tuple[float, float] | None:
-        """Of one batch: ms of reading and of preparing it. None where no worker could be seen."""
+    def _batch_ms(self) -> tuple[float, float] | None:
+        """Returns the ms that reading and preparing one batch took, or None if no loader worker was seen."""
         now = self._loader.totals_ms()
         reading, preparing, batches = (after - before for after, before in zip(now, self._loader_before, strict=True))
         return (reading / batches, preparing / batches) if batches else None
 
     def _rounds(self, group: Group, ordinary: Sequence[dict[str, float]], kind_count: int) -> int:
-        """The same on every rank."""
+        """Returns the number of rounds, the same on every rank."""
         step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
-        return probes.round_count(kind_count, self._settings.steps, self._settings.seconds / step_s)
+        return prober.round_count(kind_count, self._settings.steps, self._settings.seconds / step_s)
 
-    def _group_of(self, kind: str, nodes: Nodes, group: Group) -> Any:
+    def _group_of(self, kind: str, nodes: RankNodes, group: Group) -> Any:
         own = group.rank
         members = {"alone": [own], "node": nodes.ranks[nodes.of_rank[own]], "cluster": range(group.world_size)}[kind]
         everyone = self._ranks()
@@ -232,9 +250,9 @@ class Doctor:
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._ddp.process_group)
 
-    def _facts(self) -> "findings.Facts":
+    def _setup(self) -> TrainingSetup:
         ddp = self._ddp
-        return findings.Facts(
+        return TrainingSetup(
             backend=backend_of(ddp.process_group, ddp.device.type),
             device=ddp.device.type,
             torch=torch.__version__,
@@ -244,108 +262,57 @@ class Doctor:
             is_fp32=any(p.dtype == torch.float32 for p in ddp.module.parameters()),
             compiled=ddp.module._compiled_call_impl is not None or hasattr(ddp.module, "_orig_mod"),
             find_unused_parameters=ddp.find_unused_parameters,
-            rebuilt=_rebuilds(ddp),
+            rebuilt=_rebuilds_buckets(ddp),
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
-            left_out_steps=LEFT_OUT_STEPS,
+            warmup_steps=WARMUP_STEPS,
             gradients_used=self._observer.gradients_used,
         )
 
 
-class _Teller:
-    """Progress, of rank 0, on standard error."""
-
-    def __init__(self, rank: int) -> None:
-        self._tells = rank == 0
-
-    def __call__(self, text: str) -> None:
-        if self._tells:
-            print(f"gradcast doctor: {text}", file=sys.stderr, flush=True)
+def _print_progress(text: str) -> None:
+    print(f"gradcast doctor: {text}", file=sys.stderr, flush=True)
 
 
-def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> str | None:
-    """Why this training cannot be diagnosed, as a sentence; the same on all ranks."""
-    members, everybody = dist.get_world_size(ddp.process_group), dist.get_world_size()
-    if members == 1:
-        return "there is one worker, so nothing travels and nobody waits; start two or more with torchrun"
-    if members < everybody:
-        return (
-            f"the module's gradients are averaged over {members} of {everybody} ranks, and the others would not know "
-            "of the doctor's own steps; diagnose it in a group of all"
-        )
-    for name in ("mixed_precision", "_delay_all_reduce_params"):
-        if getattr(ddp, name, None):
-            return f"DDP's {name.strip('_')} is not supported by the doctor's own steps; leave it out for the diagnosis"
-    for each in optimizers:
-        name = type(each).__name__
-        if _needs_arguments(type(each).step):
-            return f"{name}.step() needs a closure, which the doctor's own steps do not have"
-        if any(isinstance(value, Optimizer) for value in vars(each).values()):
-            return f"{name} holds another optimizer, whose state would not be kept; diagnose it with that one alone"
-    return _hook_obstacle(ddp)
+def _no_progress(_: str) -> None:
+    pass
 
 
-def holds_any_of(optimizer: Optimizer, module: nn.Module) -> bool:
-    """Whether it updates a parameter of the module."""
-    owned = {id(parameter) for parameter in module.parameters()}
-    return any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _needs_arguments(step: Callable[..., Any]) -> bool:
-    """Besides the optimizer itself."""
-    given = list(inspect.signature(step).parameters.values())[1:]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_ONLY)
-    return any(each.kind in named and each.default is inspect.Parameter.empty for each in given)
-
-
-def _hook_obstacle(ddp: DistributedDataParallel) -> str | None:
-    hooks = probes.hooks_of(ddp)
-    for function, state in hooks:
-        stateless = state is None or isinstance(state, dist.ProcessGroup)
-        if getattr(function, "__module__", None) != default_hooks.__name__ or not stateless:
-            return (
-                f"the communication hook {getattr(function, '__name__', function)} is not one of torch's simple ones; "
-                "leave it out for the diagnosis"
-            )
-    if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
-        return "a communication hook of C++ is registered; leave it out for the diagnosis"
-    return None
-
-
-def _sentence(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if os.environ.get("GRADCAST_DEBUG"):
         raise error
     return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
-def _without_mistakes(ddp: DistributedDataParallel) -> list[str]:
-    """Options that cost time each step and can be measured by leaving them out."""
+def _costly_options(ddp: DistributedDataParallel) -> list[str]:
+    """Lists options that are on, cost time in each step, and can be measured by leaving them out."""
     options = []
-    if ddp.find_unused_parameters:  # all are used, or there would be no diagnosis
+    if ddp.find_unused_parameters:  # every parameter is used, or _diagnose would have raised
         options.append("find_unused_parameters")
     if ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
         options.append("broadcast_buffers")
     return options
 
 
-def _fitting_threads(nodes: Nodes, rank: int, processes: Sequence[environment.Process]) -> int | None:
-    """For this rank, where on some host more threads compute than there are cores; None on all ranks alike."""
+def _fitting_threads(nodes: RankNodes, rank: int, processes: Sequence[environment.Process]) -> int | None:
+    """Returns this rank's number of threads that fits its host, or None on all ranks if it fits everywhere."""
     hosts = {host.name: host for host in environment.hosts(nodes.hosts, processes)}
     if all(host.fitting_threads is None for host in hosts.values()):
         return None
     return hosts[nodes.hosts[rank]].fitting_threads or processes[rank].threads
 
 
-def _rebuilds(ddp: DistributedDataParallel) -> bool:
-    """Whether it lays its buckets out anew, after the first step, by when gradients come."""
+def _rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP rebuilds its buckets after the first step, in the order in which gradients became ready."""
     return ddp.static_graph or not ddp.find_unused_parameters
 
 
 def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Of the first bucket and of the others."""
+    """Returns the caps of the first bucket and of the others."""
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return first, ddp.bucket_bytes_cap
 
 
 def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    """Returns a value that occurred."""
+    return statistics.median_high(values)

@@ -1,4 +1,4 @@
-"""What becomes of a diagnosis: a folder with its result and trace, and a text for the terminal."""
+"""What a diagnosis produces: a folder with doctor.json and the trace, and a text for the terminal."""
 
 import json
 import sys
@@ -14,7 +14,11 @@ from gradcast.files import check_writable
 
 
 class Outcome:
-    """``script``: its name, for the result. ``ends``: the program is over with the diagnosis. Rank 0 writes."""
+    """The result of one diagnosis, or the reason why there is none. Rank 0 writes and prints.
+
+    ``script`` is the script's name, for doctor.json. ``as_json`` prints doctor.json instead of the text.
+    ``ends`` ends the program with exit code 0 after the diagnosis.
+    """
 
     def __init__(
         self, folder: str, *, rank: int, script: str | None = None, as_json: bool = False, ends: bool = False
@@ -28,38 +32,39 @@ class Outcome:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Error(f"the folder {folder} cannot be made: {(error.strerror or str(error)).lower()}") from None
+            raise Error(f"cannot create the folder {folder}: {(error.strerror or str(error)).lower()}") from None
         check_writable(str(self._folder / RESULT), "result")
 
-    def arrived(self, result: dict[str, Any], trace: dict[str, Any] | None) -> None:
-        """Doctor.json's fields, and the trace of all ranks. On rank 0; told first, since a disk may be full."""
+    def save(self, result: dict[str, Any], trace: dict[str, Any] | None) -> None:
+        """Prints and writes the fields of doctor.json and the trace of all ranks. Rank 0 only."""
         self.result = result | {"script": self._script}
         text = json.dumps(self.result)
+        # Printed before anything is written, because the disk may be full.
         _print(text if self._as_json else f"\n{self._text(trace is not None)}")
         write_atomically(self._folder / RESULT, text, "result")
-        # Of an earlier run in this folder: it would be taken for this one's.
+        # A trace of an earlier run in this folder would be taken for this one's.
         (self._folder / TRACE).unlink(missing_ok=True)
         if trace is not None:
             trace_files.save(trace, self._folder / TRACE)
 
-    def over(self) -> None:
-        """On every rank, after ``arrived``."""
+    def finish(self) -> None:
+        """Ends the program if that was asked for. Every rank calls this after the diagnosis."""
         if self._ends:
             raise SystemExit(0)
 
-    def nothing(self, why: str) -> None:
-        """Said by one rank, and with no exit code of its own: that is the script's."""
+    def fail(self, why: str) -> None:
+        """Records why there is no diagnosis, and prints it on rank 0. The exit code remains the script's."""
         self.why_nothing = why
         if self._rank == 0:
             print(f"gradcast doctor: no diagnosis: {why}", file=sys.stderr, flush=True)
 
-    def _text(self, traced: bool) -> str:
-        end = f"`gradcast report {self._folder}` makes a page of it"
-        end += f"; the trace {self._folder / TRACE} opens in Perfetto." if traced else "."
+    def _text(self, has_trace: bool) -> str:
+        end = f"`gradcast report {self._folder}` renders it as an HTML page"
+        end += f"; the trace {self._folder / TRACE} opens in Perfetto." if has_trace else "."
         return f"{text_report.text(self.result)}\n{end}"
 
 
 def _print(text: str) -> None:
-    """Also where a terminal does not know every character."""
+    """Prints the text, with substitutes for characters that the terminal's encoding does not have."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, errors="replace").decode(encoding), flush=True)

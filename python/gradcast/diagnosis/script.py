@@ -1,4 +1,4 @@
-"""Runs somebody's training script as it is, with a doctor watching.
+"""Runs a user's training script unchanged, with a doctor watching.
 
 The script's exit code stays its own, and its errors are shown as Python shows them.
 """
@@ -17,15 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcast.diagnosis.doctor import Doctor, Settings, holds_any_of, obstacle
+from gradcast.diagnosis.doctor import Doctor, Settings
 from gradcast.diagnosis.outcome import Outcome
+from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
 from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
 
 
-class Finder:
-    """Looks for a DistributedDataParallel module that is trained, and for its optimizers, in a program that knows
-    nothing of this."""
+class TrainingFinder:
+    """Finds the DistributedDataParallel module that a script trains, and its optimizers, and starts the doctor."""
 
     def __init__(self, doctor: Doctor) -> None:
         self._doctor = doctor
@@ -33,7 +33,7 @@ class Finder:
         self._stepped: list[Optimizer] = []
         self.obstacle: str | None = None
         self._init = DistributedDataParallel.__init__
-        DistributedDataParallel.__init__ = self._remembering(self._init)
+        DistributedDataParallel.__init__ = self._recording(self._init)
         self._handle: Any = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -44,78 +44,79 @@ class Finder:
     def found_module(self) -> bool:
         return bool(self._modules)
 
-    def _remembering(self, init: Any) -> Any:
+    def _recording(self, init: Any) -> Any:
         @functools.wraps(init)
-        def remembering(ddp: DistributedDataParallel, *arguments: Any, **keywords: Any) -> None:
+        def recording(ddp: DistributedDataParallel, *arguments: Any, **keywords: Any) -> None:
             init(ddp, *arguments, **keywords)
-            if not self._doctor.watches:  # the doctor's own come later
+            if not self._doctor.is_watching:  # the doctor makes wrappers of its own later
                 self._modules.append(weakref.ref(ddp))
 
-        return remembering
+        return recording
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._doctor.watches or self.obstacle is not None:
+        if self._doctor.is_watching or self.obstacle is not None:
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # One steps for the second time: all that take part in a step are known. Of several modules the largest.
+        # An optimizer steps for the second time, so all that take part in a step are known. If several modules are
+        # trained, the largest one is diagnosed.
         for ddp in sorted(filter(None, (each() for each in self._modules)), key=_size, reverse=True):
-            optimizers = [each for each in self._stepped if holds_any_of(each, ddp.module)]
+            optimizers = [each for each in self._stepped if updates(each, ddp.module)]
             if optimizers:
-                self._begin(ddp, optimizers)
+                self._start(ddp, optimizers)
                 return
 
-    def _begin(self, ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> None:
+    def _start(self, ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> None:
         self.obstacle = obstacle(ddp, optimizers)
         if self.obstacle is None:
-            self._doctor.begin(ddp, optimizers)
+            self._doctor.watch(ddp, optimizers)
 
 
 def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcome) -> None:
-    """``path`` as ``python path arguments`` would. Raises SystemExit with the script's own code, where it has one."""
+    """Runs ``path`` as ``python path arguments`` would. Raises SystemExit with the script's own exit code, if any."""
     if not Path(path).is_file():
-        raise Error(f"there is no script {path}; write `gradcast doctor train.py --its-own-options`")
-    # What the script does by itself is diagnosed, and gradcast is one of the things that could help it.
+        raise Error(f"the script {path} does not exist; write `gradcast doctor train.py --its-own-options`")
+    # The baseline is the script without gradcast, even if it attaches gradcast itself.
     os.environ[DISABLE_VARIABLE] = "1"
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     doctor = Doctor(settings, outcome)
-    finder = Finder(doctor)
+    finder = TrainingFinder(doctor)
     try:
         runpy.run_path(path, run_name="__main__")
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        _show(error)
+        _print_traceback(error)
         raise SystemExit(1) from None
     finally:
         finder.close()
         doctor.close()
         if not doctor.done:
-            outcome.nothing(_why_nothing(path, doctor, finder))
+            outcome.fail(_why_no_diagnosis(path, doctor, finder))
 
 
-def _why_nothing(path: str, doctor: Doctor, finder: Finder) -> str:
+def _why_no_diagnosis(path: str, doctor: Doctor, finder: TrainingFinder) -> str:
     if finder.obstacle is not None:
         return finder.obstacle
-    if doctor.watches and doctor.steps == 0 and doctor.optimizer_steps > 0:
+    if doctor.is_watching and doctor.steps == 0 and doctor.optimizer_steps > 0:
         return (
-            f"in none of {doctor.optimizer_steps} steps a backward pass through the outputs of the "
-            "DistributedDataParallel module was seen: torch.compile around that module (compile what is inside), or "
-            "outputs that hold no tensors"
+            f"none of {doctor.optimizer_steps} steps had a visible backward pass through the outputs of the "
+            "DistributedDataParallel module. Either torch.compile wraps that module (compile the model inside it "
+            "instead), or its outputs hold no tensors"
         )
-    if doctor.watches:
+    if doctor.is_watching:
         return (
-            f"{path} ended after {doctor.steps} of the {doctor.needed_steps} steps that the diagnosis watches; let it "
-            "train for longer, or ask for fewer with --steps"
+            f"{path} ended after {doctor.steps} of the {doctor.needed_steps} steps that the doctor observes; let it "
+            "train longer, or ask for fewer steps with --steps"
         )
     if finder.found_module:
         return f"{path} ended before an optimizer of its DistributedDataParallel module had made two steps"
     return (
-        f"{path} ended without a DistributedDataParallel module: nothing was there that could be diagnosed. Did it "
-        "call init_process_group() and wrap its model? Start it with torchrun: processes that it starts itself are not "
-        "seen"
+        f"{path} ended without a DistributedDataParallel module, so there was nothing to diagnose. Did it call "
+        "init_process_group() and wrap its model? Start it with torchrun: the doctor does not see processes that the "
+        "script starts itself"
     )
 
 
@@ -123,8 +124,8 @@ def _size(ddp: DistributedDataParallel) -> int:
     return sum(parameter.numel() for parameter in ddp.module.parameters())
 
 
-def _show(error: BaseException) -> None:
-    """The script's traceback, from its own first line on."""
+def _print_traceback(error: BaseException) -> None:
+    """Prints the traceback from the script's own first line on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
         trace = trace.tb_next

@@ -1,1 +1,3 @@
-"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Pure."""
+"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Pure; needs no
+torch.
+"""

@@ -1,7 +1,8 @@
-"""What would make a step shorter, and by how much: each action predicted by ``play`` on the measured profile.
+"""What would make a step shorter, and by how much: each action as ``play`` predicts it on the measured profile.
 
-A prediction is the measured step plus what ``play`` says that the action changes. The interval comes from the network's
-costs as low and as high as nine tenths of the measured blocks were, or from the interval of the part that goes.
+A prediction is the measured step plus the change that ``play`` predicts. Its interval comes from the low and high ends
+of the network's costs, between which nine tenths of the measured blocks lie, or from the interval of the part of the
+step that an action removes.
 
 Pure. Thread safety: pure; any thread.
 """
@@ -12,35 +13,39 @@ from dataclasses import dataclass
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, MEET_ONCE, together_ms
-from gradcast.diagnosis.runs import WORTH
+from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, ONE_SYNC, synchronized_ms
+from gradcast.diagnosis.runs import WORTHWHILE_SPEEDUP
 
 _MS = 1e6
-# What casting takes is not in it, so 16 bits halve the cost per byte at best.
-_WIRE = 0.5
+# Casting is not included, so 16 bits halve the cost per byte at best.
+_WIRE_COST = 0.5
 _PASSES = ("forward", "backward", "launch")
 
 
 @dataclass(frozen=True)
 class Action:
-    """``speedup``: samples per second by those of now; ``predicted_ms``: of a step."""
-
     key: str
     title: str
     how: str
-    speedup: float
+    speedup: float  # samples per second over the present ones
     low: float
     high: float
-    predicted_ms: float
+    predicted_ms: float  # of a step
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known. ``ranks``: the parts of each, ms. ``profile``: with its link, as ``attach`` measured it in this
-    training, so that forward holds the loop's own work; None where it could not. ``caps_bytes``: of DDP's first bucket
-    and of the others. ``spread``: see link_costs.spread. ``streams_gain``: how many times the bytes of one TCP stream
-    several carry; None: not known. ``gradients_used``: by the loop, between backward and step(), as clipping does: then
-    all of them are waited for there, and nothing travels under forward.
+    """What the predictions start from.
+
+    * ``ranks``: the parts of each rank's step, ms.
+    * ``profile``: with its link, as ``attach`` measured it in this training, so that forward includes the loop's own
+      work; None if there was no trial.
+    * ``caps_bytes``: of DDP's first bucket and of the others.
+    * ``spread``: low and high factor of the network's costs (``link_costs.spread``).
+    * ``streams_gain``: how many times the bytes of one TCP stream several streams carry; None if unknown.
+    * ``sync_phases``: see step_breakdown.py.
+    * ``gradients_used``: whether the loop reads or writes gradients between backward and step(), as clipping does. Then
+      it waits there for all of them, and nothing overlaps with forward.
     """
 
     step: Estimate
@@ -51,13 +56,13 @@ class Situation:
     spread: tuple[float, float] = (1.0, 1.0)
     wire_possible: bool = True
     streams_gain: float | None = None
-    meetings: Sequence[Sequence[str]] = MEET_ONCE  # see stalls.py
+    sync_phases: Sequence[Sequence[str]] = ONE_SYNC
     gradients_used: bool = False
 
 
 def actions(found: Situation) -> list[Action]:
-    """In the order of predicted gain; all of them, also those that gain nothing."""
-    listed = [_loader(found), _launching(found), _straggler(found), _accumulate(found)]
+    """Lists all actions in the order of predicted gain, including those that gain nothing."""
+    listed = [_loader(found), _launch_overhead(found), _straggler(found), _accumulate(found)]
     if found.profile is not None:
         listed += [_hook(found), _bucket(found)]
         if not found.gradients_used:
@@ -70,7 +75,7 @@ def actions(found: Situation) -> list[Action]:
 
 
 def floor_ms(found: Situation) -> float | None:
-    """The step below which no schedule of all-reduces gets on this network."""
+    """Returns a lower bound of the step for all schedules of all-reduces on this network; None without a profile."""
     if found.profile is None:
         return None
     mode = "hook" if found.gradients_used else "overlap"
@@ -79,40 +84,40 @@ def floor_ms(found: Situation) -> float | None:
 
 
 def hopeless(found: Situation, listed: Sequence[Action]) -> str | None:
-    """A sentence where no action is worth the trouble."""
-    if any(action.speedup >= WORTH for action in listed):
+    """Returns a sentence if no action is worth it, else None."""
+    if any(action.speedup >= WORTHWHILE_SPEEDUP for action in listed):
         return None
     own_ms = sum(found.parts[part].value for part in (*COMPUTE, "launch", "loop"))
     return (
-        f"Nothing here will help, because {own_ms / found.step.value:.0%} of the step is the rank's own work: only a "
-        "faster device, a smaller model or fewer steps would."
+        f"None of these actions will help, because {own_ms / found.step.value:.0%} of the step is the rank's own work. "
+        "Only a faster device, a smaller model or fewer steps will."
     )
 
 
 def overlap_left_out(found: Situation) -> str | None:
-    """A sentence where nothing is said of sending gradients under forward."""
+    """Returns a sentence if overlap mode was left out, else None."""
     if found.profile is None or not found.gradients_used:
         return None
     return (
-        "Your loop writes into the gradients between backward and step(), as clipping and a GradScaler do: it waits "
-        "for all of them there, so overlap mode, which sends them under the next forward pass, is left out."
+        "Overlap mode, which sends gradients during the next forward pass, was left out: your loop writes into the "
+        "gradients between backward and step(), as clipping and a GradScaler do, and waits for all of them there."
     )
 
 
 def _ddp_ns(found: Situation, link: _core.LinkModel | None = None, caps_bytes: tuple[int, int] | None = None) -> float:
-    """What a step takes with stock DDP; on the measured link and with the user's buckets, if nothing else is said."""
+    """Predicts DDP's step. The default is the measured link and the user's buckets."""
     return ddp_baseline.plan(found.profile, caps_bytes or found.caps_bytes, link).predicted_ns
 
 
 def _by_play(
     found: Situation, key: str, title: str, how: str, iteration_ns: Callable[[_core.LinkModel], float]
 ) -> Action:
-    """``iteration_ns``: with the action, on a link."""
+    """Predicts an action. ``iteration_ns`` returns the time of an iteration with the action, on a given link."""
     usual_ns = _ddp_ns(found)
     gains, after_ms = [], []
     for factor in (1.0, *found.spread):
         link = found.profile.link.scaled(factor, factor)
-        # On a network that costs more, the step of now would be longer, too.
+        # On a more expensive network the present step would be longer, too.
         now_ns = _ddp_ns(found, link)
         after_ms.append(_with_passes(found, found.step.value + (iteration_ns(link) - usual_ns) / _MS))
         gains.append((found.step.value + (now_ns - usual_ns) / _MS) / after_ms[-1])
@@ -135,7 +140,7 @@ def _hook(found: Situation) -> Action:
     return _by_play(
         found,
         "hook",
-        "hook mode: DDP's way, with planned blocks",
+        "hook mode (planned blocks that overlap with backward only)",
         "gradcast.attach(model)",
         lambda link: _core.play(found.profile, link, plan).iteration_ns,
     )
@@ -144,13 +149,13 @@ def _hook(found: Situation) -> Action:
 def _wire(found: Situation) -> Action:
     mode = "hook" if found.gradients_used else "overlap"
     given = "model" if found.gradients_used else "model, optimizer"
-    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE), mode=mode)
+    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE_COST), mode=mode)
     return _by_play(
         found,
         "wire",
-        f"{mode} mode, bf16 on the wire (lossy)",
+        f"{mode} mode with bf16 on the wire (lossy)",
         f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))',
-        lambda link: _core.play(found.profile, link.scaled(1, _WIRE), plan).iteration_ns,
+        lambda link: _core.play(found.profile, link.scaled(1, _WIRE_COST), plan).iteration_ns,
     )
 
 
@@ -160,20 +165,20 @@ def _bucket(found: Situation) -> Action:
     return _by_play(
         found,
         "bucket",
-        "another bucket size in DDP",
+        "a different bucket size in DDP",
         f"DistributedDataParallel(model, bucket_cap_mb={best})",
         lambda link: _ddp_ns(found, link, ddp_baseline.same_caps(best)),
     )
 
 
 def _connections(found: Situation, gain: float) -> Action:
-    """An operation uses one of them: DDP, as many as it has under way."""
+    """Each operation uses one connection, so DDP gains from as many as it has operations in flight."""
     gain = min(gain, ddp_baseline.IN_FLIGHT)
     return _by_play(
         found,
         "connections",
         "four connections per peer",
-        "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0 with your interface, four times",
+        "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0, with the name of your interface four times",
         lambda link: _ddp_ns(found, link.scaled(1, 1 / gain)),
     )
 
@@ -185,8 +190,8 @@ def _accumulate(found: Situation) -> Action:
     return _by_part(
         found,
         "accumulate",
-        "accumulate the gradients of 2 batches (a batch twice as large)",
-        "with model.no_sync(): for every other backward pass; step() after two",
+        "gradient accumulation over 2 batches (doubles the batch size)",
+        "with model.no_sync(): around every other backward pass; step() after two",
         [max(0.0, (step - unsent_ms) / 2) for step in _range(found.step)],
     )
 
@@ -196,25 +201,27 @@ def _loader(found: Situation) -> Action:
         found,
         DATA,
         "loader",
-        "a loader that never keeps the step waiting",
+        "a data loader that is never waited for",
         "DataLoader(num_workers=…, prefetch_factor=…), or faster storage",
     )
 
 
-def _launching(found: Situation) -> Action:
+def _launch_overhead(found: Situation) -> Action:
     return _without(
         found,
         ("launch",),
         "launch",
-        "no time between operations",
-        "compile the layers (block.compile()), fused optimizers (fused=True), larger batches",
+        "no launch overhead",
+        "compile the layers (block.compile()), use a fused optimizer (fused=True) or larger batches",
     )
 
 
 def _without(found: Situation, parts: Sequence[str], key: str, title: str, how: str) -> Action:
-    """What the slowest rank's own work loses: a loader that is slow on one rank keeps everybody waiting, one that is
-    slow where another rank computes for longer keeps nobody."""
-    gone_ms = together_ms(found.ranks, found.meetings) - together_ms(found.ranks, found.meetings, parts)
+    """Removes parts from every rank's own work.
+
+    A slow loader on one rank delays all ranks; but if another rank computes for longer, it delays none.
+    """
+    gone_ms = synchronized_ms(found.ranks, found.sync_phases) - synchronized_ms(found.ranks, found.sync_phases, parts)
     below_ms = sum(found.parts[part].value - found.parts[part].low for part in parts)
     above_ms = sum(found.parts[part].high - found.parts[part].value for part in parts)
     return _by_part(found, key, title, how, [gone_ms, max(0.0, gone_ms - below_ms), gone_ms + above_ms])
@@ -225,13 +232,15 @@ def _straggler(found: Situation) -> Action:
         found,
         "straggler",
         "no rank slower than the others",
-        "look at the rank that is named, or leave its host out",
+        "examine the rank named above, or leave its host out",
         [max(0.0, ms) for ms in _range(found.parts["waiting"])],
     )
 
 
 def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence[float]) -> Action:
-    """``gone_ms``: of a step: the value, and the ends of its range."""
+    """Predicts an action that removes time. ``gone_ms`` is the removed time per step: its value and the ends of its
+    range.
+    """
     step_ms = found.step.value
     passes = ("forward", "backward") if key == "launch" else _PASSES
     after_ms = [_with_passes(found, step_ms - gone, passes) for gone in gone_ms]
@@ -240,8 +249,11 @@ def _by_part(found: Situation, key: str, title: str, how: str, gone_ms: Sequence
 
 
 def _with_passes(found: Situation, after_ms: float, passes: Sequence[str] = _PASSES) -> float:
-    """The passes stay, whatever else goes: where the network was slower during the trial than in the training, or an
-    interval is as wide as the step, a step of nothing would be promised."""
+    """Keeps the passes in the step, whatever else an action removes.
+
+    Otherwise a step of nearly 0 would be promised if an interval is as wide as the step, or if the network was slower
+    during the trial than in the training.
+    """
     return max(after_ms, min(found.step.value, sum(found.parts[part].value for part in passes)))
 
 

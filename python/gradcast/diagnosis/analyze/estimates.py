@@ -1,4 +1,4 @@
-"""A measured number with the interval that its samples leave open.
+"""A measured value with its 95 % confidence interval.
 
 Pure: numbers in, numbers out. Thread safety: pure; any thread.
 """
@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _RESAMPLES = 400
-_TAIL = 0.025  # on each side: 95 % lie between
+_TAIL = 0.025  # on each side, which leaves 95 %
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """In the unit of its samples. ``low`` and ``high`` hold 95 %."""
+    """A value in the unit of its samples, and its 95 % interval from ``low`` to ``high``."""
 
     value: float
     low: float
@@ -25,10 +25,11 @@ class Estimate:
 
 
 def estimate(function: Callable[..., float], *samples: Sequence[float]) -> Estimate:
-    """``function`` of the samples, each a list of independent measurements, with a bootstrap interval.
+    """Applies ``function`` to the samples, and estimates its interval by bootstrap.
 
-    Each list is drawn from anew, with replacement (B. Efron, *Bootstrap methods: another look at the jackknife*, Annals
-    of Statistics 7, 1979, percentile method). The draws are the same in every run. REQUIRES: no list is empty.
+    Each argument of ``function`` is a list of independent measurements. Each list is resampled with replacement (B.
+    Efron, *Bootstrap methods: another look at the jackknife*, Annals of Statistics 7, 1979, percentile method). The
+    random draws are the same in every run. REQUIRES: no list is empty.
     """
     chance = random.Random(0)
     drawn = sorted(function(*(chance.choices(each, k=len(each)) for each in samples)) for _ in range(_RESAMPLES))

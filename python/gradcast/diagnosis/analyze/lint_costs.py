@@ -1,4 +1,4 @@
-"""What mistakes cost, by ``play``: DDP's step with the gradients, or with the buckets, that it would have without them.
+"""Predicts with ``play`` what misconfigurations cost: DDP's step with the gradients or buckets that a fix would bring.
 
 Pure. Thread safety: pure; any thread.
 """
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 
-# Of all buckets, where DDP's first is late: smaller ones than torch's.
+# Candidate caps of all buckets if DDP's first bucket is late; smaller ones than torch's default.
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
 _MS = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Steps in ms, as ``lint.Facts`` has them."""
+    """Predicted steps in ms; see the fields of ``lint.Evidence``."""
 
     predicted_ms: float
     predicted_even_ms: float
@@ -34,9 +34,12 @@ def predictions(
     rebuilt: bool,
     interface_gain: float | None = None,
 ) -> Predictions:
-    """``profile``: with its link. ``registered``: names of its tensors in the module's order. ``caps_bytes``: of DDP's
-    first bucket, and of the others. ``rebuilt``: see ``buckets``; with each mistake and without it alike.
-    ``interface_gain``: how many times the bytes the better interface carries, None where there is none."""
+    """Predicts DDP's step as it is and with each fix.
+
+    ``profile`` has a link. ``registered`` are the names of its tensors in the order of registration. ``caps_bytes`` are
+    the caps of DDP's first bucket and of the others. ``rebuilt`` is the same with and without each mistake; see
+    ``buckets``. ``interface_gain`` is how many times the bytes the better interface carries; None if there is none.
+    """
 
     def step_ms(of: _core.Profile, caps: tuple[int, int], names: Sequence[str] = registered) -> float:
         return _ddp_ms(of, caps) if rebuilt else _laid_out_ms(of, buckets(of, names, caps, rebuilt=False))
@@ -49,12 +52,14 @@ def predictions(
         predicted_best_buckets_ms=min(now_ms, step_ms(profile, ddp_baseline.same_caps(best_cap))),
         best_cap_mib=best_cap,
         predicted_used_ms=step_ms(profile, caps_bytes, _by_ready(profile)[::-1]),
-        predicted_interface_ms=interface_gain and step_ms(_over(profile, 1 / interface_gain), caps_bytes),
+        predicted_interface_ms=interface_gain and step_ms(_with_byte_cost(profile, 1 / interface_gain), caps_bytes),
     )
 
 
 def with_even_gradients(profile: _core.Profile) -> _core.Profile:
-    """The least urgent first, evenly over backward: about what a model gives whose blocks are compiled one by one."""
+    """Lets gradients become ready evenly over backward, the least urgent first: about what compiling layer by layer
+    gives.
+    """
     count = len(profile.tensors)
     tensors = [
         _core.Tensor(
@@ -71,8 +76,8 @@ def with_even_gradients(profile: _core.Profile) -> _core.Profile:
     return _with(profile, tensors, profile.link)
 
 
-def _over(profile: _core.Profile, cost_factor: float) -> _core.Profile:
-    """On a link whose bytes cost so many times as much."""
+def _with_byte_cost(profile: _core.Profile, cost_factor: float) -> _core.Profile:
+    """Returns the profile with a link on which bytes cost ``cost_factor`` times as much."""
     return _with(profile, profile.tensors, profile.link.scaled(1, cost_factor))
 
 
@@ -90,10 +95,12 @@ def _with(profile: _core.Profile, tensors: Sequence[_core.Tensor], link: _core.L
 def buckets(
     profile: _core.Profile, registered: Sequence[str], caps_bytes: tuple[int, int], *, rebuilt: bool
 ) -> list[list[int]]:
-    """Indices of tensors, in the order in which DDP sends its buckets. ``rebuilt``: whether it lays them out anew by
-    when gradients come, as it does with a static graph or without find_unused_parameters. Else it fills them in the
-    order of registration and sends the last one first, so that the one with the first cap is the last
-    (torch/nn/parallel/distributed.py, _ddp_init_helper)."""
+    """Returns DDP's buckets in the order in which DDP sends them, as indices of tensors.
+
+    If ``rebuilt``, DDP fills them in the order in which gradients become ready, as it does with a static graph or
+    without find_unused_parameters. Otherwise it fills them in the order of registration and sends the last one first,
+    so that the bucket with the first cap is sent last (torch/nn/parallel/distributed.py, _ddp_init_helper).
+    """
     if rebuilt:
         return _filled(profile, _by_ready(profile), caps_bytes)
     return _filled(profile, registered, caps_bytes)[::-1]
@@ -104,8 +111,10 @@ def _by_ready(profile: _core.Profile) -> list[str]:
 
 
 def _filled(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int, int]) -> list[list[int]]:
-    """One bucket after the other for each kind of buffer; by when the first tensor came into each. Names that the
-    profile does not have are passed over: nothing of them travels."""
+    """Fills buckets one after the other for each buffer; they are in the order in which their first tensors came.
+
+    Skips names that the profile does not have, because these parameters have no traffic.
+    """
     indices: dict[str, list[int]] = {}
     for index, tensor in enumerate(profile.tensors):
         indices.setdefault(tensor.name, []).append(index)
@@ -140,7 +149,7 @@ def _laid_out_ms(profile: _core.Profile, laid_out: Sequence[Sequence[int]]) -> f
 
 
 def _ranges(profile: _core.Profile, bucket: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending, and none begins where another ends."""
+    """Yields the byte ranges of a bucket, ascending and not adjacent."""
     starts, position = [], {}
     for tensor in profile.tensors:
         starts.append(position.get(tensor.buffer, 0))

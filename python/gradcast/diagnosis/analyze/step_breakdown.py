@@ -1,21 +1,21 @@
-"""Where the time of a step goes: the definitions, and the sums.
+"""Splits the time of a step into parts: the definitions, and the sums.
 
-Five kinds of steps are compared (Stash: A. Sharma et al., *Stash: a comprehensive stall-centric characterization of
-public cloud VMs for distributed deep learning*, arXiv 2208.14344; the two data stalls are those of DS-Analyzer:
-J. Mohan et al., *Analyzing and mitigating data stalls in DNN training*, VLDB 2021):
+Five kinds of steps are compared, after Stash (A. Sharma et al., *Stash: a comprehensive stall-centric characterization
+of public cloud VMs for distributed deep learning*, arXiv 2208.14344) and DS-Analyzer (J. Mohan et al., *Analyzing and
+mitigating data stalls in DNN training*, VLDB 2021):
 
-    alone     one device computes on a batch that is at hand, nothing is sent
-    node      the devices of a node exchange gradients, on a batch that is at hand
-    cluster   all devices do
+    alone     one device computes on a batch that is ready; nothing is sent
+    node      the devices of a node also exchange gradients
+    cluster   all devices exchange gradients
     cached    and load their data, from memory
     cold      and load it from storage: an ordinary step
 
     interconnect stall = node - alone          preparation stall = cached - cluster
     network stall = cluster - node             fetch stall = cold - cached
 
-Stash's published code takes the preparation stall from the cold run to get the fetch stall, which counts everything but
-preparation as fetching; here it is cold - cached, as its text and DS-Analyzer have it. Stash runs a script five times.
-Here all kinds of steps are run inside one training (``probes.py``); only ``cached`` is not run but follows from how
+Stash's published code derives the fetch stall from cold and the preparation stall, which counts everything but
+preparation as fetching. Here it is cold - cached, as its text and DS-Analyzer define it. Stash runs a script five
+times. Here all kinds of steps are run inside one training (``probe/prober.py``), except for cached: it follows from how
 long a batch takes to read and to prepare (``cached_wait``).
 
 Pure. Thread safety: pure; any thread.
@@ -28,43 +28,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcast.diagnosis.analyze.estimates import Estimate, estimate
+from gradcast.diagnosis.runs import NOISE_SHARE, PARTS
 
-# In the order in which they are shown. "launch": what goes by in these three between operations.
+# Groups of runs.PARTS. "launch" is the time in COMPUTE stages in which no operation runs.
 COMPUTE = ("forward", "backward", "update")
 DATA = ("data_storage", "data_cpu")
-OWN = (*COMPUTE, "launch", "loop", *DATA)
+OWN = (*COMPUTE, "launch", "loop", *DATA)  # a rank's own work: everything but communication and waiting
 TRAFFIC = ("interconnect", "network")
-PARTS = (*OWN, *TRAFFIC, "waiting", "rest")
-# In which a rank takes longer, for sentences.
-STAGE_WORDS = {part: part for part in COMPUTE} | {
-    "launch": "launching and the framework",
-    "loop": "the loop's own work",
-    "data_storage": "reading data",
-    "data_cpu": "preparing data",
-}
-
-
-@dataclass(frozen=True)
-class Stalls:
-    """In the unit of the times that they come from."""
-
-    interconnect: float
-    network: float
-    preparation: float
-    fetch: float
-
-
-def stash(*, alone: float, node: float, cluster: float, cached: float, cold: float) -> Stalls:
-    """The four stalls of Stash from the time of each kind of step."""
-    return Stalls(interconnect=node - alone, network=cluster - node, preparation=cached - cluster, fetch=cold - cached)
 
 
 def cached_wait(wait: float, read: float, prepare: float, workers: int) -> float:
-    """How long the loop would wait for a batch if reading took no time.
+    """Returns how long the loop would wait for a batch if reading took no time.
 
-    ``wait``: for a batch as it is. ``read``, ``prepare``: what one batch takes in one worker. Without workers the loop
-    does both itself. With workers a batch comes every (read + prepare) / workers at the latest; the loop waits for what
-    that is longer than its step, and less by what reading contributes.
+    ``wait`` is the present wait for a batch; ``read`` and ``prepare`` are what one batch takes in one worker. Without
+    workers the loop reads and prepares by itself. With workers, a batch is ready every (read + prepare) / workers at
+    the latest. The loop waits for the part of this that exceeds its step, and reading contributes read / workers.
     """
     if workers == 0:
         share = prepare / (read + prepare) if read + prepare > 0 else 1.0
@@ -74,11 +52,16 @@ def cached_wait(wait: float, read: float, prepare: float, workers: int) -> float
 
 @dataclass(frozen=True)
 class RankSteps:
-    """One rank's measurements, ms. ``normal``: of ordinary steps, in order: a stage's times by its name ("step",
-    "loop", "loader"). ``probes``: of steps without data, by kind ("alone", "node", "cluster"), a stage's times by its
-    name ("step", "forward", "backward", "update"). ``computing``: by stage, how long operations run in it in steps
-    "alone" (``launching.py``). ``read_ms``, ``prepare_ms``: of one batch in a loader's worker; None where that is not
-    known. ``node``: which the rank is on."""
+    """One rank's step times in ms.
+
+    * ``node``: the number of the rank's node.
+    * ``normal``: ordinary steps in order, by stage ("step", "loop", "loader", ...).
+    * ``probes``: steps without data loading, by kind ("alone", "node", "cluster") and stage ("step", "forward",
+      "backward", "update").
+    * ``computing``: by stage, how long operations run in it in steps "alone" (``probe/launch_overhead.py``).
+    * ``read_ms``, ``prepare_ms``: of one batch in a loader's worker; None if unknown.
+    * ``layers_ms``: forward and backward by layer.
+    """
 
     rank: int
     node: int
@@ -89,11 +72,11 @@ class RankSteps:
     loader_workers: int = 0
     read_ms: float | None = None
     prepare_ms: float | None = None
-    layers_ms: Mapping[str, float] = field(default_factory=dict)  # forward and backward, by layer
+    layers_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def own_ms(self) -> float:
-        """Everything but communication and waiting for others."""
+        """The time of the rank's own work: everything but communication and waiting for others."""
         return sum(self.own_parts.values())
 
     @property
@@ -107,7 +90,7 @@ class RankSteps:
         return estimate(lambda *drawn: self._value(part, *drawn), *self._samples(part))
 
     def _samples(self, part: str) -> list[Sequence[float]]:
-        """What a part is taken from: of waiting for data, both of its parts."""
+        """Returns the samples that a part is computed from."""
         alone = self.probes["alone"]
         if part in COMPUTE:
             return [alone[part], self.computing[part]]
@@ -116,7 +99,7 @@ class RankSteps:
         return [self.normal["loop" if part == "loop" else "loader"]]
 
     def _value(self, part: str, *samples: Sequence[float]) -> float:
-        """Of what the samples say, the part's."""
+        """Computes the part from the samples' medians."""
         medians = [statistics.median(each) for each in samples]
         if part in COMPUTE:
             return min(medians)
@@ -126,10 +109,10 @@ class RankSteps:
             )
         if part == "loop":
             return medians[0]
-        return self._of_waiting(part, medians[0])
+        return self._data_ms(part, medians[0])
 
-    def _of_waiting(self, part: str, wait_ms: float) -> float:
-        """For a batch: what of it is reading, or preparing."""
+    def _data_ms(self, part: str, wait_ms: float) -> float:
+        """Splits the wait for a batch into reading and preparing, and returns one of them."""
         prepared_ms = wait_ms
         if self.read_ms is not None and self.prepare_ms is not None:
             prepared_ms = cached_wait(wait_ms, self.read_ms, self.prepare_ms, self.loader_workers)
@@ -138,8 +121,9 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that the others wait for, the stage and layer in which it takes longer, and how much longer its step
-    is than the shown rank's."""
+    """The rank that the others wait for: the stage and layer in which it is slow, and the ms by which its step is
+    longer.
+    """
 
     rank: int
     stage: str
@@ -149,7 +133,9 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of one rank's step: the parts add up to ``step``. ``ranks``: the same for each, values alone."""
+    """The parts of one rank's step, which add up to ``step``. ``ranks`` has the parts of every rank, without
+    intervals.
+    """
 
     view_rank: int
     step: Estimate
@@ -158,119 +144,115 @@ class Breakdown:
     straggler: Straggler | None
 
 
-# A rank that is not slower than this, or not certainly slower, is none that others wait for.
-_STRAGGLES_SHARE, _STRAGGLES_MS = 0.02, 1.0
+# A rank is a straggler only if it is slower by at least this and by NOISE_SHARE of a step.
+_STRAGGLER_MS_MIN = 1.0
+
+# A rank's own work between two synchronizations. Ranks synchronize when gradients are averaged, and a second time
+# before forward if DDP broadcasts buffers. The update's launch overhead is counted with that of the passes.
+ONE_SYNC = (OWN,)
+TWO_SYNCS = (("update", "loop", *DATA), ("forward", "backward", "launch"))
 
 
-# What ranks do from where they are together to where they are again: once a step, where gradients are averaged; with
-# buffers that come from rank 0 before each forward pass, there as well. The update's share of launching is counted with
-# that of the passes.
-MEET_ONCE = (OWN,)
-MEET_TWICE = (("update", "loop", *DATA), ("forward", "backward", "launch"))
-
-
-def together_ms(
-    ranks: Sequence[Mapping[str, float]], meetings: Sequence[Sequence[str]], without: Sequence[str] = ()
+def synchronized_ms(
+    ranks: Sequence[Mapping[str, float]], sync_phases: Sequence[Sequence[str]], without: Sequence[str] = ()
 ) -> float:
-    """How long all ranks need: between two meetings, as long as the slowest one. ``ranks``: each one's own parts;
-    ``without``: parts that are taken to need no time."""
+    """Returns how long all ranks need together: in each phase, as long as the slowest rank.
+
+    ``ranks`` has each rank's own parts. ``without`` names parts that are taken to need no time.
+    """
     return sum(
-        max(sum(each[part] for part in between if part not in without) for each in ranks) for between in meetings
+        max(sum(each[part] for part in between if part not in without) for each in ranks) for between in sync_phases
     )
 
 
-def breakdown(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]] = MEET_ONCE) -> Breakdown:
-    """``ranks`` in rank order. Shown is the rank whose own work is the lower median: of two, the faster."""
+def breakdown(ranks: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]] = ONE_SYNC) -> Breakdown:
+    """Splits the step. ``ranks`` are in rank order. The shown rank has the lower median of own work: of two ranks,
+    the faster.
+    """
     by_own = sorted(ranks, key=lambda each: each.own_ms)
     view, slowest = by_own[(len(ranks) - 1) // 2], by_own[-1]
-    all_ms = together_ms([each.own_parts for each in ranks], meetings)
+    all_ranks_ms = synchronized_ms([each.own_parts for each in ranks], sync_phases)
     step = estimate(statistics.median, view.normal["step"])
     parts = {part: view.own_estimate(part) for part in OWN}
-    hidden_ms = _hidden_ms(ranks, meetings)
+    hidden_ms = _hidden_ms(ranks, sync_phases)
     for kind in TRAFFIC:
         cost = _communication(ranks, kind)
         parts[kind] = Estimate(*(max(0.0, ms - hidden_ms[kind]) for ms in (cost.value, cost.low, cost.high)))
-    parts["waiting"] = _waiting(view, slowest, all_ms)
+    parts["waiting"] = _waiting(view, slowest, all_ranks_ms)
     left = step.value - sum(part.value for part in parts.values())
     parts["rest"] = _combined(left, [step], list(parts.values()))
     return Breakdown(
         view.rank,
         step,
         parts,
-        [_values(each, all_ms, parts) for each in ranks],
+        [_values(each, all_ranks_ms, parts) for each in ranks],
         _straggler(view, slowest, step.value, parts["waiting"]),
     )
 
 
-def _waiting(view: RankSteps, slowest: RankSteps, all_ms: float) -> Estimate:
+def _waiting(view: RankSteps, slowest: RankSteps, all_ranks_ms: float) -> Estimate:
     mine, its = ([each.own_estimate(part) for part in OWN] for each in (view, slowest))
-    return _combined(all_ms - view.own_ms, its, mine)
+    return _combined(all_ranks_ms - view.own_ms, its, mine)
 
 
 def _combined(value: float, added: Sequence[Estimate], taken_off: Sequence[Estimate]) -> Estimate:
-    """A sum and its interval: errors that are independent add as squares."""
+    """Returns a sum or difference with its interval: independent errors add as squares."""
     below = [each.value - each.low for each in added] + [each.high - each.value for each in taken_off]
     above = [each.high - each.value for each in added] + [each.value - each.low for each in taken_off]
     return Estimate(value, value - math.hypot(*below), value + math.hypot(*above))
 
 
 def _communication(ranks: Sequence[RankSteps], kind: str) -> Estimate:
-    """What a kind of exchange adds to the step of the slowest rank.
+    """Returns what one kind of communication adds to the step of the slowest rank.
 
-    Of what all exchange costs, the one inside of nodes is at most all: where it is slow by itself, but goes on while
-    other nodes' links are busy, the two together may cost less than it alone.
+    Communication inside nodes counts at most as much as all communication. If it is slow by itself but overlaps with
+    other nodes' traffic, the two together may cost less than it alone.
     """
     steps = {name: [each.probes[name]["step"] for each in ranks] for name in ("alone", "node", "cluster")}
-    # Two kinds may be the same steps, which are drawn once: they do not differ by chance.
-    run = list({id(samples): samples for samples in itertools.chain(*steps.values())}.values())
-    places = {name: [_place(run, samples) for samples in each] for name, each in steps.items()}
+    # Two kinds may share their steps. These are drawn once, so that the difference is exactly 0.
+    distinct = {id(samples): samples for samples in itertools.chain(*steps.values())}
 
     def added(*drawn: Sequence[float]) -> float:
-        medians = [statistics.median(samples) for samples in drawn]
-        return _stall(kind, *(max(medians[place] for place in each) for each in places.values()))
+        medians = dict(zip(distinct, map(statistics.median, drawn), strict=True))
+        return _stall(kind, *(max(medians[id(samples)] for samples in each) for each in steps.values()))
 
-    return estimate(added, *run)
+    return estimate(added, *distinct.values())
 
 
 def _stall(kind: str, alone: float, node: float, cluster: float) -> float:
     cluster = max(cluster, alone)
     node = min(max(node, alone), cluster)
-    return getattr(stash(alone=alone, node=node, cluster=cluster, cached=cluster, cold=cluster), kind)
+    return {"interconnect": node - alone, "network": cluster - node}[kind]
 
 
-def _hidden_ms(ranks: Sequence[RankSteps], meetings: Sequence[Sequence[str]]) -> dict[str, float]:
-    """By kind of exchange, what of it goes on while the ranks wait for one of them anyway.
+def _hidden_ms(ranks: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Returns the part of each kind of communication that overlaps with waiting for another rank.
 
-    Where they meet twice, rank 0 sends its buffers as soon as it is there: who comes later than that finds them.
+    If ranks synchronize twice, rank 0 sends its buffers as soon as it is ready; a later rank finds them there.
     """
-    if meetings == MEET_ONCE:
+    if sync_phases == ONE_SYNC:
         return dict.fromkeys(TRAFFIC, 0.0)
-    there_ms = [sum(each.own(part) for part in meetings[0]) for each in ranks]
+    before_sync_ms = [sum(each.own(part) for part in sync_phases[0]) for each in ranks]
     forward_ms = {
         name: max(statistics.median(each.probes[name]["forward"]) for each in ranks)
         for name in ("alone", "node", "cluster")
     }
     sending_ms = {kind: _stall(kind, **forward_ms) for kind in TRAFFIC}
     total_ms = sum(sending_ms.values())
-    share = min(1.0, (max(there_ms) - there_ms[0]) / total_ms) if total_ms > 0 else 0.0
+    share = min(1.0, (max(before_sync_ms) - before_sync_ms[0]) / total_ms) if total_ms > 0 else 0.0
     return {kind: share * ms for kind, ms in sending_ms.items()}
 
 
-def _place(lists: Sequence[Sequence[float]], samples: Sequence[float]) -> int:
-    """By identity: two kinds may have measured equal numbers."""
-    return next(place for place, each in enumerate(lists) if each is samples)
-
-
-def _values(each: RankSteps, all_ms: float, parts: Mapping[str, Estimate]) -> dict[str, float]:
+def _values(each: RankSteps, all_ranks_ms: float, parts: Mapping[str, Estimate]) -> dict[str, float]:
     values = each.own_parts
     values |= {kind: parts[kind].value for kind in TRAFFIC}
-    values["waiting"] = all_ms - each.own_ms
+    values["waiting"] = all_ranks_ms - each.own_ms
     values["rest"] = statistics.median(each.normal["step"]) - sum(values.values())
     return {part: values[part] for part in PARTS}
 
 
 def _straggler(view: RankSteps, slowest: RankSteps, step_ms: float, waiting: Estimate) -> Straggler | None:
-    if waiting.value < max(_STRAGGLES_SHARE * step_ms, _STRAGGLES_MS) or waiting.low <= 0:
+    if waiting.value < max(NOISE_SHARE * step_ms, _STRAGGLER_MS_MIN) or waiting.low <= 0:
         return None
     excess = {part: slowest.own(part) - view.own(part) for part in OWN}
     stage = max(excess, key=lambda part: excess[part])

@@ -1,62 +1,30 @@
-"""One step on every rank, as it was and as it was predicted, for people to look at.
+"""One step on every rank, measured and predicted, as the HTML report draws it.
 
-Times are ms from the start of backward; on the ranks, from that of the rank that began first. A step is shown from its
-backward pass to the end of the next forward pass, as ``play`` has it.
+Times are ms from the start of backward; for measured steps, from that of the rank that began first. A step is shown
+from its backward pass to the end of the next forward pass, as ``play`` models it.
 
 Pure. Thread safety: pure; any thread.
 """
 
-import itertools
-import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradcast import _core
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace
+from gradcast.intervals import busy_periods_ns
 
 _MS = 1e6
-# Of a version, before any counts: in its first step blocks of the one before it still arrive.
-_SETTLING_STEPS = 2
-
-
-class FollowedStep(NamedTuple):
-    """``step``: its number; ``version``: of the plan that it followed."""
-
-    step: int
-    version: int
-    plan: _core.Plan
-    ms: float
-    predicted_ns: float  # of a step with this plan
-
-
-def versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
-    """What each version of the plan promised, and what its steps took in the median."""
-    found = []
-    for version, members in itertools.groupby(steps, key=lambda step: step.version):
-        made = list(members)
-        plan = made[0].plan
-        found.append(
-            {
-                "version": version,
-                "from_step": made[0].step,
-                "policy": plan.policy,
-                "blocks": len(plan.blocks),
-                "predicted_ms": made[-1].predicted_ns / _MS,
-                "measured_ms": statistics.median(step.ms for step in made[_SETTLING_STEPS:] or made),
-            }
-        )
-    return found
 
 
 def shown_step(ranks: Sequence[RankTrace]) -> int | None:
-    """The last step of which every rank knows all blocks and what follows it; None where there is none."""
+    """Returns the number of the last step that is complete on every rank, or None if there is none."""
     common = set.intersection(*({step.number for step in rank.steps[:-1]} for rank in ranks)) if ranks else set()
     whole = [number for number in common if all(_blocks(rank, number) for rank in ranks)]
     return max(whole, default=None)
 
 
 def measured(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """``ranks``: on one clock."""
+    """Returns the key "timeline" of doctor.json. The traces are on one clock."""
     number = shown_step(ranks)
     if number is None:
         return []
@@ -87,7 +55,7 @@ def measured(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
 
 def predicted(profile: _core.Profile, plan: _core.Plan) -> dict[str, Any]:
-    """By ``play``."""
+    """Returns the key "predicted_timeline" of doctor.json, as ``play`` predicts it."""
     timeline = _core.play(profile, profile.link, plan)
     spans = [("backward", 0.0, profile.backward_ns)]
     clock_ns = timeline.forward_start_ns
@@ -119,11 +87,11 @@ def predicted(profile: _core.Profile, plan: _core.Plan) -> dict[str, Any]:
 
 
 def bandwidth(rank: RankTrace) -> list[dict[str, Any]]:
-    """Of one rank's steps: bytes by the time in which any block was in flight."""
+    """Returns the key "bandwidth" of doctor.json: each step's bytes over the time in which any block was in flight."""
     found = []
     for step in rank.steps:
         blocks = _blocks(rank, step.number)
-        busy_ns = _covered_ns([(block.launch_ns, block.finish_ns) for block in blocks])
+        busy_ns = sum(busy_periods_ns((block.launch_ns, block.finish_ns) for block in blocks))
         if busy_ns == 0:
             continue
         size_bytes = sum(rank.table[block.entry]["bytes"] for block in blocks)
@@ -134,11 +102,3 @@ def bandwidth(rank: RankTrace) -> list[dict[str, Any]]:
 
 def _blocks(rank: RankTrace, number: int) -> list[BlockSpan]:
     return [block for block in rank.blocks if block.step == number]
-
-
-def _covered_ns(spans: Sequence[tuple[int, int]]) -> int:
-    covered, reached = 0, 0
-    for start, end in sorted(spans):
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered

@@ -1,7 +1,7 @@
-"""What the network can do, and what Gloo makes of it: pairs of hosts over raw TCP and over Gloo, and an all-reduce by
-size. About ten seconds; nothing else should be under way.
+"""Measures the network and what Gloo makes of it: pairs of hosts over raw TCP and over Gloo, and all-reduces by size.
 
-Collective. Ranks on one host share its link, so that one of each host measures the pairs.
+Takes about ten seconds, in which nothing else should use the network. Collective. Ranks on one host share its link, so
+one rank of each host measures the pairs.
 """
 
 import contextlib
@@ -18,41 +18,41 @@ from gradcast.diagnosis.network import findings as network_findings
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.network import pair_rounds, tcp
 from gradcast.diagnosis.network import pairs as network_pairs
-from gradcast.diagnosis.network.findings import Alternative, Measured, Pair
-from gradcast.diagnosis.network.hosts import Place
-from gradcast.diagnosis.network.pairs import Ends, Progress, Rounds
+from gradcast.diagnosis.network.findings import Alternative, NetworkMeasurements, Pair
+from gradcast.diagnosis.network.hosts import HostInterfaces
+from gradcast.diagnosis.network.pairs import PairEndpoints, Progress, Rounds
 from gradcast.errors import Error
 from gradcast.training.ranks.group import Group, backend_of, lasting_group
 
-# How the time is divided: the shares of raw TCP, and of the all-reduce; Gloo's messages take what is left.
+# Shares of the time for raw TCP and for all-reduces; the rest is for Gloo's messages.
 _TCP_SHARE, _COLLECTIVE_SHARE = 0.5, 0.3
-# Four measurements per pair, each of which takes longer than asked: connections are opened, queues run empty.
+# Four measurements per pair. Each takes longer than its nominal time: connections are opened, queues drain.
 _MEASUREMENTS, _OVERHEAD = 4, 1.5
 _MEASUREMENT_S = (0.06, 0.25)
-# A rank that is not there after so long is gone. Far more than the longest round.
-_LIMIT_S = 60.0
+# A rank that has not arrived after this time is gone. Far longer than the longest round.
+_TIMEOUT_S = 60.0
 _ALTERNATIVES_MAX = 2
 
 
 def check(
     group: Group, progress: Progress | None = None, *, device_type: str = "cpu", seconds: float = 10.0
 ) -> dict[str, Any] | None:
-    """The key "network" of doctor.json, on every rank; None for one rank, which has no network.
+    """Returns the key "network" of doctor.json on every rank, or None for a world of one rank.
 
-    Collective over ``group``. ``progress`` gets a line on rank 0 whenever something else is measured. ``device_type``:
-    of the training's gradients. They tell which backend carries them; what is measured is Gloo over the CPU all the
-    same. ``seconds``: how long it may take; on slow links, or with more than 8 hosts, somewhat longer. Raises Error,
-    naming who is missing, where a rank is gone.
+    Collective over ``group``. ``progress`` gets a line on rank 0 whenever a new measurement begins. ``device_type`` is
+    that of the training's gradients and decides which backend carries them; the check itself always measures Gloo on
+    the CPU. ``seconds`` is how long it may take; it takes somewhat longer on slow links or with more than 8 hosts.
+    Raises Error, naming the missing ranks, if a rank is gone.
     """
     if group.world_size == 1:
         return None
     control = _control(group)
-    network_pairs.step(control, _LIMIT_S, "network check")
-    places: list[Place] = control.gather(network_hosts.own_place())
+    network_pairs.barrier(control, _TIMEOUT_S, "network check")
+    by_rank: list[HostInterfaces] = control.gather(network_hosts.own_interfaces())
     network = _Network(
         control,
-        places,
-        network_hosts.names([place.host for place in places]),
+        by_rank,
+        network_hosts.names([each.host for each in by_rank]),
         control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
         progress if progress is not None and group.rank == 0 else _silent,
     )
@@ -61,10 +61,10 @@ def check(
 
 @dataclasses.dataclass(frozen=True)
 class _Network:
-    """What all parts of the check need. ``places`` and ``hosts``: by rank."""
+    """What all parts of the check need. ``interfaces`` and ``hosts`` are by rank."""
 
     control: Group
-    places: Sequence[Place]
+    interfaces: Sequence[HostInterfaces]
     hosts: Sequence[str]
     token: bytes
     report: Progress
@@ -75,18 +75,18 @@ def _silent(_: str) -> None:
 
 
 def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
-    hosts = network_hosts.by_host(network.hosts)
-    # Between ranks of one host there is no network; one pair shows what Gloo costs there.
+    hosts = network_hosts.ranks_by_host(network.hosts)
+    # Ranks of one host have no network between them; one pair shows what Gloo costs there.
     ranks = [members[0] for members in hosts] if len(hosts) > 1 else hosts[0][:2]
     rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in pair_rounds.rounds(len(ranks))]
     pairs = _over_tcp(network, rounds, seconds)
     alternatives = _alternatives(network, pairs[0])
-    pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, _LIMIT_S, network.report)
+    pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, _TIMEOUT_S, network.report)
     network.report("all-reduce of 1 KiB and more")
-    network_pairs.step(network.control, _LIMIT_S, "network check, all-reduce")
+    network_pairs.barrier(network.control, _TIMEOUT_S, "network check, all-reduce")
     samples = network_collective.samples(network.control, _COLLECTIVE_SHARE * seconds)
-    measured = Measured(
-        hosts=[network_hosts.described(network.places[rank], network.hosts[rank]) for rank in ranks],
+    measured = NetworkMeasurements(
+        hosts=[network_hosts.described(network.interfaces[rank], network.hosts[rank]) for rank in ranks],
         pairs=[dataclasses.replace(pair, a=ranks.index(pair.a), b=ranks.index(pair.b)) for pair in pairs],
         backend=backend,
         streams=network_pairs.STREAMS,
@@ -94,7 +94,7 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
         alternatives=alternatives,
     )
     return {
-        "interfaces": [place.chosen.interface for place in network.places],
+        "interfaces": [each.chosen.interface for each in network.interfaces],
         "collective": network_collective.fitted(samples, network.control.world_size),
         "pairs": [_as_json(pair) for pair in pairs],
         "alternatives": [_alternative_as_json(each) for each in alternatives],
@@ -104,23 +104,25 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
 
 
 def _control(group: Group) -> Group:
-    """Over Gloo whatever the backend, with a limit of its own, and apart from what else uses ``group``."""
-    limit = datetime.timedelta(seconds=_LIMIT_S)
+    """Makes a Gloo group with its own timeout, separate from other uses of ``group``, whatever the backend."""
+    limit = datetime.timedelta(seconds=_TIMEOUT_S)
     own = lasting_group(dist.get_process_group_ranks(group.own), limit, "gloo", "network check")
-    return Group(group.rank, group.world_size, group.shared, own, _LIMIT_S)
+    return Group(group.rank, group.world_size, group.shared, own, _TIMEOUT_S)
 
 
 def _over_tcp(network: _Network, rounds: Rounds, seconds: float) -> list[Pair]:
     each_s = _TCP_SHARE * seconds / (len(rounds) * _MEASUREMENTS * _OVERHEAD)
     each_s = min(max(each_s, _MEASUREMENT_S[0]), _MEASUREMENT_S[1])
-    own = network.places[network.control.rank].chosen.address
+    own = network.interfaces[network.control.rank].chosen.address
     with _listening(network, own) as ends:
-        return network_pairs.measured_over_tcp(ends, rounds, each_s, _LIMIT_S, network.report)
+        return network_pairs.measured_over_tcp(ends, rounds, each_s, _TIMEOUT_S, network.report)
 
 
 @contextlib.contextmanager
-def _listening(network: _Network, address: str, timeout_s: float | None = None) -> Iterator[Ends]:
-    """Every rank listens on its ``address``. Raises on all ranks where one cannot: none would come to the others."""
+def _listening(network: _Network, address: str, timeout_s: float | None = None) -> Iterator[PairEndpoints]:
+    """Listens on ``address`` on every rank. Raises on all ranks if one rank cannot, because no rank would connect to
+    it.
+    """
     control = network.control
     listener, fault = None, None
     try:
@@ -128,23 +130,23 @@ def _listening(network: _Network, address: str, timeout_s: float | None = None) 
     except Error as error:
         fault = f"rank {control.rank}: {error}"
     try:
-        said = control.gather((listener.address if listener else None, fault))
-        if faults := [each for _, each in said if each]:
+        gathered = control.gather((listener.address if listener else None, fault))
+        if faults := [each for _, each in gathered if each]:
             raise Error(f"network check: {'; '.join(faults)}", "communication")
-        labels = network_pairs.labels(network.places, network.hosts)
-        yield Ends(control, listener, [each for each, _ in said], network.token, labels)
+        labels = network_pairs.labels(network.interfaces, network.hosts)
+        yield PairEndpoints(control, listener, [each for each, _ in gathered], network.token, labels)
     finally:
         if listener:
             listener.close()
 
 
 def _alternatives(network: _Network, pair: Pair) -> list[Alternative]:
-    """What other interfaces reach, that both hosts of the pair have under one name."""
+    """Measures other interfaces that both hosts of the pair have under one name."""
     ends = (pair.a, pair.b)
     if pair.tcp_bits_per_s is None or network.hosts[pair.a] == network.hosts[pair.b]:
         return []
     found = []
-    for name in network_hosts.common_alternatives([network.places[rank] for rank in ends], _ALTERNATIVES_MAX):
+    for name in network_hosts.common_alternatives([network.interfaces[rank] for rank in ends], _ALTERNATIVES_MAX):
         network.report(f"raw TCP over {name}")
         if rate := _rate_over(network, ends, name):
             found.append(Alternative(name, rate, pair.tcp_bits_per_s))
@@ -152,9 +154,9 @@ def _alternatives(network: _Network, pair: Pair) -> list[Alternative]:
 
 
 def _rate_over(network: _Network, pair: tuple[int, int], name: str) -> float | None:
-    """None where the two cannot reach each other there, on all ranks alike."""
+    """Returns bits per second, or None on all ranks if the two hosts cannot reach each other over this interface."""
     rank = network.control.rank
-    own = network.places[rank]
+    own = network.interfaces[rank]
     address = own.chosen.address
     if rank == pair[0]:
         address = next(each.addresses[0] for each in own.others() if each.name == name)

@@ -1,4 +1,4 @@
-"""What an all-reduce costs, by its size. Collective."""
+"""Measures what an all-reduce costs, by its size. Collective."""
 
 import statistics
 import time
@@ -7,37 +7,43 @@ from typing import Any
 import torch
 
 from gradcast import _core
-from gradcast.errors import Error
+from gradcast.errors import Error, first_line
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
 
 _SIZES_BYTES = [1024 * 4**power for power in range(9)]  # 1 KiB to 64 MiB
-# A line needs three; and what small ones cost to start, larger ones show as well.
-_SIZES_LEAST = 4
+# A line needs three sizes. The start-up of small operations also shows in larger ones.
+_SIZE_COUNT_MIN = 4
 _REPEATS = 5
-_FIRST_CALLS = 1  # opens connections and allocates
+_FIRST_CALLS = 1  # uncounted, because it opens connections and allocates
 
 
 def samples(group: Group, seconds: float) -> list[tuple[int, float]]:
-    """Bytes and ns of each operation, the same on every rank: the shortest time over the ranks, since the others waited
-    for the last one. Sizes as large as fit into ``seconds``. In memory of the CPU, over ``group.own``."""
+    """Returns bytes and ns of each operation, the same on every rank. Measures as large sizes as fit into ``seconds``.
+
+    The time is the shortest one over the ranks, because the other ranks waited for the last one. Runs in CPU memory
+    over ``group.own``.
+    """
     found: list[tuple[int, float]] = []
     spent_s = 0.0
     for index, size in enumerate(_SIZES_BYTES):
         own_s = _times_s(group.own, size)
         times_s = [min(each) for each in zip(*group.gather(own_s), strict=True)]
         found += [(size, 1e9 * time_s) for time_s in times_s]
-        # Every rank comes to the same decision, since all know the same times.
+        # Every rank decides alike, because all know the same times.
         spent_s += sum(times_s) * (1 + _FIRST_CALLS / _REPEATS)
         next_s = (_REPEATS + _FIRST_CALLS) * 4 * statistics.median(times_s)
-        if index + 1 >= _SIZES_LEAST and spent_s + next_s > seconds:
+        if index + 1 >= _SIZE_COUNT_MIN and spent_s + next_s > seconds:
             break
     return found
 
 
 def fitted(found: list[tuple[int, float]], world_size: int) -> dict[str, Any]:
-    """As doctor.json has it. The bus bandwidth is what a ring sends over each link at the line's slope: 2 (n - 1) / n
-    times as many bytes as the operation has."""
+    """Returns the key "network.collective" of doctor.json.
+
+    The bus bandwidth is what a ring sends over each link at the line's slope: 2 (n - 1) / n times the operation's
+    bytes.
+    """
     fit = _core.fit_op_cost(found, max_pieces=1)
     piece = fit.cost.pieces[0]
     beta = piece.beta_ns_per_byte
@@ -64,6 +70,6 @@ def _times_s(collective: Any, size_bytes: int) -> list[float]:
             extension.load().all_reduce(collective, tensor)
             times.append(time.perf_counter() - start)
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise Error(f"network check: an all-reduce of {size_bytes} bytes failed: {first}", "communication") from None
+        message = first_line(error)
+        raise Error(f"network check: an all-reduce of {size_bytes} bytes failed: {message}", "communication") from None
     return times[_FIRST_CALLS:]

@@ -1,6 +1,6 @@
 """This host's network interfaces, and which of them Gloo uses.
 
-Linux tells everything by its files and two calls; elsewhere there are names alone, and nothing is found out about them.
+On Linux, files and two system calls tell everything. On other systems only the names are known.
 """
 
 import array
@@ -14,42 +14,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradcast.errors import Error
+from gradcast.files import system_file
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-# Stands in findings for a name that is not known: an address in the variable would be taken for a name.
+# Stands for an unknown name in findings: an address would be taken for a name if put into the variable.
 UNKNOWN = "INTERFACE"
 _SYSTEM = Path("/sys/class/net")
 _IPV6_TABLE = Path("/proc/net/if_inet6")
 _SIOCGIFCONF = 0x8912  # <linux/sockios.h>
-# struct ifreq: a name, and an address among what other calls tell.
+# struct ifreq: a name, and an address in a union with other fields.
 _IFREQ_BYTES = 16 + max(16, 2 * struct.calcsize("L") + 8)
 _ADDRESSES_MAX = 256
-# Drivers that carry packets inside other packets; what lies under them says nothing about their speed.
+# Drivers that carry packets inside other packets; the interface below says nothing about their speed.
 _TUNNELS = frozenset({"vxlan", "wireguard", "geneve", "gre", "gretap", "ip6gre", "sit", "tun", "tap", "ppp"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Interface:
-    """``addresses``: in the system's order, IPv4 first. ``speed_mbit_per_s``: what the hardware says, None where it
-    says nothing or there is no hardware. ``physical``: hardware, or a bond, VLAN or bridge on top of some."""
-
     name: str
-    addresses: tuple[str, ...] = ()
-    speed_mbit_per_s: int | None = None
-    physical: bool = True
+    addresses: tuple[str, ...] = ()  # in the system's order, IPv4 first
+    speed_mbit_per_s: int | None = None  # what the hardware reports; None if it reports nothing or is virtual
+    physical: bool = True  # hardware, or a bond, VLAN or bridge on top of some
     loopback: bool = False
     up: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What Gloo binds to. ``connections``: between each two ranks, one per interface that the variable names.
-    ``others``: those that it names besides the first."""
+    """The interface that Gloo binds to."""
 
     interface: str
     address: str
-    connections: int = 1
-    others: tuple[str, ...] = ()
+    connections: int = 1  # between each two ranks: one per interface that the variable names
+    others: tuple[str, ...] = ()  # interfaces that the variable names besides the first
 
 
 def interfaces(system: Path = _SYSTEM) -> list[Interface]:
@@ -62,32 +59,36 @@ def interfaces(system: Path = _SYSTEM) -> list[Interface]:
 
 
 def described(name: str, addresses: Sequence[str], system: Path = _SYSTEM) -> Interface:
-    """What ``system`` says of the interface; an unknown one counts as hardware, about which nothing is found."""
+    """Reads an interface's properties below ``system``. An unknown interface counts as hardware without a speed."""
     folder = system / name
     is_physical = not folder.exists() or _is_physical(folder)
     return Interface(
         name=name,
         addresses=tuple(addresses),
-        # Virtual ones make a speed up: veth says 10 Gbit/s, whatever is behind it.
+        # Virtual interfaces report invented speeds: veth reports 10 Gbit/s, whatever is behind it.
         speed_mbit_per_s=_speed(folder) if is_physical else None,
         physical=is_physical,
         loopback=name == "lo" or any(_is_loopback(address) for address in addresses),
-        up=_text(folder / "operstate") in ("", "up", "unknown"),
+        up=system_file(folder / "operstate") in ("", "up", "unknown"),
     )
 
 
 def chosen(known: Sequence[Interface], environment: Mapping[str, str] = os.environ) -> Chosen:
-    """As torch does it: the interfaces of GLOO_SOCKET_IFNAME, else the first address of the hostname that this host
-    has, else loopback. Of an interface, Gloo takes the first address."""
+    """Returns the interface that Gloo uses, by torch's rules.
+
+    These are the interfaces of GLOO_SOCKET_IFNAME, else the first address of the hostname that this host has, else
+    loopback. Of an interface, Gloo takes the first address. Raises Error if the variable names an interface without
+    address.
+    """
     names = [name for name in environment.get(VARIABLE, "").split(",") if name]
     if names:
         addresses = next((each.addresses for each in known if each.name == names[0]), ())
-        if not any(each.addresses for each in known):  # this system does not tell
+        if not any(each.addresses for each in known):  # this system does not tell addresses
             addresses = (_hostname_address() or "127.0.0.1",)
         if not addresses:
             have = ", ".join(each.name for each in known if each.addresses)
             raise Error(
-                f"{VARIABLE} is {environment[VARIABLE]}, but {names[0]} has no address here; choose of {have}",
+                f"{VARIABLE} is {environment[VARIABLE]}, but {names[0]} has no address here; choose one of {have}",
                 "invalid_use",
             )
         others = tuple(dict.fromkeys(name for name in names if name != names[0]))
@@ -109,7 +110,7 @@ def _hostname_address() -> str | None:
 
 
 def is_link_local(address: str) -> bool:
-    """Of one wire: it leads nowhere without the interface's name, which other hosts may not have."""
+    """Whether an address is valid on one link only, and needs the interface's name, which other hosts may not have."""
     return address.lower().startswith("fe80:")
 
 
@@ -118,26 +119,26 @@ def _is_loopback(address: str) -> bool:
 
 
 def _ipv4_addresses() -> dict[str, list[str]]:
-    """Of each interface, all of them."""
+    """Returns all addresses of each interface."""
     found: dict[str, list[str]] = {}
     if not sys.platform.startswith("linux"):
         return found
     import fcntl
 
-    told = array.array("B", bytes(_ADDRESSES_MAX * _IFREQ_BYTES))
-    request = struct.pack("iL", len(told), told.buffer_info()[0])
+    buffer = array.array("B", bytes(_ADDRESSES_MAX * _IFREQ_BYTES))
+    request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        told_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
-        for start in range(0, told_bytes, _IFREQ_BYTES):
-            name = told[start : start + 16].tobytes().partition(b"\0")[0].decode()
-            address = socket.inet_ntoa(told[start + 20 : start + 24].tobytes())
+        used_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
+        for start in range(0, used_bytes, _IFREQ_BYTES):
+            name = buffer[start : start + 16].tobytes().partition(b"\0")[0].decode()
+            address = socket.inet_ntoa(buffer[start + 20 : start + 24].tobytes())
             found.setdefault(name.partition(":")[0], []).append(address)  # eth0:1 is an address of eth0
     return found
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for line in _text(_IPV6_TABLE).splitlines():
+    for line in system_file(_IPV6_TABLE).splitlines():
         digits, _, _, _, _, name = line.split()
         address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
         found.setdefault(name, []).append(address)
@@ -145,10 +146,12 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 
 def _is_physical(folder: Path, depth: int = 4) -> bool:
-    """``depth`` bounds the way down: a VLAN on a bond on a card has three steps."""
+    """Whether hardware is below the interface. ``depth`` limits the search: a VLAN on a bond on a card has three
+    levels.
+    """
     if (folder / "device").exists():
         return True
-    kind = next((line[8:] for line in _text(folder / "uevent").splitlines() if line.startswith("DEVTYPE=")), "")
+    kind = next((line[8:] for line in system_file(folder / "uevent").splitlines() if line.startswith("DEVTYPE=")), "")
     if kind in _TUNNELS or depth == 0:
         return False
     return any(_is_physical(folder.parent / below.name[6:], depth - 1) for below in folder.glob("lower_*"))
@@ -156,13 +159,6 @@ def _is_physical(folder: Path, depth: int = 4) -> bool:
 
 def _speed(folder: Path) -> int | None:
     with contextlib.suppress(ValueError):
-        speed = int(_text(folder / "speed"))
+        speed = int(system_file(folder / "speed"))
         return speed if speed > 0 else None  # -1: not known
     return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # reading the speed of an interface that is down fails
-        return ""

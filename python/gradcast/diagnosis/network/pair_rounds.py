@@ -1,19 +1,20 @@
 """Which pairs of hosts are measured, and which of them at the same time.
 
-Pure. Pairs of one round share no host, so that no two of them share a link.
+Pure. Pairs of one round share no host, so no two of them share a link.
 """
 
 Pair = tuple[int, int]
 
 # All pairs of 8 hosts are 28, in 7 rounds. All pairs of 64 would be 2016, in 63.
 ALL_PAIRS_HOSTS_MAX = 8
-# From the first host to so many others, besides the ring: a pair across the whole network differs from neighbours in
-# one rack.
+# Pairs of the first host with this many others, besides the ring: a distant pair differs from neighbours in one rack.
 _SAMPLE = 6
 
 
 def rounds(host_count: int) -> list[list[Pair]]:
-    """Every host is in at least two pairs, where there are three or more; the lower host comes first in each."""
+    """Returns the rounds. With three hosts or more, every host is in at least two pairs. The lower host comes first
+    in each pair.
+    """
     if host_count < 2:
         return []
     if host_count <= ALL_PAIRS_HOSTS_MAX:
@@ -22,13 +23,13 @@ def rounds(host_count: int) -> list[list[Pair]]:
 
 
 def _tournament(host_count: int) -> list[list[Pair]]:
-    """Each meets each once: the first stays, the others go round."""
-    places = list(range(host_count + host_count % 2))  # one too many, who is alone in each round, if they are odd
+    """Pairs each host with each other once (the circle method of round-robin tournaments)."""
+    circle = list(range(host_count + host_count % 2))  # an odd number gets a dummy; its partner pauses
     found = []
-    for _ in range(len(places) - 1):
-        meeting = zip(places[: len(places) // 2], reversed(places), strict=False)
+    for _ in range(len(circle) - 1):
+        meeting = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
         found.append(sorted((min(pair), max(pair)) for pair in meeting if max(pair) < host_count))
-        places = [places[0], places[-1], *places[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return found
 
 
@@ -36,7 +37,7 @@ def _ring(host_count: int) -> list[list[Pair]]:
     even = [(host, host + 1) for host in range(0, host_count - 1, 2)]
     odd = [(host, host + 1) for host in range(1, host_count - 1, 2)]
     last = (0, host_count - 1)
-    # Of an odd number of hosts, the pair that closes the ring meets a host of either round.
+    # With an odd number of hosts, the pair that closes the ring shares a host with either round.
     return [even, odd, [last]] if host_count % 2 else [even, [last, *odd]]
 
 

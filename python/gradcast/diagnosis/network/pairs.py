@@ -1,4 +1,4 @@
-"""Measures pairs of ranks, over raw TCP and over Gloo. Collective: all ranks call, whoever is in no pair waits."""
+"""Measures pairs of ranks, over raw TCP and over Gloo. Collective: all ranks call; ranks without a pair wait."""
 
 import dataclasses
 import datetime
@@ -11,61 +11,63 @@ import torch.distributed as dist
 
 from gradcast.diagnosis.network import tcp
 from gradcast.diagnosis.network.findings import Pair
-from gradcast.diagnosis.network.hosts import Place
-from gradcast.errors import Error
+from gradcast.diagnosis.network.hosts import HostInterfaces
+from gradcast.errors import Error, first_line
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
 
 STREAMS = 4
-# Of one stream over another interface, and for how long it is waited for there: many such networks connect nobody.
+# For one stream over another interface, and the timeout of its connection: many such networks connect no hosts.
 _TRY_S = 0.2
 TRY_TIMEOUT_S = 1.5
-# Of the largest Gloo message: long enough that what it costs to start does not count, also at a high latency, where
-# TCP needs many round trips before it fills a link.
+# Time of the largest Gloo message. It is long enough that start-up does not count, also at a high latency, where TCP
+# needs many round trips before it fills a link.
 _GLOO_MESSAGE_S = 0.05
 _GLOO_BYTES = (64 << 10, 256 << 20)
-# The other size is one that costs nothing but to start. One in between would tell of the bucket that lets the first
-# bytes through at once.
+# The other size costs only start-up. A size in between would measure the token bucket of a traffic shaper, which lets
+# the first bytes through at once.
 _GLOO_SMALL_BYTES = 1 << 10
 _GLOO_MESSAGES = 3
-# Where TCP could not be measured: 10 Mbit/s.
+# Assumed if TCP could not be measured: 10 Mbit/s.
 _UNKNOWN_BITS_PER_S = 10e6
 
 Rounds = Sequence[Sequence[tuple[int, int]]]
 Progress = Callable[[str], None]
-# Bytes, and ns until the answer.
+# Bytes, and ns until the reply.
 Samples = list[tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
-    """What both ranks of a pair need to know, on every rank: where each listens, and how they are called."""
+class PairEndpoints:
+    """What both ranks of a pair need to know: where each rank listens, and its label in messages."""
 
     group: Group
     listener: tcp.Listener
-    addresses: Sequence[tcp.Address]
+    addresses: Sequence[tcp.ListenAddress]
     token: bytes
     labels: Sequence[str]
 
 
-def labels(places: Sequence[Place], hosts: Sequence[str]) -> list[str]:
-    both = zip(places, hosts, strict=True)
-    return [f"rank {rank} ({host}, {place.chosen.address})" for rank, (place, host) in enumerate(both)]
+def labels(interfaces: Sequence[HostInterfaces], hosts: Sequence[str]) -> list[str]:
+    both = zip(interfaces, hosts, strict=True)
+    return [f"rank {rank} ({host}, {own.chosen.address})" for rank, (own, host) in enumerate(both)]
 
 
-def step(group: Group, limit_s: float, what: str) -> None:
-    """All ranks have come here. Raises an Error that names who has not, within ``limit_s``."""
+def barrier(group: Group, limit_s: float, what: str) -> None:
+    """Waits until all ranks have come here. Raises an Error that names the missing ranks after ``limit_s``."""
     try:
         dist.monitored_barrier(group.own, datetime.timedelta(seconds=limit_s), wait_all_ranks=True)
     except RuntimeError as error:
         raise Error(
-            f"{what}: not all ranks are there; on rank {group.rank}: {_first_line(error)}", "communication"
+            f"{what}: not all ranks have arrived; on rank {group.rank}: {first_line(error)}", "communication"
         ) from None
 
 
-def measured_over_tcp(ends: Ends, rounds: Rounds, seconds: float, limit_s: float, progress: Progress) -> list[Pair]:
-    """The same on every rank. A pair that fails says why, and the others go on."""
-    own: dict[tuple[int, int], tcp.Found | str] = {}
+def measured_over_tcp(
+    ends: PairEndpoints, rounds: Rounds, seconds: float, limit_s: float, progress: Progress
+) -> list[Pair]:
+    """Returns all pairs, the same on every rank. A pair that fails has a fault; the others go on."""
+    own: dict[tuple[int, int], tcp.ReceivedRates | str] = {}
     for pair in _own_pairs(ends.group, rounds, limit_s, "raw TCP", progress):
         try:
             own[pair] = _measure(ends, pair, seconds)
@@ -80,7 +82,7 @@ def measured_over_tcp(ends: Ends, rounds: Rounds, seconds: float, limit_s: float
 def measured_over_gloo(
     group: Group, rounds: Rounds, pairs: Sequence[Pair], limit_s: float, progress: Progress
 ) -> list[Pair]:
-    """``pairs`` with Gloo's rates: of messages, in one direction at a time, as TCP's."""
+    """Adds Gloo's rates to ``pairs``. Messages go in one direction at a time, as over TCP."""
     over_tcp = {(pair.a, pair.b): pair for pair in pairs}
     own: dict[tuple[int, int], Samples] = {}
     for pair in _own_pairs(group, rounds, limit_s, "Gloo", progress):
@@ -91,21 +93,26 @@ def measured_over_gloo(
 
 
 def gloo_bytes(pair: Pair) -> int:
-    """Of the largest message of a pair."""
+    """Returns the size of the largest message of a pair."""
     seconds = tcp.long_enough_s(_GLOO_MESSAGE_S, 2e-6 * (pair.latency_us or 0.0))
     size = int(seconds * (pair.tcp_bits_per_s or _UNKNOWN_BITS_PER_S) / 8)
     return min(max(size, _GLOO_BYTES[0]), _GLOO_BYTES[1])
 
 
 def with_gloo(pair: Pair, directions: Sequence[Samples]) -> Pair:
-    """``directions``: what each side's messages took."""
+    """Adds Gloo's rate and cost. ``directions`` are the samples of each side's messages; the slower direction
+    counts.
+    """
     bits_per_s, alpha_us, beta = min(map(_line, directions))
     return dataclasses.replace(pair, gloo_bits_per_s=bits_per_s, alpha_us=alpha_us, beta_ns_per_byte=beta)
 
 
 def _line(samples: Samples) -> tuple[float, float, float]:
-    """The largest message's rate in bits per second, and the line through the smallest and the largest: us, and ns per
-    byte. A sample holds a message and its answer, which is as long on the way as what a message takes to start."""
+    """Returns the largest message's bits per second, and the cost of a message: start-up us, and ns per byte.
+
+    The line goes through the smallest and the largest size. A sample holds a message and its reply, which takes as long
+    as a message takes to start; hence the half.
+    """
     sizes = [size for size, _ in samples]
     small, large = min(sizes), max(sizes)
     small_ns, large_ns = (
@@ -115,8 +122,10 @@ def _line(samples: Samples) -> tuple[float, float, float]:
     return 8e9 * large / large_ns, max(0.0, small_ns - beta * small) / 2 / 1e3, beta
 
 
-def one_way_bits_per_s(ends: Ends, pair: tuple[int, int]) -> float | None:
-    """Of one stream from the second of the pair to the first; None where it fails, and on all other ranks."""
+def one_way_bits_per_s(ends: PairEndpoints, pair: tuple[int, int]) -> float | None:
+    """Returns the rate of one stream from the second of the pair to the first; None if it fails, and on all other
+    ranks.
+    """
     first, second = pair
     token = tcp.pair_token(ends.token, pair)
     try:
@@ -132,14 +141,14 @@ def one_way_bits_per_s(ends: Ends, pair: tuple[int, int]) -> float | None:
 def _own_pairs(
     group: Group, rounds: Rounds, limit_s: float, what: str, progress: Progress
 ) -> Iterator[tuple[int, int]]:
-    """This rank's pairs, each when all ranks are at its round."""
+    """Yields this rank's pairs, each when all ranks have reached its round."""
     for index, pairs in enumerate(rounds):
-        step(group, limit_s, f"network check, {what}, round {index + 1} of {len(rounds)}")
+        barrier(group, limit_s, f"network check, {what}, round {index + 1} of {len(rounds)}")
         progress(f"{what}, round {index + 1} of {len(rounds)}: " + ", ".join(f"{a}-{b}" for a, b in pairs[:4]))
         yield from (pair for pair in pairs if group.rank in pair)
 
 
-def _measure(ends: Ends, pair: tuple[int, int], seconds: float) -> tcp.Found:
+def _measure(ends: PairEndpoints, pair: tuple[int, int], seconds: float) -> tcp.ReceivedRates:
     """The higher rank connects to the lower one."""
     first, second = pair
     token = tcp.pair_token(ends.token, pair)
@@ -148,25 +157,25 @@ def _measure(ends: Ends, pair: tuple[int, int], seconds: float) -> tcp.Found:
     return tcp.measure(ends.addresses[first], token, streams=STREAMS, seconds=seconds, whom=ends.labels[first])
 
 
-def _pair(a_found: tcp.Found | str, b_found: tcp.Found | str, a: int, b: int) -> Pair:
+def _pair(a_found: tcp.ReceivedRates | str, b_found: tcp.ReceivedRates | str, a: int, b: int) -> Pair:
     if isinstance(a_found, str) or isinstance(b_found, str):
-        # Who connects knows more of why it failed than who waits.
+        # The connecting side knows more about the failure than the waiting side.
         return Pair(a, b, fault=b_found if isinstance(b_found, str) else str(a_found))
     one = min(a_found.one_bits_per_s, b_found.one_bits_per_s)
     several = min(a_found.several_bits_per_s, b_found.several_bits_per_s)
-    fault = None if one and several else "too few bytes arrived to tell a rate"
+    fault = None if one and several else "too few bytes arrived to compute a rate"
     return Pair(a, b, b_found.latency_us, one or None, several or None, fault=fault)
 
 
 def _messages(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: float) -> Samples:
-    """What this rank's messages to the other take, until the answer that they have arrived."""
+    """Returns bytes and ns of this rank's messages to the other, until the reply that they have arrived."""
     sends_first = group.rank == pair[0]
     other = pair[1] if sends_first else pair[0]
-    message, answer = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (size_bytes, 1))
+    message, reply = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (size_bytes, 1))
     times = []
     for sends in [sends_first, not sends_first] * _GLOO_MESSAGES:
         start = time.perf_counter()
-        for tensor, is_sent in ((message, sends), (answer, not sends)):
+        for tensor, is_sent in ((message, sends), (reply, not sends)):
             _move(group, tensor, other, is_sent, limit_s)
         if sends:
             times.append((size_bytes, 1e9 * (time.perf_counter() - start)))
@@ -180,10 +189,6 @@ def _move(group: Group, tensor: torch.Tensor, other: int, sends: bool, limit_s: 
     except RuntimeError as error:
         what = "to" if sends else "from"
         raise Error(
-            f"network check: a message {what} rank {other} failed on rank {group.rank}: {_first_line(error)}",
+            f"network check: a message {what} rank {other} failed on rank {group.rank}: {first_line(error)}",
             "communication",
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

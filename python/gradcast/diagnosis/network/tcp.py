@@ -1,8 +1,8 @@
 """Raw TCP between two ranks: what the network can do without Gloo.
 
-One rank listens, the other connects; both then know from the order of measurements who sends. Every wait has a limit,
-and an error says for whom this rank waited. Connections show the pair's token, so that neither a stranger's are
-measured nor those of a pair that has been given up, which may still wait to be accepted.
+One rank listens and the other connects. The order of the measurements tells both who sends. Every wait has a timeout,
+and an error says which rank this rank waited for. Connections send the pair's token first, so that strangers'
+connections, and those of a pair that was given up but still waits to be accepted, are not measured.
 
 Thread safety: each call uses threads of its own and joins them; a ``Listener`` is for one thread.
 """
@@ -21,24 +21,24 @@ from gradcast.diagnosis.network.interfaces import chosen, interfaces, is_link_lo
 from gradcast.diagnosis.network.tcp_rate import Record, bits_per_s
 from gradcast.errors import Error
 
-# Of one wait. A host that answers at all does so within milliseconds; TCP's first two repetitions take 3 s.
+# Timeout of one wait. A host that responds does so within milliseconds; TCP's first two retransmissions take 3 s.
 TIMEOUT_S = 8.0
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sd")
 _CHUNK_BYTES = 256 << 10
-# All streams of a measurement together: a quarter of a second at 100 Gbit/s.
+# Over all streams of a measurement: a quarter of a second at 100 Gbit/s.
 _BYTES_MAX = 3 << 30
-# What the kernel may hold that has not been sent: enough for any link, and gone soon on a slow one.
+# Limit of unsent bytes in the kernel: enough for any link, and drained soon on a slow one.
 _UNSENT_BYTES = 64 << 10
 _ROUND_TRIPS = 30
 _ROUND_TRIPS_S = 0.2
-# TCP doubles what it sends in each round trip, so that a distant host needs a longer measurement.
+# TCP doubles its window in each round trip, so a distant host needs a longer measurement.
 _ROUND_TRIPS_PER_MEASUREMENT = 30
 _MEASUREMENT_S_MAX = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Address:
+class ListenAddress:
     """Where a rank listens."""
 
     host: str
@@ -50,9 +50,10 @@ class Address:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What one side has found: rates of what it received. ``latency_us``: one way, half a round trip; the connecting
-    side's alone."""
+class ReceivedRates:
+    """Rates of what one side received. ``latency_us`` is one way, half a round trip; only the connecting side
+    measures it.
+    """
 
     one_bits_per_s: float
     several_bits_per_s: float
@@ -60,13 +61,16 @@ class Found:
 
 
 def pair_token(session: bytes, pair: tuple[int, int]) -> bytes:
-    """``session``: what no stranger knows. A pair is measured once over a listener, and both sides take its connections
-    in the same order: no connection of another measurement has the same token."""
+    """Returns the token of a pair. ``session`` is a secret of the training.
+
+    A pair is measured once over a listener, and both sides take its connections in the same order, so connections of
+    other measurements have other tokens.
+    """
     return hmac.digest(session, repr(pair).encode(), "sha256")[:TOKEN_BYTES]
 
 
 class Listener:
-    """Accepts the connections of pairs, one pair after the other. Close it with ``close()``."""
+    """Accepts the connections of pairs, one pair after the other. REQUIRES: ``close()`` is called in the end."""
 
     def __init__(self, host: str, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
@@ -75,10 +79,12 @@ class Listener:
             self._socket = socket.create_server(_with_scope(host, 0), family=family, backlog=64)
         except OSError as error:
             raise Error(f"cannot listen on {host}: {error.strerror or error}", "communication") from None
-        self.address = Address(host, self._socket.getsockname()[1])
+        self.address = ListenAddress(host, self._socket.getsockname()[1])
 
     def accept(self, token: bytes, count: int, whom: str) -> tuple[list[socket.socket], float]:
-        """``count`` connections that show ``token``, and how long the other side wants to measure, in seconds."""
+        """Accepts ``count`` connections that send ``token``. Returns them and how long the other side wants to
+        measure, in seconds.
+        """
         timeout_s = self._timeout_s or TIMEOUT_S
         deadline = time.monotonic() + timeout_s
         accepted: list[socket.socket] = []
@@ -88,12 +94,12 @@ class Listener:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
                 accepted.append(connection)
-                # Half of what is left: who connects and says nothing must not take all of it.
+                # At most half of the remaining time, so that a connection that sends nothing cannot use up all of it.
                 connection.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
-                if (said := _seconds(connection, token)) is None:
+                if (wanted_s := _read_hello(connection, token)) is None:
                     accepted.pop().close()
                 else:
-                    seconds = said
+                    seconds = wanted_s
                     _prepared(connection)
         return accepted, seconds
 
@@ -101,8 +107,10 @@ class Listener:
         self._socket.close()
 
 
-def _seconds(connection: socket.socket, token: bytes) -> float | None:
-    """What the other side has said; None for a connection that is none of this measurement's."""
+def _read_hello(connection: socket.socket, token: bytes) -> float | None:
+    """Returns the seconds that the other side wants to measure; None if the connection does not belong to this
+    measurement.
+    """
     try:
         shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size))
     except (OSError, struct.error):
@@ -111,13 +119,15 @@ def _seconds(connection: socket.socket, token: bytes) -> float | None:
 
 
 def long_enough_s(seconds: float, round_trip_s: float) -> float:
-    """``seconds``, or longer on a network with a high latency."""
+    """Returns ``seconds``, or more on a network with a high latency."""
     return min(max(seconds, _ROUND_TRIPS_PER_MEASUREMENT * round_trip_s), _MEASUREMENT_S_MAX)
 
 
-def measure(address: Address, token: bytes, *, streams: int, seconds: float, whom: str) -> Found:
-    """The connecting side; ``answer`` is the other. Each of four measurements takes about ``seconds``, or longer on a
-    network with a high latency. Raises Error."""
+def measure(address: ListenAddress, token: bytes, *, streams: int, seconds: float, whom: str) -> ReceivedRates:
+    """Measures a pair from the connecting side; the other side calls ``answer``. Raises Error.
+
+    Each of four measurements takes about ``seconds``, or longer on a network with a high latency.
+    """
     with _connected(address, token, 1, 0.0, whom) as connections, _naming(whom, "small messages"):
         round_trip_s = _round_trip_s(connections[0])
     seconds = long_enough_s(seconds, round_trip_s)
@@ -127,11 +137,11 @@ def measure(address: Address, token: bytes, *, streams: int, seconds: float, who
             _send(connections, seconds, whom)
         with _connected(address, token, count, seconds, whom) as connections:
             received.append(_received_bits_per_s(connections, seconds, whom))
-    return Found(received[0], received[1], round_trip_s / 2 * 1e6)
+    return ReceivedRates(received[0], received[1], round_trip_s / 2 * 1e6)
 
 
-def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> Found:
-    """The listening side. Raises Error."""
+def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> ReceivedRates:
+    """Measures a pair from the listening side. Raises Error."""
     with _accepted(listener, token, 1, whom) as (connections, _), _naming(whom, "small messages"):
         _echo(connections[0])
     received = []
@@ -140,12 +150,13 @@ def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> Foun
             received.append(_received_bits_per_s(connections, seconds, whom))
         with _accepted(listener, token, count, whom) as (connections, seconds):
             _send(connections, seconds, whom)
-    return Found(received[0], received[1])
+    return ReceivedRates(received[0], received[1])
 
 
-def measure_one_way(address: Address, token: bytes, seconds: float, whom: str, timeout_s: float | None = None) -> None:
-    """Sends over one stream; the rate is what ``answer_one_way`` returns, in bits per second. ``timeout_s``: for the
-    connection."""
+def measure_one_way(
+    address: ListenAddress, token: bytes, seconds: float, whom: str, timeout_s: float | None = None
+) -> None:
+    """Sends over one stream; ``answer_one_way`` returns the rate. ``timeout_s`` is that of the connection."""
     with _connected(address, token, 1, seconds, whom, timeout_s) as connections:
         _send(connections, seconds, whom)
 
@@ -159,7 +170,7 @@ def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
 
 
 def _with_scope(host: str, port: int) -> tuple:
-    """A link-local address means nothing without its interface, which has other numbers on every host."""
+    """A link-local address needs its interface, whose number differs between hosts."""
     if not is_link_local(host):
         return (host, port)
     return (host, port, 0, socket.if_nametoindex(chosen(interfaces()).interface))
@@ -175,7 +186,7 @@ def _prepared(connection: socket.socket) -> socket.socket:
 
 @contextlib.contextmanager
 def _connected(
-    address: Address, token: bytes, count: int, seconds: float, whom: str, timeout_s: float | None = None
+    address: ListenAddress, token: bytes, count: int, seconds: float, whom: str, timeout_s: float | None = None
 ) -> Iterator[Sequence[socket.socket]]:
     connections: list[socket.socket] = []
     with _closed_on_error(connections), _naming(whom, f"cannot connect to {address.host}, port {address.port}"):
@@ -217,11 +228,11 @@ def _close(connections: Sequence[socket.socket]) -> None:
 
 @contextlib.contextmanager
 def _naming(whom: str, what: str) -> Iterator[None]:
-    """Says for whom this rank waited when the network or a peer fails."""
+    """Turns OSErrors into an Error that names the rank this rank waited for."""
     try:
         yield
     except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        reason = "no response" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise Error(f"raw TCP with {whom}: {what}: {reason}", "communication") from None
 
 
@@ -229,7 +240,7 @@ def _naming(whom: str, what: str) -> Iterator[None]:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Fewer bytes where the other side has ended."""
+    """Reads ``size`` bytes, or fewer if the other side closes the connection."""
     data = b""
     while len(data) < size and (part := connection.recv(size - len(data))):
         data += part
@@ -237,14 +248,14 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _round_trip_s(connection: socket.socket) -> float:
-    """The median; the first one wakes the other side and does not count."""
+    """Returns the median round trip; the first one wakes the other side and does not count."""
     times = []
     start = time.perf_counter()
     for _ in range(_ROUND_TRIPS):
         before = time.perf_counter()
         connection.sendall(b"?")
         if not connection.recv(1):
-            raise ConnectionResetError("the other side has closed the connection")
+            raise ConnectionResetError("the other side closed the connection")
         times.append(time.perf_counter() - before)
         if time.perf_counter() - start > _ROUND_TRIPS_S and len(times) > 2:
             break
@@ -257,13 +268,15 @@ def _echo(connection: socket.socket) -> None:
 
 
 def _send(connections: Sequence[socket.socket], seconds: float, whom: str) -> None:
-    """For so long, and until the other side has received it all: the next measurement finds the network idle."""
+    """Sends for ``seconds``, then waits until the other side has received everything, so that the next measurement
+    finds an idle network.
+    """
     share_bytes = _BYTES_MAX // len(connections)
 
     def send(connection: socket.socket) -> None:
         data = memoryview(bytes(_CHUNK_BYTES))
         left = share_bytes
-        deadline = time.perf_counter() + seconds  # from here: on a busy machine a thread may start late
+        deadline = time.perf_counter() + seconds  # counted from here, because on a busy machine a thread may start late
         while left > 0 and time.perf_counter() < deadline:
             left -= connection.send(data)
         connection.shutdown(socket.SHUT_WR)
@@ -288,6 +301,6 @@ def _received_bits_per_s(connections: Sequence[socket.socket], seconds: float, w
 
 
 def _on_each(connections: Sequence[socket.socket], work: Callable) -> list:
-    """One thread per stream: the kernel copies without Python's lock, on one core per thread."""
+    """Runs one thread per stream: the kernel copies without the GIL, on one core per thread."""
     with ThreadPoolExecutor(len(connections), thread_name_prefix="gradcast-tcp") as threads:
         return list(threads.map(work, connections))

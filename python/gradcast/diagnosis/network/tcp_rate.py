@@ -1,27 +1,30 @@
-"""From when bytes arrived to a rate."""
+"""Computes a rate from the times at which bytes arrived. Pure."""
 
 from collections.abc import Sequence
 
-# When, in seconds, and how many bytes had arrived since the record before.
+# The time in seconds, and how many bytes have arrived since the record before.
 Record = tuple[float, int]
 
-# Of the time in which the other side sent, the part that counts. Before it TCP finds out how much it may send; after
-# it, of several streams some have ended.
-_FROM, _TO = 0.4, 0.9
+# Which part of the sending time counts. Before it TCP is still probing for bandwidth; after it some of several streams
+# have ended.
+_COUNTED_FROM, _COUNTED_TO = 0.4, 0.9
 
 
 def bits_per_s(streams: Sequence[Sequence[Record]], seconds: float) -> float:
-    """Of all streams together; 0 where too little has arrived to tell. ``seconds``: how long was sent. What arrives
-    later had waited in queues, or was lost and sent again, and nothing else came meanwhile."""
+    """Returns the rate of all streams together; 0 if too little arrived to tell.
+
+    ``seconds`` is how long the other side sent. Bytes that arrive later were queued or retransmitted, and are not
+    counted.
+    """
     records = sorted(record for stream in streams for record in stream)
     if len(records) < 2:
         return 0.0
     start = records[0][0]
     end = min(records[-1][0], start + seconds)
-    low, high = start + _FROM * (end - start), start + _TO * (end - start)
+    low, high = start + _COUNTED_FROM * (end - start), start + _COUNTED_TO * (end - start)
     counted = [record for record in records if low <= record[0] <= high]
-    if len(counted) < 3:  # so few pieces that each of them counts
+    if len(counted) < 3:  # too few records, so all count
         counted = records
     passed = counted[-1][0] - counted[0][0]
-    # What the first record says has arrived before it.
+    # The bytes of the first record arrived before its time.
     return 8 * sum(size for _, size in counted[1:]) / passed if passed > 0 else 0.0

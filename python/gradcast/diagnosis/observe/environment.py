@@ -1,4 +1,4 @@
-"""What ``lint`` needs to know of a process: variables, threads, and the cores that it may use."""
+"""What ``lint`` needs to know of a process and its host: variables, threads, and the cores that it may use."""
 
 import dataclasses
 import math
@@ -6,26 +6,42 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradcast.diagnosis.analyze.lint import CONNECTIONS_VARIABLE, Host
+from gradcast.files import system_file
 
-# No others: an environment holds secrets, and what is found travels between the ranks and into files.
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+# Only these are read: an environment may hold secrets, and what is read travels between ranks and into files.
 VARIABLES = (CONNECTIONS_VARIABLE,)
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-# Containers of one host see their own group as the root.
+# Containers on one host each see their own group as the root; this tells them apart.
 _NAMESPACE = Path("/proc/self/ns/cgroup")
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """``threads``: that torch computes with. ``cores``: their numbers, that the process may run on. ``quota``: how many
-    cores' time its control group has, None for no limit; ``cgroup`` tells which processes share it."""
-
     variables: Mapping[str, str]
+    threads: int  # that torch computes with
+    cores: frozenset[int]  # numbers of the cores that the process may run on
+    quota: float | None  # cores' worth of time that the control group has; None means no limit
+    cgroup: str  # equal for processes that share a control group
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCpu:
+    """Compute threads and cores of one host. The counts are totals over its ``ranks`` ranks."""
+
+    name: str
     threads: int
-    cores: frozenset[int]
-    quota: float | None
-    cgroup: str
+    cores: int
+    ranks: int
+    variables: Sequence[Mapping[str, str]] = ()  # of each rank's process
+
+    @property
+    def fitting_threads(self) -> int | None:
+        """Threads per rank that fit the cores, or None if the present number fits or cannot be lowered."""
+        if self.threads <= max(self.cores, self.ranks):
+            return None
+        return max(1, self.cores // self.ranks)
 
 
 def own_process() -> Process:
@@ -35,22 +51,22 @@ def own_process() -> Process:
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         threads=torch.get_num_threads(),
         cores=_affinity(),
-        quota=quota(_CGROUPS, _text(_OWN_CGROUP)),
-        cgroup=f"{_link(_NAMESPACE)} {_text(_OWN_CGROUP)}",
+        quota=quota(_CGROUPS, system_file(_OWN_CGROUP)),
+        cgroup=f"{_link(_NAMESPACE)} {system_file(_OWN_CGROUP)}",
     )
 
 
-def hosts(names: Sequence[str], processes: Sequence[Process]) -> list[Host]:
-    """``names``: of each rank's host. ``processes``: as ``own_process`` tells it on each rank."""
+def hosts(names: Sequence[str], processes: Sequence[Process]) -> list[HostCpu]:
+    """Summarizes the processes by host. ``names`` and ``processes`` are in rank order."""
     return [
         host(name, [process for other, process in zip(names, processes, strict=True) if other == name])
         for name in dict.fromkeys(names)
     ]
 
 
-def host(name: str, processes: Sequence[Process]) -> Host:
-    """``processes``: of the host's ranks."""
-    return Host(
+def host(name: str, processes: Sequence[Process]) -> HostCpu:
+    """Summarizes the processes of one host."""
+    return HostCpu(
         name=name,
         threads=sum(process.threads for process in processes),
         cores=usable_cores(processes),
@@ -60,7 +76,7 @@ def host(name: str, processes: Sequence[Process]) -> Host:
 
 
 def usable_cores(processes: Sequence[Process]) -> int:
-    """Of processes on one host together: what one of them may run on, less what their groups' time does not allow."""
+    """Counts the cores that these processes of one host can use together, within their control groups' quotas."""
     cores = len(frozenset[int]().union(*(process.cores for process in processes)))
     quotas = {process.cgroup: process.quota for process in processes}
     if any(each is None for each in quotas.values()):
@@ -69,7 +85,10 @@ def usable_cores(processes: Sequence[Process]) -> int:
 
 
 def quota(root: Path, membership: str) -> float | None:
-    """Cores' time of the control group, or of one above it; ``membership`` as /proc/self/cgroup has it."""
+    """Returns the lowest quota, in cores, of the control group and its parents; None means no limit.
+
+    ``root`` is the mount point of the control groups. ``membership`` is the text of /proc/self/cgroup.
+    """
     path = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), "/")
     own = root / path.lstrip("/")
     folders = [own, *own.parents]
@@ -78,9 +97,9 @@ def quota(root: Path, membership: str) -> float | None:
 
 
 def _limit(folder: Path) -> float | None:
-    allowed, _, period = _text(folder / "cpu.max").partition(" ")
+    allowed, _, period = system_file(folder / "cpu.max").partition(" ")
     if not allowed:  # version 1 of control groups
-        allowed, period = (_text(folder / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        allowed, period = (system_file(folder / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     try:
         return int(allowed) / int(period) if int(allowed) > 0 else None
     except ValueError:  # "max"
@@ -91,13 +110,6 @@ def _affinity() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _link(path: Path) -> str:

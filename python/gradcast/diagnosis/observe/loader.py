@@ -1,11 +1,11 @@
-"""How long a training loop waits for DataLoaders, and what their workers do meanwhile: read, or prepare.
+"""Times how long a training loop waits for DataLoaders, and what their workers do meanwhile: read, or prepare.
 
-A batch's time in a worker is told apart by its thread's own clock: what it computes, and what it waits for a core to do
-so, is preparation; what it waits for anything else is reading. Workers write into shared memory that they inherit, so
-this sees workers that are forked (Linux's default up to Python 3.13) while the watch is on; of others ``read_ms`` stays
-unknown. A worker that reads in threads of its own, or a page that the kernel still holds, counts as preparing.
+The clock of a worker's thread tells the two apart. Time in which it computes, or waits for a core, is preparation; time
+in which it waits for anything else is reading. Workers write into shared memory that they inherit. Therefore only
+workers that are forked after the timer was made are seen (fork is Linux's default up to Python 3.13). If a worker reads
+in threads of its own, or from the page cache, that counts as preparation.
 
-Thread safety: one writer per worker; the training thread reads.
+Thread safety: each worker writes its own slot; the training thread reads.
 """
 
 import functools
@@ -20,16 +20,16 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-_SLOTS = 256  # workers of all loaders; more share
+_SLOTS = 256  # more workers than this share slots
 _FIELDS = struct.Struct("qqq")  # ns of reading, ns of preparing, batches
 _RUN_QUEUE = Path("/proc/thread-self/schedstat")
 
 
-class LoaderWatch:
-    """Of all DataLoaders of this process, from the construction until ``close()``."""
+class LoaderTimer:
+    """Times all DataLoaders of this process until ``close()``."""
 
     def __init__(self) -> None:
-        self.waited_ns = 0  # by the training thread, since it was last set to 0
+        self.waited_ns = 0  # by the training thread; the observer resets it at each step
         self.workers = 0  # of the loader that was read last
         self._memory = mmap.mmap(-1, _SLOTS * _FIELDS.size)
         self._depth = 0
@@ -44,9 +44,9 @@ class LoaderWatch:
         self._replaced = []
 
     def totals_ms(self) -> tuple[float, float, int]:
-        """Of all workers since the construction: reading, preparing, and the batches that they made."""
+        """Returns reading ms, preparing ms and the number of batches, summed over all workers since construction."""
         slots = list(_FIELDS.iter_unpack(self._memory[:]))
-        reading, preparing, batches = (sum(slot[place] for slot in slots) for place in range(3))
+        reading, preparing, batches = (sum(slot[field] for slot in slots) for field in range(3))
         return reading / 1e6, preparing / 1e6, batches
 
     def _replace(self, owner: type, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -57,7 +57,7 @@ class LoaderWatch:
     def _timed_next(self, original: Callable) -> Callable:
         def timed(iterator: Any) -> Any:
             start_ns = time.perf_counter_ns()
-            self._depth += 1  # a dataset may read another loader
+            self._depth += 1  # a dataset may itself iterate over a loader
             try:
                 return original(iterator)
             finally:
@@ -72,21 +72,21 @@ class LoaderWatch:
         def timed(fetcher: Any, indices: Any) -> Any:
             start_ns, start_busy_ns = time.perf_counter_ns(), _busy_ns()
             batch = original(fetcher, indices)
-            took_ns = time.perf_counter_ns() - start_ns
-            self._note(took_ns, min(took_ns, _busy_ns() - start_busy_ns))
+            duration_ns = time.perf_counter_ns() - start_ns
+            self._add(duration_ns, min(duration_ns, _busy_ns() - start_busy_ns))
             return batch
 
         return timed
 
-    def _note(self, took_ns: int, busy_ns: int) -> None:
+    def _add(self, duration_ns: int, busy_ns: int) -> None:
         worker = get_worker_info()
-        place = _FIELDS.size * (0 if worker is None else 1 + worker.id % (_SLOTS - 1))
-        reading, preparing, batches = _FIELDS.unpack_from(self._memory, place)
-        _FIELDS.pack_into(self._memory, place, reading + took_ns - busy_ns, preparing + busy_ns, batches + 1)
+        offset = _FIELDS.size * (0 if worker is None else 1 + worker.id % (_SLOTS - 1))
+        reading, preparing, batches = _FIELDS.unpack_from(self._memory, offset)
+        _FIELDS.pack_into(self._memory, offset, reading + duration_ns - busy_ns, preparing + busy_ns, batches + 1)
 
 
 def _busy_ns() -> int:
-    """What this thread has computed and has waited for a core."""
+    """Returns how long this thread has computed or waited for a core."""
     try:
         waited_ns = int(_RUN_QUEUE.read_text().split()[1])
     except (OSError, IndexError, ValueError):

@@ -1,13 +1,18 @@
-"""The ordinary steps of a training, watched from outside: stamps, and tapes of the last ones.
+"""Times the ordinary steps of a training with hooks, and records the last ones for replay.
 
-A step runs from the end of one ``optimizer.step()`` to the end of the next; with several optimizers, of the one that
-holds most of the model. Its stages: loading (waiting for DataLoaders), forward, backward (from the first gradient that
-comes back into the model to DDP's end, waiting for the network included), update (of all optimizers); what is left is
-the loop: the loss, clipping, logging, launching, other models.
+A step runs from the end of one ``optimizer.step()`` to the end of the next. With several optimizers, the one that holds
+most of the model counts. Stages of a step:
 
-Stamps are the host's. On a GPU the host runs ahead of the device, so there only the step and the loading mean what they
-say; the other stages come from the probes, which wait for the device, and the loop's own work is not known: it stays in
-what is left. (That path has not run on a GPU.)
+* loading: waiting for DataLoaders.
+* forward: of the DistributedDataParallel module.
+* backward: from the first gradient that enters the model to the end of DDP's reduction, including waits for the
+  network.
+* update: of all optimizers.
+* loop: everything else, such as the loss, clipping, logging, launch overhead and other models.
+
+All times are taken on the host. On a GPU the host runs ahead of the device, so there only the step and the loading are
+meaningful. The other stages then come from the probes, which synchronize with the device, and the loop's own work stays
+in the unattributed time. (The GPU path is untested.)
 """
 
 import collections
@@ -20,36 +25,38 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.observe.loader import LoaderWatch
-from gradcast.diagnosis.observe.recorded_step import Pass, Tape, begin_pass, outputs_of
+from gradcast.diagnosis.observe.loader import LoaderTimer
+from gradcast.diagnosis.observe.recorded_step import RecordedPass, RecordedStep, begin_pass, outputs_of
 
-TAPES = 2
-_LOOKED_AT = 8  # gradients
+RECORDED_STEPS_MAX = 2
+_CHECKED_GRADIENTS = 8  # of the parameters; whoever writes into gradients writes into all of them
 _MS = 1e6
 
 
 class Observer:
-    """Of one module, from the construction until ``close()``. ``step_ended()`` is called at the end of each step that
-    used the module; from the step ``keep_from`` on what it did is kept."""
+    """Observes one module until ``close()``. Calls ``step_ended()`` at the end of each step that used the module.
+
+    Records what each step did from step number ``keep_from`` on.
+    """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         optimizers: Sequence[Optimizer],
-        loader: LoaderWatch,
+        loader: LoaderTimer,
         step_ended: Callable[[], None],
         *,
         keep_from: int = 0,
     ) -> None:
-        self.tapes: collections.deque[Tape] = collections.deque(maxlen=TAPES)
-        self.steps: list[dict[str, float]] = []  # ms by stage, and "step"; "exposed": what backward waited at its end
-        self.optimizer_steps = 0  # also those without the module
-        self.all_used = True  # every parameter had a gradient of this rank in every step
-        # Between backward and step() the loop has written into gradients, as clipping and a GradScaler do.
+        self.recorded_steps: collections.deque[RecordedStep] = collections.deque(maxlen=RECORDED_STEPS_MAX)
+        self.steps: list[dict[str, float]] = []  # ms by stage; "step"; "exposed": the wait at the end of backward
+        self.optimizer_steps = 0  # includes steps that did not use the module
+        self.all_used = True  # every parameter had a local gradient in every step
+        # The loop wrote into gradients between backward and step(), as clipping and a GradScaler do.
         self.gradients_used = False
         self._ddp, self._loader, self._step_ended, self._keep_from = ddp, loader, step_ended, keep_from
         self._trainable = [each for each in ddp.module.parameters() if each.requires_grad]
-        self._open: Pass | None = None
+        self._open: RecordedPass | None = None
         self._output_handles: list[Any] = []
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
@@ -60,13 +67,13 @@ class Observer:
             after = each.register_step_post_hook(functools.partial(self._after_update, each is main))
             before = each.register_step_pre_hook(functools.partial(self._before_update, after.id))
             self._handles += [before, after]
-        # Only where DDP itself looks for parameters without gradients: it costs a call per gradient.
+        # Only if DDP itself searches for parameters without gradients, because it costs a call per gradient.
         self._used: set[int] = set()
         if ddp.find_unused_parameters or ddp.static_graph:
             for each in self._trainable:
-                self._handles.append(each.register_hook(functools.partial(self._note_use, id(each))))
+                self._handles.append(each.register_hook(functools.partial(self._mark_used, id(each))))
         self._scaler_step = torch.amp.GradScaler.step
-        torch.amp.GradScaler.step = self._noting(self._scaler_step)
+        torch.amp.GradScaler.step = self._watching_scaler(self._scaler_step)
         self._begin_step()
 
     def close(self) -> None:
@@ -75,8 +82,8 @@ class Observer:
             handle.remove()
         self._handles, self._output_handles = [], []
 
-    def _noting(self, scaler_step: Callable[..., Any]) -> Callable[..., Any]:
-        """A scaler's writing into gradients is not counted in their versions."""
+    def _watching_scaler(self, scaler_step: Callable[..., Any]) -> Callable[..., Any]:
+        """A GradScaler writes into gradients without changing their versions, so its calls are watched instead."""
 
         @functools.wraps(scaler_step)
         def step(scaler: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -89,14 +96,16 @@ class Observer:
         for handle in self._output_handles:
             handle.remove()
         self._output_handles = []
-        self._tape = Tape()
+        self._recorded = RecordedStep()
         self._used.clear()
         self._start_ns = time.perf_counter_ns()
         self._loader.waited_ns = 0
         self._forward_ns = self._backward_ns = self._exposed_ns = self._update_ns = 0
         self._backward_start_ns = self._computed_ns = self._backwards = 0
         self._forward_start_ns = 0
-        self._written: list[tuple[int, int] | None] | None = None  # as backward has left them
+        self._versions_after_backward: list[tuple[int, int] | None] | None = (
+            None  # gradient versions at the end of backward
+        )
 
     def _before_forward(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._open = None
@@ -110,48 +119,47 @@ class Observer:
         if opened is None:
             return
         self._forward_ns += time.perf_counter_ns() - self._forward_start_ns
-        self._tape.passes.append(opened)
-        for place, tensor in enumerate(outputs_of(output)):
+        self._recorded.passes.append(opened)
+        for index, tensor in enumerate(outputs_of(output)):
             if tensor is not None:
-                hook = functools.partial(self._gradient_back, opened, place)
+                hook = functools.partial(self._on_output_gradient, opened, index)
                 self._output_handles.append(tensor.register_hook(hook))
 
-    def _gradient_back(self, into: Pass, place: int, gradient: torch.Tensor) -> None:
+    def _on_output_gradient(self, into: RecordedPass, index: int, gradient: torch.Tensor) -> None:
         if self._backward_start_ns == 0:
             self._backward_start_ns = time.perf_counter_ns()
             self._backwards += 1
-            # Before DDP's own, which waits for the network: callbacks run in the order in which they are queued.
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_computed)
-        into.gradients[place] = gradient.detach() if into.kept else None
+            # This runs before DDP's callback, which waits for the network: autograd calls back in queue order.
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_computed)
+        into.gradients[index] = gradient.detach() if into.kept else None
         into.backward = self._backwards
 
-    def _backward_computed(self) -> None:
+    def _on_backward_computed(self) -> None:
         self._computed_ns = time.perf_counter_ns()
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # behind DDP's
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)  # runs after DDP's callback
 
-    def _backward_ended(self) -> None:
+    def _on_backward_end(self) -> None:
         now_ns = time.perf_counter_ns()
         self._backward_ns += now_ns - self._backward_start_ns
         self._exposed_ns += now_ns - self._computed_ns
         self._backward_start_ns = 0
-        self._written = self._gradient_versions()
+        self._versions_after_backward = self._gradient_versions()
 
-    def _note_use(self, parameter: int, _: torch.Tensor) -> None:
+    def _mark_used(self, parameter: int, _: torch.Tensor) -> None:
         self._used.add(parameter)
 
     def _gradient_versions(self) -> list[tuple[int, int] | None]:
-        """Of some parameters: whoever writes into gradients writes into all."""
-        gradients = [each.grad for each in self._trainable[:_LOOKED_AT]]
+        gradients = [each.grad for each in self._trainable[:_CHECKED_GRADIENTS]]
         return [None if each is None else (id(each), each._version) for each in gradients]
 
     def _before_update(self, after: int, optimizer: Optimizer, *_: Any) -> None:
-        # The last of this step's hooks, so that it may be taken away while torch calls them.
+        # Moved behind the step's other hooks, so that removing it while torch calls them is safe.
         if after in optimizer._optimizer_step_post_hooks:
             optimizer._optimizer_step_post_hooks.move_to_end(after)
-        if self._written is not None:
-            self.gradients_used |= self._gradient_versions() != self._written
-            self._written = None
-        # With a closure the passes run inside of the step.
+        if self._versions_after_backward is not None:
+            self.gradients_used |= self._gradient_versions() != self._versions_after_backward
+            self._versions_after_backward = None
+        # With a closure, the passes run inside step(); their time is subtracted from the update.
         self._update_start_ns = time.perf_counter_ns()
         self._passes_before_ns = self._forward_ns + self._backward_ns
 
@@ -162,7 +170,7 @@ class Observer:
         if not is_main:
             return
         self.optimizer_steps += 1
-        if self._tape.used:
+        if self._recorded.used:
             self._end_step(end_ns - self._start_ns)
             self._step_ended()
         else:
@@ -180,5 +188,5 @@ class Observer:
         found = stages | {"step": step_ns, "exposed": self._exposed_ns}
         self.steps.append({name: value / _MS for name, value in found.items()})
         self.all_used &= len(self._used) == len(self._trainable)
-        self.tapes.append(self._tape)
+        self.recorded_steps.append(self._recorded)
         self._begin_step()

@@ -1,29 +1,31 @@
-"""How far the ranks' clocks are apart, by messages there and back."""
+"""Measures how far the ranks' clocks are apart, with messages back and forth."""
 
 import time
 
 import torch
 
-from gradcast.diagnosis.trace.merged import ClockOffset, Ping, clock_offset
+from gradcast.diagnosis.trace.clocks import ClockOffset, Ping, clock_offset
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
 
 _PINGS = 12
-_LIMIT_S = 300.0  # of a message, where the group does not tell its own
+_LIMIT_S = 300.0  # of a message, if the group has no timeout
 
 
 def offsets(group: Group) -> list[ClockOffset]:
-    """Of each rank's clock (time.perf_counter_ns) to rank 0's; on rank 0 alone, elsewhere nothing. Collective."""
+    """Returns the offset of each rank's clock (time.perf_counter_ns) to rank 0's, on rank 0; elsewhere an empty
+    list. Collective.
+    """
     found = [ClockOffset(0.0, 0.0, time.perf_counter_ns())] if group.rank == 0 else []
     for rank in range(1, group.world_size):
         if group.rank == 0:
-            found.append(clock_offset(_asked(group, rank)))
+            found.append(clock_offset(_exchange_pings(group, rank)))
         elif group.rank == rank:
-            _answer(group)
+            _answer_pings(group)
     return found
 
 
-def _asked(group: Group, rank: int) -> list[Ping]:
+def _exchange_pings(group: Group, rank: int) -> list[Ping]:
     c10d, limit_s = extension.load(), group.timeout_s or _LIMIT_S
     answer = torch.zeros(1, dtype=torch.int64, device="cpu")
     found = []
@@ -35,7 +37,7 @@ def _asked(group: Group, rank: int) -> list[Ping]:
     return found
 
 
-def _answer(group: Group) -> None:
+def _answer_pings(group: Group) -> None:
     c10d, limit_s = extension.load(), group.timeout_s or _LIMIT_S
     for _ in range(_PINGS):
         c10d.receive(group.own, torch.zeros(1, dtype=torch.int64, device="cpu"), 0, limit_s)

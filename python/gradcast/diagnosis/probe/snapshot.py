@@ -1,11 +1,12 @@
-"""The state of a training, taken before steps that are not the user's and given back afterwards, bit for bit.
+"""Saves the state of a training before steps that are not the user's, and restores it bit for bit afterwards.
 
-Held are parameters, buffers and gradients of the module, other parameters of its optimizers, the optimizers' state and
-settings, and the random generators of torch, NumPy and Python. Not held, because nothing of it is used: the loop, its
-data, schedulers, scalers. Not held, because it cannot be seen: what a module's forward keeps outside of its buffers.
+Saved are the module's parameters, buffers and gradients, further parameters of the optimizers, the optimizers' state
+and settings, and the random generators of torch, NumPy and Python. The loop, its data, schedulers and scalers are not
+saved because the steps do not use them. What a module's forward keeps outside of its buffers cannot be seen and is not
+saved.
 
-Meanwhile learning rates are 0, so that parameters stay where they are however many steps are made with the same
-gradients, and hooks on optimizers rest.
+Until the restore, learning rates are 0, so that any number of steps leaves the parameters unchanged, and hooks on
+optimizers are disabled.
 """
 
 import copy
@@ -25,18 +26,18 @@ _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Snapshot:
-    """Copies lie in the host's memory, so that a device needs no room for them."""
+    """The saved state, as copies in host memory, so that the device needs no room for them."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for each in optimizers for group in each.param_groups]
         owned = [parameter for group in groups for parameter in group["params"]]
         parameters = list(dict.fromkeys([*module.parameters(), *owned]))
         self._parameters = [(each, _copy(each)) for each in parameters]
-        self._buffers = [_Buffers(each) for each in module.modules()]
-        # The gradients themselves stay where they are; steps in between make their own.
+        self._buffers = [_ModuleBuffers(each) for each in module.modules()]
+        # The gradients are not copied: the steps in between make new ones.
         self._gradients = [(each, each.grad) for each in parameters]
         self._optimizers = [_OptimizerState(each) for each in optimizers]
-        # Other dictionaries in their place: whoever is going through the old ones goes on.
+        # The dictionaries are replaced, not emptied, because torch may be iterating over the old ones.
         self._hooks = [(optimizers_module, name, getattr(optimizers_module, name)) for name in _GLOBAL_HOOKS]
         self._hooks += [(each, name, getattr(each, name)) for each in optimizers for name in _OWN_HOOKS]
         self._random = _random_states()
@@ -45,7 +46,7 @@ class Snapshot:
         for each, _ in self._gradients:
             each.grad = None
         for group in groups:
-            _stand_still(group)
+            _zero_learning_rate(group)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -60,8 +61,8 @@ class Snapshot:
         _set_random_states(self._random)
 
 
-class _Buffers:
-    """Of one module. A forward pass may write into a buffer, or put another tensor in its place."""
+class _ModuleBuffers:
+    """The buffers of one module. A forward pass may write into a buffer or replace its tensor."""
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = owner
@@ -96,7 +97,7 @@ class _OptimizerState:
             _refill(group, {"params": group["params"], **kept})
 
 
-def _stand_still(group: dict[str, Any]) -> None:
+def _zero_learning_rate(group: dict[str, Any]) -> None:
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor):
         rate.zero_()
@@ -109,7 +110,7 @@ def _copy(value: Any) -> Any:
 
 
 def _refill(target: dict[str, Any], kept: dict[str, Any]) -> None:
-    """The dictionary and its tensors stay the objects that they were, for whoever else holds them."""
+    """Restores the contents in place: the dictionary and its tensors remain the same objects, which others may hold."""
     for key in [key for key in target if key not in kept]:
         del target[key]
     with torch.no_grad():

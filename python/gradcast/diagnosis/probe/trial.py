@@ -1,7 +1,7 @@
-"""gradcast itself for a few steps: what it measures, what it plans, and what a step then takes.
+"""Trains a few steps with gradcast attached: measures what it plans and how long its steps take.
 
-It is attached to the module inside of the user's wrapper, trains on tapes, waits between two steps as long as the
-user's loop does, and is detached again. What it measures is what ``attach`` would in this training.
+gradcast is attached to the module inside the user's wrapper, trains on the recorded steps, waits between two steps as
+long as the user's loop does, and is detached again. So the profile is what ``attach`` would measure in this training.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.analyze import timelines
-from gradcast.diagnosis.analyze.timelines import FollowedStep
-from gradcast.diagnosis.probe.probes import Prober
+from gradcast.diagnosis.probe import plan_versions
+from gradcast.diagnosis.probe.plan_versions import FollowedStep
+from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.trace.merged import RankTrace, compact
 from gradcast.errors import Error
 from gradcast.training.attach import attach_inside
@@ -29,25 +29,23 @@ from gradcast.training.options import Options
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 
 _FOLLOWED_STEPS = 8
-_SETTLING_STEPS = 2
+_WARMUP_STEPS = 2
 
 
 @dataclass
 class Trial:
-    """Of one rank; ``profile``, ``plan`` (the last that was followed): JSON objects, the same on every rank. ``error``:
-    why there is nothing else. ``versions``: see timelines.versions. ``trace``: of the last steps, by this rank's
-    clock."""
+    """The trial on one rank. If it failed, only ``error`` is set."""
 
     error: str | None = None
-    profile: dict[str, Any] | None = None
-    plan: dict[str, Any] | None = None
-    versions: list[dict[str, Any]] = field(default_factory=list)
-    spread: tuple[float, float] = (1.0, 1.0)
-    trace: RankTrace | None = None
+    profile: dict[str, Any] | None = None  # JSON object, the same on every rank
+    plan: dict[str, Any] | None = None  # JSON object of the last plan that was followed, the same on every rank
+    versions: list[dict[str, Any]] = field(default_factory=list)  # see plan_versions.py
+    spread: tuple[float, float] = (1.0, 1.0)  # low and high factor of the measured network costs
+    trace: RankTrace | None = None  # of the last steps, on this rank's clock
 
 
 class _Attached:
-    """What a prober runs tapes through."""
+    """The attached module as a wrapper that a prober can run steps through."""
 
     def __init__(self, module: Any, handle: Handle) -> None:
         self._module = module
@@ -60,10 +58,13 @@ class _Attached:
 def try_overlap(
     prober: Prober, wrappers: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], pause_ms: float
 ) -> Trial:
-    """Collective. ``wrappers``: all of the module, the user's first. ``pause_ms``: of the loop between steps. Leaves
-    module and optimizers as they were, but with other values."""
+    """Attaches gradcast, trains, and detaches it. Collective.
+
+    ``wrappers`` are all wrappers of the module, the user's first. ``pause_ms`` is the loop's time between steps.
+    Afterwards module and optimizers are as before, except for their values.
+    """
     options = Options(timeline_steps=_FOLLOWED_STEPS)
-    followed = CALIBRATION_STEPS + _SETTLING_STEPS + _FOLLOWED_STEPS
+    followed = CALIBRATION_STEPS + _WARMUP_STEPS + _FOLLOWED_STEPS
     module, process_group = wrappers[0].module, wrappers[0].process_group
     with _quietly_enabled(module):
         try:
@@ -75,11 +76,11 @@ def try_overlap(
             prober.steps(attached, options.warmup_steps, pause_ms=pause_ms)
             made = [_step(prober, attached, handle, pause_ms) for _ in range(followed)]
             handle.flush()
-            return _found(handle, made)
-        except Error as error:  # what only a step shows, as a sparse gradient
+            return _trial(handle, made)
+        except Error as error:  # raised only by a step, for instance for a sparse gradient
             return Trial(error=str(error))
         finally:
-            with contextlib.suppress(Error):  # the same once more; the module is given back all the same
+            with contextlib.suppress(Error):  # detaching may raise the same error again, but it does detach
                 handle.detach()
 
 
@@ -89,11 +90,11 @@ def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) 
     return FollowedStep(found.open_record.step, handle.plan_version, handle.plan, ms, found.predicted_step_ns)
 
 
-def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
+def _trial(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
     return Trial(
         profile=json.loads(handle.profile.to_json()),
         plan=json.loads(handle.plan.to_json()),
-        versions=timelines.versions(made),
+        versions=plan_versions.summarize(made),
         spread=handle._diagnostics().variation.link,
         trace=compact(handle.timeline()),
     )
@@ -101,8 +102,11 @@ def _found(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
 
 @contextlib.contextmanager
 def _quietly_enabled(module: nn.Module) -> Iterator[None]:
-    """What gradcast would tell a user who attaches it is not the user's business here. Around it, a doctor's script has
-    gradcast disabled, so where the script has attached the module itself, nothing of gradcast is on it."""
+    """Enables gradcast without its log, which is meant for users who attach it.
+
+    ``gradcast doctor`` disables gradcast for the script. If the script has attached this module itself, that attachment
+    is inactive; it is put aside meanwhile.
+    """
     log = logging.getLogger("gradcast")
     before, log.disabled = log.disabled, True
     disabled = os.environ.pop(DISABLE_VARIABLE, None)

@@ -1,1 +1,1 @@
-"""Shows a diagnosis: text, HTML, metrics, and a comparison of two runs. Pure."""
+"""Shows a diagnosis: as text, HTML or metrics, and two runs in comparison. Pure."""

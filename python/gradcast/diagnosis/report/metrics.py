@@ -1,8 +1,8 @@
-"""Numbers of a run, or of ``handle.stats()``, for loggers and for Prometheus. Pure, and needs neither.
+"""Numbers of a run, or of ``handle.stats()``, for loggers and for Prometheus. Pure; needs neither installed.
 
-``flat`` is a dict for ``wandb.log``, MLflow, TensorBoard: ``{"gradcast/step_ms": 412.0, …}``. ``prometheus`` is text
-for the textfile collector of node_exporter, in seconds and bytes as Prometheus has them, with labels for rank, host and
-part.
+``flat`` returns a dict for ``wandb.log``, MLflow or TensorBoard: ``{"gradcast/step_ms": 412.0, ...}``. ``prometheus``
+returns text for node_exporter's textfile collector, in Prometheus' units (seconds and bytes), with labels for rank,
+host and part.
 """
 
 import math
@@ -14,16 +14,16 @@ _HELP = {
     "step_seconds": "Median time of a step.",
     "step_low_seconds": "Lower end of the 95 % interval of the median step.",
     "step_high_seconds": "Upper end of the 95 % interval of the median step.",
-    "world_size": "How many ranks train together.",
-    "straggler_seconds": "How much longer the step of the slowest rank is than that of the shown one.",
-    "floor_seconds": "No schedule of all-reduces is faster on this network.",
-    "part_seconds": "What a part of a step takes on a rank.",
-    "own_seconds": "What a rank works itself per step: everything but communication and waiting.",
-    "action_speedup": "Predicted speedup of an action over the step as it is.",
+    "world_size": "Number of ranks that train together.",
+    "straggler_seconds": "Time by which the slowest rank's step is longer than the shown rank's.",
+    "floor_seconds": "Lower bound of the step for all schedules of all-reduces on this network.",
+    "part_seconds": "Time of one part of a step on a rank.",
+    "own_seconds": "A rank's own work per step: everything but communication and waiting.",
+    "action_speedup": "Predicted speedup of an action over the present step.",
     "predicted_seconds": "Predicted step of the plan in force.",
     "measured_seconds": "Measured step of the plan in force.",
-    "bus_bytes_per_second": "What large collectives move over each link.",
-    "info": "What was measured, in the labels; always 1.",
+    "bus_bytes_per_second": "Bus bandwidth of large collectives.",
+    "info": "Always 1; the labels describe the run.",
 }
 
 
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, float]:
-    """Of doctor.json: only numbers, only what is known."""
+    """Returns the known numbers of a doctor.json."""
     step, prediction = run["step"], run.get("prediction") or {}
     collective = (run.get("network") or {}).get("collective") or {}
     values = {
@@ -49,7 +49,7 @@ def flat(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat_stats(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Of ``handle.stats()``; yes and no become 1 and 0, words are left out."""
+    """Returns the numbers of ``handle.stats()``. Booleans become 1 and 0; texts are left out."""
     return _numbers(stats)
 
 
@@ -66,40 +66,40 @@ def _number(value: Any) -> float:
 
 
 def prometheus(run: Mapping[str, Any]) -> str:
-    """Of doctor.json, in Prometheus' text format."""
+    """Returns the numbers of a doctor.json in Prometheus' text format."""
     verdict, model = run["verdict"], run.get("model") or {}
-    told = {
+    facts = {
         "verdict": verdict.get("kind"),
         "model": model.get("name"),
         "backend": run.get("backend"),
         "device": run.get("device"),
     }
-    samples = [Sample("info", {key: str(value) for key, value in told.items() if value is not None}, 1)]
-    samples += [_converted(key, value, {}) for key, value in _plain(run).items()]
+    samples = [Sample("info", {key: str(value) for key, value in facts.items() if value is not None}, 1)]
+    samples += [_converted(key, value, {}) for key, value in _without_labels(run).items()]
     for rank in run["ranks"]:
-        place = {"rank": str(rank["rank"]), "host": str(rank.get("host") or "")}
-        samples.append(Sample("own_seconds", place, _seconds(rank.get("own_ms"))))
-        samples += [Sample("part_seconds", place | {"part": key}, _seconds(ms)) for key, ms in rank["parts"].items()]
+        labels = {"rank": str(rank["rank"]), "host": str(rank.get("host") or "")}
+        samples.append(Sample("own_seconds", labels, _seconds(rank.get("own_ms"))))
+        samples += [Sample("part_seconds", labels | {"part": key}, _seconds(ms)) for key, ms in rank["parts"].items()]
     samples += [
         Sample("action_speedup", {"action": action["key"]}, action["speedup"]) for action in run.get("actions") or []
     ]
     return _text(samples)
 
 
-def _plain(run: Mapping[str, Any]) -> dict[str, float]:
-    """What has no labels, under its name in doctor.json."""
+def _without_labels(run: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers without labels, under their names in doctor.json."""
     named = {key.removeprefix(f"{_PREFIX}/"): value for key, value in flat(run).items()}
     return {key: value for key, value in named.items() if "/" not in key}
 
 
 def prometheus_stats(stats: Mapping[str, Any], *, rank: int, host: str = "") -> str:
-    """Of ``handle.stats()`` on one rank, in Prometheus' text format. Each rank needs a file of its own."""
+    """Returns one rank's ``handle.stats()`` in Prometheus' text format. Each rank needs its own file."""
     labels = {"rank": str(rank)} | ({"host": host} if host else {})
     return _text([_converted(key, _number(value), labels) for key, value in stats.items() if _is_number(value)])
 
 
 def _converted(key: str, value: float, labels: dict[str, str]) -> Sample:
-    """In the units that Prometheus asks for."""
+    """Converts a value to the units that Prometheus asks for."""
     if key.endswith("_ms"):
         return Sample(f"{key.removesuffix('_ms')}_seconds", labels, value / 1e3)
     if key == "engine_us_per_block":
@@ -114,7 +114,7 @@ def _seconds(ms: float | None) -> float:
 
 
 def _text(samples: Iterable[Sample]) -> str:
-    """Samples of one name stand together, after what it means: readers refuse a name that comes back later."""
+    """Groups the samples of each name after its description, because readers refuse a name that appears twice."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         if math.isfinite(sample.value):

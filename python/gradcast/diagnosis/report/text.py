@@ -1,20 +1,19 @@
-"""A diagnosis for the terminal. Pure: doctor.json's fields in, text out."""
+"""A diagnosis as text for the terminal. Pure: the fields of doctor.json in, text out."""
 
 import textwrap
 from typing import Any
 
 from tabulate import tabulate
 
-from gradcast.diagnosis.analyze.step_breakdown import STAGE_WORDS
-from gradcast.diagnosis.runs import PARTS, actions_by_worth
+from gradcast.diagnosis.runs import PARTS, STAGE_WORDS, helpful_actions
 
 _CELL_WIDTH = 76
 
 
 def text(result: dict[str, Any]) -> str:
-    """Verdict first, then what it rests on, then what to do."""
+    """Returns the verdict, then the measurements behind it, then what to do."""
     paragraphs = [_verdict(result), _parts(result), *_slow_rank(result), *_network(result), *_mistakes(result)]
-    paragraphs += [*_actions(result), *_overlap_left_out(result), *_not_tried(result), *_untold(result)]
+    paragraphs += [*_actions(result), *_left_out(result)]
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -22,8 +21,14 @@ def _verdict(result: dict[str, Any]) -> str:
     verdict, floor_ms = result["verdict"], result["floor_ms"]
     words = f"{verdict['kind'].upper()}. {verdict['sentence']}"
     if floor_ms is not None and floor_ms < result["step"]["ms"]:
-        words += f" On this network no schedule of all-reduces gets a step below {floor_ms:.0f} ms."
+        words += f" On this network no schedule of all-reduces makes a step shorter than {floor_ms:.0f} ms."
     return words
+
+
+def _table(rows: list[list[str]], headers: list[str]) -> str:
+    """Returns a table whose first column is text and whose others are numbers."""
+    align = ["left", *["right"] * (len(headers) - 1)]
+    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
 
 
 def _parts(result: dict[str, Any]) -> str:
@@ -38,8 +43,7 @@ def _parts(result: dict[str, Any]) -> str:
         for part in result["parts"]
     ]
     rows.append(["step", f"{step['ms']:.1f}", f"{step['low_ms']:.1f} to {step['high_ms']:.1f}", "100%"])
-    headers = [f"rank {result['view_rank']} of {result['world_size']}", "ms", "95 % interval", "of the step"]
-    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", *["right"] * 3])
+    return _table(rows, [f"rank {result['view_rank']} of {result['world_size']}", "ms", "95 % interval", "of the step"])
 
 
 def _slow_rank(result: dict[str, Any]) -> list[str]:
@@ -59,65 +63,47 @@ def _network(result: dict[str, Any]) -> list[str]:
     fit = network["collective"]
     sentences = [finding["sentence"].rstrip(".") + "." for finding in network["findings"]]
     if fit is not None and fit["alpha_us"] is not None:
-        sentences.insert(
-            0,
-            f"With nothing else under way an all-reduce takes {fit['alpha_us']:.0f} us and "
-            f"{fit['beta_ns_per_byte']:.2f} ms per MB.",
-        )
+        cost = f"{fit['alpha_us']:.0f} us + {fit['beta_ns_per_byte']:.2f} ms per MB"
+        sentences.insert(0, f"On an idle network an all-reduce takes {cost}.")
     return ["Network: " + " ".join(sentences)] if sentences else []
 
 
 def _mistakes(result: dict[str, Any]) -> list[str]:
     rows = [
-        [_told(each["title"], each["remedy"]), "" if each["cost_ms"] is None else f"{each['cost_ms']:.1f}"]
+        [_cell(each["title"], each["remedy"]), "" if each["cost_ms"] is None else f"{each['cost_ms']:.1f}"]
         for each in result["lint"]
     ]
-    headers = ["found, and the remedy", "ms"]
-    return (
-        [tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", "right"])] if rows else []
-    )
-
-
-def _not_tried(result: dict[str, Any]) -> list[str]:
-    """What nothing is predicted of, and why."""
-    why = result["not_tried"]
-    return [] if why is None else [f"gradcast could not be tried here, so nothing is said about its modes: {why}"]
-
-
-def _untold(result: dict[str, Any]) -> list[str]:
-    why = result.get("launching_untold")  # no key in runs of before
-    return [] if why is None else [f"Launching and the framework are in forward, backward and update here: {why}"]
-
-
-def _overlap_left_out(result: dict[str, Any]) -> list[str]:
-    why = result.get("overlap_left_out")  # no key in runs of before
-    return [] if why is None else [why]
-
-
-def _told(what: str, how: str) -> str:
-    """A cell of a table that is no wider than a terminal: what it is, and below it how."""
-    remedy = textwrap.wrap(how, _CELL_WIDTH, initial_indent="-> ", subsequent_indent="   ")
-    return "\n".join([*textwrap.wrap(what, _CELL_WIDTH), *remedy])
+    return [_table(rows, ["misconfiguration, and the fix", "cost, ms per step"])] if rows else []
 
 
 def _actions(result: dict[str, Any]) -> list[str]:
     if result["hopeless"] is not None:
         return [result["hopeless"]]
-    helpful, others = actions_by_worth(result)
+    helpful, others = helpful_actions(result)
     rows = [
         [
-            _told(each["title"], each["how"]),
+            _cell(each["title"], each["how"]),
             f"{each['speedup']:.2f}x",
             f"{each['low']:.2f} to {each['high']:.2f}",
             f"{each['predicted_ms']:.0f}",
         ]
         for each in helpful
     ]
-    table = tabulate(
-        rows,
-        ["what would help, and how", "speed-up", "range", "ms per step"],
-        tablefmt="simple",
-        disable_numparse=True,
-        colalign=["left", "right", "right", "right"],
-    )
+    table = _table(rows, ["what would help, and how", "speedup", "range", "ms per step"])
     return [table, *([others] if others else [])]
+
+
+def _left_out(result: dict[str, Any]) -> list[str]:
+    """Says what was not predicted or measured, and why."""
+    sentences = [
+        (result.get("overlap_left_out"), "{}"),
+        (result["not_tried"], "gradcast could not be tried here, so its modes are not predicted: {}"),
+        (result.get("launching_untold"), "Launch overhead is included in forward, backward and update: {}"),
+    ]  # some keys are missing in older runs
+    return [sentence.format(why) for why, sentence in sentences if why is not None]
+
+
+def _cell(what: str, how: str) -> str:
+    """Returns a table cell no wider than a terminal: a title, and how to do it below."""
+    remedy = textwrap.wrap(how, _CELL_WIDTH, initial_indent="-> ", subsequent_indent="   ")
+    return "\n".join([*textwrap.wrap(what, _CELL_WIDTH), *remedy])

@@ -1,1 +1,1 @@
-"""One trace of all ranks on rank 0's clock. Pure, except for `files`."""
+"""One trace of all ranks on rank 0's clock. Pure, except for ``files``."""

@@ -1,7 +1,7 @@
-"""Traces on disk: the merged one, and one file per rank for tools that read only such.
+"""Traces on disk: the merged one, and one file per rank for tools that read only single ranks.
 
-Perfetto and Holistic Trace Analysis open .json.gz as it is, and a trace is some fifteen times smaller so: that is the
-form to keep. Names without .gz are written as plain JSON.
+Perfetto and Holistic Trace Analysis (HTA) open .json.gz directly, which is about fifteen times smaller than plain JSON.
+Names without .gz are written as plain JSON.
 """
 
 import gzip
@@ -14,8 +14,8 @@ from typing import Any
 from gradcast.atomic import write_atomically
 from gradcast.errors import Error
 
-# HTA tells traffic from compute by the names of NCCL's kernels, whatever the backend was, and work from waiting by the
-# stream that an event says it ran on.
+# HTA recognizes communication by the names of NCCL kernels, whatever the backend, and tells work from waiting by the
+# stream of an event.
 _HTA_BLOCK = "ncclKernel "
 _HTA_COMPUTE_STREAM, _HTA_LINK_STREAM = 7, 20
 _WORK = ("forward", "backward", "update")
@@ -26,28 +26,29 @@ def save(trace: dict[str, Any], path: str | Path) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
+    """Reads a trace, plain or packed. Raises Error."""
     try:
         data = Path(path).read_bytes()
         trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as error:
         raise Error(f"the trace {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, EOFError):
-        raise Error(f"{path} is no trace; it has to be JSON, or JSON packed by gzip") from None
+        raise Error(f"{path} is not a trace; it must be JSON, or JSON packed by gzip") from None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise Error(f"{path} is no trace: it has no list traceEvents")
+        raise Error(f"{path} is not a trace: it has no list traceEvents")
     return trace
 
 
 def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What one rank did, as HTA wants it: of one rank, with its number, names and streams that it knows."""
+    """Returns what one rank did in the form that HTA expects: its rank number first, and known names and streams."""
     own = [event for event in trace["traceEvents"] if event["pid"] == rank]
     if not own:
         raise Error(f"the trace has no rank {rank}")
     others = [event for event in own if event.get("cat") != "compute"]
     compute = _apart(event for event in own if event.get("cat") == "compute")
-    events = [_as_hta_knows(event) for event in [*others, *compute]]
+    events = [_in_hta_form(event) for event in [*others, *compute]]
     world_size = trace["distributedInfo"]["world_size"]
-    # First in the file, and written with spaces: HTA looks for the number with a pattern, line by line.
+    # First in the file, and written with spaces, because HTA searches for the number line by line with a pattern.
     return {
         "schemaVersion": trace["schemaVersion"],
         "distributedInfo": {"rank": rank, "world_size": world_size},
@@ -60,11 +61,13 @@ def ranks(trace: dict[str, Any]) -> list[int]:
 
 
 def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
-    """One ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``."""
+    """Writes one ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``. Raises
+    Error.
+    """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Error(f"the folder {folder} cannot be made: {(error.strerror or str(error)).lower()}") from None
+        raise Error(f"cannot create the folder {folder}: {(error.strerror or str(error)).lower()}") from None
     paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks(trace)]
     for rank, path in zip(ranks(trace), paths, strict=True):
         write_atomically(path, _gzip(json.dumps(of_rank(trace, rank))), "trace")
@@ -97,7 +100,7 @@ def _apart(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return pieces
 
 
-def _as_hta_knows(event: dict[str, Any]) -> dict[str, Any]:
+def _in_hta_form(event: dict[str, Any]) -> dict[str, Any]:
     if event["ph"] != "X":
         return event
     if event["cat"] == "block":
@@ -115,5 +118,5 @@ def _packed(trace: dict[str, Any], path: str | Path) -> bytes:
 
 
 def _gzip(text: str) -> bytes:
-    # Without the time of day: the same trace gives the same file.
+    # Without the time of day, so that the same trace gives the same file.
     return gzip.compress(text.encode("utf-8"), mtime=0)

@@ -1,4 +1,4 @@
-"""Which events fit beside each other on one lane. Pure."""
+"""Arranges events so that they fit on lanes. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def in_lanes(items: Sequence[T], ends: Callable[[T], tuple[float, float]]) -> list[list[T]]:
-    """As few lanes as it takes that no two items of a lane overlap; each goes to the first lane that is free."""
+    """Distributes the items over as few lanes as possible without overlap; each goes to the first free lane."""
     lanes: list[list[T]] = []
     for item in sorted(items, key=ends):
         start = ends(item)[0]
@@ -20,9 +20,9 @@ def in_lanes(items: Sequence[T], ends: Callable[[T], tuple[float, float]]) -> li
 
 
 def nested(spans: Sequence[Any]) -> list[Any]:
-    """Named tuples with ``start_ns`` and ``end_ns``, so cut that each lies inside or outside of every other.
+    """Cuts spans (named tuples with ``start_ns`` and ``end_ns``) so that each lies inside or outside of every other.
 
-    Clocks are read one after the other: a wait inside of forward may seem to end some microseconds after it.
+    Clocks are read one after the other, so a wait inside forward may seem to end some microseconds after it.
     """
     open_ends: list[float] = []
     cut = []

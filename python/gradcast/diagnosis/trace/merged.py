@@ -1,9 +1,10 @@
-"""One trace of all ranks, on rank 0's clock. Pure: events in, Chrome's JSON out, as a dict (docs/report.md).
+"""Merges the traces of all ranks into one on rank 0's clock. Pure: events in, Chrome's JSON as a dict out
+(docs/report.md).
 
-Each rank hands over its events as a ``RankTrace``: numbers only, and what each block is once in a table. So a step of
-30 blocks is a few kB on its way to rank 0, and tensors' names stand in the merged trace once, not with every block of
-every step. Each rank becomes a process with the lanes "steps", "compute" and "link"; blocks that are in flight together
-get lanes of their own ("link 2"), for events of one lane have to nest.
+Each rank hands over its events as a ``RankTrace``: numbers only, with the description of each block once in a table. So
+a step of 30 blocks is a few kB on its way to rank 0, and tensor names stand in the merged trace once, not with every
+block of every step. Each rank becomes a process with the lanes "steps", "compute" and "link". Blocks that are in flight
+together get lanes of their own ("link 2"), because events of one lane must nest.
 """
 
 import bisect
@@ -12,27 +13,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from gradcast.diagnosis.trace.clocks import Clock, ClockOffset, Ping, clock_between, clock_offset
+from gradcast.diagnosis.trace.clocks import Clock
 from gradcast.diagnosis.trace.lanes import in_lanes, nested
 from gradcast.errors import Error
 
-__all__ = [
-    "BlockSpan",
-    "Clock",
-    "ClockOffset",
-    "Ping",
-    "RankTrace",
-    "Span",
-    "Step",
-    "clock_between",
-    "clock_offset",
-    "compact",
-    "merge",
-]
-
 SCHEMA_VERSION = 1
-# A look whether something has arrived takes some microseconds, at every parameter that is read. What is shorter than
-# this cannot be seen beside steps of milliseconds, and would be most of the events.
+# Shorter spans are left out. Checking whether something has arrived takes some microseconds at every parameter that is
+# read; these checks cannot be seen beside steps of milliseconds, and would be most of the events.
 _SHORTEST_NS = 20_000
 _STEPS, _COMPUTE, _LINK = 0, 1, 2
 
@@ -46,7 +33,7 @@ class Step(NamedTuple):
 
 
 class Span(NamedTuple):
-    """``kind``: "forward", "backward", "update" or "wait"."""
+    """``kind`` is "forward", "backward", "update" or "wait"."""
 
     kind: str
     start_ns: int
@@ -54,7 +41,7 @@ class Span(NamedTuple):
 
 
 class BlockSpan(NamedTuple):
-    """``entry``: which line of the table tells what it is."""
+    """``entry`` is the index of the block's description in the table."""
 
     step: int
     block: int
@@ -69,7 +56,7 @@ _SAME = Clock()
 
 @dataclasses.dataclass
 class RankTrace:
-    """What one rank has recorded, by its own clock. ``table``: per kind of block its bytes, tensors and reason."""
+    """What one rank recorded, on its own clock. ``table`` has the bytes, tensors and reason of each kind of block."""
 
     rank: int
     host: str = ""
@@ -80,7 +67,7 @@ class RankTrace:
     table: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def aligned(self) -> "RankTrace":
-        """The same on rank 0's clock."""
+        """Returns the trace on rank 0's clock."""
         to = self.clock.aligned
         return dataclasses.replace(
             self,
@@ -92,7 +79,7 @@ class RankTrace:
 
 
 def compact(timeline: dict[str, Any], *, clock: Clock | None = None, host: str = "") -> RankTrace:
-    """Of what ``handle.timeline()`` returns on a rank. ``clock``: how this rank's is read on rank 0."""
+    """Makes a RankTrace from ``handle.timeline()`` of a rank. ``clock`` maps this rank's clock to rank 0's."""
     trace = RankTrace(timeline["distributedInfo"]["rank"], host, clock or Clock())
     starts: dict[int, int] = {}
     last_ns = 0
@@ -104,7 +91,7 @@ def compact(timeline: dict[str, Any], *, clock: Clock | None = None, host: str =
         last_ns = max(last_ns, end_ns)
         arguments = event["args"]
         if event["cat"] != "block":
-            # A record begins with backward, and that is where a step begins here.
+            # A record begins with backward, and so does a step here.
             if event["cat"] == "backward":
                 starts.setdefault(arguments["step"], start_ns)
             trace.spans.append(Span(event["cat"], start_ns, end_ns))
@@ -118,7 +105,7 @@ def compact(timeline: dict[str, Any], *, clock: Clock | None = None, host: str =
 
 
 def _entry(table: list[dict[str, Any]], known: dict[tuple, int], fields: dict[str, Any]) -> int:
-    """The line of the table with this block's bytes, tensors and reason; a new one if there is none yet."""
+    """Returns the index of the block's description in the table, and adds it if it is new."""
     key = (fields["block"], fields["bytes"], tuple(fields["tensors"]), fields.get("reason", ""))
     if key not in known:
         known[key] = len(table)
@@ -128,21 +115,21 @@ def _entry(table: list[dict[str, Any]], known: dict[tuple, int], fields: dict[st
 
 
 def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """Chrome's JSON as a dict; ``gradcast.diagnosis.trace.files.save`` writes it."""
+    """Returns Chrome's JSON as a dict; ``gradcast.diagnosis.trace.files.save`` writes it."""
     if not ranks:
-        raise Error("there is no rank's trace to merge", "invalid_use")
+        raise Error("no traces to merge; give at least one rank's", "invalid_use")
     ordered = [rank.aligned() for rank in sorted(ranks, key=lambda each: each.rank)]
     table, entries = _common_table(ordered)
     zero_ns = _first_ns(ordered)
     numbers = itertools.count(1)
-    told: set[int] = set()
+    described: set[int] = set()
     events: list[_Event] = []
     for rank, own_entries in zip(ordered, entries, strict=True):
-        events += _rank_events(rank, own_entries, table, zero_ns, numbers, told)
-    # Of one rank: the same blocks are in flight on all of them, within what the lanes show, and the counters of all
-    # would be half of the file.
+        events += _rank_events(rank, own_entries, table, zero_ns, numbers, described)
+    # Of one rank only: the same blocks are in flight on all of them, as far as the lanes show, and counters of all
+    # ranks would be half of the file.
     sizes = [table[line]["bytes"] for line in entries[0]]
-    events += _in_flight(_Maker(ordered[0].rank, zero_ns), ordered[0].blocks, sizes)
+    events += _in_flight(_EventMaker(ordered[0].rank, zero_ns), ordered[0].blocks, sizes)
     return {
         "schemaVersion": SCHEMA_VERSION,
         "distributedInfo": {"rank": ordered[0].rank, "world_size": len(ordered)},
@@ -153,7 +140,7 @@ def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
 
 
 def _first_ns(ranks: Sequence[RankTrace]) -> int:
-    """Where the trace begins: times from there have a few digits each, and not those of years."""
+    """Returns the start of the trace. Times relative to it have few digits."""
     starts = [step.start_ns for rank in ranks for step in rank.steps]
     starts += [span.start_ns for rank in ranks for span in rank.spans]
     starts += [min(block.ready_ns, block.launch_ns) for rank in ranks for block in rank.blocks]
@@ -161,7 +148,7 @@ def _first_ns(ranks: Sequence[RankTrace]) -> int:
 
 
 def _common_table(ranks: Sequence[RankTrace]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """One table for all ranks, and per rank where its own lines went: ranks follow the same plans."""
+    """Merges the ranks' tables, since ranks follow the same plans. Also returns where each rank's lines went."""
     table: list[dict[str, Any]] = []
     known: dict[tuple, int] = {}
     return table, [[_entry(table, known, line) for line in rank.table] for rank in ranks]
@@ -173,11 +160,11 @@ def _rank_events(
     table: list[dict[str, Any]],
     zero_ns: int,
     numbers: Iterable[int],
-    told: set[int],
+    described: set[int],
 ) -> list[_Event]:
     lanes = in_lanes(rank.blocks, lambda block: (block.launch_ns, block.finish_ns))
     events = _names(rank, len(lanes))
-    make = _Maker(rank.rank, zero_ns)
+    make = _EventMaker(rank.rank, zero_ns)
     events += [make.span(_STEPS, f"ProfilerStep#{step.number}", "step", *step[1:]) for step in rank.steps]
     spans = nested([span for span in rank.spans if span.end_ns - span.start_ns >= _SHORTEST_NS])
     events += [make.span(_COMPUTE, span.kind, "compute", span.start_ns, span.end_ns) for span in spans]
@@ -185,9 +172,9 @@ def _rank_events(
         for block in blocks:
             line = entries[block.entry]
             arguments = {"bytes": table[line]["bytes"]}
-            if line not in told:  # the names once, with the first of these blocks
+            if line not in described:  # names only with the first of these blocks
                 arguments |= {"tensors": table[line]["tensors"], "reason": table[line]["reason"]}
-                told.add(line)
+                described.add(line)
             name = f"block {block.block}"
             events.append(
                 make.span(_LINK + lane, name, "block", block.launch_ns, block.finish_ns) | {"args": arguments}
@@ -200,7 +187,7 @@ def _rank_events(
 
 
 def _waited_for(spans: Sequence[Span], blocks: Sequence[BlockSpan]) -> list[tuple[Span, BlockSpan]]:
-    """Per wait the block whose end ended it: the last one that finished while it lasted."""
+    """Pairs each wait with the block that ended it: the last one that finished during the wait."""
     finished = sorted(blocks, key=lambda block: block.finish_ns)
     ends_ns = [block.finish_ns for block in finished]
     found = []
@@ -211,8 +198,10 @@ def _waited_for(spans: Sequence[Span], blocks: Sequence[BlockSpan]) -> list[tupl
     return found
 
 
-def _in_flight(make: "_Maker", blocks: Sequence[BlockSpan], sizes: Sequence[int]) -> list[_Event]:
-    """A counter with one value per change; launches at the instant of a finish are the same change."""
+def _in_flight(make: "_EventMaker", blocks: Sequence[BlockSpan], sizes: Sequence[int]) -> list[_Event]:
+    """A counter of bytes in flight, with one value per change. Launches at the instant of a finish are the same
+    change.
+    """
     changes: dict[int, int] = {}
     for block in blocks:
         for time_ns, change in ((block.launch_ns, sizes[block.entry]), (block.finish_ns, -sizes[block.entry])):
@@ -235,8 +224,8 @@ def _name(rank: int, lane: int, kind: str, name: str) -> _Event:
     return {"ph": "M", "pid": rank, "tid": lane, "name": kind, "args": {"name": name}}
 
 
-class _Maker:
-    """Events of one rank; times in whole microseconds, which keep the order and so the nesting."""
+class _EventMaker:
+    """Makes events of one rank. Times are whole microseconds, which keeps the order and so the nesting."""
 
     def __init__(self, rank: int, zero_ns: int) -> None:
         self._rank = rank
@@ -247,13 +236,15 @@ class _Maker:
 
     def span(self, lane: int, name: str, category: str, start_ns: int, end_ns: int) -> _Event:
         start = self.us(start_ns)
-        place = {"ph": "X", "pid": self._rank, "tid": lane, "ts": start, "dur": max(self.us(end_ns) - start, 0)}
-        return place | {"name": name, "cat": category}
+        event = {"ph": "X", "pid": self._rank, "tid": lane, "ts": start, "dur": max(self.us(end_ns) - start, 0)}
+        return event | {"name": name, "cat": category}
 
     def arrows(self, number: int, backward: Sequence[Span], block: BlockSpan, lane: int, wait: Span) -> list[_Event]:
-        """From where the last gradient of a block was ready, over the block, to the wait that it ended."""
+        """Arrows from the instant at which the last gradient of a block was ready, over the block, to the wait that
+        it ended.
+        """
         number_before = bisect.bisect_right(backward, block.ready_ns, key=lambda span: span.start_ns)
-        # An arrow's end has to lie inside of an event to be drawn; events end before their last instant.
+        # An arrow's end must lie inside an event to be drawn, and events end before their last instant.
         ready = None
         if number_before:
             ready = min(self.us(block.ready_ns), self.us(backward[number_before - 1].end_ns) - 1)

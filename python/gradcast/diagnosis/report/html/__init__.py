@@ -1,7 +1,9 @@
-"""The report of ``gradcast doctor`` as one HTML page that needs nothing else: no network, no script, no fonts.
+"""The report of ``gradcast doctor`` as one self-contained HTML page: no network, no scripts, no fonts.
 
-``build`` is pure: the fields of doctor.json in, text out. Each module draws one part of the page and returns None where
-a run has not measured what it shows; the page then says so in one line.
+``build`` is pure: the fields of doctor.json in, text out. ``document.py`` puts the page together; ``headline``,
+``step_time``, ``timeline``, ``prediction``, ``heat_map``, ``bandwidth``, ``plans``, ``scaling`` and ``network`` draw
+one section each, or one line if the run did not measure it. ``components`` are shared parts of sections, ``axes`` of
+figures, ``values`` formats numbers, and ``markup`` makes escaped HTML and SVG.
 """
 
 from gradcast.diagnosis.report.html.document import build

@@ -1,6 +1,6 @@
-"""Scales, ticks and the frame of a figure in SVG.
+"""Scales, ticks and other shared parts of SVG figures.
 
-Figures are drawn for a width of 960 and scale with the page; text stays legible on a laptop and on paper.
+Figures are drawn 960 wide and scale with the page, so that text stays legible on a laptop and on paper.
 """
 
 import math
@@ -11,11 +11,11 @@ from gradcast.diagnosis.report.html.markup import Markup, element
 
 WIDTH = 960.0
 LEFT, RIGHT = 96.0, 20.0
-LETTER = 6.6  # width of a letter of a figure's text
+LETTER = 6.6  # approximate width of a letter in a figure
 
 
 class Scale:
-    """From values to places; ``log`` for what grows by factors."""
+    """Maps values to positions; logarithmically if ``log``."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
         self._log = log
@@ -29,12 +29,12 @@ class Scale:
         return self._start + share * (self._end - self._start)
 
     def _value(self, value: float) -> float:
-        # What took no time at all is drawn at the edge.
+        # A value of 0 is drawn at the edge.
         return math.log10(max(value, 1e-9)) if self._log else value
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers from low to high: 1, 2 or 5 times a power of ten apart."""
+    """Returns about ``about`` round numbers from low to high, 1, 2 or 5 times a power of ten apart."""
     span = max(high - low, 1e-12)
     rough = span / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -49,7 +49,7 @@ def number(value: float) -> str:
 
 
 def svg(height: float, label: str, *children: Any, width: float = WIDTH) -> Markup:
-    """``label``: what a screen reader says instead of the picture."""
+    """``label`` is the text that a screen reader reads."""
     return element(
         "svg",
         element("title", label),
@@ -66,7 +66,7 @@ def text(x: float, y: float, words: Any, anchor: str = "start", class_: str | No
 
 
 def bottom_axis(scale: Scale, values: Sequence[float], y: float, top: float, unit: str) -> list[Markup]:
-    """Lines of the grid upwards, numbers below, and what they are at the end."""
+    """Draws vertical grid lines, numbers below them, and the unit at the end."""
     marks = [element("line", x1=scale(value), x2=scale(value), y1=top, y2=y, class_="grid") for value in values]
     marks += [text(scale(value), y + 16, number(value), "middle", "tick") for value in values]
     return [*marks, text(WIDTH - RIGHT, y + 34, unit, "end", "tick")]

@@ -1,9 +1,9 @@
-"""What the link carried, step after step, beside what the network check says it can."""
+"""The bandwidth of each step, beside what the network check measured."""
 
 import statistics
 from typing import Any
 
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH, Scale, ticks
 from gradcast.diagnosis.report.html.markup import Markup, element
 
@@ -14,8 +14,10 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "Bandwidth over time"
     points = [point for point in run.get("bandwidth") or [] if point["gbit_per_s"] is not None]
     if not points:
-        return parts.missing(
-            "bandwidth", heading, parts.untried(run, "No step followed a plan in this run, so the link was not timed.")
+        return components.missing(
+            "bandwidth",
+            heading,
+            components.untried(run, "No step followed a plan in this run, so its bandwidth was not measured."),
         )
     reachable = check_rate(run)
     most = max([*(point["gbit_per_s"] for point in points), reachable or 0]) * 1.1
@@ -31,9 +33,12 @@ def draw(run: dict[str, Any]) -> Markup:
         made += _reference(y(reachable), reachable)
     made.append(axes.line(path, "curve"))
     made += [axes.dot(*place, _words(point), "measured", 3) for place, point in zip(path, points, strict=True)]
-    label = f"Bandwidth of blocks over {numbers.plural(len(points), 'step')}."
-    return parts.section(
-        "bandwidth", heading, parts.figure(axes.svg(_HEIGHT, label, made), _caption(points, reachable)), _table(points)
+    label = f"Bandwidth of blocks over {values.plural(len(points), 'step')}."
+    return components.section(
+        "bandwidth",
+        heading,
+        components.figure(axes.svg(_HEIGHT, label, made), _caption(points, reachable)),
+        _table(points),
     )
 
 
@@ -42,14 +47,14 @@ def _whole(steps: list[int]) -> list[float]:
 
 
 def check_rate(run: dict[str, Any]) -> float | None:
-    """Bytes of an all-reduce by its time, where it is large: what the network check has measured."""
+    """Returns the Gbit/s of a large all-reduce in the network check: its own bytes over its time."""
     collective = (run.get("network") or {}).get("collective") or {}
     beta = collective.get("beta_ns_per_byte")
     return 8 / beta if beta else None
 
 
 def _reference(y: float, rate: float) -> list[Markup]:
-    words = f"large all-reduces, network check: {numbers.rate(rate)}"
+    words = f"large all-reduces in the network check: {values.rate(rate)}"
     return [
         element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="reference"),
         axes.text(WIDTH - RIGHT, y - 6, words, "end", "tick"),
@@ -57,23 +62,23 @@ def _reference(y: float, rate: float) -> list[Markup]:
 
 
 def _words(point: dict[str, Any]) -> str:
-    return f"step {point['step']}, after {numbers.ms(point.get('at_ms'))}: {numbers.rate(point['gbit_per_s'])}"
+    return f"step {point['step']}, after {values.ms(point.get('at_ms'))}: {values.rate(point['gbit_per_s'])}"
 
 
 def _caption(points: list[dict[str, Any]], reachable: float | None) -> str:
     rates = [point["gbit_per_s"] for point in points]
     middle = statistics.median(rates)
-    told = (
-        f"Bytes of blocks by the time they were in flight: {numbers.rate(middle)} in the median, "
-        f"from {numbers.rate(min(rates))} to {numbers.rate(max(rates))}."
+    caption = (
+        f"Bytes of blocks over the time in which any was in flight: {values.rate(middle)} in the median, "
+        f"from {values.rate(min(rates))} to {values.rate(max(rates))}."
     )
     return (
-        told
+        caption
         if not reachable
-        else f"{told} That is {numbers.percent(middle / reachable)} of what large all-reduces reach."
+        else f"{caption} That is {values.percent(middle / reachable)} of what large all-reduces reach."
     )
 
 
 def _table(points: list[dict[str, Any]]) -> Markup:
-    rows = [[point["step"], numbers.ms(point.get("at_ms")), numbers.rate(point["gbit_per_s"])] for point in points]
-    return parts.table(["step", "after", "bandwidth"], rows, "rrr", "Bandwidth per step")
+    rows = [[point["step"], values.ms(point.get("at_ms")), values.rate(point["gbit_per_s"])] for point in points]
+    return components.table(["step", "after", "bandwidth"], rows, "rrr", "Bandwidth per step")

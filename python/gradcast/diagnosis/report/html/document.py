@@ -1,4 +1,4 @@
-"""The page as a whole: its head, the sections in the order in which one reads them, its foot."""
+"""The whole page: head, sections in reading order, and foot."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from gradcast.diagnosis.report.html.markup import Markup, element
 from gradcast.diagnosis.report.html.stylesheet import CSS
 from gradcast.diagnosis.runs import RESULT
 
-# Nothing may be fetched, by whatever a run has called its tensors: the page is what it is without a network.
+# Nothing may be fetched, whatever a run calls its tensors: the page must not depend on a network.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def build(run: dict[str, Any]) -> str:
-    """``run``: the fields of doctor.json."""
+    """Returns the page for the fields of a doctor.json."""
     sections = [
         headline.actions(run),
         headline.lint(run),
@@ -54,12 +54,12 @@ def _head(run: dict[str, Any]) -> Markup:
 
 def _foot(run: dict[str, Any]) -> Markup:
     steps = run.get("steps") or {}
-    told = [f"gradcast {run.get('gradcast') or ''}".strip()]
+    facts = [f"gradcast {run.get('gradcast') or ''}".strip()]
     if steps:
-        told.append(
-            f"{steps.get('left_out', 0)} steps left out, {steps.get('normal', 0)} normal, "
-            f"{steps.get('probe', 0)} of the doctor's own"
+        facts.append(
+            f"{steps.get('left_out', 0)} warm-up steps, {steps.get('normal', 0)} ordinary steps, "
+            f"{steps.get('probe', 0)} probe steps"
         )
-    trace = "; the trace beside it opens in ui.perfetto.dev" if run.get("timeline") else ""
-    told.append(f"all numbers are in {RESULT}{trace}")
-    return element("footer", element("p", " · ".join(told)))
+    trace = "; open the trace beside it in ui.perfetto.dev" if run.get("timeline") else ""
+    facts.append(f"all numbers are in {RESULT}{trace}")
+    return element("footer", element("p", " · ".join(facts)))

@@ -1,18 +1,17 @@
-"""What a reader wants first: the verdict, four numbers, what to do about it, and what to mend."""
+"""The top of the page: the verdict, four numbers, what to do, and what to fix."""
 
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradcast.diagnosis.analyze.step_breakdown import STAGE_WORDS
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import Scale
 from gradcast.diagnosis.report.html.markup import Markup, element
-from gradcast.diagnosis.runs import actions_by_worth
+from gradcast.diagnosis.runs import STAGE_WORDS, helpful_actions
 
 _BAR = 150.0
-# An interval that reaches further, or down to less, is cut: the others would be dots beside it.
+# Longer intervals are cut, because otherwise the others would shrink to dots.
 _GAIN_MIN, _TIMES_BEST = 0.5, 1.5
 
 
@@ -23,7 +22,7 @@ def top(run: dict[str, Any]) -> Markup:
     return element(
         "header",
         element("p", "gradcast doctor", class_="brand"),
-        element("h1", f"{model} on {numbers.plural(run['world_size'], 'worker')}"),
+        element("h1", f"{model} on {values.plural(run['world_size'], 'worker')}"),
         element("p", _origin(run), class_="origin"),
         element(
             "div",
@@ -38,49 +37,47 @@ def top(run: dict[str, Any]) -> Markup:
 
 def _origin(run: dict[str, Any]) -> str:
     nodes = len(run.get("nodes") or [])
-    told = [
+    facts = [
         Path(run["script"]).name if run.get("script") else None,
-        numbers.plural(nodes, "host") if nodes else None,
+        values.plural(nodes, "host") if nodes else None,
         run.get("device"),
         f"{run['backend']} backend" if run.get("backend") else None,
         f"torch {run['torch']}" if run.get("torch") else None,
         _when(run.get("created") or "") or None,
     ]
-    return " · ".join(each for each in told if each)
+    return " · ".join(each for each in facts if each)
 
 
 def _when(created: str) -> str:
-    """2026-03-04T05:06:07Z as people write it; fractions of a second tell nobody anything."""
+    """Formats 2026-03-04T05:06:07Z for people, without seconds."""
     return re.sub(r"^(\S+)T(\d\d:\d\d)(:[\d.]+)?(Z|\+00:00)$", r"\1 \2 UTC", created)
 
 
 def _tiles(run: dict[str, Any]) -> Markup:
     step = run["step"]
     made = [
-        _tile(
-            "step now", numbers.ms(step["ms"]), f"95 %: {numbers.ms_range(step.get('low_ms'), step.get('high_ms'))} ms"
-        )
+        _tile("step now", values.ms(step["ms"]), f"95 %: {values.ms_range(step.get('low_ms'), step.get('high_ms'))} ms")
     ]
-    helpful, _ = actions_by_worth(run)
+    helpful, _ = helpful_actions(run)
     if helpful:
         best = helpful[0]
-        note = f"{best['title']}: {numbers.ms(best['predicted_ms'])} predicted"
-        made.append(_tile("best action", numbers.times(best["speedup"]), note))
+        note = f"{best['title']}: {values.ms(best['predicted_ms'])} predicted"
+        made.append(_tile("best action", values.times(best["speedup"]), note))
     if run.get("floor_ms") is not None:
         made.append(
             _tile(
                 "floor",
-                numbers.ms(run["floor_ms"]),
-                "no schedule of all-reduces of these bytes is faster on this network",
+                values.ms(run["floor_ms"]),
+                "lower bound of all schedules of these all-reduces on this network",
             )
         )
     slow = run.get("straggler")
     if slow:
         where = f", in {slow['layer']}" if slow.get("layer") else ""
-        note = f"{numbers.ms(slow['ms'])} later, most of it in {STAGE_WORDS.get(slow['stage'], slow['stage'])}{where}"
+        note = f"{values.ms(slow['ms'])} later, most of it in {STAGE_WORDS.get(slow['stage'], slow['stage'])}{where}"
         made.append(_tile("slowest rank", f"rank {slow['rank']}", note))
     else:
-        made.append(_tile("slowest rank", "none", "no rank is slower than the others by much"))
+        made.append(_tile("slowest rank", "none", "no rank is much slower than the others"))
     return element("div", made, class_="tiles")
 
 
@@ -91,29 +88,31 @@ def _tile(name: str, value: str, note: str) -> Markup:
 
 
 def actions(run: dict[str, Any]) -> Markup:
-    listed, others = actions_by_worth(run)
+    listed, others = helpful_actions(run)
     more = [element("p", each, class_="missing") for each in (run.get("overlap_left_out"), others) if each]
     if not listed:
-        words = run.get("hopeless") or "Nothing that was tried is predicted to make a step shorter."
-        return parts.section("actions", "What to do", element("p", words, class_="missing"), more)
+        words = run.get("hopeless") or "No action is predicted to make a step shorter."
+        return components.section("actions", "What to do", element("p", words, class_="missing"), more)
     scale = _gain_scale(listed)
     rows = [
         [
             action["title"],
             element("code", action["how"]),
-            numbers.times(action["speedup"]),
+            values.times(action["speedup"]),
             element("td", _gain(action, scale), class_="gain"),
-            numbers.ms(action["predicted_ms"]),
+            values.ms(action["predicted_ms"]),
         ]
         for action in listed
     ]
-    headers = ["action", "how", "speedup", "with its interval", "predicted step"]
-    caption = f"In order of predicted gain, over {numbers.ms(run['step']['ms'])} now"
-    return parts.section("actions", "What to do", parts.table(headers, rows, "llrlr", caption), more)
+    headers = ["action", "how", "speedup", "interval", "predicted step"]
+    caption = f"In the order of predicted gain; a step takes {values.ms(run['step']['ms'])} now"
+    return components.section("actions", "What to do", components.table(headers, rows, "llrlr", caption), more)
 
 
 def _gain_scale(listed: list[dict[str, Any]]) -> Callable[[float], float]:
-    """One for all rows, so that no gain is at the same place in each. Beyond its ends is drawn at its ends."""
+    """Returns one scale for all rows, so that a gain of 1 is at the same place in each. Values beyond its ends are
+    drawn at them.
+    """
     best = max(action["speedup"] for action in listed)
     least = max(_GAIN_MIN, min(0.95, *(_interval(action)[0] for action in listed)))
     most = min(_TIMES_BEST * best, max(1.1, *(_interval(action)[1] for action in listed)))
@@ -126,9 +125,9 @@ def _interval(action: dict[str, Any]) -> tuple[float, float]:
 
 
 def _gain(action: dict[str, Any], scale: Callable[[float], float]) -> Markup:
-    """A line from low to high with the estimate on it; the thin line is no gain."""
+    """Draws a line from low to high with the estimate on it; the thin line marks a speedup of 1."""
     low, high = _interval(action)
-    words = f"{numbers.times(action['speedup'])}, from {numbers.times(low)} to {numbers.times(high)}"
+    words = f"{values.times(action['speedup'])}, from {values.times(low)} to {values.times(high)}"
     return axes.svg(
         18,
         words,
@@ -143,9 +142,9 @@ def lint(run: dict[str, Any]) -> Markup | None:
     found = run.get("lint") or []
     if not found:
         return None
-    rows = [[each["title"], numbers.ms(each.get("cost_ms")), element("code", each["remedy"])] for each in found]
-    return parts.section(
+    rows = [[each["title"], values.ms(each.get("cost_ms")), element("code", each["remedy"])] for each in found]
+    return components.section(
         "lint",
-        "What to mend",
-        parts.table(["found", "costs per step", "remedy"], rows, "lrl", "Settings that cost time"),
+        "What to fix",
+        components.table(["misconfiguration", "cost per step", "fix"], rows, "lrl", "Settings that cost time"),
     )

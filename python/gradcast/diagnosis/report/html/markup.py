@@ -1,4 +1,4 @@
-"""HTML and SVG as text: elements by functions, so that what a run says is escaped once and everywhere."""
+"""HTML and SVG as text. Elements are made by functions, so that all text of a run is escaped, exactly once."""
 
 import html
 from collections.abc import Iterable
@@ -8,13 +8,15 @@ _VOID = {"meta", "br", "hr", "rect", "line", "circle", "path", "polyline", "poly
 
 
 class Markup(str):
-    """Text that is markup already. Everything else is escaped."""
+    """Text that is markup already; all other text is escaped."""
 
     __slots__ = ()
 
 
 def element(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """``class_="x"`` for class, ``text_anchor`` for text-anchor; None leaves an attribute or a child out."""
+    """``class_="x"`` stands for class, ``text_anchor`` for text-anchor. Attributes and children that are None are
+    left out.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
@@ -41,6 +43,6 @@ def _child(child: Any) -> str:
 
 
 def _attribute(value: Any) -> str:
-    # Two decimals: a tenth of what a screen can show.
+    # Two decimals are a hundredth of a pixel.
     text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
     return html.escape("0" if text in ("-0", "") and isinstance(value, float) else text)

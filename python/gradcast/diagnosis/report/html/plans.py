@@ -1,8 +1,8 @@
-"""The plans of the run, one after the other: what each promised and what it took."""
+"""The plans of the run in order: what each promised and how long its steps took."""
 
 from typing import Any
 
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH, Scale, ticks
 from gradcast.diagnosis.report.html.markup import Markup, element
 
@@ -13,27 +13,27 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "Plans"
     versions = run.get("plan_versions") or []
     if not versions:
-        return parts.missing("plans", heading, "No plan was made in this run.")
-    values = [
+        return components.missing("plans", heading, "No plan was made in this run.")
+    times_ms = [
         value
         for version in versions
         for value in (version.get("predicted_ms"), version.get("measured_ms"))
         if value is not None
     ]
-    return parts.section("plans", heading, _picture(versions, values) if values else None, _table(versions))
+    return components.section("plans", heading, _picture(versions, times_ms) if times_ms else None, _table(versions))
 
 
-def _picture(versions: list[dict[str, Any]], values: list[float]) -> Markup:
-    low, high = min(values), max(values)
+def _picture(versions: list[dict[str, Any]], times_ms: list[float]) -> Markup:
+    low, high = min(times_ms), max(times_ms)
     margin = max(0.15 * (high - low), 0.01 * high)
     scale = Scale(max(0, low - margin), high + margin, LEFT + 90, WIDTH - RIGHT)
     bottom = 14 + _ROW * len(versions)
     axis = axes.bottom_axis(scale, ticks(max(0, low - margin), high + margin, 8), bottom, 6, "ms per step")
     rows = [_row(version, 14 + _ROW * index + _ROW / 2, scale) for index, version in enumerate(versions)]
-    label = f"Predicted and measured step of {numbers.plural(len(versions), 'plan')}."
+    label = f"Predicted and measured step of {values.plural(len(versions), 'plan')}."
     picture = axes.svg(bottom + 40, label, axis, rows)
-    return parts.figure(
-        picture, "A ring is what a plan promised, a dot what its steps took. The axis does not begin at 0."
+    return components.figure(
+        picture, "A ring is the predicted step of a plan, a dot the measured one. The axis does not begin at 0."
     )
 
 
@@ -44,21 +44,21 @@ def _row(version: dict[str, Any], y: float, scale: Scale) -> Markup:
     if predicted is not None and measured is not None:
         made.append(element("line", x1=scale(predicted), x2=scale(measured), y1=y, y2=y, class_="interval"))
     if predicted is not None:
-        made.append(axes.dot(scale(predicted), y, f"{name}: predicted {numbers.ms(predicted)}", "promised", 6))
+        made.append(axes.dot(scale(predicted), y, f"{name}: predicted {values.ms(predicted)}", "promised", 6))
     if measured is not None:
-        made.append(axes.dot(scale(measured), y, f"{name}: measured {numbers.ms(measured)}", "measured", 4.5))
+        made.append(axes.dot(scale(measured), y, f"{name}: measured {values.ms(measured)}", "measured", 4.5))
     return element("g", made)
 
 
 def _table(versions: list[dict[str, Any]]) -> Markup:
     rows = [
-        [each["version"], each["from_step"], each["policy"], each["blocks"], numbers.ms(each.get("predicted_ms")),
-         numbers.ms(each.get("measured_ms"))]
+        [each["version"], each["from_step"], each["policy"], each["blocks"], values.ms(each.get("predicted_ms")),
+         values.ms(each.get("measured_ms"))]
         for each in versions
     ]  # fmt: skip
-    return parts.table(
+    return components.table(
         ["version", "from step", "policy", "blocks", "predicted", "measured"],
         rows,
         "rrlrrr",
-        "Plans in the order in which they were in force",
+        "Plans in the order in which they were followed",
     )

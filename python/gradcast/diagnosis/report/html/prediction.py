@@ -3,13 +3,13 @@
 import math
 from typing import Any
 
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import WIDTH, Scale, ticks
 from gradcast.diagnosis.report.html.markup import Markup, element
 
 _HEIGHT = 330.0
 _BAND = 0.05
-# Left of here the scatter of the blocks, right of it the bars of the step.
+# The scatter plot of blocks is left of this, the bars of the step right of it.
 _MIDDLE = 470.0
 
 
@@ -17,49 +17,51 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "Predicted and measured"
     prediction = run.get("prediction")
     if not prediction:
-        return parts.missing(
+        return components.missing(
             "prediction",
             heading,
-            parts.untried(run, "No step followed a plan in this run: there is nothing to hold predictions against."),
+            components.untried(
+                run, "No step followed a plan in this run, so there is nothing to compare predictions with."
+            ),
         )
     pairs = block_pairs(run)
     left = _scatter(pairs) if pairs else []
     label = (
-        "Left: per block, measured time over predicted time. Right: the step now, predicted, measured, and its floor."
+        "Left: measured against predicted time of each block. Right: the step now, predicted, measured, and its floor."
     )
     picture = axes.svg(_HEIGHT, label, left, _bars(run, prediction))
     off = [measured / predicted - 1 for _, predicted, measured in pairs if predicted > 0]
-    return parts.section(
-        "prediction", heading, parts.figure(picture, _caption(prediction, off)), _table(run, prediction)
+    return components.section(
+        "prediction", heading, components.figure(picture, _caption(prediction, off)), _table(run, prediction)
     )
 
 
 def block_pairs(run: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Per block: number, predicted and measured time, as in gradcast.training.measure.network_cost.
+    """Returns number, predicted and measured time of each block, as in gradcast.training.measure.network_cost.
 
-    Measured from when the block was due to its end: the mean of the ranks, or the shortest time where some rank's
-    gradients were late, since that rank does not wait.
+    A block's measured time runs from when it was due to its end. It is the mean over the ranks; but if gradients of
+    some rank were late, it is the shortest time, which is that of the rank that did not wait.
     """
     planned = {block["block"]: block for block in (run.get("predicted_timeline") or {}).get("blocks", [])}
-    taken: dict[int, list[tuple[float, bool]]] = {}
+    durations: dict[int, list[tuple[float, bool]]] = {}
     for rank in run.get("timeline") or []:
         free_ms = -math.inf
         for block in sorted(rank["blocks"], key=lambda each: each["block"]):
             due_ms = min(block["launch_ms"], max(block["ready_ms"], free_ms))
-            # A step may have followed another plan than the one that was predicted.
+            # The step may have followed another plan than the predicted one.
             if block["bytes"] == planned.get(block["block"], {}).get("bytes"):
-                at_once = due_ms > block["ready_ms"]
-                taken.setdefault(block["block"], []).append((block["finish_ms"] - due_ms, at_once))
+                back_to_back = due_ms > block["ready_ms"]
+                durations.setdefault(block["block"], []).append((block["finish_ms"] - due_ms, back_to_back))
             free_ms = block["finish_ms"]
     return [
-        (number, planned[number]["finish_ms"] - planned[number]["launch_ms"], _of_all(taken[number]))
-        for number in sorted(taken)
+        (number, planned[number]["finish_ms"] - planned[number]["launch_ms"], _over_ranks(durations[number]))
+        for number in sorted(durations)
     ]
 
 
-def _of_all(ranks: list[tuple[float, bool]]) -> float:
+def _over_ranks(ranks: list[tuple[float, bool]]) -> float:
     times = [time_ms for time_ms, _ in ranks]
-    return sum(times) / len(times) if all(at_once for _, at_once in ranks) else min(times)
+    return sum(times) / len(times) if all(back_to_back for _, back_to_back in ranks) else min(times)
 
 
 def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:
@@ -76,7 +78,7 @@ def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:
     made.append(axes.area([(x(a), y(b)) for a, b in ends], "band"))
     made.append(element("line", x1=x(0), y1=y(0), x2=x(most), y2=y(most), class_="diagonal"))
     for number, predicted, measured in pairs:
-        words = f"block {number}: predicted {numbers.ms(predicted)}, measured {numbers.ms(measured)}"
+        words = f"block {number}: predicted {values.ms(predicted)}, measured {values.ms(measured)}"
         made.append(axes.dot(x(predicted), y(measured), words, "measured"))
     return made
 
@@ -97,24 +99,24 @@ def _bars(run: dict[str, Any], prediction: dict[str, Any]) -> list[Markup]:
     for index, (name, value, class_) in enumerate(rows):
         y = 26 + index * 66
         made.append(axes.text(scale(0), y, name, "start", "name"))
-        made.append(axes.bar(scale(0), y + 8, scale(value) - scale(0), 24, f"{name}: {numbers.ms(value)}", class_))
-        made.append(axes.text(scale(value) + 8, y + 25, numbers.ms(value), "start", "shown"))
+        made.append(axes.bar(scale(0), y + 8, scale(value) - scale(0), 24, f"{name}: {values.ms(value)}", class_))
+        made.append(axes.text(scale(value) + 8, y + 25, values.ms(value), "start", "shown"))
     return made
 
 
 def _caption(prediction: dict[str, Any], off: list[float]) -> str:
-    told = ""
+    caption = ""
     if prediction.get("predicted_ms") and prediction.get("measured_ms"):
         more = prediction["measured_ms"] / prediction["predicted_ms"] - 1
-        told = f"The step took {100 * abs(more):.1f} % {'longer' if more >= 0 else 'less'} than predicted. "
+        caption = f"The step took {100 * abs(more):.1f} % {'longer' if more >= 0 else 'less'} than predicted. "
     if not off:
-        return told + "Blocks were not predicted one by one."
+        return caption + "There are no predictions of single blocks."
     within = sum(abs(each) <= _BAND for each in off)
-    blocks = f"{within} of {numbers.plural(len(off), 'block')} lie within 5 % of their prediction (the band)."
-    return f"{told}{blocks} Of a block's times on the ranks the mean counts, or the shortest where gradients came late."
+    blocks = f"{within} of {values.plural(len(off), 'block')} lie within 5 % of their prediction (the band)."
+    return f"{caption}{blocks} A block's time is the mean over the ranks, or the shortest if gradients came late."
 
 
 def _table(run: dict[str, Any], prediction: dict[str, Any]) -> Markup:
     now_ms = run["step"]["ms"]
-    rows = [[name, numbers.ms(value), numbers.times(now_ms / value)] for name, value, _ in rows_of(run, prediction)]
-    return parts.table(["step", "time", "speedup over now"], rows, "lrr", "The step as a whole")
+    rows = [[name, values.ms(value), values.times(now_ms / value)] for name, value, _ in rows_of(run, prediction)]
+    return components.table(["step", "time", "speedup"], rows, "lrr", "The step as a whole")

@@ -1,13 +1,13 @@
-"""What more workers would bring: efficiency with its band, where it bends, and which counts are worth trying."""
+"""Predicted scaling: efficiency with its band, its knee, and numbers of workers worth trying."""
 
 from typing import Any
 
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, WIDTH, Scale
 from gradcast.diagnosis.report.html.markup import Markup, element
 
 _HEIGHT = 330.0
-_BASIS = {"measured": "measured", "fitted": "from the fitted network", "extrapolated": "extrapolated"}
+_BASIS = {"measured": "measured", "fitted": "from fitted costs", "extrapolated": "extrapolated"}
 
 _Series = tuple[str, list[dict[str, Any]]]
 
@@ -16,7 +16,7 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "Scaling"
     scaling = run.get("scaling")
     if not scaling or not scaling.get("points"):
-        return parts.missing("scaling", heading, "What more workers would bring was not estimated in this run.")
+        return components.missing("scaling", heading, "Scaling was not predicted in this run.")
     series = _series(scaling["points"])
     workers = sorted({point["workers"] for point in scaling["points"]})
     bottom = _HEIGHT - 46
@@ -28,9 +28,9 @@ def draw(run: dict[str, Any]) -> Markup:
     made += _knee(scaling.get("knee_workers"), x, bottom)
     made += [_curve(index, name, points, x, y) for index, (name, points) in enumerate(series)]
     made.append(_names(series, y))
-    label = f"Scaling efficiency over workers, {numbers.plural(len(series), 'network')}, with the band to expect."
-    return parts.section(
-        "scaling", heading, parts.figure(axes.svg(_HEIGHT, label, made), _caption(scaling)), _table(scaling)
+    label = f"Scaling efficiency over workers, {values.plural(len(series), 'network')}, with the band to expect."
+    return components.section(
+        "scaling", heading, components.figure(axes.svg(_HEIGHT, label, made), _caption(scaling)), _table(scaling)
     )
 
 
@@ -43,7 +43,7 @@ def _series(points: list[dict[str, Any]]) -> list[_Series]:
 
 
 def band(point: dict[str, Any]) -> tuple[float, float]:
-    """Efficiency at the long and the short end of the step's interval: it falls as the step grows."""
+    """Returns the efficiency at the long and at the short end of the step's interval."""
     efficiency, ms = point["efficiency"], point["step_ms"]
     low = efficiency * ms / point["high_ms"] if point.get("high_ms") else efficiency
     high = efficiency * ms / point["low_ms"] if point.get("low_ms") else efficiency
@@ -65,12 +65,12 @@ def _curve(index: int, name: str, points: list[dict[str, Any]], x: Scale, y: Sca
 
 def _words(name: str, point: dict[str, Any]) -> str:
     basis = _BASIS.get(point.get("basis") or "", point.get("basis") or "")
-    efficiency = numbers.percent(point["efficiency"])
-    return f"{point['workers']} workers, {name}: {efficiency}, {numbers.ms(point['step_ms'])} per step ({basis})"
+    efficiency = values.percent(point["efficiency"])
+    return f"{point['workers']} workers, {name}: {efficiency}, {values.ms(point['step_ms'])} per step ({basis})"
 
 
 def _names(series: list[_Series], y: Scale) -> list[Markup]:
-    """At the end of each curve, moved apart where they would lie on one another."""
+    """Labels the end of each curve, with labels moved apart if they would overlap."""
     ends = sorted((y(points[-1]["efficiency"]), index, name) for index, (name, points) in enumerate(series))
     made, last = [], -100.0
     for place, index, name in ends:
@@ -90,26 +90,26 @@ def _knee(workers: int | None, x: Scale, bottom: float) -> list[Markup]:
 
 
 def _caption(scaling: dict[str, Any]) -> str:
-    told = "A full dot was measured, a ring comes from the fitted network, a pale one is extrapolated."
+    caption = "Full dots use measured costs, rings fitted costs, pale rings extrapolated costs."
     knee = scaling.get("knee_workers")
     if knee == 1:
-        told += " Already a second worker brings little."
+        caption += " Even a second worker gains little."
     elif knee is not None:
-        told += f" Beyond {knee} workers each further one brings little."
+        caption += f" Beyond {knee} workers, each further one gains little."
     if scaling.get("worth_trying"):
-        told += f" Worth trying: {', '.join(str(count) for count in scaling['worth_trying'])} workers."
+        caption += f" Worth trying: {', '.join(str(count) for count in scaling['worth_trying'])} workers."
     if scaling.get("left_out"):
-        told += f" Left out: {'; '.join(scaling['left_out'])}."
-    return told
+        caption += f" Left out: {'; '.join(scaling['left_out'])}."
+    return caption
 
 
 def _table(scaling: dict[str, Any]) -> Markup:
     rows = [
-        [point["workers"], point.get("network") or numbers.UNKNOWN, point.get("algorithm") or numbers.UNKNOWN,
-         numbers.ms(point["step_ms"]), numbers.ms_range(point.get("low_ms"), point.get("high_ms")),
-         numbers.percent(point["efficiency"]),
-         _BASIS.get(point.get("basis") or "", point.get("basis") or numbers.UNKNOWN)]
+        [point["workers"], point.get("network") or values.UNKNOWN, point.get("algorithm") or values.UNKNOWN,
+         values.ms(point["step_ms"]), values.ms_range(point.get("low_ms"), point.get("high_ms")),
+         values.percent(point["efficiency"]),
+         _BASIS.get(point.get("basis") or "", point.get("basis") or values.UNKNOWN)]
         for point in scaling["points"]
     ]  # fmt: skip
     headers = ["workers", "network", "algorithm", "step", "interval, ms", "efficiency", "basis"]
-    return parts.table(headers, rows, "rllrrrl", "Scaling by number of workers")
+    return components.table(headers, rows, "rllrrrl", "Scaling by number of workers")

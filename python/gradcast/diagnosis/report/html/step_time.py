@@ -1,14 +1,14 @@
-"""Where the time of a step goes: stacked bars, one per rank, and the numbers of the rank that is shown."""
+"""Where the time of a step goes: stacked bars per rank, and the numbers of the shown rank."""
 
 from typing import Any
 
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH, Scale, ticks
 from gradcast.diagnosis.report.html.markup import Markup, element
 from gradcast.diagnosis.runs import PARTS
 
 _ROW, _BAR = 30.0, 22.0
-_SEEN = 0.01  # of the step
+_SEEN = 0.01  # share of the step below which an excess is not visible
 
 
 def draw(run: dict[str, Any]) -> Markup:
@@ -18,20 +18,20 @@ def draw(run: dict[str, Any]) -> Markup:
     bottom = 14 + _ROW * len(ranks)
     drawn = [_row(rank, 14 + _ROW * index, scale, run["view_rank"]) for index, rank in enumerate(ranks)]
     axis = axes.bottom_axis(scale, ticks(0, max(ends)), bottom, 8, "ms per step")
-    label = f"Stacked step time of {numbers.plural(len(ranks), 'rank')}; the numbers are in the table below."
+    label = f"Stacked step time of {values.plural(len(ranks), 'rank')}; the numbers are in the table below."
     picture = axes.svg(bottom + 40, label, axis, drawn)
-    return parts.section(
+    return components.section(
         "step-time",
-        "Where a step goes",
-        parts.key([(f"p-{key}", PARTS[key]) for key in _used(run)]),
-        parts.figure(picture, _caption(run, ranks)),
+        "Where the time of a step goes",
+        components.key([(f"p-{key}", PARTS[key]) for key in _used(run)]),
+        components.figure(picture, _caption(run, ranks)),
         _numbers(run),
     )
 
 
 def _shown(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """All ranks where they fit; else the one that is shown, and the slowest others."""
-    return parts.some_ranks(run["ranks"], lambda rank: (rank["rank"] != run["view_rank"], -(rank["own_ms"] or 0)))
+    """Returns all ranks if they fit; else the shown rank and the slowest others."""
+    return components.some_ranks(run["ranks"], lambda rank: (rank["rank"] != run["view_rank"], -(rank["own_ms"] or 0)))
 
 
 def _used(run: dict[str, Any]) -> list[str]:
@@ -46,8 +46,8 @@ def _row(rank: dict[str, Any], y: float, scale: Scale, view_rank: int) -> Markup
         if length <= 0:
             continue
         x, width = scale(begin), scale(begin + length) - scale(begin)
-        made.append(axes.bar(x, y, width, _BAR, f"rank {rank['rank']}: {words} {numbers.ms(length)}", f"p-{key}"))
-        made.append(_label(x, y, width, numbers.ms(length, unit=False)))
+        made.append(axes.bar(x, y, width, _BAR, f"rank {rank['rank']}: {words} {values.ms(length)}", f"p-{key}"))
+        made.append(_label(x, y, width, values.ms(length, unit=False)))
         begin += length
     made.append(_end(rank, y, scale))
     name = axes.text(LEFT - 10, y + 15, f"rank {rank['rank']}", "end", "name shown" if shown else "name")
@@ -55,7 +55,7 @@ def _row(rank: dict[str, Any], y: float, scale: Scale, view_rank: int) -> Markup
 
 
 def _end(rank: dict[str, Any], y: float, scale: Scale) -> Markup | None:
-    """Where the step ended: parts that were measured apart may add up to more, because some of them overlap."""
+    """Marks the end of the step if its parts, which were measured separately, add up to more because they overlap."""
     if not _over_ms(rank):
         return None
     at = scale(rank["step_ms"])
@@ -63,7 +63,7 @@ def _end(rank: dict[str, Any], y: float, scale: Scale) -> Markup | None:
 
 
 def _over_ms(rank: dict[str, Any]) -> float:
-    """What the parts add up to beyond the step; 0 where it is too little to be seen."""
+    """Returns the ms by which the parts exceed the step; 0 if it is too little to be visible."""
     over_ms = -(rank["parts"].get("rest") or 0)
     return over_ms if rank.get("step_ms") and over_ms > _SEEN * rank["step_ms"] else 0.0
 
@@ -80,22 +80,22 @@ def _caption(run: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
     others = f" {left_out} faster ranks are left out; all are in doctor.json." if left_out else ""
     steps = (run.get("steps") or {}).get("normal", "the")
     return (
-        f"Medians of {steps} normal steps, without gradcast. The verdict is about rank {run['view_rank']}, "
-        f"the median of the ranks by its own work.{others}{_overlap(over_ms)}{_untold(run)}"
+        f"Medians of {steps} ordinary steps, without gradcast. The verdict is about rank {run['view_rank']}, whose own "
+        f"work is the median of the ranks.{others}{_overlap(over_ms)}{_launch_unknown(run)}"
     )
 
 
-def _untold(run: dict[str, Any]) -> str:
+def _launch_unknown(run: dict[str, Any]) -> str:
     why = run.get("launching_untold")
-    return f" Launching and the framework are in forward, backward and update: {why}." if why else ""
+    return f" Launch overhead is included in forward, backward and update: {why}." if why else ""
 
 
 def _overlap(over_ms: float) -> str:
     if over_ms <= 0:
         return ""
     return (
-        f" The parts were measured apart and add up to as much as {numbers.ms(over_ms)} more than the step: some of "
-        "them happen at the same time. The thick line is where the step ends."
+        f" The parts were measured separately and add up to as much as {values.ms(over_ms)} more than the step: some "
+        "of them overlap. The thick line marks the end of the step."
     )
 
 
@@ -104,15 +104,15 @@ def _numbers(run: dict[str, Any]) -> Markup:
     rows = [
         [
             element("span", element("i", class_=f"swatch p-{part['key']}"), PARTS.get(part["key"], part["key"])),
-            numbers.ms(part["ms"]),
-            numbers.ms_range(part.get("low_ms"), part.get("high_ms")),
-            numbers.percent(part["ms"] / whole_ms if part["ms"] is not None and whole_ms else None),
+            values.ms(part["ms"]),
+            values.ms_range(part.get("low_ms"), part.get("high_ms")),
+            values.percent(part["ms"] / whole_ms if part["ms"] is not None and whole_ms else None),
         ]
         for part in run["parts"]
         if part["ms"]
     ]
     step = run["step"]
-    rows.append(["step", numbers.ms(whole_ms), numbers.ms_range(step.get("low_ms"), step.get("high_ms")), "100 %"])
-    return parts.table(
+    rows.append(["step", values.ms(whole_ms), values.ms_range(step.get("low_ms"), step.get("high_ms")), "100 %"])
+    return components.table(
         ["part", "time", "95 % interval, ms", "share"], rows, "lrrr", f"Rank {run['view_rank']}, per step"
     )

@@ -1,7 +1,7 @@
-"""How the page looks: light, dark and on paper.
+"""The page's style: light, dark and on paper.
 
-Colours of parts are the same in light and dark, light enough for dark letters on them and told apart with any kind of
-colour vision beside their labels; everything else comes from variables that the colour scheme sets.
+Colours of parts are the same in light and dark. They are light enough for dark text and distinguishable, beside their
+labels, with any kind of colour vision. All other colours are variables that the colour scheme sets.
 """
 
 CSS = """

@@ -1,8 +1,8 @@
-"""One step that followed the plan, on every rank: what compute did, and what the link carried meanwhile."""
+"""One step that followed the plan, on every rank: compute above, blocks on the link below."""
 
 from typing import Any
 
-from gradcast.diagnosis.report.html import axes, numbers, parts
+from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH, Scale, ticks
 from gradcast.diagnosis.report.html.markup import Markup, element
 from gradcast.diagnosis.trace.lanes import in_lanes
@@ -17,8 +17,10 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "One step on every rank"
     ranks = run.get("timeline") or []
     if not ranks:
-        return parts.missing(
-            "timeline", heading, parts.untried(run, "No step followed a plan in this run, so there is no timeline.")
+        return components.missing(
+            "timeline",
+            heading,
+            components.untried(run, "No step followed a plan in this run, so there is no timeline."),
         )
     shown = _shown(run, ranks)
     rows = [(f"rank {rank['rank']}", rank) for rank in shown]
@@ -31,23 +33,23 @@ def draw(run: dict[str, Any]) -> Markup:
         made, height = _row(name, row, y, scale)
         drawn.append(made)
         y += height + _GAP
-    label = f"Timeline of one step on {numbers.plural(len(shown), 'rank')}: compute above, blocks on the link below."
+    label = f"Timeline of one step on {values.plural(len(shown), 'rank')}: compute above, blocks on the link below."
     axis = axes.bottom_axis(scale, ticks(low, high, 10), y - 4, 6, "ms from the start of the step")
-    return parts.section(
+    return components.section(
         "timeline",
         heading,
-        parts.key(
+        components.key(
             [*((_COLOURS.get(kind, f"p-{kind}"), kind) for kind in _kinds(rows)), ("block", "block on the link")]
         ),
-        parts.figure(axes.svg(y + 36, label, axis, drawn), _caption(run, shown)),
+        components.figure(axes.svg(y + 36, label, axis, drawn), _caption(run, shown)),
         _blocks(shown, run.get("predicted_timeline")),
     )
 
 
 def _shown(run: dict[str, Any], ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first ranks, and always the slow one."""
+    """Returns the first ranks, and always the slow one."""
     slow = (run.get("straggler") or {}).get("rank")
-    return parts.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
+    return components.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
 
 
 def _kinds(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -75,13 +77,13 @@ def _row(name: str, row: dict[str, Any], y: float, scale: Scale) -> tuple[Markup
 
 
 def _above(span: dict[str, Any]) -> int:
-    """Updates and waits happen inside of forward, and are drawn over it."""
+    """Updates and waits happen inside forward, and are drawn over it."""
     return _SPANS.index(span["kind"]) if span["kind"] in _SPANS else len(_SPANS)
 
 
 def _span(name: str, span: dict[str, Any], y: float, scale: Scale) -> Markup:
     start, end = span["start_ms"], span["end_ms"]
-    words = f"{name}: {span['kind']} {numbers.ms(end - start)}, from {numbers.ms(start)}"
+    words = f"{name}: {span['kind']} {values.ms(end - start)}, from {values.ms(start)}"
     return axes.bar(
         scale(start), y, scale(end) - scale(start), _COMPUTE, words, _COLOURS.get(span["kind"], f"p-{span['kind']}")
     )
@@ -89,15 +91,15 @@ def _span(name: str, span: dict[str, Any], y: float, scale: Scale) -> Markup:
 
 def _block(name: str, block: dict[str, Any], y: float, scale: Scale) -> Markup:
     start, end = block["launch_ms"], block["finish_ms"]
-    # What play predicts has no names of tensors.
+    # Predicted blocks have no tensor names.
     names = f", {_tensors(block)}" if block.get("first") else ""
     words = (
-        f"{name}: block {block['block']}, {numbers.size(block['bytes'])}{names}; "
-        f"ready {numbers.ms(block['ready_ms'])}, launched {numbers.ms(start)}, finished {numbers.ms(end)}"
+        f"{name}: block {block['block']}, {values.size(block['bytes'])}{names}; "
+        f"ready {values.ms(block['ready_ms'])}, launched {values.ms(start)}, finished {values.ms(end)}"
     )
     width = scale(end) - scale(start)
     label = str(block["block"])
-    # Seams between blocks are space that is not drawn: they are there in every colour scheme.
+    # Blocks are separated by empty space, which is visible in every colour scheme.
     drawn = axes.bar(scale(start), y, width - 1 if width > 3 else width, _LINK, words, "block")
     if width < axes.LETTER * len(label) + 4:
         return drawn
@@ -110,18 +112,18 @@ def _tensors(block: dict[str, Any]) -> str:
 
 
 def _short(name: str) -> str:
-    """A layer may have its whole configuration for a name; the beginning and the end tell it apart."""
+    """Shortens a long name, such as a whole configuration, to its beginning and end."""
     return name if len(name) <= _NAME_MAX else f"{name[: _NAME_MAX // 2]} … {name[-_NAME_MAX // 2 :]}"
 
 
 def _caption(run: dict[str, Any], shown: list[dict[str, Any]]) -> str:
     left_out = len(run["timeline"]) - len(shown)
-    others = f" {numbers.plural(left_out, 'rank')} more: in the trace of the run." if left_out else ""
-    return f"Clocks are aligned. Above, what compute did; below, the blocks of the plan by their number.{others}"
+    others = f" {values.plural(left_out, 'more rank')} in the trace of the run." if left_out else ""
+    return f"Clocks are aligned. Compute is above; the blocks of the plan, by number, are below.{others}"
 
 
 def _blocks(ranks: list[dict[str, Any]], predicted: dict[str, Any] | None) -> Markup:
-    """Of the first rank; a block ends on all ranks when the last one has joined."""
+    """A table of the blocks on the first rank; a block ends on all ranks when the last rank has joined."""
     first = ranks[0]
     planned = {block["block"]: block for block in (predicted or {}).get("blocks", [])}
     rows = []
@@ -131,7 +133,7 @@ def _blocks(ranks: list[dict[str, Any]], predicted: dict[str, Any] | None) -> Ma
         predicted_ms = plan["finish_ms"] - plan["launch_ms"] if same else None
         name = element("span", _short(_tensors(block)), title=_tensors(block))
         times = [block["ready_ms"], block["launch_ms"], block["finish_ms"], block["finish_ms"] - block["launch_ms"]]
-        shown = [numbers.ms(time_ms) for time_ms in [*times, predicted_ms]]
-        rows.append([block["block"], name, numbers.size(block["bytes"]), *shown])
-    headers = ["block", "tensors", "size", "ready", "launched", "finished", "took", "predicted"]
-    return parts.table(headers, rows, "rlrrrrrr", f"The blocks on rank {first['rank']}")
+        shown = [values.ms(time_ms) for time_ms in [*times, predicted_ms]]
+        rows.append([block["block"], name, values.size(block["bytes"]), *shown])
+    headers = ["block", "tensors", "size", "ready", "launched", "finished", "duration", "predicted"]
+    return components.table(headers, rows, "rlrrrrrr", f"The blocks on rank {first['rank']}")

@@ -1,4 +1,6 @@
-"""Options of ``gradcast scaling`` that say which network, and what is known of it on how many workers."""
+"""Options of ``gradcast scaling`` and ``gradcast advise`` that choose the network and its costs with other numbers
+of workers.
+"""
 
 import argparse
 from typing import Any
@@ -7,65 +9,59 @@ from gradcast.cli import common
 from gradcast.cli.network_options import DEFAULT_LATENCY, WORKERS_MAX
 from gradcast.errors import Error
 from gradcast.scaling.growth import MEASURED_ALGORITHMS, SPREAD, Network, Nodes, from_hop, hop, published
-from gradcast.units import (
-    format_bandwidth,
-    format_time,
-    parse_bandwidth_bits_per_s,
-    parse_fraction,
-    parse_time_ns,
-)
+from gradcast.units import format_bandwidth, format_time, parse_time_ns
 
 _INTRA_LATENCY = "5us"
 
 
-def add_growth_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("network (without these options: the one that the profiles were measured on)")
+def add_scaling_network_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("network (without these options: that of the profiles)")
     group.add_argument(
         "--network",
         action="append",
         metavar="NAME",
-        help="a published network: 10gbe-8, or 10gbe for all numbers of workers that were published; may be repeated",
+        help="a published network: 10gbe-8, or 10gbe for all published numbers of workers; may be repeated",
     )
     group.add_argument(
         "--bandwidth",
-        type=common.argument(parse_bandwidth_bits_per_s),
+        type=common.BANDWIDTH,
         metavar="RATE",
-        help="of one worker's connection, or of a node's: 10gbit, 1.25GB/s",
+        help="bandwidth of one worker's or node's connection: 10gbit, 1.25GB/s",
     )
     group.add_argument(
         "--latency",
-        type=common.argument(parse_time_ns),
+        type=common.TIME,
         metavar="TIME",
-        help=f"of one hop, beside --bandwidth (default: {DEFAULT_LATENCY})",
+        help=f"latency of one hop, with --bandwidth (default: {DEFAULT_LATENCY})",
     )
     add_measured_algorithm(group)
     group.add_argument(
         "--spread",
-        type=common.argument(parse_fraction),
+        type=common.FRACTION,
         default=SPREAD,
         metavar="SHARE",
-        help=f"by how much measured costs may be off (default: {SPREAD:.0%}%)",
+        help=f"share by which measured costs may be off (default: {SPREAD:.0%}%)",
     )
     group.add_argument(
         "--workers-per-node",
         type=common.whole_number(2, WORKERS_MAX),
         metavar="N",
-        help="workers of one node; costs of that many and fewer are then those inside a node",
+        help="number of workers of one node; costs of up to that many are then those inside a node",
     )
     group.add_argument(
-        "--intra-network", metavar="NAME", help="inside a node: a published network, for instance nvlink-v100"
+        "--intra-network", metavar="NAME", help="published network inside a node, for instance nvlink-v100"
     )
     group.add_argument(
         "--intra-bandwidth",
-        type=common.argument(parse_bandwidth_bits_per_s),
+        type=common.BANDWIDTH,
         metavar="RATE",
-        help="inside a node: of one worker's connection",
+        help="bandwidth of one worker's connection inside a node",
     )
     group.add_argument(
         "--intra-latency",
-        type=common.argument(parse_time_ns),
+        type=common.TIME,
         metavar="TIME",
-        help=f"inside a node: of one hop (default: {_INTRA_LATENCY})",
+        help=f"latency of one hop inside a node (default: {_INTRA_LATENCY})",
     )
 
 
@@ -74,20 +70,8 @@ def add_measured_algorithm(group: Any) -> None:
         "--measured-algorithm",
         choices=MEASURED_ALGORITHMS,
         default="ring",
-        help="what the library ran when the costs were measured; Gloo: ring (default: ring)",
+        help="algorithm that the library used when the costs were measured; Gloo uses ring (default: ring)",
     )
-
-
-def list_of(convert: Any) -> Any:
-    """A list with commas as an argparse type, each entry once."""
-
-    def convert_all(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts:
-            raise argparse.ArgumentTypeError("the list is empty")
-        return list(dict.fromkeys(convert(part) for part in parts))
-
-    return convert_all
 
 
 def _hop_network(bandwidth_bits_per_s: float, latency_ns: float, worker_count: int) -> Network:
@@ -96,13 +80,13 @@ def _hop_network(bandwidth_bits_per_s: float, latency_ns: float, worker_count: i
 
 
 def networks_from(args: argparse.Namespace) -> tuple[Network, ...]:
-    """Those that the options name; none of them means the profiles' own."""
+    """Returns the networks that the options name; none means those of the profiles."""
     if args.latency is not None and args.bandwidth is None:
         raise Error("--latency needs --bandwidth, for instance --bandwidth 10gbit")
     found = [published(name, args.measured_algorithm) for name in dict.fromkeys(args.network or [])]
     if args.bandwidth is not None:
         latency_ns = parse_time_ns(DEFAULT_LATENCY) if args.latency is None else args.latency
-        # Any number of workers will do, as long as they are no single node.
+        # Any number of workers will do, unless all of them are on one node.
         found.append(_hop_network(args.bandwidth, latency_ns, 2 * (args.workers_per_node or 1)))
     return tuple(found)
 
@@ -114,7 +98,7 @@ def nodes_from(args: argparse.Namespace) -> Nodes | None:
             raise Error(f"--{given[0].replace('_', '-')} needs --workers-per-node, for instance --workers-per-node 8")
         return None
     if args.intra_network and len(given) > 1:
-        raise Error(f"--intra-network has costs of its own; leave out --{given[1].replace('_', '-')}")
+        raise Error(f"--intra-network has its own costs; leave out --{given[1].replace('_', '-')}")
     if args.intra_network:
         return Nodes(args.workers_per_node, published(args.intra_network, args.measured_algorithm))
     if args.intra_bandwidth is None:

@@ -1,14 +1,14 @@
-"""What sections of the page share: the frame of a section, tables, keys of colours."""
+"""Shared parts of sections: their frame, tables, and colour keys."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradcast.diagnosis.report.html.markup import Markup, element
 
-# Beyond this a table is folded: it is there for who looks for a number.
+# Tables with more rows are folded.
 _FOLDED_FROM = 12
 _PRINTED_MAX = 20
-# Of which a figure has a row each.
+# Figures have a row for each of at most this many ranks.
 _RANKS_MAX = 16
 
 
@@ -23,12 +23,12 @@ def missing(name: str, heading: str, reason: str) -> Markup:
 
 
 def untried(run: dict[str, Any], otherwise: str) -> str:
-    """Why no step followed a plan, where the run says so."""
+    """Returns why no step followed a plan, if the run says so."""
     return f"No step followed a plan: {run['not_tried']}" if run.get("not_tried") else otherwise
 
 
 def some_ranks(ranks: Sequence[dict[str, Any]], order: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
-    """As many as fit into a figure, the first in that order; shown in the order of their numbers."""
+    """Returns the first ranks in the given order, as many as fit into a figure, sorted by rank."""
     return sorted(sorted(ranks, key=order)[:_RANKS_MAX], key=lambda rank: rank["rank"])
 
 
@@ -37,7 +37,7 @@ def figure(picture: Markup, caption: Any) -> Markup:
 
 
 def key(entries: Sequence[tuple[str, str]]) -> Markup:
-    """``entries``: class of the colour, and the words for it."""
+    """Draws a colour key from pairs of CSS class and text."""
     return element(
         "ul",
         [element("li", element("i", class_=f"swatch {class_}"), words) for class_, words in entries],
@@ -47,11 +47,11 @@ def key(entries: Sequence[tuple[str, str]]) -> Markup:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], align: str, caption: str) -> Markup:
-    """``align``: one letter per column, l or r. A long one is folded."""
+    """``align`` has one letter per column, l or r. A long table is folded."""
     made = _table(headers, rows, align, caption)
     if len(rows) < _FOLDED_FROM:
         return element("div", made, class_="table")
-    # On paper it is unfolded, but not one line per step.
+    # On paper tables are unfolded, except for those with one line per step.
     long = "long" if len(rows) > _PRINTED_MAX else None
     summary = element("summary", f"{caption} ({len(rows)} rows)")
     return element("details", summary, element("div", made, class_="table"), class_=long)
@@ -71,7 +71,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]], align: str, ca
 
 
 def _cell(cell: Any, side: str | None, first: bool) -> Markup:
-    """A cell that is one already stays as it is: it may have a colour."""
+    """A cell that is a <td> already is kept, because it may have a colour."""
     if isinstance(cell, Markup) and cell.startswith("<td"):
         return cell
     return element("th", cell, scope="row", class_=side) if first else element("td", cell, class_=side)

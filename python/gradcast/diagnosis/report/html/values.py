@@ -1,10 +1,12 @@
-"""Numbers as the page writes them: always with a unit, a dash for what is not known."""
+"""Formats values for the page: always with a unit, and a dash for unknown values."""
+
+from gradcast.units import format_bandwidth, format_percent, format_size
 
 UNKNOWN = "–"  # noqa: RUF001
 
 
 def ms(value: float | None, unit: bool = True) -> str:
-    """Three digits at most behind which nothing is certain: 412 ms, 41.2 ms, 4.12 ms."""
+    """Formats with about three significant digits: 412 ms, 41.2 ms, 4.12 ms."""
     if value is None:
         return UNKNOWN
     text = _rounded(value, value)
@@ -19,31 +21,22 @@ def ms_range(low: float | None, high: float | None) -> str:
 
 
 def _rounded(value: float, like: float) -> str:
-    """With as many digits behind the point as a number of the size of ``like`` has."""
+    """Formats with the decimals of a number of the size of ``like``."""
     digits = 0 if abs(like) >= 100 else 1 if abs(like) >= 10 else 2
     text = f"{value:.{digits}f}"
     return text if float(text) else "0"  # never "-0.00"
 
 
 def percent(fraction: float | None) -> str:
-    if fraction is None:
-        return UNKNOWN
-    return f"{100 * fraction:.1f} %" if 0 < abs(fraction) < 0.0095 else f"{100 * fraction:.0f} %"
+    return UNKNOWN if fraction is None else format_percent(fraction)
 
 
 def size(size_bytes: float | None) -> str:
-    if size_bytes is None:
-        return UNKNOWN
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.3g} {unit}"
-    return f"{size_bytes:.0f} B"
+    return UNKNOWN if size_bytes is None else format_size(size_bytes)
 
 
 def rate(gbit_per_s: float | None) -> str:
-    if gbit_per_s is None:
-        return UNKNOWN
-    return f"{gbit_per_s:.3g} Gbit/s" if gbit_per_s >= 0.1 else f"{1e3 * gbit_per_s:.3g} Mbit/s"
+    return UNKNOWN if gbit_per_s is None else format_bandwidth(1e9 * gbit_per_s)
 
 
 def times(factor: float | None) -> str:

@@ -1,6 +1,6 @@
-"""From what all ranks have measured to the result: doctor.json's fields (docs/doctor.md).
+"""Builds the fields of doctor.json from what all ranks measured (docs/doctor.md).
 
-Pure but for the date. Thread safety: any thread.
+Pure, except that it reads the date. Thread safety: any thread.
 """
 
 import datetime
@@ -8,77 +8,75 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradcast import __version__, _core
 from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze import actions, lint, lint_costs, timelines
 from gradcast.diagnosis.analyze.actions import Situation
+from gradcast.diagnosis.analyze.bottleneck import bottleneck
 from gradcast.diagnosis.analyze.estimates import Estimate, estimate
-from gradcast.diagnosis.analyze.step_breakdown import MEET_ONCE, MEET_TWICE, PARTS, Breakdown, RankSteps, breakdown
-from gradcast.diagnosis.analyze.verdict import verdict
+from gradcast.diagnosis.analyze.step_breakdown import ONE_SYNC, TWO_SYNCS, Breakdown, RankSteps, breakdown
 from gradcast.diagnosis.observe import environment
-from gradcast.diagnosis.probe.trial import Trial
-from gradcast.diagnosis.runs import KIND, VERSION
-from gradcast.diagnosis.trace.merged import Clock, RankTrace
+from gradcast.diagnosis.runs import KIND, PARTS, VERSION
+from gradcast.diagnosis.trace.clocks import Clock
+from gradcast.diagnosis.trace.merged import RankTrace
 from gradcast.scaling import estimate as scaling
 from gradcast.scaling.growth import Nodes
 
-_PARTS_BUT_LAUNCHING = tuple(part for part in PARTS if part != "launch")
+if TYPE_CHECKING:  # needs torch, which this module does not
+    from gradcast.diagnosis.probe.trial import Trial
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One rank's. ``options``: the steps' ms with one of DDP's options left out, by its name. ``launching_untold``: why
-    it is not told apart from computing, None where it is; the same on all ranks. ``process``: what ``lint`` needs to
-    know of it."""
+class RankMeasurements:
+    """Everything that one rank measured."""
 
     steps: RankSteps
-    options: Mapping[str, Sequence[float]]
-    trial: Trial | None
-    clocks: list[Clock]  # of all ranks, on rank 0, where something was tried
+    options: Mapping[str, Sequence[float]]  # step ms without one of DDP's options, by its name
+    trial: "Trial | None"
+    clocks: list[Clock]  # of all ranks; only on rank 0, and only if there was a trial
     network: dict[str, Any] | None
-    launching_untold: str | None
+    launch_unknown: str | None  # why launch overhead could not be measured; the same on all ranks
     probe_steps: int
     process: environment.Process
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is the same on all ranks. ``parameter_bytes``: by name, in the order of registration. ``rebuilt``: whether
-    DDP lays its buckets out anew. ``gradients_used``: see actions.Situation."""
+class TrainingSetup:
+    """What is the same on all ranks."""
 
     backend: str
-    device: str
-    torch: str
+    device: str  # "cpu" or "cuda"
+    torch: str  # version
     model: str
-    parameter_bytes: dict[str, int]
-    caps_bytes: tuple[int, int]
+    parameter_bytes: dict[str, int]  # by name, in the order of registration
+    caps_bytes: tuple[int, int]  # of DDP's first bucket and of the others
     is_fp32: bool
     compiled: bool
     find_unused_parameters: bool
-    rebuilt: bool
+    rebuilt: bool  # whether DDP rebuilds its buckets in the order in which gradients became ready
     broadcast_buffers: bool
     buffer_bytes: int
-    left_out_steps: int
-    gradients_used: bool
+    warmup_steps: int
+    gradients_used: bool  # see actions.Situation
 
 
-def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
-    """``ranks`` in rank order."""
+def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, Any]:
+    """Returns the fields of doctor.json. ``ranks`` are in rank order."""
     steps = [each.steps for each in ranks]
-    meetings = MEET_TWICE if facts.broadcast_buffers and facts.buffer_bytes else MEET_ONCE
-    found = breakdown(steps, meetings)
-    untold = ranks[0].launching_untold
+    sync_phases = TWO_SYNCS if setup.broadcast_buffers and setup.buffer_bytes else ONE_SYNC
+    found = breakdown(steps, sync_phases)
+    launch_unknown = ranks[0].launch_unknown
     profile = _profile(ranks)
-    situation = _situation(found, meetings, ranks, facts, profile)
-    listed = [action for action in actions.actions(situation) if not (untold and action.key == "launch")]
-    mistakes = _lint(ranks, facts, found, profile)
-    told = verdict(
+    situation = _situation(found, sync_phases, ranks, setup, profile)
+    listed = [action for action in actions.actions(situation) if not (launch_unknown and action.key == "launch")]
+    mistakes = _lint(ranks, setup, found, profile)
+    verdict = bottleneck(
         found.step,
         found.parts,
         found.straggler,
-        latency_share=_latency_share(profile, facts),
+        latency_share=_latency_share(profile, setup),
         mistake=_costliest(mistakes),
     )
     return {
@@ -86,27 +84,29 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
         "version": VERSION,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gradcast": __version__,
-        "torch": facts.torch,
-        "backend": facts.backend,
-        "device": facts.device,
+        "torch": setup.torch,
+        "backend": setup.backend,
+        "device": setup.device,
         "script": None,
         "world_size": len(ranks),
         "nodes": _nodes(steps),
         "hosts": [each.host for each in steps],
         "model": {
-            "name": facts.model,
-            "tensors": len(facts.parameter_bytes),
-            "bytes": sum(facts.parameter_bytes.values()),
+            "name": setup.model,
+            "tensors": len(setup.parameter_bytes),
+            "bytes": sum(setup.parameter_bytes.values()),
         },
         "steps": {
-            "left_out": facts.left_out_steps,
+            "left_out": setup.warmup_steps,
             "normal": len(steps[0].normal["step"]),
             "probe": ranks[0].probe_steps,
         },
-        **_breakdown_fields(found, steps, meetings, PARTS if untold is None else _PARTS_BUT_LAUNCHING),
-        "launching_untold": untold,
+        **_breakdown_fields(
+            found, steps, sync_phases, [part for part in PARTS if not (launch_unknown and part == "launch")]
+        ),
+        "launching_untold": launch_unknown,
         "overlap_left_out": actions.overlap_left_out(situation),
-        "verdict": asdict(told),
+        "verdict": asdict(verdict),
         "floor_ms": actions.floor_ms(situation),
         "actions": [asdict(action) for action in listed],
         "hopeless": actions.hopeless(situation, listed),
@@ -118,12 +118,12 @@ def result(ranks: Sequence[Measured], facts: Facts) -> dict[str, Any]:
 
 
 def _breakdown_fields(
-    found: Breakdown, steps: Sequence[RankSteps], meetings: Sequence[Sequence[str]], told: Sequence[str]
+    found: Breakdown, steps: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]], known_parts: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "step": found.step.fields(),
         "view_rank": found.view_rank,
-        "parts": [{"key": part, **found.parts[part].fields()} for part in told],
+        "parts": [{"key": part, **found.parts[part].fields()} for part in known_parts],
         "ranks": [
             {
                 "rank": each.rank,
@@ -131,22 +131,25 @@ def _breakdown_fields(
                 "node": each.node,
                 "step_ms": statistics.median(each.normal["step"]),
                 "own_ms": each.own_ms,
-                "parts": {part: parts[part] for part in told},
+                "parts": {part: parts[part] for part in known_parts},
             }
             for each, parts in zip(steps, found.ranks, strict=True)
         ],
         "straggler": None if found.straggler is None else asdict(found.straggler),
         "normal_steps": [
-            {"rank": each.rank, "step_ms": list(each.normal["step"]), "wait_ms": _waits_ms(each, meetings)}
+            {"rank": each.rank, "step_ms": list(each.normal["step"]), "wait_ms": _waits_ms(each, sync_phases)}
             for each in steps
         ],
     }
 
 
-def _waits_ms(each: RankSteps, meetings: Sequence[Sequence[str]]) -> list[float]:
-    """By step: at the end of backward, and where the ranks meet before forward, too, what forward takes beyond its own
-    work: there a rank waits for the buffers of one that is slower."""
-    if meetings == MEET_ONCE:
+def _waits_ms(each: RankSteps, sync_phases: Sequence[Sequence[str]]) -> list[float]:
+    """Returns the wait for other ranks in each ordinary step.
+
+    That is the exposed communication at the end of backward. If ranks also synchronize before forward, the time by
+    which forward exceeds its own compute is added: there a rank waits for the buffers of a slower one.
+    """
+    if sync_phases == ONE_SYNC:
         return list(each.normal["exposed"])
     own_ms = statistics.median(each.probes["alone"]["forward"])
     waits_ms = zip(each.normal["exposed"], each.normal["forward"], strict=True)
@@ -158,21 +161,23 @@ def _nodes(steps: Sequence[RankSteps]) -> list[list[int]]:
 
 
 def _growth(nodes: Sequence[Sequence[int]]) -> scaling.Options:
-    """What was measured inside of hosts, or between some of several ranks each, tells nothing of the other kind."""
+    """Costs that were measured inside hosts, or between hosts with several ranks each, say nothing about the other
+    kind.
+    """
     per_node = max(len(members) for members in nodes)
     return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
 
 
-def _profile(ranks: Sequence[Measured]) -> _core.Profile | None:
+def _profile(ranks: Sequence[RankMeasurements]) -> _core.Profile | None:
     trial = ranks[0].trial
     return None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
 
 
 def _situation(
     found: Breakdown,
-    meetings: Sequence[Sequence[str]],
-    ranks: Sequence[Measured],
-    facts: Facts,
+    sync_phases: Sequence[Sequence[str]],
+    ranks: Sequence[RankMeasurements],
+    setup: TrainingSetup,
     profile: _core.Profile | None,
 ) -> Situation:
     trial = ranks[0].trial
@@ -180,18 +185,21 @@ def _situation(
         step=found.step,
         parts=found.parts,
         ranks=found.ranks,
-        meetings=meetings,
+        sync_phases=sync_phases,
         profile=profile,
-        caps_bytes=facts.caps_bytes,
+        caps_bytes=setup.caps_bytes,
         spread=(1.0, 1.0) if trial is None else trial.spread,
-        wire_possible=facts.is_fp32,
-        streams_gain=_streams_gain(ranks[0].network) if facts.backend == "gloo" else None,
-        gradients_used=facts.gradients_used,
+        wire_possible=setup.is_fp32,
+        streams_gain=_streams_gain(ranks[0].network) if setup.backend == "gloo" else None,
+        gradients_used=setup.gradients_used,
     )
 
 
 def _streams_gain(network: dict[str, Any] | None) -> float | None:
-    """What several TCP streams carry by what one does, in the median pair; None where Gloo has as many."""
+    """Returns how many times the bytes of one TCP stream several streams carry, in the median pair.
+
+    Returns None if that is unknown, or if Gloo uses as many connections already.
+    """
     pairs = [] if network is None else network["pairs"]
     if any(network["connections"] >= pair["streams"] for pair in pairs):
         return None
@@ -203,49 +211,51 @@ def _streams_gain(network: dict[str, Any] | None) -> float | None:
     return statistics.median(gains) if gains else None
 
 
-def _latency_share(profile: _core.Profile | None, facts: Facts) -> float | None:
-    """Of what DDP's operations take, the part that does not depend on their size."""
+def _latency_share(profile: _core.Profile | None, setup: TrainingSetup) -> float | None:
+    """Returns the share of the time of DDP's operations that does not depend on their size."""
     if profile is None:
         return None
-    plan = ddp_baseline.plan(profile, facts.caps_bytes)
+    plan = ddp_baseline.plan(profile, setup.caps_bytes)
     cost = profile.link.all_reduce.cost_ns
     whole = sum(cost(block.size_bytes) for block in plan.blocks)
     return len(plan.blocks) * cost(1) / whole if whole > 0 else None
 
 
 def _lint(
-    ranks: Sequence[Measured], facts: Facts, found: Breakdown, profile: _core.Profile | None
+    ranks: Sequence[RankMeasurements], setup: TrainingSetup, found: Breakdown, profile: _core.Profile | None
 ) -> list[dict[str, Any]]:
     network = ranks[0].network
-    known = lint.Facts(
+    known = lint.Evidence(
         hosts=environment.hosts([each.steps.host for each in ranks], [each.process for each in ranks]),
         threads_cost=option_cost(ranks, "threads"),
         step_ms=found.step.value,
-        compiled=facts.compiled,
-        find_unused_parameters=facts.find_unused_parameters,
-        rebuilt=facts.rebuilt,
-        all_used=True,  # or there would be no diagnosis
+        compiled=setup.compiled,
+        find_unused_parameters=setup.find_unused_parameters,
+        rebuilt=setup.rebuilt,
+        all_used=True,  # otherwise there is no diagnosis
         find_unused_cost=option_cost(ranks, "find_unused_parameters"),
-        broadcast_buffers=facts.broadcast_buffers,
-        buffer_bytes=facts.buffer_bytes,
+        broadcast_buffers=setup.broadcast_buffers,
+        buffer_bytes=setup.buffer_bytes,
         broadcast_cost=option_cost(ranks, "broadcast_buffers"),
-        device=facts.device,
+        device=setup.device,
         network_findings={} if network is None else {each["key"]: each["sentence"] for each in network["findings"]},
     )
     if profile is not None:
-        known = _with_profile(known, facts, profile, _interface_gain(network))
-    return [asdict(finding) for finding in lint.findings(known)]
+        known = _with_profile(known, setup, profile, _interface_gain(network))
+    return [asdict(mistake) for mistake in lint.mistakes(known)]
 
 
 def _interface_gain(network: dict[str, Any] | None) -> float | None:
-    """What the fastest of the other interfaces carries by what the chosen one does, between the same hosts."""
+    """Returns how many times the bytes of the chosen interface the fastest other one carries between the same hosts."""
     gains = [each["gbit_per_s"] / each["chosen_gbit_per_s"] for each in (network or {}).get("alternatives", [])]
     return max(gains, default=None)
 
 
-def _with_profile(known: lint.Facts, facts: Facts, profile: _core.Profile, interface_gain: float | None) -> lint.Facts:
-    """When gradients come, how DDP lays out its buckets, and what that costs."""
-    registered, caps, rebuilt = list(facts.parameter_bytes), facts.caps_bytes, facts.rebuilt
+def _with_profile(
+    known: lint.Evidence, setup: TrainingSetup, profile: _core.Profile, interface_gain: float | None
+) -> lint.Evidence:
+    """Adds when gradients become ready, how DDP lays out its buckets, and what both cost."""
+    registered, caps, rebuilt = list(setup.parameter_bytes), setup.caps_bytes, setup.rebuilt
     costs = lint_costs.predictions(profile, registered, caps, rebuilt=rebuilt, interface_gain=interface_gain)
     return replace(
         known,
@@ -261,7 +271,7 @@ def _costliest(mistakes: Sequence[dict[str, Any]]) -> tuple[str, float] | None:
     return max(known, key=lambda each: each[1], default=None)
 
 
-def _trial_fields(ranks: Sequence[Measured], profile: _core.Profile | None) -> dict[str, Any]:
+def _trial_fields(ranks: Sequence[RankMeasurements], profile: _core.Profile | None) -> dict[str, Any]:
     trial = ranks[0].trial
     if trial is None or profile is None:
         why = None if trial is None else trial.error
@@ -272,7 +282,7 @@ def _trial_fields(ranks: Sequence[Measured], profile: _core.Profile | None) -> d
             "not_tried": why,
         }
     plan = _core.Plan.from_json(json.dumps(trial.plan))
-    traces = aligned(ranks)
+    traces = aligned_traces(ranks)
     last = trial.versions[-1]
     return {
         "profile": trial.profile,
@@ -286,8 +296,8 @@ def _trial_fields(ranks: Sequence[Measured], profile: _core.Profile | None) -> d
     }
 
 
-def aligned(ranks: Sequence[Measured]) -> list[RankTrace]:
-    """The trials' traces on rank 0's clock; none where nothing was tried."""
+def aligned_traces(ranks: Sequence[RankMeasurements]) -> list[RankTrace]:
+    """Returns the trials' traces on rank 0's clock, or an empty list if there was no trial."""
     if any(each.trial is None or each.trial.trace is None for each in ranks):
         return []
     return [
@@ -296,9 +306,10 @@ def aligned(ranks: Sequence[Measured]) -> list[RankTrace]:
     ]
 
 
-def option_cost(ranks: Sequence[Measured], name: str) -> Estimate | None:
-    """What one of DDP's options costs a step, or more threads than fit: with it less without it, of the slowest rank.
-    None where not measured."""
+def option_cost(ranks: Sequence[RankMeasurements], name: str) -> Estimate | None:
+    """Returns what an option of DDP, or too many threads, costs the slowest rank per step; None if it was not
+    measured.
+    """
     if name not in ranks[0].options:
         return None
     with_it = [each.steps.probes["cluster"]["step"] for each in ranks]

@@ -1,0 +1,223 @@
+"""Runs extra steps that leave out part of what an ordinary step does, to tell what each part costs.
+
+The steps replay recorded ones between two ordinary steps, while a snapshot holds the training's state. Gradients are
+sent by further DistributedDataParallel wrappers around the same module, with the user's options and other groups of
+ranks: all of them ("cluster"), those of this node ("node"), or this rank alone ("alone"), for which DDP does everything
+but send. The user's own wrapper takes no part: it reduces only after a forward pass of its own. (With
+find_unused_parameters it does record which gradients have arrived. Therefore every step has to produce all of them.)
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from gradcast.diagnosis.network.hosts import ranks_by_host
+from gradcast.diagnosis.observe import recorded_step
+from gradcast.diagnosis.observe.recorded_step import RecordedStep
+
+# Prefix of the stages' names in torch's profiler.
+STAGE_MARK = "gradcast: "
+_MIB = 1 << 20
+# Uncounted steps. After a wrapper's first step DDP rebuilds its buckets. And at the beginning of each turn, caches and
+# TCP windows are still those of another kind of step: on a slow link the first step took 6 % less than later ones, the
+# second 3 %.
+_WARMUP_STEPS = 2
+WARMUP_STEPS_PER_TURN = 2
+STEPS_PER_TURN = 6
+_ROUNDS_WANTED_MIN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class RankNodes:
+    """Which rank is on which node. ``hosts`` has the name of each rank's host."""
+
+    hosts: tuple[str, ...]
+
+    @property
+    def of_rank(self) -> list[int]:
+        """The node of each rank."""
+        names = list(dict.fromkeys(self.hosts))
+        return [names.index(host) for host in self.hosts]
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The ranks of each node."""
+        return ranks_by_host(self.hosts)
+
+
+def kinds(nodes: RankNodes) -> dict[str, str]:
+    """Maps each kind of step to the one that stands for it. Two kinds coincide if one node holds a single rank, or
+    all of them.
+    """
+    run = {"alone": "alone", "node": "node", "cluster": "cluster"}
+    if len(nodes.ranks) == 1:
+        run["node"] = "cluster"
+    elif len(nodes.ranks) == len(nodes.hosts):
+        run["node"] = "alone"
+    return run
+
+
+class Prober:
+    """Replays recorded steps through wrappers of one module.
+
+    All methods are collective over ``everybody``, a group of all ranks that is used for nothing else.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        recorded_steps: Sequence[RecordedStep],
+        everybody: Any,
+    ) -> None:
+        self._ddp, self._optimizers, self._everybody = ddp, list(optimizers), everybody
+        self._recorded_steps = itertools.cycle(recorded_steps)
+
+    def wrapper(self, group: Any, **changes: Any) -> DistributedDataParallel:
+        """Makes a DDP wrapper with the user's options and ``changes`` to them (arguments of DDP's constructor).
+        Collective.
+        """
+        wrapper = DistributedDataParallel(
+            self._ddp.module, **(_options(self._ddp) | {"process_group": group} | changes)
+        )
+        for function, _ in comm_hooks(self._ddp):
+            wrapper.register_comm_hook(group, function)  # torch's stateless hooks, whose state is the group
+        return wrapper
+
+    def run(
+        self,
+        makers: dict[str, Callable[[], Any]],
+        rounds: int,
+        progress: Callable[[str], None],
+        threads: Mapping[str, int] | None = None,
+    ) -> tuple[dict[str, Any], dict[str, dict[str, list]]]:
+        """Makes the wrappers that ``makers`` make, and runs ``rounds`` rounds of steps through each.
+
+        Wrappers take turns, so that disturbances of the machine hit all of them alike. ``threads`` gives the number of
+        compute threads for a name, if it differs from the usual one. Returns the wrappers by name, and ms by name and
+        stage.
+        """
+        threads = threads or {}
+        wrappers = {}
+        for name, make in makers.items():
+            progress(f"warm-up steps: {name}")
+            # With a static graph, DDP counts in its first steps every gradient that arrives, also those of other
+            # wrappers' steps. So one wrapper makes its first steps before the next one exists.
+            wrappers[name] = make()
+            with _computing_with(threads.get(name)):
+                self.steps(wrappers[name], _WARMUP_STEPS)
+        found: dict[str, dict[str, list]] = {name: {} for name in wrappers}
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}")
+            for name, wrapper in wrappers.items():
+                with _computing_with(threads.get(name)):
+                    made = self.turn(wrapper)
+                for times in made[WARMUP_STEPS_PER_TURN:]:
+                    for stage, ms in times.items():
+                        found[name].setdefault(stage, []).append(ms)
+        return wrappers, found
+
+    def turn(self, model: Any) -> list[dict[str, float]]:
+        """Runs one turn: uncounted steps, then counted ones. Every turn begins with the same batch."""
+        return self.steps(model, WARMUP_STEPS_PER_TURN + STEPS_PER_TURN)
+
+    def steps(self, model: Any, count: int, *, pause_ms: float = 0.0) -> list[dict[str, float]]:
+        """Runs ``count`` steps that the ranks begin together, each after ``pause_ms``. Returns ms by stage of each."""
+        dist.barrier(group=self._everybody)
+        return [self.step(model, pause_ms) for _ in range(count)]
+
+    def step(self, model: Any, pause_ms: float = 0.0) -> dict[str, float]:
+        """Runs one step. Its "step" time includes ``pause_ms``, the wait before it."""
+        start_ns = self.now_ns()
+        time.sleep(max(0.0, pause_ms) / 1e3)
+        times = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        for passes in next(self._recorded_steps).by_backward:
+            replayed = recorded_step.replay(model, passes)
+            with self._stage("forward", times):
+                next(replayed)
+            with self._stage("backward", times):
+                next(replayed, None)
+        with self._stage("update", times):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        return times | {"step": (self.now_ns() - start_ns) / 1e6}
+
+    @contextlib.contextmanager
+    def _stage(self, name: str, times: dict[str, float]) -> Iterator[None]:
+        """Adds the time of a stage to ``times``, and marks the stage for torch's profiler."""
+        start_ns = self.now_ns()
+        with record_function(STAGE_MARK + name):
+            yield
+            end_ns = self.now_ns()
+        times[name] += (end_ns - start_ns) / 1e6
+
+    def now_ns(self) -> int:
+        """Waits until the device has finished its work, and reads the clock."""
+        if self._ddp.device.type == "cuda":
+            torch.cuda.synchronize(self._ddp.device)
+        return time.perf_counter_ns()
+
+
+@contextlib.contextmanager
+def _computing_with(threads: int | None) -> Iterator[None]:
+    usual = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(usual)
+
+
+def step_count(kind_count: int, rounds: int) -> int:
+    """Returns how many steps ``Prober.run`` makes."""
+    return kind_count * (_WARMUP_STEPS + rounds * (WARMUP_STEPS_PER_TURN + STEPS_PER_TURN))
+
+
+def round_count(kind_count: int, observed_steps: int, affordable_steps: float) -> int:
+    """Returns how many rounds fit into the time of ``affordable_steps`` steps, but at least one.
+
+    More counted steps than ordinary ones were observed would tell little; but four rounds are made if few were
+    observed.
+    """
+    per_round = step_count(kind_count, 1) - step_count(kind_count, 0)
+    wanted = max(_ROUNDS_WANTED_MIN, observed_steps // STEPS_PER_TURN)
+    return max(1, min(wanted, int(affordable_steps / per_round)))
+
+
+def _options(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Returns the options of the user's wrapper, as arguments of DDP's constructor."""
+    options: dict[str, Any] = {
+        "device_ids": ddp.device_ids,
+        "output_device": ddp.output_device,
+        "dim": ddp.dim,
+        "broadcast_buffers": ddp.broadcast_buffers,
+        "init_sync": False,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "static_graph": ddp.static_graph,
+        "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
+    }
+    caps = getattr(ddp, "bucket_bytes_cap_list", [])
+    if caps:
+        options["bucket_cap_mb_list"] = [cap / _MIB for cap in caps]
+    elif not ddp.bucket_bytes_cap_default:
+        options["bucket_cap_mb"] = ddp.bucket_bytes_cap / _MIB
+    return options
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Returns the communication hooks that the user has registered, as pairs of function and state."""
+    return list(getattr(ddp, "_comm_hooks", []))
