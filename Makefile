@@ -25,9 +25,9 @@ CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
 .PHONY: help
 help:
 	@echo 'make demo       train on two workers over a slow link, with and without gradcast; writes demo.png'
-	@echo 'make test       everything that must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
-	@echo 'make test-long  what takes longer: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
-	@echo 'make test-peers tests that others wrote for DDP, with gradcast in its place'
+	@echo 'make test       what every change must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
+	@echo 'make test-all   the rest: sanitizers, launches, faults, frameworks, networks, the peers'"'"' tests of DDP'
+	@echo 'make test-long  hours: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
 	@echo 'make benchmark  time the planner, the engine and the simulator'
 	@echo 'make lint       check style only;  make format  mend it'
 	@echo 'make clean      remove everything that make made'
@@ -38,12 +38,21 @@ demo: core
 	@python -c 'from gradcast.training import extension; extension.load()'
 	python -m benchmarks.demo
 
-# All checks run, also after one has failed, so that one run shows everything there is to mend.
+# Runs each target of a list, also after one has failed, so that one run shows all failures. Ends with the counts of the
+# result files that these targets have written.
+CHECK = @status=0; \
+  for check in $(1); do $(MAKE) --no-print-directory $$check || status=1; done; \
+  python tools/count_results.py $$status $(2:%=$(BUILD)/%.xml)
+
 .PHONY: test
 test: all
-	@status=0; \
-	for check in test-cpp test-python $(if $(TORCH),,test-tsan test-asan) lint; do $(MAKE) --no-print-directory $$check || status=1; done; \
-	exit $$status
+	$(call CHECK,test-cpp test-python lint,ctest pytest)
+
+# The sanitizers do not depend on torch, and docs/peers.md is about the pinned one.
+.PHONY: test-all
+test-all: all
+	$(call CHECK,$(if $(TORCH),test-slow,test-tsan test-asan test-slow test-peers),\
+	  $(if $(TORCH),pytest-slow,ctest-tsan ctest-asan pytest-slow pytest-peers))
 
 # For a machine with a GPU that can install nothing: what benchmarks/gpu_check.sh compiles with, in a folder to carry there.
 .PHONY: gpu-needs
@@ -60,11 +69,16 @@ test-cpp: all
 	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --output-junit ctest.xml
 
 .PHONY: test-python
-test-python: core $(VENV)/hta.stamp
+test-python: core
 	@rm -f $(BUILD)/pytest.xml
-	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest.xml -m 'not long'
+	pytest --junitxml=$(BUILD)/pytest.xml -m 'not slow and not long'
 
-# Others' tests of DDP, with gradcast in its place (docs/peers.md). Minutes; not part of `make test`.
+.PHONY: test-slow
+test-slow: all $(VENV)/hta.stamp
+	@rm -f $(BUILD)/pytest-slow.xml
+	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long'
+
+# Others' tests of DDP, with gradcast in its place (docs/peers.md).
 .PHONY: test-peers
 test-peers: core
 	@rm -f $(BUILD)/pytest-peers.xml

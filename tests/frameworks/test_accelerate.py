@@ -2,6 +2,7 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install accelerate")
 
 MODULE = "frameworks.accelerate_cases"

@@ -2,6 +2,7 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("lightning", reason="Lightning is not installed: pip install lightning")
 
 MODULE = "frameworks.lightning_cases"

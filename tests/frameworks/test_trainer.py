@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate, which is not installed: pip install accelerate")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")

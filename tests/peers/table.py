@@ -9,9 +9,9 @@ from collections import Counter
 
 HEAD = """# The peers' own tests, with gradcast
 
-`make test-peers` runs tests that others wrote for DDP, with gradcast attached to every DDP module that they make. This
-page is made from its results: `python -m peers.table build/pytest-peers.xml > docs/peers.md`, with `tests` in
-`PYTHONPATH`.
+`make test-peers`, a part of `make test-all`, runs tests that others wrote for DDP, with gradcast attached to every DDP
+module that they make. This page is made from its results:
+`python -m peers.table build/pytest-peers.xml > docs/peers.md`, with `tests` in `PYTHONPATH`.
 
 * **PyTorch**: the tests of DDP in `torch.testing._internal.distributed.distributed_test`, of the torch that is
   installed. All ranks are on the CPU, over Gloo: what a test puts on a GPU stays on the CPU. Each runs with DDP alone

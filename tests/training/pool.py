@@ -82,7 +82,8 @@ class Worker:
 class Pool:
     """run(world_size, function, *arguments) calls function(rank, *arguments) on each rank and returns the results.
 
-    The function is a top-level one of a module under tests/training; arguments and results are small plain values.
+    The function is a top-level one of a module under tests/training; arguments and results are small plain values. A
+    rank that waits for another one gives up after ``wait_s``, by default half of ``timeout_s``, so that it says where.
     """
 
     def __init__(self, size: int) -> None:
@@ -93,11 +94,20 @@ class Pool:
         self.workers: list[Worker] = []
         self.calls = 0
 
-    def run(self, world_size: int, function: Callable, *arguments, timeout_s: float = 60.0) -> list:
+    def run(
+        self, world_size: int, function: Callable, *arguments, timeout_s: float = 60.0, wait_s: float | None = None
+    ) -> list:
         self._start(world_size)
         self.calls += 1
         ranks = self.workers[:world_size]
-        call = (self.calls, world_size, function.__module__, function.__qualname__, arguments, timeout_s)
+        call = (
+            self.calls,
+            world_size,
+            function.__module__,
+            function.__qualname__,
+            arguments,
+            wait_s or 0.5 * timeout_s,
+        )
         answers: dict[int, tuple[str, object]] = {}
         try:
             for worker in ranks:

@@ -46,8 +46,8 @@ def test_results_come_by_rank(ranks):
     ("function", "sign"),
     [
         (raises_on_one, "ValueError: this one fails"),
-        (dies_on_one, "ended with code 9"),
-        (hangs_on_one, "in hangs_on_one"),
+        pytest.param(dies_on_one, "ended with code 9", marks=pytest.mark.slow),
+        pytest.param(hangs_on_one, "in hangs_on_one", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_is_told_and_forgotten(ranks, function, sign):

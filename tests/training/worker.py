@@ -39,9 +39,8 @@ class Rank:
 
 
 def run(call: tuple, index: int, root_store) -> object:
-    number, world_size, module, function, arguments, timeout_s = call
-    # Shorter than the pool's own limit, so that a rank that waits in vain says where.
-    timeout = timedelta(seconds=0.5 * timeout_s)
+    number, world_size, module, function, arguments, wait_s = call
+    timeout = timedelta(seconds=wait_s)
     store = torch.distributed.PrefixStore(f"call{number}", root_store)
     store.set_timeout(timeout)
     torch.distributed.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=timeout)

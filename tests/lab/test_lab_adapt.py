@@ -1,0 +1,81 @@
+"""`gradcast lab adapt`: what it makes of a record of steps; on real hosts, that a change is followed by a new plan."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gradcast.lab import LabError, Network
+from gradcast.lab.adapt import AdaptSettings, phases
+
+
+def settings(**fields):
+    return AdaptSettings(
+        **{"model": "m", "profile": "{}", "rates_bits_per_s": (1e9,) * 2, "scenario": "host", **fields}
+    )
+
+
+def step(number, ms, version, measuring=False):
+    return {"step": number, "ms": ms, "version": version, "measuring": measuring}
+
+
+def test_phases_of_a_record():
+    steps = [step(number, 100, 1, measuring=True) for number in range(10)]
+    steps += [step(number, 10, 2) for number in range(10, 40)]
+    steps += [step(number, 30, 2) for number in range(40, 48)]  # the change
+    steps += [step(number, 50, 3, measuring=True) for number in range(48, 54)]
+    steps += [step(number, 20, 4) for number in range(54, 80)]
+    steps += [step(number, 15, 4) for number in range(80, 120)]  # nobody notices the end
+    first, second = phases({"steps": steps}, settings(steps=120))
+    assert (first.change_step, first.before_ms, first.since_ms, first.after_ms) == (40, 10, 30, 20)
+    assert (first.steps_to_plan, first.longest_ms) == (14, 50)
+    assert (second.before_ms, second.since_ms, second.after_ms, second.steps_to_plan) == (20, 15, None, None)
+
+
+def test_what_changes_is_said_in_words():
+    assert settings(scenario="network", factor=2.5).description == "all links become 2.5 times slower"
+    assert settings() == AdaptSettings.from_json(settings().to_json())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scenario", "storm"], "storm"),
+        (["--steps", "30"], "120"),
+        (["--model", "digits"], "digits"),
+        (["--factor", "0"], "0"),
+        (["-o", "/no/such/folder/x.png"], "/no/such/folder"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(run, monkeypatch, arguments, words):
+    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.lab_adapt.train", lambda *_, **__: pytest.fail("it has run"))
+    result = run("lab", "adapt", *arguments)
+    assert result.code == 2, result.err
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_on_hosts_a_change_is_followed_by_a_new_plan(tmp_path):
+    try:
+        Network(2, 1e9).close()
+    except LabError as error:
+        pytest.skip(f"no hosts can be made here: {error}")
+    picture = tmp_path / "adapt.png"
+    # Five times as long: however busy the machine is, nobody can overlook it.
+    command = [
+        "-m", "gradcast", "lab", "adapt", "--rate", "200mbit", "--model", "resnet18", "--scale-size", "0.005",
+        "--forward-ms", "6", "--backward-ms", "12", "--scenario", "batch", "--factor", "5", "--steps", "150", "--json",
+        "-o", str(picture),
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["settings"]["stand_in"] is True
+    assert len(told["steps"]) == 150
+    versions = [each["version"] for each in told["steps"]]
+    assert versions[99] > versions[49]
+    assert any("planned again" in each["line"] for each in told["said"])
+    assert picture.stat().st_size > 10_000

@@ -1,0 +1,190 @@
+"""What the demo makes of what it measured: the table, the verdict on the parameters, and the lanes of one step."""
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import gradcast
+from conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The modules of benchmarks/demo that need no torch; it is no part of the package."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.demo import lanes, picture, report, results, settings
+    finally:
+        sys.path.remove(str(ROOT))
+    return SimpleNamespace(lanes=lanes, picture=picture, report=report, results=results, settings=settings)
+
+
+def measured(difference=0.0):
+    """Two rounds of three steps; the first, whose times are not to count, is far slower."""
+    times = {"ddp": 200.0, "hook": 180.0, "overlap": 150.0, "alone": 100.0}
+    rounds = [
+        {
+            "steps_ms": {mode: [factor * (ms + offset) for offset in (-4, 0, 9)] for mode, ms in times.items()},
+            "differences": {"hook": 0.0, "overlap": difference if factor == 10 else 0.0},
+        }
+        for factor in (10, 1)
+    ]
+    return {"rounds": rounds, "accuracy": dict.fromkeys(times, 0.97)}
+
+
+def test_the_table_has_medians_of_what_is_timed(demo):
+    table = {row.mode: row for row in demo.results.rows(measured())}
+    assert [row.step_ms for row in table.values()] == [200, 180, 150, 100]
+    assert [row.exposed_ms for row in table.values()] == [100, 80, 50, 0]
+    assert table["ddp"].low_ms < 200 < table["ddp"].high_ms
+    assert table["ddp"].difference is None
+    assert table["alone"].accuracy is None, "its ranks drift apart"
+
+
+@pytest.mark.parametrize(
+    ("difference", "equal", "sentence"),
+    [
+        (0.0, True, "bit for bit"),
+        (1e-7, True, "up to rounding"),
+        (1e-3, False, "overlap mode are NOT those of DDP"),
+        (math.nan, False, "overlap mode are NOT those of DDP"),
+    ],
+)
+def test_parameters_that_differ_are_found_in_any_round(demo, difference, equal, sentence):
+    table = demo.results.rows(measured(difference))
+    assert [row.mode for row in demo.results.disagreeing(table)] == ([] if equal else ["overlap"])
+    text = demo.report.report(table, demo.settings.Settings(), "a link of 1 Mbit/s")
+    assert sentence in text
+    assert "25% shorter" in text
+
+
+def test_settings_travel_as_text(demo):
+    settings = demo.settings.Settings(rounds=3)
+    assert demo.settings.Settings.from_json(settings.to_json()) == settings
+
+
+# --- Lanes ---
+
+MS = 1_000_000
+
+
+def ddp_step(start_ms):
+    """100 ms, the forward of which comes first; two buckets, of which the second one is waited for."""
+    stamps = {"forward_ns": 0, "backward_ns": 20, "update_ns": 95, "end_ns": 98}
+    buckets = [[25, 40, 1000], [60, 94, 3000]]
+    return {
+        **{name: (start_ms + ms) * MS for name, ms in stamps.items()},
+        "buckets": [[(start_ms + a) * MS, (start_ms + b) * MS, size] for a, b, size in buckets],
+    }
+
+
+def test_lanes_of_ddp(demo):
+    lanes = demo.lanes.of_ddp([ddp_step(100 * index) for index in range(5)], 100)
+    assert [(span.kind, span.start_ms, span.end_ms) for span in lanes.compute] == [
+        ("backward", 0, 40),
+        ("wait", 40, 75),
+        ("update", 75, 78),
+        ("forward", 80, 100),
+    ]
+    assert [(block.start_ms, block.end_ms, block.size_bytes) for block in lanes.link] == [(5, 20, 1000), (40, 74, 3000)]
+    assert lanes.end_ms == 100
+
+
+def event(kind, step, start_ms, length_ms, **args):
+    return {"ph": "X", "cat": kind, "ts": 1e3 * start_ms, "dur": 1e3 * length_ms, "args": {"step": step, **args}}
+
+
+def test_lanes_of_a_timeline(demo):
+    """Steps of 50, 60 and 90 ms: the one that is nearest to the usual length is drawn, and nothing of the others."""
+    events = [{"ph": "M", "name": "thread_name", "args": {}}]
+    for step, start_ms in enumerate((0, 50, 110, 200)):
+        events.append(event("backward", step, start_ms, 20))
+        events.append(event("block", step, start_ms + 10, 15, bytes=700 + step))
+        events.append(event("wait", step + 1, start_ms + 22, 3))
+        events.append(event("forward", step + 1, start_ms + 20, 25))
+    lanes = demo.lanes.of_timeline({"traceEvents": events}, 65)
+    assert [(span.kind, span.start_ms, span.end_ms) for span in lanes.compute] == [
+        ("backward", 0, 20),
+        ("forward", 20, 45),
+        ("wait", 22, 25),
+    ]
+    assert [(block.start_ms, block.end_ms, block.size_bytes) for block in lanes.link] == [(10, 25, 701)]
+    assert lanes.end_ms == 60
+
+
+def test_lanes_of_a_plan_end_when_it_says(demo, profile):
+    plan = gradcast.make_plan(profile, profile.link)
+    lanes = demo.lanes.of_plan(profile, plan)
+    assert lanes.end_ms == pytest.approx(plan.predicted_ns / 1e6)
+    assert sum(block.size_bytes for block in lanes.link) == sum(tensor.bytes for tensor in profile.tensors)
+    for before, after in zip(lanes.link, lanes.link[1:], strict=False):
+        assert before.end_ms <= after.start_ms
+
+
+def test_without_a_whole_step_there_is_a_sentence(demo):
+    with pytest.raises(gradcast.Error, match="no whole step"):
+        demo.lanes.of_timeline({"traceEvents": [event("backward", 0, 0, 20)]}, 20)
+
+
+def test_the_picture_is_drawn(demo, profile, tmp_path):
+    table = demo.results.rows(measured())
+    timeline = [event("backward", 0, 0, 20), event("block", 0, 5, 30, bytes=4000), event("backward", 1, 50, 20)]
+    overlap = {
+        "timeline": {"traceEvents": timeline},
+        "profile": json.loads(profile.to_json()),
+        "plan": json.loads(gradcast.make_plan(profile, profile.link).to_json()),
+    }
+    results = {
+        **measured(),
+        "parameter_bytes": 4000,
+        "ddp_trace": [ddp_step(100 * index) for index in range(5)],
+        "gradcast": {"overlap": overlap},
+    }
+    path = tmp_path / "demo.png"
+    demo.report.draw(str(path), table, results, demo.settings.Settings(), "a link of 1 Mbit/s")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_blocks_that_share_the_link_are_drawn_above_one_another(demo):
+    block = demo.lanes.Block
+    apart = [block(0, 10, 1), block(10, 20, 1), block(30, 40, 1)]
+    assert [len(group) for group in demo.picture.sharing(apart)] == [1, 1, 1]
+    shared = [block(0, 30, 1), block(10, 20, 1), block(25, 40, 1), block(40, 50, 1)]
+    assert [len(group) for group in demo.picture.sharing(shared)] == [3, 1]
+
+
+# --- The whole ---
+
+
+@pytest.mark.slow
+def test_the_demo_trains_in_every_mode_with_equal_parameters(tmp_path):
+    """Over loopback, which needs no root; what it measures is for nobody to judge here."""
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    path = tmp_path / "demo.png"
+    options = ["--loopback", "--rounds", "2", "--steps", "12", "--json", "-o", str(path)]
+    command = [sys.executable, "-m", "benchmarks.demo", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    fields = json.loads(done.stdout)
+    table = {row["mode"]: row for row in fields["rows"]}
+    assert list(table) == ["ddp", "hook", "overlap", "alone"]
+    for mode in ("hook", "overlap"):
+        assert table[mode]["difference"] <= fields["tolerance"]
+        assert table[mode]["accuracy"] == table["ddp"]["accuracy"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "No slow link" in done.stderr
+
+
+@pytest.mark.parametrize("option", [["--rounds", "1"], ["--rate", "fast"], ["-o", "nowhere/demo.png"]])
+def test_what_cannot_be_run_is_refused_before_anything_runs(option):
+    command = [sys.executable, "-m", "benchmarks.demo", "--loopback", *option]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("demo: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

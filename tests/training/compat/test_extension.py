@@ -1,0 +1,295 @@
+"""Finding, caching and building the part for torch. A module of ten lines stands for it, the real one is slow."""
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradcast
+from conftest import ROOT
+
+pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
+
+from gradcast.training.compat import extension, native_build
+
+MODULE = """
+#include <Python.h>
+#include "gradcast/types.h"
+static PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "_c10d", 0, -1, 0, 0, 0, 0, 0}};
+PyMODINIT_FUNC PyInit__c10d() {{
+  PyObject* module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "answer", {answer});
+  return module;
+}}
+"""
+
+
+def write_sources(root: Path, answer: int = 42, extra: str = "") -> None:
+    (root / "csrc/transport/torch").mkdir(parents=True, exist_ok=True)
+    (root / "csrc/transport/torch/module.cc").write_text(MODULE.format(answer=answer) + extra)
+    for name in native_build.HEADERS:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("#pragma once\n")
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A tree with a small module, an empty cache, nothing loaded yet. Returns the tree."""
+    tree = tmp_path / "tree"
+    (tree / "python/gradcast").mkdir(parents=True)
+    write_sources(tree)
+    monkeypatch.setattr(extension, "_PACKAGE", tree / "python/gradcast")
+    monkeypatch.setattr(extension, "_module", None)
+    monkeypatch.setitem(sys.modules, "gradcast._c10d", None)
+    monkeypatch.setenv("GRADCAST_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("CXX", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    return tree
+
+
+@pytest.fixture
+def load(world, monkeypatch, capsys):
+    """Loads as a new process would; returns the module and whether it had to be built."""
+
+    def load_anew():
+        monkeypatch.setattr(extension, "_module", None)
+        module = extension.load()
+        said = capsys.readouterr().err
+        assert said.count("\n") == said.count("gradcast: building the part for torch") <= 1
+        return module, bool(said)
+
+    return load_anew
+
+
+def built_files() -> list[Path]:
+    return sorted(extension.cache_folder().rglob("_c10d*"))
+
+
+def refusal(load, match: str) -> str:
+    with pytest.raises(gradcast.Error, match=match) as raised:
+        load()
+    assert raised.value.code == "invalid_use"
+    return str(raised.value)
+
+
+def no_compiler(monkeypatch, tmp_path) -> None:
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+
+def test_it_is_built_once_and_then_found(load, monkeypatch, tmp_path):
+    module, built = load()
+    assert built
+    assert module.answer == 42
+    assert sys.modules["gradcast._c10d"] is module
+    no_compiler(monkeypatch, tmp_path)
+    module, built = load()
+    assert not built
+    assert module.answer == 42
+    assert extension.load() is module
+
+
+def test_the_folder_names_torch_and_python(load):
+    load()
+    (path,) = built_files()
+    import torch
+
+    assert path.parent.name.startswith(f"torch-{torch.__version__}.cpython-")
+
+
+def test_a_changed_source_is_built_anew(load, world):
+    load()
+    write_sources(world, answer=43)
+    module, built = load()
+    assert built
+    assert module.answer == 43
+    assert len(built_files()) == 2
+    write_sources(world, answer=42)
+    assert not load()[1]
+
+
+@pytest.mark.parametrize("change", ["header", "flags"])
+def test_other_headers_and_other_flags_are_another_build(load, world, monkeypatch, change):
+    load()
+    if change == "header":
+        (world / "include/gradcast/types.h").write_text("#pragma once\n// changed\n")
+    else:
+        monkeypatch.setenv("CXXFLAGS", "-O1 -g0")
+    assert load()[1]
+    assert len(built_files()) == 2
+
+
+def test_the_one_built_at_install_comes_first(load, world, monkeypatch, tmp_path):
+    import torch
+
+    installed = world / "python/gradcast" / native_build.installed_name(torch.__version__)
+    native_build.build(world, installed)
+    no_compiler(monkeypatch, tmp_path)
+    module, built = load()
+    assert not built
+    assert module.answer == 42
+    assert Path(module.__file__) == installed
+    assert built_files() == []
+
+
+def test_one_built_at_install_for_another_torch_is_left_alone(load, world):
+    other = world / "python/gradcast" / native_build.installed_name("1.2.3")
+    other.write_bytes(b"of another torch")
+    module, built = load()
+    assert built
+    assert Path(module.__file__) != other
+
+
+def test_an_installed_package_brings_its_sources(load, world):
+    shipped = world / "python/gradcast/native"
+    write_sources(shipped, answer=7)
+    assert load()[0].answer == 7
+
+
+def test_no_compiler(load, monkeypatch, tmp_path):
+    no_compiler(monkeypatch, tmp_path)
+    refusal(load, r"no C\+\+ compiler was found .*g\+\+")
+
+
+def test_a_compiler_that_is_not_there(load, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    refusal(load, "no-such-compiler of the environment variable CXX was not found")
+
+
+def test_no_headers_of_python(load, monkeypatch, tmp_path):
+    monkeypatch.setattr(native_build.sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
+    refusal(load, r"Python's headers are missing \(.*Python\.h\).*python3-dev")
+
+
+def test_no_sources(load, world):
+    (world / "csrc/transport/torch/module.cc").unlink()
+    refusal(load, "install gradcast again")
+
+
+def test_the_compiler_has_the_last_word(load, world):
+    write_sources(world, extra="#error the torch of the day\n")
+    text = refusal(load, "compiling the part for torch failed")
+    assert "the torch of the day" in text
+    assert "C++20" in text
+    left = [path.name for path in extension.cache_folder().rglob("*") if path.is_file()]
+    assert left == ["lock"]
+
+
+def test_a_file_that_does_not_load_is_named(load, world):
+    path = lock_of(world).with_name(f"_c10d{native_build.MODULE_SUFFIX}")
+    path.write_bytes(b"no module at all")
+    assert str(path) in refusal(load, "does not load .* remove")
+
+
+def test_a_cache_that_cannot_be_written(load, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRADCAST_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    refusal(load, "set GRADCAST_CACHE_DIR to a folder that can be written")
+
+
+def test_where_the_cache_is(monkeypatch):
+    monkeypatch.setenv("GRADCAST_CACHE_DIR", "/a/b")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    monkeypatch.setenv("HOME", "/d")
+    assert extension.cache_folder() == Path("/a/b")
+    monkeypatch.delenv("GRADCAST_CACHE_DIR")
+    assert extension.cache_folder() == Path("/c/gradcast")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert extension.cache_folder() == Path("/d/.cache/gradcast")
+
+
+def lock_of(tree: Path) -> Path:
+    import torch
+
+    path = extension.cache_folder() / native_build.key(tree, torch.__version__) / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def test_the_lock_of_a_dead_process_stops_nobody(load, world):
+    program = "import fcntl, os, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX); os._exit(1)"
+    subprocess.run([sys.executable, "-c", program, str(lock_of(world))], check=False, timeout=60)
+    assert load()[1]
+
+
+def test_a_process_that_hangs_is_not_waited_for_without_end(load, world, monkeypatch):
+    monkeypatch.setattr(extension, "_LOCK_TIMEOUT_S", 0.3)
+    with lock_of(world).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert str(lock_of(world)) in refusal(load, "another process has been building")
+    assert load()[1]
+
+
+LOADER = """
+import sys
+from pathlib import Path
+from gradcast.training.compat import extension
+extension._PACKAGE = Path(sys.argv[1])
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+sys.stdin.readline()
+print(extension.load().answer)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_build_once(world, monkeypatch, tmp_path):
+    """The compiler writes down each call; both processes are let go together when both have imported torch."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nsleep 0.5\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {"CXX": str(compiler)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOADER, str(world / "python/gradcast")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        said = [process.communicate("go\n", timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [out for out, _ in said] == ["42\n", "42\n"], said
+    assert sorted(err.count("building the part for torch") for _, err in said) == [0, 1], said
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2, "one file to compile, one module to link"
+
+
+def test_every_header_that_the_sources_reach_is_shipped():
+    reached: set[str] = set()
+    waiting = sorted((ROOT / "csrc/transport/torch").glob("*.*"))
+    while waiting:
+        for name in re.findall(r'#include "([^"]+)"', waiting.pop().read_text()):
+            found = [folder for folder in ("include", "csrc") if (ROOT / folder / name).exists()]
+            for path in (f"{folder}/{name}" for folder in found):
+                if path not in reached and not path.startswith("csrc/transport/torch/"):
+                    reached.add(path)
+                    waiting.append(ROOT / path)
+    assert reached == set(native_build.HEADERS)
+
+
+def test_the_tree_is_what_is_built():
+    assert extension.sources_root() == ROOT
+    assert {path for path in native_build.files(ROOT) if path.suffix == ".cc"} == set(
+        ROOT.glob("csrc/transport/torch/*.cc")
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_sources_compile_without_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXXFLAGS", "-Werror")
+    native_build.build(ROOT, tmp_path / "_c10d.so")
+    assert (tmp_path / "_c10d.so").exists()

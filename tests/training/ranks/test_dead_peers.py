@@ -1,0 +1,79 @@
+"""A rank that is gone: the others get an error within the group's timeout, which names block, parameters and ranks."""
+
+import re
+
+import pytest
+
+from training import needs  # noqa: F401
+from training.launch import launch
+
+# TIMEOUT_S of programs.py, and what noticing, raising and a busy machine may take on top.
+WAITED_S_MAX = 5.0 + 10.0
+
+
+def check_survivors(ends, gone, mode="overlap"):
+    for rank, end in enumerate(ends):
+        assert end.code is not None, f"rank {rank} hangs\n{end.errors}"
+        assert not end.left_behind
+        if rank == gone:
+            continue
+        assert end.code == 1, f"rank {rank} ended with {end.code}\n{end.errors}"
+        told = end.told[-1]
+        assert (told["error"], told["code"]) == ("Error", "communication"), told
+        assert told["waited_s"] < WAITED_S_MAX
+        check_sentence(told["message"], rank, len(ends))
+
+
+def check_sentence(message, rank, world_size):
+    """Which block, which parameters, and which ranks it may be about."""
+    assert re.search(r"block \d+ of \d+", message), message
+    assert re.search(r"\d\.(weight|bias)", message), message
+    assert re.search(rf"rank {rank}\b", message), message
+    assert re.search(rf"(ranks 0 to {world_size - 1}|{world_size} ranks|of {world_size})", message), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_exception_in_the_middle_of_backward(mode, world_size):
+    ends = launch(world_size, "fails_in_backward", mode, "1")
+    assert ends[1].code == 1, ends[1].errors
+    assert "the user's own error in backward" in ends[1].errors
+    assert ends[1].told[-1]["message"] == "the user's own error in backward"
+    check_survivors(ends, 1)
+
+
+OTHER_KILLS = (("overlap", 0, "forward"), ("hook", 1, "forward"), ("hook", 0, "backward"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "killed", "moment"),
+    [
+        ("overlap", 1, "backward"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_KILLS),
+    ],
+)
+def test_a_killed_rank(mode, killed, moment):
+    ends = launch(3, "is_killed", mode, str(killed), moment)
+    assert ends[killed].code == -9
+    check_survivors(ends, killed)
+
+
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
+def test_an_interrupted_rank_stops_waiting(mode):
+    ends = launch(2, "is_interrupted", mode, "0")
+    assert ends[0].code not in (0, None), ends[0].errors
+    assert ends[0].told[-1]["error"] == "KeyboardInterrupt", ends[0].told
+    assert all(end.code is not None and not end.left_behind for end in ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_survivor_that_catches_the_error_can_leave_well(mode):
+    ends = launch(2, "catches_and_leaves", mode, "1")
+    assert ends[1].code == 3
+    assert ends[0].code == 0, ends[0].errors
+    error, last = ends[0].told[-2:]
+    assert error["code"] == "communication", error
+    assert last == {"finite": True, "ordinary": True}
+    assert not ends[0].left_behind

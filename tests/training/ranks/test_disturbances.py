@@ -1,0 +1,225 @@
+"""Ranks that stop, links that fail: a run recovers with the numbers of an undisturbed one, or ends everywhere in time.
+
+On hosts of the laboratory, which needs root; what does not need a link of its own runs on loopback.
+"""
+
+import json
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from gradcast.lab import LabError, Network
+from gradcast.lab.hosts import obstacle
+from training.launch import launch
+from training.needs import torch
+
+pytestmark = pytest.mark.slow
+
+STEPS = 24
+RATE_BITS_PER_S = 100e6
+
+
+def when_marked(path, act):
+    def during(processes):
+        deadline_s = time.monotonic() + 40
+        while not Path(path).exists():
+            assert time.monotonic() < deadline_s, "the training did not get as far as its plan"
+            assert all(process.poll() is None for process in processes), "a rank has ended before"
+            time.sleep(0.02)
+        act(processes)
+
+    return during
+
+
+def disturbed(tmp_path, mode, act, network=None, world_size=2, task="plain"):
+    marker = str(tmp_path / "marker")
+    during = when_marked(marker, act)
+    return launch(world_size, "is_disturbed", mode, task, str(STEPS), marker, network=network, during=during)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The digest of the parameters after the same steps, by mode and number of ranks."""
+    known = {}
+
+    def digest(mode, world_size=2):
+        if (mode, world_size) not in known:
+            ends = disturbed(tmp_path_factory.mktemp("plain"), mode, lambda _: None, world_size=world_size)
+            assert [end.code for end in ends] == [0] * world_size, ends
+            digests = {end.told[0]["digest"] for end in ends}
+            assert len(digests) == 1
+            known[mode, world_size] = digests.pop()
+        return known[mode, world_size]
+
+    return digest
+
+
+def lab_network(host_count):
+    if reason := obstacle():
+        pytest.skip(reason)
+    try:
+        return Network(host_count, RATE_BITS_PER_S)
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def network():
+    with lab_network(2) as made:
+        yield made
+
+
+def check_recovered(ends, digest):
+    for end in ends:
+        assert end.code == 0, end.errors
+        assert not end.left_behind
+        assert end.told[0] == {"digest": digest}
+
+
+def check_failed(ends, fragments):
+    """Every rank has ended with an error of gradcast that names the block and its parameters."""
+    for rank, end in enumerate(ends):
+        assert end.code == 1, f"rank {rank} ended with {end.code}\n{end.errors}"
+        assert not end.left_behind
+        told = end.told[-1]
+        assert (told["error"], told["code"]) == ("Error", "communication"), told
+        assert re.search(r"block \d+ of \d+", told["message"]), told
+    said = " ".join(end.told[-1]["message"] for end in ends)
+    for fragment in fragments:
+        assert fragment in said
+
+
+def stop_for(rank, seconds):
+    def act(processes):
+        processes[rank].send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        processes[rank].send_signal(signal.SIGCONT)
+
+    return act
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_rank_that_stops_for_a_while(tmp_path, monkeypatch, undisturbed, mode):
+    """Shorter than the timeout: rank 0 says once whom it waits for, and then everything goes on."""
+    monkeypatch.setenv("TEST_TIMEOUT_S", "12")
+    digest = undisturbed(mode)
+    ends = disturbed(tmp_path, mode, stop_for(1, 6))
+    check_recovered(ends, digest)
+    assert len(re.findall("rank 1 has not responded", ends[0].errors)) == 1, ends[0].errors
+    assert "Waiting: rank 0" in ends[0].errors
+    assert re.search(r"block \d+ of \d+", ends[0].errors)
+
+
+def test_a_rank_that_stops_before_it_sends_its_buffers(tmp_path, monkeypatch):
+    """Waiting for anything of another rank is watched, not for blocks alone."""
+    monkeypatch.setenv("TEST_TIMEOUT_S", "4")
+    ends = disturbed(tmp_path, "overlap", stop_for(0, 9), task="convnet")
+    assert all(end.code == 1 and not end.left_behind for end in ends), ends
+    assert "the module's buffers" in ends[1].told[-1]["message"], ends[1].told
+    assert "waiting for 1 s" in ends[1].errors, ends[1].errors
+
+
+def test_a_rank_that_stops_for_longer_than_the_timeout(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_TIMEOUT_S", "4")
+    ends = disturbed(tmp_path, "overlap", stop_for(1, 10), world_size=3)
+    assert all(end.code == 1 and not end.left_behind for end in ends), ends
+    first, other = (ends[rank].told[-1]["message"] for rank in (0, 2))
+    assert "rank 1 has not responded" in first or "ranks 1 and 2 have not responded" in first, first
+    assert "rank 1 has not responded" in other or "Rank 0, which knows" in other, other
+    assert all(re.search(r"block \d+ of \d+", message) for message in (first, other)), (first, other)
+    # Rank 0 has written down what all who failed with it did last.
+    path = re.search(r"are in (\S+\.json)", first)[1]
+    dump = json.loads(Path(path).read_text())
+    assert 1 in dump["silent"]
+    assert "0" in dump["ranks"]
+    assert "1" not in dump["ranks"]
+    assert dump["ranks"]["0"]["iterations"][-1]["blocks_ms_ago"]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_link_that_is_down_for_a_while(tmp_path, monkeypatch, undisturbed, network, mode):
+    monkeypatch.setenv("TEST_TIMEOUT_S", "30")
+    digest = undisturbed(mode)
+
+    def cut(_):
+        network.set_link(1, up=False)
+        time.sleep(2)
+        network.set_link(1, up=True)
+
+    check_recovered(disturbed(tmp_path, mode, cut, network), digest)
+
+
+def test_a_link_that_stays_down(tmp_path, monkeypatch, network):
+    """Rank 1 cannot reach rank 0 to hear of the others, and says so."""
+    monkeypatch.setenv("TEST_TIMEOUT_S", "4")
+    ends = disturbed(tmp_path, "overlap", lambda _: network.set_link(1, up=False), network)
+    check_failed(
+        ends, ["rank 1 has not responded", "Rank 0, which knows the other ranks that failed, does not respond"]
+    )
+
+
+def test_a_link_at_one_per_cent_of_its_rate(tmp_path, monkeypatch, undisturbed, network):
+    monkeypatch.setenv("TEST_TIMEOUT_S", "30")
+    digest = undisturbed("overlap")
+
+    def slow_down(_):
+        network.set_rate(1, RATE_BITS_PER_S / 100)
+        time.sleep(2)
+        network.set_rate(1, RATE_BITS_PER_S)
+
+    check_recovered(disturbed(tmp_path, "overlap", slow_down, network), digest)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_rank_that_is_five_times_slower(mode):
+    ends = [launch(2, "is_slow", mode, "1", factor) for factor in ("1", "5")]
+    assert [end.code for pair in ends for end in pair] == [0] * 4, ends
+    assert len({end.told[0]["digest"] for pair in ends for end in pair}) == 1
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_rank_that_runs_one_step_more(mode):
+    ends = launch(3, "runs_one_more", mode, "1")
+    assert [ends[0].told, ends[2].told] == [[{"error": None}]] * 2
+    told = ends[1].told[-1]
+    assert told["code"] == "communication", told
+    assert re.search(r"block \d+ of \d+", told["message"])
+    assert "ranks 0 and 2 have not responded" in told["message"]
+    assert all(end.code is not None and not end.left_behind for end in ends)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store in this process, which a test can take away."""
+    held = [
+        torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+    ]
+    monkeypatch.setenv("TEST_STORE_PORT", str(held[0].port))
+    return held
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_a_store_that_is_gone_is_not_missed(tmp_path, undisturbed, mode, store):
+    digest = undisturbed(mode)  # on this store, too
+    check_recovered(disturbed(tmp_path, mode, lambda _: store.clear()), digest)
+
+
+def test_a_killed_rank_without_a_store(tmp_path, store):
+    def take_away_and_kill(processes):
+        store.clear()
+        processes[1].kill()
+
+    ends = disturbed(tmp_path, "overlap", take_away_and_kill, world_size=3)
+    assert [end.code for end in ends] == [1, -9, 1]
+    for rank in (0, 2):
+        told = ends[rank].told[-1]
+        assert (told["error"], told["code"]) == ("Error", "communication"), told
+        assert re.search(r"block \d+ of \d+", told["message"]), told
+        assert "not responded" in told["message"] or "Rank 0, which knows" in told["message"]
+        assert not ends[rank].left_behind

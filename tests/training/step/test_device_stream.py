@@ -1,0 +1,202 @@
+"""Streams of a device whose kernels run after the host has gone on, on a device of the test's own: no GPU is needed."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from training.needs import torch  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 20
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    """The module with such a device, which is torch's PrivateUse1 in this process."""
+    from torch.utils import cpp_extension
+
+    from gradcast.training.compat.extension import sources_root
+
+    root = sources_root()
+    return cpp_extension.load(
+        name="device_stream_check",
+        sources=[
+            str(Path(__file__).with_name("device_stream_check.cc")),
+            *(str(root / f"csrc/transport/torch/{name}.cc") for name in ("device_stream", "exception_text")),
+        ],
+        extra_include_paths=[str(root / folder) for folder in ("csrc", "include")],
+        extra_cflags=["-std=c++20", "-O1"],
+        build_directory=str(tmp_path_factory.mktemp("device_stream")),
+    )
+
+
+@pytest.fixture
+def checked(device):
+    checked = device.Checked()
+    yield checked
+    checked.give_up()
+    checked.close()
+
+
+def becomes_true(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return condition()
+
+
+def tells(checked, *expected):
+    """And nothing else a moment later."""
+    becomes_true(lambda: len(checked.told()) >= len(expected))
+    time.sleep(0.02)
+    return checked.told() == list(expected)
+
+
+def ends(checked, name):
+    """Once the waiting thread has put the operation's rest on its stream."""
+    return becomes_true(lambda: checked.finish_end(name))
+
+
+def queued(checked, *names):
+    return becomes_true(lambda: checked.queued() == list(names))
+
+
+def test_its_threads_do_not_take_memory_on_the_first_device(device, checked):
+    before = device.calls_from_device_0()
+    kernel = checked.write(0, 100)
+    assert checked.start_elsewhere("a", 0, 100)
+    checked.end("a", [(0, 100)])
+    assert queued(checked, "a")
+    checked.finish_write(kernel)
+    assert ends(checked, "a")
+    assert tells(checked, "a began", "a ended")
+    assert device.calls_from_device_0() == before
+
+
+def test_an_operation_whose_bytes_are_written_begins_where_it_is_started(checked):
+    checked.finish_write(checked.write(0, 100))
+    assert not checked.start("a", 0, 100)
+    assert not checked.start("b", 200, 300), "nobody writes there"
+    checked.end("a")
+    assert tells(checked)
+    assert ends(checked, "a")
+    assert tells(checked, "a ended")
+
+
+def test_an_operation_begins_when_the_device_has_written_all_of_its_bytes(checked):
+    first, second, other = checked.write(0, 50), checked.write(50, 100), checked.write(100, 200)
+    assert checked.start("a", 20, 100)
+    checked.end("a")
+    checked.finish_write(first)
+    assert ends(checked, "a")
+    assert tells(checked)
+    checked.finish_write(second)
+    assert tells(checked, "a began", "a ended")
+    assert checked.start("b", 100, 200)
+    checked.finish_write(other)
+    assert tells(checked, "a began", "a ended", "b began")
+
+
+def test_the_end_of_one_does_not_wait_for_the_gradients_of_the_next(checked):
+    first, second = checked.write(0, 100), checked.write(100, 200)
+    assert checked.start("a", 0, 100)
+    assert checked.start("b", 100, 200)
+    checked.end("a")
+    checked.finish_write(first)
+    assert ends(checked, "a")
+    assert tells(checked, "a began", "a ended")
+    checked.end("b")
+    checked.finish_write(second)
+    assert ends(checked, "b")
+    assert tells(checked, "a began", "a ended", "b began", "b ended")
+
+
+def test_a_range_that_is_written_again_is_waited_for_again(checked):
+    for turn in range(3):
+        kernel = checked.write(0, 100)
+        assert checked.start(f"step {turn}", 0, 100)
+        checked.finish_write(kernel)
+        checked.end(f"step {turn}")
+        assert ends(checked, f"step {turn}")
+        assert tells(checked, *(f"step {each} {what}" for each in range(turn + 1) for what in ("began", "ended")))
+
+
+def test_what_cannot_be_put_on_the_device_ends_badly_and_the_next_one_well(checked):
+    checked.end("a", fails=True)
+    assert tells(checked, "a ended badly")
+    checked.end("b")
+    assert ends(checked, "b")
+    assert tells(checked, "a ended badly", "b ended")
+
+
+def test_what_is_given_up_is_waited_for_no_more(checked):
+    checked.write(0, 100)
+    assert checked.start("a", 0, 100)
+    checked.end("a")
+    assert tells(checked)
+    checked.give_up()
+    assert becomes_true(lambda: len(checked.told()) == 2)
+    checked.close()
+    checked.close()
+    checked.end("b")
+    assert tells(checked, "a began", "a ended")
+
+
+STREAM = 1000  # of whoever uses what has arrived
+
+
+def test_what_uses_the_bytes_of_an_operation_runs_behind_its_end(checked):
+    checked.start("a", 0, 100)
+    checked.end("a", [(0, 40), (60, 100)])
+    assert queued(checked, "a")
+    between, beyond = checked.use(STREAM, 40, 60), checked.use(STREAM, 100, 120)
+    assert checked.could_run(STREAM, between)
+    assert checked.could_run(STREAM, beyond)
+    uses = [checked.use(STREAM + number, *range_) for number, range_ in enumerate([(0, 10), (90, 200), (30, 70)], 1)]
+    assert not any(checked.could_run(STREAM + number, use) for number, use in enumerate(uses, 1))
+    assert ends(checked, "a")
+    assert all(checked.could_run(STREAM + number, use) for number, use in enumerate(uses, 1))
+
+
+def test_it_does_not_wait_for_other_operations(checked):
+    for name, start in (("a", 0), ("b", 100)):
+        checked.start(name, start, start + 100)
+        checked.end(name, [(start, start + 100)])
+    assert queued(checked, "a", "b")
+    use = checked.use(STREAM, 0, 100)
+    assert ends(checked, "a")
+    assert checked.could_run(STREAM, use)
+    late = checked.use(STREAM, 50, 150)
+    assert not checked.could_run(STREAM, late)
+    assert ends(checked, "b")
+    assert checked.could_run(STREAM, late)
+
+
+def test_of_operations_on_the_same_bytes_the_last_one_counts(checked):
+    checked.end("a", [(0, 100)])
+    assert ends(checked, "a")
+    checked.end("b", [(40, 60)])  # another plan cuts elsewhere
+    checked.end("c", [(50, 150)])
+    assert queued(checked, "a", "b", "c")
+    use = checked.use(STREAM, 45, 55)
+    assert not checked.could_run(STREAM, use)
+    assert ends(checked, "b")
+    assert not checked.could_run(STREAM, use)
+    assert ends(checked, "c")
+    assert checked.could_run(STREAM, use)
+
+
+def test_what_could_not_be_queued_is_not_called_so(checked):
+    checked.end("a", [(0, 100)], fails=True)
+    assert tells(checked, "a ended badly")
+    assert checked.queued() == []
+    assert checked.could_run(STREAM, checked.use(STREAM, 0, 100))
+
+
+def test_no_memory_on_the_device_says_what_to_do(device):
+    told = device.message_of_no_memory("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert told.startswith("the device has no memory left for a block on its way; make the batch smaller")
+    assert "Tried to allocate 2.00 GiB" in told
+    assert "\n" not in told

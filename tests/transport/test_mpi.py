@@ -1,0 +1,224 @@
+"""The transport over MPI passes what every transport passes, on the processes of mpirun; gradcast-bench uses it."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from transport_conformance import everywhere
+
+RANKS = Path(__file__).with_name("transport_mpi_ranks.py")
+LIMIT_S = 240
+WITHOUT_MPI = (
+    "MPI is not installed here (libopenmpi-dev and openmpi-bin on Debian and Ubuntu), or the tree was built before"
+)
+
+needs_mpi = pytest.mark.skipif(
+    shutil.which("mpirun") is None or not list((ROOT / "tests/transport/mpi").glob("_mpi_world.*.so")),
+    reason=WITHOUT_MPI,
+)
+
+
+def mpirun(rank_count: int, *command: str) -> subprocess.CompletedProcess:
+    """Also as root, and with more ranks than cores, which then give way to one another instead of spinning."""
+    environment = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(rank_count), *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=environment,
+    )
+
+
+@functools.cache
+def conformance(rank_count: int) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+    """How it ended, and by rank the cases that went well."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = mpirun(rank_count, sys.executable, str(RANKS), "conformance", folder)
+        files = [Path(folder, str(rank)) for rank in range(rank_count)]
+        return ended, [file.read_text().splitlines() if file.exists() else [] for file in files]
+
+
+@needs_mpi
+@pytest.mark.parametrize("rank_count", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+def test_the_ranks_end_well(rank_count):
+    ended, _ = conformance(rank_count)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("rank_count", "case"),
+    [
+        pytest.param(size, case, id=f"{size}-{case.__name__}", marks=[] if size == 3 else [pytest.mark.slow])
+        for size in (1, 3, 4)
+        for case in everywhere(size)
+    ],
+)
+def test_mpi(rank_count, case):
+    ended, cases = conformance(rank_count)
+    missing = [rank for rank in range(rank_count) if case.__name__ not in cases[rank]]
+    assert not missing, f"ranks {missing} did not get through:\n{ended.stderr}"
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("uninitialized", "MPI is not initialized; call MPI_Init_thread with MPI_THREAD_MULTIPLE first"),
+        ("single_threaded", "MPI runs without MPI_THREAD_MULTIPLE"),
+        ("finalized", "make transports before MPI_Finalize"),
+    ],
+)
+def test_wrong_use_is_refused_in_a_sentence(program, words):
+    ended = mpirun(1, sys.executable, str(RANKS), program)
+    assert ended.returncode == 0, ended.stderr
+    assert words in ended.stdout
+
+
+# --- gradcast-bench ---
+
+BENCH = ROOT / "python/gradcast/bin/gradcast-bench"
+QUICK = ["--bytes-max", "64k", "--factor", "4", "--iterations", "4", "--rounds", "2", "--steps", "1"]
+QUICK += ["--compute-ms", "5", "--scale-size", "0.001"]
+
+needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="gradcast-bench is not built: make test builds it")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(BENCH), *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def check_results(text: str, transport: str, world_size: int) -> None:
+    results = json.loads(text)
+    assert (results["version"], results["kind"]) == (1, "gradcast-bench")
+    assert (results["transport"], results["world_size"]) == (transport, world_size)
+    assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [1024, 4096, 16384, 65536]
+    assert {row["op"] for row in results["sweep"]} == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert all(row["errors"] == 0 and 0 < row["low_ns"] <= row["time_ns"] <= row["high_ns"] for row in results["sweep"])
+    assert set(results["link"]) >= {"all_reduce", "reduce_scatter", "all_gather"}
+    policies = [row["policy"] for row in results["schedule"]]
+    assert policies[0] == "forecast"
+    assert {"ddp", "p3", "prophet", "dear"} < set(policies)
+    for row in results["schedule"]:
+        assert row["compute_ns"] == pytest.approx(5e6, rel=0.01)
+        assert row["step_ns"] >= row["compute_ns"]
+        assert row["low_ns"] <= row["step_ns"] <= row["high_ns"]
+        assert row["predicted_ns"] >= row["bound_ns"] * (1 - 1e-6)
+    assert 0 < results["overhead"]["ready_ns"] < 1e6
+
+
+@needs_bench
+def test_bench_between_threads():
+    ended = bench("--ranks", "3", "--json", *QUICK)
+    assert ended.returncode == 0, ended.stderr
+    check_results(ended.stdout, "inproc", 3)
+
+
+@needs_bench
+@needs_mpi
+def test_bench_between_processes():
+    ended = mpirun(4, str(BENCH), "--transport", "mpi", "--json", *QUICK)
+    assert ended.returncode == 0, ended.stderr
+    check_results(ended.stdout, "mpi", 4)
+
+
+@needs_bench
+@needs_mpi
+def test_bench_over_nccl_without_a_device():
+    ended = mpirun(1, str(BENCH), "--transport", "nccl", *QUICK)
+    if "has 0 CUDA devices" not in ended.stderr:
+        pytest.skip("there is a CUDA device, or this build has no NCCL: benchmarks/gpu_check.sh is for that")
+    assert ended.returncode == 1
+    assert "start one rank per device, or use --transport mpi" in ended.stderr
+
+
+@needs_bench
+def test_bench_prints_tables():
+    ended = bench("--ranks", "2", "--alpha-us", "100", "--gbit", "1", *QUICK)
+    assert ended.returncode == 0, ended.stderr
+    for word in ("algbw", "busbw", "all_reduce costs", "policy", "forecast", "ms per step of", "us per block"):
+        assert word in ended.stdout
+
+
+@needs_bench
+def test_bench_runs_the_part_that_is_named():
+    ended = bench("--overhead", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert not {"sweep", "schedule"} & set(json.loads(ended.stdout))
+
+
+@needs_bench
+def test_bench_takes_the_cost_of_an_emulated_network_apart():
+    """200 us and 8 ns per byte; a busy machine adds to that, never takes away."""
+    ended = bench("--ranks", "2", "--sweep", "--json", "--alpha-us", "200", "--gbit", "1", "--bytes-max", "1M")
+    piece = json.loads(ended.stdout)["link"]["all_reduce"][-1]
+    assert piece["beta_ns_per_byte"] > 7
+    for row in json.loads(ended.stdout)["sweep"]:
+        assert row["time_ns"] >= 200e3 + 8 * row["size_bytes"]
+
+
+@needs_bench
+def test_bench_sweeps_each_size_once_and_tells_of_few():
+    """8, 9.6 and 11.5 bytes are two and three elements."""
+    ended = bench("--ranks", "2", "--sweep", "--json", "--bytes-min", "8", "--bytes-max", "12", "--factor", "1.2")
+    assert ended.returncode == 0, ended.stderr
+    sizes = [row["size_bytes"] for row in json.loads(ended.stdout)["sweep"] if row["op"] == "all_reduce"]
+    assert sizes == [8, 12]
+
+
+@needs_bench
+def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
+    (tmp_path / "resnet18").mkdir()
+    monkeypatch.chdir(tmp_path)
+    ended = bench("--ranks", "2", "--profile", "resnet18", "--json", *QUICK)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["schedule"]
+
+
+@needs_bench
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--transport", "carrier-pigeon"], "--transport is 'carrier-pigeon'; inproc or mpi or nccl is expected"),
+        (["--ranks", "0"], "--ranks is '0'; a number from 1 to 1024 is expected"),
+        (["--ranks", "2.5"], "a whole number is expected"),
+        (["--bytes-max", "lots"], "--bytes-max is 'lots'; a size from 4 to 64G"),
+        (["--bytes-min", "2M", "--bytes-max", "1M"], "--bytes-max is below --bytes-min"),
+        (["--profile", "nowhere.json", *QUICK, "--schedule"], "no file and no bundled profile 'nowhere.json'"),
+        (["--bytes-min", "1M", "--bytes-max", "1M", "--schedule"], "needs a sweep of three sizes or more"),
+        (["--frobnicate"], "--frobnicate is not an option; gradcast-bench --help lists them"),
+        (["--rounds"], "--rounds lacks its value"),
+        (["sweep"], "'sweep' is not an option"),
+    ],
+)
+def test_bench_says_what_is_wrong(arguments, words):
+    ended = bench(*arguments)
+    assert ended.returncode == 2, ended.stdout
+    assert words in ended.stderr
+    assert ended.stderr.startswith("gradcast-bench: ")
+    assert ended.stdout.count("\n") < 3 or "algbw" in ended.stdout
+
+
+@needs_bench
+def test_bench_help_names_every_option():
+    text = bench("--help").stdout
+    for name in ("--transport", "--bytes-min", "--profile", "--in-flight", "--json", "mpirun -n 4 gradcast-bench"):
+        assert name in text

@@ -1,0 +1,113 @@
+"""Every transport passes the same cases (transport_conformance.py); what only the one over torch can do follows."""
+
+import functools
+
+import pytest
+
+from transport_conformance import everywhere
+from transport_worlds import Ended, run_inproc, run_processes
+
+pytest.importorskip("numpy", reason="the cases of the transports need NumPy, which is not installed: pip install numpy")
+
+
+def cases_by_world(*world_sizes, slow=()):
+    return [
+        pytest.param(size, case, id=f"{size}-{case.__name__}", marks=[pytest.mark.slow] if size in slow else [])
+        for size in world_sizes
+        for case in everywhere(size)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "case"), cases_by_world(1, 2, 3, 5))
+def test_inproc(world_size, case):
+    run_inproc(world_size, case)
+
+
+@pytest.fixture(scope="module")
+def extension():
+    """Compiled here, so that a missing compiler fails once and with its sentence."""
+    pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
+    from gradcast.training.compat import extension
+
+    return extension.load()
+
+
+# The transport over torch, and the same with a wire format.
+TORCH = pytest.mark.parametrize("wire", ["", "+fp16"], ids=["fp32", "fp16"])
+WORLDS = {"": (1, 2, 3, 4), "+fp16": (2, 3)}
+SLOW = {"": (1, 4), "+fp16": (2,)}
+
+
+@functools.cache
+def conformance(world_size: int, wire: str) -> list[Ended]:
+    """The processes of one world run all cases; they are started once."""
+    return run_processes(f"conformance{wire}", world_size)
+
+
+@pytest.mark.parametrize(
+    ("wire", "world_size"),
+    [
+        pytest.param(wire, size, marks=[pytest.mark.slow] if size in SLOW[wire] else [])
+        for wire, sizes in WORLDS.items()
+        for size in sizes
+    ],
+)
+def test_the_cases_of_torch_run_to_the_end(extension, world_size, wire):
+    assert_all_ended_well(conformance(world_size, wire))
+
+
+@pytest.mark.parametrize(("world_size", "case"), cases_by_world(*WORLDS[""], slow=SLOW[""]))
+def test_c10d(extension, world_size, case):
+    assert_ran(conformance(world_size, ""), case)
+
+
+@pytest.mark.parametrize(("world_size", "case"), cases_by_world(*WORLDS["+fp16"], slow=SLOW["+fp16"]))
+def test_c10d_in_a_wire_format(extension, world_size, case):
+    assert_ran(conformance(world_size, "+fp16"), case)
+
+
+def assert_ran(ranks, case) -> None:
+    without = [rank for rank, ended in enumerate(ranks) if case.__name__ not in ended.lines]
+    assert not without, f"ranks {without} did not get through:\n{said(ranks)}"
+
+
+@pytest.mark.slow
+@TORCH
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_peer_that_dies_fails_what_the_others_have_in_flight(extension, world_size, wire):
+    ranks = run_processes(f"peer_dies{wire}", world_size)
+    assert [ended.code for ended in ranks] == [0] * (world_size - 1) + [17], said(ranks)
+    for rank, ended in enumerate(ranks[:-1]):
+        assert len(ended.lines) == 2, said(ranks)
+        for line, size_bytes in zip(ended.lines, (4000, 3600), strict=True):
+            assert line.startswith(f"all_reduce of {size_bytes} bytes failed on rank {rank} of {world_size} (gloo): ")
+
+
+@pytest.mark.slow
+@TORCH
+def test_an_exception_ends_the_process_though_an_operation_is_in_flight(extension, wire):
+    """Gloo cannot interrupt an operation, and its destructor waits for it; the transport must not let it."""
+    first, second = run_processes(f"leaves_with_an_operation_in_flight{wire}", 2)
+    assert first.code == 1, said([first, second])
+    assert first.lines == ["in flight"]
+    assert "the user's own exception" in first.errors
+    assert second.lines == ["rank 0 has gone"], said([first, second])
+
+
+@pytest.mark.slow
+@TORCH
+def test_the_transport_works_on_when_the_default_group_is_gone(extension, wire):
+    ranks = run_processes(f"outlives_the_default_group{wire}", 2)
+    assert_all_ended_well(ranks)
+    assert [ended.lines for ended in ranks] == [["works"], ["works"]]
+
+
+def assert_all_ended_well(ranks: list[Ended]) -> None:
+    assert all(ended.code == 0 for ended in ranks), said(ranks)
+
+
+def said(ranks: list[Ended]) -> str:
+    return "\n".join(
+        f"--- rank {rank} ended with {ended.code}\n{' '.join(ended.lines)}\n{ended.errors}"
+        for rank, ended in enumerate(ranks)
+    )
