@@ -244,7 +244,7 @@ def passes_of_a_graph(rank, mode):
 
     module = nn.Linear(3, 3)
     handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
-    traffic = handle._session.exchange
+    exchange = handle._session.exchange
     cuda = mock.Mock(type="cuda")
     refuse = graph_capture.refuse_capture
     loss = module(torch.ones(2, 3)).sum()
@@ -254,8 +254,8 @@ def passes_of_a_graph(rank, mode):
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         mock.patch.object(graph_capture, "refuse_capture", side_effect=lambda _: refuse(cuda)),
-        mock.patch.object(traffic, "wait", side_effect=AssertionError),
-        mock.patch.object(traffic, "wait_all", side_effect=AssertionError),
+        mock.patch.object(exchange, "wait", side_effect=AssertionError),
+        mock.patch.object(exchange, "wait_all", side_effect=AssertionError),
     ):
         for captured in (lambda: module(torch.ones(2, 3)), again.backward):
             with pytest.raises(gradcast.Error, match="captured in a CUDA graph"):

@@ -24,6 +24,7 @@ VARIABLE = "GRADCAST_DISABLE"
 
 
 def is_disabled() -> bool:
+    """Whether GRADCAST_DISABLE is set. Raises Error(invalid_use) for values other than 0 and 1."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise Error(f"{VARIABLE} is {value!r}; 1 (stock DDP) or 0 is expected", "invalid_use")

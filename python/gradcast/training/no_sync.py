@@ -14,12 +14,14 @@ class NoSyncBlocks:
         self._ddp_synchronized: list[bool] = []  # by open block: DDP's switch outside of it
 
     def enter(self) -> None:
+        """Opens a block."""
         ddp = self._live_ddp
         self._ddp_synchronized.append(ddp is None or ddp.require_backward_grad_sync)
         if ddp is not None:
             ddp.require_backward_grad_sync = False
 
     def leave(self) -> None:
+        """Closes the block that was opened last."""
         synchronized, ddp = self._ddp_synchronized.pop(), self._live_ddp
         if ddp is not None:
             ddp.require_backward_grad_sync = synchronized

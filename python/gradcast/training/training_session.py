@@ -93,6 +93,7 @@ class SessionWithoutPlan:
 
     mode: str
     group: Group
+    no_sync_blocks: NoSyncBlocks
     steps = 0
     released = False
     profile: _core.Profile | None = None

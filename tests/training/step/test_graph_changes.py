@@ -335,8 +335,8 @@ class Other(nn.Module):
 def train_by_a_method(rank):
     """In a third of the steps one branch is not used, and its gradient of the step before comes late."""
     sides = Sides(rank, "overlap", make=Other)
-    traffic = sides.handle._session.exchange
-    arrived, late = traffic.newly_arrived, []
+    exchange = sides.handle._session.exchange
+    arrived, late = exchange.newly_arrived, []
     names = [name for name, _ in sides.modules[1].named_parameters()]
 
     def without_the_late_ones():
@@ -349,9 +349,9 @@ def train_by_a_method(rank):
         for module, recipe in zip(sides.modules, sides.recipes, strict=True):
             recipe.optimizer.zero_grad()
             inputs, targets = TASKS["plain"].batch(rank.index, number)
-            traffic.newly_arrived = without_the_late_ones if len(use) == 1 else arrived
+            exchange.newly_arrived = without_the_late_ones if len(use) == 1 else arrived
             loss = module.training_loss(inputs, targets, use)
-            traffic.newly_arrived = lambda: [*arrived(), *(late.pop() for _ in list(late))]
+            exchange.newly_arrived = lambda: [*arrived(), *(late.pop() for _ in list(late))]
             loss.backward()
             if module is sides.modules[0]:  # DDP has no such method: its sum by hand
                 for parameter in module.parameters():

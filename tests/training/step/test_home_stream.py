@@ -56,7 +56,7 @@ def test_where_everything_is_on_one_stream_nothing_waits(streams, stream):
     assert streams.a.behind == []
 
 
-def test_updates_run_at_home_and_whoever_asked_runs_behind_them(streams, stream):
+def test_updates_run_on_the_update_stream_and_the_caller_is_ordered_behind_them(streams, stream):
     with streams.on(streams.b), stream.entered():
         assert streams.current is streams.a
         assert streams.b.behind == []
@@ -70,7 +70,7 @@ def test_a_step_on_another_stream_is_before_its_updates(streams, stream):
     assert streams.a.behind == ["b"]
 
 
-def test_home_moves_with_the_step_and_behind_what_ran_there(streams, stream):
+def test_the_update_stream_moves_with_the_step_and_is_ordered_behind_the_old_one(streams, stream):
     with streams.on(streams.b):
         stream.on_parameter_read()
         stream.move_to_caller()
@@ -148,7 +148,7 @@ def train_watched(rank):
     return steps
 
 
-def test_a_session_watches_reads_and_updates_at_home(ranks):
+def test_a_session_watches_reads_and_updates_on_the_update_stream(ranks):
     for steps in ranks.run(2, train_watched):
         for asked, is_pending in steps[1:3]:  # the warm-up: read, and the step at once
             assert asked[0] == "read"

@@ -20,6 +20,7 @@ class CompiledBlocks:
         self._hooks: dict[int, Any] = {}
 
     def find(self) -> None:
+        """Finds blocks that were compiled or captured since the last call."""
         for module in self._modules:
             # block.compile()
             call = module._compiled_call_impl
@@ -30,6 +31,7 @@ class CompiledBlocks:
                 self._hooks[id(module)] = module.register_forward_pre_hook(_resolve_parameters)
 
     def release(self) -> None:
+        """Gives the blocks back as they were."""
         for hook in self._hooks.values():
             hook.remove()
         for module in self._modules:

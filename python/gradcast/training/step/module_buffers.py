@@ -7,6 +7,8 @@ from gradcast.training.ranks.stall_watchdog import StallWatchdog
 
 
 class ModuleBuffers:
+    """The buffers of one module."""
+
     def __init__(self, module: nn.Module, group: Group, watch: StallWatchdog) -> None:
         # The dicts, not the buffers themselves: a module may replace a buffer by another tensor.
         self._held = [each._buffers for each in module.modules()]

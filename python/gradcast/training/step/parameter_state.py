@@ -54,6 +54,8 @@ class LocallyUnused:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ParameterState:
+    """A parameter and its gradient in the current step; ``index`` counts the session's parameters."""
+
     index: int
     name: str
     parameter: nn.Parameter
@@ -139,6 +141,7 @@ class ParameterStates(list[ParameterState]):
         return self._by_tensor.get(id(tensor))
 
     def set_visible_grad(self, state: ParameterState, tensor: torch.Tensor | None) -> None:
+        """Sets the tensor that backward has put into ``.grad``."""
         if state.visible_grad is tensor:
             return
         self._by_tensor.pop(id(state.visible_grad), None)
@@ -162,6 +165,7 @@ def names(states: Sequence[ParameterState]) -> str:
 
 
 def second_gradient(state: ParameterState) -> Error:
+    """The error for a gradient that autograd adds to one that travels."""
     return Error(
         f"{state.name} got a second gradient while its first one was on the network, so both are lost; put all "
         "backward passes before step() but the last one under handle.no_sync(), and if the parameter is used in "
@@ -171,6 +175,7 @@ def second_gradient(state: ParameterState) -> Error:
 
 
 def used_inside_backward(state: ParameterState) -> Error:
+    """The error for hooks that update inside backward."""
     return Error(
         f"a hook on {state.name} (register_post_accumulate_grad_hook) changed the parameter or removed its gradient "
         "inside backward, before the ranks' mean existed, so the ranks' parameters would differ; update after "
@@ -180,6 +185,7 @@ def used_inside_backward(state: ParameterState) -> Error:
 
 
 def stale_read(state: ParameterState) -> Error:
+    """The error for a parameter that forward has read before its update."""
     return Error(
         f"{state.name} was used in forward before its update had run, so this gradient belongs to an old value: the "
         "module reads the parameter in a way that gradcast cannot see (a view or alias kept from an earlier step, "

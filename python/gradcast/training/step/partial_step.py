@@ -141,6 +141,7 @@ def run_post_hooks(optimizer: Optimizer) -> None:
 
 
 def require_own_step(optimizer: Optimizer) -> None:
+    """Raises Error(invalid_use) if ``optimizer.step`` was replaced by anything but an LR scheduler."""
     replaced = optimizer.__dict__.get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise Error(
@@ -199,6 +200,7 @@ class StepInterception:
         ]
 
     def remove(self) -> None:
+        """Gives the optimizer its own step back."""
         self._active = False
         for hook in self._state_hooks:
             hook.remove()

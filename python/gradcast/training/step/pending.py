@@ -55,6 +55,8 @@ _WITHOUT_VALUES = _without_values()
 
 
 class Owner(Protocol):
+    """The object that knows how to finish a pending tensor."""
+
     def resolve(self, tensors: list[torch.Tensor]) -> None:
         """Finishes these pending tensors and calls ``clear`` for each, or raises."""
 

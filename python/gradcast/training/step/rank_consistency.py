@@ -18,6 +18,8 @@ _NAMES_SHOWN = 3
 
 
 class RankConsistency:
+    """Finds such errors, and remembers the first one."""
+
     def __init__(self, buffers: GradientBuffers, exchange: GradientExchange, group: Group, compare_every: int) -> None:
         """``compare_every``: as in Options."""
         self._buffers, self._exchange, self._group = buffers, exchange, group
