@@ -61,7 +61,7 @@ def test_the_training_ends_in_the_very_state_in_which_it_would_have(tmp_path, wo
     assert all(each["blocks"] and each["spans"] for each in result["timeline"])
     assert result["network"]["pairs"] == [] or result["network"]["pairs"][0]["tcp_gbit_per_s"] > 0
     said = (tmp_path / "saidFalse").read_text()
-    assert "what would help" in said or "Nothing here will help" in said
+    assert "what would help" in said or "None of these actions will help" in said
 
 
 def test_what_was_put_in_is_found_and_named(tmp_path):
@@ -164,7 +164,7 @@ def test_a_script_that_is_not_there():
         [sys.executable, "-m", "gradcast", "doctor", "nowhere.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "there is no script nowhere.py" in done.stderr
+    assert "the script nowhere.py does not exist" in done.stderr
 
 
 def test_its_own_options_reach_the_script(tmp_path):
@@ -216,4 +216,4 @@ def test_beside_a_profiler_of_the_script_launching_is_not_told_apart(tmp_path):
     require_sums(result)
     assert "launch" not in [part["key"] for part in result["parts"]]
     assert "launch" not in [action["key"] for action in result["actions"]]
-    assert "forward, backward and update here: torch's profiler cannot record" in (tmp_path / "said").read_text()
+    assert "forward, backward and update: torch's profiler cannot record" in (tmp_path / "said").read_text()

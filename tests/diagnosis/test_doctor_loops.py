@@ -299,7 +299,7 @@ def refused(rank, case):
         ("others", "holds no parameter"),
         ("none", "needs the optimizer"),
         ("closure", "LBFGS.step() needs a closure"),
-        ("steps", "at least 5 is expected"),
+        ("steps", "must be a whole number of at least 5"),
         ("hook", "leave it out for the diagnosis"),
     ],
 )

@@ -270,6 +270,14 @@ def test_times_have_three_digits(value, words):
     assert values.ms(value) == words
 
 
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [(0.5, "50 %"), (0.045, "4.5 %"), (-0.112, "-11 %"), (-0.0001, "0.0 %"), (None, "–")],  # noqa: RUF001
+)
+def test_shares_may_be_negative(fraction, text):
+    assert values.percent(fraction) == text
+
+
 # --- The command ---
 
 

@@ -205,10 +205,10 @@ NEAR = ["--hosts", "2", "--model"]
         ([*NEAR, "resnet50", "--rate", "fast"], "'fast' is not a bandwidth"),
         ([*NEAR, "resnet50", "--rates", "1gbit,fast"], "'fast' is not a bandwidth"),
         ([*NEAR, "resnet50", "--rates", "1gbit"], "1 rates for 2 hosts"),
-        ([*NEAR, "resnet50", "--width", "8"], "--width is an option of real models"),
-        ([*NEAR, "digits", "--forward-ms", "8"], "--forward-ms is an option of stand-ins"),
+        ([*NEAR, "resnet50", "--width", "8"], "--width only works with real models"),
+        ([*NEAR, "digits", "--forward-ms", "8"], "--forward-ms only works with stand-ins"),
         ([*NEAR, "resnet50", "-o", "/no/such/folder/x.png"], "/no/such/folder"),
-        (["--hosts", "1", "--model", "resnet50"], "one host sends nothing"),
+        (["--hosts", "1", "--model", "resnet50"], "one host has no communication"),
         ([], "--model"),
     ],
 )

@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "advise",
         "which machines to rent, and how many",
-        "Finds the cheapest cluster within a time, the\nfastest within a cost, and all between them that are worth "
-        "their price. Steps are predicted, from measured\ncosts of the network if there are any.",
+        "Finds the cheapest cluster within a time, the fastest within a cost, and all between them that are worth "
+        "their price. Steps are predicted, from measured costs of the network if there are any.",
         _EXAMPLE,
     )
     common.add_profiles_argument(parser)

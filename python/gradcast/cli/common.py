@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from tabulate import tabulate
 
 from gradcast import _core
-from gradcast.comparison.compare import compute_ns, total_bytes
+from gradcast.comparison.compare import compute_ns, parse_policies, total_bytes
 from gradcast.errors import Error
 from gradcast.files import bundled_profiles, load_profile
 from gradcast.units import (
@@ -20,6 +21,8 @@ from gradcast.units import (
     parse_positive,
     parse_time_ns,
 )
+
+_HELP_WIDTH = 100
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -62,10 +65,11 @@ def list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def new_parser(commands: Any, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+    """Adds a command. Its description is ``summary`` and ``details``; the lines of ``example`` are kept."""
     return commands.add_parser(
         name,
         help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(),
+        description=textwrap.fill(" ".join(f"{summary[0].upper()}{summary[1:]}. {details}".split()), _HELP_WIDTH),
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -114,6 +118,16 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="largest number of blocks in flight (default: 1)",
+    )
+
+
+def add_policies_option(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        name,
+        type=argument(parse_policies),
+        default=parse_policies("all"),
+        metavar="NAMES",
+        help="policies, separated by commas (default: all; `gradcast policies` lists them)",
     )
 
 

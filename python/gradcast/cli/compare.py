@@ -17,8 +17,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "compare",
         "compare two runs of gradcast doctor",
-        "Shows the step, its parts, its lower bound and\n"
-        "the predicted gains of both runs, and whether their 95 % intervals lie apart.",
+        "Shows the step, its parts, its lower bound and the predicted gains of both runs, and whether their 95 % "
+        "intervals lie apart.",
         _EXAMPLE,
     )
     parser.add_argument("a", metavar="A", help="a run: its folder, or its doctor.json")

@@ -16,8 +16,9 @@ def add_parser(commands: Any) -> None:
         commands,
         "doctor",
         "find out why a training is slow and what would help",
-        "Runs your\nunchanged script and observes its steps. Then it pauses the training once and runs its own steps:\n"
-        "with less communication, without data loading, with gradcast. Afterwards it restores the state bit for bit.",
+        "Runs your unchanged script and observes its steps. Then it pauses the training once and runs its own "
+        "steps: with less communication, without data loading, with gradcast. Afterwards it restores the state bit "
+        "for bit.",
         _EXAMPLE,
     )
     parser.add_argument(

@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "info",
         "show what this installation consists of",
-        "Lists versions, the extension for torch, and the\nparts of gradcast-bench: MPI, CUDA, NCCL.",
+        "Lists versions, the extension for torch, and the parts of gradcast-bench: MPI, CUDA, NCCL.",
         _EXAMPLE,
     )
     common.add_json_option(parser)

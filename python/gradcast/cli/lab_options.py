@@ -91,7 +91,7 @@ def rates_of(args: argparse.Namespace) -> tuple[float, ...]:
     if len(rates) != hosts:
         raise Error(f"--rates has {len(rates)} rates for {hosts} hosts; write one for each")
     if hosts < 2:
-        raise Error("one host has nobody to send to; ask for 2 or more with --hosts")
+        raise Error("one host has no communication; ask for 2 or more with --hosts")
     return rates
 
 

@@ -25,8 +25,8 @@ def add_parser(commands: Any) -> None:
         actions,
         "fit",
         "fit start-up and per-byte costs to samples",
-        "The CSV has the columns bytes and time_ns, and\n"
-        "optionally op: all_reduce (the default), reduce_scatter or all_gather.",
+        "The CSV has the columns bytes and time_ns, and optionally op: all_reduce (the default), reduce_scatter or "
+        "all_gather.",
         _EXAMPLE,
     )
     fit.add_argument("csv", metavar="CSV", help="the samples")

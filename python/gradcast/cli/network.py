@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "network",
         "measure the network between the workers, and find the setting that limits it",
-        "Start it on\nall hosts as you start a training: with torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and\n"
+        "Start it on all hosts as you start a training: with torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT set.",
         _EXAMPLE,
     )

@@ -21,9 +21,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "plot",
         "draw a plan",
-        "Shows a compute lane and a link lane, with blocks coloured by first use in forward, and\n"
-        "where forward waits. A plan from `gradcast plan -o` records its profile and network; the options below\n"
-        "override them.",
+        "Shows a compute lane and a link lane, with blocks coloured by first use in forward, and where forward "
+        "waits. A plan from `gradcast plan -o` records its profile and network; the options below override them.",
         _EXAMPLE,
     )
     parser.add_argument("plan", metavar="PLAN", help="a plan, from `gradcast plan -o`")

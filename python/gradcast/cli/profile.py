@@ -30,8 +30,8 @@ def _add_import(actions: Any) -> None:
         actions,
         "import",
         "make a profile from a table of layers",
-        "The CSV has one row per layer in forward order, with the\n"
-        "columns layer, forward_ms, backward_ms and parameter_bytes. A layer with parameters is one tensor.",
+        "The CSV has one row per layer in forward order, with the columns layer, forward_ms, backward_ms and "
+        "parameter_bytes. A layer with parameters is one tensor.",
         _EXAMPLE,
     )
     parser.add_argument("csv", metavar="CSV", help="the table of layers")

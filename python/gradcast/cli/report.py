@@ -27,8 +27,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "report",
         "make an HTML page of a run of gradcast doctor, or a picture of results of gradcast-bench",
-        "The page is one\nself-contained file. The picture shows the time of each operation over its size with the "
-        "fitted costs, and\nthe step under each policy.",
+        "The page is one self-contained file. The picture shows the time of each operation over its size with the "
+        "fitted costs, and the step under each policy.",
         _EXAMPLE,
     )
     parser.add_argument(

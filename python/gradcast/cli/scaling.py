@@ -20,8 +20,8 @@ def add_parser(commands: Any) -> None:
         commands,
         "scaling",
         "predict step time and efficiency with other numbers of workers",
-        "Starts from\nprofiles of two or more ranks, or from a named or given network. Each point has a band and says "
-        "which costs it\nuses: measured, fitted between measured ones, or extrapolated beyond them.",
+        "Starts from profiles of two or more ranks, or from a named or given network. Each point has a band and "
+        "says which costs it uses: measured, fitted between measured ones, or extrapolated beyond them.",
         _EXAMPLE,
     )
     common.add_profiles_argument(parser)

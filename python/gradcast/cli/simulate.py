@@ -6,7 +6,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common
 from gradcast.cli.network_options import Network, add_network_options, network_from
-from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
+from gradcast.comparison.compare import Comparison, PolicyResult, compare, same_bound
 from gradcast.comparison.verdict import verdict
 from gradcast.errors import Error
 from gradcast.files import check_writable
@@ -19,18 +19,12 @@ def add_parser(commands: Any) -> None:
         commands,
         "simulate",
         "compare policies on a profile and a network",
-        "Predicts an iteration under each policy and\ncompares it with the lower bound that no schedule can beat.",
+        "Predicts an iteration under each policy and compares it with the lower bound that no schedule can beat.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
     add_network_options(parser)
-    parser.add_argument(
-        "--policy",
-        type=common.argument(parse_policies),
-        default=parse_policies("all"),
-        metavar="NAMES",
-        help="policies, separated by commas (default: all; `gradcast policies` lists them)",
-    )
+    common.add_policies_option(parser, "--policy")
     common.add_schedule_options(parser)
     parser.add_argument("--plot", metavar="PNG", help="also draw the plans, one above the other")
     common.add_json_option(parser)

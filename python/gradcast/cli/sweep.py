@@ -9,7 +9,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common
 from gradcast.cli.network_options import DEFAULT_LATENCY, WORKERS_MAX, derived_network
-from gradcast.comparison.compare import Comparison, compare, parse_policies
+from gradcast.comparison.compare import Comparison, compare
 from gradcast.errors import Error
 from gradcast.files import check_writable, write_text
 from gradcast.units import format_bandwidth, format_time, parse_time_ns
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "sweep",
         "compare policies over many networks",
-        "Writes one CSV line per bandwidth,\nworld size and policy, and optionally draws the speedup over DDP.",
+        "Writes one CSV line per bandwidth, world size and policy, and optionally draws the speedup over DDP.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
@@ -58,13 +58,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--topology", choices=["ring", "tree"], default="ring", help="algorithm of the all-reduce (default: ring)"
     )
-    parser.add_argument(
-        "--policies",
-        type=common.argument(parse_policies),
-        default=parse_policies("all"),
-        metavar="NAMES",
-        help="policies, separated by commas (default: all)",
-    )
+    common.add_policies_option(parser, "--policies")
     common.add_schedule_options(parser)
     parser.add_argument("-o", "--output", metavar="CSV", help="write the table to this file (default: print it)")
     parser.add_argument("--plot", metavar="PNG", help="draw the speedup over DDP against the bandwidth")

@@ -1,6 +1,6 @@
 """Runs of ``gradcast doctor`` on disk: a folder with doctor.json and the trace of all ranks.
 
-Also what everybody who reads or writes doctor.json has to agree on: file names, the parts of a step, and thresholds.
+Also what readers and writers of doctor.json must agree on: file names, the parts of a step, and thresholds.
 """
 
 import json

@@ -124,39 +124,29 @@ def _by_play(
     return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
 
 
-def _overlap(found: Situation) -> Action:
-    plan = _core.make_plan(found.profile, found.profile.link)
+def _planned(found: Situation, key: str, title: str, how: str, *, mode: str, byte_cost: float = 1.0) -> Action:
+    """Predicts a plan of gradcast for a link on which bytes cost ``byte_cost`` times as much."""
+    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, byte_cost), mode=mode)
     return _by_play(
-        found,
-        "overlap",
-        "overlap mode",
-        "gradcast.attach(model, optimizer)",
-        lambda link: _core.play(found.profile, link, plan).iteration_ns,
+        found, key, title, how, lambda link: _core.play(found.profile, link.scaled(1, byte_cost), plan).iteration_ns
     )
+
+
+def _overlap(found: Situation) -> Action:
+    return _planned(found, "overlap", "overlap mode", "gradcast.attach(model, optimizer)", mode="overlap")
 
 
 def _hook(found: Situation) -> Action:
-    plan = _core.make_plan(found.profile, found.profile.link, mode="hook")
-    return _by_play(
-        found,
-        "hook",
-        "hook mode (planned blocks that overlap with backward only)",
-        "gradcast.attach(model)",
-        lambda link: _core.play(found.profile, link, plan).iteration_ns,
-    )
+    title = "hook mode (planned blocks that overlap with backward only)"
+    return _planned(found, "hook", title, "gradcast.attach(model)", mode="hook")
 
 
 def _wire(found: Situation) -> Action:
     mode = "hook" if found.gradients_used else "overlap"
     given = "model" if found.gradients_used else "model, optimizer"
-    plan = _core.make_plan(found.profile, found.profile.link.scaled(1, _WIRE_COST), mode=mode)
-    return _by_play(
-        found,
-        "wire",
-        f"{mode} mode with bf16 on the wire (lossy)",
-        f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))',
-        lambda link: _core.play(found.profile, link.scaled(1, _WIRE_COST), plan).iteration_ns,
-    )
+    title = f"{mode} mode with bf16 on the wire (lossy)"
+    how = f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))'
+    return _planned(found, "wire", title, how, mode=mode, byte_cost=_WIRE_COST)
 
 
 def _bucket(found: Situation) -> Action:
@@ -232,7 +222,7 @@ def _straggler(found: Situation) -> Action:
         found,
         "straggler",
         "no rank slower than the others",
-        "examine the rank named above, or leave its host out",
+        "examine the slowest rank, or train without its host",
         [max(0.0, ms) for ms in _range(found.parts["waiting"])],
     )
 

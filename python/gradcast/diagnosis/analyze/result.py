@@ -68,6 +68,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     sync_phases = TWO_SYNCS if setup.broadcast_buffers and setup.buffer_bytes else ONE_SYNC
     found = breakdown(steps, sync_phases)
     launch_unknown = ranks[0].launch_unknown
+    known_parts = [part for part in PARTS if not (launch_unknown and part == "launch")]
     profile = _profile(ranks)
     situation = _situation(found, sync_phases, ranks, setup, profile)
     listed = [action for action in actions.actions(situation) if not (launch_unknown and action.key == "launch")]
@@ -101,9 +102,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
             "normal": len(steps[0].normal["step"]),
             "probe": ranks[0].probe_steps,
         },
-        **_breakdown_fields(
-            found, steps, sync_phases, [part for part in PARTS if not (launch_unknown and part == "launch")]
-        ),
+        **_breakdown_fields(found, steps, sync_phases, known_parts),
         "launching_untold": launch_unknown,
         "overlap_left_out": actions.overlap_left_out(situation),
         "verdict": asdict(verdict),
@@ -307,9 +306,7 @@ def aligned_traces(ranks: Sequence[RankMeasurements]) -> list[RankTrace]:
 
 
 def option_cost(ranks: Sequence[RankMeasurements], name: str) -> Estimate | None:
-    """Returns what an option of DDP, or too many threads, costs the slowest rank per step; None if it was not
-    measured.
-    """
+    """Returns what a DDP option, or too many threads, costs the slowest rank per step; None if unmeasured."""
     if name not in ranks[0].options:
         return None
     with_it = [each.steps.probes["cluster"]["step"] for each in ranks]

@@ -39,7 +39,7 @@ _MEASUREMENT_S_MAX = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class ListenAddress:
-    """Where a rank listens."""
+    """The address on which a rank listens."""
 
     host: str
     port: int

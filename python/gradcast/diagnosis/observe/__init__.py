@@ -1,1 +1,1 @@
-"""Watches the ordinary steps of a training."""
+"""Times and records the ordinary steps of a training."""

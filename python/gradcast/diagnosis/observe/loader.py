@@ -1,4 +1,4 @@
-"""Times how long a training loop waits for DataLoaders, and what their workers do meanwhile: read, or prepare.
+"""Times how long a training loop waits for DataLoaders, and whether their workers read or prepare data meanwhile.
 
 The clock of a worker's thread tells the two apart. Time in which it computes, or waits for a core, is preparation; time
 in which it waits for anything else is reading. Workers write into shared memory that they inherit. Therefore only

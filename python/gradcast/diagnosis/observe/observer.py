@@ -29,7 +29,7 @@ from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.recorded_step import RecordedPass, RecordedStep, begin_pass, outputs_of
 
 RECORDED_STEPS_MAX = 2
-_CHECKED_GRADIENTS = 8  # of the parameters; whoever writes into gradients writes into all of them
+_CHECKED_GRADIENTS = 8  # a sample: code that writes into gradients writes into all of them
 _MS = 1e6
 
 

@@ -68,8 +68,8 @@ def computing_ms(
     with _silent_profiler(on_gpu):
         failure = "the script uses it" if _in_use() else _failure_of(recorder.start)
         prober.turn(model)
-        # Stopping fails if another thread, or a schedule that has not begun, uses the profiler; nothing tells so
-        # before.
+        # Stopping fails if another thread, or a schedule that has not begun, uses the profiler; there is no
+        # way to know before.
         failure = failure or _failure_of(recorder.stop)
     if failure:
         return f"torch's profiler cannot record here: {failure}"

@@ -20,8 +20,8 @@ _HELP = {
     "part_seconds": "Time of one part of a step on a rank.",
     "own_seconds": "A rank's own work per step: everything but communication and waiting.",
     "action_speedup": "Predicted speedup of an action over the present step.",
-    "predicted_seconds": "Predicted step of the plan in force.",
-    "measured_seconds": "Measured step of the plan in force.",
+    "predicted_seconds": "Predicted step of the plan that was followed last.",
+    "measured_seconds": "Measured step of the plan that was followed last.",
     "bus_bytes_per_second": "Bus bandwidth of large collectives.",
     "info": "Always 1; the labels describe the run.",
 }

@@ -45,7 +45,7 @@ def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     if not own:
         raise Error(f"the trace has no rank {rank}")
     others = [event for event in own if event.get("cat") != "compute"]
-    compute = _apart(event for event in own if event.get("cat") == "compute")
+    compute = _flattened(event for event in own if event.get("cat") == "compute")
     events = [_in_hta_form(event) for event in [*others, *compute]]
     world_size = trace["distributedInfo"]["world_size"]
     # First in the file, and written with spaces, because HTA searches for the number line by line with a pattern.
@@ -74,11 +74,13 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     return paths
 
 
-def _apart(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nested events of a lane, each in the pieces in which nothing lies inside of it: HTA takes a kernel for work from
-    its start to its end, and forward holds waits and updates."""
+def _flattened(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cuts nested events into pieces in which no other event lies.
+
+    HTA counts a kernel as work from its start to its end, but forward contains waits and updates.
+    """
     pieces: list[dict[str, Any]] = []
-    open_events: list[tuple[dict[str, Any], float]] = []  # with their ends; the innermost last
+    open_events: list[tuple[dict[str, Any], float]] = []  # with their end times; the innermost is last
     now_us = 0.0
 
     def run_until(time_us: float) -> None:

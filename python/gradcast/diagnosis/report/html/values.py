@@ -28,7 +28,11 @@ def _rounded(value: float, like: float) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    return UNKNOWN if fraction is None else format_percent(fraction)
+    """Formats a fraction, which may be negative: parts of a step may add up to more than the step."""
+    if fraction is None:
+        return UNKNOWN
+    text = format_percent(abs(fraction))
+    return f"-{text}" if fraction < 0 and float(text.split()[0]) else text
 
 
 def size(size_bytes: float | None) -> str:
