@@ -127,7 +127,7 @@ test-long: all
 test-valgrind: core
 	@command -v valgrind >/dev/null || { echo 'left out: valgrind is missing here (apt-get install valgrind)'; exit 0; }; \
 	set -e; PYTHONMALLOC=malloc valgrind --log-file=$(BUILD)/valgrind.log python -m pytest -q -p no:cacheprovider \
-	  tests/python/test_bindings.py tests/python/test_engine.py; python tools/check_valgrind.py $(BUILD)/valgrind.log
+	  tests/bindings/test_bindings.py tests/bindings/test_engine.py; python tools/check_valgrind.py $(BUILD)/valgrind.log
 
 .PHONY: fuzz
 fuzz: $(VENV)/tools.stamp

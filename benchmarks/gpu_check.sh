@@ -70,7 +70,7 @@ done
 # NCCL and torch try calls that a device may refuse, and take another way: only what happens to memory counts there.
 check nccl-memcheck compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $build/tests/nccl_device_test
 
-check training "$python" -m pytest -q -rs -p no:cacheprovider tests/training/test_cuda.py
+check training "$python" -m pytest -q -rs -p no:cacheprovider tests/training/step/test_cuda.py
 train=("$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 benchmarks/gpu_training.py)
 check training-speed "${train[@]}" --trace "$logs/trace.json"
 for tool in "memcheck --report-api-errors no" racecheck initcheck synccheck; do

@@ -1,4 +1,4 @@
-"""What the Python tests share: the command line in this process, and small profiles."""
+"""What all tests share: the command line in this process, small profiles, and the pool of ranks."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ settings.load_profile("gradcast")
 # A program that a shell has put into the background ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # A network on which no two policies tie and nothing can be hidden.
 NETWORK = ["--bandwidth", "5gbit", "--workers", "8", "--latency", "50us"]
 
@@ -72,3 +72,29 @@ def plan_path(profile_path, tmp_path, run):
     path = tmp_path / "plan.json"
     assert run("plan", profile_path, "-o", path).code == 0
     return path
+
+
+@pytest.fixture(scope="session")
+def native_part():
+    """The part for torch, compiled before any test starts a clock if the cache has none for these sources."""
+    from gradcast.training.compat import extension
+
+    extension.load()
+
+
+@pytest.fixture(scope="session")
+def dumps_folder(tmp_path_factory):
+    """The folder that failing ranks write their dumps into, instead of the system's temporary folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("dumps")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def ranks(native_part, dumps_folder):
+    """Runs a function on 1 to 4 processes: ranks.run(2, function, …) -> the results, by rank."""
+    from training.pool import Pool
+
+    pool = Pool(4)
+    yield pool
+    pool.end()

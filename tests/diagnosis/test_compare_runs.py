@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import doctor_runs
+from diagnosis import doctor_runs
 from gradcast.diagnosis.report import run_comparison
 
 

@@ -18,7 +18,7 @@ QUICK = ["--no-network", "--no-trial", "--seconds", "1", "--steps", "8"]
 
 
 @pytest.fixture(autouse=True)
-def _this_job(monkeypatch):
+def _this_job(monkeypatch, native_part, dumps_folder):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
 

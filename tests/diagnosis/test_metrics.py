@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-import doctor_runs
 from conftest import ROOT
+from diagnosis import doctor_runs
 from gradcast.atomic import write_atomically
 from gradcast.diagnosis.report import metrics
 from gradcast.diagnosis.runs import PARTS

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-import doctor_runs
+from diagnosis import doctor_runs
 from gradcast.diagnosis import runs
 from gradcast.diagnosis.report import html as html_report
 from gradcast.diagnosis.report.html import axes, heat_map, prediction, scaling, values

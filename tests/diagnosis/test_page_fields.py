@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import doctor_runs
+from diagnosis import doctor_runs
 from gradcast.diagnosis.analyze import actions
 from gradcast.diagnosis.analyze.actions import Situation
 from gradcast.diagnosis.analyze.estimates import Estimate

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import doctor_runs
 import gradcast
+from diagnosis import doctor_runs
 from gradcast import _core
 from gradcast.diagnosis.trace import clocks, lanes
 from gradcast.diagnosis.trace import files as trace_files

@@ -2,8 +2,6 @@
 
 import pytest
 
-from training.conftest import _native_part  # noqa: F401, a fixture
-
 
 class Told(dict):
     """By case, what both ranks told."""
@@ -14,7 +12,7 @@ class Told(dict):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _offline():
+def _offline(native_part):
     """Nothing here may ask the network for a model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -3,7 +3,7 @@
 import pytest
 
 import gradcast
-from small_profile import MS, small_profile
+from lab.small_profile import MS, small_profile
 
 torch = pytest.importorskip("torch")
 

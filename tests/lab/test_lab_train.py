@@ -17,7 +17,7 @@ from gradcast.lab.cores import BusyCores
 from gradcast.lab.report import describe_network, report
 from gradcast.lab.results import table_of
 from gradcast.lab.settings import Settings
-from small_profile import small_profile
+from lab.small_profile import small_profile
 
 torch = pytest.importorskip("torch")
 

@@ -301,7 +301,7 @@ def built_files() -> set[str]:
     # What the package compiles by itself, for the torch that it meets.
     built |= set(runpy.run_path(str(ROOT / "python/gradcast/training/compat/native_build.py"))["files"](ROOT))
     # What a test compiles with torch's headers, which CMake does not know.
-    tests = "".join(path.read_text() for path in (ROOT / "tests/training").glob("test_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests/training").rglob("test_*.py"))
     built |= {path for path in (ROOT / "tests/training").glob("*.cc") if f'"{path.name}"' in tests}
     return {str(path.relative_to(ROOT)) for path in built if path.exists() and path.suffix == ".cc"}
 

@@ -82,8 +82,8 @@ class Worker:
 class Pool:
     """run(world_size, function, *arguments) calls function(rank, *arguments) on each rank and returns the results.
 
-    The function is a top-level one of a module under tests/training; arguments and results are small plain values. A
-    rank that waits for another one gives up after ``wait_s``, by default half of ``timeout_s``, so that it says where.
+    The function is a top-level one of a module in a package under tests; arguments and results are small plain values.
+    A rank that waits for another one gives up after ``wait_s``, by default half of ``timeout_s``, and says where.
     """
 
     def __init__(self, size: int) -> None:

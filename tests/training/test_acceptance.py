@@ -63,7 +63,7 @@ def run_wrapped(rank, name, mode, called_before):
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_ddp_inside_of_a_wrapper_is_taken_over(ranks, name, mode):
     if name == "fabric":

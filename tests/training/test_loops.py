@@ -6,6 +6,8 @@ import gradcast
 from training import compare
 from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair
+from training.twins import Twins
 
 nn = torch.nn
 functional = nn.functional
@@ -164,4 +166,81 @@ def optimizers_by_turns(rank):
 
 def test_optimizers_that_step_by_turns(ranks):
     for found in ranks.run(2, optimizers_by_turns):
+        assert found == []
+
+
+def autocast(rank, optimizer):
+    def forward(module, inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(inputs)
+
+    trained = Pair(rank, TASKS["plain"].make, optimizer=optimizer)
+    trained.train(8, forward)
+    return trained.differences()
+
+
+@pytest.mark.parametrize("optimizer", ["adam foreach", "adamw fused"])
+def test_autocast(ranks, optimizer):
+    """Updates run inside of the forward pass, so inside of its autocast; they must not be cast."""
+    for found in ranks.run(2, autocast, optimizer):
+        assert found == []
+
+
+def frozen(rank, mode):
+    def make():
+        module = TASKS["plain"].make()
+        module[0].requires_grad_(False)
+        module[4].bias.requires_grad_(False)
+        return module
+
+    trained = Pair(rank, make, mode)
+    trained.train(8)
+    return trained.differences()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_frozen_parameters(ranks, mode):
+    for found in ranks.run(2, frozen, mode):
+        assert found == []
+
+
+def skip_steps(rank, mode, set_to_none):
+    """The loop leaves some steps out after backward, as it does for a loss that is no number."""
+    twins = Twins(rank, "plain", "adam plain", mode=mode)
+    for number in range(10):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad(set_to_none=set_to_none)
+            twins.task.loss(forward, twins.task.batch(rank.index, number)).backward()
+            if number % 3 != 1:
+                optimizer.step()
+        twins._after_step()
+    found = twins.differences()
+    twins.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_steps_that_are_left_out(ranks, mode, set_to_none):
+    for found in ranks.run(2, skip_steps, mode, set_to_none):
+        assert found == []
+
+
+def step_twice(rank):
+    """Two steps with the same gradients."""
+    twins = Twins(rank, "plain", "sgd foreach")
+    for number in range(8):
+        for _, optimizer, forward in twins.each():
+            optimizer.zero_grad()
+            twins.task.loss(forward, twins.task.batch(rank.index, number)).backward()
+            optimizer.step()
+            optimizer.step()
+        twins._after_step()
+    found = twins.differences()
+    twins.handle.detach()
+    return found
+
+
+def test_two_steps_with_the_same_gradients(ranks):
+    for found in ranks.run(2, step_twice):
         assert found == []

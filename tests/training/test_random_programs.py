@@ -11,6 +11,7 @@ _TRIES = 25
 _DEFECT_LIMIT_S = 15.0  # some make ranks wait for each other in vain
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("first", "count"), [(0, 120), pytest.param(120, 280, marks=pytest.mark.slow)])
 def test_random_programs_are_equal_or_refused(ranks, capsys, first, count):
     found = campaign(ranks, programs(first, count))

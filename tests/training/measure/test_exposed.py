@@ -7,7 +7,7 @@ import pytest
 import gradcast
 from gradcast import _core
 from training.needs import torch
-from training.test_adapt import make_module
+from training.plan.test_adapt import make_module
 
 nn = torch.nn
 SLOW_MS = 40

@@ -7,8 +7,8 @@ import pytest
 import gradcast
 from gradcast import _core
 from training.needs import torch
+from training.plan.test_adapt import Heard, make_module, run_step
 from training.profiles import compute_steps, linear, profile_of
-from training.test_adapt import Heard, make_module, run_step
 
 WARMUP_STEPS = 3
 CALIBRATION_STEPS = 9

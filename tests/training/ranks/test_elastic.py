@@ -10,7 +10,7 @@ import pytest
 from training import needs  # noqa: F401
 from training.pool import environment
 
-PROGRAM = Path(__file__).with_name("elastic.py")
+PROGRAM = Path(__file__).parents[1] / "elastic.py"
 LIMIT_S = 120
 
 

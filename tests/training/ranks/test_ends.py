@@ -29,7 +29,7 @@ def late(tmp_path_factory):
     if compiler is None:
         pytest.skip("this needs a C++ compiler, which is missing here: apt-get install g++")
     library = tmp_path_factory.mktemp("late") / "late.so"
-    source = Path(__file__).with_name("ends_late.cc")
+    source = Path(__file__).parents[1] / "ends_late.cc"
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl", "-pthread"]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     return library

@@ -8,7 +8,7 @@ import pytest
 
 from training import needs  # noqa: F401
 from training.launch import launch
-from training.test_disturbances import lab_network
+from training.ranks.test_disturbances import lab_network
 
 STEPS = 2000
 RATES_BITS_PER_S = (20e6, 100e6, 1e9)

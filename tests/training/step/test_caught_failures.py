@@ -9,7 +9,7 @@ import pytest
 from training.attached import error_of
 from training.bomb import Bomb
 from training.needs import torch
-from training.test_graph_changes import Sides
+from training.step.test_graph_changes import Sides
 
 # Where each rank fails: gradients come from the head down, so that they have some of them, others than each other.
 PLACES = ("trunk", "left")

@@ -7,7 +7,7 @@ from training import compare, optimizers
 from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
-from training.test_graph_changes import USES, Branches
+from training.step.test_graph_changes import USES, Branches
 from training.twins import Twins
 
 nn = torch.nn

@@ -23,7 +23,7 @@ def device(tmp_path_factory):
     return cpp_extension.load(
         name="device_stream_check",
         sources=[
-            str(Path(__file__).with_name("device_stream_check.cc")),
+            str(Path(__file__).parents[1] / "device_stream_check.cc"),
             *(str(root / f"csrc/transport/torch/{name}.cc") for name in ("device_stream", "exception_text")),
         ],
         extra_include_paths=[str(root / folder) for folder in ("csrc", "include")],

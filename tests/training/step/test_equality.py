@@ -94,7 +94,15 @@ def train_both(rank, case, steps):
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# One with four ranks is enough for every change.
+SLOW = {("convnet_last", 4), ("mixed64", 4)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if (case.task, case.world_size) in SLOW else []) for case in CASES],
+    ids=str,
+)
 def test_training_equals_a_plain_loop_bit_for_bit(ranks, case):
     results = ranks.run(case.world_size, train_both, case, STEPS, timeout_s=120)
     for result in results:

@@ -96,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("task", "mode", "wrap"), CASES)
 def test_gradients_of_a_step_are_those_of_ddp(ranks, task, mode, wrap, world_size):
     for found, largest, policies in ranks.run(world_size, compare_steps, task, mode, wrap):

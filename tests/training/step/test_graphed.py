@@ -5,7 +5,7 @@ import pytest
 import gradcast
 from training import compare
 from training.needs import torch
-from training.test_unseen_reads import ReadsMemory
+from training.step.test_unseen_reads import ReadsMemory
 
 nn = torch.nn
 

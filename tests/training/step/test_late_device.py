@@ -14,7 +14,7 @@ from gradcast.training.compat import extension
 from gradcast.training.step import gradient_exchange
 from training import _late_device
 from training.needs import torch
-from training.test_equality import CASES, train_both
+from training.step.test_equality import CASES, train_both
 
 nn = torch.nn
 DELAY_US = 2000
@@ -46,7 +46,14 @@ def train_late(rank, case):
     return result, transports[0].waited_count
 
 
-@pytest.mark.parametrize("case", [CASES[number] for number in (0, 1, 4, 5, 7, 9, 10)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(CASES[number] for number in (0, 4, 10)),
+        *(pytest.param(CASES[number], marks=pytest.mark.slow) for number in (1, 5, 7, 9)),
+    ],
+    ids=str,
+)
 def test_equal_to_the_same_reductions(ranks, case):
     for result, waited_count in ranks.run(case.world_size, train_late, case, timeout_s=120):
         assert result["first_wrong_step"] is None

@@ -1,10 +1,14 @@
-"""Every optimizer that treats its parameters one by one gives the numbers of an undivided step, bit for bit."""
+"""Kinds of optimizers. Those that treat parameters one by one give the numbers of an undivided step, bit for bit."""
 
 import pytest
 
-from training import optimizers
+import gradcast
+from training import compare, optimizers
+from training.models import TASKS
 from training.needs import torch
 from training.twins import Twins
+
+nn = torch.nn
 
 KINDS = {
     "sgd_nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
@@ -83,3 +87,68 @@ def test_what_was_changed_between_step_and_its_last_part_stays():
     }
     _carry_over(live, before, before | {"decay": torch.tensor(0.9), "count": 3})
     assert live == {"lr": 5e-4, "rate": torch.tensor(0.5), "decay": torch.tensor(0.9), "params": [], "count": 3}
+
+
+def lbfgs(rank):
+    """In hook mode, where every evaluation of its closure is reduced."""
+    sides = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        sides.append(TASKS["plain"].make())
+    forwards = (nn.parallel.DistributedDataParallel(sides[0]), sides[1])
+    optimizers_ = [torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4) for module in sides]
+    handle = gradcast.attach(sides[1], options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"))
+    for number in range(4):
+        inputs, targets = TASKS["plain"].batch(rank.index, number)
+        for forward, optimizer in zip(forwards, optimizers_, strict=True):
+
+            def closure(forward=forward, optimizer=optimizer, inputs=inputs, targets=targets):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(forward(inputs), targets)
+                loss.backward()
+                torch.distributed.all_reduce(loss.detach())  # the ranks have to agree on where to stop
+                return loss
+
+            optimizer.step(closure)
+    plan = handle.plan.policy
+    handle.detach()
+    return compare.modules(sides[1], sides[0]), plan
+
+
+def test_lbfgs_in_hook_mode(ranks):
+    for found, plan in ranks.run(2, lbfgs):
+        assert found == []
+        assert plan == "fifo", "more evaluations than the warm-up has"
+
+
+def muon_and_adamw(rank, mode):
+    """Matrices by Muon, the others by AdamW: two optimizers of one module, by turns after each backward."""
+    task = TASKS["plain"]
+    sides = []
+    for _ in range(2):
+        module = task.module(seed=0)
+        matrices = [p for p in module.parameters() if p.ndim == 2]
+        others = [p for p in module.parameters() if p.ndim != 2]
+        sides.append((module, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]))
+    ddp = nn.parallel.DistributedDataParallel(sides[0][0])
+    options = gradcast.Options(adapt=False, warmup_steps=3, policy="fifo")
+    handle = gradcast.attach(sides[1][0], sides[1][1] if mode == "overlap" else None, options=options)
+    for number in range(9):
+        inputs, targets = task.batch(rank.index, number)
+        for forward, (_, both) in zip((ddp, sides[1][0]), sides, strict=True):
+            for optimizer in both:
+                optimizer.zero_grad()
+            nn.functional.cross_entropy(forward(inputs), targets).backward()
+            for optimizer in both:
+                optimizer.step()
+    handle.flush()
+    found = compare.modules(sides[1][0], sides[0][0])
+    for ours, theirs in zip(sides[1][1], sides[0][1], strict=True):
+        found += compare.optimizers(ours, theirs)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_muon_with_adamw(ranks, mode):
+    for found in ranks.run(2, muon_and_adamw, mode):
+        assert found == []

@@ -9,6 +9,7 @@ import gradcast
 from training import compare
 from training.models import TASKS
 from training.needs import torch
+from training.optimizers import Recipe
 from training.sides import DDP, differences, net
 from training.twins import Twins
 
@@ -267,4 +268,24 @@ def beside_integers(rank):
 
 def test_a_frozen_parameter_of_integers(ranks):
     for found in ranks.run(2, beside_integers):
+        assert found == []
+
+
+def maximizing(module):
+    """Settings that change by hand in the middle of training."""
+    return Recipe(torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, maximize=True, weight_decay=0.01))
+
+
+def by_hand(rank):
+    twins = Twins(rank, "plain", maximizing)
+    for number in range(10):
+        twins.step()
+        for _, optimizer, _ in twins.each():
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+            optimizer.param_groups[0]["momentum"] = 0.5 + 0.04 * number
+    return twins.differences()
+
+
+def test_settings_that_change_right_after_the_step(ranks):
+    for found in ranks.run(2, by_hand):
         assert found == []

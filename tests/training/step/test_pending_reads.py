@@ -125,7 +125,7 @@ def forward_while_pending(rank, task, mode):
     return found
 
 
-@pytest.mark.parametrize("mode", ["train", "no_grad", "eval"])
+@pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("eval", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["transformer", "recurrent", "functional", "convnet"])
 def test_a_forward_in_any_form_reads_finished_weights(ranks, task, mode):
     """Attention and LSTM hand weights to functions; no hook of a module sees that."""

@@ -1,7 +1,11 @@
 """Other tensors in a module's places: for one call, for tracing, or another dtype from now on."""
 
+import copy
+
 import pytest
 
+import gradcast
+from training.models import TASKS
 from training.needs import torch
 from training.sides import DDP, differences, net
 
@@ -100,3 +104,30 @@ def run_other_tensors(rank, kind, ranks, mode):
 def test_functional_call_with_other_tensors(ranks, kind, ranks_that_do, mode):
     for found in ranks.run(2, run_other_tensors, kind, ranks_that_do, mode):
         assert found == []
+
+
+def assigned_state(rank, mode):
+    """load_state_dict(assign=True) puts other parameters into the module."""
+    module = TASKS["plain"].module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    options = gradcast.Options(adapt=False, warmup_steps=3)
+    gradcast.attach(module, optimizer if mode == "overlap" else None, options=options)
+    task = TASKS["plain"]
+    task.loss(module, task.batch(rank.index, 0)).backward()
+    optimizer.step()
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    try:
+        task.loss(module, task.batch(rank.index, 1)).backward()
+    except gradcast.Error as error:
+        return error.code, str(error)
+    return None, [float(p.grad.sum()) for p in module.parameters()]
+
+
+def test_parameters_that_are_replaced_by_load_state_dict(ranks):
+    """In overlap mode the optimizer would go on updating the old ones; in hook mode the new ones travel."""
+    for code, message in ranks.run(2, assigned_state, "overlap"):
+        assert code == "invalid_use"
+        assert "not in the module" in message
+    (code, sums), (_, others) = ranks.run(2, assigned_state, "hook")
+    assert code is None
+    assert sums == others

@@ -15,7 +15,7 @@ from training import compare, optimizers
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
-from training.test_graph_changes import Branches
+from training.step.test_graph_changes import Branches
 
 default_hooks = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 nn = torch.nn
