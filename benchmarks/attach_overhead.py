@@ -10,7 +10,9 @@ median steps, during the warm-up, when stamps are taken, and after it.
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -22,6 +24,10 @@ from gradcast.training.plan import measured_profile, warmup
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
+
+# The in-process network is the tests' own: `make test-modules` builds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
+import _testing
 
 _TENSORS = 150
 _STEPS = 40
@@ -46,7 +52,7 @@ def hook_us() -> tuple[float, float]:
     parameters = [nn.Parameter(torch.randn(1000)) for _ in range(_TENSORS)]
     names = [str(index) for index in range(_TENSORS)]
     buffers = GradientBuffers(names, parameters, 2)
-    world = _core.InprocWorld(1)
+    world = _testing.InprocWorld(1)
     engine = _core.Engine(world.transport(0, [flat.numpy() for flat in buffers.flats]))
     profile = measured_profile.layout_profile(names, buffers, range(_TENSORS), world_size=1, name="overhead")
     engine.follow(profile, warmup.warmup_plans(profile, "overlap")[0])

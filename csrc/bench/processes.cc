@@ -14,7 +14,7 @@
 #include <cuda_runtime_api.h>
 
 #include "bench/clock.h"
-#include "cuda/wire.h"
+#include "cuda/spin.h"
 #include "gradcast/nccl.h"
 #endif
 

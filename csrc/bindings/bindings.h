@@ -25,8 +25,6 @@ void bind_bound(pybind11::module_& module);
 void bind_policy(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_monitor(pybind11::module_& module);
-void bind_inproc(pybind11::module_& module);
-void bind_driver(pybind11::module_& module);
 
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 

@@ -40,6 +40,4 @@ PYBIND11_MODULE(_core, module) {
   gradcast::bind_policy(module);
   gradcast::bind_engine(module);
   gradcast::bind_monitor(module);
-  gradcast::bind_inproc(module);
-  gradcast::bind_driver(module);
 }

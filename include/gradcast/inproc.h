@@ -1,9 +1,9 @@
-// Ranks as threads of one process: a transport for tests, with scripted delays and failures and an emulated wire.
+// Ranks as threads of one process, over an emulated wire.
 //
-// One thread per world is the wire. It takes the operations one after the other, each when all ranks have joined it: a rank
-// joins its n-th operation when it starts it, or so much later as delay() says. The wire is busy for
-// beta_ns_per_byte * bytes, after alpha_ns that may pass while the operation before is still on it; it sleeps meanwhile, so
-// slow networks can be emulated on few cores. Sums are taken in the order of ranks and are the same bits on every rank.
+// One thread per world is the wire. It takes the operations one after the other, each when all ranks have started it. It is
+// busy for beta_ns_per_byte * bytes, after alpha_ns that may pass while the operation before is still on it; it sleeps
+// meanwhile, so slow networks can be emulated on few cores. Sums are taken in the order of ranks and are the same bits on every
+// rank.
 //
 // A rank that aborts or closes leaves the world: what the others cannot finish without it fails with its name and reason.
 // Failures of one operation alone reach only their own rank, as on a real network; the others wait.
@@ -42,11 +42,6 @@ class InprocWorld {
   // to other ranks to NaN, so that nobody comes to rely on what is undefined.
   // Throws Error{kInvalidOption} for a rank or a buffer that cannot be, or a rank that has its transport already.
   std::unique_ptr<Transport> transport(int32_t rank, std::vector<HostBuffer> buffers);
-
-  // `rank` joins its operation number `operation_index`, from 0, so much later than it starts it.
-  void delay(int32_t rank, int64_t operation_index, int64_t delay_ns);
-  // `rank` does not join its operation number `operation_index`, which fails there with this sentence.
-  void fail(int32_t rank, int64_t operation_index, std::string message);
 
  private:
   class Wire;

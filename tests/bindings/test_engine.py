@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import _testing
 import gradcast
+from conftest import ROOT
 from gradcast import _core
 
 PATIENCE_NS = 20_000_000_000
@@ -38,7 +40,7 @@ class Ranks:
     """Engines of several ranks over one buffer each, filled with the rank's number plus one."""
 
     def __init__(self, world_size, profile=None, kind="f"):
-        self.world = _core.InprocWorld(world_size)
+        self.world = _testing.InprocWorld(world_size)
         self.profile = profile or float_profile(kind=kind)
         count = ELEMENTS * len(self.profile.tensors)
         self.buffers = [array(kind, [rank + 1] * count) for rank in range(world_size)]
@@ -99,7 +101,7 @@ def test_other_threads_run_while_one_waits():
 
 
 def test_a_plain_capsule_serves_as_a_transport_and_keeps_what_it_points_to():
-    world = _core.InprocWorld(1)
+    world = _testing.InprocWorld(1)
     engine = _core.Engine(world.transport(0, [array("f", [1.0] * 3 * ELEMENTS)]).capsule)
     del world
     gc.collect()
@@ -117,7 +119,7 @@ def test_what_is_no_transport_is_refused(transport):
         _core.Engine(transport)
     assert caught.value.code == "invalid_option"
     with pytest.raises(gradcast.Error, match="give a transport of this version"):
-        _core.TransportDriver(transport)
+        _testing.TransportDriver(transport)
 
 
 def test_wrong_use_is_refused():
@@ -138,7 +140,7 @@ def test_wrong_use_is_refused():
     with pytest.raises(gradcast.Error, match="are not finished"):
         engine.begin()
     with pytest.raises(gradcast.Error, match="timeline_iterations is 0"):
-        _core.Engine(_core.InprocWorld(1).transport(0, []), timeline_iterations=0)
+        _core.Engine(_testing.InprocWorld(1).transport(0, []), timeline_iterations=0)
     engine.shutdown()
     engine.shutdown()
     with pytest.raises(gradcast.Error, match="has been shut down"):
@@ -201,9 +203,10 @@ def test_a_waiting_thread_hears_of_the_end():
 def test_a_program_may_end_with_everything_in_flight():
     code = """if True:
         from array import array
+        import _testing
         import gradcast
         from gradcast import _core
-        world = _core.InprocWorld(2)
+        world = _testing.InprocWorld(2)
         engine = _core.Engine(world.transport(0, [array("f", [1.0] * 8)]))
         tensor = gradcast.Tensor(name="t", bytes=32, ready_ns=0, need_ns=0)
         profile = gradcast.Profile(name="p", forward_ns=0, backward_ns=0, tensors=[tensor])
@@ -213,12 +216,14 @@ def test_a_program_may_end_with_everything_in_flight():
         engine.wait_all(50_000_000)
         print(engine.waiting_for().split("(")[0])
     """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tests/python", capture_output=True, text=True, timeout=60
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "block 1 of 1 \n", "")
 
 
 def test_the_world_takes_flat_writable_floats():
-    world = _core.InprocWorld(2)
+    world = _testing.InprocWorld(2)
     with pytest.raises(gradcast.Error, match="float32 and float64"):
         world.transport(0, [array("i", [1, 2])])
     with pytest.raises(gradcast.Error, match="not contiguous"):
@@ -231,9 +236,9 @@ def test_the_world_takes_flat_writable_floats():
 
 
 def test_a_driver_starts_operations_one_by_one():
-    world = _core.InprocWorld(2)
+    world = _testing.InprocWorld(2)
     buffers = [array("f", [rank + 1.0] * 6) for rank in range(2)]
-    drivers = [_core.TransportDriver(world.transport(rank, [buffers[rank]])) for rank in range(2)]
+    drivers = [_testing.TransportDriver(world.transport(rank, [buffers[rank]])) for rank in range(2)]
     assert [(driver.rank, driver.world_size) for driver in drivers] == [(0, 2), (1, 2)]
     drivers[0].start(5, [(0, 8), (16, 20)])
     assert drivers[0].wait(5, 0) is None
@@ -251,7 +256,7 @@ def test_a_driver_starts_operations_one_by_one():
 
 
 def test_a_driver_refuses_what_it_cannot_start_and_ends_what_it_has():
-    driver = _core.TransportDriver(_core.InprocWorld(2).transport(0, [array("f", [1.0] * 4)]))
+    driver = _testing.TransportDriver(_testing.InprocWorld(2).transport(0, [array("f", [1.0] * 4)]))
     with pytest.raises(gradcast.Error, match="broadcast"):
         driver.start(0, [(0, 4)], op="broadcast")
     driver.start(0, [(0, 64)])
@@ -268,7 +273,7 @@ def test_a_driver_refuses_what_it_cannot_start_and_ends_what_it_has():
     with pytest.raises(gradcast.Error, match="the driver is closed"):
         driver.start(3, [(0, 4)])
     # One that is forgotten ends by itself, also with an operation in flight.
-    forgotten = _core.TransportDriver(_core.InprocWorld(2).transport(0, [array("f", [1.0])]))
+    forgotten = _testing.TransportDriver(_testing.InprocWorld(2).transport(0, [array("f", [1.0])]))
     forgotten.start(0, [(0, 4)])
     del forgotten
     gc.collect()

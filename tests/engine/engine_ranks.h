@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "gradcast/engine.h"
-#include "gradcast/inproc.h"
 #include "tests/engine/hand_transport.h"
 #include "tests/engine/random_iterations.h"
+#include "tests/support/scripted_world.h"
 
 namespace gradcast {
 
@@ -97,7 +97,7 @@ class EngineRanks {
     }
   }
 
-  InprocWorld world;
+  ScriptedWorld world;
 
  private:
   struct Rank {

@@ -1,6 +1,5 @@
 """What benchmarks/gpu_check.sh runs on a GPU, as far as it can be tried without one."""
 
-import json
 import os
 import subprocess
 import sys
@@ -17,49 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def root(monkeypatch):
     """benchmarks/ is no part of the package."""
     monkeypatch.syspath_prepend(str(ROOT))
-
-
-def results(**kernels):
-    entries = [
-        {"name": f"{name}/{size << 20}/manual_time", "bytes_per_second": rate}
-        for name, rates in kernels.items()
-        for size, rate in rates.items()
-    ]
-    return json.dumps({"benchmarks": entries})
-
-
-@pytest.mark.parametrize(("rate", "is_fast"), [(860e9, True), (840e9, False)])
-def test_a_kernel_is_held_against_a_copy_of_the_same_bytes(rate, is_fast):
-    from benchmarks import gpu_bandwidth
-
-    # Small blocks do not count: to start a kernel takes longer than to run it.
-    found = gpu_bandwidth.measured(results(device_copy={1: 500e9, 16: 1000e9}, kernel={1: 10e9, 16: rate}))
-    text, told = gpu_bandwidth.table(found)
-    assert told is is_fast
-    assert f"{rate / 1e12:.0%}" in text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        results(device_copy={1: 500e9}, kernel={1: 10e9}),
-        results(device_copy={16: 500e9}),
-        results(kernel={16: 500e9}),
-        json.dumps({"benchmarks": [{"name": "kernel/16/manual_time", "error_message": "no kernel image"}]}),
-    ],
-)
-def test_nothing_to_compare_is_no_success(tmp_path, text):
-    (tmp_path / "results.json").write_text(text)
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_bandwidth", str(tmp_path / "results.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(str(tmp_path))
 
 
 def test_time_in_which_the_device_copies_and_computes_counts_once():

@@ -81,8 +81,14 @@ LAYERS = {
         own=("csrc/cuda", *SHARED),
         files=("csrc/bench/parts.h",),  # written by CMake from parts.h.in
     ),
-    "csrc/bindings": Layer(LIVE, ("pybind11/",), files=("csrc/bench/transport_driver.h",)),
-    "tests/support": Layer(CORE, ("gtest/",)),
+    "csrc/bindings": Layer(LIVE, ("pybind11/",)),
+    "tests/support": Layer(TRANSPORT, ("gtest/",)),
+    "tests/bindings": Layer(
+        TRANSPORT,
+        ("pybind11/",),
+        own=("csrc/bindings", "tests/support"),
+        files=("csrc/bench/transport_driver.h",),
+    ),
     "tests/core": Layer(CORE, ("gtest/", "gmock/", "nlohmann/"), own=("csrc/core", "tests/support")),
     "tests/platform": Layer(frozenset(), ("gtest/",), own=("csrc/platform",)),
     "tests/engine": Layer(
@@ -101,10 +107,9 @@ LAYERS = {
         TRANSPORT, ("gtest/",), own=("csrc/transport/common", "tests/core", "tests/support")
     ),
     "tests/transport/mpi": Layer(
-        TRANSPORT, ("gtest/", "mpi.h", "pybind11/"), own=("csrc/bindings", "csrc/transport/common")
+        TRANSPORT, ("gtest/", "mpi.h", "pybind11/"), own=("tests/bindings", "csrc/transport/common")
     ),
     "tests/transport/nccl": Layer(TRANSPORT, ("gtest/", "nccl.h", "cuda_runtime")),
-    "tests/cuda": Layer(frozenset(), ("gtest/",), own=("csrc/cuda",)),
     "tests/training": Layer(
         TRANSPORT,
         ("torch/", "c10/", "pybind11/", "dlfcn.h", "pthread.h"),
@@ -114,7 +119,7 @@ LAYERS = {
     "benchmarks": Layer(
         LIVE,
         ("benchmark/", "sys/resource.h", "cuda_runtime"),
-        own=("csrc/core", "csrc/cuda", "tests/core"),
+        own=("csrc/core", "tests/core"),
         files=("csrc/bench/instant_transport.h", "tests/sim/simulator/simulate.h"),
     ),
 }

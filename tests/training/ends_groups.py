@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from gradcast import _core
+import _testing
 from gradcast.training.compat import extension
 from training.programs import tell
 
@@ -62,9 +62,9 @@ class Group(distributed.ProcessGroup):
     recv = send
 
 
-def started(wire: str) -> tuple[Group, "_core.TransportDriver"]:
+def started(wire: str) -> tuple[Group, "_testing.TransportDriver"]:
     group = Group()
-    driver = _core.TransportDriver(extension.load().Transport(group, [torch.ones(1000)], wire))
+    driver = _testing.TransportDriver(extension.load().Transport(group, [torch.ones(1000)], wire))
     driver.start(0, [(0, 4000)])
     return group, driver
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradcast import _core
+import _testing
 
 # How long a case waits for what must come, and for what must not come.
 LIMIT_NS = 20_000_000_000
@@ -35,8 +35,8 @@ class Rank(abc.ABC):
     def barrier(self) -> None:
         """Returns when all ranks have come here; carries no bytes of the transport."""
 
-    def drive(self, *buffers: np.ndarray) -> "_core.TransportDriver":
-        return _core.TransportDriver(self.transport(buffers))
+    def drive(self, *buffers: np.ndarray) -> "_testing.TransportDriver":
+        return _testing.TransportDriver(self.transport(buffers))
 
     def values(self, count: int, dtype: str = "float32") -> np.ndarray:
         return self.values_of(self.rank, count, dtype)
@@ -52,7 +52,7 @@ class Rank(abc.ABC):
 Case = Callable[[Rank], None]
 
 
-def succeed(driver: "_core.TransportDriver", *tickets: int) -> None:
+def succeed(driver: "_testing.TransportDriver", *tickets: int) -> None:
     for ticket in tickets:
         error = driver.wait(ticket, LIMIT_NS)
         assert error == "", f"operation {ticket}: {'no completion' if error is None else error}"
@@ -278,7 +278,7 @@ def closes_without_any_operation(rank: Rank) -> None:
 
 def lives_as_long_as_its_capsule(rank: Rank) -> None:
     array = rank.values(10)
-    driver = _core.TransportDriver(rank.transport([array]).capsule)
+    driver = _testing.TransportDriver(rank.transport([array]).capsule)
     driver.start(0, [(0, 40)])
     succeed(driver, 0)
     np.testing.assert_array_equal(array, rank.sums(10))

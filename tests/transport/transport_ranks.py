@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import _testing
 import gradcast
-from gradcast import _core
 from gradcast.training.compat import extension
 from transport_conformance import LIMIT_NS, MOMENT_NS, Case, Rank, everywhere, succeed
 
@@ -52,7 +52,7 @@ class Fp16Rank(C10dRank):
 def sums_every_floating_type(rank: C10dRank) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         tensor = torch.full((33,), rank.rank + 1.0, dtype=dtype)
-        driver = _core.TransportDriver(rank.transport_of([tensor]))
+        driver = _testing.TransportDriver(rank.transport_of([tensor]))
         size_bytes = tensor.element_size()
         driver.start(0, [(0, 30 * size_bytes), (31 * size_bytes, 33 * size_bytes)])
         succeed(driver, 0)
@@ -65,7 +65,7 @@ def sums_every_floating_type(rank: C10dRank) -> None:
 def leaves_the_version_counter_alone(rank: C10dRank) -> None:
     """Whoever asks autograd whether a gradient was changed means the user."""
     flat = torch.ones(10)
-    driver = _core.TransportDriver(rank.transport_of([flat]))
+    driver = _testing.TransportDriver(rank.transport_of([flat]))
     before = flat[2:4]._version
     driver.start(0, [(0, 20), (24, 40)])
     driver.start(1, [(0, 40)])
@@ -91,7 +91,7 @@ def says_what_it_does_not_take(rank: C10dRank) -> None:
 
 def passes_on_what_the_backend_says(rank: C10dRank) -> None:
     tensor = torch.zeros(4, dtype=torch.int16)
-    driver = _core.TransportDriver(rank.transport_of([tensor]))
+    driver = _testing.TransportDriver(rank.transport_of([tensor]))
     driver.start(0, [(0, 8)])
     error = driver.wait(0, LIMIT_NS)
     assert error is not None
@@ -119,7 +119,7 @@ def adds_up_in_fp32_what_travels_in_16_bits(rank: C10dRank) -> None:
             terms = [numbers_of_all_magnitudes(each, count) for each in range(rank.world_size)]
             expected = rounded_once_there_and_once_back(terms, dtype)
             tensor = terms[rank.rank].clone()
-            driver = _core.TransportDriver(transport(rank, [tensor], wire))
+            driver = _testing.TransportDriver(transport(rank, [tensor], wire))
             third = count // 3
             blocks = [[(0, 4 * count)]]
             if third > 0:
@@ -142,7 +142,7 @@ def carries_what_is_not_finite(rank: C10dRank) -> None:
     values = torch.tensor([1e5, 65504.0, float("inf"), float("nan"), -1e5, 3e38, 1.0])
     for wire, dtype in WIRES.items():
         tensor = values.clone()
-        driver = _core.TransportDriver(transport(rank, [tensor], wire))
+        driver = _testing.TransportDriver(transport(rank, [tensor], wire))
         driver.start(0, [(0, 28)])
         succeed(driver, 0)
         expected = rounded_once_there_and_once_back([values] * rank.world_size, dtype)
@@ -155,7 +155,7 @@ def carries_what_is_not_finite(rank: C10dRank) -> None:
 def casts_fp32_alone(rank: C10dRank) -> None:
     """Other types travel as they are, in one order with what is cast."""
     single, double = torch.full((4096,), 0.1), torch.full((4096,), 0.1, dtype=torch.float64)
-    driver = _core.TransportDriver(transport(rank, [single, double], "bf16"))
+    driver = _testing.TransportDriver(transport(rank, [single, double], "bf16"))
     for ticket in range(8):
         driver.start(
             ticket,

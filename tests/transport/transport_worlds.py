@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradcast import _core
+import _testing
 from transport_conformance import Case, Rank
 
 RANKS = Path(__file__).with_name("transport_ranks.py")
@@ -24,7 +24,7 @@ WORLD_S = 180.0
 class InprocRank(Rank):
     """Each transport belongs to a world that all ranks make together: their k-th calls meet in the k-th world."""
 
-    def __init__(self, rank: int, worlds: list["_core.InprocWorld"], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, worlds: list["_testing.InprocWorld"], barrier: threading.Barrier) -> None:
         super().__init__(rank, barrier.parties)
         self._worlds, self._barrier = worlds, barrier
         self._made = 0
@@ -32,7 +32,7 @@ class InprocRank(Rank):
     def transport(self, buffers: Sequence[np.ndarray]) -> object:
         self._made += 1
         if self.rank == 0:
-            self._worlds.append(_core.InprocWorld(self.world_size))
+            self._worlds.append(_testing.InprocWorld(self.world_size))
         self.barrier()
         return self._worlds[self._made - 1].transport(self.rank, buffers)
 
@@ -43,7 +43,7 @@ class InprocRank(Rank):
 def run_inproc(world_size: int, case: Case) -> None:
     """Raises what the first failing rank raised."""
     barrier = threading.Barrier(world_size, timeout=BARRIER_S)
-    worlds: list[_core.InprocWorld] = []
+    worlds: list[_testing.InprocWorld] = []
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:

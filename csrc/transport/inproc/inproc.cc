@@ -38,12 +38,4 @@ std::unique_ptr<Transport> InprocWorld::transport(int32_t rank, std::vector<Host
   return std::make_unique<RankTransport>(wire_, rank);
 }
 
-void InprocWorld::delay(int32_t rank, int64_t operation_index, int64_t delay_ns) {
-  wire_->delay(rank, operation_index, delay_ns);
-}
-
-void InprocWorld::fail(int32_t rank, int64_t operation_index, std::string message) {
-  wire_->fail(rank, operation_index, std::move(message));
-}
-
 }  // namespace gradcast

@@ -74,18 +74,6 @@ void InprocWorld::Wire::admit(int32_t rank, std::vector<HostBuffer> buffers) {
   member.buffers = std::move(buffers);
 }
 
-void InprocWorld::Wire::delay(int32_t rank, int64_t operation_index, int64_t delay_ns) {
-  check_rank(rank);
-  std::lock_guard lock(mutex_);
-  scripts_[{rank, operation_index}].delay_ns = delay_ns;
-}
-
-void InprocWorld::Wire::fail(int32_t rank, int64_t operation_index, std::string message) {
-  check_rank(rank);
-  std::lock_guard lock(mutex_);
-  scripts_[{rank, operation_index}].fault = std::move(message);
-}
-
 void InprocWorld::Wire::open(int32_t rank, CompletionSink* sink) {
   std::lock_guard lock(mutex_);
   members_[rank].sink = sink;
@@ -95,13 +83,7 @@ void InprocWorld::Wire::start(int32_t rank, const Operation& operation) {
   {
     std::lock_guard lock(mutex_);
     Member& member = members_[rank];
-    Started started{operation, now_ns(), fault_of(operation, extents_of(member.buffers))};
-    const auto script = scripts_.find({rank, first_index_ + static_cast<int64_t>(member.started.size())});
-    if (script != scripts_.end()) {
-      started.join_ns += script->second.delay_ns;
-      started.fault = started.fault ? started.fault : script->second.fault;
-    }
-    member.started.push_back(std::move(started));
+    member.started.push_back({operation, now_ns(), fault_of(operation, extents_of(member.buffers))});
   }
   changed_.notify_one();
 }
@@ -140,32 +122,31 @@ void InprocWorld::Wire::run() {
 #endif
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    const int64_t time_ns = now_ns();
-    const std::vector<Delivery> failures = failures_due(time_ns);
+    const std::vector<Delivery> failures = failures_due();
     if (!failures.empty()) {
       deliver(lock, failures);
       continue;
     }
-    const std::optional<int64_t> finish_ns = first_finish_ns(time_ns);
-    if (finish_ns && first_mismatch()) {
-      deliver(lock, pop_first(first_mismatch()));
-    } else if (finish_ns && *finish_ns <= time_ns) {
+    const std::optional<int64_t> finish_ns = first_finish_ns();
+    if (!finish_ns) {
+      changed_.wait(lock);
+    } else if (const std::optional<std::string> mismatch = first_mismatch()) {
+      deliver(lock, pop_first(mismatch));
+    } else if (*finish_ns <= now_ns()) {
       free_ns_ = *finish_ns;
       run_first(lock);
-    } else if (const std::optional<int64_t> next_ns = next_event_ns(time_ns)) {
-      changed_.wait_until(lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(*next_ns)));
     } else {
-      changed_.wait(lock);
+      changed_.wait_until(lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(*finish_ns)));
     }
   }
 }
 
-std::vector<InprocWorld::Wire::Delivery> InprocWorld::Wire::failures_due(int64_t now_ns) {
+std::vector<InprocWorld::Wire::Delivery> InprocWorld::Wire::failures_due() {
   std::vector<Delivery> due;
   for (int32_t rank = 0; rank < world_size(); ++rank) {
     // Operations of a rank end in the order of their start.
     for (Started& started : members_[rank].started) {
-      std::optional<std::string> failure = started.completed ? std::nullopt : failure_of(rank, started, now_ns);
+      std::optional<std::string> failure = started.completed ? std::nullopt : failure_of(rank, started);
       if (failure) {
         started.completed = true;
         due.push_back({rank, started.operation.ticket, std::move(failure)});
@@ -177,11 +158,11 @@ std::vector<InprocWorld::Wire::Delivery> InprocWorld::Wire::failures_due(int64_t
   return due;
 }
 
-std::optional<std::string> InprocWorld::Wire::failure_of(int32_t rank, const Started& started, int64_t now_ns) const {
+std::optional<std::string> InprocWorld::Wire::failure_of(int32_t rank, const Started& started) const {
   if (members_[rank].left) {
     return members_[rank].left;
   }
-  if (started.fault && started.join_ns <= now_ns) {
+  if (started.fault) {
     return started.fault;
   }
   for (int32_t other = 0; other < world_size(); ++other) {
@@ -192,17 +173,16 @@ std::optional<std::string> InprocWorld::Wire::failure_of(int32_t rank, const Sta
   return std::nullopt;
 }
 
-std::optional<int64_t> InprocWorld::Wire::first_finish_ns(int64_t now_ns) const {
-  int64_t joined_ns = 0;
+std::optional<int64_t> InprocWorld::Wire::first_finish_ns() const {
+  int64_t started_ns = 0;  // by the last rank
   for (const Member& member : members_) {
-    if (member.started.empty() || member.started.front().completed || member.started.front().fault ||
-        member.started.front().join_ns > now_ns) {
+    if (member.started.empty() || member.started.front().completed || member.started.front().fault) {
       return std::nullopt;
     }
-    joined_ns = std::max(joined_ns, member.started.front().join_ns);
+    started_ns = std::max(started_ns, member.started.front().start_ns);
   }
   const double bytes = static_cast<double>(size_bytes(members_.front().started.front().operation));
-  const int64_t begin_ns = std::max(joined_ns + static_cast<int64_t>(cost_.alpha_ns), free_ns_);
+  const int64_t begin_ns = std::max(started_ns + static_cast<int64_t>(cost_.alpha_ns), free_ns_);
   return begin_ns + static_cast<int64_t>(cost_.beta_ns_per_byte * bytes);
 }
 
@@ -258,18 +238,6 @@ void InprocWorld::Wire::deliver(std::unique_lock<std::mutex>& lock, const std::v
     --member.delivery_count;
     delivered_.notify_all();
   }
-}
-
-std::optional<int64_t> InprocWorld::Wire::next_event_ns(int64_t now_ns) const {
-  std::optional<int64_t> next_ns = first_finish_ns(now_ns);
-  for (const Member& member : members_) {
-    for (const Started& started : member.started) {
-      if (!started.completed && started.join_ns > now_ns) {
-        next_ns = std::min(next_ns.value_or(started.join_ns), started.join_ns);
-      }
-    }
-  }
-  return next_ns;
 }
 
 }  // namespace gradcast

@@ -6,12 +6,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "gradcast/inproc.h"
@@ -26,8 +24,6 @@ class InprocWorld::Wire {
 
   int32_t world_size() const { return static_cast<int32_t>(members_.size()); }
   void admit(int32_t rank, std::vector<HostBuffer> buffers);
-  void delay(int32_t rank, int64_t operation_index, int64_t delay_ns);
-  void fail(int32_t rank, int64_t operation_index, std::string message);
 
   // As in Transport, for one rank.
   void open(int32_t rank, CompletionSink* sink);
@@ -41,8 +37,8 @@ class InprocWorld::Wire {
   // An operation as one rank started it.
   struct Started {
     Operation operation;
-    int64_t join_ns = 0;
-    std::optional<std::string> fault;  // why this rank will not join it
+    int64_t start_ns = 0;
+    std::optional<std::string> fault;  // why it cannot begin
     bool completed = false;
   };
   struct Member {
@@ -53,10 +49,6 @@ class InprocWorld::Wire {
     std::optional<std::string> left;  // why this rank is gone
     int32_t delivery_count = 0;       // completions that are on their way to the sink
   };
-  struct Script {
-    int64_t delay_ns = 0;
-    std::optional<std::string> fault;
-  };
   struct Delivery {
     int32_t rank;
     int64_t ticket;
@@ -65,16 +57,14 @@ class InprocWorld::Wire {
 
   void run();
   // All below: REQUIRES mutex_ held.
-  std::vector<Delivery> failures_due(int64_t now_ns);
-  std::optional<std::string> failure_of(int32_t rank, const Started& started, int64_t now_ns) const;
-  // When the first operation is over, if all ranks have joined it.
-  std::optional<int64_t> first_finish_ns(int64_t now_ns) const;
+  std::vector<Delivery> failures_due();
+  std::optional<std::string> failure_of(int32_t rank, const Started& started) const;
+  // When the first operation is over, if all ranks have started it.
+  std::optional<int64_t> first_finish_ns() const;
   std::optional<std::string> first_mismatch() const;
   std::vector<Delivery> pop_first(const std::optional<std::string>& error);
   void run_first(std::unique_lock<std::mutex>& lock);
   void deliver(std::unique_lock<std::mutex>& lock, const std::vector<Delivery>& deliveries);
-  // The next moment at which something happens by itself.
-  std::optional<int64_t> next_event_ns(int64_t now_ns) const;
   void check_rank(int32_t rank) const;
 
   // Constant after construction.
@@ -82,12 +72,11 @@ class InprocWorld::Wire {
 
   // Guarded by mutex_.
   std::mutex mutex_;
-  std::condition_variable changed_;                        // for the wire's thread
-  std::condition_variable delivered_;                      // for transports that close
-  std::vector<Member> members_;                            // by rank; their number is constant
-  std::map<std::pair<int32_t, int64_t>, Script> scripts_;  // by rank and operation
-  int64_t first_index_ = 0;                                // of the operation that the wire takes next
-  int64_t free_ns_ = 0;                                    // when the wire is done with the one before
+  std::condition_variable changed_;    // for the wire's thread
+  std::condition_variable delivered_;  // for transports that close
+  std::vector<Member> members_;        // by rank; their number is constant
+  int64_t first_index_ = 0;            // of the operation that the wire takes next
+  int64_t free_ns_ = 0;                // when the wire is done with the one before
   bool stopping_ = false;
 
   std::thread thread_;

@@ -6,39 +6,16 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "bindings/arrays.h"
-#include "bindings/capsule.h"
 #include "gradcast/mpi.h"
+#include "tests/bindings/host_transport.h"
 
 namespace py = pybind11;
 
 namespace gradcast {
 namespace {
-
-// A transport, and the Python arrays that it works on.
-class BoundMpi {
- public:
-  explicit BoundMpi(const std::vector<py::buffer>& arrays) {
-    std::vector<HostBuffer> buffers;
-    for (const py::buffer& array : arrays) {
-      views_.push_back(array.request(/*writable=*/true));
-      buffers.push_back(host_buffer_of(views_.back()));
-    }
-    transport_ = make_mpi_transport(MPI_COMM_WORLD, std::move(buffers));
-  }
-  ~BoundMpi() {
-    const py::gil_scoped_release released;
-    transport_.reset();
-  }
-
-  Transport& transport() { return *transport_; }
-
- private:
-  std::vector<py::buffer_info> views_;
-  std::unique_ptr<Transport> transport_;
-};
 
 int init(int level) {
   int provided = MPI_THREAD_SINGLE;
@@ -58,7 +35,7 @@ std::pair<int, int> place() {
 }  // namespace gradcast
 
 PYBIND11_MODULE(_mpi_world, module) {
-  using gradcast::BoundMpi;
+  using gradcast::HostTransport;
   module.attr("MULTIPLE") = static_cast<int>(MPI_THREAD_MULTIPLE);
   module.attr("SERIALIZED") = static_cast<int>(MPI_THREAD_SERIALIZED);
   module.def("init", &gradcast::init);
@@ -67,9 +44,11 @@ PYBIND11_MODULE(_mpi_world, module) {
       "barrier", [] { MPI_Barrier(MPI_COMM_WORLD); }, py::call_guard<py::gil_scoped_release>());
   module.def("finalize", [] { MPI_Finalize(); });
   module.def("abort", [](int code) { MPI_Abort(MPI_COMM_WORLD, code); });
-  py::class_<BoundMpi>(module, "Transport")
-      .def(py::init<const std::vector<py::buffer>&>())
-      .def_property_readonly("capsule", [](const py::object& self) {
-        return gradcast::make_capsule(self.cast<BoundMpi&>().transport(), self);
-      });
+  py::class_<HostTransport>(module, "Transport", py::module_local())
+      .def(py::init([](const std::vector<py::buffer>& arrays) {
+        return std::make_unique<HostTransport>(arrays, [](std::vector<gradcast::HostBuffer> buffers) {
+          return gradcast::make_mpi_transport(MPI_COMM_WORLD, std::move(buffers));
+        });
+      }))
+      .def_property_readonly("capsule", &HostTransport::capsule);
 }

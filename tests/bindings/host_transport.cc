@@ -1,4 +1,4 @@
-#include "bindings/arrays.h"
+#include "tests/bindings/host_transport.h"
 
 #include "gradcast/error.h"
 

@@ -1,4 +1,6 @@
-// The hand-driven transport for Python.
+// A transport driven by hand, for Python.
+#include <pybind11/stl.h>
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -6,8 +8,8 @@
 #include <vector>
 
 #include "bench/transport_driver.h"
-#include "bindings/bindings.h"
 #include "bindings/capsule.h"
+#include "tests/bindings/testing.h"
 
 namespace py = pybind11;
 
@@ -47,22 +49,23 @@ void start(BoundDriver& driver, int64_t ticket, const std::vector<std::pair<int6
 }  // namespace
 
 void bind_driver(py::module_& module) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<BoundDriver>(module, "TransportDriver")
       .def(py::init<py::object>(), py::arg("transport"))
       .def_property_readonly("rank", [](BoundDriver& driver) { return driver->rank(); })
       .def_property_readonly("world_size", [](BoundDriver& driver) { return driver->world_size(); })
       .def("start", &start, py::arg("ticket"), py::arg("ranges"), py::kw_only(), py::arg("op") = "all_reduce",
-           py::arg("buffer") = 0, ReleaseGil())
+           py::arg("buffer") = 0, WithoutGil())
       .def(
           "wait",
           [](BoundDriver& driver, int64_t ticket, int64_t timeout_ns) { return driver->wait(ticket, timeout_ns); },
-          py::arg("ticket"), py::arg("timeout_ns"), ReleaseGil())
+          py::arg("ticket"), py::arg("timeout_ns"), WithoutGil())
       .def("completions", [](BoundDriver& driver) { return driver->completions(); })
       .def(
           "abort", [](BoundDriver& driver, const std::string& reason) { driver->abort(reason); }, py::arg("reason"),
-          ReleaseGil())
+          WithoutGil())
       .def(
-          "close", [](BoundDriver& driver) { driver->close(); }, ReleaseGil());
+          "close", [](BoundDriver& driver) { driver->close(); }, WithoutGil());
 }
 
 }  // namespace gradcast
