@@ -26,7 +26,7 @@ from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 
 # The in-process network is the tests' own: `make test-modules` builds it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import _testing
 
 _TENSORS = 150
