@@ -19,7 +19,7 @@ from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
 from gradcast.training.training_session import SessionWithoutPlan
 
-# Read nowhere else.
+# This module alone reads the variable.
 VARIABLE = "GRADCAST_DISABLE"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gradcast import _core
 from gradcast.errors import Error
 
-# Read nowhere else.
+# This module alone reads the variable.
 PLAN_VARIABLE = "GRADCAST_PLAN"
 # Wire formats of fp32 gradients, with the bytes of one element.
 WIRES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -53,8 +53,8 @@ def plan_stats(
         "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
     }
     if controller.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans
-        usual = controller.agreed.typical_step
-        values |= {"predicted_ms": usual.step_ns / 1e6, "bound_ms": usual.bound_ns / 1e6}
+        typical = controller.agreed.typical_step
+        values |= {"predicted_ms": typical.step_ns / 1e6, "bound_ms": typical.bound_ns / 1e6}
     expectation, compared = controller.agreed.expectation, controller.comparison
     values |= {
         "runs_as_ddp": controller.agreed.runs_as_baseline,
