@@ -1,5 +1,8 @@
-"""A run of `gradcast doctor` as its report sees it: blocks, predictions and the floor are gradcast's own, for a bundled
-profile on a network; what a cluster adds (noise, a slow rank, clocks that differ) is drawn from a seed."""
+"""A run of `gradcast doctor` as its report sees it.
+
+Blocks, predictions and the floor are gradcast's own for a bundled profile on a network. What a cluster adds (noise, a
+slow rank, clocks that differ) is drawn from a seed.
+"""
 
 import json
 import math
@@ -29,7 +32,7 @@ LINT = [
 
 
 def scene(world_size=WORLD, profile="resnet50", scale=0.5):
-    """Profile, link, plan in overlap mode, DDP's, and what play says of both."""
+    """Profile, link, plans of overlap mode and of DDP, and what play predicts for both."""
     model = gradcast.load_profile(profile, scale)
     link = _core.ring_link(_core.Hop(**HOP), world_size)
     plan = gradcast.make_plan(model, link)
@@ -101,7 +104,7 @@ def _version(version, from_step, plan, predicted_ms, measured_ms):
 
 
 def bare(**changes):
-    """What is left where nothing but normal steps was measured: every part that may be null is."""
+    """The fields of a run that measured only ordinary steps: every field that may be null is null."""
     nothing = dict.fromkeys(
         ("straggler", "hopeless", "overlap_left_out", "network", "profile", "plan", "prediction", "scaling", "script")
     )
@@ -110,7 +113,7 @@ def bare(**changes):
 
 
 def rank_traces(world_size=WORLD, step_count=10, profile="resnet50", policy="ddp", cap_bytes=4e6, seed=1):
-    """What each rank would have recorded, by its own clock: steps that follow a plan, jittered, one after the other."""
+    """What each rank would have recorded on its own clock: consecutive, jittered steps that follow a plan."""
     model, link = gradcast.load_profile(profile, 0.5), _core.ring_link(_core.Hop(**HOP), world_size)
     plan = gradcast.make_plan(model, link, policy=policy, mode="hook", parameters={"cap_bytes": cap_bytes})
     played = gradcast.play(model, link, plan)
@@ -242,7 +245,9 @@ def _network(now, dice):
 
 
 def _shape(now, jitter):
-    """A timeline in the form of doctor.json, of what play says; ``jitter`` makes measured times of predicted ones."""
+    """A timeline in the form of doctor.json, as play predicts it; ``jitter`` turns predicted times into measured
+    ones.
+    """
     backward, played = now.model.backward_ns / MS, now.played
     end = played.iteration_ns / MS
     waits = [(times.read_ns / MS, times.wait_ns / MS) for times in played.tensors if times.wait_ns > 2e5]

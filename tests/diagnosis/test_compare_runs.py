@@ -1,4 +1,4 @@
-"""`gradcast compare`: two runs side by side, and whether they differ by more than chance."""
+"""`gradcast compare`: compares two runs, and tells whether they differ by more than chance."""
 
 import json
 

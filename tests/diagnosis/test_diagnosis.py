@@ -1,4 +1,4 @@
-"""What a diagnosis concludes from its numbers: actions, floor, verdict, timelines, and the words for people."""
+"""Conclusions from measurements: actions, floor, bottleneck, and timelines."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def with_link(alpha_ns, beta_ns_per_byte, scale=1.0):
 
 
 def situation(profile, **more):
-    """A training that takes exactly what ``play`` says of DDP on this profile."""
+    """A training whose steps take exactly what ``play`` predicts for DDP on this profile."""
     step_ms = ddp_baseline.plan(profile, DDP_CAPS).predicted_ns / MS
     known = parts(forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
     return Situation(
@@ -147,7 +147,7 @@ def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_und
 
 
 def test_no_step_is_predicted_to_be_shorter_than_its_passes():
-    """While gradcast was tried the network was far slower than in the steps that were measured."""
+    """The network was far slower during the trial than in the measured steps."""
     profile = with_link(500e3, 20.0)
     usual = situation(profile)
     passes_ms = (profile.forward_ns + profile.backward_ns) / MS

@@ -1,4 +1,6 @@
-"""The doctor around somebody's script: what it leaves behind, what it finds, and what it says where it cannot."""
+"""The doctor around a user's script: it leaves no trace in the training, finds what is wrong, and explains why it
+cannot.
+"""
 
 import json
 import subprocess
@@ -24,7 +26,9 @@ def _this_job(monkeypatch, native_part, dumps_folder):
 
 
 def train(tmp_path, *arguments, doctor=None):
-    """Two ranks; the digest of the final state. ``doctor``: its options; None: without it."""
+    """Trains on two ranks and returns the digest of the final state. ``doctor`` has the options of the doctor, or
+    None to train without it.
+    """
     state = tmp_path / f"state{doctor is None}"
     before = [] if doctor is None else ["-m", "gradcast", "doctor", *doctor, "-o", str(tmp_path / "run")]
     with open(tmp_path / f"said{doctor is None}", "w") as said:
@@ -110,7 +114,7 @@ def test_python_between_operations_is_told_apart_from_what_they_compute(tmp_path
 
 
 def diagnosed(program, tmp_path, *options, ranks=2):
-    """A script of one's own under the doctor: exit code of rank 0 and all that was said, by one process per rank."""
+    """Runs a script under the doctor, with one process per rank. Returns the exit code of rank 0 and all output."""
     path = tmp_path / "script.py"
     path.write_text(program)
     command = [sys.executable, "-m", "gradcast", "doctor", *options, "-o", str(tmp_path / "run"), str(path)]

@@ -1,4 +1,4 @@
-"""The doctor around a loop, from code: any kind of loop goes on as if nothing had been."""
+"""The doctor around a loop, from code: every kind of loop goes on as if nothing had happened."""
 
 import contextlib
 import os
@@ -65,7 +65,7 @@ def test_around_a_loop(ranks, tmp_path, accumulate):
 
 
 class Heads(nn.Module):
-    """A buffer that forward replaces, dropout, outputs in a dictionary, and a head that may stay unused."""
+    """Has a buffer that forward replaces, dropout, outputs in a dictionary, and a head that may stay unused."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def heads_loss(ddp, value, **keywords):
 
 
 def train_heads(rank, case, doctor):
-    """Ten steps of one kind of loop: the final state, and what the doctor has said."""
+    """Runs ten steps of one kind of loop. Returns the final state and the doctor's step counts."""
     from gradcast.diagnosis.analyze import result
 
     torch.manual_seed(0)
@@ -200,7 +200,9 @@ def test_a_defect_of_the_doctor_does_not_end_a_training(ranks, tmp_path):
 
 
 def with_clipping(rank, folder, clips):
-    """How often a hook was called that came after the doctor's; on rank 0 the actions, and why overlap is left out."""
+    """Returns how often a hook behind the doctor's was called; on rank 0 also the actions, and why overlap is left
+    out.
+    """
     ddp, called = make_ddp(), []
     adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
     with gradcast.doctor(ddp, adam, steps=5, seconds=0.01, network=False, output=folder) as outcome:
@@ -309,7 +311,7 @@ def test_wrong_use_is_refused(ranks, case, words):
 
 
 def with_more_threads_than_cores(rank, folder):
-    """The doctor's findings, the numbers of threads with which passes ran, and the one afterwards."""
+    """Returns the doctor's lint, the numbers of threads with which passes ran, and the number afterwards."""
     usual, many, seen = torch.get_num_threads(), len(os.sched_getaffinity(0)) + 1, set()
     ddp = make_ddp()
     adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
@@ -337,7 +339,7 @@ def test_steps_with_threads_that_fit_say_what_too_many_cost(ranks, tmp_path):
 
 
 def attached_by_the_script(rank, folder):
-    """As in a script that attaches gradcast, which runs with GRADCAST_DISABLE=1 under the doctor."""
+    """Like a script that attaches gradcast, which runs with GRADCAST_DISABLE=1 under the doctor."""
     ddp = make_ddp()
     adam = torch.optim.Adam(ddp.parameters(), lr=0.01)
     with mock.patch.dict(os.environ, {"GRADCAST_DISABLE": "1"}):

@@ -1,4 +1,4 @@
-"""What the doctor is made of: the snapshot, the watch over loaders, the tape."""
+"""Parts of the doctor: the snapshot, the timer of loaders, and recorded steps."""
 
 import time
 

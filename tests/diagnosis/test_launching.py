@@ -1,4 +1,4 @@
-"""How long operations run in a step of the doctor, and what goes by between them."""
+"""Launch overhead: how long operations run in a step of the doctor, and how much time passes between them."""
 
 import concurrent.futures
 import contextlib
@@ -86,7 +86,7 @@ class Waits(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """Operations take 20 ms in forward and 40 in backward, Python between them 300 in forward."""
+    """Operations take 20 ms in forward and 40 in backward; Python between them takes 300 ms in forward."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Slow(nn.Module):
 
 
 class Optimizer(torch.optim.SGD):
-    """Python takes 300 ms."""
+    """Its Python code takes 300 ms."""
 
     def step(self):
         time.sleep(0.3)
@@ -106,7 +106,7 @@ class Optimizer(torch.optim.SGD):
 
 
 class Prober:
-    """As the doctor's, on one process."""
+    """Like the doctor's, on one process."""
 
     def __init__(self, module, optimizer):
         from gradcast.diagnosis.probe import prober

@@ -1,4 +1,4 @@
-"""The lint of usual mistakes: each is found where it is, and nowhere else. Pure, on facts made by hand."""
+"""Misconfigurations: each is found if it is present, and only then. Pure, on hand-made evidence."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the lint's mistakes cost: by `play`, and from what the ranks have measured."""
+"""The cost of misconfigurations, by `play` and from measurements of the ranks."""
 
 import dataclasses
 import types
@@ -89,7 +89,7 @@ def test_buckets_that_are_not_laid_out_anew_are_torchs(kinds, caps_mib):
 
 
 def test_registered_as_it_is_used_a_real_model_costs_what_the_policy_says():
-    """The buckets made here are those of the core's policy: its prediction is the same."""
+    """The buckets made here are those of the core's ddp policy, so the predictions agree."""
     known = gradcast.load_profile("bert_base")
     link = _core.ring_link(_core.Hop(latency_ns=50e3, bandwidth_bytes_per_s=1e9), 8)
     own = _core.Profile(
@@ -105,7 +105,7 @@ def test_registered_as_it_is_used_a_real_model_costs_what_the_policy_says():
 
 
 def measured(rank, host, *, cluster_ms, without_ms, threads=1, variables=None):
-    """``without_ms``: by option, steps without it."""
+    """``without_ms`` has the steps without each option."""
     steps = {"step": [30.0]}
     probes = {"cluster": {"step": cluster_ms}}
     process_ = Process(variables or {}, threads, frozenset(range(4)), None, "a")
@@ -146,7 +146,7 @@ def linted(ranks, facts=FACTS, known=None):
 
 
 def two_ranks(**changes):
-    """The second is on another host and is what ``changes`` says."""
+    """The second rank is on another host and has ``changes``."""
     common = {"cluster_ms": [30.0] * 5, "without_ms": WITHOUT}
     return [measured(0, "a", **common), measured(1, "b", **common | changes)]
 

@@ -24,7 +24,7 @@ STATS = {
 
 
 def read(text):
-    """What a scraper reads; refuses what one would refuse."""
+    """Parses the text as a scraper does, and rejects what a scraper would reject."""
     found, seen, current = {}, set(), None
     assert text.endswith("\n")
     for line in text.splitlines():

@@ -1,8 +1,8 @@
-"""The network check on real sockets and real workers: its rates are those of the links, it names the slow host, and it
-ends where a peer does not answer.
+"""The network check on real sockets and real workers: it measures the links' rates, names the slow host, and ends if a
+peer does not respond.
 
-What makes hosts needs root and Linux, and is skipped elsewhere; the rest runs on loopback. The only times judged are
-rates that the lab shapes.
+Tests with several hosts need root and Linux, and are skipped elsewhere; the others run on loopback. The only times that
+are checked are rates that the lab shapes.
 """
 
 import json
@@ -35,7 +35,7 @@ def listener(request):
 
 
 class InThread:
-    """Runs a function; ``result()`` is what it returns or raises."""
+    """Runs a function in a thread; ``result()`` returns or raises what it did."""
 
     def __init__(self, function, *arguments, **keywords):
         self._found = []
@@ -174,7 +174,7 @@ def test_without_workers_the_command_says_how_to_start_it(run, monkeypatch):
 
 
 def printed(arguments, worker_count, network=None):
-    """What rank 0 prints."""
+    """Returns what rank 0 prints."""
     pytest.importorskip("torch")
     with tempfile.TemporaryFile("w+") as file:
         run_workers(arguments, worker_count, timeout_s=WAIT_S, network=network, output=file)
@@ -283,7 +283,7 @@ def run_ip(*arguments):
 
 
 def add_second_interface(network):
-    """Joins the two hosts by another wire, which nothing slows."""
+    """Connects the two hosts by a second, unthrottled link."""
     names = [network.command(host, [])[3] for host in range(2)]
     run_ip("link", "add", "name", "eth1", "netns", names[0], "type", "veth", "peer", "name", "eth1", "netns", names[1])
     for host, name in enumerate(names):
@@ -309,7 +309,7 @@ def test_a_faster_interface_that_connects_the_hosts_is_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("addresses", [["10.78.0.1/24", "10.99.0.1/24"], [None, None]])
 def test_an_interface_that_does_not_connect_the_hosts_is_not_proposed(addresses):
-    """In different networks, or with nothing but the link-local address that every interface has."""
+    """The addresses are in different networks, or only link-local, which every interface has."""
     with made_network(30e6, 30e6) as network:
         add_second_interface(network)
         for host, address in enumerate(addresses):

@@ -1,5 +1,5 @@
-"""From tables of measured rates to findings, rates from arrivals, who is measured with whom, and which interface Gloo
-uses. All pure, on tables made by hand.
+"""Findings of the network check from tables of rates, rates from arrival times, which pairs are measured, and which
+interface Gloo uses. All pure, on hand-made tables.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ def host(index, **changes):
 
 
 def network(rates, *, several=1.0, gloo=0.9, latency_us=60.0, **changes):
-    """``rates``: of one TCP stream by pair, in Gbit/s; several streams and Gloo as multiples of it."""
+    """``rates`` are those of one TCP stream by pair, in Gbit/s; several streams and Gloo are multiples of them."""
     pairs = [Pair(a, b, latency_us, rate * G, several * rate * G, gloo * rate * G) for (a, b), rate in rates.items()]
     hosts = changes.pop("hosts", [host(index) for index in range(1 + max(max(pair) for pair in rates))])
     return NetworkMeasurements(hosts, pairs, **changes)
 
 
 def all_pairs(rate_of_host):
-    """Every pair at the rate of its slower host."""
+    """Every pair has the rate of its slower host."""
     count = len(rate_of_host)
     return {(a, b): min(rate_of_host[a], rate_of_host[b]) for a in range(count) for b in range(a + 1, count)}
 
@@ -68,7 +68,7 @@ def test_of_two_hosts_none_is_called_slow():
 
 
 def ring(rates):
-    """Each host with the next, as where there are many."""
+    """Each host with the next one, as with many hosts."""
     count = len(rates)
     return {tuple(sorted((a, (a + 1) % count))): min(rates[a], rates[(a + 1) % count]) for a in range(count)}
 
@@ -255,7 +255,7 @@ def test_few_pieces_count_all():
 
 
 def line(alpha_us, beta_ns_per_byte, sizes=(1 << 10, 1 << 17, 1 << 20), starts=1):
-    """Bytes and ns; ``starts``: how often a sample pays what a message takes to start."""
+    """Bytes and ns of messages; each sample pays ``starts`` start-ups."""
     return [(size, 1e3 * starts * alpha_us + beta_ns_per_byte * size) for size in sizes for _ in range(3)]
 
 
@@ -296,7 +296,7 @@ def test_a_pair_is_as_fast_as_its_slower_direction():
 
 
 def test_a_message_takes_what_the_largest_ones_took():
-    """Smaller ones, which a token bucket lets through at once, have no say, nor has one that was disturbed."""
+    """Neither smaller messages, which a token bucket lets through at once, nor a disturbed one affect the result."""
     pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
 
     took_ms = {1024: (5.7, 0.15, 0.15), 22_390: (5.1, 4.5, 4.5), 179_123: (48.5, 48.6, 48.5)}

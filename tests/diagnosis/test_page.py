@@ -1,4 +1,4 @@
-"""`gradcast report run/`: one page that holds what the run holds, needs no network, and looks right in a browser."""
+"""`gradcast report run/`: the page has everything in the run, needs no network, and looks right in a browser."""
 
 import html
 import json
@@ -36,7 +36,7 @@ def document(run_fields):
 
 
 def parsed(text):
-    """The page is well-formed, so that a strict reader finds every mistake in it."""
+    """Parses the page strictly, so that every mistake in its markup is an error."""
     assert text.startswith("<!DOCTYPE html>\n")
     return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
 
@@ -352,9 +352,9 @@ def test_rank_0_may_be_the_one_that_is_shown(run_fields):
 
 def test_a_picture_needs_a_name(run, tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps({"kind": "gradcast-bench", "version": 1, "sweep": [{}]}))
-    assert "give it with -o" in run("report", tmp_path / "bench.json").err
+    assert "give it, for instance with -o" in run("report", tmp_path / "bench.json").err
     result = run("report", tmp_path / "bench.json", "-o", "x.png", "--json")
-    assert "are for runs of gradcast doctor" in result.err
+    assert "only work with runs of gradcast doctor" in result.err
 
 
 # --- In a browser ---
@@ -365,7 +365,7 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory, run_fields):
-    """Chromium on the page of a run: browser(option, …) -> what it printed."""
+    """Runs Chromium on the page of a run: browser(option, ...) returns what it printed."""
     names = ("chromium", "chromium-browser", "google-chrome")
     program = next((path for name in names if (path := shutil.which(name))), None)
     if program is None:
@@ -394,7 +394,7 @@ def picture(browser, name, *options):
 
 @pytest.mark.slow
 def test_a_browser_reads_it_as_it_is_meant(browser):
-    """Its own parser is no strict one: what it makes of the page has the same sections, figures and words."""
+    """A browser's tolerant parser finds the same sections, figures and texts."""
     shown = browser("--dump-dom").stdout
     assert re.findall(r'<section id="([\w-]+)"', shown) == SECTIONS
     assert shown.count("<svg") == (browser.folder / "report.html").read_text().count("<svg")
@@ -456,7 +456,7 @@ def test_it_prints_on_a_few_pages_with_nothing_cut(browser):
 
 @pytest.mark.slow
 def test_folded_tables_are_on_paper(browser, run_fields):
-    """What is folded on the screen, and not one line per step."""
+    """Tables that are folded on the screen are printed, except for those with one line per step."""
     if shutil.which("pdftotext") is None:
         pytest.skip("this reads what was printed, with pdftotext, which is missing: apt-get install poppler-utils")
     path = browser.folder / "folded.pdf"

@@ -1,4 +1,4 @@
-"""What the report reads is what the doctor writes: the fields of doctor.json, and what is in them."""
+"""The report reads exactly the fields of doctor.json that the doctor writes."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ WAITED_MS = 1.0  # at the end of backward
 
 
 def rank_steps(rank):
-    """Rank 2 is slow in forward; where buffers are sent before it, the others wait for them inside of forward."""
+    """Rank 2 is slow in forward. If buffers are broadcast before forward, the others wait for them inside it."""
     own = {"forward": FORWARD_MS + SLOW_MS * (rank == SLOW_RANK), "backward": BACKWARD_MS, "update": UPDATE_MS}
     alone_ms = sum(own.values())
     normal = {
@@ -56,7 +56,7 @@ def rank_steps(rank):
 
 
 def result(*, buffers=False, tried=True, untold=None, gradients_used=False, connections=1):
-    """What the doctor writes of four ranks."""
+    """The fields of doctor.json for four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.diagnosis.analyze import result
     from gradcast.diagnosis.observe.environment import Process
@@ -96,7 +96,7 @@ def result(*, buffers=False, tried=True, untold=None, gradients_used=False, conn
 
 
 def shape(value):
-    """Every key at every level; of a list, the keys of its elements."""
+    """Every key at every level; for a list, the keys of its elements."""
     if isinstance(value, dict):
         return {key: shape(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -154,7 +154,7 @@ def test_where_the_loop_uses_all_gradients_overlap_mode_is_left_out_and_text_and
 
 
 def test_what_was_measured_between_hosts_is_not_taken_for_the_inside_of_one():
-    """Two ranks per host."""
+    """There are two ranks per host."""
     scaling = result()["scaling"]
     assert scaling["left_out"] == ["nothing is known of the network inside a node"]
     assert min(point["workers"] for point in scaling["points"]) == 4
@@ -211,7 +211,7 @@ def test_each_version_of_the_plan_is_told():
 
 
 def test_no_gain_is_larger_than_what_the_passes_leave():
-    """A step whose interval is wider than itself, and a part of which more would go than there is."""
+    """A step with an interval wider than itself, and an action that would remove more time than there is."""
     step = Estimate(100.0, 90.0, 400.0)
     known = {part: Estimate(0.0, 0.0, 0.0) for part in PARTS}
     known |= {"forward": Estimate(10.0, 9, 11), "backward": Estimate(30.0, 29, 31), "waiting": Estimate(70.0, 0, 500.0)}

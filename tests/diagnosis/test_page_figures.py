@@ -1,4 +1,4 @@
-"""The figures of the page, read back: what is drawn where, and in which words, against the run that it is of."""
+"""The figures of the page, read back and compared with the run."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -43,7 +43,7 @@ def points(shape):
 
 
 def require_line(places, values):
-    """Places grow, or fall, in proportion to the values."""
+    """Positions are proportional to values."""
     (low, start), (high, end) = (choose(zip(values, places, strict=True)) for choose in (min, max))
     assert places == pytest.approx([start + (value - low) / (high - low) * (end - start) for value in values], abs=0.1)
 
@@ -52,7 +52,7 @@ def require_line(places, values):
 
 
 def with_gains(run, *gains):
-    """``gains``: speedup, low and high of each action."""
+    """``gains`` are speedup, low and high of each action."""
     listed = [
         {"key": f"a{place}", "title": f"action {place}", "how": "do()", "speedup": gain, "low": low, "high": high,
          "predicted_ms": 500.0 / gain}
@@ -199,7 +199,7 @@ def test_bandwidth_is_held_against_the_check():
 
 
 def test_the_fitted_cost_runs_through_what_was_measured(run_fields):
-    """Samples lie within 5 % of it, and a tenth of the height is more than that."""
+    """Samples are within 5 % of the fit, which is less than a tenth of the height."""
     told = section(run_fields, "network")
     curve = points(shapes(told, "polyline", "curve")[0])
     dots = [at(each, "cx", "cy") for each in shapes(told, "circle", "measured")]

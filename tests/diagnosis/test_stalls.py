@@ -1,4 +1,4 @@
-"""Where a step's time goes: tables made by hand, the sums, and what noise may not do."""
+"""The step breakdown: hand-made tables, the sums of the parts, and robustness against noise."""
 
 import dataclasses
 import random
@@ -97,8 +97,9 @@ def rank_steps(
     sent=(0, 0),
     **more,
 ):
-    """Constant samples. ``node`` and ``cluster``: what that adds to a step alone, and ``sent``, of both, to its
-    forward pass; ``launch``: what of forward goes by between operations."""
+    """Constant samples. ``node`` and ``cluster`` are added to a step alone, and ``sent`` of both to its forward
+    pass. ``launch`` is the launch overhead in forward.
+    """
     alone = forward + backward + update
 
     def constant(ms):
@@ -151,7 +152,7 @@ def test_what_is_exchanged_inside_costs_at_most_what_all_exchange_does():
 
 
 def test_where_two_kinds_are_the_same_steps_nothing_is_between_them_by_chance():
-    """A rank per host: steps of the node are steps alone."""
+    """With one rank per host, steps of the node are steps alone."""
     chance = random.Random(3)
     ranks = []
     for rank in range(2):

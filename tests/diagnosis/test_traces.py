@@ -1,4 +1,4 @@
-"""The merged trace of all ranks: clocks, what a reader relies on, how large it is, and that other tools load it."""
+"""The merged trace of all ranks: clocks, structure, size, and compatibility with other tools."""
 
 import importlib.util
 import itertools
@@ -38,7 +38,7 @@ def test_the_quickest_exchange_tells_the_offset():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_true_offset_is_within_the_error(seed):
-    """However unequal the two ways are, and however long queues were."""
+    """This holds however unequal the two ways are, and however long queues were."""
     dice, true_ns = random.Random(seed), 1_700_000_000_123_456_789
     pings = []
     for start_ns in range(0, 10 * MS, MS):
@@ -85,7 +85,7 @@ def spans_of(merged, **fields):
 
 
 def test_ranks_lie_on_one_clock(ranks, merged):
-    """The clocks of the four are seven seconds apart each; their steps began within a fraction of a millisecond."""
+    """The four clocks are seven seconds apart each; the steps began within a fraction of a millisecond."""
     assert ranks[3].steps[0].start_ns - ranks[0].steps[0].start_ns > 20 * 10**9
     first = [spans_of(merged, pid=rank, name="ProfilerStep#0")[0]["ts"] for rank in range(4)]
     assert max(first) - min(first) < 300
@@ -170,7 +170,9 @@ def test_looks_that_found_everything_there_are_left_out():
 
 
 def test_a_hundred_steps_of_eight_ranks_are_less_than_a_megabyte(tmp_path):
-    """Thirty blocks per step, and overlap mode's many small spans: a wait and an update of every block's parameters."""
+    """Each step has thirty blocks and overlap mode's many small spans: a wait and an update of every block's
+    parameters.
+    """
     ranks = doctor_runs.rank_traces(world_size=8, step_count=100, profile="resnet152", cap_bytes=6.4e6)
     assert 30 <= len(ranks[0].table) <= 33
     dice = random.Random(5)
@@ -202,7 +204,7 @@ def test_nothing_to_merge():
 
 
 def test_a_handles_timeline_becomes_compact():
-    """With the class that records steps in training; what it returns is what the merged trace is made of."""
+    """Uses the class that records steps in training, whose output the merged trace is made of."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.training.measure.step_trace import StepRecord, StepTrace
 
@@ -264,7 +266,7 @@ def test_a_rank_that_is_not_there(merged):
 
 
 def kernels_of(trace):
-    """(name, start, end) of what HTA counts, us: what runs on a stream."""
+    """Returns (name, start, end) in us of the events that HTA counts: those on a stream."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "kernel"]
     return sorted((event["name"], event["ts"], event["ts"] + event["dur"]) for event in events)
 
@@ -312,9 +314,8 @@ print(json.dumps({"ranks": sorted(analysis.t.traces), "steps": [int(step) for st
 
 
 def python_with_hta():
-    """This one, or the one that GRADCAST_HTA_PYTHON names, as `make test-all` does.
-
-    The package has an environment of its own there, see tools/hta.txt.
+    """This Python, or the one that GRADCAST_HTA_PYTHON names, as `make test-all` does: HTA has its own environment there,
+    see tools/hta.txt.
     """
     named = os.environ.get("GRADCAST_HTA_PYTHON")
     if named is None and importlib.util.find_spec("hta") is None:
@@ -323,7 +324,7 @@ def python_with_hta():
 
 
 def work_of(rank):
-    """When compute worked: inside of a span, and of no wait."""
+    """Returns the times in which compute worked: inside a span, and not in a wait."""
     ends = sorted({time_ns for span in rank.spans for time_ns in span[1:]})
 
     def covers(start, end, waits):
@@ -335,7 +336,7 @@ def work_of(rank):
 
 
 def overlap_of(rank):
-    """Percent of the time with a block in flight in which compute worked."""
+    """Returns the percentage of the time with a block in flight in which compute worked."""
     busy = work_of(rank)
     sent = [(block.launch_ns, block.finish_ns) for block in rank.blocks]
     both = sum(max(0, min(end, stop) - max(start, go)) for start, end in busy for go, stop in sent)
