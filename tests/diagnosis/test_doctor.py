@@ -153,6 +153,7 @@ def test_what_cannot_be_diagnosed_is_said_and_the_exit_code_stays(tmp_path, prog
     assert "no diagnosis" in said
 
 
+@pytest.mark.slow
 def test_an_error_of_the_script_is_shown_from_its_own_first_line_on(tmp_path):
     found, said = diagnosed("def broken():\n    raise ValueError('mine')\nbroken()", tmp_path)
     assert found == 1
@@ -171,6 +172,7 @@ def test_a_script_that_is_not_there():
     assert "the script nowhere.py does not exist" in done.stderr
 
 
+@pytest.mark.slow
 def test_its_own_options_reach_the_script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("import sys; print(sys.argv[1:])")

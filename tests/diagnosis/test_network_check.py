@@ -187,6 +187,7 @@ def checked(worker_count, *, network=None, seconds=2):
     return json.loads(printed(arguments, worker_count, network))
 
 
+@pytest.mark.slow
 def test_on_one_host_there_are_numbers_and_no_findings():
     found = checked(3)
     assert found["interfaces"] == ["lo"] * 3

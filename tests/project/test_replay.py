@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"
 PAGE = REPLAY.parents[1] / "docs" / "replay.md"
 

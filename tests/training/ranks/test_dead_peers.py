@@ -43,15 +43,10 @@ def test_an_exception_in_the_middle_of_backward(mode, world_size):
     check_survivors(ends, 1)
 
 
-OTHER_KILLS = (("overlap", 0, "forward"), ("hook", 1, "forward"), ("hook", 0, "backward"))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "killed", "moment"),
-    [
-        ("overlap", 1, "backward"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_KILLS),
-    ],
+    [("overlap", 1, "backward"), ("overlap", 0, "forward"), ("hook", 1, "forward"), ("hook", 0, "backward")],
 )
 def test_a_killed_rank(mode, killed, moment):
     ends = launch(3, "is_killed", mode, str(killed), moment)
