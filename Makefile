@@ -28,6 +28,7 @@ help:
 	@echo 'make test       what every change must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
 	@echo 'make test-all   the rest: sanitizers, launches, faults, frameworks, networks, the peers'"'"' tests of DDP'
 	@echo 'make test-long  hours: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
+	@echo 'make docs       build the documentation into build/site; broken links fail'
 	@echo 'make benchmark  time the planner, the engine and the simulator'
 	@echo 'make lint       check style only;  make format  mend it'
 	@echo 'make clean      remove everything that make made'
@@ -48,7 +49,7 @@ CHECK = @status=0; \
 test: all
 	$(call CHECK,test-cpp test-python lint,ctest pytest)
 
-# The sanitizers do not depend on torch, and docs/peers.md is about the pinned one.
+# The sanitizers do not depend on torch, and docs/evaluation/peers.md is about the pinned one.
 .PHONY: test-all
 test-all: all
 	$(call CHECK,$(if $(TORCH),test-slow,test-tsan test-asan test-slow test-peers),\
@@ -78,7 +79,7 @@ test-slow: all $(VENV)/hta.stamp
 	@rm -f $(BUILD)/pytest-slow.xml
 	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long'
 
-# Others' tests of DDP, with gradcast in its place (docs/peers.md).
+# Others' tests of DDP, with gradcast in its place (docs/evaluation/peers.md).
 .PHONY: test-peers
 test-peers: core
 	@rm -f $(BUILD)/pytest-peers.xml
@@ -140,6 +141,12 @@ fuzz: $(VENV)/tools.stamp
 	$(BUILD)-fuzz/tests/fuzz/fuzz_readers -max_total_time=$(FUZZ_SECONDS) -seed=1 -max_len=4096 -print_final_stats=1 \
 	  $(BUILD)-fuzz/corpus tests/fuzz/corpus
 
+# The documentation's site. Sources are read, not imported, so nothing has to be built before.
+.PHONY: docs
+docs: $(VENV)/docs.stamp
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --site-dir $(CURDIR)/$(BUILD)/site
+	@echo 'the documentation is in $(BUILD)/site/index.html'
+
 .PHONY: benchmark
 benchmark: all
 	$(BUILD)/benchmarks/core_benchmark
@@ -190,6 +197,12 @@ $(VENV)/tools.stamp: pyproject.toml tools/need.sh
 $(VENV)/hta.stamp: $(VENV)/tools.stamp tools/hta.txt
 	@$(PYTHON) -m venv $(VENV)/hta
 	@$(VENV)/hta/bin/python -m pip install --quiet --no-deps -r tools/hta.txt </dev/null
+	@touch $@
+
+# In an environment of its own: only `make docs` needs it.
+$(VENV)/docs.stamp: docs/requirements.txt
+	@$(PYTHON) -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install --quiet --requirement docs/requirements.txt </dev/null
 	@touch $@
 
 $(VENV)/package.stamp: $(VENV)/tools.stamp setup.py

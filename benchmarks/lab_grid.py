@@ -1,11 +1,11 @@
-"""The speed of gradcast beside stock DDP over models, hosts and networks: the tables of docs/benchmarks.md.
+"""The speed of gradcast beside stock DDP over models, hosts and networks: the tables of docs/evaluation/tables.md.
 
 Each cell is one run of ``gradcast lab train`` on this machine, with a timed stand-in for an accelerator or a real model
 on the CPU, and becomes one JSON line of the record. Cells that the record has already are left out: an interrupted grid
 goes on where it was.
 
     python -m benchmarks.lab_grid run --record benchmarks/results/lab.jsonl
-    python -m benchmarks.lab_grid table --record benchmarks/results/lab.jsonl --refresh docs/benchmarks.md
+    python -m benchmarks.lab_grid table --record benchmarks/results/lab.jsonl --refresh docs/evaluation/tables.md
     python -m benchmarks.lab_grid compare --record new.jsonl --with benchmarks/results/lab.jsonl
 """
 

@@ -1,6 +1,6 @@
 """Predicts published training throughput and says how far off it is: ``python benchmarks/replay``.
 
-docs/replay.md explains the method and holds these tables.
+docs/evaluation/predictions.md explains the method and holds these tables.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def as_json(replay: Replay) -> dict[str, object]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/replay", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--refresh", metavar="PAGE", help="renew the tables in this Markdown page, docs/replay.md")
+    parser.add_argument("--refresh", metavar="PAGE", help="renew the tables in docs/evaluation/predictions.md")
     args = parser.parse_args(arguments)
     replay = Replay()
     if args.json:

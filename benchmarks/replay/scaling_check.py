@@ -7,7 +7,7 @@ ways that no policy of gradcast is by itself (predict.py), so the replay plans t
 a parameter server is left out: nothing here models one.
 
     python benchmarks/replay/scaling_check.py                             # the table, and what it says
-    python benchmarks/replay/scaling_check.py --refresh docs/scaling.md   # both in the page
+    python benchmarks/replay/scaling_check.py --refresh docs/evaluation/predictions.md   # both in the page
 """
 
 import argparse
@@ -206,7 +206,7 @@ def marked(text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--refresh", metavar="PAGE", help="renew the table and what it says in this page, docs/scaling.md"
+        "--refresh", metavar="PAGE", help="renew the table and what it says in docs/evaluation/predictions.md"
     )
     args = parser.parse_args(arguments)
     text = block(ScalingCheck())

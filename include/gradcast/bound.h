@@ -1,4 +1,4 @@
-// Lower bounds of the iteration time over all plans; docs/planner.md has the proofs.
+// Lower bounds of the iteration time over all plans; docs/internals/planner.md has the proofs.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -1,7 +1,7 @@
 // Link models without a measurement: derived from one hop's latency and bandwidth, or published for a real network.
 //
 // A formula says what an algorithm costs where nothing else uses the network and no host is busy; a measured cost
-// (link_fit.h) is what training meets. docs/networks.md has the table of the published ones.
+// (link_fit.h) is what training meets. docs/reference/networks.md has the table of the published ones.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -54,7 +54,7 @@ void check_plan(const Plan& plan, const Profile& profile);
 // without an error.
 uint64_t hash_plan(const Plan& plan, const Profile& profile);
 
-// JSON schema version 1; see docs/formats.md. Reading checks the plan by itself (numbers, ranges); check_plan holds it
+// JSON schema version 1; see docs/reference/file-formats.md. Reading checks the plan by itself (numbers, ranges); check_plan holds it
 // against a profile.
 Plan plan_from_json(std::string_view text);
 std::string to_json(const Plan& plan);

@@ -48,7 +48,7 @@ void check_profile(const Profile& profile);
 // Brings tensors of equal need into urgency order. Readers do this; call it on profiles made by hand.
 void sort_by_urgency(Profile& profile);
 
-// JSON schema version 1; see docs/formats.md. Reading checks, sorts by urgency and keeps unknown fields; writing rounds
+// JSON schema version 1; see docs/reference/file-formats.md. Reading checks, sorts by urgency and keeps unknown fields; writing rounds
 // times to whole nanoseconds. `link` may be absent: the profile then has no network.
 Profile profile_from_json(std::string_view text);
 std::string to_json(const Profile& profile);

@@ -38,6 +38,11 @@ class OpCost:
 
 @final
 class LinkModel:
+    """What a block costs, for each kind of operation. ``pack_ns_per_byte``: extra cost of a block of several ranges.
+
+    Raises ``gradcast.Error`` if a cost falls with the size of the operation.
+    """
+
     def __init__(
         self,
         *,
@@ -54,7 +59,9 @@ class LinkModel:
     def all_gather(self) -> OpCost: ...
     @property
     def pack_ns_per_byte(self) -> float: ...
-    def scaled(self, alpha_factor: float, beta_factor: float) -> LinkModel: ...
+    def scaled(self, alpha_factor: float, beta_factor: float) -> LinkModel:
+        """The link with every alpha and every beta multiplied."""
+
     @staticmethod
     def from_json(text: str) -> LinkModel: ...
     def to_json(self) -> str: ...
@@ -166,7 +173,9 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile: ...
     @staticmethod
-    def from_layer_table(*, csv: str, name: str = "profile", scale: float = 1.0, world_size: int = 1) -> Profile: ...
+    def from_layer_table(*, csv: str, name: str = "profile", scale: float = 1.0, world_size: int = 1) -> Profile:
+        """A profile from a table of layers, as for ``gradcast profile import``. ``scale`` multiplies every time."""
+
     def to_json(self) -> str: ...
 
 @final

@@ -217,7 +217,7 @@ def test_a_program_may_end_with_everything_in_flight():
         print(engine.waiting_for().split("(")[0])
     """
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "tests/python", capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "block 1 of 1 \n", "")
 

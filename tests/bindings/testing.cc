@@ -1,4 +1,4 @@
-// The entry of the module `_testing`. Described in tests/python/_testing.pyi.
+// The entry of the module `_testing`. Described in tests/_testing.pyi.
 #include "tests/bindings/testing.h"
 
 namespace py = pybind11;

@@ -314,8 +314,8 @@ print(json.dumps({"ranks": sorted(analysis.t.traces), "steps": [int(step) for st
 
 
 def python_with_hta():
-    """This Python, or the one that GRADCAST_HTA_PYTHON names, as `make test-all` does: HTA has its own environment there,
-    see tools/hta.txt.
+    """This Python, or the one that GRADCAST_HTA_PYTHON names, as `make test-all` does: HTA has its own environment
+    there, see tools/hta.txt.
     """
     named = os.environ.get("GRADCAST_HTA_PYTHON")
     if named is None and importlib.util.find_spec("hta") is None:

@@ -49,7 +49,7 @@ def test_the_hook_of_the_strategy(told):
 
 
 def test_lightning_leaves_the_hook_of_the_strategy_out_on_cpu(told):
-    """docs/frameworks.md says so; where this fails, Lightning has learned it."""
+    """docs/guide/frameworks.md says so; where this fails, Lightning has learned it."""
     assert [rank["hooks"] for rank in told["strategy on cpu"]] == [[], []]
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/peers.md from the results of a run: python -m peers.table FILE... > docs/peers.md
+"""Writes docs/evaluation/peers.md from the results of a run: python -m peers.table FILE... > docs/evaluation/peers.md
 
 Of a test that is in several files the last result counts.
 """
@@ -7,11 +7,11 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
-HEAD = """# The peers' own tests, with gradcast
+HEAD = """# Other projects' tests of DDP
 
 `make test-peers`, a part of `make test-all`, runs tests that others wrote for DDP, with gradcast attached to every DDP
 module that they make. This page is made from its results:
-`python -m peers.table build/pytest-peers.xml > docs/peers.md`, with `tests` in `PYTHONPATH`.
+`python -m peers.table build/pytest-peers.xml > docs/evaluation/peers.md`, with `tests` in `PYTHONPATH`.
 
 * **PyTorch**: the tests of DDP in `torch.testing._internal.distributed.distributed_test`, of the torch that is
   installed. All ranks are on the CPU, over Gloo: what a test puts on a GPU stays on the CPU. Each runs with DDP alone

@@ -1,4 +1,4 @@
-"""Reads the includes of every C++ file and fails where a layer reaches where it may not (docs/design.md, layers).
+"""Reads the includes of every C++ file and fails if a layer uses what it may not (docs/internals/architecture.md).
 
 The table below is the rule. A new folder under csrc needs a line in it.
 """

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"
-PAGE = REPLAY.parents[1] / "docs" / "replay.md"
+PAGE = REPLAY.parents[1] / "docs" / "evaluation" / "predictions.md"
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_contention_only_ever_slows(modules, replay):
 def test_the_page_shows_what_the_program_computes(modules, program, replay):
     page = PAGE.read_text(encoding="utf-8")
     for table in modules.tables.all_tables(replay):
-        assert program.block(table) in page, f"{table.key}: run `python benchmarks/replay --refresh docs/replay.md`"
+        assert program.block(table) in page, f"{table.key}: run `python benchmarks/replay --refresh {PAGE}`"
 
 
 def test_refresh_mends_a_page(modules, program, replay, tmp_path, monkeypatch):

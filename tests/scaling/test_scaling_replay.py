@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"
-PAGE = REPLAY.parents[1] / "docs" / "scaling.md"
+PAGE = REPLAY.parents[1] / "docs" / "evaluation" / "predictions.md"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_the_link_meets_the_cells_that_it_comes_from(program, check, count):
 
 def test_the_page_shows_what_the_program_computes(program, check):
     assert program.marked(program.block(check)) in PAGE.read_text(encoding="utf-8"), (
-        "run `python benchmarks/replay/scaling_check.py --refresh docs/scaling.md`"
+        "run `python benchmarks/replay/scaling_check.py --refresh docs/evaluation/predictions.md`"
     )
 
 

@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
     job = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     job |= {"GRADCAST_PLAN", "GRADCAST_DISABLE"}
     kept = {name: value for name, value in os.environ.items() if name not in job}
-    paths = [str(TESTS), str(TESTS / "python"), *filter(None, [kept.get("PYTHONPATH")])]
+    paths = [str(TESTS), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",

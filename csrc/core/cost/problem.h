@@ -2,7 +2,7 @@
 //
 // Profiles carry names and unknown fields and are wide to walk; the planner looks at the same few numbers many thousand
 // times. A Problem also settles the two readings of a profile's times once, so that no policy has to:
-//   need_ns (q in docs/planner.md): the forward work that precedes tensor i's read, updates of more urgent tensors included;
+//   need_ns (q in docs/internals/planner.md): the forward work that precedes tensor i's read, updates of more urgent tensors included;
 //   all 0 in hook mode, where everything is needed before forward starts.
 //   forward_ns (F): forward and all updates.
 // With them a plan's iteration time is max(B + F, max over i of arrival[i] + F - need[i]) in both modes.
@@ -46,7 +46,7 @@ struct Problem {
   int32_t tensor_count() const { return static_cast<int32_t>(bytes.size()); }
   int32_t buffer_count() const { return static_cast<int32_t>(buffer_bytes.size()); }
   Range range_of(int32_t tensor) const { return {offset_bytes[tensor], offset_bytes[tensor] + bytes[tensor]}; }
-  // The time at which the last read may end for an iteration of `iteration_ns`: d[i] in docs/planner.md.
+  // The time at which the last read may end for an iteration of `iteration_ns`: d[i] in docs/internals/planner.md.
   double deadline_ns(int32_t tensor, double iteration_ns) const { return iteration_ns - forward_ns + need_ns[tensor]; }
 };
 

@@ -77,7 +77,7 @@ const Json* Fields::find(const char* key) {
 const Json& Fields::required(const char* key) {
   const Json* value = find(key);
   if (value == nullptr) {
-    refuse(key, "is missing; docs/formats.md lists the fields");
+    refuse(key, "is missing; docs/reference/file-formats.md lists the fields");
   }
   return *value;
 }

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int32_t kNone = -1;
 // Time already spent counts less than lateness: a state far ahead in time has also sent more. The value is that of the
-// experiments in docs/planner.md.
+// experiments in docs/internals/planner.md.
 constexpr double kTimeWeight = 0.3;
 
 // A few tensors rarely want more blocks than this, and a wrong turn must end somewhere.

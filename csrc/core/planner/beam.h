@@ -3,7 +3,7 @@
 // For a given iteration time it builds plans block by block, keeping the few partial plans that look best, and drops those
 // that even free preemption could not complete in time; the iteration time is found by bisection.
 //
-// Source: docs/planner.md, "General windows". Thread safety: pure; any thread.
+// Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once
 
 #include <vector>

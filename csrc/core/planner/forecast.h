@@ -6,7 +6,7 @@
 // enlarged and shrunk windows give bounds and plans, the policies of the literature give more, and a bounded search improves
 // them; the result is never worse than any of those policies with their defaults.
 //
-// Source: ours; docs/planner.md has the statement, the proof and the evidence. Thread safety: pure; any thread.
+// Source: ours; docs/internals/planner.md has the statement, the proof and the evidence. Thread safety: pure; any thread.
 #pragma once
 
 #include <vector>

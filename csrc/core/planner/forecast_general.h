@@ -3,7 +3,7 @@
 // Chains of enlarged and shrunk windows give plans to start from, the policies of the literature more; a local search and, for
 // a few tensors, a beam search improve them. Never worse than any other policy with its defaults.
 //
-// Source: docs/planner.md, "Where the proof ends". Thread safety: pure; any thread.
+// Source: docs/internals/planner.md, "Where the proof ends". Thread safety: pure; any thread.
 #pragma once
 
 #include "cost/problem.h"

@@ -3,7 +3,7 @@
 // The exact planner does not cover piecewise costs, several buffers and windows that are not nested. There its plans are good
 // starts; moving, merging, splitting and resizing single blocks closes most of what is left.
 //
-// Source: docs/planner.md, "General windows". Thread safety: pure; any thread.
+// Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once
 
 #include <cstdint>

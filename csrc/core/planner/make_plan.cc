@@ -19,7 +19,7 @@ PolicyEntry forecast_entry() {
   return policy_entry<ForecastOptions>(
       {.name = "forecast",
        .summary = "gradcast's own: splits and fuses in one plan; proven best for sequential models on a linear cost",
-       .source = "docs/planner.md"},
+       .source = "docs/internals/planner.md"},
       &forecast,
       {parameter<&ForecastOptions::block_tolerance>("block_tolerance", 0, 1,
                                                     "share of the best iteration time to give up for fewer blocks"),

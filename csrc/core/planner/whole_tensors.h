@@ -4,7 +4,7 @@
 // tensor is ready and the start of the bucket after it. Exact for a linear cost by the same exchange as zigzag; the end is
 // found by bisection.
 //
-// Source: docs/planner.md, "Hook mode". Thread safety: pure; any thread.
+// Source: docs/internals/planner.md, "Hook mode". Thread safety: pure; any thread.
 #pragma once
 
 #include <vector>

@@ -4,7 +4,7 @@
 // the tensors, running extremes of ready and need make a chain; which order is best depends on the profile, so several are
 // tried. A nested profile is its own chain in urgency order.
 //
-// Source: docs/planner.md, "General windows". Thread safety: pure; any thread.
+// Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 // For given starts and sizes of blocks "most urgent first" is the best content, whatever the windows are. What is left to
 // search is then only when blocks start and how much they carry: a short list of numbers.
 //
-// Source: docs/planner.md, "General windows". Thread safety: pure; any thread.
+// Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Zigzag: the exact plan for nested windows, one block in flight and a linear cost. docs/planner.md states and proves it.
+// Zigzag: the exact plan for nested windows, one block in flight and a linear cost. docs/internals/planner.md states and proves it.
 //
 // For an iteration time T every tensor has a window [ready, deadline]. On a chain of windows, each inside the next, grow one
 // time interval from the window of the most urgent tensor: whenever the bytes that fit inside reach tensor k, which sticks

@@ -4,7 +4,7 @@
 // the order of the ranks, and sends the sum, in the wire format again, to all. So a sum is rounded once on the way there and
 // once on the way back, however many ranks there are, and all ranks end with the same bits, whatever the plan.
 //
-// Messages, because of what Gloo offers only an all-reduce is as fast, and that rounds at every rank: docs/design.md.
+// Messages, because of what Gloo offers only an all-reduce is as fast, and that rounds at every rank: docs/internals/decisions.md.
 //
 // Thread safety: any thread for abort(); begin() and finish() one after the other.
 #pragma once

@@ -18,7 +18,7 @@ _EXAMPLE = "gradcast plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o 
 _ROWS_SHOWN = 40
 _OTHER_OPS = (
     "This is dear's plan: on this link model, separate halves of all-reduces end earlier. With real libraries a "
-    "reduce-scatter may cost more than an all-reduce, so measure it (docs/networks.md)."
+    "reduce-scatter may cost more than an all-reduce, so measure it (docs/reference/networks.md)."
 )
 
 

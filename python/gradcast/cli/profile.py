@@ -15,7 +15,7 @@ from gradcast.units import format_size
 _EXAMPLE = "gradcast profile import layers.csv --name mymodel -o mymodel.json"
 _SHOW_EXAMPLE = "gradcast profile show resnet50"
 _LARGEST = 10
-_SMALL_BYTES = 64_000  # below this size an all-reduce is mostly start-up on every network in docs/networks.md
+_SMALL_BYTES = 64_000  # below this size an all-reduce is mostly start-up on every network in docs/reference/networks.md
 
 
 def add_parser(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""``gradcast doctor``: explains why a training is slow and predicts what would help (docs/doctor.md).
+"""``gradcast doctor``: explains why a training is slow and predicts what would help (docs/guide/doctor.md).
 
 The package is not called ``doctor`` because ``gradcast.doctor`` is the public function. One measurement takes this way:
 

@@ -1,7 +1,8 @@
 """What an all-reduce costs on other numbers of workers, from its known costs.
 
-This inverts the formulas of docs/networks.md: a start-up cost is the number of steps times the latency of a hop, plus a
-constant; a cost per byte is 2 (P - 1) / P over the bandwidth. What the measurements cannot tell apart becomes a range.
+This inverts the formulas of docs/reference/networks.md: a start-up cost is the number of steps times the latency of a
+hop, plus a constant; a cost per byte is 2 (P - 1) / P over the bandwidth. What the
+measurements cannot tell apart becomes a range.
 """
 
 import dataclasses
@@ -14,12 +15,13 @@ from gradcast.errors import Error
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 MEASURED_ALGORITHMS = ("ring", "tree")  # that a library may have used when costs were measured
-# One in 200 simulated fits of a link was off by 12 % at its worst size, the median by 2.5 % (docs/networks.md).
+# One in 200 simulated fits of a link was off by 12 % at its worst size, the median by 2.5 %
+# (docs/reference/networks.md).
 SPREAD = 0.1
 # Other ways in which a start-up cost may grow: not at all, or, if all measured blocks had one size, with their bytes.
 _CONSTANT, _BYTES = "constant", "bytes"
 _FREE = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=0, beta_ns_per_byte=0)])
-# Published networks whose costs per byte were scaled from another number of workers (docs/networks.md).
+# Published networks whose costs per byte were scaled from another number of workers (docs/reference/networks.md).
 _SCALED = ("56gbib-32", "56gbib-64")
 
 

@@ -1,4 +1,4 @@
-"""The price file of ``gradcast advise``: machines, their prices and their connections (docs/scaling.md)."""
+"""The price file of ``gradcast advise``: machines, their prices and their connections (docs/guide/scaling.md)."""
 
 import datetime
 import importlib
@@ -111,7 +111,7 @@ class _Fields:
 
     def end(self) -> None:
         if self._fields:
-            self.refuse(f"there is no field {next(iter(self._fields))}; docs/scaling.md lists the fields")
+            self.refuse(f"there is no field {next(iter(self._fields))}; docs/guide/scaling.md lists the fields")
 
     def refuse(self, sentence: str) -> NoReturn:
         raise Error(f"{self._where}{sentence}") from None

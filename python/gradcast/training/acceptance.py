@@ -2,8 +2,8 @@
 
 Every gradient has one owner. So a module is accepted if nothing else reduces its gradients, or if one
 DistributedDataParallel anywhere in the tree does, whose reduction gradcast takes over. Anything else that puts hooks
-behind the accumulation of gradients is refused, by its name if it is known. docs/semantics.md has the decision as a
-table.
+behind the accumulation of gradients is refused, by its name if it is known. docs/reference/guarantees.md has the
+decision as a table.
 """
 
 import collections

@@ -1,4 +1,4 @@
-// Goal: forecast owes what docs/planner.md promises: exact plans for nested profiles, elsewhere plans that no other policy
+// Goal: forecast owes what docs/internals/planner.md promises: exact plans for nested profiles, elsewhere plans that no other policy
 // beats and that stay close to the best there is, and bounds that hold.
 // Method: thousands of seeded profiles, exhaustive search on tiny ones, and the published layer times of two models.
 #include "planner/forecast.h"
@@ -318,7 +318,7 @@ TEST(ForecastUncertainty, LowersTheWorstRatioOverTheRange) {
   EXPECT_GT(lower, static_cast<int>(seed_count(300) / 10));
 }
 
-// The table of docs/planner.md, "Evidence": layer times of batch 64, communication and alpha as shares of compute.
+// The table of docs/internals/planner.md, "Evidence": layer times of batch 64, communication and alpha as shares of compute.
 struct Evidence {
   const char* model;
   double communication;

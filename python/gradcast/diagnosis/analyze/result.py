@@ -1,4 +1,4 @@
-"""Builds the fields of doctor.json from what all ranks measured (docs/doctor.md).
+"""Builds the fields of doctor.json from what all ranks measured (docs/guide/doctor.md).
 
 Pure, except that it reads the date. Thread safety: any thread.
 """

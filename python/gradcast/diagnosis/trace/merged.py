@@ -1,5 +1,5 @@
 """Merges the traces of all ranks into one on rank 0's clock. Pure: events in, Chrome's JSON as a dict out
-(docs/report.md).
+(docs/guide/report.md).
 
 Each rank hands over its events as a ``RankTrace``: numbers only, with the description of each block once in a table. So
 a step of 30 blocks is a few kB on its way to rank 0, and tensor names stand in the merged trace once, not with every

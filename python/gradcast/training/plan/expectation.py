@@ -122,7 +122,7 @@ def typical_step(
 
     ``steps``: the compute of each measured step, as multiples of the profile's. The typical step is the median of these
     steps, not the step of medians: a good plan lets a block arrive just when forward needs it, and if compute varies,
-    the later of the two counts each time (docs/design.md).
+    the later of the two counts each time (docs/internals/decisions.md).
     """
     profiles = [compute_cost.scale_compute(profile, factors) for factors in steps] or [profile]
     link = profile.link.scaled(link_factor, link_factor)

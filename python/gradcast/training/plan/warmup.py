@@ -24,7 +24,7 @@ from gradcast.training.step.gradient_buffers import GradientSizes
 _MIB = 1 << 20
 # The first cap is DDP's own, so the warm-up costs little more than DDP. Smaller ones give the link model blocks of
 # several sizes, measured while the cores are as busy as in training, which a probe between steps would miss
-# (docs/training.md).
+# (docs/guide/training.md).
 _CAP_MAX_BYTES = 25 * _MIB
 _CAP_MIN_BYTES = 16 * 1024
 _CAP_DIVISORS = (1, 1, 4, 16, 2, 64)

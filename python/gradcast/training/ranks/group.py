@@ -2,7 +2,7 @@
 
 Operations of one process group must come in the same order on all ranks. In the user's group, the user's collectives
 and the blocks of a plan would mix: on Gloo that gives wrong sums without an error, or ends the process. Groups made
-here are destroyed here, at the end of the program (docs/ends.md).
+here are destroyed here, at the end of the program (docs/internals/shutdown.md).
 """
 
 import atexit

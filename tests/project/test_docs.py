@@ -1,0 +1,98 @@
+"""The documentation holds what the code has: messages, options, statistics and commands."""
+
+import ast
+import dataclasses
+import re
+import runpy
+
+import pytest
+
+from conftest import ROOT
+
+DOCS = ROOT / "docs"
+MESSAGES = DOCS / "reference" / "messages.md"
+# Words of others in the page, and examples of messages with numbers filled in.
+NOT_OURS = ("terminate called", "Connection refused", "py-spy", "waiting for 30 s", "block 3 of 9", "no diagnosis")
+PLACEHOLDER = re.compile(r"\b[XN]\b|…")
+PAGE = re.compile(r"\bdocs/[\w/-]+\.md")
+SPACES = re.compile(r"\s+")
+FRAGMENT_CHARACTERS_MIN = 10  # shorter pieces between placeholders occur anywhere
+
+
+def python_text(text: str) -> str:
+    """All strings of a module, each with a mark where a value is put in."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+    return "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    python = [python_text(path.read_text()) for path in sorted((ROOT / "python").rglob("*.py"))]
+    # Neighbouring literals of C++ are one string.
+    cpp = [re.sub(r'"\s*"', "", path.read_text()) for path in sorted((ROOT / "csrc").rglob("*.cc"))]
+    return SPACES.sub(" ", "\n".join(python + cpp))
+
+
+def quoted_messages() -> list[str]:
+    first_cells = [line.split(" | ")[0] for line in MESSAGES.read_text().splitlines() if line.startswith('| <a id="')]
+    found = [message for cell in first_cells for message in re.findall(r"`([^`]+)`", cell)]
+    return [message for message in found if " " in message and not message.startswith(NOT_OURS)]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_messages_of_the_page_are_in_the_code(source, message):
+    for fragment in PLACEHOLDER.split(message):
+        fragment = fragment.strip(" ;,:.(){}")
+        if len(fragment) >= FRAGMENT_CHARACTERS_MIN:
+            assert fragment in source, f"docs/reference/messages.md quotes {message!r}"
+
+
+def test_the_page_of_the_command_line_is_current():
+    program = runpy.run_path(str(ROOT / "tools" / "command_line_page.py"))
+    command = "python tools/command_line_page.py > docs/reference/command-line.md"
+    assert (DOCS / "reference" / "command-line.md").read_text() == program["page"](), f"run `{command}`"
+
+
+def test_every_option_is_documented():
+    from gradcast import Options
+
+    page = (DOCS / "guide" / "training.md").read_text()
+    assert [field.name for field in dataclasses.fields(Options) if f"| `{field.name}` |" not in page] == []
+
+
+def test_every_statistic_is_documented():
+    from gradcast.training import stats
+
+    page = (DOCS / "reference" / "statistics.md").read_text()
+    assert [key for key in stats._KEYS if f"`{key}`" not in page] == []
+
+
+def test_every_public_name_is_on_the_api_page():
+    import gradcast
+
+    page = (DOCS / "reference" / "api.md").read_text()
+    names = [name for name in gradcast.__all__ if name != "__version__"]
+    assert [name for name in names if f"::: gradcast.{name}\n" not in page] == []
+
+
+def test_pages_that_the_code_names_exist():
+    folders = ("python", "csrc", "include", "tests", "benchmarks", "examples", "tools")
+    sources = [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".pyi", ".cc", ".h", ".cu", ".toml", ".sh")
+    ]
+    named = {(page, str(path.relative_to(ROOT))) for path in sources for page in PAGE.findall(path.read_text())}
+    assert [(page, path) for page, path in sorted(named) if not (ROOT / page).exists()] == []
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
