@@ -30,13 +30,13 @@ help:
 	@echo 'make test-long  hours: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
 	@echo 'make docs       build the documentation into build/site; broken links fail'
 	@echo 'make benchmark  time the planner, the engine and the simulator'
-	@echo 'make lint       check style only;  make format  mend it'
+	@echo 'make lint       check style only;  make format  fix it'
 	@echo 'make clean      remove everything that make made'
 
 .PHONY: demo
 demo: core
 	@tools/need.sh demo
-	@python -c 'from gradcast.training import extension; extension.load()'
+	@python -c 'from gradcast.training.compat import extension; extension.load()'
 	python -m benchmarks.demo
 
 # Runs each target of a list, also after one has failed, so that one run shows all failures. Ends with the counts of the

@@ -1,6 +1,6 @@
 """Reads valgrind's log (its path is the argument) and fails where an error has a frame of gradcast's own module.
 
-CPython itself causes reports when it makes small integers and when it ends; those are not ours to mend.
+CPython itself causes reports when it makes small integers and when it ends; those are not ours to fix.
 """
 
 import re

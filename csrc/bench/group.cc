@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "bench/clock.h"
+#include "platform/clock.h"
 
 namespace gradcast {
 namespace {

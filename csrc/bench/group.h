@@ -18,7 +18,7 @@ namespace gradcast {
 class Memory {
  public:
   virtual ~Memory() = default;
-  // Its `data` is an address of the device where the group's transport works there.
+  // `data` is a device address if the group's transport works on a device.
   virtual HostBuffer buffer() = 0;
   // As many bytes as it has, from and to the host.
   virtual void write(const void* bytes) = 0;
@@ -32,7 +32,7 @@ class Group {
   virtual int32_t rank() const = 0;
   virtual int32_t world_size() const = 0;
 
-  // Of zeros. By default the host's.
+  // Zeroed memory; host memory unless a subclass says otherwise.
   virtual std::unique_ptr<Memory> make_memory(int64_t size_bytes, Element element);
   // Compute that ends at this time of the steady clock: by default the thread sleeps; on a device a kernel spins.
   virtual void compute_until(int64_t time_ns);
@@ -45,15 +45,15 @@ class Group {
   void barrier() { gather({}); }
 };
 
-// Runs `action` on so many threads, each with its Group over the in-process transport, whose emulated network has this cost.
-// Rethrows the first exception.
+// Runs `action` on `world_size` threads. Each has a Group over the in-process transport, whose emulated network has
+// this cost. Rethrows the first exception.
 void run_as_threads(int32_t world_size, const InprocCost& cost, const std::function<void(Group&)>& action);
 
-// Runs `action` once in this process, one of those that MPI has started; MPI is initialized before and finalized after it. An
-// exception ends the processes of all ranks, with its message and exit code 1, since the others would wait for this one.
-// kMpi: blocks travel over MPI, in the memory of the host. kNccl: over NCCL, in that of a device, of which each rank of a host
-// takes another one; MPI carries the rest. NCCL has not been run yet.
-// Throws Error{kInvalidOption} in a build without the one or the other.
+// Runs `action` once in this process, one of those that MPI has started; MPI is initialized before and finalized after
+// it. An exception ends the processes of all ranks, with its message and exit code 1, since the others would wait for
+// this one. kMpi: blocks travel over MPI, in the memory of the host. kNccl: over NCCL, in that of a device, of which
+// each rank of a host takes another one; MPI carries the rest. NCCL has not been run yet. Throws Error{kInvalidOption}
+// in a build without MPI, or for kNccl without NCCL.
 enum class Carrier { kMpi, kNccl };
 void run_under_mpi(Carrier carrier, const std::function<void(Group&)>& action);
 

@@ -1,4 +1,4 @@
-// A network without a cost: every operation has ended before start() returns. What is left is the engine.
+// A network without a cost: every operation has ended before start() returns. It shows what the engine itself costs.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "bench/clock.h"
 #include "bench/instant_transport.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
+#include "platform/clock.h"
 
 namespace gradcast {
 namespace {

@@ -13,9 +13,9 @@
 #ifdef GRADCAST_HAS_NCCL
 #include <cuda_runtime_api.h>
 
-#include "bench/clock.h"
 #include "cuda/spin.h"
 #include "gradcast/nccl.h"
+#include "platform/clock.h"
 #endif
 
 namespace gradcast {

@@ -7,10 +7,11 @@
 #include <numeric>
 #include <utility>
 
-#include "bench/clock.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
 #include "gradcast/policy.h"
+#include "platform/clock.h"
+#include "platform/thread.h"
 #include "transport/common/host_memory.h"
 
 namespace gradcast {
@@ -146,7 +147,7 @@ std::vector<Plan> plans_of(const Profile& profile, const ScheduleOptions& option
   return plans;
 }
 
-// Of the slowest rank, since the next step begins on all of them together.
+// The times of the slowest rank in each step, because all ranks begin the next step together.
 std::vector<double> steps_ns(Group& group, Trainer& trainer, int32_t step_count) {
   group.barrier();
   trainer.step_ns();

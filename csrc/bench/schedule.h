@@ -1,5 +1,5 @@
-// The scheduling sweep: training without a model. A profile's compute is played by waiting, its gradients travel over the
-// real transport through the engine, under one policy after the other.
+// The scheduling sweep: training without a model. A profile's compute is played by waiting, its gradients travel over
+// the real transport through the engine, under one policy after the other.
 //
 // Thread safety: any thread, but each Group one.
 #pragma once

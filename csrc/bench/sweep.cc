@@ -4,10 +4,11 @@
 #include <cmath>
 #include <numeric>
 
-#include "bench/clock.h"
 #include "bench/transport_driver.h"
 #include "gradcast/error.h"
+#include "platform/clock.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/parts.h"
 
 namespace gradcast {
 namespace {

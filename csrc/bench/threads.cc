@@ -1,12 +1,11 @@
-#include <atomic>
 #include <barrier>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "bench/group.h"
 #include "gradcast/error.h"
+#include "platform/sync.h"
 
 namespace gradcast {
 namespace {
@@ -18,19 +17,38 @@ struct Meeting {
 
   const InprocCost cost;
 
-  // All ranks are here, or one has failed, and then nothing that it should have brought is.
-  void meet() {
+  // Waits for all ranks. Throws Error{kCommunication} once one has failed, since what it should have brought is
+  // missing.
+  void meet() GC_EXCLUDES(mutex) {
     all.arrive_and_wait();
-    if (has_failed) {
+    MutexLock lock(mutex);
+    if (failure) {
       throw Error(ErrorCode::kCommunication, "another rank has failed");
     }
   }
 
+  // To be called in a handler. The others do not wait for this rank any more.
+  void leave() GC_EXCLUDES(mutex) {
+    {
+      MutexLock lock(mutex);
+      failure = failure ? failure : std::current_exception();
+    }
+    all.arrive_and_drop();
+  }
+
+  std::exception_ptr first_failure() GC_EXCLUDES(mutex) {
+    MutexLock lock(mutex);
+    return failure;
+  }
+
   std::barrier<> all;
-  std::atomic<bool> has_failed = false;
+  // Each rank writes its own place between two meetings; all read between the next two.
   std::vector<std::vector<double>> numbers;
   std::string text;
   std::shared_ptr<InprocWorld> world;
+
+  Mutex mutex;
+  std::exception_ptr failure GC_GUARDED_BY(mutex);  // the first one
 };
 
 class ThreadGroup final : public Group {
@@ -77,8 +95,6 @@ class ThreadGroup final : public Group {
 
 void run_as_threads(int32_t world_size, const InprocCost& cost, const std::function<void(Group&)>& action) {
   Meeting meeting(world_size, cost);
-  std::mutex mutex;
-  std::exception_ptr failure;
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -86,17 +102,14 @@ void run_as_threads(int32_t world_size, const InprocCost& cost, const std::funct
         ThreadGroup group(meeting, rank);
         action(group);
       } catch (...) {
-        const std::lock_guard lock(mutex);
-        failure = failure ? failure : std::current_exception();
-        meeting.has_failed = true;
-        meeting.all.arrive_and_drop();  // the others must not wait for this one
+        meeting.leave();
       }
     });
   }
   for (std::thread& thread : threads) {
     thread.join();
   }
-  if (failure) {
+  if (const std::exception_ptr failure = meeting.first_failure()) {
     std::rethrow_exception(failure);
   }
 }

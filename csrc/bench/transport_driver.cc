@@ -1,11 +1,16 @@
 #include "bench/transport_driver.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "gradcast/error.h"
 
 namespace gradcast {
+namespace {
+
+// Twice what a transport may take to complete everything after an abort.
+constexpr int64_t kAbortedWithinNs = 2'000'000'000;
+
+}  // namespace
 
 TransportDriver::TransportDriver(Transport& transport) : transport_(transport) {
   transport_.open(this);
@@ -17,7 +22,7 @@ void TransportDriver::start(int64_t ticket, std::vector<Range> ranges, Op op, in
   operation.op = op;
   operation.buffer = buffer;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (closed_) {
       throw Error(ErrorCode::kInvalidUse, "the driver is closed; make a new one, on a new transport");
     }
@@ -33,31 +38,34 @@ void TransportDriver::start(int64_t ticket, std::vector<Range> ranges, Op op, in
 }
 
 std::optional<std::string> TransportDriver::wait(int64_t ticket, int64_t timeout_ns) {
-  std::unique_lock lock(mutex_);
-  const auto find = [&] { return std::ranges::find(completions_, ticket, &std::pair<int64_t, std::string>::first); };
-  const auto has_come = [&] { return find() != completions_.end(); };
-  if (timeout_ns < 0) {
-    completed_.wait(lock, has_come);
-  } else if (!completed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), has_come)) {
-    return std::nullopt;
+  const int64_t deadline_ns = timeout_ns < 0 ? kNever : steady_now_ns() + timeout_ns;
+  MutexLock lock(mutex_);
+  const std::string* error = nullptr;
+  while ((error = completion_of(ticket)) == nullptr && steady_now_ns() < deadline_ns) {
+    completed_.wait_until(mutex_, deadline_ns);
   }
-  return find()->second;
+  return error == nullptr ? std::nullopt : std::optional(*error);
+}
+
+const std::string* TransportDriver::completion_of(int64_t ticket) const {
+  const auto found = std::ranges::find(completions_, ticket, &std::pair<int64_t, std::string>::first);
+  return found == completions_.end() ? nullptr : &found->second;
 }
 
 std::vector<std::pair<int64_t, std::string>> TransportDriver::completions() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return completions_;
 }
 
 bool TransportDriver::all_completed() const {
-  return std::ranges::all_of(ranges_, [&](const auto& started) {
-    return std::ranges::find(completions_, started.first, &std::pair<int64_t, std::string>::first) !=
-           completions_.end();
-  });
+  for (const auto& [ticket, ranges] : ranges_) {
+    if (completion_of(ticket) == nullptr) return false;
+  }
+  return true;
 }
 
 bool TransportDriver::close() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (closed_) {
     return all_completed();
   }
@@ -66,7 +74,11 @@ bool TransportDriver::close() {
     lock.unlock();
     transport_.abort("the driver was closed");
     lock.lock();
-    if (!completed_.wait_for(lock, std::chrono::seconds(2), [&] { return all_completed(); })) {
+    const int64_t deadline_ns = steady_now_ns() + kAbortedWithinNs;
+    while (!all_completed() && steady_now_ns() < deadline_ns) {
+      completed_.wait_until(mutex_, deadline_ns);
+    }
+    if (!all_completed()) {
       return false;
     }
   }
@@ -76,8 +88,8 @@ bool TransportDriver::close() {
 }
 
 void TransportDriver::complete(int64_t ticket, const char* error) noexcept {
-  // Notified under the lock: who sees the last completion may destroy this object.
-  std::lock_guard lock(mutex_);
+  // Notifies under the lock: a thread that sees the last completion may destroy this object.
+  MutexLock lock(mutex_);
   completions_.emplace_back(ticket, error == nullptr ? "" : error);
   completed_.notify_all();
 }

@@ -35,8 +35,8 @@ void def_tuple(Class& bound_class, const char* name, std::vector<Element> Owner:
       name, [member](const Owner& owner) { return pybind11::tuple(pybind11::cast(owner.*member)); });
 }
 
-// How Python shows the object: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it shows the
-// length: a plan with all its blocks would fill the screen.
+// How Python shows the object: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it
+// shows the length: a plan with all its blocks would fill the screen.
 template <typename Class>
 void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
   bound_class.def("__repr__", [attributes](const pybind11::object& self) {

@@ -7,14 +7,6 @@
 namespace py = pybind11;
 
 namespace gradcast {
-namespace {
-
-void release_owner(PyObject* capsule) {
-  Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule)));
-}
-
-}  // namespace
-
 Transport& transport_of(const py::object& object) {
   const bool is_capsule = PyCapsule_CheckExact(object.ptr()) != 0;
   const py::object capsule = is_capsule ? object : py::getattr(object, "capsule", py::none());
@@ -24,14 +16,6 @@ Transport& transport_of(const py::object& object) {
                     "; give a transport of this version of gradcast (its capsule is called " + kTransportCapsule + ")");
   }
   return *static_cast<Transport*>(PyCapsule_GetPointer(capsule.ptr(), kTransportCapsule));
-}
-
-py::object make_capsule(Transport& transport, const py::object& owner) {
-  PyObject* capsule = PyCapsule_New(&transport, kTransportCapsule, &release_owner);
-  if (capsule == nullptr || PyCapsule_SetContext(capsule, owner.inc_ref().ptr()) != 0) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(capsule);
 }
 
 }  // namespace gradcast

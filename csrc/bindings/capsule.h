@@ -1,4 +1,6 @@
-// Transports cross from one Python module to another in a capsule: the name says which interface its pointer has.
+// Transports cross from one Python module to another in a capsule, whose name is the version of the interface.
+//
+// make_capsule() is all that a module needs that only makes transports, so it stands here, without a source file.
 //
 // Thread safety: any thread that holds the GIL.
 #pragma once
@@ -14,6 +16,13 @@ namespace gradcast {
 Transport& transport_of(const pybind11::object& object);
 
 // A capsule for a transport that `owner` keeps alive; the capsule keeps the owner.
-pybind11::object make_capsule(Transport& transport, const pybind11::object& owner);
+inline pybind11::object make_capsule(Transport& transport, const pybind11::object& owner) {
+  const auto release = [](PyObject* capsule) { Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule))); };
+  PyObject* capsule = PyCapsule_New(&transport, kTransportCapsule, release);
+  if (capsule == nullptr || PyCapsule_SetContext(capsule, owner.inc_ref().ptr()) != 0) {
+    throw pybind11::error_already_set();
+  }
+  return pybind11::reinterpret_steal<pybind11::object>(capsule);
+}
 
 }  // namespace gradcast

@@ -1,6 +1,7 @@
 // The engine for Python.
 //
-// No call holds the GIL while it waits, and none that is hot gives it back: on_ready costs less than giving it back would.
+// No call holds the GIL while it waits, and none that is hot gives it back: on_ready costs less than giving it back
+// would.
 #include <memory>
 #include <string>
 #include <utility>
@@ -45,8 +46,8 @@ class BoundEngine {
   std::unique_ptr<Engine> engine_;
 };
 
-// What has arrived already is the usual case, and is answered without giving the GIL back: other Python threads would take
-// it and keep it for milliseconds.
+// What has arrived already is the usual case, and is answered without giving the GIL back: other Python threads would
+// take it and keep it for milliseconds.
 template <typename Wait>
 bool wait_without_gil(int64_t timeout_ns, const Wait& wait) {
   if (wait(int64_t{0})) {
@@ -114,8 +115,10 @@ void bind_engine(py::module_& module) {
       .def("wait", &wait, py::arg("tensors"), py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def("wait_all", &wait_all, py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def(
-          "coming_with",
-          [](BoundEngine& engine, const std::vector<int32_t>& tensors) { return engine->coming_with(tensors); },
+          "queued_no_later_than",
+          [](BoundEngine& engine, const std::vector<int32_t>& tensors) {
+            return engine->queued_no_later_than(tensors);
+          },
           py::arg("tensors"))
       .def(
           "arrivals", [](BoundEngine& engine, int64_t position) { return engine->arrivals(position); },

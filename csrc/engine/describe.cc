@@ -29,15 +29,15 @@ std::string op_text(Op op) {
 
 // "layer4.conv2.weight … fc.bias": the first and the last tensor by offset.
 std::string tensors_text(const FollowedPlan& plan, int32_t block) {
-  const std::vector<int32_t>& touched = plan.touched[block];
-  const std::string& first = plan.tensor_names[touched.front()];
-  return touched.size() == 1 ? first : first + " … " + plan.tensor_names[touched.back()];
+  const std::vector<int32_t>& tensors = plan.block_tensors[block];
+  const std::string& first = plan.tensor_names[tensors.front()];
+  return tensors.size() == 1 ? first : first + " … " + plan.tensor_names[tensors.back()];
 }
 
 std::string missing_text(const FollowedPlan& plan, int32_t block, const IterationRecord& record) {
   std::string first;
   int64_t missing_count = 0;
-  for (const int32_t tensor : plan.touched[block]) {
+  for (const int32_t tensor : plan.block_tensors[block]) {
     if (record.ready_ns[tensor] == 0) {
       first = missing_count == 0 ? plan.tensor_names[tensor] : first;
       ++missing_count;

@@ -1,4 +1,4 @@
-// What the engine says to people about blocks: in error messages and when an iteration stands still.
+// Descriptions of blocks for people, in error messages and for iterations that stand still.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -11,12 +11,12 @@
 
 namespace gradcast {
 
-// "block 3 of 7 (layer4.conv2.weight … fc.bias, 12.4 MB)", counted from 1. Halves of an all-reduce are named as such: "block
-// 3 of 7 (all-gather of fc.weight, 2.0 MB)".
+// "block 3 of 7 (layer4.conv2.weight … fc.bias, 12.4 MB)", counted from 1; for halves of an all-reduce "block 3 of 7
+// (all-gather of fc.weight, 2.0 MB)".
 std::string block_text(const FollowedPlan& plan, int32_t block);
 
-// What an open iteration waits for: its oldest block on the network, or else the gradients that its next block lacks. "" where
-// all blocks are finished.
+// What an open iteration waits for: its oldest block on the network, or else the missing gradients of its next block.
+// Empty if all blocks have finished.
 std::string waiting_text(const FollowedPlan& plan, const IterationRecord& record, int64_t now_ns);
 
 }  // namespace gradcast

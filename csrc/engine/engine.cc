@@ -1,3 +1,4 @@
+// The public class: it forwards to the loop, so that gradcast/engine.h names no lock and no thread.
 #include "gradcast/engine.h"
 
 #include "engine/loop.h"
@@ -10,7 +11,7 @@ Engine::Engine(Transport& transport, const EngineOptions& options)
 Engine::~Engine() {
   loop_->shutdown();
   if (loop_->is_abandoned()) {
-    // A transport that holds operations back after an abort may still complete them, into this object.
+    // Leaks the loop: the transport holds operations back after an abort and may still complete them, into this object.
     static_cast<void>(loop_.release());
   }
 }
@@ -35,8 +36,8 @@ bool Engine::wait_all(int64_t timeout_ns, Progress until) {
   return loop_->wait(std::nullopt, timeout_ns, until);
 }
 
-std::vector<int32_t> Engine::coming_with(std::span<const int32_t> tensors) const {
-  return loop_->coming_with(tensors);
+std::vector<int32_t> Engine::queued_no_later_than(std::span<const int32_t> tensors) const {
+  return loop_->queued_no_later_than(tensors);
 }
 
 std::vector<int32_t> Engine::arrivals(int64_t position) const {

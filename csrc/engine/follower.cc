@@ -1,3 +1,4 @@
+// All answers come from counters: an event costs time only for the blocks and tensors that depend on it.
 #include "engine/follower.h"
 
 #include <algorithm>
@@ -33,24 +34,22 @@ std::vector<BufferTensors> buffers_of(const Profile& profile) {
   return buffers;
 }
 
-std::vector<int32_t> touched_by(const Block& block, const BufferTensors& buffer) {
-  std::vector<int32_t> touched;
+// The tensors of a block, by offset.
+std::vector<int32_t> tensors_of(const Block& block, const BufferTensors& buffer) {
+  std::vector<int32_t> tensors;
   for (const Range& range : block.ranges) {
-    const auto end = std::upper_bound(buffer.end_bytes.begin(), buffer.end_bytes.end(), range.lo_bytes);
-    for (auto at = static_cast<size_t>(end - buffer.end_bytes.begin()); at < buffer.tensors.size(); ++at) {
+    const TensorSpan span = tensors_in(buffer.end_bytes, range);
+    for (int32_t at = span.first; at < span.last; ++at) {
       // Two ranges of a block may lie in one tensor.
-      if (touched.empty() || touched.back() != buffer.tensors[at]) {
-        touched.push_back(buffer.tensors[at]);
-      }
-      if (buffer.end_bytes[at] >= range.hi_bytes) {
-        break;
+      if (tensors.empty() || tensors.back() != buffer.tensors[at]) {
+        tensors.push_back(buffer.tensors[at]);
       }
     }
   }
-  return touched;
+  return tensors;
 }
 
-// Who gathers what whom scattered: by block, -1 for an all-reduce.
+// By block: the all-gather that belongs to a reduce-scatter and the other way round; -1 for an all-reduce.
 std::vector<int32_t> partners_of(const std::vector<Block>& blocks) {
   std::vector<int32_t> partner(blocks.size(), -1);
   std::map<std::pair<int32_t, int64_t>, size_t> scatters;  // by buffer and first byte, which no two scatters share
@@ -88,8 +87,8 @@ FollowedPlan::FollowedPlan(const Profile& profile, const Plan& given)
   const std::vector<BufferTensors> buffers = buffers_of(profile);
   for (int32_t k = 0; k < block_count(); ++k) {
     const Block& block = plan.blocks[k];
-    touched.push_back(touched_by(block, buffers[block.buffer]));
-    for (const int32_t tensor : touched.back()) {
+    block_tensors.push_back(tensors_of(block, buffers[block.buffer]));
+    for (const int32_t tensor : block_tensors.back()) {
       if (block.op != Op::kAllGather) {
         blocks_waiting[tensor].push_back(k);
       }
@@ -101,6 +100,7 @@ FollowedPlan::FollowedPlan(const Profile& profile, const Plan& given)
   }
 }
 
+// Counts for each block what it waits for, and for each tensor how many blocks must finish before it has arrived.
 void Follower::begin(std::shared_ptr<const FollowedPlan> plan) {
   GC_CHECK(in_flight_count_ == 0);
   plan_ = std::move(plan);
@@ -109,7 +109,7 @@ void Follower::begin(std::shared_ptr<const FollowedPlan> plan) {
   missing_.resize(states_.size());
   for (size_t k = 0; k < missing_.size(); ++k) {
     const bool gathers = plan_->plan.blocks[k].op == Op::kAllGather;
-    missing_[k] = gathers ? 1 : static_cast<int32_t>(plan_->touched[k].size());
+    missing_[k] = gathers ? 1 : static_cast<int32_t>(plan_->block_tensors[k].size());
   }
   unfinished_ = plan_->arriving_count;
   unqueued_ = plan_->arriving_count;
@@ -123,6 +123,7 @@ void Follower::on_ready(int32_t tensor) {
   }
 }
 
+// Looks at one block only, the next of the plan. If that one must wait, so must all behind it.
 std::optional<int32_t> Follower::next() {
   if (!is_open() || next_block_ == plan_->block_count() || in_flight_count_ == plan_->plan.in_flight ||
       missing_[next_block_] > 0) {
@@ -142,11 +143,12 @@ void Follower::on_queued(int32_t block) {
   if (plan_->plan.blocks[block].op == Op::kReduceScatter) {
     return;  // nothing arrives by it alone
   }
-  for (const int32_t tensor : plan_->touched[block]) {
+  for (const int32_t tensor : plan_->block_tensors[block]) {
     --unqueued_[tensor];
   }
 }
 
+// A reduce-scatter brings no tensor, but it releases its all-gather.
 std::vector<int32_t> Follower::on_finish(int32_t block) {
   on_queued(block);
   states_[block] = BlockState::kFinished;
@@ -156,7 +158,7 @@ std::vector<int32_t> Follower::on_finish(int32_t block) {
     --missing_[plan_->partner[block]];
     return arrived;
   }
-  for (const int32_t tensor : plan_->touched[block]) {
+  for (const int32_t tensor : plan_->block_tensors[block]) {
     if (--unfinished_[tensor] == 0) {
       arrived.push_back(tensor);
     }
@@ -180,6 +182,7 @@ bool Follower::is_in_flight(int64_t block) const {
          (states_[block] == BlockState::kInFlight || states_[block] == BlockState::kQueued);
 }
 
+// The engine sleeps through this many gradients, so the answer may be too small but never too large.
 size_t Follower::ready_missing_min() const {
   if (!is_open() || next_block_ == plan_->block_count() || in_flight_count_ == plan_->plan.in_flight ||
       plan_->plan.blocks[next_block_].op == Op::kAllGather) {

@@ -1,7 +1,9 @@
-// The follower: which block may start now, and how far each tensor has come. It is told what happens and keeps no time.
+// The follower decides which block may start now, and how far each tensor has come. It is told what happens and reads
+// no clock.
 //
-// Blocks start in the plan's order only, at most `in_flight` at a time: what a rank alone knows (its own gradients, its own
-// clock) may delay a block, never let another one pass it. That keeps the operations of all ranks matched.
+// Blocks start in the plan's order only, at most `in_flight` at a time. What only one rank knows (its own gradients,
+// its own clock) may delay a block, but never lets another block pass it. That keeps the operations of all ranks
+// matched.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -18,10 +20,12 @@
 
 namespace gradcast {
 
-// A plan with the question "who waits for whom" answered once. A value; iterations share it.
+// A plan with its dependencies worked out: which tensor waits for which block, and the other way round. Iterations
+// share it.
 struct FollowedPlan {
-  // REQUIRES: check_plan(plan, profile) passed. Throws Error{kInvalidPlan} where an all-gather does not carry exactly the
-  // ranges of one reduce-scatter: each rank owns a part of a *block*, so other cuts would gather what no rank has summed.
+  // Throws Error{kInvalidPlan} if an all-gather does not carry exactly the ranges of one reduce-scatter: each rank owns
+  // a part of a *block*, so other cuts would gather parts that no rank has summed. REQUIRES: check_plan(plan, profile)
+  // passed.
   FollowedPlan(const Profile& profile, const Plan& plan);
 
   int32_t tensor_count() const { return static_cast<int32_t>(tensor_names.size()); }
@@ -31,13 +35,13 @@ struct FollowedPlan {
 
   // By tensor.
   std::vector<std::string> tensor_names;
-  std::vector<std::vector<int32_t>> blocks_waiting;  // all-reduces and reduce-scatters that touch it: they wait for it
-  std::vector<int32_t> arriving_count;               // all-reduces and all-gathers that touch it: it waits for them
-  std::vector<int32_t> last_block;                   // of those
+  std::vector<std::vector<int32_t>> blocks_waiting;  // all-reduces and reduce-scatters that wait for its gradient
+  std::vector<int32_t> arriving_count;  // all-reduces and all-gathers that must finish before it has arrived
+  std::vector<int32_t> last_block;      // the last one of those
 
   // By block.
-  std::vector<std::vector<int32_t>> touched;  // its tensors, by offset
-  std::vector<int32_t> partner;               // of a gather its scatter, of a scatter its gather; -1 for an all-reduce
+  std::vector<std::vector<int32_t>> block_tensors;  // by offset
+  std::vector<int32_t> partner;  // the all-gather of a reduce-scatter, and the other way round; -1 for an all-reduce
 };
 
 class Follower {
@@ -51,18 +55,19 @@ class Follower {
   // The block that starts now, if one may; it counts as in flight from this moment.
   std::optional<int32_t> next();
 
-  // A device ends the block by itself. REQUIRES: is_in_flight(block).
+  // A device will end the block without the host. REQUIRES: is_in_flight(block).
   void on_queued(int32_t block);
-  // Returns the tensors that arrive by it. REQUIRES: is_in_flight(block).
+  // Returns the tensors that arrive with this block. REQUIRES: is_in_flight(block).
   std::vector<int32_t> on_finish(int32_t block);
   Progress progress_of(int32_t tensor) const;
-  // Whether a device ends by itself all that is in flight.
+  // True if a device will end all blocks in flight without the host.
   bool all_queued() const;
 
-  // A started block that has not finished.
+  // True for a block that has started and not finished; false for any other number.
   bool is_in_flight(int64_t block) const;
   int32_t in_flight_count() const { return in_flight_count_; }
-  // So many calls of on_ready are missing at least until next() returns a block; without end if on_ready alone cannot help.
+  // How many more calls of on_ready are needed at least before next() returns a block; the largest size_t if on_ready
+  // alone cannot make it do so.
   size_t ready_missing_min() const;
 
   bool is_open() const { return plan_ != nullptr; }
@@ -75,7 +80,7 @@ class Follower {
   int32_t next_block_ = 0;
   int32_t in_flight_count_ = 0;
   std::vector<BlockState> states_;
-  std::vector<int32_t> missing_;     // by block: gradients, or of a gather its scatter, that it still waits for
+  std::vector<int32_t> missing_;     // by block: gradients (for an all-gather: reduce-scatters) that it still waits for
   std::vector<int32_t> unfinished_;  // by tensor: blocks that it still waits for
   std::vector<int32_t> unqueued_;    // by tensor: those of them that are not queued
 };

@@ -1,33 +1,26 @@
-// The engine's thread.
+// The engine's thread: takes events from the queue, starts blocks, and publishes what has happened.
 #include "engine/loop.h"
 
 #include <algorithm>
-#include <ctime>
 #include <exception>
 #include <limits>
 #include <utility>
 
 #include "engine/describe.h"
+#include "platform/thread.h"
 
 namespace gradcast {
 namespace {
 
-// A transport completes everything within a second of abort(); what it still holds then, it will hold for good.
+// A transport must complete everything within a second of abort(). What it holds longer than this it holds for good.
 constexpr int64_t kDrainNs = 1'500'000'000;
-// What a device ends by itself at the end of a program: the last blocks of a step that was trained to its end.
+// How long shutdown waits for a device that ends all operations in flight by itself. These are the last blocks of a
+// step that was trained to its end; aborting them would lose nothing, but would end the device's work with an error.
 constexpr int64_t kDeviceEndsNs = 400'000'000;
-// As a number of gradients: none is waited for.
+// "More gradients than can come": no number of them wakes the thread.
 constexpr size_t kNoGradient = std::numeric_limits<size_t>::max();
 
-// Of the calling thread alone: what it costs, also where busy cores make it wait for its turn. A system call, unlike the steady
-// clock: about 1 us.
-int64_t thread_cpu_now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
-// In which at least one of these blocks was due and not finished.
+// The time during which at least one of these blocks was due and not finished: the union of their intervals.
 int64_t together_ns(std::vector<BlockRecord>& blocks) {
   std::sort(blocks.begin(), blocks.end(),
             [](const BlockRecord& one, const BlockRecord& other) { return one.due_ns < other.due_ns; });
@@ -54,8 +47,8 @@ void Engine::Loop::run_on_loop() {
   leave_on_loop();
 }
 
-// One waking: everything that has come is taken in first, so that a block starts on the newest knowledge, and blocks start
-// before callers are told: the network must not stand idle.
+// One turn of the loop. It takes in all events first, so that blocks start on the newest knowledge, and starts blocks
+// before it wakes callers, so that the network does not stand idle.
 void Engine::Loop::turn_on_loop(const Queue::Condition& condition) {
   GC_CHECK(on_loop());
   callers_due_ = false;
@@ -76,10 +69,11 @@ void Engine::Loop::turn_on_loop(const Queue::Condition& condition) {
     changed_.notify_all();
   }
   MutexLock lock(mutex_);
-  counters_.loop_ns = thread_cpu_now_ns() - start_ns_;
+  counters_.loop_ns = thread_cpu_now_ns() - transport_cpu_ns_;
 }
 
-// A broken invariant fails the engine like a broken network: nothing may end the process from inside its thread.
+// Runs a part of a turn. A broken invariant fails the engine just as a broken network does: an exception that left the
+// thread would end the process.
 template <typename Action>
 void Engine::Loop::attempt_on_loop(const Action& action) {
   GC_CHECK(on_loop());
@@ -118,6 +112,7 @@ void Engine::Loop::handle_on_loop(const Event& event) {
   }
 }
 
+// The block counts from now on: before this the device had not written its gradients.
 void Engine::Loop::began_on_loop(const Event& event) {
   GC_CHECK(on_loop());
   const int64_t block = event.subject - first_ticket_;
@@ -140,6 +135,7 @@ void Engine::Loop::queued_on_loop(const Event& event) {
   take_progress_on_loop(static_cast<int32_t>(block));
 }
 
+// Counts the block out of flight in every case, because the transport completes it exactly once.
 void Engine::Loop::complete_on_loop(const Event& event) {
   GC_CHECK(on_loop());
   const int64_t block_index = event.subject - first_ticket_;
@@ -181,14 +177,15 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   callers_due_ = callers_due_ || unfinished_count_ == 0;
 }
 
-// How far the tensors of this block have come by it: callers wait for that.
+// Publishes how far the tensors of this block have come.
 void Engine::Loop::take_progress_on_loop(int32_t block) {
-  for (const int32_t tensor : follower_.plan().touched[block]) {
+  for (const int32_t tensor : follower_.plan().block_tensors[block]) {
     const Progress before = std::exchange(progress_[tensor], follower_.progress_of(tensor));
     callers_due_ = callers_due_ || progress_[tensor] != before;
   }
 }
 
+// Starts blocks as long as the follower allows one.
 void Engine::Loop::launch_on_loop() {
   GC_CHECK(on_loop());
   while (!is_draining()) {
@@ -207,12 +204,14 @@ void Engine::Loop::launch_on_loop() {
     operation.buffer = carried.buffer;
     operation.ranges = carried.ranges.data();
     operation.range_count = static_cast<int32_t>(carried.ranges.size());
+    // start() is the transport's work, not the engine's: loop_ns leaves it out.
     const int64_t begin_ns = thread_cpu_now_ns();
     transport_.start(operation);
-    start_ns_ += thread_cpu_now_ns() - begin_ns;
+    transport_cpu_ns_ += thread_cpu_now_ns() - begin_ns;
   }
 }
 
+// A block is due when it is ready and the block before it has been launched or has made room in flight.
 void Engine::Loop::record_launch_on_loop(int32_t block, int64_t launch_ns) {
   GC_CHECK(on_loop());
   const FollowedPlan& plan = follower_.plan();
@@ -222,7 +221,7 @@ void Engine::Loop::record_launch_on_loop(int32_t block, int64_t launch_ns) {
   if (plan.plan.blocks[block].op == Op::kAllGather) {
     ready_ns = record.blocks[plan.partner[block]].finish_ns;
   } else {
-    for (const int32_t tensor : plan.touched[block]) {
+    for (const int32_t tensor : plan.block_tensors[block]) {
       ready_ns = std::max(ready_ns, record.ready_ns[tensor]);
     }
   }
@@ -232,6 +231,7 @@ void Engine::Loop::record_launch_on_loop(int32_t block, int64_t launch_ns) {
   ++on_network_count_;
 }
 
+// Latches the first failure; later ones are its consequences.
 void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
   GC_CHECK(on_loop());
   if (is_draining()) {
@@ -242,7 +242,7 @@ void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
     MutexLock lock(mutex_);
     failure_ = Failure{code, message};
   }
-  // Also when nothing else is in flight: the peers must learn that this rank will not go on.
+  // Even if nothing else is in flight: the peers must learn that this rank will not go on.
   abort_on_loop(message);
 }
 
@@ -263,7 +263,8 @@ void Engine::Loop::stop_on_loop() {
   }
 }
 
-// Callers hear of a failure, or of the end, only now: their buffers must not go while the transport still touches them.
+// Lets callers see the failure or the end. Not earlier, since they may then free their buffers, which the transport
+// must no longer touch.
 void Engine::Loop::settle_on_loop() {
   GC_CHECK(on_loop());
   drain_deadline_ns_ = kNever;
@@ -274,14 +275,14 @@ void Engine::Loop::settle_on_loop() {
 
 void Engine::Loop::leave_on_loop() {
   GC_CHECK(on_loop());
-  // close() demands that everything has completed, and might wait for it without end.
+  // close() requires that everything has completed, and might otherwise never return.
   is_abandoned_ = follower_.in_flight_count() > 0;
   if (!is_abandoned_) {
     transport_.close();
   }
 }
 
-// Only the record hears of it, so nothing has to be done at once.
+// Changes the record only, so it need not wake the thread.
 void Engine::Loop::began(int64_t ticket) noexcept {
   queue_.push({Event::Kind::kBegan, ticket, steady_now_ns()}, Queue::Wake::kCounted);
 }
@@ -295,7 +296,8 @@ void Engine::Loop::complete(int64_t ticket, const char* error) noexcept {
   if (error != nullptr) {
     event.error = error;
   }
-  // A full queue means that a transport completes what was never started; the queue itself remembers it for the thread.
+  // The queue has room for every completion that can come. If it is full, the transport completes what was never
+  // started, and the thread fails the engine when it sees `overflowed`.
   queue_.push(std::move(event), Queue::Wake::kAtOnce);
 }
 

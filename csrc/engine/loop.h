@@ -1,8 +1,18 @@
-// The inside of the engine: one thread that owns the follower and the transport, and what callers share with it.
+// The inside of the engine: one thread that owns the follower and the transport, and the state that callers share with
+// it.
 //
-// Callers and the transport post events into one bounded queue; the thread answers by starting blocks and by writing down
-// what has happened, where callers look and wait. Three files: loop.cc is the thread, loop_calls.cc what callers run,
-// engine.cc the public face.
+// Callers and the transport post events into one bounded queue. The thread answers by starting blocks and by updating
+// the shared state, on which callers wait. loop.cc is the thread, loop_calls.cc what callers run, engine.cc the public
+// class.
+//
+// Invariants:
+// 1. Only the thread calls the follower and the transport's open, start and close.
+// 2. Tickets ascend: block k of the open iteration has the ticket first_ticket_ + k. A completion with any other ticket
+//    is an
+//    error of the transport.
+// 3. Once failed_ or stopping_ is set, nothing is started any more; what is in flight is drained.
+// 4. Callers see a failure only after settled_ is set: until then the transport may touch their buffers.
+// 5. Lock order: join_mutex_, then mutex_, then the queue's own.
 //
 // Thread safety: any thread, except functions that end in _on_loop: loop thread only.
 #pragma once
@@ -15,11 +25,13 @@
 #include <thread>
 #include <vector>
 
+#include "engine/bounded_queue.h"
 #include "engine/follower.h"
 #include "engine/recorder.h"
 #include "gradcast/engine.h"
 #include "gradcast/error.h"
 #include "gradcast/transport.h"
+#include "platform/clock.h"
 #include "platform/sync.h"
 
 namespace gradcast {
@@ -35,7 +47,7 @@ class Engine::Loop final : public CompletionSink {
   void on_ready(int32_t tensor) GC_EXCLUDES(mutex_);
   using Tensors = std::optional<std::span<const int32_t>>;  // without them: all
   bool wait(Tensors tensors, int64_t timeout_ns, Progress until) GC_EXCLUDES(mutex_);
-  std::vector<int32_t> coming_with(std::span<const int32_t> tensors) const GC_EXCLUDES(mutex_);
+  std::vector<int32_t> queued_no_later_than(std::span<const int32_t> tensors) const GC_EXCLUDES(mutex_);
   std::vector<int32_t> arrivals(int64_t position) const GC_EXCLUDES(mutex_);
   bool busy() const GC_EXCLUDES(mutex_);
   std::string waiting_for() const GC_EXCLUDES(mutex_);
@@ -47,7 +59,8 @@ class Engine::Loop final : public CompletionSink {
   void queued(int64_t ticket) noexcept override;
   void complete(int64_t ticket, const char* error) noexcept override;
 
-  // After shutdown: the transport broke its promise and may still complete something, so this object must stay.
+  // After shutdown(): the transport still holds operations back and may complete them into this object, which must not
+  // be destroyed.
   bool is_abandoned() const { return is_abandoned_; }
 
  private:
@@ -79,7 +92,7 @@ class Engine::Loop final : public CompletionSink {
   void abort_on_loop(const std::string& reason);
   void settle_on_loop() GC_EXCLUDES(mutex_);
   void leave_on_loop();
-  // After a failure and at the end: nothing is started any more.
+  // After a failure and at the end, when nothing is started any more.
   bool is_draining() const { return failed_ || stopping_; }
   bool on_loop() const { return std::this_thread::get_id() == loop_id_; }
 
@@ -108,20 +121,20 @@ class Engine::Loop final : public CompletionSink {
   std::thread::id loop_id_;
   Follower follower_;
   std::vector<Event> batch_;
-  int64_t first_ticket_ = 0;   // of this iteration: block k has the ticket first_ticket_ + k
-  int64_t started_count_ = 0;  // tickets given away, in all iterations
+  int64_t first_ticket_ = 0;   // of the open iteration
+  int64_t started_count_ = 0;  // operations started in all iterations
   bool failed_ = false;
   bool stopping_ = false;
-  int64_t drain_deadline_ns_ = kNever;  // when the thread stops hoping that what is in flight completes
+  int64_t drain_deadline_ns_ = kNever;  // when the thread stops waiting for completions
   bool aborted_ = false;
-  bool callers_due_ = false;   // what callers wait for has changed in this turn
-  int64_t start_ns_ = 0;       // CPU time spent inside the transport's start() so far
-  int64_t room_since_ns_ = 0;  // when a block before the next one was last in its way
+  bool callers_due_ = false;      // this turn has changed something that callers wait for
+  int64_t transport_cpu_ns_ = 0;  // CPU time spent inside the transport's start() so far
+  int64_t room_since_ns_ = 0;     // when an earlier block was last in the way of the next one
 
   // Has its own lock.
   Queue queue_;
 
-  // Guarded. Whoever holds mutex_ may take the queue's lock, not the other way round.
+  // What callers share with the thread.
   mutable Mutex mutex_;
   CondVar changed_;                                                      // an arrival, a failure, the end
   std::shared_ptr<const FollowedPlan> plan_ GC_GUARDED_BY(mutex_);       // of the last iteration

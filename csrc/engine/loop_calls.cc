@@ -1,4 +1,5 @@
-// What callers run, on their own threads.
+// What callers run on their own threads: they change the shared state and post events, and never touch follower or
+// transport.
 #include <algorithm>
 #include <utility>
 
@@ -8,9 +9,9 @@
 namespace gradcast {
 namespace {
 
-// Far more than anyone looks at; a wrong number here would only show when memory has run out.
+// Far more than anyone looks at. Without a limit, a mistyped option would show only when memory has run out.
 constexpr int32_t kTimelineIterationsMax = 1 << 20;
-// Room for what is no gradient and no completion: the beginning of an iteration.
+// Room in the queue for the event that is no gradient and no completion: the beginning of an iteration.
 constexpr size_t kOtherEvents = 1;
 
 const EngineOptions& checked(const EngineOptions& options) {
@@ -52,7 +53,7 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
                                             std::to_string(iteration_) +
                                             " are not finished; wait for all of them first");
   }
-  // One event for each gradient of an iteration, three for each block on the network.
+  // One event for each gradient of an iteration, and three for each block in flight: began, queued, complete.
   const size_t in_flight_max = std::min(static_cast<size_t>(plan.in_flight), plan.blocks.size());
   queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 3 * in_flight_max);
   next_plan_ = std::move(followed);
@@ -125,6 +126,7 @@ bool Engine::Loop::wait(Tensors tensors, int64_t timeout_ns, Progress until) {
   return outcome == Outcome::kThere;
 }
 
+// Returns kFailed only when the engine has settled: until then the transport may touch the caller's buffers.
 Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline_ns, Progress until) {
   const int64_t iteration = iteration_;
   while (true) {
@@ -132,7 +134,7 @@ Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline
     if (ending && settled_) {
       return Outcome::kFailed;
     }
-    // The next iteration begins only when all of this one has arrived, perhaps before this thread has woken.
+    // Another caller may begin the next iteration before this thread wakes; then all of this iteration has arrived.
     if (!ending && (iteration_ != iteration || are_there(tensors, until))) {
       return Outcome::kThere;
     }
@@ -143,7 +145,7 @@ Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline
   }
 }
 
-std::vector<int32_t> Engine::Loop::coming_with(std::span<const int32_t> tensors) const {
+std::vector<int32_t> Engine::Loop::queued_no_later_than(std::span<const int32_t> tensors) const {
   MutexLock lock(mutex_);
   require_open();
   require_iteration();
@@ -197,7 +199,7 @@ EngineCounters Engine::Loop::counters() const {
 }
 
 void Engine::Loop::shutdown() {
-  // Held to the end: a second caller returns when the first one does, and finds nothing left to do.
+  // Held to the end, so that a second caller returns only when the thread has ended.
   MutexLock join_lock(join_mutex_);
   if (!thread_.joinable()) {
     return;
@@ -208,7 +210,7 @@ void Engine::Loop::shutdown() {
   }
   queue_.close();
   thread_.join();
-  // Waiters stand inside this object, which may be destroyed next.
+  // Callers may still be inside wait(), and this object may be destroyed as soon as shutdown() returns.
   MutexLock lock(mutex_);
   while (waiter_count_ > 0) {
     changed_.wait_until(mutex_, kNever);
@@ -241,7 +243,7 @@ void Engine::Loop::require_tensor(int32_t tensor) const {
   }
 }
 
-// A new exception each time: threads must not share one that some of them may be printing.
+// Throws a new exception each time: several threads must not share one object.
 void Engine::Loop::throw_latched() const {
   if (failure_) {
     throw Error(failure_->code, failure_->message);

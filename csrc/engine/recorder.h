@@ -1,4 +1,4 @@
-// The record of what happened: the last iterations, in memory that does not grow.
+// Keeps the record of the last iterations in a ring, so that its memory does not grow.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -16,7 +16,7 @@ class Recorder {
   // Keeps the last `iterations_max` iterations. REQUIRES: iterations_max >= 1.
   explicit Recorder(int32_t iterations_max);
 
-  // Opens the next record, in the place of the oldest when all are taken.
+  // Opens the next record; it replaces the oldest one once the ring is full.
   void begin(int64_t iteration, int64_t plan_version, size_t tensor_count, size_t block_count);
 
   // The open record. REQUIRES: begin() was called.

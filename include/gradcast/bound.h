@@ -12,23 +12,25 @@ namespace gradcast {
 struct BoundOptions {
   Mode mode = Mode::kOverlap;
   int32_t in_flight = 1;
-  // true: over plans that may use any kind of operation that the link has; false: over all-reduce plans only.
+  // True: a bound over plans with every kind of operation that the link has. False: over all-reduce plans only.
   bool any_op = false;
 };
 
 struct Bound {
-  // max(B + F + U, max over ready times r and needs q of r + alpha + beta * bytes(S) + what forward still has to run after q),
-  // S the tensors with ready >= r and need <= q: Jackson's preemptive bound for one machine, with one alpha. With a
-  // piecewise cost, its smallest alpha and smallest beta.
+  // Jackson's preemptive bound for one machine (J. R. Jackson, "Scheduling a production line to minimize maximum
+  // tardiness", 1955), with one alpha: max(B + F + U, max over ready times r and needs q of r + alpha + beta * bytes(S)
+  // + the forward work after q), where S are the tensors with ready >= r and need <= q. A piecewise cost counts with
+  // its smallest alpha and beta.
   double plain_ns = 0;
-  // The best proven bound, never below plain_ns: for one block in flight T* of the nested relaxations, which is the value of
-  // the best plan itself where later ready means more urgent and the cost is linear.
+  // The best proven bound, never below plain_ns. With one block in flight it is the optimum T* of window chains
+  // (docs/internals/planner.md); for sequential models and a linear cost that is the time of the best plan itself.
   double best_ns = 0;
-  // best_ns is reached, up to whole elements: windows are nested (in hook mode always, if packing is free), the cost is linear,
-  // in_flight is 1, there is one buffer, and only all-reduces count.
+  // A plan reaches best_ns, up to whole elements. True if windows are nested (in hook mode always, if packing is free),
+  // the cost is linear, in_flight is 1, there is one buffer, and only all-reduces count.
   bool exact = false;
 };
 
+// Times in ns from the start of backward. Throws Error: kInvalidProfile, kInvalidLink, kInvalidOption (in_flight < 1).
 Bound bound(const Profile& profile, const LinkModel& link, const BoundOptions& options);
 
 }  // namespace gradcast

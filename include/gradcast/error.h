@@ -1,7 +1,7 @@
 // The one exception of gradcast, and the check that guards its invariants.
 //
-// The message is a sentence for the user: what is wrong (with the field), and what to do. It never carries C++ internals,
-// except for kInternal, which is a defect of gradcast itself.
+// The message is a sentence for the user: what is wrong (with the field), and what to do. It never carries C++
+// internals, except for kInternal, which is a defect of gradcast itself.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -1,4 +1,4 @@
-// Gradient buffers in the memory of the host, for transports that sum numbers there.
+// Gradient buffers in host memory.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -9,7 +9,7 @@ namespace gradcast {
 
 enum class Element { kFloat32, kFloat64 };
 
-// The memory of one gradient buffer. It must stay until the transport is closed.
+// The memory of one gradient buffer. It must stay valid until the transport is closed.
 struct HostBuffer {
   void* data = nullptr;
   int64_t size_bytes = 0;  // a multiple of the element's size

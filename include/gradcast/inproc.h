@@ -1,12 +1,12 @@
 // Ranks as threads of one process, over an emulated wire.
 //
-// One thread per world is the wire. It takes the operations one after the other, each when all ranks have started it. It is
-// busy for beta_ns_per_byte * bytes, after alpha_ns that may pass while the operation before is still on it; it sleeps
-// meanwhile, so slow networks can be emulated on few cores. Sums are taken in the order of ranks and are the same bits on every
-// rank.
+// One thread per world is the wire. It takes the operations one after the other, each when all ranks have started it.
+// It is busy for beta_ns_per_byte * bytes, after alpha_ns that may pass while the operation before is still on it; it
+// sleeps meanwhile, so slow networks can be emulated on few cores. Sums are taken in the order of ranks and are the
+// same bits on every rank.
 //
-// A rank that aborts or closes leaves the world: what the others cannot finish without it fails with its name and reason.
-// Failures of one operation alone reach only their own rank, as on a real network; the others wait.
+// A rank that aborts or closes leaves the world: operations that the others cannot finish without it fail with its name
+// and reason. An operation that cannot begin fails on its own rank only, as on a real network; the others wait.
 //
 // Thread safety: any thread.
 #pragma once
@@ -38,9 +38,9 @@ class InprocWorld {
 
   int32_t world_size() const;
 
-  // The transport of one rank, once for each. It may outlive the world. Of a reduce-scatter it sets the parts that belong
-  // to other ranks to NaN, so that nobody comes to rely on what is undefined.
-  // Throws Error{kInvalidOption} for a rank or a buffer that cannot be, or a rank that has its transport already.
+  // The transport of one rank; each rank has one. It may outlive the world. After a reduce-scatter it sets the parts of
+  // other ranks to NaN, so that nobody comes to rely on undefined values. Throws Error{kInvalidOption} for an unknown
+  // rank, a buffer that cuts an element, or a rank that has its transport already.
   std::unique_ptr<Transport> transport(int32_t rank, std::vector<HostBuffer> buffers);
 
  private:

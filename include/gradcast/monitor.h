@@ -1,8 +1,11 @@
-// Whether the plan in force still holds. The monitor hears what each iteration took on each rank, and says when the network
-// or the compute has changed for good, so that a new measurement pays, and when the plain plan, which is tried on a few
-// iterations from time to time, is as fast, so that there is nothing to gain.
+// Change detection: does the plan in force still fit, and is it worth anything?
 //
-// Ranks that feed it the same facts come to the same decisions: nobody has to ask anybody.
+// The monitor is given the times of each iteration on each rank. It reports when the network or the compute has changed
+// for good, so that measuring and planning again pays. From time to time it lets a few iterations follow the plain
+// plan, and it reports when that is as fast.
+//
+// Its decisions depend on nothing but these times, so ranks that feed it the same times decide the same, without a
+// message.
 //
 // Thread safety: pure; any thread, one at a time.
 #pragma once
@@ -14,39 +17,39 @@
 
 namespace gradcast {
 
-// What one rank saw of one iteration, from the start of a backward pass to the start of the next.
+// The times of one iteration on one rank, from the start of a backward pass to the start of the next, in ns.
 struct RankFacts {
   double step_ns = 0;
-  double busy_ns = 0;  // of it, not waiting for gradients
-  double link_ns = 0;  // in which a block of its was due and not finished
+  double busy_ns = 0;  // compute: the step without waiting for gradients
+  double link_ns = 0;  // time during which at least one block was due and not finished
 };
 
 struct MonitorOptions {
-  // What the plan was made for: the slowest rank's compute, and the time that its blocks are on the network. 0: not known.
+  // What the plan was made for: the slowest rank's compute, and the time its blocks spend on the network. 0: not known.
   double busy_ns = 0;
   double link_ns = 0;
   bool has_plain = true;        // there is a plain plan to compare with
   bool begins_plain = false;    // it is the one in force
-  int64_t hold_iterations = 0;  // for so long nothing is measured again
+  int64_t hold_iterations = 0;  // no change is reported in the first so many iterations
 };
 
 enum class Cause { kCompute, kNetwork };
 
-// A change that has persisted.
+// A change that has lasted.
 struct Change {
   Cause cause = Cause::kCompute;
-  int32_t rank = -1;     // whose compute has changed; -1: most ranks', or the network
+  int32_t rank = -1;     // the one rank whose compute has changed; -1 for most ranks or the network
   double before_ns = 0;  // compute, or time on the network, per iteration
   double after_ns = 0;
 };
 
 struct Decision {
   bool plain = false;                           // the next iteration follows the plain plan
-  bool stepped_aside = false;                   // from now on the plain plan is in force; said once
+  bool stepped_aside = false;                   // the plain plan is in force from now on; reported once
   std::optional<Change> change = std::nullopt;  // the plan no longer fits: measure and plan again
 };
 
-// What the plan in force is worth, as far as it was compared; the count is 0 before that.
+// The plan in force compared with the plain plan. plain_count is 0 before the first comparison.
 struct Comparison {
   double plan_ns = 0;  // medians of iterations
   double plain_ns = 0;
@@ -61,13 +64,14 @@ class Monitor {
   ~Monitor();
   Monitor(Monitor&&) noexcept;
 
-  // After an iteration whose facts are known: one entry per rank. `plain`: it followed the plain plan. They may become known
-  // some iterations late, but in order; of one that was interrupted there are none. Throws Error{kInvalidOption} for
-  // another number of ranks.
+  // To be called with the times of each iteration, one entry per rank, in order. They may be some iterations late;
+  // interrupted iterations are left out. `plain`: the iteration followed the plain plan. Throws Error{kInvalidOption}
+  // for another number of ranks.
   Decision on_iteration(bool plain, std::span<const RankFacts> ranks);
 
   Comparison comparison() const;
-  // The rank that computes at least a tenth longer than the median rank (of two: the faster one) lately; -1: none.
+  // The rank that has lately computed at least 10 % longer than the median rank (with two ranks, than the other); -1 if
+  // none.
   int32_t slowest_rank() const;
 
  private:

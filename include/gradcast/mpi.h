@@ -1,12 +1,12 @@
-// A transport over MPI, for gradients in the memory of the host. In builds with MPI (CMake target gradcast::mpi).
+// A transport over MPI, for gradients in host memory. Part of builds with MPI (CMake target gradcast::mpi).
 //
-// One thread, "gradcast-mpi", makes every MPI call of the transport and drives its operations on: MPI itself makes progress only
-// inside of its calls. Blocks are MPI's non-blocking collectives on a communicator of the transport's own, so nothing else that
-// the program sends can be taken for them.
+// Blocks are MPI's non-blocking collectives on a communicator of the transport's own, so they cannot be mixed up with
+// other messages of the program. MPI makes progress only inside its calls: a thread named "gradcast-mpi" makes all of
+// the transport's calls and polls while operations are under way.
 //
-// MPI has no way to give a collective up. After an abort the library may still write into the bytes of what was in flight;
-// communicator and buffers of such a transport must stay until the process ends, and MPI_Finalize may wait for peers that
-// never come: a program that ends because of an error calls MPI_Abort.
+// MPI cannot cancel a collective. After an abort the library may still write into the bytes of operations that were in
+// flight, so communicator and buffers of that transport must stay until the process ends. MPI_Finalize may then wait
+// for peers that never come: a program that ends because of an error should call MPI_Abort.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
@@ -21,9 +21,9 @@
 
 namespace gradcast {
 
-// Collective over `communicator`, of which it makes a copy.
-// Throws Error{kInvalidUse} where MPI is not initialized, or with less than MPI_THREAD_MULTIPLE; Error{kInvalidOption} for a
-// buffer that cuts an element; Error{kCommunication} for what MPI refuses.
+// Collective over `communicator`, which it copies. Throws Error{kInvalidUse} if MPI is not initialized with
+// MPI_THREAD_MULTIPLE, Error{kInvalidOption} for a buffer that cuts an element, Error{kCommunication} for any other
+// failure of MPI.
 std::unique_ptr<Transport> make_mpi_transport(MPI_Comm communicator, std::vector<HostBuffer> buffers);
 
 }  // namespace gradcast

@@ -1,12 +1,12 @@
-// A transport over NCCL, for gradients in the memory of one CUDA device. In builds with CUDA and NCCL (CMake target
-// gradcast::nccl).
+// A transport over NCCL, for gradients in the memory of one CUDA device. Part of builds with CUDA and NCCL (CMake
+// target gradcast::nccl).
 //
 // NOT YET RUN ON A GPU: written against NCCL 2.19 and later, compiled and linked.
 //
-// It has a communicator and a stream of its own; the stream is of high priority, because a late block delays the next forward
-// pass. A block waits on the device for the kernels that write it (on_written), never on the host. A thread named
-// "gradcast-nccl" puts operations on the stream, looks for what has ended, and for errors of the communicator: NCCL does
-// not begin some operations before all ranks have come to them, and nobody else waits for that.
+// The transport has its own communicator and its own stream of high priority, because a late block delays the next
+// forward pass. A block waits on the device for the kernels that write it (on_written), never on the host. A thread
+// named "gradcast-nccl" puts operations on the stream and polls for their ends and for errors of the communicator. The
+// thread may block there, because NCCL does not begin some operations before all ranks have come to them.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
@@ -32,37 +32,39 @@ struct DeviceBuffer {
 };
 
 struct NcclOptions {
-  // Best the thread's own (cudaSetDevice): CUDA takes memory on every device that it comes back to, used or not.
+  // Should be the calling thread's current device (cudaSetDevice): CUDA takes memory on every device that a thread
+  // returns to.
   int32_t device = 0;
-  // Thread blocks that communication takes from compute at most; 0: as NCCL chooses.
+  // The most thread blocks that communication may take from compute; 0 lets NCCL choose.
   int32_t cta_count_max = 0;
   int64_t connect_timeout_ns = 120'000'000'000;
-  // So long may an operation take once the device has written its bytes; then all fail, and the communicator is given up.
+  // The longest that an operation may take once the device has written its bytes. Then all operations fail, and the
+  // communicator is aborted.
   int64_t operation_timeout_ns = 600'000'000'000;
 };
 
 class DeviceTransport : public Transport {
  public:
-  // `stream` has been given the kernels that write this range; what is started later waits for them. Throws
-  // Error{kInvalidOption} for a buffer that does not exist, Error{kCommunication} for what CUDA refuses.
+  // `stream` has been given the kernels that write this range; operations that are started later wait for them. Throws
+  // Error{kInvalidOption} for an unknown buffer, Error{kCommunication} for a failure of CUDA.
   virtual void on_written(int32_t buffer, Range range, cudaStream_t stream) = 0;
-  // What is put on `stream` after this runs behind the ends of the operations on this range, as far as they were `queued`
-  // (CompletionSink) before: the host waits for Progress::kQueued only (Engine::wait). REQUIRES: of two operations that share
-  // bytes, the second was started after the end of the first. Throws as on_written does.
+  // Orders `stream` behind the operations on this range that have been reported as queued (CompletionSink), so that the
+  // host has to wait for Progress::kQueued only (Engine::wait). REQUIRES: of two operations that share bytes, the
+  // second was started after the end of the first. Throws as on_written does.
   virtual void order_behind(int32_t buffer, Range range, cudaStream_t stream) = 0;
 };
 
-// Memory of the current device for a gradient buffer that NCCL can send from where it lies (ncclMemAlloc), or where that is
-// not to be had, ordinary memory of the device. It frees itself; not zeroed. Throws Error{kCommunication}: no memory.
+// Memory of the current device, not zeroed, from which NCCL can send without a copy (ncclMemAlloc); ordinary device
+// memory if that is not available. Throws Error{kCommunication} if the device has no memory left.
 std::shared_ptr<void> allocate_for_nccl(int64_t size_bytes);
 
-// Names a communicator: made on one rank and carried to all others, by the c10d store, by MPI, by any other way.
-// Throws Error{kCommunication} for what NCCL refuses.
+// Names a new communicator. One rank calls this and sends the id to all others, for instance by MPI.
+// Throws Error{kCommunication} for a failure of NCCL.
 std::string new_nccl_id();
 
-// Collective: every rank of the id's communicator calls it.
-// Throws Error{kInvalidUse} without a device, for another NCCL than the id's, or two ranks on one device; Error{kInvalidOption}
-// for a buffer that cuts an element; Error{kCommunication} for what CUDA or NCCL refuse, or where ranks do not come in time.
+// Collective: every rank of the id's communicator calls it. Throws Error{kInvalidUse} if there is no such device, if
+// the id was made by another version of NCCL, or if two ranks share a device; Error{kInvalidOption} for a buffer that
+// cuts an element; Error{kCommunication} for a failure of CUDA or NCCL, or if not all ranks connect in time.
 std::unique_ptr<DeviceTransport> make_nccl_transport(const std::string& id, int32_t rank, int32_t world_size,
                                                      std::vector<DeviceBuffer> buffers,
                                                      const NcclOptions& options = {});

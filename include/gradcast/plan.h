@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -43,15 +44,24 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
-// Throws Error{kInvalidPlan}, naming the first fault, unless the plan carries every byte of `profile` exactly once (by one
-// all-reduce, or one reduce-scatter and a later all-gather) and cuts no element. Ranks call it on every plan they receive,
-// before they follow it.
+// The tensors that a range of bytes touches, as positions [first, last) in the buffer's list of tensors.
+struct TensorSpan {
+  int32_t first = 0;
+  int32_t last = 0;
+};
+// `end_bytes`: where each tensor of the buffer ends, ascending. REQUIRES: the range is not empty and lies in the
+// buffer.
+TensorSpan tensors_in(std::span<const int64_t> end_bytes, Range range);
+
+// Throws Error{kInvalidPlan}, naming the first fault, unless the plan carries every byte of `profile` exactly once (by
+// one all-reduce, or one reduce-scatter and a later all-gather) and cuts no element. Ranks call it on every plan they
+// receive, before they follow it.
 void check_plan(const Plan& plan, const Profile& profile);
 
-// Equal on two ranks exactly when they would send the same bytes of the same tensors in the same operations and order: over
-// the blocks' kinds, buffers and ranges and the buffers' layout (names, sizes, element sizes, order); predictions, reasons
-// and times do not count. Ranks compare it before a plan takes effect: following different plans averages the wrong bytes
-// without an error.
+// Equal on two ranks exactly when they would send the same bytes of the same tensors in the same operations and order:
+// over the blocks' kinds, buffers and ranges and the buffers' layout (names, sizes, element sizes, order); predictions,
+// reasons and times do not count. Ranks compare it before a plan takes effect: following different plans averages the
+// wrong bytes without an error.
 uint64_t hash_plan(const Plan& plan, const Profile& profile);
 
 // JSON schema version 1; see docs/reference/file-formats.md. Reading checks the plan by itself (numbers, ranges); check_plan holds it

@@ -1,13 +1,13 @@
 // play: the one definition of what a plan costs. The planner searches with it, the simulator repeats it with jitter and
 // many ranks, and the live timeline is checked against it.
 //
-// Backward runs from 0 to B; tensor i is ready at ready[i]. Block k is launched at the latest of: the launch of k-1, the
-// finish of k-in_flight, the ready time of every tensor that it touches (an all-gather instead: the finish of every
-// reduce-scatter that shares a byte with it). Its bytes begin at max(launch + alpha, finish of k-1) and end
-// beta * bytes later: one wire, in launch order. A tensor arrives when the last all-reduce or all-gather that touches it
-// finishes; part arrival has no effect. Updates run where forward runs. Overlap mode: forward starts at B; at each need point
-// its clock becomes max(clock + compute since the last need point, arrival) + update. Hook mode: forward starts at
-// max(B, last finish) + all updates and never waits.
+// Backward runs from 0 to B; tensor i is ready at ready[i]. Block k is launched at the latest of: the launch of k-1,
+// the finish of k-in_flight, the ready time of every tensor that it touches (an all-gather instead: the finish of every
+// reduce-scatter that shares a byte with it). Its bytes begin at max(launch + alpha, finish of k-1) and end beta *
+// bytes later: one wire, in launch order. A tensor arrives when the last all-reduce or all-gather that touches it
+// finishes; part arrival has no effect. Updates run where forward runs. Overlap mode: forward starts at B; at each need
+// point its clock becomes max(clock + compute since the last need point, arrival) + update. Hook mode: forward starts
+// at max(B, last finish) + all updates and never waits.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -40,7 +40,8 @@ struct Timeline {
   double exposed_ns = 0;    // iteration_ns less backward, forward and updates: what communication costs
 };
 
-// REQUIRES: check_plan(plan, profile) passed. Throws Error{kInvalidLink} if `link` lacks a kind of operation of the plan.
+// REQUIRES: check_plan(plan, profile) passed. Throws Error{kInvalidLink} if `link` lacks a kind of operation of the
+// plan.
 Timeline play(const Profile& profile, const LinkModel& link, const Plan& plan);
 
 }  // namespace gradcast

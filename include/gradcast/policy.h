@@ -1,7 +1,7 @@
 // Policies: pure functions from a profile and a link model to a plan.
 //
-// A policy that decides online in its paper is played in virtual time over the profile; its sequence of decisions is the
-// plan. csrc/core/policies/ has one header per policy with its source and parameters.
+// A policy that decides online in its paper is played in virtual time over the profile; its sequence of decisions is
+// the plan. csrc/core/policies/ has one header per policy with its source and parameters.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -45,9 +45,9 @@ struct PolicyInfo {
 // Every policy, `forecast` first, then in the order of their publication.
 const std::vector<PolicyInfo>& policies();
 
-// Plans one iteration. The result is checked and played: its predictions and bounds are filled in.
-// Throws Error: kInvalidOption (unknown policy or parameter, value out of range, in_flight < 1, a mode the policy does not
-// have), kInvalidProfile, kInvalidLink (no all_reduce, or a kind of operation that the policy needs is missing).
+// Plans one iteration. The result is checked and played: its predictions and bounds are filled in. Throws Error:
+// kInvalidOption (unknown policy or parameter, value out of range, in_flight < 1, a mode the policy does not have),
+// kInvalidProfile, kInvalidLink (no all_reduce, or a kind of operation that the policy needs is missing).
 Plan make_plan(const Profile& profile, const LinkModel& link, const PolicyOptions& options);
 
 }  // namespace gradcast

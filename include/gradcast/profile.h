@@ -1,7 +1,8 @@
 // A profile: what one training iteration asks of the network, as measured. The input of every policy.
 //
 // Tensor 0 is needed first by forward; a lower index is more urgent. Urgency order is need ascending, then ready
-// descending, then the order in which the tensors were given; buffers are laid out in it, so a lower offset is more urgent.
+// descending, then the order in which the tensors were given; buffers are laid out in it, so a lower offset is more
+// urgent.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -12,8 +12,8 @@
 
 namespace gradcast {
 
-// Every size in a profile, and their sum, stays at or below 2^53: above it a JSON number (an IEEE double for most readers)
-// no longer names each byte.
+// Every size in a profile, and their sum, stays at or below 2^53: above it a JSON number (an IEEE double for most
+// readers) no longer names each byte.
 inline constexpr int64_t kBytesMax = int64_t{1} << 53;
 
 // Times above 2^53 ns (104 days) are refused: they are never meant, and JSON no longer holds each of them.
@@ -22,14 +22,15 @@ inline constexpr double kTimeMaxNs = static_cast<double>(kBytesMax);
 // Buffers are one per data type and device; far fewer than this in any model.
 inline constexpr int32_t kBufferCountMax = 1024;
 
-// What a block does with its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later all-gather.
+// What a block does with its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later
+// all-gather.
 enum class Op { kAllReduce, kReduceScatter, kAllGather };
 
-// kOverlap: forward starts when backward ends and waits for each parameter where it reads it. kHook: forward starts when
-// all gradients have arrived, as DDP does; no read ever waits.
+// kOverlap: forward starts when backward ends and waits for each parameter where it reads it. kHook: forward starts
+// when all gradients have arrived, as DDP does; no read ever waits.
 enum class Mode { kOverlap, kHook };
 
-// How far a tensor has come in this iteration. kQueued: what is left of its way is a device's work, which needs no host
+// How far a tensor has come in this iteration. kQueued: a device will bring it without the host
 // (CompletionSink::queued).
 enum class Progress : uint8_t { kTravelling, kQueued, kArrived };
 
@@ -43,7 +44,18 @@ struct Range {
 };
 
 // The names used in JSON and on the command line: "all_reduce", "reduce_scatter", "all_gather"; "overlap", "hook".
-std::string_view to_string(Op op);
+// to_string(Op) is defined here for transports, which do not link the core.
+constexpr std::string_view to_string(Op op) {
+  switch (op) {
+    case Op::kAllReduce:
+      return "all_reduce";
+    case Op::kReduceScatter:
+      return "reduce_scatter";
+    case Op::kAllGather:
+      return "all_gather";
+  }
+  return "operation";
+}
 std::string_view to_string(Mode mode);
 // Throw Error{kInvalidOption} for any other word.
 Op op_from_string(std::string_view name);

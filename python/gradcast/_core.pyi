@@ -400,7 +400,7 @@ class Engine:
         """
 
     def wait_all(self, timeout_ns: int = -1, *, queued: bool = False) -> bool: ...
-    def coming_with(self, tensors: Sequence[int]) -> list[int]:
+    def queued_no_later_than(self, tensors: Sequence[int]) -> list[int]:
         """What a device is bringing by itself, no later than these; see ``wait`` with ``queued``."""
 
     def arrivals(self, position: int = 0) -> list[int]:

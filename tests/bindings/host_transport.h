@@ -16,8 +16,8 @@
 
 namespace gradcast {
 
-// The memory of an array, which the caller keeps. Throws Error{kInvalidOption} unless it is contiguous and holds float32 or
-// float64.
+// The memory of an array, which the caller keeps. Throws Error{kInvalidOption} unless it is contiguous and holds
+// float32 or float64.
 HostBuffer host_buffer_of(const pybind11::buffer_info& info);
 
 class HostTransport {

@@ -1,5 +1,6 @@
-// Seeded random plans for tests: complete and valid, otherwise anything that a policy might send, from one block to many, of
-// one range or several, cut anywhere between elements, in ready order or in none, all-reduced or scattered and gathered.
+// Seeded random plans for tests: complete and valid, otherwise anything that a policy might send, from one block to
+// many, of one range or several, cut anywhere between elements, in ready order or in none, all-reduced or scattered and
+// gathered.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -9,8 +9,8 @@
 
 namespace gradcast {
 
-// `id` is what gettid() says in that thread; of 0 and of one that has ended: false. A thread that has nothing else to sleep in
-// than the call under test has entered it.
+// `id` is what gettid() says in that thread; of 0 and of one that has ended: false. A thread that has nothing else to
+// sleep in than the call under test has entered it.
 inline bool is_asleep(pid_t id) {
   std::ifstream file("/proc/self/task/" + std::to_string(id) + "/stat");
   const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());

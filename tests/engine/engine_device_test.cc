@@ -1,5 +1,5 @@
-// Operations that a device ends by itself: what can be waited for before they have ended, and what the end of the engine
-// leaves to the device.
+// Operations that a device ends by itself: what can be waited for before they have ended, and what the end of the
+// engine leaves to the device.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -64,22 +64,25 @@ TEST(EngineOnDevice, SaysWhatComesAlongOnADevice) {
   Fixture fixture(4, 3);
   Engine& engine = fixture.engine;
   ASSERT_TRUE(fixture.transport.await_started(3));
-  EXPECT_TRUE(engine.coming_with(std::vector<int32_t>{2}).empty());
+  EXPECT_TRUE(engine.queued_no_later_than(std::vector<int32_t>{2}).empty());
   for (const int64_t ticket : {0, 1, 2}) {
     fixture.transport.queued(ticket);
   }
   ASSERT_TRUE(engine.wait(std::vector<int32_t>{1, 2, 3}, kPatienceNs, Progress::kQueued));
-  EXPECT_EQ(engine.coming_with(std::vector<int32_t>{2}), std::vector<int32_t>({2, 3})) << "1 comes later than 2";
-  EXPECT_EQ(engine.coming_with(std::vector<int32_t>{3, 1}), std::vector<int32_t>({1, 2, 3}));
-  EXPECT_EQ(engine.coming_with(std::vector<int32_t>{0}), std::vector<int32_t>({1, 2, 3})) << "0 is not there yet";
-  expect_refused([&] { engine.coming_with(std::vector<int32_t>{4}); }, ErrorCode::kInvalidUse, "does not exist");
+  EXPECT_EQ(engine.queued_no_later_than(std::vector<int32_t>{2}), std::vector<int32_t>({2, 3}))
+      << "1 comes later than 2";
+  EXPECT_EQ(engine.queued_no_later_than(std::vector<int32_t>{3, 1}), std::vector<int32_t>({1, 2, 3}));
+  EXPECT_EQ(engine.queued_no_later_than(std::vector<int32_t>{0}), std::vector<int32_t>({1, 2, 3}))
+      << "0 is not there yet";
+  expect_refused([&] { engine.queued_no_later_than(std::vector<int32_t>{4}); }, ErrorCode::kInvalidUse,
+                 "does not exist");
   for (const int64_t ticket : {0, 1, 2}) {
     fixture.transport.complete(ticket);
   }
   ASSERT_TRUE(fixture.transport.await_started(4));
   fixture.transport.complete(3);
   ASSERT_TRUE(engine.wait_all(kPatienceNs));
-  EXPECT_TRUE(engine.coming_with(std::vector<int32_t>{0}).empty()) << "all have arrived";
+  EXPECT_TRUE(engine.queued_no_later_than(std::vector<int32_t>{0}).empty()) << "all have arrived";
 }
 
 TEST(EngineOnDevice, WhoWaitsForADeviceHearsOfAFailure) {

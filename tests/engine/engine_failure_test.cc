@@ -1,4 +1,5 @@
-// Failures and the end: every operation is drained, the first error is raised by every later call, nobody waits for ever.
+// Failures and the end: every operation is drained, the first error is raised by every later call, nobody waits for
+// ever.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -53,8 +54,8 @@ struct Fixture {
   std::unique_ptr<Engine> engine;
 };
 
-// What an engine leaves behind for a transport that breaks its promises is meant to stay; with the transport it stays where a
-// leak checker finds it.
+// What an engine leaves behind for a transport that breaks its promises is meant to stay; with the transport it stays
+// where a leak checker finds it.
 std::shared_ptr<HandTransport> kept_for_good(std::shared_ptr<HandTransport> transport) {
   static auto* const kept = new std::vector<std::shared_ptr<HandTransport>>();
   kept->push_back(transport);

@@ -175,7 +175,7 @@ TEST(Follower, SeveralBuffersHaveOffsetsOfTheirOwn) {
   const Profile profile = profile_of(0, 0, {{4, 0, 0, 0, 0}, {6, 0, 0, 0, 1}, {2, 0, 0, 0, 0}});
   const FollowedPlan plan(profile,
                           plan_of({block_of({{0, 4}}), block_of({{0, 6}}, Op::kAllReduce, 1), block_of({{4, 6}})}));
-  EXPECT_EQ(plan.touched, std::vector<std::vector<int32_t>>({{0}, {1}, {2}}));
+  EXPECT_EQ(plan.block_tensors, std::vector<std::vector<int32_t>>({{0}, {1}, {2}}));
 }
 
 TEST(Follower, RefusesAGatherOfOtherRangesThanOneScatter) {

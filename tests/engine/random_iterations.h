@@ -1,5 +1,6 @@
-// Seeded random profiles and plans that an engine can follow: buffers of float32 and float64, tensors cut and joined anywhere
-// between elements, several ranges in a block, some all-reduces split into a reduce-scatter and a later all-gather.
+// Seeded random profiles and plans that an engine can follow: buffers of float32 and float64, tensors cut and joined
+// anywhere between elements, several ranges in a block, some all-reduces split into a reduce-scatter and a later
+// all-gather.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -61,7 +61,9 @@ def test_text_files_end_with_one_newline():
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", ["include/gradcast", "csrc"])
+@pytest.mark.parametrize(
+    "folder", ["include/gradcast", "csrc", "tests/sim/simulator", "tests/bindings", "tests/support"]
+)
 def test_headers_say_what_they_are_and_who_may_call_them(folder):
     headers = [path for path in sorted((ROOT / folder).rglob("*.h")) if path.name != "version.h"]
     assert headers

@@ -1,4 +1,5 @@
-// Every check can fail: runs that break a rule on purpose, and the judge of a rank told of a follower that breaks its own.
+// Every check can fail: runs that break a rule on purpose, and the judge of a rank told of a follower that breaks its
+// own.
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -15,8 +16,8 @@ namespace gradcast {
 namespace {
 
 using Kind = SimFault::Kind;
-using sim::Ledger;
-using sim::Watch;
+using sim::ByteCoverage;
+using sim::RankChecker;
 
 SimFinding finding_of(const SimScenario& scenario) {
   const SimResult result = simulate(scenario);
@@ -67,19 +68,19 @@ TEST(Controls, AnEndThatIsToldTwiceIsFound) {
 // --- The books ---
 
 TEST(LedgerControls, GathersAndScattersAreBookedApart) {
-  Ledger ledger(three_layers());
-  const auto enter = [&](Range range, Op op) { ledger.enter(block_of({range}, op)); };
+  ByteCoverage coverage(three_layers());
+  const auto enter = [&](Range range, Op op) { coverage.add(block_of({range}, op)); };
   enter({0, 40}, Op::kReduceScatter);
   enter({40, 60}, Op::kAllReduce);
   enter({0, 40}, Op::kAllGather);
-  EXPECT_EQ(ledger.close(), std::nullopt);
+  EXPECT_EQ(coverage.finish(), std::nullopt);
   enter({0, 40}, Op::kReduceScatter);
   enter({40, 60}, Op::kAllReduce);
   enter({0, 39}, Op::kAllGather);
-  EXPECT_EQ(ledger.close(), "byte 39 of buffer 0 is never finished");
+  EXPECT_EQ(coverage.finish(), "byte 39 of buffer 0 is never finished");
   enter({0, 61}, Op::kAllReduce);
-  EXPECT_EQ(ledger.close(), "byte 60 of buffer 0 does not exist");
-  EXPECT_EQ(ledger.close(), "byte 0 of buffer 0 is never reduced");
+  EXPECT_EQ(coverage.finish(), "byte 60 of buffer 0 does not exist");
+  EXPECT_EQ(coverage.finish(), "byte 0 of buffer 0 is never reduced");
 }
 
 // --- The judge of a rank, and followers that the real one is not ---
@@ -95,7 +96,7 @@ class WatchControls : public testing::Test {
     }
   }
 
-  Watch watch_;
+  RankChecker watch_;
 };
 
 TEST_F(WatchControls, AnIterationByTheRules) {

@@ -32,8 +32,8 @@ int64_t total_bytes(const Profile& profile) {
   return bytes;
 }
 
-// Of any run in which ranks agree on their plans, also one that something stopped: each has launched a beginning of the one
-// order, and no byte twice.
+// Of any run in which ranks agree on their plans, also one that something stopped: each has launched a beginning of the
+// one order, and no byte twice.
 void expect_one_order(const SimScenario& scenario, const SimResult& result) {
   ASSERT_FALSE(result.finding) << result.finding->text;
   const std::vector<SimLaunch> order = all_launches(scenario);
@@ -52,8 +52,8 @@ void expect_finished(const SimScenario& scenario, const SimRankResult& rank, con
   ASSERT_EQ(rank.reduced_bytes, scenario.iteration_count * total_bytes(scenario.profile));
 }
 
-// Jitter only delays, and nothing in a run gets earlier by a delay elsewhere. So `play` bounds every run from below, and a run
-// without jitter is what it says.
+// Jitter only delays, and nothing in a run gets earlier by a delay elsewhere. So `play` bounds every run from below,
+// and a run without jitter is what it says.
 void expect_time(const SimScenario& scenario, const SimResult& result) {
   double played_ns = 0;
   for (int32_t iteration = 0; iteration < scenario.iteration_count; ++iteration) {
@@ -125,8 +125,8 @@ void expect_lost_ready(const SimScenario& scenario, const SimResult& result) {
   ASSERT_EQ(still.tensor, fault.subject) << still.text;
 }
 
-// How far a rank comes in its plan that is not told of the end of one block: it has one fewer in flight for the rest of the
-// iteration, which ends it where that was the only one, and the block's gather cannot start.
+// How far a rank comes in its plan that is not told of the end of one block: it has one fewer in flight for the rest of
+// the iteration, which ends it where that was the only one, and the block's gather cannot start.
 int32_t first_not_launched(const Plan& plan, int32_t lost) {
   if (plan.in_flight == 1) {
     return lost + 1;
@@ -210,7 +210,8 @@ void expect_repeat(const SimScenario& scenario, const SimResult& result) {
   ASSERT_EQ(result.finding->rank, scenario.faults.front().rank);
 }
 
-// Whoever is neither through nor gone says what it waits for, and each chain of waiting ends at something that is wrong.
+// Whoever is neither through nor gone says what it waits for, and each chain of waiting ends at something that is
+// wrong.
 void expect_reports(const SimScenario& scenario, const SimResult& result) {
   std::vector<bool> is_reported(result.ranks.size(), false);
   for (const SimStandstill& still : result.standstills) {

@@ -10,8 +10,8 @@
 
 namespace gradcast {
 
-// Tensors of 10, 20 and 30 bytes, at 0, 10 and 30, which backward (100 ns) reaches last to first and forward (60 ns) first to
-// last.
+// Tensors of 10, 20 and 30 bytes, at 0, 10 and 30, which backward (100 ns) reaches last to first and forward (60 ns)
+// first to last.
 inline Profile three_layers() {
   Profile profile = profile_of(100, 60, {{10, 100, 0}, {20, 70, 20}, {30, 30, 40}});
   profile.link = link_of(5, 1);

@@ -1,4 +1,5 @@
-// A scenario from a seed: ranks, profile, plans of any policy or of none, plan changes, jitter, and one thing that goes wrong.
+// A scenario from a seed: ranks, profile, plans of any policy or of none, plan changes, jitter, and one thing that goes
+// wrong.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -1,5 +1,5 @@
-// Rule 0 in simulation: thousands of scenarios from seeds, each held against what must come of it. A failure names its seed;
-// sim_seeds.h says how to replay it.
+// Rule 0 in simulation: thousands of scenarios from seeds, each held against what must come of it. A failure names its
+// seed; sim_seeds.h says how to replay it.
 #include <gtest/gtest.h>
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// How many seeds a randomized test runs: the usual number, times GRADCAST_SEED_FACTOR, which `make test-long` sets high and the
-// slow builds of `make test-sanitize` set below 1.
+// How many seeds a randomized test runs: the usual number, times GRADCAST_SEED_FACTOR, which `make test-long` sets high
+// and the slow builds of `make test-sanitize` set below 1.
 //
 // A failing assertion names its seed (SCOPED_TRACE); the same seed gives the same profile everywhere.
 //

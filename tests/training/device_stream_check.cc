@@ -152,7 +152,8 @@ class Checked {
     const std::lock_guard lock(mutex_);
     return queued_;
   }
-  // Kernels that use these bytes, on the stream that is current for the test; how far behind them is said by `could_run`.
+  // Kernels that use these bytes, on the stream that is current for the test; how far behind them is said by
+  // `could_run`.
   size_t use(c10::StreamId stream, gradcast::Range range) {
     const c10::StreamId before = std::exchange(current_stream, stream);
     stream_.order_behind(0, range);
@@ -177,7 +178,7 @@ class Checked {
   }
 
  private:
-  gradcast::DeviceStream::Place place(const std::string& text) {
+  gradcast::DeviceStream::StreamPoint place(const std::string& text) {
     return {[this] { return given_up_.load(); },
             [this, text](const std::exception_ptr& error) {
               const std::lock_guard lock(mutex_);
@@ -233,7 +234,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Checked::close, released)
       .def("told", &Checked::told);
   m.def("message_of_no_memory", [](const std::string& words) {
-    return gradcast::message_of(
+    return gradcast::exception_text(
         std::make_exception_ptr(c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words)));
   });
   m.def("calls_from_device_0", [] { return calls_from_device_0.load(); });

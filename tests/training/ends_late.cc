@@ -1,5 +1,5 @@
-// Preloaded into a program: once it is told to, the threads of torch's Gloo are late. One that has woken a waiter goes on, and
-// drops what it has worked on, when the program has begun to end, or else after a while.
+// Preloaded into a program: once it is told to, the threads of torch's Gloo are late. One that has woken a waiter goes
+// on, and drops what it has worked on, when the program has begun to end, or else after a while.
 //
 // Thread safety: any thread.
 #include <dlfcn.h>

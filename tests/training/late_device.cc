@@ -1,6 +1,6 @@
-// A device for tests, over the host's own transport: every operation is queued at once and runs only a while later, so the
-// host is ahead of it wherever it does not wait. What a stream would wait for, the caller waits for here. The engine hears of
-// a completion a moment after that, as it does of a device's.
+// A device for tests, over the host's own transport: every operation is queued at once and runs only a while later, so
+// the host is ahead of it wherever it does not wait. What a stream would wait for, the caller waits for here. The
+// engine hears of a completion a moment after that, as it does of a device's.
 //
 // Thread safety: any thread.
 #include <pybind11/pybind11.h>

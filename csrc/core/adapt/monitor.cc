@@ -23,8 +23,9 @@ constexpr double kStepShare = 0.02;
 // What was measured for the plan, and what its first iterations show, come from different moments of the loop.
 constexpr double kExpectationShare = 0.30;
 
-// Plain iterations are tried in fours: once when the usual values are known, then ever more rarely, at most four of four
-// hundred, which costs less than 1 % where they take twice as long. Twelve must speak against the plan to give it up.
+// Plain iterations are tried in fours: once when the usual values are known, then ever more rarely, at most four of
+// four hundred, which costs less than 1 % where they take twice as long. Twelve must speak against the plan to give it
+// up.
 constexpr int32_t kTrialCount = 4;
 constexpr size_t kTrialsToStay = 3;
 constexpr int32_t kTrialsToGiveUp = 12;

@@ -63,7 +63,7 @@ double FitCriterion::error_of(std::span<const FitPoint> points, const FitLine& l
 
 double FitCriterion::of(double error, int32_t piece_count) const {
   const double parameters = kParametersPerPiece * piece_count * std::log(point_count_);
-  // Of Laplace errors with the known noise; of normal errors with the variance that fits best.
+  // Laplace errors count with the known noise, normal errors with the variance that fits best.
   if (method_ == FitMethod::kRobust) return 2 * error + parameters;
   const double variance = std::max(error / point_count_, kRelativeErrorMin * kRelativeErrorMin);
   return point_count_ * std::log(variance) + parameters;

@@ -10,8 +10,8 @@
 namespace gradcast {
 namespace {
 
-// When the reduce-scatters that already ran finished, by bytes: what an all-gather waits for. A byte is reduce-scattered at
-// most once, so the ranges of a buffer are disjoint.
+// When the reduce-scatters that already ran finished, by bytes: what an all-gather waits for. A byte is
+// reduce-scattered at most once, so the ranges of a buffer are disjoint.
 class Scattered {
  public:
   Scattered(const Problem& problem, std::span<const Block> blocks) : pieces_(problem.buffer_bytes.size()) {
@@ -82,16 +82,16 @@ void arrive(const Problem& problem, const Block& block, double finish_ns, std::v
     return;  // only whole sums count as arrival
   }
   for (const Range& range : block.ranges) {
-    const TouchedTensors touched = touched_tensors(problem, block.buffer, range);
-    for (int32_t at = touched.first; at < touched.last; ++at) {
+    const TensorSpan carried = tensors_in(problem, block.buffer, range);
+    for (int32_t at = carried.first; at < carried.last; ++at) {
       double& arrival_ns = tensors[problem.buffer_tensors[block.buffer][at]].arrival_ns;
       arrival_ns = std::max(arrival_ns, finish_ns);
     }
   }
 }
 
-// Forward in overlap mode: the clock only ever stands still for the tensor that it has reached. problem.need_ns counts the
-// updates of more urgent tensors as work, so the work between two reads is the difference of their needs.
+// Forward in overlap mode: the clock only ever stands still for the tensor that it has reached. problem.need_ns counts
+// the updates of more urgent tensors as work, so the work between two reads is the difference of their needs.
 void play_forward(const Problem& problem, Timeline& timeline) {
   double clock_ns = problem.backward_ns;
   double need_ns = 0;

@@ -15,6 +15,7 @@ void add_tensor(Problem& problem, const Tensor& tensor) {
     problem.buffer_bytes.resize(buffer + 1, 0);
     problem.element_bytes.resize(buffer + 1, 1);
     problem.buffer_tensors.resize(buffer + 1);
+    problem.buffer_end_bytes.resize(buffer + 1);
   }
   problem.bytes.push_back(tensor.bytes);
   problem.offset_bytes.push_back(problem.buffer_bytes[buffer]);
@@ -24,6 +25,7 @@ void add_tensor(Problem& problem, const Tensor& tensor) {
   problem.buffer_bytes[buffer] += tensor.bytes;
   problem.element_bytes[buffer] = tensor.element_bytes;
   problem.buffer_tensors[buffer].push_back(index);
+  problem.buffer_end_bytes[buffer].push_back(problem.buffer_bytes[buffer]);
   problem.total_bytes += tensor.bytes;
 }
 
@@ -61,20 +63,15 @@ Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, i
   return problem;
 }
 
-TouchedTensors touched_tensors(const Problem& problem, int32_t buffer, Range range) {
-  const auto& tensors = problem.buffer_tensors[buffer];
-  const auto after = [&](int64_t offset_bytes, int32_t tensor) { return offset_bytes < problem.offset_bytes[tensor]; };
-  // The first tensor is the last one that begins at or before lo; the end is the first that begins at or after hi.
-  const auto first = std::upper_bound(tensors.begin(), tensors.end(), range.lo_bytes, after) - 1;
-  const auto last = std::upper_bound(first, tensors.end(), range.hi_bytes - 1, after);
-  return {static_cast<int32_t>(first - tensors.begin()), static_cast<int32_t>(last - tensors.begin())};
+TensorSpan tensors_in(const Problem& problem, int32_t buffer, Range range) {
+  return tensors_in(problem.buffer_end_bytes[buffer], range);
 }
 
 double block_ready_ns(const Problem& problem, const Block& block) {
   double ready_ns = 0;
   for (const Range& range : block.ranges) {
-    const TouchedTensors touched = touched_tensors(problem, block.buffer, range);
-    for (int32_t at = touched.first; at < touched.last; ++at) {
+    const TensorSpan carried = tensors_in(problem, block.buffer, range);
+    for (int32_t at = carried.first; at < carried.last; ++at) {
       ready_ns = std::max(ready_ns, problem.ready_ns[problem.buffer_tensors[block.buffer][at]]);
     }
   }

@@ -1,7 +1,7 @@
-// A planning problem: one profile's arrays in the form in which everything in the core computes.
+// A planning problem: the numbers of a profile as arrays, which is what everything in the core computes with.
 //
-// Profiles carry names and unknown fields and are wide to walk; the planner looks at the same few numbers many thousand
-// times. A Problem also settles the two readings of a profile's times once, so that no policy has to:
+// Profiles carry names and unknown fields, and the planner looks at the same few numbers many thousand times. A Problem
+// also resolves the two modes once, so that no policy has to:
 //   need_ns (q in docs/internals/planner.md): the forward work that precedes tensor i's read, updates of more urgent tensors included;
 //   all 0 in hook mode, where everything is needed before forward starts.
 //   forward_ns (F): forward and all updates.
@@ -41,7 +41,8 @@ struct Problem {
   // By buffer.
   std::vector<int64_t> buffer_bytes;
   std::vector<int32_t> element_bytes;
-  std::vector<std::vector<int32_t>> buffer_tensors;  // urgency order, which is offset order
+  std::vector<std::vector<int32_t>> buffer_tensors;    // urgency order, which is offset order
+  std::vector<std::vector<int64_t>> buffer_end_bytes;  // where each of these tensors ends
 
   int32_t tensor_count() const { return static_cast<int32_t>(bytes.size()); }
   int32_t buffer_count() const { return static_cast<int32_t>(buffer_bytes.size()); }
@@ -53,14 +54,10 @@ struct Problem {
 // Checks profile and link, then builds. Throws Error.
 Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, int32_t in_flight);
 
-// The tensors [first, last) of problem.buffer_tensors[buffer], as positions in that list, that a range of bytes touches.
-struct TouchedTensors {
-  int32_t first = 0;
-  int32_t last = 0;
-};
-TouchedTensors touched_tensors(const Problem& problem, int32_t buffer, Range range);
+// The tensors that a range touches, as positions in problem.buffer_tensors[buffer].
+TensorSpan tensors_in(const Problem& problem, int32_t buffer, Range range);
 
-// The ready time of an all-reduce or reduce-scatter block: that of the last tensor that it touches.
+// The ready time of an all-reduce or reduce-scatter block: that of the last of its tensors.
 double block_ready_ns(const Problem& problem, const Block& block);
 
 // alpha and the time of the bytes of a block, packing included. Throws Error{kInvalidLink} if the link lacks block.op.
@@ -72,14 +69,15 @@ struct BlockCost {
 BlockCost block_cost(const LinkModel& link, Op op, int64_t size_bytes, bool packed);
 BlockCost block_cost(const LinkModel& link, const Block& block);
 
-// True if ready never rises in urgency order: every tensor's window lies inside the next one's. Sequential models are like this.
+// True if ready never rises in urgency order: every tensor's window lies inside the next one's. Sequential models are
+// like this.
 bool is_nested(const Problem& problem);
 
 // Whether the link has both operations that together make an all-reduce.
 bool can_scatter_gather(const Problem& problem);
 
-// play() on a problem (see gradcast/play.h), except that in hook mode, where a problem does not know when parameters are
-// read, read_ns is the start of forward. REQUIRES: the blocks pass check_plan.
+// play() on a problem (see gradcast/play.h), except that in hook mode, where a problem does not know when parameters
+// are read, read_ns is the start of forward. REQUIRES: the blocks pass check_plan.
 Timeline play(const Problem& problem, std::span<const Block> blocks);
 // The iteration time alone: what a search compares.
 double iteration_ns(const Problem& problem, std::span<const Block> blocks);

@@ -20,7 +20,7 @@ class VirtualLink {
   double free_ns() const;
   // Launches a block at max(now_ns, free_ns()); returns its finish.
   double launch(double now_ns, int64_t size_bytes, Op op = Op::kAllReduce, bool packed = false);
-  // Of the last block.
+  // When the last block was launched.
   double launch_ns() const { return launch_ns_; }
 
  private:

@@ -9,7 +9,8 @@
 namespace gradcast {
 namespace {
 
-// No file of ours nests deeper than 6; unknown fields may, but not so deep that writing them back could exhaust the stack.
+// No file of ours nests deeper than 6; unknown fields may, but not so deep that writing them back could exhaust the
+// stack.
 constexpr int kDepthMax = 64;
 
 std::string line_and_column(std::string_view text, size_t byte) {

@@ -27,7 +27,8 @@ class Fields {
   // REQUIRES: `object` outlives this. `path` is "" at the top, else "tensors[3]". Throws if it is no object.
   Fields(const Json& object, std::string path, ErrorCode code);
 
-  // Each throws with the field's path when the field is missing (the forms without `otherwise`) or of another type or range.
+  // Each throws with the field's path when the field is missing (the forms without `otherwise`) or of another type or
+  // range.
   std::string text(const char* key);
   std::string text(const char* key, std::string otherwise);
   double number(const char* key, double min, double max);

@@ -97,8 +97,8 @@ int64_t first_gap_bytes(const std::vector<Carried>& carried) {
   return end_bytes;
 }
 
-// Every gathered byte was scattered by an earlier block, and every scattered byte is gathered: both sets have the same bytes,
-// and where a gather overlaps a scatter it comes later in the plan.
+// Every gathered byte was scattered by an earlier block, and every scattered byte is gathered: both sets have the same
+// bytes, and where a gather overlaps a scatter it comes later in the plan.
 void check_gathers(const std::vector<Carried>& scatters, const std::vector<Carried>& gathers, int32_t buffer) {
   size_t s = 0;
   for (const Carried& gather : gathers) {
@@ -182,6 +182,12 @@ int64_t Block::size_bytes() const {
     size_bytes += range.size_bytes();
   }
   return size_bytes;
+}
+
+TensorSpan tensors_in(std::span<const int64_t> end_bytes, Range range) {
+  const auto first = std::upper_bound(end_bytes.begin(), end_bytes.end(), range.lo_bytes);
+  const auto last = std::lower_bound(first, end_bytes.end(), range.hi_bytes) + 1;
+  return {static_cast<int32_t>(first - end_bytes.begin()), static_cast<int32_t>(last - end_bytes.begin())};
 }
 
 void check_plan(const Plan& plan, const Profile& profile) {

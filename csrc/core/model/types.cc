@@ -6,18 +6,6 @@
 
 namespace gradcast {
 
-std::string_view to_string(Op op) {
-  switch (op) {
-    case Op::kAllReduce:
-      return "all_reduce";
-    case Op::kReduceScatter:
-      return "reduce_scatter";
-    case Op::kAllGather:
-      return "all_gather";
-  }
-  GC_CHECK(false && "an Op outside its enumerators");
-}
-
 std::string_view to_string(Mode mode) {
   switch (mode) {
     case Mode::kOverlap:

@@ -126,8 +126,8 @@ class Beam {
     return starts;
   }
 
-  // Sizes that end a tensor, or make the block end when a tensor becomes ready or must have arrived, or fill a piece of the
-  // cost.
+  // Sizes that end a tensor, or make the block end when a tensor becomes ready or must have arrived, or fill a piece of
+  // the cost.
   std::vector<int64_t> sizes_bytes(const State& state, const Choice& choice) const {
     std::vector<int64_t> sizes;
     int64_t available_bytes = 0;
@@ -200,8 +200,8 @@ class Beam {
     return left_bytes == 0;
   }
 
-  // How late the bytes that are left would be if preemption were free and one alpha paid: positive means that no plan from
-  // here meets every deadline.
+  // How late the bytes that are left would be if preemption were free and one alpha paid: positive means that no plan
+  // from here meets every deadline.
   double lateness_of_rest_ns(const State& state) const {
     Left left_bytes = state.left_bytes;
     double clock_ns = state.time_ns;

@@ -1,7 +1,7 @@
 // Beam search: near-optimal plans for a few tensors whose windows are not nested.
 //
-// For a given iteration time it builds plans block by block, keeping the few partial plans that look best, and drops those
-// that even free preemption could not complete in time; the iteration time is found by bisection.
+// For a given iteration time it builds plans block by block, keeping the few partial plans that look best, and drops
+// those that even free preemption could not complete in time; the iteration time is found by bisection.
 //
 // Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once

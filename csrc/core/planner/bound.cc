@@ -12,8 +12,9 @@
 namespace gradcast {
 namespace {
 
-// The cheapest way to finish a byte, in one all-reduce or two operations, for the plain formula. With several blocks in flight
-// the start-up of a gather may pass behind the bytes of other scatters: only that of the first operation is sure to be paid.
+// The cheapest way to finish a byte, in one all-reduce or two operations, for the plain formula. With several blocks in
+// flight the start-up of a gather may pass behind the bytes of other scatters: only that of the first operation is sure
+// to be paid.
 LinkLine cheapest_line(const LinkModel& link, bool any_op, int32_t in_flight) {
   LinkLine line{link.all_reduce.alpha_ns_min(), link.all_reduce.beta_ns_per_byte_min()};
   if (any_op && link.reduce_scatter.available() && link.all_gather.available()) {
@@ -59,8 +60,9 @@ double preemptive_ns(const Problem& problem, const LinkLine& line) {
   return bound_ns;
 }
 
-// Lines below the cost of an operation, for which the chain bound holds. A byte that is reduce-scattered and gathered takes
-// part in two operations, each inside its tensor's window, so each operation counts one alpha and the byte both betas.
+// Lines below the cost of an operation, for which the chain bound holds. A byte that is reduce-scattered and gathered
+// takes part in two operations, each inside its tensor's window, so each operation counts one alpha and the byte both
+// betas.
 std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
   const LinkModel& link = problem.link;
   if (!any_op || !link.reduce_scatter.available() || !link.all_gather.available()) {
@@ -72,7 +74,8 @@ std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
   return {line};
 }
 
-// The largest optimum of the chains along `orders`, if it is above `bound_ns`. One decision tells most of them that it is not.
+// The largest optimum of the chains along `orders`, if it is above `bound_ns`. One decision tells most of them that it
+// is not.
 double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::vector<Order>& orders, double bound_ns) {
   const OpCost cost = linear_cost(line);
   for (const Order& order : orders) {

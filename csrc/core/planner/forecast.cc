@@ -20,14 +20,14 @@
 namespace gradcast {
 namespace {
 
-// The value of an exact plan may be above T* by this much: far below what anybody can measure, and enough that a block is not
-// spent on rounding.
+// The value of an exact plan may be above T* by this much: far below what anybody can measure, and enough that a block
+// is not spent on rounding.
 constexpr double kExactTolerance = 1e-7;
 // What cutting at whole elements may cost an exact plan.
 constexpr double kElementTolerance = 8e-7;
 
 // The fewest blocks within the tolerance of `optimum_ns`, and with that many the best plan. REQUIRES: a linear cost.
-std::vector<Slot> fewest_slots(const Chain& chain, double optimum_ns, double block_tolerance) {
+std::vector<TimeSlot> fewest_slots(const Chain& chain, double optimum_ns, double block_tolerance) {
   const double allowed_ns = optimum_ns * (1 + std::max(block_tolerance, kExactTolerance));
   const auto fewest = zigzag(chain, allowed_ns, std::numeric_limits<int32_t>::max());
   GC_CHECK(fewest.has_value());

@@ -1,10 +1,10 @@
-// forecast: gradcast's own policy and the default. It splits large gradients and fuses small ones in one plan, and knows how
-// far that plan is from the best.
+// forecast: gradcast's own policy and the default. It splits large gradients and fuses small ones in one plan, and
+// knows how far that plan is from the best.
 //
-// Where later ready means more urgent (every sequential model), the cost is linear and one block is in flight, the plan is
-// the best there is: zigzag (planner/zigzag.h) finds the optimum T* exactly, with one byte range per block. Elsewhere chains of
-// enlarged and shrunk windows give bounds and plans, the policies of the literature give more, and a bounded search improves
-// them; the result is never worse than any of those policies with their defaults.
+// Where later ready means more urgent (every sequential model), the cost is linear and one block is in flight, the plan
+// is the best there is: zigzag (planner/zigzag.h) finds the optimum T* exactly, with one byte range per block.
+// Elsewhere chains of enlarged and shrunk windows give bounds and plans, the policies of the literature give more, and
+// a bounded search improves them; the result is never worse than any of those policies with their defaults.
 //
 // Source: ours; docs/internals/planner.md has the statement, the proof and the evidence. Thread safety: pure; any thread.
 #pragma once
@@ -19,14 +19,14 @@ struct ForecastOptions {
   // Share of the optimum to give up for fewer blocks: 0.002 takes the fewest blocks within 0.2 % of it; where no
   // exact plan is known, as few as merging neighbours leads to.
   double block_tolerance = 0;
-  // Plans for alpha and beta times 1 - uncertainty, 1 and 1 + uncertainty each, and takes of these nine plans the one whose
-  // worst ratio to the nine is smallest.
+  // Plans for alpha and beta times 1 - uncertainty, 1 and 1 + uncertainty each, and takes of these nine plans the one
+  // whose worst ratio to the nine is smallest.
   double uncertainty = 0;
-  // How long to search where the plan is not exact: 1 is about 40 ms for 1,000 tensors; 0 neither searches nor tries the other
-  // policies. A count of steps, not a clock, so that a plan is a function of its profile.
+  // How long to search where the plan is not exact: 1 is about 40 ms for 1,000 tensors; 0 neither searches nor tries
+  // the other policies. A count of steps, not a clock, so that a plan is a function of its profile.
   double effort = 1;
-  // Hook mode only: a plan of whole tensors in ready order, which stock DDP can follow by its bucket sizes. The best one where
-  // the cost is linear, there is one buffer and packing is free.
+  // Hook mode only: a plan of whole tensors in ready order, which stock DDP can follow by its bucket sizes. The best
+  // one where the cost is linear, there is one buffer and packing is free.
   bool whole_tensors = false;
 };
 

@@ -29,7 +29,8 @@ namespace {
 constexpr int32_t kNoLimit = std::numeric_limits<int32_t>::max();
 // A plan this close to the bound needs no search.
 constexpr double kGoodEnough = 1.0002;
-// Partial plans that the beam keeps: wide enough that 10,000 seeds of up to five tensors stay within 5 % of exhaustive search.
+// Partial plans that the beam keeps: wide enough that 10,000 seeds of up to five tensors stay within 5 % of exhaustive
+// search.
 constexpr double kBeamWidth = 64;
 
 // What zigzag is told about the link, where the truth is not one line and one block at a time.
@@ -38,8 +39,9 @@ struct Assumption {
   double block_bytes_max;  // larger blocks are cut into pieces of this size
 };
 
-// The link's own cost; where it is not linear also its pieces, its supporting lines, and for each breakpoint the rate of
-// blocks of just that size; with several blocks in flight also a part of alpha, since the rest hides behind the block before.
+// The link's own cost; where it is not linear also its pieces, its supporting lines, and for each breakpoint the rate
+// of blocks of just that size; with several blocks in flight also a part of alpha, since the rest hides behind the
+// block before.
 std::vector<Assumption> assumptions_of(const Problem& problem) {
   constexpr double kNoLimit = std::numeric_limits<double>::infinity();
   const OpCost& cost = problem.link.all_reduce;
@@ -47,7 +49,7 @@ std::vector<Assumption> assumptions_of(const Problem& problem) {
   if (!cost.linear()) {
     for (const LinkPiece& piece : cost.pieces) {
       assumptions.push_back({linear_cost({piece.alpha_ns, piece.beta_ns_per_byte}), kNoLimit});
-      if (piece.up_to_bytes < problem.total_bytes) {  // openings_of limits how many blocks that makes
+      if (piece.up_to_bytes < problem.total_bytes) {  // send_windows_of limits how many blocks that makes
         const auto size_bytes = static_cast<double>(piece.up_to_bytes);
         assumptions.push_back({linear_cost({0, cost.cost_ns(piece.up_to_bytes) / size_bytes}), size_bytes});
       }
@@ -68,8 +70,9 @@ std::vector<Assumption> assumptions_of(const Problem& problem) {
   return assumptions;
 }
 
-// Openings from which the search starts: zigzag's slots on enlarged windows, as the assumption has them.
-std::vector<Opening> enlarged_openings(const Problem& problem, const Order& order, const Assumption& assumption) {
+// Send windows from which the search starts: zigzag's slots on enlarged windows, as the assumption has them.
+std::vector<SendWindow> enlarged_send_windows(const Problem& problem, const Order& order,
+                                              const Assumption& assumption) {
   Chain chain = enlarged_chain(problem, order, assumption.cost);
   if (problem.in_flight > 1) {
     // A block's bytes begin one alpha after its launch, while those before it are on the wire.
@@ -78,7 +81,7 @@ std::vector<Opening> enlarged_openings(const Problem& problem, const Order& orde
     }
   }
   const auto slots = zigzag(chain, optimum(chain).reached_ns, kNoLimit);
-  return slots ? openings_of(*slots, assumption.block_bytes_max) : std::vector<Opening>{};
+  return slots ? send_windows_of(*slots, assumption.block_bytes_max) : std::vector<SendWindow>{};
 }
 
 std::vector<Block> shrunk_blocks(const Problem& problem, const Order& order, const Assumption& assumption) {
@@ -87,8 +90,8 @@ std::vector<Block> shrunk_blocks(const Problem& problem, const Order& order, con
   return slots ? blocks_of(problem, order, *slots) : std::vector<Block>{};
 }
 
-// True if p3 cannot be faster than best_ns: its many start-ups alone, one after another, take longer. Cutting a large profile
-// into hundreds of thousands of slices only to find that out would take longer than everything else.
+// True if p3 cannot be faster than best_ns: its many start-ups alone, one after another, take longer. Cutting a large
+// profile into hundreds of thousands of slices only to find that out would take longer than everything else.
 bool p3_is_hopeless(const Problem& problem, double best_ns) {
   const double slices = slice_count(problem, P3Options{}.slice_elements);
   const OpCost& cost = problem.link.all_reduce;
@@ -122,15 +125,15 @@ bool all_reduce_only(const std::vector<Block>& blocks) {
 }
 
 // The starts with the lowest iteration times, at most `count` of them.
-std::vector<std::vector<Opening>> most_promising(Refill& refill, std::vector<std::vector<Opening>> starts,
-                                                 size_t count) {
+std::vector<std::vector<SendWindow>> most_promising(WindowFiller& filler, std::vector<std::vector<SendWindow>> starts,
+                                                    size_t count) {
   std::vector<std::pair<double, size_t>> ranking;
   for (size_t i = 0; i < starts.size(); ++i) {
-    ranking.emplace_back(refill.iteration_ns(starts[i]), i);
+    ranking.emplace_back(filler.iteration_ns(starts[i]), i);
   }
   std::sort(ranking.begin(), ranking.end());
   ranking.resize(std::min(ranking.size(), count));
-  std::vector<std::vector<Opening>> best;
+  std::vector<std::vector<SendWindow>> best;
   for (const auto& [time_ns, index] : ranking) {
     best.push_back(std::move(starts[index]));
   }
@@ -143,20 +146,20 @@ bool is_small(const Problem& problem) {
 }
 
 // Improves the most promising starts, each by its share of the effort.
-void search(const Problem& problem, Refill& refill, double bound_ns, double effort,
-            std::vector<std::vector<Opening>> starts, Fastest& fastest) {
+void search(const Problem& problem, WindowFiller& filler, double bound_ns, double effort,
+            std::vector<std::vector<SendWindow>> starts, Fastest& fastest) {
   constexpr double kVisits = 4e5;  // of tensors and blocks, in all: about 40 ms
   // Few tensors are quick to try, and strongly bent costs have narrow optima.
   const double evaluations_max = is_small(problem) ? 2000 : 200;
   constexpr size_t kStarts = 3;
-  for (auto& start : most_promising(refill, std::move(starts), kStarts)) {
+  for (auto& start : most_promising(filler, std::move(starts), kStarts)) {
     if (fastest.iteration_ns() <= bound_ns * kGoodEnough) {
       return;
     }
     const auto visits = static_cast<double>(problem.bytes.size() + start.size());
     const double evaluations = effort * std::min(evaluations_max, kVisits / kStarts / visits);
     const LocalSearchOptions options{static_cast<int64_t>(evaluations), bound_ns};
-    fastest.consider(refill.blocks(local_search(problem, refill, std::move(start), options)));
+    fastest.consider(filler.blocks(local_search(problem, filler, std::move(start), options)));
   }
 }
 
@@ -190,22 +193,22 @@ Candidate with_fewer_blocks(const Problem& problem, const Candidate& best, doubl
 
 Candidate general_plan(const Problem& problem, double effort, double block_tolerance) {
   Fastest fastest(problem);
-  Refill refill(problem);
-  std::vector<std::vector<Opening>> starts;
+  WindowFiller filler(problem);
+  std::vector<std::vector<SendWindow>> starts;
   for (const Order& order : candidate_orders(problem)) {
     for (const Assumption& assumption : assumptions_of(problem)) {
-      starts.push_back(enlarged_openings(problem, order, assumption));
-      fastest.consider(refill.blocks(starts.back()));
+      starts.push_back(enlarged_send_windows(problem, order, assumption));
+      fastest.consider(filler.blocks(starts.back()));
       fastest.consider(shrunk_blocks(problem, order, assumption));
     }
   }
   if (effort > 0) {
     consider_literature(problem, fastest);
     if (all_reduce_only(fastest.best().blocks)) {
-      starts.push_back(openings_of(problem, fastest.best().blocks));
+      starts.push_back(send_windows_of(problem, fastest.best().blocks));
     }
     const double bound_ns = bound(problem, false).best_ns;
-    search(problem, refill, bound_ns, effort, std::move(starts), fastest);
+    search(problem, filler, bound_ns, effort, std::move(starts), fastest);
     beam(problem, bound_ns, effort, fastest);
   }
   return with_fewer_blocks(problem, fastest.best(), block_tolerance);

@@ -29,60 +29,60 @@ class Changes {
     ready_ns_.erase(std::unique(ready_ns_.begin(), ready_ns_.end()), ready_ns_.end());
   }
 
-  // One change at a random place. `launches_ns`: when the blocks of the unchanged openings are launched.
-  void apply(std::vector<Opening>& openings, const std::vector<double>& launches_ns) {
-    const size_t k = sequence_.below(openings.size());
+  // One change at a random place. `launches_ns`: when the blocks of the unchanged send windows are launched.
+  void apply(std::vector<SendWindow>& send_windows, const std::vector<double>& launches_ns) {
+    const size_t k = sequence_.below(send_windows.size());
     switch (sequence_.below(problem_.buffer_count() > 1 ? 8 : 6)) {
       case 0:
-        return merge(openings, k);
+        return merge(send_windows, k);
       case 1:
-        return split(openings, k);
+        return split(send_windows, k);
       case 2:
-        return shift(openings, k);
+        return shift(send_windows, k);
       case 3:
-        openings[k].start_ns = nearby_ready_ns(k < launches_ns.size() ? launches_ns[k] : openings[k].start_ns);
+        send_windows[k].start_ns = nearby_ready_ns(k < launches_ns.size() ? launches_ns[k] : send_windows[k].start_ns);
         return;
       case 4:
-        return end_at_event(openings[k], k < launches_ns.size() ? launches_ns[k] : openings[k].start_ns);
+        return end_at_event(send_windows[k], k < launches_ns.size() ? launches_ns[k] : send_windows[k].start_ns);
       case 5:
-        return resize(openings[k]);
+        return resize(send_windows[k]);
       case 6:
-        openings[k].buffer = static_cast<int32_t>(sequence_.below(problem_.buffer_bytes.size() + 1)) - 1;
+        send_windows[k].buffer = static_cast<int32_t>(sequence_.below(problem_.buffer_bytes.size() + 1)) - 1;
         return;
       default:
-        std::swap(openings[k], openings[sequence_.below(openings.size())]);
+        std::swap(send_windows[k], send_windows[sequence_.below(send_windows.size())]);
         return;
     }
   }
 
  private:
-  void merge(std::vector<Opening>& openings, size_t k) {
-    if (k + 1 == openings.size()) {
+  void merge(std::vector<SendWindow>& send_windows, size_t k) {
+    if (k + 1 == send_windows.size()) {
       return;
     }
-    openings[k].size_bytes += openings[k + 1].size_bytes;
+    send_windows[k].size_bytes += send_windows[k + 1].size_bytes;
     if (sequence_.below(2) == 0) {
-      openings[k].start_ns = openings[k + 1].start_ns;
+      send_windows[k].start_ns = send_windows[k + 1].start_ns;
     }
-    openings.erase(openings.begin() + static_cast<std::ptrdiff_t>(k) + 1);
+    send_windows.erase(send_windows.begin() + static_cast<std::ptrdiff_t>(k) + 1);
   }
 
-  void split(std::vector<Opening>& openings, size_t k) {
-    Opening second = openings[k];
+  void split(std::vector<SendWindow>& send_windows, size_t k) {
+    SendWindow second = send_windows[k];
     const double share = sequence_.share();
     second.size_bytes *= 1 - share;
-    openings[k].size_bytes *= share;
+    send_windows[k].size_bytes *= share;
     second.start_ns = sequence_.below(2) == 0 ? 0 : nearby_ready_ns(second.start_ns);
-    openings.insert(openings.begin() + static_cast<std::ptrdiff_t>(k) + 1, second);
+    send_windows.insert(send_windows.begin() + static_cast<std::ptrdiff_t>(k) + 1, second);
   }
 
   // Moves the cut between two neighbours, by a little more often than by a lot.
-  void shift(std::vector<Opening>& openings, size_t k) {
-    if (k + 1 == openings.size()) {
+  void shift(std::vector<SendWindow>& send_windows, size_t k) {
+    if (k + 1 == send_windows.size()) {
       return;
     }
-    Opening& from = openings[sequence_.below(2) == 0 ? k : k + 1];
-    Opening& to = &from == &openings[k] ? openings[k + 1] : openings[k];
+    SendWindow& from = send_windows[sequence_.below(2) == 0 ? k : k + 1];
+    SendWindow& to = &from == &send_windows[k] ? send_windows[k + 1] : send_windows[k];
     const double share = sequence_.share();
     const double moved_bytes = from.size_bytes * share * share * share;
     from.size_bytes -= moved_bytes;
@@ -96,20 +96,20 @@ class Changes {
     return ready_ns_[std::clamp<int64_t>(at + step, 0, static_cast<int64_t>(ready_ns_.size()) - 1)];
   }
 
-  void end_at_event(Opening& opening, double start_ns) {
+  void end_at_event(SendWindow& send_window, double start_ns) {
     const double bytes = divisible_capacity_bytes(problem_.link.all_reduce, nearby_ready_ns(start_ns) - start_ns);
     if (bytes > 0) {
-      opening.size_bytes = std::min(bytes, static_cast<double>(problem_.total_bytes));
+      send_window.size_bytes = std::min(bytes, static_cast<double>(problem_.total_bytes));
     }
   }
 
-  void resize(Opening& opening) {
+  void resize(SendWindow& send_window) {
     const auto& pieces = problem_.link.all_reduce.pieces;
     if (pieces.size() > 1 && sequence_.below(2) == 0) {
-      opening.size_bytes = static_cast<double>(pieces[sequence_.below(pieces.size() - 1)].up_to_bytes);
+      send_window.size_bytes = static_cast<double>(pieces[sequence_.below(pieces.size() - 1)].up_to_bytes);
       return;
     }
-    opening.size_bytes = std::max(1.0, opening.size_bytes * std::exp2(2 * sequence_.share() - 1));
+    send_window.size_bytes = std::max(1.0, send_window.size_bytes * std::exp2(2 * sequence_.share() - 1));
   }
 
   const Problem& problem_;
@@ -119,23 +119,23 @@ class Changes {
 
 }  // namespace
 
-std::vector<Opening> local_search(const Problem& problem, Refill& refill, std::vector<Opening> openings,
-                                  const LocalSearchOptions& options) {
+std::vector<SendWindow> local_search(const Problem& problem, WindowFiller& filler, std::vector<SendWindow> send_windows,
+                                     const LocalSearchOptions& options) {
   Changes changes(problem);
-  double best_ns = refill.iteration_ns(openings);
-  std::vector<double> launches_ns = refill.launches_ns();
-  for (int64_t e = 0; e < options.evaluations && best_ns > options.target_ns && !openings.empty(); ++e) {
-    std::vector<Opening> changed = openings;
+  double best_ns = filler.iteration_ns(send_windows);
+  std::vector<double> launches_ns = filler.launches_ns();
+  for (int64_t e = 0; e < options.evaluations && best_ns > options.target_ns && !send_windows.empty(); ++e) {
+    std::vector<SendWindow> changed = send_windows;
     changes.apply(changed, launches_ns);
-    const double changed_ns = refill.iteration_ns(changed);
+    const double changed_ns = filler.iteration_ns(changed);
     // Equal is taken too: plateaus are wide, and crossing them is half of the way.
     if (changed_ns <= best_ns) {
       best_ns = changed_ns;
-      openings = std::move(changed);
-      launches_ns = refill.launches_ns();
+      send_windows = std::move(changed);
+      launches_ns = filler.launches_ns();
     }
   }
-  return openings;
+  return send_windows;
 }
 
 }  // namespace gradcast

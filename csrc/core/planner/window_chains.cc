@@ -47,8 +47,8 @@ Chain chain_of(const Problem& problem, const Order& order, const OpCost& cost) {
   return chain;
 }
 
-// Of all subsets of `order` whose ready times do not rise, the one with most bytes: a longest-subsequence search with bytes
-// for lengths, prefix maxima in a Fenwick tree over ranks of ready.
+// The subset of `order` with most bytes whose ready times do not rise: a longest-subsequence search weighted by bytes,
+// with prefix maxima in a Fenwick tree over the ranks of ready times.
 Order heaviest_chain(const Problem& problem, const Order& order) {
   std::vector<double> ready(order.size());
   std::transform(order.begin(), order.end(), ready.begin(), [&](int32_t tensor) { return problem.ready_ns[tensor]; });
@@ -105,7 +105,7 @@ void add_filtered(std::vector<Order>& orders, const Order& order, Keep keep) {
   }
 }
 
-std::string reason_of(const Slot& slot, int32_t tensor, Mode mode) {
+std::string reason_of(const TimeSlot& slot, int32_t tensor, Mode mode) {
   const std::string name = "tensor " + std::to_string(tensor);
   switch (slot.side) {
     case Side::kBackward:
@@ -180,7 +180,7 @@ std::vector<Order> sub_orders(const Problem& problem, const Order& order) {
   return orders;
 }
 
-std::vector<Block> blocks_of(const Problem& problem, const Order& order, const std::vector<Slot>& slots) {
+std::vector<Block> blocks_of(const Problem& problem, const Order& order, const std::vector<TimeSlot>& slots) {
   // Where each tensor of the order begins, in bytes of the chain.
   std::vector<int64_t> begin_bytes(order.size() + 1, 0);
   for (size_t at = 0; at < order.size(); ++at) {
@@ -195,7 +195,7 @@ std::vector<Block> blocks_of(const Problem& problem, const Order& order, const s
   };
 
   std::vector<Block> blocks;
-  for (const Slot& slot : slots) {
+  for (const TimeSlot& slot : slots) {
     std::vector<Piece> pieces;
     const auto first = std::upper_bound(begin_bytes.begin(), begin_bytes.end(), static_cast<int64_t>(slot.lo_bytes));
     for (auto at = static_cast<size_t>(first - begin_bytes.begin()) - 1;

@@ -28,46 +28,46 @@ double cheapest_size_bytes(const Problem& problem) {
 
 }  // namespace
 
-std::vector<Opening> openings_of(const std::vector<Slot>& slots, double size_bytes_max) {
-  std::vector<Opening> openings;
-  for (const Slot& slot : slots) {
+std::vector<SendWindow> send_windows_of(const std::vector<TimeSlot>& slots, double size_bytes_max) {
+  std::vector<SendWindow> send_windows;
+  for (const TimeSlot& slot : slots) {
     double start_ns = slot.side == Side::kForward ? 0 : slot.start_ns;
     double left_bytes = slot.hi_bytes - slot.lo_bytes;
     for (int tile = 0; left_bytes > 0 && tile < kTilesMax; ++tile) {
-      openings.push_back({start_ns, std::min(left_bytes, size_bytes_max)});
+      send_windows.push_back({start_ns, std::min(left_bytes, size_bytes_max)});
       left_bytes -= size_bytes_max;
       start_ns = 0;
     }
   }
-  return openings;
+  return send_windows;
 }
 
-std::vector<Opening> openings_of(const Problem& problem, const std::vector<Block>& blocks) {
-  std::vector<Opening> openings;
+std::vector<SendWindow> send_windows_of(const Problem& problem, const std::vector<Block>& blocks) {
+  std::vector<SendWindow> send_windows;
   for (const Block& block : blocks) {
-    openings.push_back({block_ready_ns(problem, block), static_cast<double>(block.size_bytes()), block.buffer});
+    send_windows.push_back({block_ready_ns(problem, block), static_cast<double>(block.size_bytes()), block.buffer});
   }
-  return openings;
+  return send_windows;
 }
 
-Refill::Refill(const Problem& problem)
+WindowFiller::WindowFiller(const Problem& problem)
     : problem_(problem),
       cheapest_bytes_(cheapest_size_bytes(problem)),
       by_ready_(by_ready(problem)),
       available_(problem.buffer_bytes.size()),
       link_(problem) {}
 
-double Refill::iteration_ns(const std::vector<Opening>& openings) {
-  return run(openings, nullptr);
+double WindowFiller::iteration_ns(const std::vector<SendWindow>& send_windows) {
+  return run(send_windows, nullptr);
 }
 
-std::vector<Block> Refill::blocks(const std::vector<Opening>& openings) {
+std::vector<Block> WindowFiller::blocks(const std::vector<SendWindow>& send_windows) {
   std::vector<Block> blocks;
-  run(openings, &blocks);
+  run(send_windows, &blocks);
   return blocks;
 }
 
-double Refill::run(const std::vector<Opening>& openings, std::vector<Block>* blocks) {
+double WindowFiller::run(const std::vector<SendWindow>& send_windows, std::vector<Block>* blocks) {
   left_bytes_ = problem_.bytes;
   next_ready_ = 0;
   link_ = VirtualLink(problem_);
@@ -76,8 +76,8 @@ double Refill::run(const std::vector<Opening>& openings, std::vector<Block>* blo
   for (auto& heap : available_) {
     heap.clear();
   }
-  for (const Opening& opening : openings) {
-    double now_ns = std::max(link_.free_ns(), opening.start_ns);
+  for (const SendWindow& send_window : send_windows) {
+    double now_ns = std::max(link_.free_ns(), send_window.start_ns);
     release_ready(now_ns);
     if (nothing_available()) {
       if (next_ready_ == by_ready_.size()) {
@@ -86,7 +86,7 @@ double Refill::run(const std::vector<Opening>& openings, std::vector<Block>* blo
       now_ns = problem_.ready_ns[by_ready_[next_ready_]];
       release_ready(now_ns);
     }
-    send(opening, blocks);
+    send(send_window, blocks);
   }
   release_ready(std::numeric_limits<double>::infinity());
   while (!nothing_available()) {
@@ -95,7 +95,7 @@ double Refill::run(const std::vector<Opening>& openings, std::vector<Block>* blo
   return iteration_ns_;
 }
 
-void Refill::release_ready(double now_ns) {
+void WindowFiller::release_ready(double now_ns) {
   for (; next_ready_ < by_ready_.size() && problem_.ready_ns[by_ready_[next_ready_]] <= now_ns; ++next_ready_) {
     const int32_t tensor = by_ready_[next_ready_];
     auto& heap = available_[problem_.buffer[tensor]];
@@ -104,11 +104,11 @@ void Refill::release_ready(double now_ns) {
   }
 }
 
-bool Refill::nothing_available() const {
+bool WindowFiller::nothing_available() const {
   return std::all_of(available_.begin(), available_.end(), [](const auto& heap) { return heap.empty(); });
 }
 
-int32_t Refill::most_urgent_buffer() const {
+int32_t WindowFiller::most_urgent_buffer() const {
   int32_t best = 0;
   for (size_t buffer = 1; buffer < available_.size(); ++buffer) {
     const auto& heap = available_[buffer];
@@ -119,12 +119,12 @@ int32_t Refill::most_urgent_buffer() const {
   return best;
 }
 
-void Refill::send(const Opening& opening, std::vector<Block>* blocks) {
-  const bool chosen = opening.buffer != Opening::kMostUrgentBuffer && !available_[opening.buffer].empty();
-  const int32_t buffer = chosen ? opening.buffer : most_urgent_buffer();
+void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* blocks) {
+  const bool chosen = send_window.buffer != SendWindow::kMostUrgentBuffer && !available_[send_window.buffer].empty();
+  const int32_t buffer = chosen ? send_window.buffer : most_urgent_buffer();
   const auto element_bytes = static_cast<double>(problem_.element_bytes[buffer]);
   auto& heap = available_[buffer];
-  double room_bytes = std::max(opening.size_bytes, element_bytes);
+  double room_bytes = std::max(send_window.size_bytes, element_bytes);
   double ready_ns = 0;
   int64_t size_bytes = 0;
   bool packed = false;
@@ -149,18 +149,18 @@ void Refill::send(const Opening& opening, std::vector<Block>* blocks) {
     std::pop_heap(heap.begin(), heap.end(), std::greater<>());
     heap.pop_back();
   }
-  // As in play: the block starts when its content is ready, which may be before the opening that it was chosen for.
+  // As in play: the block starts when its content is ready, which may be before the send_window that it was chosen for.
   finish(link_.launch(ready_ns, size_bytes, Op::kAllReduce, packed));
   if (blocks != nullptr) {
     blocks->push_back(joint_blocks(problem_, pieces_, "the most urgent bytes that are ready").front());
   }
 }
 
-bool Refill::adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const {
+bool WindowFiller::adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const {
   return problem_.offset_bytes[piece.tensor] + piece.to_bytes == problem_.offset_bytes[tensor] + from_bytes;
 }
 
-void Refill::finish(double finish_ns) {
+void WindowFiller::finish(double finish_ns) {
   launches_ns_.push_back(link_.launch_ns());
   for (const Piece& piece : pieces_) {
     if (left_bytes_[piece.tensor] == 0) {

@@ -1,7 +1,7 @@
-// Refill: turn a list of openings on the link into a plan by always sending the most urgent bytes that are ready.
+// The window filler turns a list of send windows into a plan: each block carries the most urgent bytes that are ready.
 //
-// For given starts and sizes of blocks "most urgent first" is the best content, whatever the windows are. What is left to
-// search is then only when blocks start and how much they carry: a short list of numbers.
+// Once the starts and sizes of blocks are fixed, "most urgent first" is the best content, whatever the windows of the
+// tensors are. So a search only has to find starts and sizes, a short list of numbers.
 //
 // Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once
@@ -16,9 +16,9 @@
 
 namespace gradcast {
 
-// A block that starts at `start_ns` or when the link is free and something is ready, whichever comes last, and carries up to
-// `size_bytes`.
-struct Opening {
+// Room for one block. It starts at `start_ns`, but not before the link is free and some bytes are ready, and carries up
+// to `size_bytes`.
+struct SendWindow {
   double start_ns = 0;
   double size_bytes = 0;
   int32_t buffer = kMostUrgentBuffer;
@@ -26,31 +26,32 @@ struct Opening {
   static constexpr int32_t kMostUrgentBuffer = -1;  // the buffer of the most urgent bytes that are ready
 };
 
-// The openings of a zigzag's slots, none larger than `size_bytes_max`, at most 200 for a slot: the rest is left over. Those of
-// backward and the centre keep their place in time; the others follow one another.
-std::vector<Opening> openings_of(const std::vector<Slot>& slots, double size_bytes_max);
-// The openings that reproduce when and how much each block of a plan sends.
-std::vector<Opening> openings_of(const Problem& problem, const std::vector<Block>& blocks);
+// The send windows of a zigzag's time slots. None is larger than `size_bytes_max`, and a slot becomes at most 200 of
+// them; bytes beyond that are left over. Windows in backward and in the centre keep their start times; the others
+// follow one another.
+std::vector<SendWindow> send_windows_of(const std::vector<TimeSlot>& slots, double size_bytes_max);
+// The send windows that reproduce when each block of a plan starts and how much it carries.
+std::vector<SendWindow> send_windows_of(const Problem& problem, const std::vector<Block>& blocks);
 
-// Fills openings and keeps its memory between calls. What the openings leave over travels at the end, in blocks of the size
-// that costs least per byte.
-class Refill {
+// Fills send windows. Bytes that no window takes travel at the end, in blocks of the size that costs least per byte.
+// One filler serves many calls, so that a search allocates nothing.
+class WindowFiller {
  public:
-  explicit Refill(const Problem& problem);
+  explicit WindowFiller(const Problem& problem);
 
   // The iteration time under play.
-  double iteration_ns(const std::vector<Opening>& openings);
+  double iteration_ns(const std::vector<SendWindow>& send_windows);
   // When each block of the last run was launched.
   const std::vector<double>& launches_ns() const { return launches_ns_; }
   // The same plan, written out.
-  std::vector<Block> blocks(const std::vector<Opening>& openings);
+  std::vector<Block> blocks(const std::vector<SendWindow>& send_windows);
 
  private:
-  double run(const std::vector<Opening>& openings, std::vector<Block>* blocks);
+  double run(const std::vector<SendWindow>& send_windows, std::vector<Block>* blocks);
   void release_ready(double now_ns);
   bool nothing_available() const;
   int32_t most_urgent_buffer() const;
-  void send(const Opening& opening, std::vector<Block>* blocks);
+  void send(const SendWindow& send_window, std::vector<Block>* blocks);
   bool adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const;
   void finish(double finish_ns);
 

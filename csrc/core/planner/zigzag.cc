@@ -29,7 +29,8 @@ class Search {
   Search(const Chain& chain, double iteration_ns)
       : chain_(chain), slack_ns_(iteration_ns * (1 + kRounding) - chain.forward_ns) {}
 
-  // The node with all bytes inside, after the fewest moves; kNone if there is none with at most `block_count_max` blocks.
+  // The node with all bytes inside, after the fewest moves; kNone if there is none with at most `block_count_max`
+  // blocks.
   int32_t run(int32_t block_count_max) {
     const double first_bytes = divisible_capacity_bytes(chain_.cost, deadline_ns(0) - chain_.ready_ns[0]);
     if (first_bytes <= 0 || block_count_max < 1) {
@@ -48,11 +49,11 @@ class Search {
     }
   }
 
-  std::vector<Slot> slots(int32_t last) const {
-    std::vector<Slot> backward;
-    std::vector<Slot> forward;
+  std::vector<TimeSlot> slots(int32_t last) const {
+    std::vector<TimeSlot> backward;
+    std::vector<TimeSlot> forward;
     for (int32_t at = last; at != kNone; at = nodes_[at].parent) {
-      const Slot slot = slot_of(at);
+      const TimeSlot slot = slot_of(at);
       (slot.side == Side::kBackward ? backward : forward).push_back(slot);
     }
     // The walk goes from the outermost slot inwards: time order for backward, the reverse for centre and forward.
@@ -109,7 +110,7 @@ class Search {
     return kept;
   }
 
-  Slot slot_of(int32_t at) const {
+  TimeSlot slot_of(int32_t at) const {
     const Node& node = nodes_[at];
     const double lo_bytes = node.parent == kNone ? 0 : nodes_[node.parent].bytes;
     const double hi_bytes = std::min(node.bytes, total_bytes());
@@ -164,7 +165,7 @@ double plain_bound_ns(const Chain& chain) {
   return bound_ns;
 }
 
-std::optional<std::vector<Slot>> zigzag(const Chain& chain, double iteration_ns, int32_t block_count_max) {
+std::optional<std::vector<TimeSlot>> zigzag(const Chain& chain, double iteration_ns, int32_t block_count_max) {
   GC_CHECK(chain.tensor_count() > 0);
   Search search(chain, iteration_ns);
   const int32_t done = search.run(block_count_max);

@@ -1,10 +1,11 @@
-// Zigzag: the exact plan for nested windows, one block in flight and a linear cost. docs/internals/planner.md states and proves it.
+// Zigzag: the exact plan for nested windows, one block in flight and a linear cost. docs/internals/planner.md states and proves
+// it.
 //
-// For an iteration time T every tensor has a window [ready, deadline]. On a chain of windows, each inside the next, grow one
-// time interval from the window of the most urgent tensor: whenever the bytes that fit inside reach tensor k, which sticks
-// out, extend the interval to the left (to its ready time: one more block in backward) or to the right (to its deadline: one
-// more block in forward). T can be reached exactly when some sequence of such moves makes all bytes fit, and the fewest moves
-// give the fewest blocks.
+// For an iteration time T every tensor has a window [ready, deadline]. On a chain of windows, each inside the next,
+// grow one time interval from the window of the most urgent tensor: whenever the bytes that fit inside reach tensor k,
+// which sticks out, extend the interval to the left (to its ready time: one more block in backward) or to the right (to
+// its deadline: one more block in forward). T can be reached exactly when some sequence of such moves makes all bytes
+// fit, and the fewest moves give the fewest blocks.
 //
 // Source: ours; nothing published. Thread safety: pure; any thread.
 #pragma once
@@ -32,7 +33,7 @@ struct Chain {
 enum class Side { kBackward, kCentre, kForward };
 
 // The time that one block may use and the bytes of the chain that fill it.
-struct Slot {
+struct TimeSlot {
   Side side = Side::kCentre;
   int32_t tensor = 0;  // position in the chain of the tensor whose window set this slot's outer end
   double start_ns = 0;
@@ -41,13 +42,13 @@ struct Slot {
   double hi_bytes = 0;
 };
 
-// Whether some sequence of moves reaches `iteration_ns`. Monotone in it for a linear cost. For a bent one it need not be: where
-// the interval is longer, one block may replace two that cost less.
+// Whether some sequence of moves reaches `iteration_ns`. Monotone in it for a linear cost. For a bent one it need not
+// be: where the interval is longer, one block may replace two that cost less.
 bool reachable(const Chain& chain, double iteration_ns);
 
 // The slots, in time order, of a plan with the fewest blocks that reaches `iteration_ns`; nothing if none with at most
 // `block_count_max` does. Among those with the fewest, the one with the most room to spare.
-std::optional<std::vector<Slot>> zigzag(const Chain& chain, double iteration_ns, int32_t block_count_max);
+std::optional<std::vector<TimeSlot>> zigzag(const Chain& chain, double iteration_ns, int32_t block_count_max);
 
 struct ChainOptimum {
   double bound_ns = 0;    // proven: no plan is faster
@@ -56,10 +57,12 @@ struct ChainOptimum {
 // The optimum T* of a chain, by bisection from its plain bound.
 ChainOptimum optimum(const Chain& chain);
 
-// max over i of ready[i] + cost of one block of all bytes up to i + what forward runs after need[i], and backward + forward.
+// max over i of ready[i] + cost of one block of all bytes up to i + what forward runs after need[i], and backward +
+// forward.
 double plain_bound_ns(const Chain& chain);
 
-// The most bytes that one operation of `duration_ns` carries, bytes being divisible: OpCost::capacity_bytes() for proofs.
+// The most bytes that one operation of `duration_ns` carries, bytes being divisible: OpCost::capacity_bytes() for
+// proofs.
 double divisible_capacity_bytes(const OpCost& cost, double duration_ns);
 
 }  // namespace gradcast

@@ -92,8 +92,8 @@ double groups_iteration_ns(const Problem& problem, const std::vector<Group>& gro
   return iteration_ns;
 }
 
-// The start-ups of so many groups and all bytes, one operation at a time: smaller groups are more of them, so from where this
-// is above a known time on, no smaller fusion helps.
+// The start-ups of so many groups and all bytes, one operation at a time: smaller groups are more of them, so from
+// where this is above a known time on, no smaller fusion helps.
 double link_ns_min(const Problem& problem, size_t group_count) {
   const LinkModel& link = problem.link;
   const double start_up_ns = link.reduce_scatter.alpha_ns_min() + link.all_gather.alpha_ns_min();

@@ -59,8 +59,9 @@ std::vector<Block> mgwfbp(const Problem& problem, const MgwfbpOptions& /*options
       break;
     }
     const double start_ns = std::max(link_free_ns, problem.ready_ns[arrivals[at]]);
-    // The paper asks that the link is still busy with the group when the next is ready, and that the group has not started
-    // by then or less than alpha ago. The last of these implies the others, since no operation is shorter than alpha.
+    // The paper asks that the link is still busy with the group when the next is ready, and that the group has not
+    // started by then or less than alpha ago. The last of these implies the others, since no operation is shorter than
+    // alpha.
     if (problem.ready_ns[arrivals[at + 1]] - start_ns >= group.alpha_ns()) {
       link_free_ns = start_ns + group.cost_ns();
       group.close(blocks);

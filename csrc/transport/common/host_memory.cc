@@ -56,6 +56,7 @@ std::string failure_text(const Operation& operation, int32_t rank, int32_t world
          " bytes failed on rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " (" + library + "): ";
 }
 
+// One pass over the ranges: each must begin at or after the end of the one before.
 std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents) {
   if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= extents.size()) {
     return "buffer " + std::to_string(operation.buffer) + " does not exist; there are " +
@@ -72,11 +73,6 @@ std::optional<std::string> fault_of(const Operation& operation, std::span<const 
     end_bytes = range.hi_bytes;
   }
   return operation.range_count > 0 ? std::nullopt : std::optional<std::string>("an operation has no ranges");
-}
-
-Part part_of(int32_t rank, int32_t world_size, int64_t element_count) {
-  const int64_t part_count = (element_count + world_size - 1) / world_size;
-  return {std::min(rank * part_count, element_count), std::min((rank + 1) * part_count, element_count)};
 }
 
 void pack(void* message, const HostBuffer& buffer, std::span<const Range> ranges) {

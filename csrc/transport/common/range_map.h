@@ -1,4 +1,4 @@
-// What was last said of each byte of some buffers: the event behind which it has arrived, for instance.
+// A map from the bytes of some buffers to values: the event behind which each byte has arrived, for instance.
 //
 // Thread safety: any thread, one at a time.
 #pragma once
@@ -12,38 +12,39 @@
 
 namespace gradcast {
 
-template <typename Mark>
-class LastMarks {
+template <typename Value>
+class RangeMap {
  public:
-  using Marks = std::map<int64_t, std::pair<int64_t, Mark>>;  // by beginning: end, mark
+  using Values = std::map<int64_t, std::pair<int64_t, Value>>;  // by first byte: last byte + 1, value
 
-  // What was said of other bytes together with some of these is forgotten, too, and moved to `replaced`: to destroy a mark
-  // may take a lock. REQUIRES: who says something of bytes comes after whatever was said of them.
-  void set(int32_t buffer, Range range, const Mark& mark, Marks& replaced) {
-    Marks& marks = marks_[buffer];
-    // What begins before this range may reach into it.
-    auto each = marks.lower_bound(range.lo_bytes);
-    if (each != marks.begin() && std::prev(each)->second.first > range.lo_bytes) --each;
-    while (each != marks.end() && each->first < range.hi_bytes)
-      replaced.insert(marks.extract(each++));
-    marks[range.lo_bytes] = {range.hi_bytes, mark};
+  // Gives `value` to the bytes of `range`. Every earlier entry that overlaps the range is removed whole, bytes outside
+  // of the range included, and moved to `replaced`: destroying a value may take a lock, so the caller chooses when.
+  // REQUIRES: an event for a range comes after those for every overlapping range that was set before.
+  void set(int32_t buffer, Range range, const Value& value, Values& replaced) {
+    Values& values = values_[buffer];
+    // The entry before this range may reach into it.
+    auto each = values.lower_bound(range.lo_bytes);
+    if (each != values.begin() && std::prev(each)->second.first > range.lo_bytes) --each;
+    while (each != values.end() && each->first < range.hi_bytes)
+      replaced.insert(values.extract(each++));
+    values[range.lo_bytes] = {range.hi_bytes, value};
   }
 
-  // Of each stretch that has some of these bytes, in their order.
+  // Calls `action` with the value of each entry that overlaps the range, in ascending order.
   template <typename Action>
-  void over(int32_t buffer, Range range, const Action& action) const {
-    const auto marks = marks_.find(buffer);
-    if (marks == marks_.end()) return;
-    for (const auto& [lo_bytes, end] : marks->second) {
+  void for_each(int32_t buffer, Range range, const Action& action) const {
+    const auto values = values_.find(buffer);
+    if (values == values_.end()) return;
+    for (const auto& [lo_bytes, entry] : values->second) {
       if (lo_bytes >= range.hi_bytes) return;
-      if (end.first > range.lo_bytes) action(end.second);
+      if (entry.first > range.lo_bytes) action(entry.second);
     }
   }
 
-  void clear() { marks_.clear(); }
+  void clear() { values_.clear(); }
 
  private:
-  std::map<int32_t, Marks> marks_;
+  std::map<int32_t, Values> values_;  // by buffer
 };
 
 }  // namespace gradcast

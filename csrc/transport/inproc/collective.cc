@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "transport/common/host_memory.h"
+#include "transport/common/parts.h"
 
 namespace gradcast {
 namespace {

@@ -12,14 +12,15 @@
 
 namespace gradcast {
 
-// What one rank brings into an operation.
+// One rank's part in an operation.
 struct Contribution {
   HostBuffer buffer;
   std::span<const Range> ranges;
 };
 
-// Does the operation for all ranks at once; `ranks` is by rank. REQUIRES: every rank brings the same ranges, whole elements
-// inside its buffer, of the same kind.
+// Carries out the operation for all ranks at once. Sums are taken in the order of ranks, in the elements' own
+// precision, so all ranks get the same bits. REQUIRES: all ranks have the same ranges, whole elements of the same type
+// inside their buffers.
 void run_collective(Op op, std::span<const Contribution> ranks);
 
 }  // namespace gradcast

@@ -1,3 +1,4 @@
+// The transports of an in-process world. They only forward to the wire, and keep it alive.
 #include "gradcast/inproc.h"
 
 #include <utility>
@@ -9,7 +10,7 @@ namespace gradcast {
 class InprocWorld::RankTransport final : public Transport {
  public:
   RankTransport(std::shared_ptr<Wire> wire, int32_t rank) : wire_(std::move(wire)), rank_(rank) {}
-  // Buffers end with their transport; the wire must not touch them any more.
+  // The buffers may be freed next, so the wire must be done with them.
   ~RankTransport() override { wire_->dismiss(rank_); }
 
   int32_t rank() const noexcept override { return rank_; }

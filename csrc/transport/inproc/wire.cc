@@ -1,23 +1,17 @@
 #include "transport/inproc/wire.h"
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <span>
 
 #include "gradcast/error.h"
+#include "platform/clock.h"
+#include "platform/thread.h"
 #include "transport/common/host_memory.h"
 #include "transport/inproc/collective.h"
 
 namespace gradcast {
 namespace {
-
-int64_t now_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorCode::kInvalidOption, message);
@@ -34,7 +28,8 @@ bool same(const Operation& a, const Operation& b) {
 
 }  // namespace
 
-InprocWorld::Wire::Wire(int32_t world_size, const InprocCost& cost) : cost_(cost) {
+// The thread starts last, when everything it uses exists.
+InprocWorld::Wire::Wire(int32_t world_size, const InprocCost& cost) : world_size_(world_size), cost_(cost) {
   if (world_size < 1) {
     refuse("world_size is " + std::to_string(world_size) + "; a world has at least one rank");
   }
@@ -42,13 +37,16 @@ InprocWorld::Wire::Wire(int32_t world_size, const InprocCost& cost) : cost_(cost
       !std::isfinite(cost.beta_ns_per_byte)) {
     refuse("alpha_ns and beta_ns_per_byte must be 0 or more");
   }
-  members_.resize(static_cast<size_t>(world_size));
+  {
+    MutexLock lock(mutex_);
+    members_.resize(static_cast<size_t>(world_size));
+  }
   thread_ = std::thread([this] { run(); });
 }
 
 InprocWorld::Wire::~Wire() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_one();
@@ -65,7 +63,7 @@ void InprocWorld::Wire::check_rank(int32_t rank) const {
 void InprocWorld::Wire::admit(int32_t rank, std::vector<HostBuffer> buffers) {
   check_rank(rank);
   check_extents(extents_of(buffers));
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   Member& member = members_[rank];
   if (member.admitted) {
     refuse("rank " + std::to_string(rank) + " has its transport already; a rank has one");
@@ -75,22 +73,23 @@ void InprocWorld::Wire::admit(int32_t rank, std::vector<HostBuffer> buffers) {
 }
 
 void InprocWorld::Wire::open(int32_t rank, CompletionSink* sink) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   members_[rank].sink = sink;
 }
 
+// Never completes the operation itself: completions come from the wire's thread only, so the caller may hold locks.
 void InprocWorld::Wire::start(int32_t rank, const Operation& operation) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     Member& member = members_[rank];
-    member.started.push_back({operation, now_ns(), fault_of(operation, extents_of(member.buffers))});
+    member.started.push_back({operation, steady_now_ns(), fault_of(operation, extents_of(member.buffers))});
   }
   changed_.notify_one();
 }
 
 void InprocWorld::Wire::abort(int32_t rank, const std::string& reason) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     std::optional<std::string>& left = members_[rank].left;
     left = left ? left : reason;
   }
@@ -98,53 +97,54 @@ void InprocWorld::Wire::abort(int32_t rank, const std::string& reason) {
 }
 
 void InprocWorld::Wire::close(int32_t rank) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   Member& member = members_[rank];
   member.left = member.left ? member.left : "it has closed its transport";
   changed_.notify_one();
-  // Everything has completed, but perhaps the wire has not yet come back from saying so.
-  delivered_.wait(lock, [&] { return member.delivery_count == 0; });
+  // Everything has completed, but the wire may still be inside the sink.
+  while (member.delivery_count > 0) {
+    delivered_.wait(mutex_);
+  }
 }
 
+// Completes everything this rank has started before it returns, because its buffers may be freed next.
 void InprocWorld::Wire::dismiss(int32_t rank) {
   abort(rank, "its transport is gone");
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   Member& member = members_[rank];
-  delivered_.wait(
-      lock, [&] { return member.delivery_count == 0 && std::ranges::all_of(member.started, &Started::completed); });
+  while (member.delivery_count > 0 || !std::ranges::all_of(member.started, &Started::completed)) {
+    delivered_.wait(mutex_);
+  }
 }
 
 void InprocWorld::Wire::run() {
-#if defined(__APPLE__)
-  pthread_setname_np("gc-inproc");
-#else
-  pthread_setname_np(pthread_self(), "gc-inproc");
-#endif
-  std::unique_lock lock(mutex_);
+  name_this_thread("gc-inproc");
+  MutexLock lock(mutex_);
   while (!stopping_) {
     const std::vector<Delivery> failures = failures_due();
     if (!failures.empty()) {
-      deliver(lock, failures);
+      deliver(failures);
       continue;
     }
     const std::optional<int64_t> finish_ns = first_finish_ns();
     if (!finish_ns) {
-      changed_.wait(lock);
+      changed_.wait(mutex_);
     } else if (const std::optional<std::string> mismatch = first_mismatch()) {
-      deliver(lock, pop_first(mismatch));
-    } else if (*finish_ns <= now_ns()) {
+      deliver(pop_first(mismatch));
+    } else if (*finish_ns <= steady_now_ns()) {
       free_ns_ = *finish_ns;
-      run_first(lock);
+      run_first();
     } else {
-      changed_.wait_until(lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(*finish_ns)));
+      changed_.wait_until(mutex_, *finish_ns);
     }
   }
 }
 
+// Failures do not wait for the network: they are delivered before any operation runs.
 std::vector<InprocWorld::Wire::Delivery> InprocWorld::Wire::failures_due() {
   std::vector<Delivery> due;
   for (int32_t rank = 0; rank < world_size(); ++rank) {
-    // Operations of a rank end in the order of their start.
+    // Stops at the first operation that goes on, because operations of a rank end in the order of their start.
     for (Started& started : members_[rank].started) {
       std::optional<std::string> failure = started.completed ? std::nullopt : failure_of(rank, started);
       if (failure) {
@@ -158,6 +158,7 @@ std::vector<InprocWorld::Wire::Delivery> InprocWorld::Wire::failures_due() {
   return due;
 }
 
+// A rank's own reasons come first; the others' departure is a consequence of something that happened there.
 std::optional<std::string> InprocWorld::Wire::failure_of(int32_t rank, const Started& started) const {
   if (members_[rank].left) {
     return members_[rank].left;
@@ -173,6 +174,7 @@ std::optional<std::string> InprocWorld::Wire::failure_of(int32_t rank, const Sta
   return std::nullopt;
 }
 
+// The emulated link of play(): alpha may pass while the operation before is on the wire, the bytes may not.
 std::optional<int64_t> InprocWorld::Wire::first_finish_ns() const {
   int64_t started_ns = 0;  // by the last rank
   for (const Member& member : members_) {
@@ -187,13 +189,15 @@ std::optional<int64_t> InprocWorld::Wire::first_finish_ns() const {
 }
 
 std::optional<std::string> InprocWorld::Wire::first_mismatch() const {
-  const auto operation_of = [&](int32_t rank) -> const Operation& { return members_[rank].started.front().operation; };
-  const auto element_of = [&](int32_t rank) { return members_[rank].buffers[operation_of(rank).buffer].element; };
+  const Operation& first = members_[0].started.front().operation;
+  const Element first_element = members_[0].buffers[first.buffer].element;
   for (int32_t rank = 1; rank < world_size(); ++rank) {
-    if (!same(operation_of(0), operation_of(rank)) || element_of(0) != element_of(rank)) {
+    const Operation& other = members_[rank].started.front().operation;
+    const Element other_element = members_[rank].buffers[other.buffer].element;
+    if (!same(first, other) || first_element != other_element) {
       return "ranks 0 and " + std::to_string(rank) + " started different operations as number " +
-             std::to_string(first_index_) + ": rank 0 " + operation_text(operation_of(0), element_of(0)) + ", rank " +
-             std::to_string(rank) + " " + operation_text(operation_of(rank), element_of(rank)) +
+             std::to_string(first_index_) + ": rank 0 " + operation_text(first, first_element) + ", rank " +
+             std::to_string(rank) + " " + operation_text(other, other_element) +
              "; all ranks must start the same operations in the same order";
     }
   }
@@ -210,32 +214,35 @@ std::vector<InprocWorld::Wire::Delivery> InprocWorld::Wire::pop_first(const std:
   return deliveries;
 }
 
-void InprocWorld::Wire::run_first(std::unique_lock<std::mutex>& lock) {
-  const Op op = members_.front().started.front().operation.op;
+std::vector<Contribution> InprocWorld::Wire::first_contributions() const {
   std::vector<Contribution> contributions;
   for (const Member& member : members_) {
     const Operation& operation = member.started.front().operation;
     contributions.push_back({member.buffers[operation.buffer], ranges_of(operation)});
   }
-  // Without the lock: start() must return at once, however large this operation is. What it works on stays: only this
-  // thread completes operations.
-  lock.unlock();
-  run_collective(op, contributions);
-  lock.lock();
-  deliver(lock, pop_first(std::nullopt));
+  return contributions;
 }
 
-void InprocWorld::Wire::deliver(std::unique_lock<std::mutex>& lock, const std::vector<Delivery>& deliveries) {
+void InprocWorld::Wire::run_first() {
+  const Op op = members_.front().started.front().operation.op;
+  const std::vector<Contribution> contributions = first_contributions();
+  // The memory stays valid without the lock, because only this thread completes operations.
+  mutex_.unlock();
+  run_collective(op, contributions);
+  mutex_.lock();
+  deliver(pop_first(std::nullopt));
+}
+
+void InprocWorld::Wire::deliver(const std::vector<Delivery>& deliveries) {
   for (const Delivery& delivery : deliveries) {
     ++members_[delivery.rank].delivery_count;
   }
   for (const Delivery& delivery : deliveries) {
-    Member& member = members_[delivery.rank];
-    CompletionSink* sink = member.sink;
-    lock.unlock();
+    CompletionSink* const sink = members_[delivery.rank].sink;
+    mutex_.unlock();
     sink->complete(delivery.ticket, delivery.error ? delivery.error->c_str() : nullptr);
-    lock.lock();
-    --member.delivery_count;
+    mutex_.lock();
+    --members_[delivery.rank].delivery_count;
     delivered_.notify_all();
   }
 }

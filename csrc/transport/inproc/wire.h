@@ -1,12 +1,14 @@
-// The wire of an in-process world: its one thread and what the ranks' transports share with it.
+// The wire of an in-process world: one thread that carries out the operations, and the state it shares with the ranks'
+// transports.
+//
+// The k-th operation of each rank is matched with the k-th of all others. It runs when all ranks have started it and
+// the emulated network has had its time; sums and completions run on the wire's thread.
 //
 // Thread safety: any thread.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -14,6 +16,8 @@
 
 #include "gradcast/inproc.h"
 #include "gradcast/transport.h"
+#include "platform/sync.h"
+#include "transport/inproc/collective.h"
 
 namespace gradcast {
 
@@ -22,16 +26,16 @@ class InprocWorld::Wire {
   Wire(int32_t world_size, const InprocCost& cost);
   ~Wire();
 
-  int32_t world_size() const { return static_cast<int32_t>(members_.size()); }
-  void admit(int32_t rank, std::vector<HostBuffer> buffers);
+  int32_t world_size() const { return world_size_; }
+  void admit(int32_t rank, std::vector<HostBuffer> buffers) GC_EXCLUDES(mutex_);
 
   // As in Transport, for one rank.
-  void open(int32_t rank, CompletionSink* sink);
-  void start(int32_t rank, const Operation& operation);
-  void abort(int32_t rank, const std::string& reason);
-  void close(int32_t rank);
-  // Abort and close in one, for a transport that goes in the middle of its work.
-  void dismiss(int32_t rank);
+  void open(int32_t rank, CompletionSink* sink) GC_EXCLUDES(mutex_);
+  void start(int32_t rank, const Operation& operation) GC_EXCLUDES(mutex_);
+  void abort(int32_t rank, const std::string& reason) GC_EXCLUDES(mutex_);
+  void close(int32_t rank) GC_EXCLUDES(mutex_);
+  // Abort and close in one, for a transport that is destroyed in the middle of its work.
+  void dismiss(int32_t rank) GC_EXCLUDES(mutex_);
 
  private:
   // An operation as one rank started it.
@@ -45,9 +49,9 @@ class InprocWorld::Wire {
     std::vector<HostBuffer> buffers;
     bool admitted = false;
     CompletionSink* sink = nullptr;
-    std::deque<Started> started;      // the wire's first_index_ and later ones
+    std::deque<Started> started;      // those from number first_index_ on
     std::optional<std::string> left;  // why this rank is gone
-    int32_t delivery_count = 0;       // completions that are on their way to the sink
+    int32_t delivery_count = 0;       // calls of the sink that are due or running
   };
   struct Delivery {
     int32_t rank;
@@ -55,29 +59,31 @@ class InprocWorld::Wire {
     std::optional<std::string> error;
   };
 
-  void run();
-  // All below: REQUIRES mutex_ held.
-  std::vector<Delivery> failures_due();
-  std::optional<std::string> failure_of(int32_t rank, const Started& started) const;
-  // When the first operation is over, if all ranks have started it.
-  std::optional<int64_t> first_finish_ns() const;
-  std::optional<std::string> first_mismatch() const;
-  std::vector<Delivery> pop_first(const std::optional<std::string>& error);
-  void run_first(std::unique_lock<std::mutex>& lock);
-  void deliver(std::unique_lock<std::mutex>& lock, const std::vector<Delivery>& deliveries);
+  void run() GC_EXCLUDES(mutex_);
+  std::vector<Delivery> failures_due() GC_REQUIRES(mutex_);
+  std::optional<std::string> failure_of(int32_t rank, const Started& started) const GC_REQUIRES(mutex_);
+  // When the first operation ends; nothing before all ranks have started it.
+  std::optional<int64_t> first_finish_ns() const GC_REQUIRES(mutex_);
+  // How the ranks' first operations differ. REQUIRES: all ranks have started theirs.
+  std::optional<std::string> first_mismatch() const GC_REQUIRES(mutex_);
+  std::vector<Delivery> pop_first(const std::optional<std::string>& error) GC_REQUIRES(mutex_);
+  std::vector<Contribution> first_contributions() const GC_REQUIRES(mutex_);
+  // These two give the mutex up in between: start() must not wait for sums or for a sink.
+  void run_first() GC_REQUIRES(mutex_);
+  void deliver(const std::vector<Delivery>& deliveries) GC_REQUIRES(mutex_);
   void check_rank(int32_t rank) const;
 
   // Constant after construction.
+  const int32_t world_size_;
   const InprocCost cost_;
 
-  // Guarded by mutex_.
-  std::mutex mutex_;
-  std::condition_variable changed_;    // for the wire's thread
-  std::condition_variable delivered_;  // for transports that close
-  std::vector<Member> members_;        // by rank; their number is constant
-  int64_t first_index_ = 0;            // of the operation that the wire takes next
-  int64_t free_ns_ = 0;                // when the wire is done with the one before
-  bool stopping_ = false;
+  Mutex mutex_;
+  CondVar changed_;                                    // for the wire's thread
+  CondVar delivered_;                                  // for transports that close
+  std::vector<Member> members_ GC_GUARDED_BY(mutex_);  // by rank
+  int64_t first_index_ GC_GUARDED_BY(mutex_) = 0;      // of the operation that the wire takes next
+  int64_t free_ns_ GC_GUARDED_BY(mutex_) = 0;          // when the wire is done with the one before
+  bool stopping_ GC_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;
 };

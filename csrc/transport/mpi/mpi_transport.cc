@@ -1,29 +1,30 @@
-#include <pthread.h>
-
+// The transport over MPI. start() only queues an operation; the thread hands it to MPI, polls, and unpacks. MPI never
+// lets go of the memory of an operation that has not ended, so after a failure or an abort that memory is leaked on
+// purpose.
 #include <algorithm>
-#include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <limits>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 
 #include "gradcast/error.h"
 #include "gradcast/mpi.h"
+#include "platform/sync.h"
+#include "platform/thread.h"
 #include "transport/common/completion_gate.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/parts.h"
 
 namespace gradcast {
 namespace {
 
-// While operations are under way MPI has to be called again and again. So often without a pause, since most operations end
-// soon; then with one, which the start of another operation ends.
+// MPI makes progress only inside its calls, so the thread polls while operations are under way. The first polls follow
+// each other without a pause, because most operations end soon. Later polls pause, unless another operation is started.
 constexpr int kEagerPolls = 200;
-constexpr auto kPause = std::chrono::microseconds(20);
+constexpr int64_t kPauseNs = 20'000;
 
 std::string words_of(int code) {
   char text[MPI_MAX_ERROR_STRING] = "";
@@ -75,16 +76,17 @@ class MpiTransport final : public Transport {
   void close() noexcept override;
 
  private:
-  // An operation that MPI has. Its memory is MPI's until it has ended, so a flight never moves.
+  // An operation under way. MPI uses its memory until it has ended, so a flight never moves.
   struct Flight {
     Operation operation;
-    std::vector<std::byte> message;  // of several ranges; MPI's buffer otherwise lies in the gradients
-    std::vector<std::byte> part;     // this rank's part of a reduce-scatter
-    std::vector<int> counts, offsets;
+    std::vector<std::byte> message;    // several ranges, packed; empty for one, which MPI sends from where it lies
+    std::vector<std::byte> part;       // this rank's part of a reduce-scatter
+    std::vector<int> counts, offsets;  // elements of each rank's part, and where it begins
     MPI_Request request = MPI_REQUEST_NULL;
   };
 
-  void run();
+  void run() GC_EXCLUDES(mutex_);
+  void wait_for_work(int eager_polls) GC_REQUIRES(mutex_);
   void launch(const Operation& operation);
   int post(Flight& flight, void* numbers, int64_t element_count);
   enum class Ended { kNo, kWell, kFailed };
@@ -101,16 +103,15 @@ class MpiTransport final : public Transport {
   const std::vector<Extent> extents_;
   int32_t rank_ = 0;
   int32_t world_size_ = 1;
-  Outstanding outstanding_;
+  CompletionGate gate_;
 
-  // Only the thread's.
+  // The thread's own.
   std::vector<std::unique_ptr<Flight>> flights_;
 
-  // Guarded by mutex_.
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Operation> started_;
-  bool closing_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<Operation> started_ GC_GUARDED_BY(mutex_);  // for the thread, not yet with MPI
+  bool closing_ GC_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;
 };
@@ -120,7 +121,7 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffer
   require_threads();
   check_extents(extents_);
   require(MPI_Comm_dup(communicator, &communicator_), "make a communicator for the transport");
-  // By default an error ends all processes without a word of ours.
+  // By default an MPI error ends all processes, and the user would not see our message.
   MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
   MPI_Comm_rank(communicator_, &rank_);
   MPI_Comm_size(communicator_, &world_size_);
@@ -132,37 +133,37 @@ MpiTransport::~MpiTransport() {
 }
 
 void MpiTransport::open(CompletionSink* sink) noexcept {
-  outstanding_.open(sink);
+  gate_.open(sink);
   thread_ = std::thread([this] { run(); });
 }
 
 void MpiTransport::start(const Operation& operation) noexcept {
-  if (!outstanding_.add(operation.ticket)) {
+  if (!gate_.add(operation.ticket)) {
     return;
   }
   if (const auto fault = fault_of(operation, extents_)) {
-    outstanding_.complete(operation.ticket, fault->c_str());
+    gate_.complete(operation.ticket, fault->c_str());
     return;
   }
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     started_.push_back(operation);
   }
   changed_.notify_one();
 }
 
 void MpiTransport::abort(const char* reason) noexcept {
-  outstanding_.abort(reason);
+  gate_.abort(reason);
   {
-    std::lock_guard lock(mutex_);  // the thread must not be between looking and waiting
+    MutexLock lock(mutex_);  // else the thread could look before the abort and wait after the notification
   }
   changed_.notify_one();
 }
 
 void MpiTransport::close() noexcept {
-  outstanding_.close();
+  gate_.close();
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closing_ = true;
   }
   changed_.notify_one();
@@ -172,9 +173,10 @@ void MpiTransport::close() noexcept {
   free_communicator();
 }
 
-// Collective, so only where every rank gets here: not after a failure, which another rank need not have met.
+// Freeing is collective, so every rank must get here. After a failure that is not sure: another rank may not have
+// failed.
 void MpiTransport::free_communicator() {
-  if (communicator_ == MPI_COMM_NULL || outstanding_.damaged()) {
+  if (communicator_ == MPI_COMM_NULL || gate_.has_failed()) {
     return;
   }
   int finalized = 0;
@@ -185,19 +187,14 @@ void MpiTransport::free_communicator() {
 }
 
 void MpiTransport::run() {
-  pthread_setname_np(pthread_self(), "gradcast-mpi");
+  name_this_thread("gradcast-mpi");
   int eager_polls = 0;
   while (true) {
     std::deque<Operation> started;
     {
-      std::unique_lock lock(mutex_);
-      const auto called = [this] { return closing_ || !started_.empty() || outstanding_.aborted(); };
-      if (flights_.empty()) {
-        changed_.wait(lock, called);
-      } else if (eager_polls >= kEagerPolls) {
-        changed_.wait_for(lock, kPause, called);
-      }
-      if (closing_ || outstanding_.aborted()) {
+      MutexLock lock(mutex_);
+      wait_for_work(eager_polls);
+      if (closing_ || gate_.aborted()) {
         break;
       }
       std::swap(started, started_);
@@ -205,9 +202,9 @@ void MpiTransport::run() {
     for (const Operation& operation : started) {
       try {
         launch(operation);
-      } catch (const std::exception& error) {  // no memory for a message
+      } catch (const std::exception& error) {  // no memory for the message
         const std::string what = failure_text(operation, rank_, world_size_, "MPI") + error.what();
-        outstanding_.complete(operation.ticket, what.c_str());
+        gate_.complete(operation.ticket, what.c_str());
       }
     }
     const size_t before_count = flights_.size();
@@ -216,14 +213,23 @@ void MpiTransport::run() {
       eager_polls = 0;
     } else {
       ++eager_polls;
-      std::this_thread::yield();  // a rank on the same core may be the one that is waited for
+      std::this_thread::yield();  // the rank that this one waits for may need the same core
     }
   }
-  // MPI may still use the memory of what it has not ended: it is never given back.
+  // MPI may still use the memory of operations that have not ended, so it is leaked.
   for (auto& flight : flights_) {
     static_cast<void>(flight.release());
   }
   flights_.clear();
+}
+
+// If no operation is under way, waits until one is started or the transport closes. Otherwise waits for at most one
+// pause.
+void MpiTransport::wait_for_work(int eager_polls) {
+  const int64_t deadline_ns = flights_.empty() ? kNever : eager_polls >= kEagerPolls ? steady_now_ns() + kPauseNs : 0;
+  while (!closing_ && started_.empty() && !gate_.aborted() && steady_now_ns() < deadline_ns) {
+    changed_.wait_until(mutex_, deadline_ns);
+  }
 }
 
 void MpiTransport::launch(const Operation& operation) {
@@ -233,9 +239,8 @@ void MpiTransport::launch(const Operation& operation) {
   const int64_t message_bytes = size_bytes(operation);
   const int64_t element_count = message_bytes / element_bytes(buffer.element);
   if (element_count > std::numeric_limits<int>::max()) {
-    outstanding_.complete(
-        operation.ticket,
-        "a block of more than 2,147,483,647 elements is too large for MPI; give the policy a smaller limit");
+    gate_.complete(operation.ticket,
+                   "a block of more than 2,147,483,647 elements is too large for MPI; give the policy a smaller limit");
     return;
   }
   void* numbers = static_cast<char*>(buffer.data) + operation.ranges[0].lo_bytes;
@@ -246,12 +251,13 @@ void MpiTransport::launch(const Operation& operation) {
   }
   const int code = post(*flight, numbers, element_count);
   if (code != MPI_SUCCESS) {
-    outstanding_.complete(operation.ticket, what_failed(operation, code).c_str());
+    gate_.complete(operation.ticket, what_failed(operation, code).c_str());
     return;
   }
   flights_.push_back(std::move(flight));
 }
 
+// Starts the collective. Returns MPI's error code.
 int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
   const Element element = buffers_[flight.operation.buffer].element;
   const MPI_Datatype type = type_of(element);
@@ -265,7 +271,7 @@ int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
       return MPI_Iallreduce(MPI_IN_PLACE, numbers, static_cast<int>(element_count), type, MPI_SUM, communicator_,
                             &flight.request);
     case Op::kReduceScatter:
-      // In place MPI would put the part at the beginning, not where it belongs.
+      // Not in place: MPI would put the part at the beginning of the block instead of where it belongs.
       flight.part.resize(static_cast<size_t>(flight.counts[rank_] * element_bytes(element)) + 1);
       return MPI_Ireduce_scatter(numbers, flight.part.data(), flight.counts.data(), type, MPI_SUM, communicator_,
                                  &flight.request);
@@ -276,25 +282,26 @@ int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
   return MPI_ERR_OP;
 }
 
+// Asks MPI about one operation, which also lets MPI make progress, and completes it if it has ended.
 MpiTransport::Ended MpiTransport::test(Flight& flight) {
   int ended = 0;
   const int code = MPI_Test(&flight.request, &ended, MPI_STATUS_IGNORE);
   if (code != MPI_SUCCESS) {
-    outstanding_.complete(flight.operation.ticket, what_failed(flight.operation, code).c_str());
+    gate_.complete(flight.operation.ticket, what_failed(flight.operation, code).c_str());
     return Ended::kFailed;
   }
   if (ended == 0) {
     return Ended::kNo;
   }
   deliver(flight);
-  outstanding_.complete(flight.operation.ticket, nullptr);
+  gate_.complete(flight.operation.ticket, nullptr);
   return Ended::kWell;
 }
 
 void MpiTransport::take_ended() {
   std::erase_if(flights_, [this](auto& flight) {
     const Ended ended = test(*flight);
-    // MPI has not ended this request, so it may still use its memory: it is never given back.
+    // The request has not ended, so MPI may still use the memory, which is leaked.
     if (ended == Ended::kFailed) {
       static_cast<void>(flight.release());
     }
@@ -302,6 +309,8 @@ void MpiTransport::take_ended() {
   });
 }
 
+// Copies the result to where it belongs: a packed message back into its ranges, and a reduce-scatter's part to its
+// place.
 void MpiTransport::deliver(Flight& flight) {
   const Operation& operation = flight.operation;
   const HostBuffer& buffer = buffers_[operation.buffer];

@@ -1,4 +1,4 @@
-// Calls of CUDA and NCCL: their errors as sentences, and the device that they are for.
+// Helpers for calls of CUDA and NCCL: errors as messages, element types, and the current device.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -19,7 +19,7 @@ int64_t bytes_of(DeviceElement element);
 
 // Throw Error{kCommunication}: "CUDA could not make a stream: ...".
 void require(cudaError_t error, const std::string& action);
-// ncclInProgress is no error: a communicator that does not block has accepted the call.
+// ncclInProgress is no error: it means that a non-blocking communicator has accepted the call.
 void require(ncclResult_t result, const std::string& action, ncclComm_t communicator = nullptr);
 
 int32_t nccl_version();
@@ -27,7 +27,7 @@ std::string version_text(int32_t version);  // "2.28.9"
 
 using Event = std::unique_ptr<CUevent_st, decltype([](cudaEvent_t event) { cudaEventDestroy(event); })>;
 
-// Makes a device current for as long as it lives.
+// Makes a device the calling thread's current one for a scope.
 class OnDevice {
  public:
   explicit OnDevice(int32_t device);

@@ -9,9 +9,9 @@
 namespace gradcast {
 namespace {
 
-// Between two looks: far below what a block takes, and little of a core.
+// Between two polls: far below what a block takes, and cheap.
 constexpr auto kPause = std::chrono::microseconds(20);
-// How long the other ranks may take to end, too, before the communicator is given up instead.
+// How long end() waits for the other ranks before it aborts the communicator instead.
 constexpr auto kFarewell = std::chrono::seconds(1);
 
 ncclUniqueId unique_of(const std::string& id, int32_t rank) {
@@ -106,10 +106,10 @@ void Communicator::end() noexcept {
     ncclCommDestroy(communicator_);
     is_connected_ = false;
   }
-  give_up();  // what an error has left, ncclCommDestroy would wait for
+  give_up();  // ncclCommDestroy would wait for operations that an error has left behind
 }
 
-// Returns whether the communicator has ended well: not where other ranks of this host go on.
+// Returns whether all ranks have ended the communicator. False, for instance, while another rank of this host goes on.
 bool Communicator::say_farewell() noexcept {
   const ncclResult_t begun = ncclCommFinalize(communicator_);
   if (begun != ncclSuccess && begun != ncclInProgress) return false;

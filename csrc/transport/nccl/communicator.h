@@ -1,6 +1,6 @@
-// NCCL's communicator of one rank, whose calls do not block: connected, asked, ended well or given up.
+// One rank's NCCL communicator in non-blocking mode: it connects, reports failures, and ends cleanly or by an abort.
 //
-// Thread safety: any thread, one at a time: NCCL's calls for a communicator must not meet, its questions neither.
+// Thread safety: any thread, one at a time, because NCCL allows no concurrent calls for one communicator.
 #pragma once
 
 #include <nccl.h>
@@ -28,22 +28,22 @@ class Communicator {
 
   ncclComm_t get() const { return communicator_; }
 
-  // A registered buffer is sent from where it lies. Where that is not possible it is copied on the way, as always.
+  // Lets NCCL send this memory without a copy, if it can. Otherwise it copies, as for any other memory.
   void register_memory(void* data, int64_t size_bytes);
 
-  // A call of a communicator that does not block has been accepted, not done. The first operations of a kind are done when
-  // all ranks have come to them, which connects them: that may take as long as the slowest rank does. `meanwhile` is called
-  // between two looks, and may throw. Throws Error{kCommunication} after the deadline, with the connection given up.
+  // Waits until NCCL has carried out a call that it has accepted. The first operations of a kind connect the ranks, so
+  // they wait for the slowest one. Calls `meanwhile`, which may throw, between two polls. Throws Error{kCommunication}
+  // after the deadline and aborts the communicator.
   void settle(Clock::time_point deadline, const std::string& action, const std::function<void()>& meanwhile);
 
-  // What has gone wrong with it, of itself or of a peer.
+  // What has gone wrong with the communicator, on this rank or on a peer; nothing if it is healthy.
   std::optional<std::string> failure() noexcept;
 
-  // Kernels that wait for other ranks end by it. Ranks on other hosts learn of it, by a connection that is lost; those of
-  // this host may not, whose own operations then end by their timeout. Idempotent.
+  // Aborts the communicator, which ends kernels that wait for other ranks. Ranks on other hosts see a lost connection.
+  // Ranks of this host may see nothing; their operations end by their timeout. Idempotent.
   void give_up() noexcept;
 
-  // Well only where all ranks end it in time, and nothing has failed before; otherwise it is given up. Idempotent.
+  // Ends the communicator cleanly if all ranks end it in time and nothing has failed; otherwise aborts it. Idempotent.
   void end() noexcept;
 
  private:

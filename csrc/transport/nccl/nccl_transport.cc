@@ -1,12 +1,11 @@
+// The transport over NCCL. start() only queues an operation; the thread puts it on the transport's stream, behind the
+// kernels that write its bytes, and polls events for its end. Events also order the caller's streams behind an
+// operation.
 #include <nccl.h>
-#include <pthread.h>
-#include <sys/prctl.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <tuple>
@@ -14,8 +13,11 @@
 
 #include "gradcast/error.h"
 #include "gradcast/nccl.h"
+#include "platform/sync.h"
+#include "platform/thread.h"
 #include "transport/common/completion_gate.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/parts.h"
 #include "transport/common/range_map.h"
 #include "transport/nccl/calls.h"
 #include "transport/nccl/communicator.h"
@@ -23,10 +25,10 @@
 namespace gradcast {
 namespace {
 
-// Between two looks at what is under way: far below what a block takes, and little of a core.
-constexpr auto kPause = std::chrono::microseconds(20);
+// Between two polls of what is under way: far below what a block takes, and cheap.
+constexpr int64_t kPauseNs = 20'000;
 using Clock = std::chrono::steady_clock;
-// The end of an operation: its flight's, and that of each of its ranges.
+// The end of an operation. Its flight has a share of it, and so has each of its ranges.
 using SharedEvent = std::shared_ptr<CUevent_st>;
 
 class NcclTransport final : public DeviceTransport {
@@ -50,13 +52,13 @@ class NcclTransport final : public DeviceTransport {
  private:
   struct Started {
     Operation operation;
-    std::vector<Range> ranges;  // its own: the engine's go with an abort
+    std::vector<Range> ranges;  // copied: the engine's are gone after an abort
   };
   // An operation that is on the stream.
   struct Flight {
     int64_t ticket;
     std::string what_failed;
-    Event begun;  // nullptr where the device has written the bytes
+    Event begun;  // nullptr once the device has written the bytes
     Clock::time_point begun_at;
     SharedEvent ended;
   };
@@ -72,7 +74,8 @@ class NcclTransport final : public DeviceTransport {
   void run_half(const Operation& operation);
   void run_half(const Operation& operation, char* message, int64_t part_bytes);
   char* message_memory(size_t size_bytes);
-  void run();
+  void run() GC_EXCLUDES(mutex_);
+  void wait_for_work(bool is_given_up) GC_REQUIRES(mutex_);
   void look() noexcept;
   bool look_at(Flight& flight) noexcept;
   void check_time(const Flight& flight) noexcept;
@@ -86,25 +89,24 @@ class NcclTransport final : public DeviceTransport {
   const std::vector<DeviceBuffer> buffers_;
   std::vector<Extent> extents_;
   cudaStream_t stream_ = nullptr;
-  Outstanding outstanding_;
-  // The thread's alone from open() to close().
+  CompletionGate gate_;
+  // The thread's own from open() to close().
   std::optional<Communicator> communicator_;
   std::deque<Flight> flights_;
-  char* message_ = nullptr;  // used in the stream's order, so that one is enough
+  char* message_ = nullptr;  // one is enough, because the stream uses it in order
   size_t message_bytes_ = 0;
 
-  std::mutex writes_mutex_;
-  // Recorded again in each iteration: one for each range that was ever written. By buffer, beginning and end.
-  std::map<std::tuple<int32_t, int64_t, int64_t>, Event> writes_;
+  Mutex writes_mutex_;
+  // By buffer, beginning and end. An event is recorded again in each iteration, so none is ever removed.
+  std::map<std::tuple<int32_t, int64_t, int64_t>, Event> writes_ GC_GUARDED_BY(writes_mutex_);
 
-  std::mutex ends_mutex_;
-  LastMarks<SharedEvent> ends_;  // of the last operation on each byte
+  Mutex ends_mutex_;
+  RangeMap<SharedEvent> ends_ GC_GUARDED_BY(ends_mutex_);  // of the last operation on each byte
 
-  // Guarded by mutex_.
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Started> started_;
-  bool closing_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<Started> started_ GC_GUARDED_BY(mutex_);  // for the thread, not yet on the stream
+  bool closing_ GC_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;
 };
@@ -146,29 +148,29 @@ void NcclTransport::acquire(const std::string& id, const NcclOptions& options) {
   }
 }
 
-// Until the operation that was just called is on the stream. Where that takes too long nothing on it is to be believed: the
-// kernels of earlier operations end by the abort, too.
+// Waits until NCCL has put the operation on the stream. If that takes too long, all operations fail: the communicator
+// is aborted, which also ends the kernels of earlier operations, so their results cannot be trusted.
 void NcclTransport::settle(const Operation& operation) {
   try {
     communicator_->settle(Clock::now() + timeout_, "start a block", [this] {
-      if (outstanding_.aborted()) {
-        throw Error(ErrorCode::kCommunication, "given up");  // nobody hears it: the abort has completed everything
+      if (gate_.aborted()) {
+        throw Error(ErrorCode::kCommunication, "given up");  // nobody sees this: the abort has completed everything
       }
       look();
     });
   } catch (const Error& error) {
-    outstanding_.abort((failure_text(operation, rank_, world_size_, "NCCL") + error.what()).c_str());
+    gate_.abort((failure_text(operation, rank_, world_size_, "NCCL") + error.what()).c_str());
     throw;
   }
 }
 
 void NcclTransport::open(CompletionSink* sink) noexcept {
-  outstanding_.open(sink);
+  gate_.open(sink);
   thread_ = std::thread([this] { run(); });
 }
 
 void NcclTransport::start(const Operation& operation) noexcept {
-  if (!outstanding_.add(operation.ticket)) {
+  if (!gate_.add(operation.ticket)) {
     return;
   }
   try {
@@ -178,12 +180,12 @@ void NcclTransport::start(const Operation& operation) noexcept {
     const auto ranges = ranges_of(operation);
     Started started{operation, {ranges.begin(), ranges.end()}};
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(mutex_);
       started_.push_back(std::move(started));
     }
     changed_.notify_one();
   } catch (const std::exception& error) {
-    outstanding_.complete(operation.ticket, error.what());
+    gate_.complete(operation.ticket, error.what());
   }
 }
 
@@ -191,7 +193,7 @@ void NcclTransport::begin(const Operation& operation) noexcept {
   try {
     launch(operation);
   } catch (const std::exception& error) {
-    outstanding_.complete(operation.ticket, error.what());
+    gate_.complete(operation.ticket, error.what());
   }
 }
 
@@ -206,17 +208,17 @@ void NcclTransport::launch(const Operation& operation) {
   note_end(operation, ended);
   flights_.push_back(
       {operation.ticket, failure_text(operation, rank_, world_size_, "NCCL"), std::move(begun), Clock::now(), ended});
-  outstanding_.queued(operation.ticket);
+  gate_.queued(operation.ticket);
 }
 
 void NcclTransport::note_end(const Operation& operation, const SharedEvent& ended) {
-  decltype(ends_)::Marks replaced;
-  const std::lock_guard lock(ends_mutex_);
+  decltype(ends_)::Values replaced;
+  MutexLock lock(ends_mutex_);
   for (const Range& range : ranges_of(operation))
     ends_.set(operation.buffer, range, ended, replaced);
 }
 
-// Where the stream is now.
+// An event at the point where the stream is now.
 Event NcclTransport::recorded_event() {
   cudaEvent_t made = nullptr;
   require(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
@@ -225,10 +227,10 @@ Event NcclTransport::recorded_event() {
   return event;
 }
 
-// Returns whether some of the operation's bytes are still to be written.
+// Orders the stream behind the kernels that write the operation's bytes. Returns whether one of them has still to run.
 bool NcclTransport::wait_for_writes(const Operation& operation) {
   bool is_waiting = false;
-  std::lock_guard lock(writes_mutex_);
+  MutexLock lock(writes_mutex_);
   for (const Range& range : ranges_of(operation)) {
     for (const auto& [place, event] : writes_) {
       const auto& [buffer, lo_bytes, hi_bytes] = place;
@@ -236,7 +238,7 @@ bool NcclTransport::wait_for_writes(const Operation& operation) {
         require(cudaStreamWaitEvent(stream_, event.get(), 0), "wait for a gradient");
         if (cudaEventQuery(event.get()) == cudaErrorNotReady) {
           is_waiting = true;
-          cudaGetLastError();  // whoever asks for this thread's last error next did not make it
+          cudaGetLastError();  // clears it: the query's answer is also this thread's "last error"
         }
       }
     }
@@ -244,7 +246,7 @@ bool NcclTransport::wait_for_writes(const Operation& operation) {
   return is_waiting;
 }
 
-// Several ranges as one launch, each in its place: nothing is packed.
+// Several ranges are reduced in one launch, each where it lies, so nothing is packed.
 void NcclTransport::reduce_in_place(const Operation& operation) {
   const DeviceBuffer& buffer = buffers_[operation.buffer];
   require(ncclGroupStart(), "begin a block");
@@ -261,8 +263,8 @@ void NcclTransport::reduce_in_place(const Operation& operation) {
   require(result, "all-reduce a block", communicator_->get());
 }
 
-// All parts of a reduce-scatter or all-gather are of one length for NCCL: a block that does not fall into such parts where it
-// lies is put together, and padded, in memory of its own.
+// NCCL wants parts of one length. A block that is not contiguous, or does not divide into equal parts, is packed and
+// padded in memory of the transport.
 void NcclTransport::run_half(const Operation& operation) {
   const DeviceBuffer& buffer = buffers_[operation.buffer];
   const int64_t part_count = part_of(0, world_size_, size_bytes(operation) / bytes_of(buffer.element)).count();
@@ -301,7 +303,7 @@ void NcclTransport::run_half(const Operation& operation, char* message, int64_t 
   require(result, "start half of an all-reduce", communicator_->get());
 }
 
-// What the stream has used before is given back, and what it gets is there, when it comes to that.
+// Freeing and allocating are ordered on the stream, so a larger message can replace one that is still in use.
 char* NcclTransport::message_memory(size_t size_bytes) {
   if (size_bytes <= message_bytes_) return message_;
   if (message_ != nullptr) require(cudaFreeAsync(message_, stream_), "give memory back");
@@ -315,20 +317,15 @@ char* NcclTransport::message_memory(size_t size_bytes) {
 }
 
 void NcclTransport::run() {
-  pthread_setname_np(pthread_self(), "gradcast-nccl");
-  prctl(PR_SET_TIMERSLACK, 1);  // ns; Linux adds 50 us to each pause otherwise
+  name_this_thread("gradcast-nccl");
+  wake_promptly();
   cudaSetDevice(device_);
   bool is_given_up = false;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (true) {
-    const auto has_news = [&] { return closing_ || !started_.empty() || (!is_given_up && outstanding_.aborted()); };
-    if (flights_.empty()) {
-      changed_.wait(lock, has_news);
-    } else {
-      changed_.wait_for(lock, kPause, [this] { return !started_.empty(); });
-    }
-    if (outstanding_.aborted()) {
-      // Also where nothing is in flight: the peers are to learn of it, and the stream goes on.
+    wait_for_work(is_given_up);
+    if (gate_.aborted()) {
+      // Also if nothing is in flight: the peers must learn of it, and work on the stream must end.
       communicator_->give_up();
       is_given_up = true;
       flights_.clear();
@@ -353,17 +350,32 @@ void NcclTransport::run() {
   }
 }
 
-// Tells of what has ended. The stream ends operations in their order.
+// If nothing is on the stream, waits until an operation is started, an abort, or the end. Otherwise waits for one pause
+// at most.
+void NcclTransport::wait_for_work(bool is_given_up) {
+  if (!flights_.empty()) {
+    const int64_t deadline_ns = steady_now_ns() + kPauseNs;
+    while (started_.empty() && steady_now_ns() < deadline_ns) {
+      changed_.wait_until(mutex_, deadline_ns);
+    }
+    return;
+  }
+  while (!closing_ && started_.empty() && (is_given_up || !gate_.aborted())) {
+    changed_.wait(mutex_);
+  }
+}
+
+// Reports what has ended. The stream ends operations in order.
 void NcclTransport::look() noexcept {
   while (!flights_.empty() && look_at(flights_.front()))
     flights_.pop_front();
 }
 
-// Returns whether it has ended, well or not.
+// Returns whether the operation has ended, with or without an error.
 bool NcclTransport::look_at(Flight& flight) noexcept {
   cudaError_t state = cudaSuccess;
   if (flight.begun != nullptr && (state = cudaEventQuery(flight.begun.get())) == cudaSuccess) {
-    outstanding_.began(flight.ticket);
+    gate_.began(flight.ticket);
     flight.begun.reset();
     flight.begun_at = Clock::now();
   }
@@ -371,7 +383,7 @@ bool NcclTransport::look_at(Flight& flight) noexcept {
     state = cudaEventQuery(flight.ended.get());
   }
   if (state == cudaSuccess) {
-    outstanding_.complete(flight.ticket, nullptr);
+    gate_.complete(flight.ticket, nullptr);
     return true;
   }
   const std::optional<std::string> failed = communicator_->failure();
@@ -379,31 +391,31 @@ bool NcclTransport::look_at(Flight& flight) noexcept {
     check_time(flight);
     return false;
   }
-  outstanding_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
+  gate_.complete(flight.ticket, (flight.what_failed + failed.value_or(cudaGetErrorString(state))).c_str());
   return true;
 }
 
-// Nobody else notices where another rank of this host has given up, or never comes.
+// NCCL itself never notices that another rank of this host has given up or never comes.
 void NcclTransport::check_time(const Flight& flight) noexcept {
   if (flight.begun != nullptr || Clock::now() - flight.begun_at < timeout_) return;
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(timeout_).count();
-  outstanding_.abort((flight.what_failed + "it has not ended in " + std::to_string(ms) +
-                      " ms; another rank has stopped, or is slower than NcclOptions::operation_timeout_ns allows")
-                         .c_str());
+  gate_.abort((flight.what_failed + "it has not ended in " + std::to_string(ms) +
+               " ms; another rank has stopped, or is slower than NcclOptions::operation_timeout_ns allows")
+                  .c_str());
 }
 
 void NcclTransport::abort(const char* reason) noexcept {
-  outstanding_.abort(reason);
+  gate_.abort(reason);
   {
-    std::lock_guard lock(mutex_);  // the thread is waiting or will look: it misses nothing
+    MutexLock lock(mutex_);  // else the thread could look before the abort and wait after the notification
   }
   changed_.notify_one();
 }
 
 void NcclTransport::close() noexcept {
-  outstanding_.close();
+  gate_.close();
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closing_ = true;
   }
   changed_.notify_one();
@@ -414,10 +426,16 @@ void NcclTransport::close() noexcept {
 }
 
 void NcclTransport::release() noexcept {
-  if (communicator_ && outstanding_.aborted()) communicator_->give_up();
+  if (communicator_ && gate_.aborted()) communicator_->give_up();
   communicator_.reset();
-  writes_.clear();
-  ends_.clear();
+  {
+    MutexLock lock(writes_mutex_);
+    writes_.clear();
+  }
+  {
+    MutexLock lock(ends_mutex_);
+    ends_.clear();
+  }
   if (message_ != nullptr) cudaFreeAsync(message_, stream_);
   message_ = nullptr;
   if (stream_ != nullptr) {
@@ -436,7 +454,7 @@ void NcclTransport::check_buffer(int32_t buffer) const {
 void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream) {
   check_buffer(buffer);
   const OnDevice current(device_);
-  std::lock_guard lock(writes_mutex_);
+  MutexLock lock(writes_mutex_);
   Event& event = writes_[{buffer, range.lo_bytes, range.hi_bytes}];
   if (event == nullptr) {
     cudaEvent_t made = nullptr;
@@ -449,9 +467,9 @@ void NcclTransport::on_written(int32_t buffer, Range range, cudaStream_t stream)
 void NcclTransport::order_behind(int32_t buffer, Range range, cudaStream_t stream) {
   check_buffer(buffer);
   const OnDevice current(device_);
-  const std::lock_guard lock(ends_mutex_);
+  MutexLock lock(ends_mutex_);
   const CUevent_st* last = nullptr;  // ranges of one operation are often neighbours
-  ends_.over(buffer, range, [&](const SharedEvent& ended) {
+  ends_.for_each(buffer, range, [&](const SharedEvent& ended) {
     if (ended.get() == last) return;
     require(cudaStreamWaitEvent(stream, ended.get(), 0), "wait for a block");
     last = ended.get();

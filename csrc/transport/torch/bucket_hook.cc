@@ -46,8 +46,8 @@ c10::intrusive_ptr<Future> average_bucket(c10d::ProcessGroup& group, const c10d:
   if (!is_copied) works.clear();
   return last->then(
       [futures, works, is_copied, device = buffer.device(), result = std::move(result)](Future&) -> c10::IValue {
-        // Throws what failed on the network; DDP passes it on to the caller of backward(). On a device it puts the stream that
-        // torch gives to what follows a future behind the piece.
+        // Throws what failed on the network; DDP passes it on to the caller of backward(). On a device it puts the
+        // stream that torch gives to what follows a future behind the piece.
         for (const c10::intrusive_ptr<Future>& each : futures)
           each->waitAndThrow();
         if (is_copied) wait_for_copies(works, device);

@@ -1,4 +1,4 @@
-// DDP's bucket in pieces over a process group of gradcast's own: the C++ part of gradcast.comm_hook.
+// The C++ part of gradcast.comm_hook: averages a DDP bucket in pieces over a process group of gradcast's own.
 //
 // Thread safety: any thread on which DDP calls its hook. What follows runs on the backend's thread, without the GIL.
 #pragma once
@@ -11,9 +11,9 @@
 
 namespace gradcast {
 
-// Averages the bucket over the ranks, in place: multiplied by 1 / ranks, then summed, in pieces of at most `piece_bytes` in the
-// order of memory. The future's value is `result`, the bucket's tensor as Python knows it: DDP takes nothing else from a hook
-// that is registered in Python. Throws what the backend throws.
+// Averages the bucket over the ranks, in place: multiplies by 1 / ranks, then sums, in pieces of at most `piece_bytes`
+// in memory order. The future's value is `result`, the bucket's tensor as Python knows it, because DDP takes nothing
+// else from a hook that is registered in Python. Throws what the backend throws.
 c10::intrusive_ptr<c10::ivalue::Future> average_bucket(c10d::ProcessGroup& group, const c10d::GradBucket& bucket,
                                                        int64_t piece_bytes, c10::IValue result);
 

@@ -17,18 +17,6 @@ namespace gradcast {
 
 namespace {
 
-const char* name_of(Op op) {
-  switch (op) {
-    case Op::kAllReduce:
-      return "all_reduce";
-    case Op::kReduceScatter:
-      return "reduce_scatter";
-    case Op::kAllGather:
-      return "all_gather";
-  }
-  return "operation";
-}
-
 std::optional<c10::ScalarType> wire_of(const std::string& name) {
   if (name == "fp32") return std::nullopt;
   if (name == "bf16") return c10::kBFloat16;
@@ -38,22 +26,22 @@ std::optional<c10::ScalarType> wire_of(const std::string& name) {
 
 }  // namespace
 
-// One operation under way. The callbacks that end it own it, and it must not own the process group: the last owner of a group
-// joins its threads, and the callbacks run on these.
+// One operation under way, owned by the callbacks that end it. It must not own the process group: the last owner of a
+// group joins the group's threads, and the callbacks run on these threads.
 struct C10dTransport::Flight {
   int64_t ticket;
   int32_t buffer;
-  std::vector<Range> ranges;  // its own: the engine's go with an abort
+  std::vector<Range> ranges;  // copied: the engine's are gone after an abort
   std::string what_failed;
   bool is_nccl;
-  std::shared_ptr<Outstanding> outstanding;
+  std::shared_ptr<CompletionGate> gate;
   Collective collective;
 
   void complete(const std::exception_ptr& exception) const noexcept {
     if (exception == nullptr) {
-      outstanding->complete(ticket, nullptr);
+      gate->complete(ticket, nullptr);
     } else {
-      outstanding->complete(ticket, (what_failed + message_of(exception)).c_str());
+      gate->complete(ticket, (what_failed + exception_text(exception)).c_str());
     }
   }
 
@@ -66,13 +54,13 @@ struct C10dTransport::Flight {
     }
   }
 
-  // The stream waits for kernels that write what is to be sent.
-  static void watch_beginning(DeviceStream& stream, const std::shared_ptr<Outstanding>& outstanding, int64_t ticket) {
-    stream.watch({[outstanding] { return outstanding->aborted(); },
-                  [outstanding, ticket](const std::exception_ptr&) { outstanding->began(ticket); }});
+  // Reports when the stream has passed the kernels that write the operation's bytes.
+  static void watch_beginning(DeviceStream& stream, const std::shared_ptr<CompletionGate>& gate, int64_t ticket) {
+    stream.watch(
+        {[gate] { return gate->aborted(); }, [gate, ticket](const std::exception_ptr&) { gate->began(ticket); }});
   }
 
-  // The host's part is done; the rest is the device's.
+  // The host's part is done. Puts the rest on the device's stream and reports when the stream has passed it.
   static void end_on(DeviceStream& stream, const std::shared_ptr<Flight>& flight) {
     const auto enqueue = [flight] {
       flight->collective.work->wait();  // the stream waits, not the host
@@ -81,8 +69,8 @@ struct C10dTransport::Flight {
     const auto passed = [flight](const std::exception_ptr& exception) {
       flight->complete(exception ? exception : failure_of(*flight->collective.work, flight->is_nccl));
     };
-    const auto queued = [flight] { flight->outstanding->queued(flight->ticket); };
-    const auto given_up = [flight] { return flight->outstanding->aborted(); };
+    const auto queued = [flight] { flight->gate->queued(flight->ticket); };
+    const auto given_up = [flight] { return flight->gate->aborted(); };
     stream.end({flight->buffer, flight->ranges, enqueue, queued, {given_up, passed}});
   }
 };
@@ -92,7 +80,7 @@ C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const
     : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()), wire_(wire_of(wire)) {
   for (const at::Tensor& tensor : buffers)
     buffers_.push_back(make_buffer(tensor));
-  if (wire_) exchanges_ = std::make_shared<Exchanges>(*group_, *wire_);
+  if (wire_) wire_worker_ = std::make_shared<WireWorker>(*group_, *wire_);
 }
 
 C10dTransport::~C10dTransport() {
@@ -100,6 +88,7 @@ C10dTransport::~C10dTransport() {
   close();
 }
 
+// All buffers on one device share its streams, so that their blocks start and end in order.
 C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const {
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.dim() != 1 || !tensor.is_contiguous()) {
     throw std::invalid_argument("a gradient buffer has to be a flat, contiguous tensor");
@@ -132,28 +121,32 @@ const C10dTransport::Buffer& C10dTransport::buffer_at(int32_t index) const {
   return buffers_[static_cast<size_t>(index)];
 }
 
+// Runs on the engine's thread, the one that will call start(), so this is the thread that must enter the device.
 void C10dTransport::open(CompletionSink* sink) noexcept {
-  outstanding_->open(sink);
+  gate_->open(sink);
   for (const Buffer& buffer : buffers_) {
     if (buffer.stream != nullptr) buffer.stream->enter_device();
   }
 }
 
 void C10dTransport::start(const Operation& operation) noexcept {
-  if (!outstanding_->add(operation.ticket)) return;
+  if (!gate_->add(operation.ticket)) return;
   try {
     launch(operation);
   } catch (...) {
     const std::string error =
-        std::string(name_of(operation.op)) + " could not start: " + message_of(std::current_exception());
-    outstanding_->complete(operation.ticket, error.c_str());
+        std::string(to_string(operation.op)) + " could not start: " + exception_text(std::current_exception());
+    gate_->complete(operation.ticket, error.c_str());
   }
 }
 
+// Only all-reduces of fp32 use the wire format: halves of an all-reduce would round more often than once each way.
 bool C10dTransport::is_cast(const Operation& operation, const Buffer& buffer) const {
   return wire_ && operation.op == Op::kAllReduce && buffer.tensor.scalar_type() == at::kFloat;
 }
 
+// Three ways to the end: with a wire format on the host the wire worker ends the operation; on a device the waiting
+// thread of the stream does; otherwise the callback of the backend's future does.
 void C10dTransport::launch(const Operation& operation) {
   const Buffer& buffer = buffer_at(operation.buffer);
   c10::OptionalStreamGuard guard;
@@ -162,26 +155,26 @@ void C10dTransport::launch(const Operation& operation) {
     for (int32_t i = 0; i < operation.range_count; ++i) {
       is_waiting = buffer.stream->wait_for_writes(operation.buffer, operation.ranges[i]) || is_waiting;
     }
-    if (is_waiting) Flight::watch_beginning(*buffer.stream, outstanding_, operation.ticket);
+    if (is_waiting) Flight::watch_beginning(*buffer.stream, gate_, operation.ticket);
     guard.reset_stream(buffer.stream->stream());
   }
-  const Row row(buffer.tensor, operation.ranges, operation.range_count);
+  const RangeViews views(buffer.tensor, operation.ranges, operation.range_count);
   const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
   const auto flight =
       std::make_shared<Flight>(operation.ticket, operation.buffer, ranges, what_failed(operation, buffer),
-                               buffer.backend == "nccl", outstanding_, Collective{});
+                               buffer.backend == "nccl", gate_, Collective{});
   if (buffer.stream != nullptr && is_cast(operation, buffer)) {
-    flight->collective = start_exchange_on_stream(*group_, row, *wire_);
+    flight->collective = start_wire_all_reduce_on_stream(*group_, views, *wire_);
   } else if (is_cast(operation, buffer)) {
-    exchanges_->start(row, [flight](const std::exception_ptr& exception) { flight->complete(exception); });
+    wire_worker_->start(views, [flight](const std::exception_ptr& exception) { flight->complete(exception); });
     return;
   } else {
-    const auto lock = exchanges_ ? exchanges_->lock_group() : std::unique_lock<std::mutex>();
-    flight->collective = start_collective(*group_, operation.op, row);
+    flight->collective = wire_worker_ ? wire_worker_->start_collective(operation.op, views)
+                                      : start_collective(*group_, operation.op, views);
   }
   const auto future = flight->collective.work->getFuture();
-  // A backend keeps a work alive while it runs. Where no stream is waited for, the flight must not own it as well: the
-  // work owns the future, and the future this callback.
+  // A backend keeps a work alive while it runs. Without a stream the flight must not own the work as well, which would
+  // be a cycle: the work owns the future, the future owns this callback, and the callback owns the flight.
   if (buffer.stream == nullptr) flight->collective.work.reset();
   future->addCallback(
       [flight, stream = buffer.stream](c10::ivalue::Future& finished) noexcept {
@@ -200,40 +193,42 @@ std::string C10dTransport::what_failed(const Operation& operation, const Buffer&
   int64_t size_bytes = 0;
   for (int32_t i = 0; i < operation.range_count; ++i)
     size_bytes += operation.ranges[i].size_bytes();
-  return std::string(name_of(operation.op)) + " of " + std::to_string(size_bytes) + " bytes failed on rank " +
+  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes) + " bytes failed on rank " +
          std::to_string(rank_) + " of " + std::to_string(world_size_) + " (" + buffer.backend + "): ";
 }
 
+// Completes everything first, then tells the backend: a backend's abort may block, and the engine must not wait for it.
 void C10dTransport::abort(const char* reason) noexcept {
-  struct Kept {
+  struct LeakedOnAbort {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     std::vector<Buffer> buffers;
-    std::shared_ptr<Exchanges> exchanges;
+    std::shared_ptr<WireWorker> wire_worker;
   };
-  // Copied here because the transport may be gone as soon as everything has completed.
-  auto kept = std::make_unique<Kept>(group_, buffers_, exchanges_);
-  const Outstanding::Ended ended = outstanding_->abort(reason);
-  if (ended.count == 0 && !ended.after_failure) return;
-  if (kept->exchanges != nullptr) kept->exchanges->abort();
+  // Copied first: the transport may be destroyed as soon as everything has completed.
+  auto leaked = std::make_unique<LeakedOnAbort>(group_, buffers_, wire_worker_);
+  const CompletionGate::Aborted aborted = gate_->abort(reason);
+  if (aborted.count == 0 && !aborted.after_failure) return;
+  if (leaked->wire_worker != nullptr) leaked->wire_worker->abort();
   try {
-    if (kept->group) kept->group->abort();
+    if (leaked->group) leaked->group->abort();
   } catch (...) {
-    // The operations have their error, which is the first one; a backend that cannot abort has nothing to add.
+    // The operations have their error already; a backend that cannot abort adds nothing to it.
   }
-  if (ended.count == 0) return;
-  // WORKAROUND(torch 2.11 to 2.15, Gloo): it has no abort. Its destructor waits for the operations that it can no longer
-  // finish, until the timeout of the group, half an hour, so that the program would not end; and until then its threads may
-  // write into the buffers. So neither the group nor the buffers, nor the memory of exchanges, are ever destroyed.
-  static_cast<void>(kept.release());
+  if (aborted.count == 0) return;
+  // WORKAROUND(torch 2.11 to 2.15, Gloo): it has no abort. Its destructor waits for the operations that it can no
+  // longer finish, until the timeout of the group, half an hour, so that the program would not end; and until then its
+  // threads may write into the buffers. So neither the group nor the buffers, nor the memory of the wire worker, are
+  // ever destroyed.
+  static_cast<void>(leaked.release());
 }
 
 void C10dTransport::close() noexcept {
-  outstanding_->close();
-  if (exchanges_ != nullptr) exchanges_->close();
+  gate_->close();
+  if (wire_worker_ != nullptr) wire_worker_->close();
   for (const Buffer& buffer : buffers_) {
     if (buffer.stream != nullptr) buffer.stream->close();
   }
-  // Where nobody else owns the group any more, its threads are waited for here: they need nothing of Python.
+  // If this is the last owner, the group's threads are joined here. They need nothing of Python.
   group_.reset();
 }
 

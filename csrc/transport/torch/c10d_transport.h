@@ -1,16 +1,17 @@
 // A transport over torch.distributed: any backend, CPU and CUDA tensors.
 //
-// An operation starts the backend's collective on the views of its ranges, and is completed by the thread on which the backend
-// finishes it. For CPU tensors the transport has no thread of its own (but with a wire format), it waits nowhere, and it never
-// takes Python's GIL.
-// It touches c10d::ProcessGroup and c10d::Work alone, by what is the same in torch 2.11 and 2.15.
+// An operation starts the backend's collective on views of its ranges. The thread on which the backend finishes it
+// reports the completion. For CPU tensors the transport has no thread of its own (except with a wire format), never
+// waits, and never takes Python's GIL. Of torch it uses c10d::ProcessGroup and c10d::Work only, and only what torch
+// 2.11 and 2.15 have in common.
 //
-// After an abort the backend may still write into the bytes of operations that were in flight, since most backends, Gloo
-// among them, have no way to interrupt one. Group and buffers of such a transport are therefore kept until the process ends.
+// Most backends, Gloo among them, cannot interrupt an operation. After an abort they may still write into the bytes of
+// operations that were in flight, so the group and buffers of an aborted transport are leaked.
 //
-// With a wire format, all-reduces of fp32 buffers carry 16-bit numbers (exchange.h); everything else travels as it is.
+// With a wire format, all-reduces of fp32 buffers carry 16-bit numbers (wire_all_reduce.h); everything else travels as
+// it is.
 //
-// With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside of each start(); nothing else changes.
+// With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside each start(); nothing else changes.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
@@ -32,9 +33,9 @@ namespace gradcast {
 
 class C10dTransport final : public Transport {
  public:
-  // `group` is used by nobody else while the transport lives. `wire` is "fp32" (numbers travel as they are), "bf16" or "fp16".
-  // Throws std::invalid_argument for a buffer that is not flat and contiguous, for a group that has no backend for a buffer's
-  // device, and for a wire format that is not known, or not there for a buffer's device.
+  // `wire` is "fp32" (numbers travel as they are), "bf16" or "fp16". Throws std::invalid_argument for a buffer that is
+  // not flat and contiguous, for a group without a backend for a buffer's device, and for a wire format that is unknown
+  // or not available on a buffer's device. REQUIRES: nobody else uses `group` while the transport lives.
   C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
                 const std::string& wire);
   ~C10dTransport() override;  // abort() and close()
@@ -46,15 +47,15 @@ class C10dTransport final : public Transport {
   void abort(const char* reason) noexcept override;
   void close() noexcept override;
 
-  // CUDA: the calling thread's current stream has been given the kernels that write this range; what is started later waits
-  // for them. CPU: nothing to do. Throws std::invalid_argument for a buffer that does not exist.
+  // CUDA: the calling thread's current stream has been given the kernels that write this range; operations that are
+  // started later wait for them. CPU: does nothing. Throws std::invalid_argument for an unknown buffer.
   void on_written(int32_t buffer, Range range);
-  // CUDA: what the calling thread's current stream is given from now on runs behind the operations on this range that have
-  // been reported as queued. CPU: nothing to do. Throws as above.
+  // CUDA: orders the calling thread's current stream behind the operations on this range that have been reported as
+  // queued. CPU: does nothing. Throws as above.
   void order_behind(int32_t buffer, Range range);
 
-  // Blocks of this buffer are carried from and into `tensor` from now on. REQUIRES: nothing is in flight; as many elements of
-  // the same type on the same device. Throws std::invalid_argument otherwise, and as the constructor.
+  // Blocks of this buffer are carried from and into `tensor` from now on. Throws std::invalid_argument unless it has as
+  // many elements of the same type on the same device, and as the constructor does. REQUIRES: nothing is in flight.
   void replace_buffer(int32_t buffer, const at::Tensor& tensor);
 
  private:
@@ -77,8 +78,8 @@ class C10dTransport final : public Transport {
   const int32_t world_size_;
   const std::optional<c10::ScalarType> wire_;
   std::vector<Buffer> buffers_;
-  std::shared_ptr<Exchanges> exchanges_;  // nullptr without a wire format
-  const std::shared_ptr<Outstanding> outstanding_ = std::make_shared<Outstanding>();
+  std::shared_ptr<WireWorker> wire_worker_;  // nullptr without a wire format
+  const std::shared_ptr<CompletionGate> gate_ = std::make_shared<CompletionGate>();
 };
 
 }  // namespace gradcast

@@ -8,7 +8,8 @@ namespace gradcast {
 
 namespace {
 
-// The most that ATen does on the calling thread alone (at::internal::GRAIN_SIZE); 128 KiB of fp32, which a core's cache holds.
+// The most that ATen does on the calling thread alone (at::internal::GRAIN_SIZE); 128 KiB of fp32, which a core's cache
+// holds.
 constexpr int64_t kPieceSize = 32768;
 
 template <typename Work>
@@ -19,7 +20,7 @@ void for_each_piece(int64_t size, const Work& work) {
 
 }  // namespace
 
-void convert(const at::Tensor& target, const at::Tensor& source) {
+void cast(const at::Tensor& target, const at::Tensor& source) {
   for_each_piece(target.numel(), [&](int64_t first, int64_t count) {
     target.narrow(0, first, count).copy_(source.narrow(0, first, count));
   });

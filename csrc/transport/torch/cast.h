@@ -1,7 +1,7 @@
-// Numbers of one floating type as another one, and sums of them, on the host.
+// Casts between floating types, and sums in fp32, on the host.
 //
-// By ATen's own kernels, so that the bits are those of Tensor.to(), in pieces so small that ATen starts no pool of threads:
-// it would start one for each thread of ours, beside the trainer's.
+// ATen's own kernels do the work, so that the bits are those of Tensor.to(). They get pieces so small that ATen starts
+// no thread pool: it would start one for each of our threads, beside the trainer's.
 //
 // Thread safety: pure; any thread. An Adder belongs to one thread.
 #pragma once
@@ -13,13 +13,14 @@
 namespace gradcast {
 
 // REQUIRES: flat host tensors of the same size.
-void convert(const at::Tensor& target, const at::Tensor& source);
+void cast(const at::Tensor& target, const at::Tensor& source);
 
 class Adder {
  public:
   Adder();
 
-  // target = the sum of the terms, in fp32 and in their order, rounded once at the end. REQUIRES: as above; at least one term.
+  // Sets `target` to the sum of the terms, taken in fp32 and in their order, and rounded once. REQUIRES: as above; one
+  // term or more.
   void sum(const at::Tensor& target, const std::vector<at::Tensor>& terms);
 
  private:

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/common/parts.h"
+
 namespace gradcast {
 
 namespace {
@@ -36,7 +38,7 @@ Work gather(Group& group, at::Tensor& output, at::Tensor& input) {
 }
 
 template <typename Group>
-Work exchange(Group& group, at::Tensor& output, at::Tensor& input) {
+Work all_to_all(Group& group, at::Tensor& output, at::Tensor& input) {
   std::vector<int64_t> equal_parts;  // empty means that
   if constexpr (requires { group.all_to_all_single(output, input, equal_parts, equal_parts); }) {
     return group.all_to_all_single(output, input, equal_parts, equal_parts);
@@ -45,53 +47,56 @@ Work exchange(Group& group, at::Tensor& output, at::Tensor& input) {
   }
 }
 
-// The row as world_size parts of equal size, the last ones filled up; one of them is this rank's.
+// The block as world_size parts of equal size, the last ones padded, and this rank's own one.
 struct Parts {
   Parts(const c10d::ProcessGroup& group, int64_t element_count)
-      : part_size((element_count + group.getSize() - 1) / group.getSize()),
-        padded_size(part_size * group.getSize()),
-        own_first(std::min(group.getRank() * part_size, element_count)),
-        own_count(std::min(part_size, element_count - own_first)) {}
+      : size(part_size(element_count, group.getSize())),
+        padded_size(size * group.getSize()),
+        own(part_of(group.getRank(), group.getSize(), element_count)) {}
 
-  int64_t part_size;
+  int64_t size;
   int64_t padded_size;
-  int64_t own_first;
-  int64_t own_count;
+  Part own;
 };
 
-Collective all_reduce(c10d::ProcessGroup& group, const Row& row) {
-  const int64_t size = row.element_count();
-  std::vector<at::Tensor> message = {row.in_place() ? row.view() : row.read(0, size, size)};
+// Several ranges are summed in a packed copy.
+Collective all_reduce(c10d::ProcessGroup& group, const RangeViews& views) {
+  const int64_t size = views.element_count();
+  std::vector<at::Tensor> message = {views.in_place() ? views.front() : views.read(0, size, size)};
   Collective started{group.allreduce(message), nullptr, message};
-  if (!row.in_place()) started.unpack = [row, size, sum = message[0]] { row.write(0, size, sum); };
+  if (!views.in_place()) started.unpack = [views, size, sum = message[0]] { views.write(0, size, sum); };
   return started;
 }
 
-// WORKAROUND(torch 2.11 to 2.15, Gloo): its reduce-scatter is an all-reduce of a copy, and the work that it returns gets on
-// only while a thread waits in it, without end. An all-reduce leaves all that is asked for and completes by itself.
-bool only_pretends_to_scatter(c10d::ProcessGroup& group, const Row& row) {
-  return group.getBackend(row.view().device().type())->getBackendName() == "gloo";
+// WORKAROUND(torch 2.11 to 2.15, Gloo): its reduce-scatter is an all-reduce of a copy, and the work that it returns
+// gets on only while a thread waits in it, without end. An all-reduce leaves all that is asked for and completes by
+// itself.
+bool only_pretends_to_scatter(c10d::ProcessGroup& group, const RangeViews& views) {
+  return group.getBackend(views.front().device().type())->getBackendName() == "gloo";
 }
 
-Collective reduce_scatter(c10d::ProcessGroup& group, const Row& row) {
-  if (only_pretends_to_scatter(group, row)) return all_reduce(group, row);
-  const int64_t size = row.element_count();
+// The sum of this rank's part goes to a tensor of its own, because not every backend can scatter in place.
+Collective reduce_scatter(c10d::ProcessGroup& group, const RangeViews& views) {
+  if (only_pretends_to_scatter(group, views)) return all_reduce(group, views);
+  const int64_t size = views.element_count();
   const Parts parts(group, size);
-  const bool fits = row.in_place() && parts.padded_size == size;
-  at::Tensor input = fits ? row.view() : row.read(0, size, parts.padded_size);
-  at::Tensor output = at::empty({parts.part_size}, input.options());
+  const bool fits = views.in_place() && parts.padded_size == size;
+  at::Tensor input = fits ? views.front() : views.read(0, size, parts.padded_size);
+  at::Tensor output = at::empty({parts.size}, input.options());
   Work work = scatter(group, output, input);
-  return {std::move(work), [row, parts, output] { row.write(parts.own_first, parts.own_count, output); }, {input}};
+  return {
+      std::move(work), [views, parts, output] { views.write(parts.own.first, parts.own.count(), output); }, {input}};
 }
 
-Collective all_gather(c10d::ProcessGroup& group, const Row& row) {
-  const int64_t size = row.element_count();
+// Sends a copy of this rank's part: the backend reads it while it may already write the gathered block.
+Collective all_gather(c10d::ProcessGroup& group, const RangeViews& views) {
+  const int64_t size = views.element_count();
   const Parts parts(group, size);
-  const bool fits = row.in_place() && parts.padded_size == size;
-  at::Tensor input = row.read(parts.own_first, parts.own_count, parts.part_size);
-  at::Tensor output = fits ? row.view() : at::empty({parts.padded_size}, input.options());
+  const bool fits = views.in_place() && parts.padded_size == size;
+  at::Tensor input = views.read(parts.own.first, parts.own.count(), parts.size);
+  at::Tensor output = fits ? views.front() : at::empty({parts.padded_size}, input.options());
   Collective started{gather(group, output, input), nullptr, {input}};
-  if (!fits) started.unpack = [row, size, output] { row.write(0, size, output); };
+  if (!fits) started.unpack = [views, size, output] { views.write(0, size, output); };
   return started;
 }
 
@@ -110,29 +115,29 @@ std::exception_ptr failure_of(c10d::Work& work, bool is_nccl) {
   }
 }
 
-Collective start_collective(c10d::ProcessGroup& group, Op op, const Row& row) {
+Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& views) {
   switch (op) {
     case Op::kAllReduce:
-      return all_reduce(group, row);
+      return all_reduce(group, views);
     case Op::kReduceScatter:
-      return reduce_scatter(group, row);
+      return reduce_scatter(group, views);
     case Op::kAllGather:
-      return all_gather(group, row);
+      return all_gather(group, views);
   }
   TORCH_CHECK(false, "unknown kind of operation ", static_cast<int>(op));
 }
 
-Collective start_exchange_on_stream(c10d::ProcessGroup& group, const Row& row, c10::ScalarType wire) {
-  const int64_t size = row.element_count();
+Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire) {
+  const int64_t size = views.element_count();
   const Parts parts(group, size);
-  at::Tensor sent = at::zeros({parts.padded_size}, row.view().options().dtype(wire));
-  row.read_into(sent, 0, size);
+  at::Tensor sent = at::zeros({parts.padded_size}, views.front().options().dtype(wire));
+  views.read_into(sent, 0, size);
   at::Tensor received = at::empty_like(sent);
-  exchange(group, received, sent)->wait();  // the stream waits, not the host
-  at::Tensor sum = received.view({group.getSize(), parts.part_size}).sum(0, /*keepdim=*/false, at::kFloat).to(wire);
+  all_to_all(group, received, sent)->wait();  // the stream waits, not the host
+  at::Tensor sum = received.view({group.getSize(), parts.size}).sum(0, /*keepdim=*/false, at::kFloat).to(wire);
   at::Tensor sums = at::empty_like(sent);
   Work work = gather(group, sums, sum);
-  return {std::move(work), [row, size, sums] { row.write(0, size, sums); }, {sum}};
+  return {std::move(work), [views, size, sums] { views.write(0, size, sums); }, {sum}};
 }
 
 }  // namespace gradcast

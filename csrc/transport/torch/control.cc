@@ -119,6 +119,7 @@ void send_in_pieces(c10d::ProcessGroup& group, const at::Tensor& flat, Piece& pi
 
 }  // namespace
 
+// Texts differ in length, and a backend's all-gather wants equal lengths: sizes travel first, then padded texts.
 std::vector<std::string> gather(c10d::ProcessGroup& group, const std::string& own, at::Device device) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> sizes;

@@ -1,8 +1,9 @@
-// What ranks tell each other beside blocks: agreements, and rank 0's parameters and buffers.
+// Messages between ranks that are no blocks: agreements, and rank 0's parameters and buffers.
 //
-// Every tensor that the process group is given is made here, and Python never knows it. A backend's thread drops its share of
-// an operation's tensors some time after the caller has gone on. If Python knew the tensor, that would need the GIL (torch 2.11
-// and later), and a thread that asks for the GIL while the interpreter ends is ended inside a noexcept destructor: SIGABRT.
+// Every tensor that the process group is given is made here, and Python never sees it. A backend's thread drops its
+// reference to an operation's tensors some time after the caller has gone on. For a tensor that Python knows this needs
+// the GIL (torch 2.11 and later), and a thread that asks for the GIL while the interpreter ends is terminated inside a
+// noexcept destructor: SIGABRT.
 //
 // All functions but send and receive are collective. They wait for the other ranks, and throw what the backend throws.
 // REQUIRES: nothing else of the group is in flight; the caller does not hold the GIL.
@@ -21,23 +22,25 @@ namespace gradcast {
 // Every rank's bytes, in rank order. `device`: one that the group has a backend for.
 std::vector<std::string> gather(c10d::ProcessGroup& group, const std::string& own, at::Device device);
 
-// Rank 0's bytes. `own` counts on rank 0 alone.
+// Rank 0's bytes. `own` is ignored on other ranks.
 std::string from_first(c10d::ProcessGroup& group, const std::string& own, at::Device device);
 
-// Rank 0's values into these tensors of every rank, in pieces of a few MB: nothing as large as a model is allocated.
-// REQUIRES: shapes, dtypes and strides are the same on all ranks.
+// Copies rank 0's values into these tensors of every rank, in pieces of a few MB, so that nothing as large as a model
+// is allocated. REQUIRES: shapes, dtypes and strides are the same on all ranks.
 void copy_from_first(c10d::ProcessGroup& group, const std::vector<at::Tensor>& tensors);
 
-// The sum over the ranks, in place. REQUIRES: `tensor` is contiguous.
+// Sums `tensor` over the ranks, in place. REQUIRES: it is contiguous.
 void all_reduce(c10d::ProcessGroup& group, const at::Tensor& tensor);
 
-// A contiguous tensor from one rank to another, and the end of waiting for that: an error after `timeout_s`.
+// Sends a contiguous tensor to one rank, or receives one. Throws what the backend throws if it takes longer than
+// `timeout_s`.
 void send(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 void receive(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 
-// The same elements for a backend, as a tensor of its own with its own version counter: autograd must not take an arriving
-// value for a change that the user made. On the host it has no share of the memory either: a backend's thread that is its last
-// owner would free it, and memory that Python knows needs the GIL for that. The caller keeps `tensor` until the backend is done.
+// Another tensor for the same elements, to be given to a backend. It has its own version counter, so that autograd does
+// not take an arriving value for a change by the user. On the host it does not own the memory: a backend's thread could
+// be its last owner, and freeing memory that Python knows needs the GIL. The caller keeps `tensor` until the backend is
+// done.
 at::Tensor lend(const at::Tensor& tensor);
 
 }  // namespace gradcast

@@ -2,21 +2,20 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <pthread.h>
-#include <sys/prctl.h>
 
-#include <chrono>
+#include "platform/thread.h"
 
 namespace gradcast {
 
 namespace {
 
-// The device-neutral event can be asked, or waited for by spinning; a core of the trainer's is too good for that. This adds
-// at most as much to an operation of milliseconds, and sees at once when it is given up.
-constexpr auto kPollPeriod = std::chrono::microseconds(50);
+// c10's events can be polled, or waited for by spinning, which would cost the trainer a core. Polling at this period
+// adds at most as much to an operation of milliseconds.
+constexpr int64_t kPollPeriodNs = 50'000;
 
 }  // namespace
 
+// The thread starts last, when everything it uses exists.
 DeviceStream::DeviceStream(c10::Device device)
     : device_(device),
       stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
@@ -31,9 +30,10 @@ void DeviceStream::enter_device() const noexcept {
   c10::impl::VirtualGuardImpl(device_.type()).uncheckedSetDevice(device_);
 }
 
+// Records on the caller's stream, so the event covers exactly the kernels that were queued so far.
 void DeviceStream::on_written(int32_t buffer, Range range) {
   const c10::Stream writer = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  const std::lock_guard lock(writes_mutex_);
+  MutexLock lock(writes_mutex_);
   auto& events = writes_[buffer];
   const auto place = events.try_emplace({range.lo_bytes, range.hi_bytes}, device_.type()).first;
   place->second.record(writer);
@@ -41,7 +41,7 @@ void DeviceStream::on_written(int32_t buffer, Range range) {
 
 bool DeviceStream::wait_for_writes(int32_t buffer, Range range) {
   bool is_waiting = false;
-  const std::lock_guard lock(writes_mutex_);
+  MutexLock lock(writes_mutex_);
   for (const auto& [written, event] : writes_[buffer]) {
     if (written.first >= range.hi_bytes) break;
     if (written.second <= range.lo_bytes) continue;
@@ -51,28 +51,27 @@ bool DeviceStream::wait_for_writes(int32_t buffer, Range range) {
   return is_waiting;
 }
 
-void DeviceStream::watch(Place here) {
-  Watched watched = recorded(stream_, std::move(here));
-  {
-    const std::lock_guard lock(mutex_);
-    news_.emplace_back(std::move(watched));
-  }
-  changed_.notify_one();
+void DeviceStream::watch(StreamPoint here) {
+  post(recorded(stream_, std::move(here)));
 }
 
 void DeviceStream::end(Ending ending) {
+  post(std::move(ending));
+}
+
+void DeviceStream::post(Task task) {
   {
-    const std::lock_guard lock(mutex_);
-    news_.emplace_back(std::move(ending));
+    MutexLock lock(mutex_);
+    tasks_.push_back(std::move(task));
   }
   changed_.notify_one();
 }
 
 void DeviceStream::order_behind(int32_t buffer, Range range) {
   const c10::Stream here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  const std::lock_guard lock(ends_mutex_);
+  MutexLock lock(ends_mutex_);
   const c10::Event* last = nullptr;  // ranges of one operation are often neighbours
-  ends_.over(buffer, range, [&](const auto& event) {
+  ends_.for_each(buffer, range, [&](const auto& event) {
     if (event.get() == last) return;
     event->block(here);
     last = event.get();
@@ -81,51 +80,60 @@ void DeviceStream::order_behind(int32_t buffer, Range range) {
 
 void DeviceStream::close() {
   {
-    const std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closed_ = true;
   }
   changed_.notify_one();
   if (thread_.joinable()) thread_.join();
 }
 
-DeviceStream::Watched DeviceStream::recorded(const c10::Stream& stream, Place place) const {
+DeviceStream::Watched DeviceStream::recorded(const c10::Stream& stream, StreamPoint point) const {
   auto event = std::make_shared<c10::Event>(device_.type());
   event->record(stream);
-  return {std::move(event), std::move(place)};
+  return {std::move(event), std::move(point)};
 }
 
 void DeviceStream::loop() {
-  pthread_setname_np(pthread_self(), "gradcast-wait");
-  prctl(PR_SET_TIMERSLACK, 1);  // ns; Linux adds 50 us to each wait otherwise, as much as the wait itself
+  name_this_thread("gradcast-wait");
+  wake_promptly();
   enter_device();
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!closed_ || !watched_.empty()) {
-    if (watched_.empty()) {
-      changed_.wait(lock, [this] { return closed_ || !news_.empty(); });
-    } else {
-      changed_.wait_for(lock, kPollPeriod, [this] { return !closed_ && !news_.empty(); });
-    }
-    std::deque<News> news;
-    news.swap(news_);
+    wait_for_tasks();
+    std::deque<Task> tasks;
+    tasks.swap(tasks_);
     const bool is_closing = closed_;
     lock.unlock();
-    if (!is_closing) take(news);
-    look();
-    news.clear();  // destroys what belongs to operations: not under the lock
+    if (!is_closing) take(tasks);
+    report_passed();
+    tasks.clear();  // destroys what belongs to operations, which must not happen under the lock
     lock.lock();
   }
 }
 
-void DeviceStream::take(std::deque<News>& news) {
-  for (News& each : news) {
-    if (auto* watched = std::get_if<Watched>(&each)) {
+// Until there is a task or the end; for one poll period at most while points are watched.
+void DeviceStream::wait_for_tasks() {
+  if (watched_.empty()) {
+    while (!closed_ && tasks_.empty())
+      changed_.wait(mutex_);
+    return;
+  }
+  const int64_t deadline_ns = steady_now_ns() + kPollPeriodNs;
+  while ((closed_ || tasks_.empty()) && steady_now_ns() < deadline_ns)
+    changed_.wait_until(mutex_, deadline_ns);
+}
+
+void DeviceStream::take(std::deque<Task>& tasks) {
+  for (Task& task : tasks) {
+    if (auto* watched = std::get_if<Watched>(&task)) {
       watched_.push_back(std::move(*watched));
     } else {
-      put_on_stream(std::get<Ending>(each));
+      put_on_stream(std::get<Ending>(task));
     }
   }
 }
 
+// `queued` comes last: whoever hears it may call order_behind() at once, and must find the event.
 void DeviceStream::put_on_stream(const Ending& ending) {
   try {
     const c10::StreamGuard guard(end_stream_);
@@ -140,15 +148,16 @@ void DeviceStream::put_on_stream(const Ending& ending) {
 }
 
 void DeviceStream::note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event) {
-  decltype(ends_)::Marks replaced;  // destroyed without the lock: tools that watch the device may ask for the GIL there
-  const std::lock_guard lock(ends_mutex_);
+  decltype(ends_)::Values
+      replaced;  // destroyed without the lock: tools that watch the device may ask for the GIL there
+  MutexLock lock(ends_mutex_);
   for (const Range& range : ending.ranges)
     ends_.set(ending.buffer, range, event, replaced);
 }
 
-void DeviceStream::look() {
+void DeviceStream::report_passed() {
   std::list<Watched> passed;
-  // The last ones first: what a place waits for has been passed when it has, and is told before it.
+  // Asks the last ones first. If a point is passed, so are all that it waits for; those are reported before it.
   for (auto each = watched_.end(); each != watched_.begin();) {
     const auto here = std::prev(each);
     if (here->is_past()) {
@@ -158,12 +167,12 @@ void DeviceStream::look() {
     }
   }
   for (const Watched& each : passed)
-    each.place.passed(each.error);
+    each.point.passed(each.error);
 }
 
 bool DeviceStream::Watched::is_past() {
   try {
-    return event->query() || place.given_up();
+    return event->query() || point.given_up();
   } catch (...) {
     error = std::current_exception();
     return true;

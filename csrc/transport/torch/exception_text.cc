@@ -4,7 +4,7 @@
 
 namespace gradcast {
 
-std::string message_of(const std::exception_ptr& exception) {
+std::string exception_text(const std::exception_ptr& exception) {
   std::string message = "an unknown error";
   try {
     std::rethrow_exception(exception);

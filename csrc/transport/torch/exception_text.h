@@ -1,4 +1,4 @@
-// What has gone wrong, for people.
+// The text of an exception, for error messages.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -8,8 +8,8 @@
 
 namespace gradcast {
 
-// torch's or a backend's own words, without the list of addresses that torch adds to them; where a device has no memory left,
-// what to do comes first.
-std::string message_of(const std::exception_ptr& exception);
+// The message of torch or of a backend, without the backtrace that torch adds. If a device has run out of memory, the
+// text begins with what to do.
+std::string exception_text(const std::exception_ptr& exception);
 
 }  // namespace gradcast

@@ -1,6 +1,7 @@
 // The Python module `_c10d`: a transport over torch.distributed, handed to the engine of `_core` as a capsule.
 //
-// Beside it, what Python cannot do safely or cheaply: messages between ranks, DDP's buckets, and who else holds a tensor.
+// It also has what Python cannot do safely or cheaply: messages between ranks, DDP's buckets, and other owners of a
+// tensor.
 //
 // Compiled for one version of torch; `_core` serves all of them, so nothing but the capsule passes between the two.
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -12,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "bindings/capsule.h"
 #include "gradcast/transport.h"
 #include "transport/torch/bucket_hook.h"
 #include "transport/torch/c10d_transport.h"
@@ -24,7 +26,7 @@ namespace {
 
 using SharedTransport = std::shared_ptr<C10dTransport>;
 
-// The last owner ends the transport's threads, which must not be waited for with the GIL held.
+// Destroying a transport joins its threads, which must not happen with the GIL held.
 SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                const std::vector<at::Tensor>& buffers, const std::string& wire) {
   if (!group) throw std::invalid_argument("a transport needs a process group, not None");
@@ -37,16 +39,6 @@ SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
     }
   };
   return SharedTransport(new C10dTransport(group, buffers, wire), destroy);
-}
-
-// A capsule owns a share of the transport, so that whoever keeps the capsule keeps what it points to.
-py::capsule make_capsule(const SharedTransport& transport) {
-  auto share = std::make_unique<SharedTransport>(transport);
-  py::capsule capsule(static_cast<Transport*>(transport.get()), kTransportCapsule,
-                      [](PyObject* object) { delete static_cast<SharedTransport*>(PyCapsule_GetContext(object)); });
-  if (PyCapsule_SetContext(capsule.ptr(), share.get()) != 0) throw py::error_already_set();
-  share.release();
-  return capsule;
 }
 
 std::vector<py::bytes> gather_bytes(c10d::ProcessGroup& group, const std::string& own, const at::Device& device) {
@@ -67,9 +59,9 @@ py::bytes bytes_from_first(c10d::ProcessGroup& group, const std::string& own, co
   return text;
 }
 
-// A value that Python knows takes the GIL when its last owner drops it. That must not be the backend's thread, which drops its
-// share some time after it has woken the waiter: so each is kept here until nobody else has it. Never freed as a whole: at
-// the end of the process Python has gone.
+// Results of average_bucket. Dropping the last reference to a value that Python knows takes the GIL, and that must not
+// happen on the backend's thread, which drops its reference some time after it has woken the waiter. So each result is
+// kept here until nobody else has it. The list itself is never freed: at the end of the process Python is gone.
 std::vector<c10::intrusive_ptr<c10::ivalue::PyObjectHolder>>& kept_results() {
   static auto* kept = new std::vector<c10::intrusive_ptr<c10::ivalue::PyObjectHolder>>();
   return *kept;
@@ -90,7 +82,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::
       average_bucket(group, bucket, piece_bytes, std::move(result)));
 }
 
-// Wrong arguments arrive in Python as gradcast.Error, like everything else that gradcast refuses.
+// Wrong arguments raise gradcast.Error in Python, like everything else that gradcast refuses.
 void raise_in_python(const std::invalid_argument& error) {
   const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
   const py::object exception = error_class(error.what(), "invalid_use");
@@ -103,7 +95,8 @@ void raise_in_python(const std::invalid_argument& error) {
 
 PYBIND11_MODULE(_c10d, module) {
   using gradcast::C10dTransport;
-  // Both take locks under which the engine's thread tells torch's tools, which are written in Python, of its events.
+  // For calls that take locks: the engine's thread may hold them while torch's profiling tools, written in Python, need
+  // the GIL.
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   module.doc() =
       "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed, "
@@ -142,7 +135,8 @@ PYBIND11_MODULE(_c10d, module) {
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
                                                        "format (fp32, bf16, fp16). For the engine: see `capsule`.")
       .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32")
-      .def_property_readonly("capsule", &gradcast::make_capsule)
+      .def_property_readonly(
+          "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<C10dTransport&>(), self); })
       .def(
           "on_written",
           [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {

@@ -1,4 +1,5 @@
-// Who else holds a tensor or uses a gradient as it is made: read from reference counts and hooks, so that nobody has to register.
+// Finds other owners of a tensor and other users of a gradient, from reference counts and hooks: nobody has to
+// register.
 //
 // Thread safety: any thread that holds the GIL.
 #pragma once
@@ -11,15 +12,16 @@
 
 namespace gradcast {
 
-// The positions of those tensors that somebody else holds: in Python (a variable, a list), in C++ (what autograd has saved,
-// DLPack, TorchScript), or by their memory (detach(), a view, NumPy). Known, and not counted, are: the list itself and
-// `python_references` more, autograd's node that accumulates the gradient, other tensors of the list in the same memory, and
-// one owner in C++ where `are_gradients` says that each is some parameter's .grad. nullopt: references in Python do not count.
+// The positions of those tensors that somebody else holds: in Python (a variable, a list), in C++ (saved by autograd,
+// DLPack, TorchScript), or by their memory (detach(), a view, NumPy). Not counted are the list itself,
+// `python_references` more references in Python, autograd's node that accumulates the gradient, other tensors of the
+// list in the same memory, and, if `are_gradients`, the one owner in C++ that each .grad has. nullopt: references in
+// Python do not count.
 std::vector<int64_t> held_elsewhere(const pybind11::list& tensors, std::optional<int64_t> python_references,
                                     bool are_gradients);
 
-// How many hooks there are behind the accumulation of each parameter's gradient, which only C++ and Node.register_hook() put
-// there: those of DistributedDataParallel's reducer, and of whatever else reduces gradients.
+// How many hooks run after the accumulation of each parameter's gradient. Only C++ and Node.register_hook() install
+// such hooks: DistributedDataParallel's reducer, and whatever else reduces gradients.
 std::vector<int64_t> accumulation_hooks(const pybind11::list& parameters);
 
 }  // namespace gradcast

@@ -18,7 +18,7 @@ void copy(const at::Tensor& target, const at::Tensor& source) {
   if (!target.is_cpu()) {
     target.copy_(source, /*non_blocking=*/true);
   } else if (target.scalar_type() != source.scalar_type()) {
-    convert(target, source);
+    cast(target, source);
   } else {
     std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
   }
@@ -30,7 +30,7 @@ std::string text(const Range& range) {
 
 }  // namespace
 
-Row::Row(const at::Tensor& buffer, const Range* ranges, int32_t range_count) {
+RangeViews::RangeViews(const at::Tensor& buffer, const Range* ranges, int32_t range_count) {
   const int64_t element_bytes = static_cast<int64_t>(buffer.element_size());
   if (range_count < 1) throw std::invalid_argument("an operation needs at least one range of bytes");
   views_.reserve(static_cast<size_t>(range_count));
@@ -52,9 +52,9 @@ Row::Row(const at::Tensor& buffer, const Range* ranges, int32_t range_count) {
   }
 }
 
-// Calls copy(part of the row, its place in what is copied from or to).
+// Calls copy(part of a view, its position in the tensor that is copied from or to).
 template <typename Copy>
-void Row::for_each_part(int64_t first, int64_t count, const Copy& copy) const {
+void RangeViews::for_each_part(int64_t first, int64_t count, const Copy& copy) const {
   int64_t view_first = 0;
   for (const at::Tensor& view : views_) {
     const int64_t lo = std::max(first, view_first);
@@ -64,20 +64,20 @@ void Row::for_each_part(int64_t first, int64_t count, const Copy& copy) const {
   }
 }
 
-at::Tensor Row::read(int64_t first, int64_t count, int64_t padded_count) const {
-  at::Tensor target = at::empty({padded_count}, view().options());
+at::Tensor RangeViews::read(int64_t first, int64_t count, int64_t padded_count) const {
+  at::Tensor target = at::empty({padded_count}, front().options());
   read_into(target, first, count);
   if (count < padded_count) target.narrow(0, count, padded_count - count).zero_();
   return target;
 }
 
-void Row::read_into(const at::Tensor& target, int64_t first, int64_t count) const {
+void RangeViews::read_into(const at::Tensor& target, int64_t first, int64_t count) const {
   for_each_part(first, count, [&target](const at::Tensor& part, int64_t place) {
     copy(target.narrow(0, place, part.numel()), part);
   });
 }
 
-void Row::write(int64_t first, int64_t count, const at::Tensor& source) const {
+void RangeViews::write(int64_t first, int64_t count, const at::Tensor& source) const {
   for_each_part(first, count, [&source](const at::Tensor& part, int64_t place) {
     copy(part, source.narrow(0, place, part.numel()));
   });

@@ -1,4 +1,4 @@
-// The bytes of one operation: its ranges of a buffer as views, read and written as if they lay in one row.
+// The ranges of one operation as views of its buffer, read and written as if they were one contiguous tensor.
 //
 // Thread safety: pure; any thread. Two threads that touch the same bytes are the caller's affair.
 #pragma once
@@ -12,21 +12,22 @@
 
 namespace gradcast {
 
-class Row {
+class RangeViews {
  public:
   // Throws std::invalid_argument for ranges that are not ascending, outside of the buffer, or not of whole elements.
-  Row(const at::Tensor& buffer, const Range* ranges, int32_t range_count);
+  RangeViews(const at::Tensor& buffer, const Range* ranges, int32_t range_count);
 
   int64_t element_count() const { return element_count_; }
-  // True for one range, which travels in place.
+  // True for a single range. It travels where it lies; several ranges have to be packed.
   bool in_place() const { return views_.size() == 1; }
-  const at::Tensor& view() const { return views_.front(); }
+  const at::Tensor& front() const { return views_.front(); }
 
-  // A new tensor of that many elements, at least one: elements [first, first + count) of the row, then zeros.
+  // Elements are counted from 0 over all ranges.
+  // Returns a new tensor of `padded_count` elements: elements [first, first + count), then zeros.
   at::Tensor read(int64_t first, int64_t count, int64_t padded_count) const;
-  // Elements [first, first + count) of the row become the first ones of `target`, which may be of another type.
+  // Copies elements [first, first + count) to the start of `target`, which may have another floating type.
   void read_into(const at::Tensor& target, int64_t first, int64_t count) const;
-  // Elements [first, first + count) of the row become the first ones of `source`, which may be of another type.
+  // Overwrites elements [first, first + count) with the start of `source`, which may have another floating type.
   void write(int64_t first, int64_t count, const at::Tensor& source) const;
 
  private:

@@ -1,10 +1,12 @@
-// One block of fp32 numbers that travels as 16-bit ones, in point-to-point messages between tensors of the host.
+// The all-reduce of one block of fp32 numbers that travel as 16-bit numbers, in point-to-point messages between host
+// tensors.
 //
-// Each rank owns a part of the block. It receives the others' numbers of its part in the wire format, adds them up in fp32 in
-// the order of the ranks, and sends the sum, in the wire format again, to all. So a sum is rounded once on the way there and
-// once on the way back, however many ranks there are, and all ranks end with the same bits, whatever the plan.
+// Each rank owns a part of the block. It receives the other ranks' numbers of its part in the wire format, sums them in
+// fp32 in rank order, and sends the sum to all in the wire format. A sum is thus rounded once on the way there and once
+// on the way back, however many ranks there are, and all ranks end with the same bits under every plan.
 //
-// Messages, because of what Gloo offers only an all-reduce is as fast, and that rounds at every rank: docs/internals/decisions.md.
+// Why messages: of Gloo's collectives only the all-reduce is as fast, and that one rounds at every rank
+// (docs/internals/decisions.md).
 //
 // Thread safety: any thread for abort(); begin() and finish() one after the other.
 #pragma once
@@ -13,10 +15,10 @@
 
 #include <cstdint>
 #include <exception>
-#include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "platform/sync.h"
 #include "transport/torch/cast.h"
 #include "transport/torch/range_views.h"
 
@@ -24,26 +26,26 @@ namespace gradcast {
 
 // A process group that several threads call, one at a time. Not an owner: see C10dTransport::Flight.
 struct SharedGroup {
-  c10d::ProcessGroup& group;
-  std::mutex mutex;
+  c10d::ProcessGroup& group;  // calls that start something hold the mutex; rank and size may be asked for at any time
+  Mutex mutex;
 };
 
-class Exchange {
+class WireAllReduce {
  public:
-  // What an exchange needs besides its block: tensors of the wire format, each of at least size_for() elements.
+  // What it needs besides its block: tensors of the wire format, each of at least size_for() elements.
   struct Memory {
     at::Tensor sent, received, sums;
   };
-  static int64_t size_for(const Row& row, int world_size);
+  static int64_t size_for(const RangeViews& views, int world_size);
 
-  // `number` is the same on all ranks, and another one for each exchange under way.
-  Exchange(SharedGroup& group, const Row& row, const Memory& memory, int32_t number);
+  // `number` is the same on all ranks, and differs between operations under way.
+  WireAllReduce(SharedGroup& group, const RangeViews& views, const Memory& memory, int32_t number);
 
-  // Reads the block and puts it on its way; waits for nothing. What fails is thrown by finish().
+  // Reads the block and sends it. Never waits. A failure is kept, and finish() throws it.
   void begin() noexcept;
-  // Returns when the sums are in the block and the memory is free again. Throws what the backend throws.
+  // Waits until the sums are in the block and the memory may be used again. Throws what the backend throws.
   void finish(Adder& adder);
-  // finish() throws soon.
+  // Makes finish() throw soon. Any thread.
   void abort() noexcept;
 
   const Memory& memory() const { return memory_; }
@@ -57,21 +59,22 @@ class Exchange {
   void add_up(Adder& adder);
   void receive(Works& works, const at::Tensor& numbers, int from, int tag);
   void send(const at::Tensor& numbers, int to, int tag);
-  void keep(Works& works, c10::intrusive_ptr<c10d::Work> work);
+  void keep(Works& works, c10::intrusive_ptr<c10d::Work> work) GC_EXCLUDES(mutex_);
   static void wait(const Works& works);
 
   SharedGroup& group_;
-  const Row row_;
+  const RangeViews views_;
   const Memory memory_;
   const int rank_, world_size_;
   const int64_t part_size_;
   const int scatter_tag_, gather_tag_;
   std::exception_ptr failure_;  // of begin()
 
-  // Of what follows while it grows or is aborted; only the thread of begin() and finish() changes it.
-  std::mutex mutex_;
+  // Held while the lists grow and while an abort walks them. The thread of begin() and finish() reads them without it:
+  // nobody else changes them, which clang's annotations cannot express.
+  Mutex mutex_;
   Works scattered_, gathered_, sent_;
-  bool aborted_ = false;
+  bool aborted_ GC_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace gradcast

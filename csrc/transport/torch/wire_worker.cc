@@ -1,104 +1,115 @@
 #include "transport/torch/wire_worker.h"
 
 #include <ATen/ops/empty.h>
-#include <pthread.h>
 
-#include <algorithm>
-#include <chrono>
 #include <utility>
+
+#include "platform/thread.h"
 
 namespace gradcast {
 
 namespace {
 
-// Tags of messages are 31 bits, two per exchange; when they begin again, the first have long arrived.
+// A message's tag has 31 bits, and an all-reduce takes two tags. By the time numbers repeat, the first messages have
+// arrived.
 constexpr int32_t kNumberCount = 1 << 30;
-// How long an aborted message may take to end. A backend that cannot abort it holds the thread for as long as its timeout.
-constexpr auto kAbortedWithin = std::chrono::milliseconds(300);
+// How long an aborted message may take to end. A backend that cannot abort it holds the thread for as long as its
+// timeout.
+constexpr int64_t kAbortedWithinNs = 300'000'000;
 
 }  // namespace
 
-Exchanges::Exchanges(c10d::ProcessGroup& group, c10::ScalarType wire)
+WireWorker::WireWorker(c10d::ProcessGroup& group, c10::ScalarType wire)
     : group_{group, {}}, wire_(wire), thread_([this] { run(); }) {}
 
-Exchanges::~Exchanges() {
+WireWorker::~WireWorker() {
   close();
 }
 
-void Exchanges::start(const Row& row, Finished finished) {
-  const Exchange::Memory memory = take_memory(Exchange::size_for(row, group_.group.getSize()));
-  auto exchange = std::make_unique<Exchange>(group_, row, memory, number_);
+void WireWorker::start(const RangeViews& views, Finished finished) {
+  const int64_t size = WireAllReduce::size_for(views, group_.group.getSize());
+  auto all_reduce = std::make_unique<WireAllReduce>(group_, views, take_memory(size), number_);
   number_ = (number_ + 1) % kNumberCount;
-  exchange->begin();
+  all_reduce->begin();
   {
-    const std::lock_guard lock(mutex_);
-    under_way_.push_back({std::move(exchange), std::move(finished)});
+    MutexLock lock(mutex_);
+    under_way_.push_back({std::move(all_reduce), std::move(finished)});
   }
   changed_.notify_one();
 }
 
-// As many as exchanges have been under way at once, each for the largest block so far: a plan that repeats allocates nothing.
-Exchange::Memory Exchanges::take_memory(int64_t size) {
-  const std::lock_guard lock(mutex_);
+Collective WireWorker::start_collective(Op op, const RangeViews& views) {
+  MutexLock lock(group_.mutex);
+  return gradcast::start_collective(group_.group, op, views);
+}
+
+// There is as much memory as all-reduces have been under way at once, each for the largest block so far: a plan that
+// repeats allocates nothing.
+WireAllReduce::Memory WireWorker::take_memory(int64_t size) {
+  MutexLock lock(mutex_);
   if (size > memory_size_) {
     memory_size_ = size;
     free_.clear();
   }
   while (!free_.empty()) {
-    const Exchange::Memory memory = std::move(free_.back());
+    const WireAllReduce::Memory memory = std::move(free_.back());
     free_.pop_back();
     if (memory.sent.numel() >= size) return memory;
   }
-  const auto allocate = [this] { return at::empty({memory_size_}, wire_); };
+  const auto allocate = [size = memory_size_, wire = wire_] { return at::empty({size}, wire); };
   return {allocate(), allocate(), allocate()};
 }
 
-void Exchanges::abort() noexcept {
+void WireWorker::abort() noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     aborted_ = closed_ = true;
     for (const UnderWay& each : under_way_)
-      each.exchange->abort();
+      each.all_reduce->abort();
   }
   changed_.notify_all();
 }
 
-void Exchanges::close() noexcept {
+void WireWorker::close() noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closed_ = true;
   }
   changed_.notify_all();
   if (!thread_.joinable()) return;
-  std::unique_lock lock(mutex_);
-  const auto has_left = [this] { return has_left_; };
-  if (aborted_ && !changed_.wait_for(lock, kAbortedWithin, has_left)) {
-    thread_.detach();
-    return;
+  {
+    MutexLock lock(mutex_);
+    const int64_t deadline_ns = steady_now_ns() + kAbortedWithinNs;
+    while (aborted_ && !has_left_ && steady_now_ns() < deadline_ns)
+      changed_.wait_until(mutex_, deadline_ns);
+    if (aborted_ && !has_left_) {
+      thread_.detach();
+      return;
+    }
   }
-  lock.unlock();
   thread_.join();
 }
 
-void Exchanges::run() {
-  pthread_setname_np(pthread_self(), "gradcast-wire");
+void WireWorker::run() {
+  name_this_thread("gradcast-wire");
   loop();
-  const std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   has_left_ = true;
   changed_.notify_all();
 }
 
-void Exchanges::loop() {
+void WireWorker::loop() {
   Adder adder;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return closed_ || !under_way_.empty(); });
+    while (!closed_ && under_way_.empty())
+      changed_.wait(mutex_);
     if (closed_) return;
-    Exchange& exchange = *under_way_.front().exchange;
+    WireAllReduce& first = *under_way_.front().all_reduce;  // stays there: nobody else takes from the front
     lock.unlock();
     std::exception_ptr exception;
     try {
-      exchange.finish(adder);
+      first.finish(adder);
     } catch (...) {
       exception = std::current_exception();
     }
@@ -106,7 +117,7 @@ void Exchanges::loop() {
     if (aborted_) return;
     const UnderWay ended = std::move(under_way_.front());
     under_way_.pop_front();
-    if (exception == nullptr) free_.push_back(exchange.memory());
+    if (exception == nullptr) free_.push_back(first.memory());
     lock.unlock();
     ended.finished(exception);
     lock.lock();

@@ -1,73 +1,75 @@
-// The exchanges under way, and the thread "gradcast-wire" that waits for their messages, adds up, and tells when they have ended.
+// The wire worker: the all-reduces in a wire format that are under way, and the thread "gradcast-wire" that finishes
+// them.
 //
-// A thread of its own, because messages tell nobody when they arrive: somebody has to wait for them. It ends exchanges in the
-// order in which they were started; what a later one sends is on its way meanwhile.
+// Messages tell nobody when they arrive, so a thread has to wait for them; it then adds up and reports the end. It
+// finishes all-reduces in the order in which they were started, and later ones travel meanwhile.
 //
-// Thread safety: any thread, but start() from one.
+// Thread safety: any thread, but start() and start_collective() from one.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "platform/sync.h"
+#include "transport/torch/collective.h"
 #include "transport/torch/range_views.h"
 #include "transport/torch/wire_all_reduce.h"
 
 namespace gradcast {
 
-class Exchanges {
+class WireWorker {
  public:
-  // Of nullptr: the sums are in the block. Must not throw.
+  // nullptr: the sums are in the block. Runs on the worker's thread and must not throw.
   using Finished = std::function<void(const std::exception_ptr&)>;
 
-  // REQUIRES: all ranks start the same exchanges in the same order. Numbers travel as `wire`.
-  Exchanges(c10d::ProcessGroup& group, c10::ScalarType wire);
-  ~Exchanges();  // close()
-  Exchanges(const Exchanges&) = delete;
-  Exchanges& operator=(const Exchanges&) = delete;
+  // Numbers travel as `wire`. REQUIRES: all ranks start the same operations in the same order.
+  WireWorker(c10d::ProcessGroup& group, c10::ScalarType wire);
+  ~WireWorker();  // close()
+  WireWorker(const WireWorker&) = delete;
+  WireWorker& operator=(const WireWorker&) = delete;
 
-  // Casts the block, puts it on its way and returns. `finished` runs on the thread of this class.
-  void start(const Row& row, Finished finished);
-  // The lock for calling the group from elsewhere.
-  std::unique_lock<std::mutex> lock_group() { return std::unique_lock(group_.mutex); }
+  // Casts the block, sends it and returns.
+  void start(const RangeViews& views, Finished finished) GC_EXCLUDES(mutex_);
+  // Starts an operation that travels as it is. The group is the worker's too, and one thread at a time may call it.
+  Collective start_collective(Op op, const RangeViews& views) GC_EXCLUDES(group_.mutex);
 
-  // Nothing is finished any more. The backend may still write, so that this object must then live on until the program ends.
-  void abort() noexcept;
-  // Ends the thread. REQUIRES: everything has finished, or abort(). Idempotent. Returns within half a second after an abort: a
-  // thread that a message holds which the backend cannot abort is left behind, and ends with the message.
-  void close() noexcept;
+  // After this no `finished` is called. The backend may still write into the memory of what was under way, so this
+  // object must then live until the process ends.
+  void abort() noexcept GC_EXCLUDES(mutex_);
+  // Ends the thread. Idempotent. REQUIRES: everything has finished, or abort() was called. After an abort it returns
+  // within half a second: if the backend cannot abort a message, the thread is left behind and ends with the message.
+  void close() noexcept GC_EXCLUDES(mutex_);
 
  private:
   struct UnderWay {
-    std::unique_ptr<Exchange> exchange;
+    std::unique_ptr<WireAllReduce> all_reduce;
     Finished finished;
   };
 
-  Exchange::Memory take_memory(int64_t size);
-  void run();
-  void loop();
+  WireAllReduce::Memory take_memory(int64_t size) GC_EXCLUDES(mutex_);
+  void run() GC_EXCLUDES(mutex_);
+  void loop() GC_EXCLUDES(mutex_);
 
   SharedGroup group_;
   const c10::ScalarType wire_;
-  int32_t number_ = 0;  // of the next exchange
+  int32_t number_ = 0;  // of the next all-reduce; only start() touches it
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<UnderWay> under_way_;
-  std::vector<Exchange::Memory> free_;
-  int64_t memory_size_ = 0;  // the largest block so far
-  bool aborted_ = false;
-  bool closed_ = false;
-  bool has_left_ = false;  // the thread has
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<UnderWay> under_way_ GC_GUARDED_BY(mutex_);
+  std::vector<WireAllReduce::Memory> free_ GC_GUARDED_BY(mutex_);
+  int64_t memory_size_ GC_GUARDED_BY(mutex_) = 0;  // elements of the largest block so far
+  bool aborted_ GC_GUARDED_BY(mutex_) = false;
+  bool closed_ GC_GUARDED_BY(mutex_) = false;
+  bool has_left_ GC_GUARDED_BY(mutex_) = false;  // the thread has
   std::thread thread_;
 };
 

@@ -1,4 +1,5 @@
-// Monitor: what persists is a change, what does not is none; the plain plan is tried seldom, and taken where it is as fast.
+// Monitor: what persists is a change, what does not is none; the plain plan is tried seldom, and taken where it is as
+// fast.
 #include "gradcast/monitor.h"
 
 #include <gtest/gtest.h>
@@ -231,7 +232,8 @@ TEST(Monitor, NoiseIsNoChange) {
   }
 }
 
-// The record of a training on hosts of the laboratory: by iteration, whether it was a plain one, and the facts of two ranks.
+// The record of a training on hosts of the laboratory: by iteration, whether it was a plain one, and the facts of two
+// ranks.
 std::vector<std::pair<bool, std::vector<RankFacts>>> recorded() {
   std::ifstream file(GRADCAST_TESTS_DIR "/core/recorded_facts.csv");
   std::vector<std::pair<bool, std::vector<RankFacts>>> iterations;

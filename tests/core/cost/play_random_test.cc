@@ -13,7 +13,8 @@
 namespace gradcast {
 namespace {
 
-// A second reading of the definition: byte ranges compared one by one, nothing shared with csrc/core but the value types.
+// A second reading of the definition: byte ranges compared one by one, nothing shared with csrc/core but the value
+// types.
 struct Reference {
   std::vector<double> finish_ns;
   std::vector<double> launch_ns;
@@ -173,8 +174,8 @@ TEST(PlayRandomly, RandomPlansOfEveryKind) {
   sweep_against_reference(options, true);
 }
 
-// Whatever gets faster, no plan gets slower: the reason why a plan that meets its deadlines on paper meets them when some of
-// its tensors are early.
+// Whatever gets faster, no plan gets slower: the reason why a plan that meets its deadlines on paper meets them when
+// some of its tensors are early.
 TEST(PlayRandomly, IsMonotone) {
   RandomProfileOptions profile_options;
   profile_options.windows = RandomProfileOptions::Windows::kRandom;

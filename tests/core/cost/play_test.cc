@@ -103,7 +103,8 @@ TEST(Play, WaitsAddUp) {
 
 TEST(Play, TwoInFlightHideTheStartUp) {
   const Timeline timeline = play(three_tensors(), link_of(2, 1), one_block_per_tensor(Mode::kOverlap, 2));
-  // The second is launched at 4 and its bytes begin at 6. The third is launched when it is ready; its bytes follow at once.
+  // The second is launched at 4 and its bytes begin at 6. The third is launched when it is ready; its bytes follow at
+  // once.
   expect_blocks(timeline, {{0, 0, 4}, {4, 4, 12}, {10, 10, 16}});
   EXPECT_DOUBLE_EQ(timeline.iteration_ns, 24);
 }
@@ -122,7 +123,8 @@ TEST(Play, InFlightLimitsUnfinishedBlocks) {
 }
 
 TEST(Play, LaunchesKeepTheOrderOfThePlan) {
-  // The second block is ready at 0 and would fit before the first, which waits until 10: it is never launched ahead of it.
+  // The second block is ready at 0 and would fit before the first, which waits until 10: it is never launched ahead of
+  // it.
   const Profile profile = profile_of(10, 0, {{1, 10, 0}, {1, 0, 0}});
   const Plan plan = plan_of({block_of({{0, 1}}), block_of({{1, 2}})}, Mode::kOverlap, 2);
   expect_blocks(play(profile, link_of(5, 1), plan), {{10, 10, 16}, {0, 10, 17}});

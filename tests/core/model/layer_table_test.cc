@@ -1,4 +1,5 @@
-// Profiles from tables of layers: the two bundled tables, the rule for ready and need on a table made by hand, and bad tables.
+// Profiles from tables of layers: the two bundled tables, the rule for ready and need on a table made by hand, and bad
+// tables.
 #include <gtest/gtest.h>
 
 #include <cmath>

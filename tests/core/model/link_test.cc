@@ -267,7 +267,7 @@ TEST(Scaled, MultipliesEveryCost) {
   EXPECT_EQ(scaled(link, 1, 1), link);
 }
 
-// Cheaper start-ups and dearer bytes would make a cost fall where a larger alpha buys a better rate.
+// Cheaper start-ups and more expensive bytes would make a cost fall where a larger alpha buys a better rate.
 TEST(Scaled, NeverMakesACostFall) {
   int raised_count = 0;
   for (uint64_t seed = 0; seed < 1'000; ++seed) {

@@ -1,5 +1,5 @@
-// The checker and the hash: every way in which a plan can miss, repeat or cut bytes is refused, and two plans share a hash
-// exactly when they send the same bytes of the same tensors in the same operations and order.
+// The checker and the hash: every way in which a plan can miss, repeat or cut bytes is refused, and two plans share a
+// hash exactly when they send the same bytes of the same tensors in the same operations and order.
 #include "gradcast/plan.h"
 
 #include <gtest/gtest.h>
@@ -268,7 +268,8 @@ TEST(HashPlan, SeesEveryDifferenceInWhatTravels) {
 }
 
 TEST(HashPlan, SeesWhereABlockEnds) {
-  // The same numbers in the same order, were it not for the number of ranges: 2 and 3 are a range or an operation and a buffer.
+  // The same numbers in the same order, were it not for the number of ranges: 2 and 3 are a range or an operation and a
+  // buffer.
   const Plan plan = plan_of({block_of({{0, 1}, {2, 3}, {5, 6}}), block_of({{8, 9}})});
   const Plan other = plan_of({block_of({{0, 1}}), block_of({{5, 6}, {0, 0}, {8, 9}}, kGather, 3)});
   EXPECT_NE(hash_plan(plan, two_buffers()), hash_plan(other, two_buffers()));

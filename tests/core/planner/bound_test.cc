@@ -1,5 +1,5 @@
-// bound(): the examples that fix its meaning, the simple formula against its own definition, and validity, the property that
-// everything else rests on: no plan, searched exhaustively or made at random, is faster.
+// bound(): the examples that fix its meaning, the simple formula against its own definition, and validity, the property
+// that everything else rests on: no plan, searched exhaustively or made at random, is faster.
 #include "gradcast/bound.h"
 
 #include <gtest/gtest.h>
@@ -68,7 +68,8 @@ TEST(Bound, ComputeAloneWhereTheLinkIsFast) {
 }
 
 TEST(Bound, UpdatesThatRunBeforeAndBehindTheRead) {
-  // One byte each, ready at 0 = B. First: 1 + 1 + both updates + forward. Second: 1 + 2 + its own update + what follows.
+  // One byte each, ready at 0 = B. First: 1 + 1 + both updates + forward. Second: 1 + 2 + its own update + what
+  // follows.
   const Profile profile = profile_of(0, 2, {{1, 0, 0, 3}, {1, 0, 1, 10}});
   EXPECT_DOUBLE_EQ(bound(profile, link_of(1, 1), {}).plain_ns, 2 + 3 + 10 + 2);
   EXPECT_DOUBLE_EQ(bound(profile, link_of(1, 1), {Mode::kHook}).plain_ns, 3 + 3 + 10 + 2);
@@ -86,8 +87,8 @@ TEST(Bound, ScatterAndGatherMayBeCheaper) {
 }
 
 TEST(Bound, StartUpOfAGatherHidesBehindOtherScatters) {
-  // Three in flight: scatters until 6 and 7, gathers launched at 6 and 7, their bytes from 11 to 12 and 13. A bound that
-  // counts both start-ups in full, 10 + 4, would be above this plan.
+  // Three in flight: scatters until 6 and 7, gathers launched at 6 and 7, their bytes from 11 to 12 and 13. A bound
+  // that counts both start-ups in full, 10 + 4, would be above this plan.
   const Profile profile = profile_of(0, 0, {{2, 0, 0}});
   LinkModel link = link_of(100, 100);
   link.reduce_scatter.pieces = {{kUnboundedBytes, 5, 1}};
@@ -231,7 +232,8 @@ TEST(Bound, NeverAboveTheBestPlanWithMoreInFlight) {
   }
 }
 
-// Links whose reduce-scatter and all-gather are sometimes cheaper than an all-reduce, sometimes only one part of them is.
+// Links whose reduce-scatter and all-gather are sometimes cheaper than an all-reduce, sometimes only one part of them
+// is.
 LinkModel with_every_op(Random& random, const LinkModel& link) {
   LinkModel every = link;
   every.reduce_scatter = scaled(link, random.uniform(0.1, 1.2), random.uniform(0.1, 1.2)).all_reduce;
@@ -282,7 +284,8 @@ TEST(Bound, NeverAboveRandomPlans) {
   }
 }
 
-// A bound of zero would pass all of the above: where it claims to be exact it has to be met, up to cuts that lie off the grid.
+// A bound of zero would pass all of the above: where it claims to be exact it has to be met, up to cuts that lie off
+// the grid.
 TEST(Bound, IsMetWhereItIsExact) {
   int32_t exact_count = 0;
   int32_t met_count = 0;

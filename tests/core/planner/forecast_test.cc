@@ -1,6 +1,6 @@
-// Goal: forecast owes what docs/internals/planner.md promises: exact plans for nested profiles, elsewhere plans that no other policy
-// beats and that stay close to the best there is, and bounds that hold.
-// Method: thousands of seeded profiles, exhaustive search on tiny ones, and the published layer times of two models.
+// Goal: forecast owes what docs/internals/planner.md promises: exact plans for nested profiles, elsewhere plans that no other
+// policy beats and that stay close to the best there is, and bounds that hold. Method: thousands of seeded profiles,
+// exhaustive search on tiny ones, and the published layer times of two models.
 #include "planner/forecast.h"
 
 #include <gtest/gtest.h>
@@ -205,7 +205,8 @@ TEST_P(ForecastSmall, StaysCloseToExhaustiveSearch) {
   EXPECT_LT(excess.worst, GetParam().worst_max) << "seed " << excess.worst_seed;
 }
 
-// Where joining bytes costs a copy, most urgent first is no longer the best content, and the search knows no better one.
+// Where joining bytes costs a copy, most urgent first is no longer the best content, and the search knows no better
+// one.
 INSTANTIATE_TEST_SUITE_P(
     Kinds, ForecastSmall,
     ::testing::Values(
@@ -220,7 +221,8 @@ INSTANTIATE_TEST_SUITE_P(
         GridKind{"hook_buffers", {.windows = Windows::kRandom, .buffer_count = 2}, Mode::kHook}),
     [](const auto& info) { return std::string(info.param.name); });
 
-// Where dear's operations are there but cost more than an all-reduce, the exact plan stays; where they cost less, dear's may win.
+// Where dear's operations are there but cost more than an all-reduce, the exact plan stays; where they cost less,
+// dear's may win.
 TEST(ForecastNested, IsExactBesideOtherOperations) {
   for (uint64_t seed = 0; seed < seed_count(1'000); ++seed) {
     SCOPED_TRACE(seed);
@@ -235,8 +237,8 @@ TEST(ForecastNested, IsExactBesideOtherOperations) {
   }
 }
 
-// Success need not be monotone in the iteration time where the cost bends: a longer slot may merge two cheaper ones. This
-// profile, found by search, has such a gap just above the best time that zigzag finds.
+// Success need not be monotone in the iteration time where the cost bends: a longer slot may merge two cheaper ones.
+// This profile, found by search, has such a gap just above the best time that zigzag finds.
 TEST(ForecastBentCost, PlansWhereReachableTimesHaveGaps) {
   const Profile profile = profile_from_json(kGapProfile);
   const Plan plan = plan_with(profile, "forecast");

@@ -1,5 +1,5 @@
-// Goal: zigzag decides exactly whether a plan with a given iteration time exists, with how many blocks, for nested windows.
-// Method: examples whose optimum is known by hand, and exhaustive search on tiny seeded profiles.
+// Goal: zigzag decides exactly whether a plan with a given iteration time exists, with how many blocks, for nested
+// windows. Method: examples whose optimum is known by hand, and exhaustive search on tiny seeded profiles.
 #include "planner/zigzag.h"
 
 #include <gtest/gtest.h>
@@ -69,7 +69,8 @@ TEST(Zigzag, RefusesAnIterationTimeBelowTheOptimum) {
   EXPECT_FALSE(zigzag(chain, 4.5, 0).has_value());
 }
 
-// Slots follow one another in time, start no earlier than what they carry is ready, end by its deadline, and hold their bytes.
+// Slots follow one another in time, start no earlier than what they carry is ready, end by its deadline, and hold their
+// bytes.
 TEST(Zigzag, SlotsHoldTheirBytesInsideTheirWindows) {
   for (uint64_t seed = 0; seed < seed_count(2000); ++seed) {
     SCOPED_TRACE(seed);
@@ -80,7 +81,7 @@ TEST(Zigzag, SlotsHoldTheirBytesInsideTheirWindows) {
     const double rounding_ns = 1e-9 * iteration_ns;
     double covered_bytes = 0;
     for (size_t s = 0; s < slots.size(); ++s) {
-      const Slot& slot = slots[s];
+      const TimeSlot& slot = slots[s];
       covered_bytes += slot.hi_bytes - slot.lo_bytes;
       EXPECT_LE(slot.hi_bytes - slot.lo_bytes,
                 divisible_capacity_bytes(chain.cost, slot.finish_ns - slot.start_ns) * (1 + 1e-9) + 1e-6);
@@ -98,7 +99,8 @@ TEST(Zigzag, SlotsHoldTheirBytesInsideTheirWindows) {
   }
 }
 
-// Bytes are divisible for zigzag and units of 8 bytes for the search, so the search can only be slower, and rarely is by much.
+// Bytes are divisible for zigzag and units of 8 bytes for the search, so the search can only be slower, and rarely is
+// by much.
 TEST(Zigzag, OptimumIsNeverAboveExhaustiveSearch) {
   double excess = 0;
   const uint64_t seeds = seed_count(3000);

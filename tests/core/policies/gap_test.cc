@@ -1,5 +1,5 @@
-// The policies that size blocks by the time until the next gradients: prophet, dcredit, usbyte. Blocks are worked out by
-// hand.
+// The policies that size blocks by the time until the next gradients: prophet, dcredit, usbyte. Blocks are worked out
+// by hand.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace gradcast {
 namespace {
 
-// The staircase of ResNet-50 that Prophet publishes: 157 gradients, numbered from the first layer; backward makes them from
-// 156 down to 0 and pauses for the given times after each boundary (the last pause is after all of them).
+// The staircase of ResNet-50 that Prophet publishes: 157 gradients, numbered from the first layer; backward makes them
+// from 156 down to 0 and pauses for the given times after each boundary (the last pause is after all of them).
 constexpr int32_t kGradientCount = 157;
 constexpr int32_t kBoundaries[] = {156, 143, 130, 117, 103, 90, 77, 62, 50, 35, 22, 9, -1};
 constexpr double kPausesMs[] = {16, 15, 9, 10, 12, 18, 15, 21, 30, 25, 20, 5};
@@ -50,8 +50,8 @@ TEST(Prophet, FindsThePublishedBurstsOfResnet50) {
 }
 
 TEST(Prophet, FillsThePublishedGaps) {
-  // One byte per ns: each gap carries as many million bytes as it has ms, whole gradients of one million. Burst 1 has 13 and
-  // 16 ms, burst 2 has 13 and 15 ms, burst 3 has 13 and 9 ms: its 4 least urgent gradients sink.
+  // One byte per ns: each gap carries as many million bytes as it has ms, whole gradients of one million. Burst 1 has
+  // 13 and 16 ms, burst 2 has 13 and 15 ms, burst 3 has 13 and 9 ms: its 4 least urgent gradients sink.
   const Problem problem = problem_of(staircase(0), {.backward_ns = 250e6, .forward_ns = 100e6, .alpha_ns = 1e3});
   const Shown blocks = shown(prophet(problem, {}));
   const auto range = [](int32_t first, int32_t last) {
@@ -207,7 +207,8 @@ TEST(Usbyte, ABlockGrowsWhereItsTensorGoesOn) {
 }
 
 TEST(Usbyte, TheSearchLetsATensorFinishThatIsNearlyThrough) {
-  // By urgency alone tensor 2 is cut after 3 of 4 bytes and costs a start-up more: the last block ends at 12, not at 11.
+  // By urgency alone tensor 2 is cut after 3 of 4 bytes and costs a start-up more: the last block ends at 12, not at
+  // 11.
   const Problem problem = problem_of({{2, 8}, {2, 4}, {4, 0}}, {.backward_ns = 8, .forward_ns = 1});
   const std::vector<Block> by_urgency = usbyte(problem, kWithoutSearch);
   EXPECT_EQ(shown(by_urgency), (Shown{"0:[4,7)", "0:[2,4)", "0:[7,8)", "0:[0,2)"}));

@@ -63,8 +63,8 @@ TEST(Mgwfbp, MergesWhereTheStartIsLessThanAlphaAgo) {
 }
 
 TEST(Mgwfbp, MergesWhatWaitsForTheLink) {
-  // The first runs from 0 to 12. The next two are ready at 5 and 8 and wait anyway; the last comes at 20, when they, sent
-  // from 12 to 16, are through.
+  // The first runs from 0 to 12. The next two are ready at 5 and 8 and wait anyway; the last comes at 20, when they,
+  // sent from 12 to 16, are through.
   EXPECT_EQ(shown(mgwfbp(problem_of({{1, 20}, {1, 8}, {1, 5}, {10, 0}}, {.alpha_ns = 2}), {})),
             (Shown{"0:[3,13)", "0:[1,3)", "0:[0,1)"}));
   // A merged group pays one start-up: it runs from 2 to 6, the next from 6 on, and 8.5 is too late to join that.

@@ -42,7 +42,8 @@ inline Problem problem_of(const std::vector<Item>& items, const Case& options = 
   return make_problem(profile, profile.link, options.mode, options.in_flight);
 }
 
-// Blocks as text: "0:[0,4)[8,12)" is an all-reduce of two ranges of buffer 0; "rs " and "ag " come before the other kinds.
+// Blocks as text: "0:[0,4)[8,12)" is an all-reduce of two ranges of buffer 0; "rs " and "ag " come before the other
+// kinds.
 inline std::vector<std::string> shown(std::span<const Block> blocks) {
   std::vector<std::string> texts;
   for (const Block& block : blocks) {

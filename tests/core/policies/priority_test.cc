@@ -64,7 +64,8 @@ TEST(Bytescheduler, TheCreditSaysHowManyBytesAreFixedAhead) {
 }
 
 TEST(Bytescheduler, ReturnedCreditIsSpentAtOnce) {
-  // Two chunks ahead; at 3 one comes back and the next of the same tensor is fixed, before the urgent one is ready at 4.
+  // Two chunks ahead; at 3 one comes back and the next of the same tensor is fixed, before the urgent one is ready at
+  // 4.
   EXPECT_EQ(shown(bytescheduler(problem_of({{2, 4}, {8, 0}}), {.partition_bytes = 2, .credit_bytes = 4})),
             (Shown{"0:[2,4)", "0:[4,6)", "0:[6,8)", "0:[0,2)", "0:[8,10)"}));
 }

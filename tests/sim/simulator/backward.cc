@@ -1,3 +1,4 @@
+// Draws depend on rank, iteration and tensor only, so a gradient has the same time in whatever order events come.
 #include "tests/sim/simulator/backward.h"
 
 #include <algorithm>

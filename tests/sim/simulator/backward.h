@@ -1,4 +1,4 @@
-// The backward pass of one rank in one iteration: when it ends, and when the event of each gradient comes.
+// The backward pass of one rank in one iteration: when each gradient is ready, and when the pass ends.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -21,7 +21,8 @@ class Backward {
 
   void begin(const SimScenario& scenario, const Draws& draws, int32_t rank, int32_t iteration, double now_ns);
 
-  // The next gradient in the order of time, and moves on. One at a time, so that the queue does not hold those of every rank.
+  // Takes the next gradient in order of time. Only one per rank is in the event queue, which would otherwise grow with
+  // ranks times tensors.
   std::optional<Gradient> next();
 
   double end_ns() const { return end_ns_; }

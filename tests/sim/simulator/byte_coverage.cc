@@ -1,3 +1,4 @@
+// Sorts the ranges of an iteration once and walks them, looking for an overlap or a gap.
 #include "tests/sim/simulator/byte_coverage.h"
 
 #include <algorithm>
@@ -30,35 +31,35 @@ std::optional<std::string> fault_of(std::vector<Range>& ranges, size_t buffer, i
 
 }  // namespace
 
-Ledger::Ledger(const Profile& profile) {
+ByteCoverage::ByteCoverage(const Profile& profile) {
   for (const Tensor& tensor : profile.tensors) {
-    books_.resize(std::max(books_.size(), static_cast<size_t>(tensor.buffer) + 1));
-    books_[tensor.buffer].size_bytes += tensor.bytes;
+    buffers_.resize(std::max(buffers_.size(), static_cast<size_t>(tensor.buffer) + 1));
+    buffers_[tensor.buffer].size_bytes += tensor.bytes;
   }
 }
 
-void Ledger::enter(const Block& block) {
-  Book& book = books_[block.buffer];
+void ByteCoverage::add(const Block& block) {
+  BufferBytes& bytes = buffers_[block.buffer];
   if (block.op != Op::kAllGather) {
-    book.reduced.insert(book.reduced.end(), block.ranges.begin(), block.ranges.end());
+    bytes.reduced.insert(bytes.reduced.end(), block.ranges.begin(), block.ranges.end());
   }
   if (block.op != Op::kReduceScatter) {
-    book.finished.insert(book.finished.end(), block.ranges.begin(), block.ranges.end());
+    bytes.finished.insert(bytes.finished.end(), block.ranges.begin(), block.ranges.end());
   }
 }
 
-std::optional<std::string> Ledger::close() {
+std::optional<std::string> ByteCoverage::finish() {
   std::optional<std::string> fault;
-  for (size_t buffer = 0; buffer < books_.size(); ++buffer) {
-    Book& book = books_[buffer];
+  for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
+    BufferBytes& bytes = buffers_[buffer];
     if (!fault) {
-      fault = fault_of(book.reduced, buffer, book.size_bytes, "reduced");
+      fault = fault_of(bytes.reduced, buffer, bytes.size_bytes, "reduced");
     }
     if (!fault) {
-      fault = fault_of(book.finished, buffer, book.size_bytes, "finished");
+      fault = fault_of(bytes.finished, buffer, bytes.size_bytes, "finished");
     }
-    book.reduced.clear();
-    book.finished.clear();
+    bytes.reduced.clear();
+    bytes.finished.clear();
   }
   return fault;
 }

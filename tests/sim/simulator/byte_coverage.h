@@ -1,6 +1,7 @@
-// Every byte once: the books of what the operations of one iteration carry, kept by bytes and not by plans.
+// Checks that the operations of one iteration carry every byte exactly once. It counts bytes and knows nothing of
+// plans.
 //
-// One book serves all ranks, because their operations are compared before they are entered here.
+// One instance serves all ranks, because the simulator compares their operations first.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -15,22 +16,22 @@
 
 namespace gradcast::sim {
 
-class Ledger {
+class ByteCoverage {
  public:
-  explicit Ledger(const Profile& profile);
+  explicit ByteCoverage(const Profile& profile);
 
   // An operation that all ranks have started.
-  void enter(const Block& block);
-  // Ends an iteration: what is wrong with it, as a sentence, or nothing; then the books are empty again.
-  std::optional<std::string> close();
+  void add(const Block& block);
+  // Ends an iteration. Returns what is wrong with it, if anything, and starts over.
+  std::optional<std::string> finish();
 
  private:
-  struct Book {
+  struct BufferBytes {
     int64_t size_bytes = 0;
     std::vector<Range> reduced;   // by all-reduces and reduce-scatters
     std::vector<Range> finished;  // by all-reduces and all-gathers
   };
-  std::vector<Book> books_;  // by buffer
+  std::vector<BufferBytes> buffers_;  // by buffer
 };
 
 }  // namespace gradcast::sim

@@ -1,7 +1,7 @@
 // Chance in a run: each draw is a hash of the seed and of what it is for.
 //
-// A generator with a state would tie a draw to the order of events, so that one late event changed everything after it; and
-// every rank would have to carry one.
+// A generator with a state would tie a draw to the order of events, so that one late event changed everything after it;
+// and every rank would have to carry one.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -10,7 +10,8 @@
 
 namespace gradcast::sim {
 
-// The finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014): every bit of the result depends on every bit given.
+// The finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014): every bit of the result depends on every bit
+// given.
 inline uint64_t mixed(uint64_t bits) {
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9U;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebU;

@@ -1,3 +1,4 @@
+// The same arithmetic as in csrc/core/cost/play.cc, one arrival at a time, and written a second time on purpose.
 #include "tests/sim/simulator/forward.h"
 
 #include <algorithm>
@@ -13,19 +14,19 @@ void Forward::begin(Mode mode, double backward_end_ns, double factor) {
   has_ended_ = false;
 }
 
-void Forward::advance(const Profile& profile, const Watch& watch, double now_ns) {
+void Forward::advance(const Profile& profile, const RankChecker& checker, double now_ns) {
   if (has_ended_) {
     return;
   }
   if (mode_ == Mode::kHook) {
-    if (watch.all_finished()) {
+    if (checker.all_finished()) {
       run_through(profile, now_ns);
     }
     return;
   }
   const auto tensor_count = static_cast<int32_t>(profile.tensors.size());
   // A tensor that arrived before one that is read earlier made nobody wait: the clock is past its arrival then.
-  for (; next_read_ < tensor_count && watch.has_arrived(next_read_); ++next_read_) {
+  for (; next_read_ < tensor_count && checker.has_arrived(next_read_); ++next_read_) {
     const Tensor& tensor = profile.tensors[next_read_];
     clock_ns_ = std::max(clock_ns_ + factor_ * (tensor.need_ns - passed_need_ns_), now_ns);
     clock_ns_ += factor_ * tensor.update_ns;

@@ -1,6 +1,6 @@
-// The forward pass of one rank: how far it has come, and when it ends. The rules are those of play.h.
+// The forward pass of one rank: how far it has come, and when it ends. The rules are those of gradcast/play.h.
 //
-// Nothing of it needs an event of its own: forward only stands still for tensors, so it is worked out when they arrive.
+// Forward waits for nothing but tensors, so it is computed when they arrive and needs no events of its own.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -19,7 +19,7 @@ class Forward {
   void begin(Mode mode, double backward_end_ns, double factor);
 
   // Goes on as far as what has arrived allows. REQUIRES: called at once when something arrives, which is at now_ns.
-  void advance(const Profile& profile, const Watch& watch, double now_ns);
+  void advance(const Profile& profile, const RankChecker& checker, double now_ns);
 
   bool has_ended() const { return has_ended_; }
   // REQUIRES: has_ended().

@@ -1,9 +1,11 @@
+// Operations stay in a queue from their first launch until every rank has been told of their end.
 #include "tests/sim/simulator/network.h"
 
 #include "gradcast/error.h"
 
 namespace gradcast::sim {
 
+// The first rank to launch number `index` creates the operation; the others join it.
 Operation& Network::launch(int64_t index, int32_t rank, int32_t iteration, int32_t plan, int32_t block) {
   const auto at = static_cast<size_t>(index - first_open_);
   GC_CHECK(index >= first_open_ && at <= open_.size());
@@ -18,17 +20,19 @@ Operation& Network::launch(int64_t index, int32_t rank, int32_t iteration, int32
 bool Network::is_same(const Operation& operation, int32_t iteration, int32_t plan, int32_t block) const {
   // Equal bytes of another iteration would add gradients of different steps.
   return operation.iteration == iteration &&
-         plans_.all()[operation.plan].contents[operation.block] == plans_.all()[plan].contents[block];
+         schedule_.all()[operation.plan].contents[operation.block] == schedule_.all()[plan].contents[block];
 }
 
+// alpha may pass while the operation before is on the wire, the bytes may not: play()'s link.
 void Network::start(Operation& operation, double now_ns, double alpha_factor, double bytes_factor) {
   GC_CHECK(is_complete(operation));
-  const SimPlan::Cost& cost = plans_.all()[operation.plan].costs[operation.block];
+  const SimPlan::Cost& cost = schedule_.all()[operation.plan].costs[operation.block];
   wire_free_ns_ = std::max(now_ns + alpha_factor * cost.alpha_ns, wire_free_ns_) + bytes_factor * cost.bytes_ns;
   operation.end_ns = wire_free_ns_;
   ++started_count_;
 }
 
+// Forgets operations from the front, once all ranks have been told of their end.
 void Network::tell(int64_t index) {
   if (!is_open(index)) {
     return;

@@ -1,7 +1,8 @@
-// The network: matches the k-th operation of each rank with the k-th of all others, and says when it ends.
+// The network. It matches the k-th operation of each rank with the k-th of all others and computes when it ends.
 //
-// That is how process groups match operations, and it is why the order must be the same everywhere. An operation begins when
-// the last rank has started it; then it is `play`'s link: one wire, in the order of operations.
+// Process groups match operations in the same way, which is why the order must be the same on all ranks. An operation
+// begins when the last rank has started it. From then on the network is the link of play(): one wire, in the order of
+// operations.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -21,17 +22,18 @@ struct Operation {
   int32_t block = 0;
   int32_t first_rank = 0;
   int32_t launch_count = 0;
-  int32_t untold_count = 0;     // tellings of its end that have not come, one for each rank
+  int32_t untold_count = 0;     // ranks that have not been told of its end
   int32_t failed_by_rank = -1;  // that left while it was on the network
   double end_ns = 0;            // on the wire; once all have launched it
 };
 
 class Network {
  public:
-  Network(const SimScenario& scenario, const Plans& plans) : rank_count_(scenario.rank_count), plans_(plans) {}
+  Network(const SimScenario& scenario, const PlanSchedule& schedule)
+      : rank_count_(scenario.rank_count), schedule_(schedule) {}
 
-  // The operation that carries this block is the rank's number `index`. It stays where it is until all are told of its end.
-  // REQUIRES: each rank launches 0, 1, 2, … in order.
+  // The operation that carries this block is the rank's number `index`. It stays where it is until all are told of its
+  // end. REQUIRES: each rank launches 0, 1, 2, … in order.
   Operation& launch(int64_t index, int32_t rank, int32_t iteration, int32_t plan, int32_t block);
   // Whether this block is what others have launched as this operation.
   bool is_same(const Operation& operation, int32_t iteration, int32_t plan, int32_t block) const;
@@ -55,7 +57,7 @@ class Network {
 
  private:
   const int32_t rank_count_;
-  const Plans& plans_;
+  const PlanSchedule& schedule_;
   std::deque<Operation> open_;
   int64_t first_open_ = 0;
   int64_t started_count_ = 0;

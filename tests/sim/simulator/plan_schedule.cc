@@ -1,3 +1,4 @@
+// Costs and contents of blocks are worked out once per plan: with thousands of ranks nothing may be done per rank.
 #include "tests/sim/simulator/plan_schedule.h"
 
 #include <algorithm>
@@ -32,7 +33,7 @@ SimPlan::Cost cost_of(const LinkModel& link, const Block& block, int64_t size_by
 
 }  // namespace
 
-Plans::Plans(const SimScenario& scenario) : scenario_(scenario) {
+PlanSchedule::PlanSchedule(const SimScenario& scenario) : scenario_(scenario) {
   for (const Plan& plan : scenario.plans) {
     SimPlan& made = plans_.emplace_back();
     made.followed = std::make_shared<const FollowedPlan>(scenario.profile, plan);
@@ -46,7 +47,7 @@ Plans::Plans(const SimScenario& scenario) : scenario_(scenario) {
                                      [](const SimFault& fault) { return fault.kind == SimFault::Kind::kKeepOldPlan; });
 }
 
-int32_t Plans::in_force(int32_t rank, int32_t iteration) const {
+int32_t PlanSchedule::in_force(int32_t rank, int32_t iteration) const {
   const bool keeps =
       is_disputed_ && std::ranges::any_of(scenario_.faults, [&](const SimFault& fault) {
         return fault.kind == SimFault::Kind::kKeepOldPlan && fault.rank == rank && fault.iteration == iteration;
@@ -54,7 +55,7 @@ int32_t Plans::in_force(int32_t rank, int32_t iteration) const {
   return agreed(keeps ? iteration - 1 : iteration);
 }
 
-int32_t Plans::agreed(int32_t iteration) const {
+int32_t PlanSchedule::agreed(int32_t iteration) const {
   int32_t plan = 0;
   for (const SimPlanChange& change : scenario_.changes) {
     if (change.iteration <= iteration) {

@@ -1,4 +1,4 @@
-// The plans of a run, worked out once and shared by all ranks: what grows with the number of ranks must not hold a copy.
+// Which plan each rank follows in each iteration. All ranks share one copy of the plans, worked out once.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -20,15 +20,15 @@ struct SimPlan {
   std::shared_ptr<const FollowedPlan> followed;
 
   // By block.
-  std::vector<uint64_t> contents;  // equal for blocks that carry the same bytes in the same way, in whichever plan
+  std::vector<uint64_t> contents;  // equal for blocks of any plan that carry the same bytes by the same operation
   std::vector<int64_t> size_bytes;
   std::vector<Cost> costs;
 };
 
-class Plans {
+class PlanSchedule {
  public:
   // REQUIRES: a checked scenario, which must outlive this. Throws Error{kInvalidLink}, Error{kInvalidPlan}.
-  explicit Plans(const SimScenario& scenario);
+  explicit PlanSchedule(const SimScenario& scenario);
 
   // The plan that a rank follows in an iteration: an index into all().
   int32_t in_force(int32_t rank, int32_t iteration) const;

@@ -15,17 +15,17 @@ namespace gradcast::sim {
 
 struct Rank {
   Follower follower;
-  Watch watch;
+  RankChecker checker;
   Backward backward;
   Forward forward;
 
   int32_t iteration = -1;
-  int32_t plan = 0;             // in force, as an index into Plans::all()
+  int32_t plan = 0;             // in force, as an index into PlanSchedule::all()
   int64_t first_operation = 0;  // of this iteration: block k is the operation first_operation + k, as in the engine
   bool has_left = false;
   bool has_finished = false;
 
-  int64_t launched_count() const { return first_operation + (iteration < 0 ? 0 : watch.launched_count()); }
+  int64_t launched_count() const { return first_operation + (iteration < 0 ? 0 : checker.launched_count()); }
 };
 
 }  // namespace gradcast::sim

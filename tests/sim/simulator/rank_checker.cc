@@ -1,3 +1,4 @@
+// Bits in place of counters: slower than the follower, and simple enough to be seen to be right.
 #include "tests/sim/simulator/rank_checker.h"
 
 #include <algorithm>
@@ -6,7 +7,7 @@
 
 namespace gradcast::sim {
 
-void Watch::begin(const FollowedPlan& plan) {
+void RankChecker::begin(const FollowedPlan& plan) {
   plan_ = &plan;
   launched_count_ = 0;
   finished_count_ = 0;
@@ -16,19 +17,19 @@ void Watch::begin(const FollowedPlan& plan) {
   finished_.assign(plan.plan.blocks.size(), false);
 }
 
-void Watch::on_ready(int32_t tensor) {
+void RankChecker::on_ready(int32_t tensor) {
   GC_CHECK(!ready_[tensor]);
   ready_[tensor] = true;
 }
 
-std::optional<SimRule> Watch::on_launch(int32_t block) {
+std::optional<SimRule> RankChecker::on_launch(int32_t block) {
   const auto fault = block == launched_count_ ? fault_of_next() : SimRule::kPlanOrder;
   launched_count_ += fault ? 0 : 1;
   return fault;
 }
 
 // What forbids the next block of the plan to start now.
-std::optional<SimRule> Watch::fault_of_next() const {
+std::optional<SimRule> RankChecker::fault_of_next() const {
   const int32_t block = launched_count_;
   if (block == plan_->block_count()) {
     return SimRule::kPlanOrder;
@@ -39,11 +40,11 @@ std::optional<SimRule> Watch::fault_of_next() const {
   const bool has_all =
       plan_->plan.blocks[block].op == Op::kAllGather
           ? finished_[plan_->partner[block]]
-          : std::ranges::all_of(plan_->touched[block], [&](int32_t tensor) { return bool{ready_[tensor]}; });
+          : std::ranges::all_of(plan_->block_tensors[block], [&](int32_t tensor) { return bool{ready_[tensor]}; });
   return has_all ? std::nullopt : std::optional(SimRule::kReady);
 }
 
-std::optional<SimRule> Watch::on_finish(int64_t block, const std::vector<int32_t>& arrived) {
+std::optional<SimRule> RankChecker::on_finish(int64_t block, const std::vector<int32_t>& arrived) {
   if (block < 0 || block >= launched_count_ || finished_[block]) {
     return SimRule::kOneEnd;
   }
@@ -60,14 +61,14 @@ std::optional<SimRule> Watch::on_finish(int64_t block, const std::vector<int32_t
   return all_finished() && !all_arrived ? std::optional(SimRule::kArrival) : std::nullopt;
 }
 
-int32_t Watch::oldest_unfinished() const {
+int32_t RankChecker::oldest_unfinished() const {
   const auto oldest = std::find(finished_.begin(), finished_.end(), false);
   GC_CHECK(oldest != finished_.end());
   return static_cast<int32_t>(oldest - finished_.begin());
 }
 
 // A gather brings exactly the ranges of its scatter, so the blocks that wait for a tensor tell those that bring it.
-bool Watch::is_brought(int32_t tensor) const {
+bool RankChecker::is_brought(int32_t tensor) const {
   return std::ranges::all_of(plan_->blocks_waiting[tensor], [&](int32_t block) {
     const int32_t gather = plan_->partner[block];
     return bool{finished_[gather < 0 ? block : gather]};

@@ -1,7 +1,7 @@
-// The judge of one rank: is told what the follower decides and what happens, and knows the rules by itself.
+// Checks one rank against the rules. It is told what the follower decides and what happens.
 //
-// It shares the follower's tables of who touches what, which have tests of their own, and none of its state. A follower that
-// starts a block too early, out of turn or too often breaks a rule here before it can harm another rank.
+// It shares the tables of FollowedPlan with the follower, which have tests of their own, and none of the follower's
+// state. A follower that starts a block too early, out of order or too often breaks a rule here.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -15,20 +15,20 @@
 
 namespace gradcast::sim {
 
-class Watch {
+class RankChecker {
  public:
   // Opens an iteration. The plan must outlive it.
   void begin(const FollowedPlan& plan);
 
   // REQUIRES: once per tensor.
   void on_ready(int32_t tensor);
-  // What the follower wants to do, and what has happened. They return the rule that this breaks, if one; the watch is then of
-  // no more use.
+  // The follower starts a block; a block has ended. Both return the rule that this breaks, if any. The checker must not
+  // be used after that.
   std::optional<SimRule> on_launch(int32_t block);
-  // With the tensors that are said to arrive by it.
+  // `arrived`: the tensors that arrive with it according to the follower.
   std::optional<SimRule> on_finish(int64_t block, const std::vector<int32_t>& arrived);
 
-  // A follower that finds nothing to start must be right about it too.
+  // False if the rules forbid the next block. A follower that starts nothing must be right about that, too.
   bool next_may_start() const { return !fault_of_next(); }
 
   bool is_ready(int32_t tensor) const { return ready_[tensor]; }

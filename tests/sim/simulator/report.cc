@@ -1,3 +1,4 @@
+// Explains a run in which nothing can happen any more. One operation is explained once, however many ranks wait in it.
 #include "tests/sim/simulator/report.h"
 
 #include <algorithm>
@@ -41,19 +42,19 @@ Missing missing_at(int64_t operation, const std::vector<Rank>& ranks, const Netw
 
 class Reporter {
  public:
-  Reporter(const std::vector<Rank>& ranks, const Network& network, const Plans& plans)
-      : ranks_(ranks), network_(network), plans_(plans) {}
+  Reporter(const std::vector<Rank>& ranks, const Network& network, const PlanSchedule& schedule)
+      : ranks_(ranks), network_(network), schedule_(schedule) {}
 
   SimStandstill report(int32_t index) {
     const Rank& rank = ranks_[index];
-    const FollowedPlan& plan = *plans_.all()[rank.plan].followed;
+    const FollowedPlan& plan = *schedule_.all()[rank.plan].followed;
     SimStandstill still;
     still.rank = index;
     still.iteration = rank.iteration;
-    still.block = rank.watch.oldest_unfinished();
+    still.block = rank.checker.oldest_unfinished();
     still.text = "rank " + std::to_string(index) + ", iteration " + std::to_string(rank.iteration) + ": " +
                  block_text(plan, still.block);
-    if (still.block >= rank.watch.launched_count()) {
+    if (still.block >= rank.checker.launched_count()) {
       name_gradient(rank, plan, still);
       return still;
     }
@@ -67,9 +68,9 @@ class Reporter {
 
  private:
   static void name_gradient(const Rank& rank, const FollowedPlan& plan, SimStandstill& still) {
-    const std::vector<int32_t>& touched = plan.touched[still.block];
-    const auto missing = std::ranges::find_if(touched, [&](int32_t tensor) { return !rank.watch.is_ready(tensor); });
-    GC_CHECK(missing != touched.end());  // or the follower did not start what it could
+    const std::vector<int32_t>& tensors = plan.block_tensors[still.block];
+    const auto missing = std::ranges::find_if(tensors, [&](int32_t tensor) { return !rank.checker.is_ready(tensor); });
+    GC_CHECK(missing != tensors.end());  // or the follower did not start what it could
     still.wait = SimStandstill::Wait::kGradient;
     still.tensor = *missing;
     still.text += " waits for the gradient of " + plan.tensor_names[*missing];
@@ -84,24 +85,25 @@ class Reporter {
 
   const std::vector<Rank>& ranks_;
   const Network& network_;
-  const Plans& plans_;
+  const PlanSchedule& schedule_;
   std::map<int64_t, Missing> known_;
 };
 
 }  // namespace
 
 std::string block_text(const FollowedPlan& plan, int32_t block) {
-  const std::vector<int32_t>& touched = plan.touched[block];
-  std::string tensors = plan.tensor_names[touched.front()];
-  tensors += touched.size() == 1 ? "" : " … " + plan.tensor_names[touched.back()];
+  const std::vector<int32_t>& tensors = plan.block_tensors[block];
+  std::string names = plan.tensor_names[tensors.front()];
+  names += tensors.size() == 1 ? "" : " … " + plan.tensor_names[tensors.back()];
   const Op op = plan.plan.blocks[block].op;
   return "block " + std::to_string(block + 1) + " of " + std::to_string(plan.block_count()) + " (" +
-         (op == Op::kAllReduce ? "" : std::string(to_string(op)) + " of ") + tensors + ", " +
+         (op == Op::kAllReduce ? "" : std::string(to_string(op)) + " of ") + names + ", " +
          bytes_text(plan.plan.blocks[block].size_bytes()) + ")";
 }
 
-std::vector<SimStandstill> standstills(const std::vector<Rank>& ranks, const Network& network, const Plans& plans) {
-  Reporter reporter(ranks, network, plans);
+std::vector<SimStandstill> standstills(const std::vector<Rank>& ranks, const Network& network,
+                                       const PlanSchedule& schedule) {
+  Reporter reporter(ranks, network, schedule);
   std::vector<SimStandstill> found;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (!ranks[i].has_finished && !ranks[i].has_left) {

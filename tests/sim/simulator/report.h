@@ -1,4 +1,4 @@
-// What a run says about ranks that stand still, and how it names blocks.
+// Reports on ranks that stand still, and descriptions of blocks.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -18,7 +18,8 @@ namespace gradcast::sim {
 // "block 3 of 7 (layer4.conv2.weight … fc.bias, 12.4 MB)", counted from 1, as in the engine's messages.
 std::string block_text(const FollowedPlan& plan, int32_t block);
 
-// Of all ranks that are neither through nor gone. REQUIRES: nothing can happen any more, and no rule is broken.
-std::vector<SimStandstill> standstills(const std::vector<Rank>& ranks, const Network& network, const Plans& plans);
+// One report for each rank that has neither finished nor left. REQUIRES: no event is left, and no rule is broken.
+std::vector<SimStandstill> standstills(const std::vector<Rank>& ranks, const Network& network,
+                                       const PlanSchedule& schedule);
 
 }  // namespace gradcast::sim

@@ -1,9 +1,10 @@
-// Many ranks in virtual time: each follows its plan by the follower that the live engine runs, over a network that is only
-// arithmetic. It shows what no machine at hand can: thousands of ranks, and events that come late or never.
+// The rank simulator: many ranks in virtual time. Each rank runs the live engine's follower over a network that is only
+// arithmetic. So tests cover thousands of ranks, and events that come late or never.
 //
-// What holds is checked while it runs, by code of its own (SimRule); the first fault ends the run. Where something never comes
-// the run ends too, with one sentence for each rank that stands still. Every draw is a function of the seed and of what is
-// drawn (rank, iteration, tensor or block), never of the order of events: one scenario is one run, on every machine.
+// The simulator checks its rules (SimRule) while it runs, with code that it does not share with the follower. The first
+// broken rule ends the run. If an event never comes, the run ends with a report for each rank that stands still. Every
+// random number is a function of the seed and of its use (rank, iteration, tensor or block), never of the order of
+// events: the same scenario gives the same run on every machine.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -19,7 +20,8 @@
 
 namespace gradcast {
 
-// How far a run is from the profile. All 0, as by default: it is `play`, iteration for iteration. Draws are uniform.
+// How far a run deviates from the profile; all draws are uniform. With all values 0, the default, each iteration equals
+// play().
 struct SimJitter {
   double compute_share = 0;          // a rank computes an iteration up to this share slower
   double straggler_probability = 0;  // by rank and iteration: that it computes …
@@ -55,8 +57,8 @@ struct SimPlanChange {
 
 struct SimScenario {
   Profile profile;  // with the link; its world_size does not count
-  // The first is in force from the start. They are not checked against the profile, because finding a byte that travels twice
-  // is the simulator's own task.
+  // The first is in force from the start. They are not checked against the profile, because finding a byte that travels
+  // twice is the simulator's own task.
   std::vector<Plan> plans;
   std::vector<SimPlanChange> changes;  // ascending
   int32_t rank_count = 2;
@@ -67,7 +69,7 @@ struct SimScenario {
   bool keep_launches = false;  // SimRankResult.launches: of small runs, for tests and pictures
 };
 
-// What holds in every run.
+// The rules that hold in every run.
 enum class SimRule {
   kSameOperation,  // the k-th operation carries the same bytes of the same iteration on every rank
   kPlanOrder,      // a rank starts the blocks of its plan one after the other, from the first to the last
@@ -83,7 +85,7 @@ enum class SimRule {
 // "same_operation" and so on.
 std::string_view to_string(SimRule rule);
 
-// A broken rule. -1 where it concerns no rank or block in particular.
+// A broken rule. -1 if it concerns no particular rank or block.
 struct SimFinding {
   SimRule rule = SimRule::kEnds;
   int32_t rank = -1;
@@ -93,7 +95,7 @@ struct SimFinding {
   std::string text;  // for people
 };
 
-// A rank that has not finished when nothing can happen any more: its oldest unfinished block, and what that waits for.
+// A rank that is unfinished when no event is left: its oldest unfinished block, and what that block waits for.
 struct SimStandstill {
   enum class Wait {
     kGradient,    // of `tensor`, and of nobody else
@@ -143,8 +145,8 @@ struct SimResult {
   int64_t operation_peak = 0;   // operations that were open at once
 };
 
-// Throws Error: kInvalidOption for a scenario that makes no sense (the field is named), kInvalidProfile, kInvalidLink (also a
-// kind of operation of a plan that the link does not know), kInvalidPlan (a plan that no follower can follow).
+// Throws Error: kInvalidOption for a scenario that makes no sense (the field is named), kInvalidProfile, kInvalidLink
+// (also a kind of operation of a plan that the link does not know), kInvalidPlan (a plan that no follower can follow).
 SimResult simulate(const SimScenario& scenario);
 
 }  // namespace gradcast

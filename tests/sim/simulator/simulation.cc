@@ -1,3 +1,4 @@
+// Each event goes to the follower and to the rank checker. The run stops at the first event on which they disagree.
 #include "tests/sim/simulator/simulation.h"
 
 #include <algorithm>
@@ -9,10 +10,10 @@ namespace gradcast::sim {
 
 Simulation::Simulation(const SimScenario& scenario)
     : scenario_(scenario),
-      plans_(scenario),
+      schedule_(scenario),
       draws_(scenario.seed),
-      network_(scenario, plans_),
-      ledger_(scenario.profile),
+      network_(scenario, schedule_),
+      coverage_(scenario.profile),
       ranks_(static_cast<size_t>(scenario.rank_count)),
       ended_counts_(static_cast<size_t>(scenario.iteration_count), 0) {
   result_.ranks.resize(ranks_.size());
@@ -59,19 +60,21 @@ void Simulation::handle(const Event& event) {
   }
 }
 
+// As the engine does in begin(): the follower starts over, and operations go on counting.
 void Simulation::begin_iteration(int32_t index, double now_ns) {
   Rank& rank = ranks_[index];
   rank.first_operation = rank.launched_count();
   ++rank.iteration;
-  rank.plan = plans_.in_force(index, rank.iteration);
-  const auto& followed = plans_.all()[rank.plan].followed;
+  rank.plan = schedule_.in_force(index, rank.iteration);
+  const auto& followed = schedule_.all()[rank.plan].followed;
   rank.follower.begin(followed);
-  rank.watch.begin(*followed);
+  rank.checker.begin(*followed);
   rank.backward.begin(scenario_, draws_, index, rank.iteration, now_ns);
   rank.forward.begin(followed->plan.mode, rank.backward.end_ns(), rank.backward.factor());
   push_next_gradient(index);
 }
 
+// Only the next gradient of a rank is in the queue, which would otherwise hold ranks times tensors.
 void Simulation::push_next_gradient(int32_t index) {
   if (const auto gradient = ranks_[index].backward.next()) {
     queue_.push({gradient->time_ns, 0, gradient->tensor, index, Event::Kind::kReady});
@@ -81,11 +84,12 @@ void Simulation::push_next_gradient(int32_t index) {
 void Simulation::on_ready(int32_t index, int32_t tensor, double now_ns) {
   Rank& rank = ranks_[index];
   push_next_gradient(index);
-  rank.watch.on_ready(tensor);
+  rank.checker.on_ready(tensor);
   rank.follower.on_ready(tensor);
   launch_all(index, now_ns);
 }
 
+// An end that comes a second time, or for an iteration that is over, is found here, as in the engine.
 void Simulation::on_complete(int32_t index, int64_t operation, double now_ns) {
   Rank& rank = ranks_[index];
   const bool has_failed = network_.is_open(operation) && network_.at(operation).failed_by_rank >= 0;
@@ -100,17 +104,17 @@ void Simulation::on_complete(int32_t index, int64_t operation, double now_ns) {
     return;
   }
   const std::vector<int32_t> arrived = rank.follower.on_finish(static_cast<int32_t>(block));
-  if (const auto broken = rank.watch.on_finish(block, arrived)) {
+  if (const auto broken = rank.checker.on_finish(block, arrived)) {
     find(*broken, index, static_cast<int32_t>(block), "its end came, and with it the wrong tensors or a second time");
     return;
   }
-  const SimPlan& plan = plans_.all()[rank.plan];
+  const SimPlan& plan = schedule_.all()[rank.plan];
   if (plan.followed->plan.blocks[block].op != Op::kAllGather) {
     result_.ranks[index].reduced_bytes += plan.size_bytes[block];
   }
   launch_all(index, now_ns);
-  rank.forward.advance(scenario_.profile, rank.watch, now_ns);
-  if (rank.forward.has_ended() && rank.watch.all_finished()) {
+  rank.forward.advance(scenario_.profile, rank.checker, now_ns);
+  if (rank.forward.has_ended() && rank.checker.all_finished()) {
     end_iteration(index);
   }
 }
@@ -123,22 +127,24 @@ void Simulation::launch_all(int32_t index, double now_ns) {
       launch(index, *block, now_ns);
       continue;
     }
-    if (ranks_[index].watch.next_may_start()) {
-      find(SimRule::kStart, index, ranks_[index].watch.launched_count(), "it may start, and the follower waits");
+    if (ranks_[index].checker.next_may_start()) {
+      find(SimRule::kStart, index, ranks_[index].checker.launched_count(), "it may start, and the follower waits");
     }
     return;
   }
 }
 
+// Compares the operation with what other ranks have launched under the same number: equal numbers must carry equal
+// bytes.
 void Simulation::launch(int32_t index, int32_t block, double now_ns) {
   Rank& rank = ranks_[index];
   const int64_t number = rank.launched_count();
-  if (const auto broken = rank.watch.on_launch(block)) {
+  if (const auto broken = rank.checker.on_launch(block)) {
     find(*broken, index, block, "the follower started it");
     return;
   }
   SimRankResult& seen = result_.ranks[index];
-  const uint64_t content = plans_.all()[rank.plan].contents[block];
+  const uint64_t content = schedule_.all()[rank.plan].contents[block];
   seen.order_hash = mixed(mixed(seen.order_hash + static_cast<uint64_t>(rank.iteration)) + content);
   ++seen.launch_count;
   if (scenario_.keep_launches) {
@@ -146,7 +152,7 @@ void Simulation::launch(int32_t index, int32_t block, double now_ns) {
   }
   Operation& operation = network_.launch(number, index, rank.iteration, rank.plan, block);
   if (!network_.is_same(operation, rank.iteration, rank.plan, block)) {
-    const FollowedPlan& other = *plans_.all()[operation.plan].followed;
+    const FollowedPlan& other = *schedule_.all()[operation.plan].followed;
     find(SimRule::kSameOperation, index, block,
          "operation " + std::to_string(number) + " is " + block_text(other, operation.block) + " of iteration " +
              std::to_string(operation.iteration) + " on rank " + std::to_string(operation.first_rank));
@@ -156,15 +162,16 @@ void Simulation::launch(int32_t index, int32_t block, double now_ns) {
   }
 }
 
+// All ranks have launched it. It takes the wire, and its bytes count for the iteration.
 void Simulation::start(Operation& operation, int64_t index, double now_ns) {
   using enum Draws::For;
   const Draws::Place place{-1, operation.iteration, operation.block};
   const double share = scenario_.jitter.link_share;
   network_.start(operation, now_ns, 1 + share * draws_.share(kAlpha, place), 1 + share * draws_.share(kBytes, place));
-  const FollowedPlan& plan = *plans_.all()[operation.plan].followed;
-  ledger_.enter(plan.plan.blocks[operation.block]);
+  const FollowedPlan& plan = *schedule_.all()[operation.plan].followed;
+  coverage_.add(plan.plan.blocks[operation.block]);
   if (operation.block + 1 == plan.block_count()) {
-    if (const auto fault = ledger_.close()) {
+    if (const auto fault = coverage_.finish()) {
       find(SimRule::kEveryByte, -1, -1, "in iteration " + std::to_string(operation.iteration) + ", " + *fault);
       result_.finding->iteration = operation.iteration;
       return;
@@ -173,6 +180,7 @@ void Simulation::start(Operation& operation, int64_t index, double now_ns) {
   tell_ranks(operation, index);
 }
 
+// Each rank hears of the end at a time of its own.
 void Simulation::tell_ranks(Operation& operation, int64_t index) {
   using enum Draws::For;
   const SimJitter& jitter = scenario_.jitter;
@@ -209,6 +217,7 @@ void Simulation::end_iteration(int32_t index) {
   }
 }
 
+// A rank that has left takes part in nothing; operations that have not ended by now fail.
 void Simulation::leave(int32_t index, double now_ns) {
   Rank& rank = ranks_[index];
   if (rank.has_finished || rank.has_left) {
@@ -224,6 +233,7 @@ bool Simulation::is_hit(SimFault::Kind kind, int32_t rank, int32_t iteration, in
   });
 }
 
+// Keeps the first broken rule only: later ones follow from it.
 void Simulation::find(SimRule rule, int32_t index, int32_t block, const std::string& what) {
   if (result_.finding) {
     return;
@@ -232,7 +242,7 @@ void Simulation::find(SimRule rule, int32_t index, int32_t block, const std::str
   finding.rule = rule;
   finding.rank = index;
   if (index >= 0 && ranks_[index].iteration >= 0) {
-    const FollowedPlan& plan = *plans_.all()[ranks_[index].plan].followed;
+    const FollowedPlan& plan = *schedule_.all()[ranks_[index].plan].followed;
     finding.iteration = ranks_[index].iteration;
     finding.text = "rank " + std::to_string(index) + ", iteration " + std::to_string(finding.iteration) + ": ";
     // A broken follower may name a block that the plan does not have.
@@ -245,16 +255,19 @@ void Simulation::find(SimRule rule, int32_t index, int32_t block, const std::str
   result_.finding = finding;
 }
 
+// Every iteration has one begin, one event for each gradient and one for each block on each rank; faults may add one
+// each.
 int64_t Simulation::event_count_max() const {
   const auto tensor_count = static_cast<int64_t>(scenario_.profile.tensors.size());
   size_t block_count_max = 0;
-  for (const SimPlan& plan : plans_.all()) {
+  for (const SimPlan& plan : schedule_.all()) {
     block_count_max = std::max(block_count_max, plan.contents.size());
   }
   const int64_t per_rank = (1 + tensor_count + static_cast<int64_t>(block_count_max)) * scenario_.iteration_count;
   return per_rank * scenario_.rank_count + static_cast<int64_t>(scenario_.faults.size());
 }
 
+// Iterations count as ended only if they ended on all ranks.
 void Simulation::conclude() {
   while (!result_.iteration_end_ns.empty() &&
          ended_counts_[result_.iteration_end_ns.size() - 1] < scenario_.rank_count) {
@@ -272,7 +285,7 @@ void Simulation::conclude() {
                                                    : kStoodStill;
   }
   if (!result_.finding) {
-    result_.standstills = standstills(ranks_, network_, plans_);
+    result_.standstills = standstills(ranks_, network_, schedule_);
   }
 }
 

@@ -1,4 +1,4 @@
-// A run: takes events in the order of time, lets ranks and network answer them, and judges what they do.
+// One run: takes events in order of time, passes them to ranks and network, and checks what they do.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -45,11 +45,11 @@ class Simulation {
   void conclude();
 
   const SimScenario& scenario_;
-  const Plans plans_;
+  const PlanSchedule schedule_;
   const Draws draws_;
   EventQueue queue_;
   Network network_;
-  Ledger ledger_;
+  ByteCoverage coverage_;
   std::vector<Rank> ranks_;
   std::vector<int32_t> ended_counts_;  // by iteration: ranks that have ended it
   SimResult result_;

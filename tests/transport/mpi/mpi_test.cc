@@ -1,5 +1,5 @@
-// The transport over MPI where MPI fails: this binary has MPI_Test and MPI_Comm_free of its own, in front of the library's, and
-// an operator delete that watches one piece of memory. One rank, so no mpirun is needed.
+// The transport over MPI where MPI fails: this binary has MPI_Test and MPI_Comm_free of its own, in front of the
+// library's, and an operator delete that watches one piece of memory. One rank, so no mpirun is needed.
 #include "gradcast/mpi.h"
 
 #include <gtest/gtest.h>

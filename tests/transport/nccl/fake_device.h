@@ -1,6 +1,6 @@
-// What CUDA and NCCL are to the transport over NCCL, in one process and without a device: streams are threads, their kernels
-// functions, and ranks threads as well. fake_cuda.cc and fake_nccl.cc define the functions of both libraries that it calls.
-// Memory of the device is the host's.
+// What CUDA and NCCL are to the transport over NCCL, in one process and without a device: streams are threads, their
+// kernels functions, and ranks threads as well. fake_cuda.cc and fake_nccl.cc define the functions of both libraries
+// that it calls. Memory of the device is the host's.
 //
 // Thread safety: any thread.
 #pragma once

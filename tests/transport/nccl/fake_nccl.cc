@@ -1,5 +1,6 @@
-// Operations of a communicator, in the order in which each rank calls them, run when all its ranks' streams have come to them.
-// A rank that is aborted leaves: its own operations end, those of the others wait on, as NCCL's do inside of a host.
+// Operations of a communicator, in the order in which each rank calls them, run when all its ranks' streams have come
+// to them. A rank that is aborted leaves: its own operations end, those of the others wait on, as NCCL's do inside of a
+// host.
 #include <atomic>
 #include <cstdint>
 #include <cstring>

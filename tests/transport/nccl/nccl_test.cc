@@ -1,5 +1,6 @@
-// The transport over NCCL: sums, order, and every way in which it can go wrong. Built twice: on a device of the tests' own
-// with ranks in threads, and, as nccl_device_test, on a real one with a single rank, where it skips without a device.
+// The transport over NCCL: sums, order, and every way in which it can go wrong. Built twice: on a device of the tests'
+// own with ranks in threads, and, as nccl_device_test, on a real one with a single rank, where it skips without a
+// device.
 #include "gradcast/nccl.h"
 
 #include <gtest/gtest.h>

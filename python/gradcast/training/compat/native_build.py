@@ -17,7 +17,12 @@ MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 HEADERS = (
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
+    "csrc/bindings/capsule.h",
+    "csrc/platform/clock.h",
+    "csrc/platform/sync.h",
+    "csrc/platform/thread.h",
     "csrc/transport/common/completion_gate.h",
+    "csrc/transport/common/parts.h",
     "csrc/transport/common/range_map.h",
 )
 _COMPILERS = ("c++", "g++", "clang++")

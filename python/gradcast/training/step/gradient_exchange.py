@@ -95,7 +95,7 @@ class GradientExchange:
         self._wait(lambda: self._engine.wait(tensors, _WAIT_SLICE_NS, queued=self._on_device))
         if not self._on_device:
             return indices
-        usable = {*tensors, *self._engine.coming_with(tensors)}
+        usable = {*tensors, *self._engine.queued_no_later_than(tensors)}
         for tensor in usable:
             where = self._buffers.layout[tensor]
             self._transport.order_behind(where.buffer, where.lo_bytes, where.end_bytes)

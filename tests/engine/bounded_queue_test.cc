@@ -1,5 +1,5 @@
 // The queue between threads: bounded, in order, and quiet until there is something to do.
-#include "platform/sync.h"
+#include "engine/bounded_queue.h"
 
 #include <gtest/gtest.h>
 
