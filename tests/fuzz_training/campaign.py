@@ -22,6 +22,7 @@ class Found:
     reasons: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     invalid: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     followed: int = 0
+    phases: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     failures: list[tuple[Program, Verdict]] = dataclasses.field(default_factory=list)
 
     @property
@@ -32,6 +33,7 @@ class Found:
         lines = [f"{count:6d}  {state}" for state, count in self.states.most_common()]
         share = 100 * self.followed / max(1, self.states["equal"])
         lines.append(f"{share:5.1f} % of equal programs in overlap mode follow a plan of many blocks")
+        lines += [f"{count:6d}  in overlap mode through {phase}" for phase, count in self.phases.most_common()]
         lines += [f"{count:6d}  refused: {reason}" for reason, count in self.reasons.most_common()]
         lines += [f"{count:6d}  invalid: {reason}" for reason, count in self.invalid.most_common(12)]
         return "\n".join(lines)
@@ -61,6 +63,7 @@ def campaign(
         found.states[outcome.state] += 1
         found.reasons.update(outcome.reasons)
         found.followed += outcome.followed
+        found.phases.update(outcome.phases)
         if outcome.state == "invalid":
             found.invalid[outcome.text.strip().splitlines()[-1][:120] if outcome.text.strip() else ""] += 1
         if outcome.state == "failed":

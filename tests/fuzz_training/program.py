@@ -347,7 +347,8 @@ def _train(program: Program) -> str:
         "seen.append(loss.detach().clone())",
         _at(program, "stepped"),
         _zero(program, "end"),
-        "if handle is not None:\n    followed.append((len(handle.plan.blocks), handle.plan.policy, handle.measuring))",
+        "if handle is not None:\n    plan = handle.plan\n"
+        "    followed.append((len(plan.blocks), plan.policy, handle.measuring, handle.plan_version))",
         _at(program, "end"),
     ]
     if program.stepping in ("scaler", "unscaled") and program.seed % 2:

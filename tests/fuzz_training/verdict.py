@@ -18,6 +18,7 @@ class Verdict:
     reasons: tuple[str, ...] = ()
     text: str = ""
     followed: bool = False  # the overlap program followed a plan of many blocks
+    phases: tuple[str, ...] = ()  # of a plan's life that the overlap program went through
 
 
 def verdict(program: Program, ranks: list[dict]) -> Verdict:
@@ -40,9 +41,21 @@ def verdict(program: Program, ranks: list[dict]) -> Verdict:
         return Verdict("failed", text="\n".join(failures))
     if reasons:
         return Verdict("refused", tuple(dict.fromkeys(reasons)), "\n".join(dict.fromkeys(reasons)))
-    blocks = [entry for entry in ranks[0]["overlap"]["followed"] if not entry[2]]
-    many = sum(count >= _MANY_BLOCKS for count, _, _ in blocks)
-    return Verdict("equal", followed=many >= program.steps // 2)
+    steps = ranks[0]["overlap"]["followed"]
+    many = sum(blocks >= _MANY_BLOCKS and not measuring for blocks, _, measuring, _ in steps)
+    return Verdict("equal", followed=many >= program.steps // 2, phases=_phases(program, steps))
+
+
+def _phases(program: Program, steps: list[tuple[int, str, bool, int]]) -> tuple[str, ...]:
+    """``steps``: of each step the blocks and the policy of its plan, whether it was measured, and the plan's version."""
+    if program.pinned:
+        return ()
+    found = {
+        "a warm-up": any(measuring for _, _, measuring, _ in steps),
+        "a plan made anew": len({version for _, _, measuring, version in steps if not measuring}) > 1,
+        "the DDP baseline": any(policy == "ddp" and not measuring for _, policy, measuring, _ in steps),
+    }
+    return tuple(name for name, is_there in found.items() if is_there)
 
 
 def _reason(text: str) -> str:
