@@ -47,7 +47,7 @@ def verdict(program: Program, ranks: list[dict]) -> Verdict:
 
 
 def _phases(program: Program, steps: list[tuple[int, str, bool, int]]) -> tuple[str, ...]:
-    """``steps``: of each step the blocks and the policy of its plan, whether it was measured, and the plan's version."""
+    """``steps``: each step's number of blocks and policy, whether it was measured, and the version of its plan."""
     if program.pinned:
         return ()
     found = {
