@@ -284,5 +284,5 @@ def _scaling():
             point = {"workers": workers, "network": network, "algorithm": "ring", "basis": basis, "step_ms": ms}
             interval = {"low_ms": ms * (1 - wide / 2), "high_ms": ms * (1 + wide)}
             points.append(point | interval | {"efficiency": 270 / ms})
-    left_out = ["nothing is known of the network inside a node"]
+    left_out = ["the costs of the network inside a node are not known"]
     return {"points": points, "knee_workers": 16, "worth_trying": [2, 4, 8, 16], "left_out": left_out}

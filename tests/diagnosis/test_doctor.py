@@ -68,6 +68,7 @@ def test_the_training_ends_in_the_very_state_in_which_it_would_have(tmp_path, wo
     assert "what would help" in said or "None of these actions will help" in said
 
 
+@pytest.mark.slow
 def test_what_was_put_in_is_found_and_named(tmp_path):
     train(tmp_path, "--layer-ms", "1", "--slow-rank", "1", "--slow-ms", "120", doctor=QUICK)
     result = result_in(tmp_path)

@@ -51,7 +51,7 @@ def with_doctor(rank, folder, accumulate):
     return equal, hooks, None if result is None else {"parts": result["parts"], "step": result["step"]}
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_around_a_loop(ranks, tmp_path, accumulate):
     results = ranks.run(3, with_doctor, str(tmp_path / "run"), accumulate, timeout_s=TIMEOUT_S)
     assert [result is not None for _, _, result in results] == [True, False, False]
@@ -219,7 +219,7 @@ def with_clipping(rank, folder, clips):
     return len(called), found and ({each["key"] for each in found["actions"]}, found["overlap_left_out"])
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("clips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_loop_that_clips_is_promised_no_overlap(ranks, tmp_path, clips):
     results = ranks.run(2, with_clipping, str(tmp_path / "run"), clips, timeout_s=TIMEOUT_S)
     assert [called for called, _ in results] == [10, 10]

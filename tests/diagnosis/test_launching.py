@@ -146,12 +146,13 @@ def test_python_between_operations_is_no_computing():
     assert torch.autograd._profiler_enabled() is torch.autograd.profiler._is_profiler_enabled is False
 
 
+@pytest.mark.slow
 def test_steps_that_are_no_longer_than_usual_lose_nothing():
     plenty = dict.fromkeys(("forward", "backward", "update"), 1e6)
     assert min(computing(Slow(), plenty)["backward"]) >= 40
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("in_thread", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_made(in_thread):
     module = Slow()
     made = []
@@ -169,6 +170,7 @@ def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_ma
         assert any(event.name == "aten::add" for event in profiler.events())
 
 
+@pytest.mark.slow
 def test_before_a_schedule_of_the_script_begins_the_steps_are_made_as_well():
     module = Slow()
     made = []

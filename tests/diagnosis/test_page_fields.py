@@ -156,7 +156,7 @@ def test_where_the_loop_uses_all_gradients_overlap_mode_is_left_out_and_text_and
 def test_what_was_measured_between_hosts_is_not_taken_for_the_inside_of_one():
     """There are two ranks per host."""
     scaling = result()["scaling"]
-    assert scaling["left_out"] == ["nothing is known of the network inside a node"]
+    assert scaling["left_out"] == ["the costs of the network inside a node are not known"]
     assert min(point["workers"] for point in scaling["points"]) == 4
 
 

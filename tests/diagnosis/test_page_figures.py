@@ -225,7 +225,7 @@ def test_the_knee_stands_where_it_is(run_fields):
     assert at(shapes(told, "line", "reference")[0], "x1", "x2") == pytest.approx(at(tick, "x") * 2)
     assert "knee: 16" in words_of(told)
     assert "Beyond 16 workers" in words_of(told)
-    assert "Left out: nothing is known of the network inside a node." in words_of(told)
+    assert "Left out: the costs of the network inside a node are not known." in words_of(told)
     without = section(run_fields | {"scaling": run_fields["scaling"] | {"knee_workers": None}}, "scaling")
     assert not shapes(without, "line", "reference")
     assert "knee" not in words_of(without)

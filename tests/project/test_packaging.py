@@ -20,7 +20,7 @@ from conftest import ROOT
 def test_the_version_stands_in_one_place():
     header = (ROOT / "include/gradcast/version.h").read_text()
     assert gradcast.__version__ == re.search(r'"([^"]+)"', header)[1]
-    assert f"## {gradcast.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{gradcast.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_tool_is_pinned():

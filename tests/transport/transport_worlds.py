@@ -78,7 +78,7 @@ def run_processes(program: str, world_size: int, limit_s: float = WORLD_S) -> li
     """Runs a program of transport_ranks.py on every rank, and returns how each ended, by rank."""
     # One thread each; the network on loopback, whatever this machine's name resolves to; nothing of a caller's job.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "GLOO_"))}
-    environment = kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(RANKS.parents[1])}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(world_size):

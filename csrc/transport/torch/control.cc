@@ -107,7 +107,7 @@ class Piece {
   int64_t size_ = 0;
 };
 
-void send_in_pieces(c10d::ProcessGroup& group, const at::Tensor& flat, Piece& piece) {
+void send_in_pieces(const at::Tensor& flat, Piece& piece) {
   int64_t sent = 0;
   while (sent < flat.numel()) {
     if (piece.room_for(flat) == 0) piece.send();
@@ -156,7 +156,7 @@ void copy_from_first(c10d::ProcessGroup& group, const std::vector<at::Tensor>& t
     Piece piece(group);
     for (auto each = rest.begin(); each != others; ++each) {
       const Elements elements(*each);
-      send_in_pieces(group, elements.flat, piece);
+      send_in_pieces(elements.flat, piece);
       if (!elements.is_copy) continue;
       piece.send();
       if (group.getRank() > 0) each->detach().copy_(elements.flat.view(each->sizes()));

@@ -37,7 +37,8 @@ def run(folder, mode, killed_step):
     return json.loads((folder / "facts.json").read_text())
 
 
-@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_a_killed_worker_goes_on_from_the_checkpoint(tmp_path, mode):
     undisturbed = run(tmp_path / "undisturbed", mode, -1)
     restarted = run(tmp_path / "restarted", mode, 9)

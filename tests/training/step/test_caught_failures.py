@@ -88,7 +88,7 @@ def fail_alone(rank, mode):
     return failure
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 def test_where_one_rank_fails_alone_the_others_do_not_train_on(ranks, mode):
     (code, message), other = ranks.run(2, fail_alone, mode, wait_s=8)
     assert code == "invalid_use"

@@ -95,7 +95,7 @@ def train_both(rank, case, steps):
 
 
 # One with four ranks is enough for every change.
-SLOW = {("convnet_last", 4), ("mixed64", 4)}
+SLOW = {("convnet_last", 4), ("mixed64", 4), ("transformer", 4)}
 
 
 @pytest.mark.parametrize(
