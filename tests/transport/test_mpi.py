@@ -132,6 +132,7 @@ def test_bench_between_threads():
     check_results(ended.stdout, "inproc", 3)
 
 
+@pytest.mark.slow
 @needs_bench
 @needs_mpi
 def test_bench_between_processes():

@@ -35,7 +35,7 @@ def extension():
 # The transport over torch, and the same with a wire format.
 TORCH = pytest.mark.parametrize("wire", ["", "+fp16"], ids=["fp32", "fp16"])
 WORLDS = {"": (1, 2, 3, 4), "+fp16": (2, 3)}
-SLOW = {"": (1, 2, 4), "+fp16": (2,)}
+SLOW = {"": (1, 2, 4), "+fp16": (2, 3)}
 
 
 @functools.cache
