@@ -78,7 +78,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
     if args.in_flight > 1:
         print(f"up to {args.in_flight} blocks in flight")
     print()
-    headers = ["policy", "blocks", "iteration ms", "time / bound", "time / plain bound", "speedup over ddp"]
+    headers = ["policy", "blocks", "iteration ms", "time / bound", "time / plain bound", "speed-up over ddp"]
     common.print_table([_row_cells(row) for row in comparison.rows], headers, "lrrrrr")
     print()
     for row in comparison.rows:

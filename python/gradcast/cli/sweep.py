@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         commands,
         "sweep",
         "compare policies over many networks",
-        "Writes one CSV line per bandwidth, world size and policy, and optionally draws the speedup over DDP.",
+        "Writes one CSV line per bandwidth, world size and policy, and optionally draws the speed-up over DDP.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
     common.add_policies_option(parser, "--policies")
     common.add_schedule_options(parser)
     parser.add_argument("-o", "--output", metavar="CSV", help="write the table to this file (default: print it)")
-    parser.add_argument("--plot", metavar="PNG", help="draw the speedup over DDP against the bandwidth")
+    parser.add_argument("--plot", metavar="PNG", help="draw the speed-up over DDP against the bandwidth")
     parser.set_defaults(run=run)
 
 

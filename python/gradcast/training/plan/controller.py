@@ -54,13 +54,13 @@ from gradcast.training.step.gradient_exchange import GradientExchange
 _log = logging.getLogger("gradcast")
 
 
-class Phase:
+class PlanPhase:
     """A phase, as the controller sees it. By default nothing happens in it."""
 
     on_baseline = False  # the open iteration follows the DDP baseline
     slowest_rank: int | None = None  # see PlanController
 
-    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> "Phase":
+    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> "PlanPhase":
         """Called when an iteration begins, with nothing in flight. Returns the phase of this iteration.
 
         ``own``: this rank's report of the step that ends now, None if it tells nothing. ``reports``: the last ones that
@@ -72,14 +72,14 @@ class Phase:
         """Called when it is decided what the iteration follows."""
 
 
-class WarmingUp(Phase):
+class WarmingUp(PlanPhase):
     def __init__(self, controller: "PlanController", warmup: Warmup, change: PlanChange | None = None) -> None:
         """``change``: why the ranks measure again."""
         self._controller = controller
         self._change = change
         self.warmup = warmup
 
-    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> Phase:
+    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
         # All ranks begin equally many iterations; on one of them the loop may leave out step().
         self.warmup.stopwatch.backward_started()
         ended = self._controller.exchange.timeline()
@@ -97,7 +97,7 @@ class WarmingUp(Phase):
         return phase
 
 
-class Fixed(Phase):
+class Fixed(PlanPhase):
     """The plan never changes."""
 
 
@@ -119,7 +119,7 @@ class MonitorFeed:
         return self.monitor.on_iteration(self._on_baseline[0], [report.facts for report in reports or []])
 
 
-class _Monitored(Phase):
+class _Monitored(PlanPhase):
     """A phase whose iterations the monitor hears of."""
 
     def __init__(self, controller: "PlanController", feed: MonitorFeed, *, on_baseline: bool) -> None:
@@ -147,7 +147,7 @@ class Calibrating(_Monitored):
         super().__init__(controller, feed, on_baseline=controller.agreed.runs_as_baseline)
         self._calibration = Calibration(controller.agreed.in_force, controller.profile.link.pack_ns_per_byte)
 
-    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> Phase:
+    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
         ended = self._controller.exchange.timeline()
         compute = self._controller.compute_of_last_step(own)
         if not self._calibration.add_step(ended[-1] if ended else None, compute):
@@ -159,7 +159,7 @@ class Calibrating(_Monitored):
 
 
 class Following(_Monitored):
-    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> Phase:
+    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
         decision = self._decide(reports)
         if decision is None:
             return self
@@ -175,7 +175,7 @@ class Following(_Monitored):
 
 
 class Baseline(_Monitored):
-    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> Phase:
+    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
         decision = self._decide(reports)
         if decision is None or decision.change is None:
             return self
@@ -210,7 +210,7 @@ class PlanController:
         self.unseen_reads: set[int] = set()
         self.version = 0
         self.interrupted = False  # how long the open iteration takes tells nothing
-        self._phase: Phase = self._begin_warmup(range(len(names)))
+        self._phase: PlanPhase = self._begin_warmup(range(len(names)))
 
     @property
     def warmup(self) -> Warmup | None:
@@ -273,16 +273,16 @@ class PlanController:
 
     # --- What the phases do ---
 
-    def after_warmup(self, agreed: AgreedPlan) -> Phase:
+    def after_warmup(self, agreed: AgreedPlan) -> PlanPhase:
         return self._start_plan(agreed, lambda feed: Calibrating(self, feed))
 
-    def monitored(self, feed: MonitorFeed) -> Phase:
+    def monitored(self, feed: MonitorFeed) -> PlanPhase:
         """The phase of a plan that needs no calibration (any more)."""
         if self.agreed.runs_as_baseline:
             return Baseline(self, feed, on_baseline=True)
         return Following(self, feed, on_baseline=False)
 
-    def measure_again(self, change: _core.Change) -> Phase:
+    def measure_again(self, change: _core.Change) -> PlanPhase:
         phase = self._begin_warmup(self.agreed.order, PlanChange(change, self.agreed))
         phase.warmup.stopwatch.backward_started()
         return phase
@@ -322,7 +322,7 @@ class PlanController:
             self.describe()
         return True
 
-    def follow_corrected(self, agreed: AgreedPlan) -> Phase:
+    def follow_corrected(self, agreed: AgreedPlan) -> PlanPhase:
         """Follows the plan that replaces the calibrated one."""
         if agreed.profile.to_json() != self.profile.to_json():
             in_force = self.in_force
@@ -378,7 +378,7 @@ class PlanController:
         self.follow(warmup.agree_on_first_plan())
         return WarmingUp(self, warmup, change)
 
-    def _start_plan(self, agreed: AgreedPlan, first_phase: Callable[[MonitorFeed], Phase]) -> Phase:
+    def _start_plan(self, agreed: AgreedPlan, first_phase: Callable[[MonitorFeed], PlanPhase]) -> PlanPhase:
         """Follows a plan made from measurements. ``first_phase``: of a plan that is not fixed."""
         self.follow(agreed)
         self.comparison = None
