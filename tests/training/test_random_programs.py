@@ -12,7 +12,7 @@ _DEFECT_LIMIT_S = 15.0  # some make ranks wait for each other in vain
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("first", "count"), [(0, 80), pytest.param(80, 320, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, 80), pytest.param(80, 160, marks=pytest.mark.slow)])
 def test_random_programs_are_equal_or_refused(ranks, capsys, first, count):
     found = campaign(ranks, programs(first, count))
     with capsys.disabled():
