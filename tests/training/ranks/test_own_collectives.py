@@ -19,7 +19,9 @@ def synchronized_norm(rank, mode):
 
     class SyncNorm(nn.BatchNorm1d):
         def forward(self, x):
-            sums = collectives.all_reduce(torch.cat([x.sum(0), (x * x).sum(0)])) / (2 * x.shape[0])
+            # Named, because torch binds its default when the module is imported: perhaps in an earlier call's group.
+            world = torch.distributed.group.WORLD
+            sums = collectives.all_reduce(torch.cat([x.sum(0), (x * x).sum(0)]), group=world) / (2 * x.shape[0])
             mean, square = sums.split(x.shape[1])
             with torch.no_grad():
                 self.running_mean.lerp_(mean, 0.1)
