@@ -59,6 +59,6 @@ def _phases(program: Program, steps: list[tuple[int, str, bool, int]]) -> tuple[
 
 
 def _reason(text: str) -> str:
-    """Of messages that differ in names and numbers alone, the same."""
+    """The same text for messages that differ in names and numbers only."""
     text = re.sub(r"^rank \d+ refuses to attach: ", "", text)
     return re.sub(r"\b(\w+\.)+\w+\b|\bp\d\b|\d+", "…", text)[:160]

@@ -32,7 +32,7 @@ int64_t total_bytes(const Profile& profile) {
   return bytes;
 }
 
-// Of any run in which ranks agree on their plans, also one that something stopped: each has launched a beginning of the
+// If ranks agree on their plans, then in every run, also a stopped one, each has launched a beginning of the
 // one order, and no byte twice.
 void expect_one_order(const SimScenario& scenario, const SimResult& result) {
   ASSERT_FALSE(result.finding) << result.finding->text;
@@ -210,7 +210,7 @@ void expect_repeat(const SimScenario& scenario, const SimResult& result) {
   ASSERT_EQ(result.finding->rank, scenario.faults.front().rank);
 }
 
-// Whoever is neither through nor gone says what it waits for, and each chain of waiting ends at something that is
+// A rank that is neither through nor gone says what it waits for, and each chain of waiting ends at something that is
 // wrong.
 void expect_reports(const SimScenario& scenario, const SimResult& result) {
   std::vector<bool> is_reported(result.ranks.size(), false);

@@ -63,7 +63,7 @@ def sums_every_floating_type(rank: C10dRank) -> None:
 
 
 def leaves_the_version_counter_alone(rank: C10dRank) -> None:
-    """Whoever asks autograd whether a gradient was changed means the user."""
+    """Autograd's count of changes to a gradient is about the user's changes."""
     flat = torch.ones(10)
     driver = _testing.TransportDriver(rank.transport_of([flat]))
     before = flat[2:4]._version

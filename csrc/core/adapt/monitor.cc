@@ -255,7 +255,7 @@ class Monitor::State {
     for (size_t r = 0; r < ranks.size(); ++r) {
       busy_of_[r].add(ranks[r].busy_ns);
       busy_ns = std::max(busy_ns, ranks[r].busy_ns);
-      // Whoever joins last does not wait for the others: its blocks take what the network takes.
+      // The last rank to join does not wait for the others: its blocks take what the network takes.
       link_ns = std::min(link_ns, ranks[r].link_ns);
       step_ns = std::max(step_ns, ranks[r].step_ns);
     }

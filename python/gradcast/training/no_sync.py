@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class NoSyncBlocks:
-    """Of one module. A DDP around it sends no module buffers meanwhile either, so its own switch goes along."""
+    """The open no_sync() blocks of one module. They also set the switch of a DDP around it, which sends no buffers."""
 
     def __init__(self, ddp: DistributedDataParallel | None) -> None:
         # A handle that the program keeps must not keep its DDP alive.

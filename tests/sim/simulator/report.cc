@@ -13,7 +13,7 @@ namespace {
 // A report is for people: with thousands of ranks, a few names and a count say as much as all.
 constexpr size_t kNamedRanksMax = 8;
 
-// Who has not done its part of one operation.
+// The ranks that have not done their part of one operation.
 struct Missing {
   std::vector<int32_t> ranks;  // the first few
   int32_t count = 0;

@@ -1,4 +1,4 @@
-"""Whoever reads or replaces gradients between backward and the end of the step, in ways that are easily overlooked."""
+"""Programs that read or replace gradients between backward and the end of the step, in easily overlooked ways."""
 
 import statistics
 import threading

@@ -1,4 +1,4 @@
-"""Whoever reads a parameter while its update is pending sees the finished value, without knowing of gradcast.
+"""A program that reads a parameter while its update is pending sees the finished value, without knowing of gradcast.
 
 Each test reads on both sides of a pair of equal trainings (twins.py): on the side of gradcast at a moment when the
 update cannot have run yet, on the side of DDP at the same step. Afterwards both sides train on and must stay equal.
