@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.errors import Error
 from gradcast.files import read_text
 
@@ -15,9 +16,7 @@ KIND = "gradcast-doctor"
 VERSION = 1
 RESULT = "doctor.json"
 TRACE = "trace.json.gz"
-# Differences below this share of a step are noise: a cluster varies that much from one step to the next.
-NOISE_SHARE = 0.02
-WORTHWHILE_SPEEDUP = 1 + NOISE_SHARE
+WORTHWHILE_SPEEDUP = 1 + NOTICEABLE_GAIN
 
 # The parts of a step, in the order in which they are shown and stacked, with their labels.
 PARTS = {

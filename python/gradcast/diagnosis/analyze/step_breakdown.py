@@ -27,8 +27,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.diagnosis.analyze.estimates import Estimate, estimate
-from gradcast.diagnosis.runs import NOISE_SHARE, PARTS
+from gradcast.diagnosis.runs import PARTS
 
 # Groups of runs.PARTS. "launch" is the time in COMPUTE stages in which no operation runs.
 COMPUTE = ("forward", "backward", "update")
@@ -144,7 +145,7 @@ class Breakdown:
     straggler: Straggler | None
 
 
-# A rank is a straggler only if it is slower by at least this and by NOISE_SHARE of a step.
+# A rank is a straggler only if it is slower by at least this and by NOTICEABLE_GAIN of a step.
 _STRAGGLER_MS_MIN = 1.0
 
 # A rank's own work between two synchronizations. Ranks synchronize when gradients are averaged, and a second time
@@ -252,7 +253,7 @@ def _values(each: RankSteps, all_ranks_ms: float, parts: Mapping[str, Estimate])
 
 
 def _straggler(view: RankSteps, slowest: RankSteps, step_ms: float, waiting: Estimate) -> Straggler | None:
-    if waiting.value < max(NOISE_SHARE * step_ms, _STRAGGLER_MS_MIN) or waiting.low <= 0:
+    if waiting.value < max(NOTICEABLE_GAIN * step_ms, _STRAGGLER_MS_MIN) or waiting.low <= 0:
         return None
     excess = {part: slowest.own(part) - view.own(part) for part in OWN}
     stage = max(excess, key=lambda part: excess[part])

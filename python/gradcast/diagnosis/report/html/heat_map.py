@@ -3,13 +3,14 @@
 import statistics
 from typing import Any
 
+from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, RIGHT, WIDTH
 from gradcast.diagnosis.report.html.markup import Markup, element
-from gradcast.diagnosis.runs import NOISE_SHARE, PARTS
+from gradcast.diagnosis.runs import PARTS
 
 # Shades by the excess over the median. Below the first limit, differences are noise.
-SHADES = (NOISE_SHARE, 0.05, 0.10, 0.20, 0.40)
+SHADES = (NOTICEABLE_GAIN, 0.05, 0.10, 0.20, 0.40)
 _TALL, _SMALL = 26.0, 8.0
 
 
