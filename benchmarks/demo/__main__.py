@@ -2,40 +2,40 @@
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import json
 import sys
 from contextlib import nullcontext
-from typing import IO
+from typing import IO, Any
 
-from benchmarks.demo.report import draw, report
-from benchmarks.demo.results import TOLERANCE, disagreeing, rows
-from benchmarks.demo.run import choose_rate, train
-from benchmarks.demo.settings import Settings
+import gradcast
+from benchmarks.demo import lanes
+from benchmarks.demo.results import MODES, SHOWN, TOLERANCE, Row, disagreeing, report, rows
 from gradcast.files import check_writable
 from gradcast.lab import LabError, Network
 from gradcast.lab.program import run_program
+from gradcast.lab.variants import BASELINE
+from gradcast.lab.workers import run_for_result
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
 
-_UNLIMITED_BITS_PER_S = 10e9  # until the speed is known
+_TIMEOUT_S = 600
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo",
-        description="Trains a CNN on handwritten digits on two workers with PyTorch DDP and with gradcast, in turns, "
-        "over a slow link; prints what a step took and whether the parameters are equal, and draws one step.",
+        description="Trains a network on handwritten digits on two workers with PyTorch DDP and with gradcast, in "
+        "turns, over a slow link; prints what a step took and whether the parameters are equal, and draws one step. "
+        "Layers wait as long as an accelerator would compute, so that the cores are free for the network.",
     )
     parser.add_argument(
-        "--rate",
-        help="speed of each worker's link, for instance 200mbit (default: one on which a step's gradients travel as "
-        "long as the step computes)",
+        "--bandwidth",
+        help="of each worker's link, for instance 200mbit (default: one on which a step's gradients travel as long as "
+        "the step computes)",
     )
-    parser.add_argument("--rounds", type=int, default=defaults.rounds, help=f"default: {defaults.rounds}; at least 2")
-    parser.add_argument(
-        "--steps", type=int, default=defaults.steps, help=f"per mode and round (default: {defaults.steps})"
-    )
+    parser.add_argument("--rounds", type=int, help="at least 1")
+    parser.add_argument("--steps", type=int, help="per mode and round, at least 4")
     parser.add_argument("--loopback", action="store_true", help="without a slow link, as where there is no root")
     parser.add_argument(
         "--json", action="store_true", help="print the table as JSON, and the progress to standard error"
@@ -44,10 +44,43 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    if args.rounds < 2 or args.steps < 10:
-        raise LabError("at least 2 rounds of 10 steps are needed: the first round measures, the others are timed")
-    return dataclasses.replace(Settings(), rounds=args.rounds, steps=args.steps)
+def main() -> int:
+    args = _parser().parse_args()
+    bandwidth = None if args.bandwidth is None else parse_bandwidth_bits_per_s(args.bandwidth)
+    _check_packages()
+    from benchmarks.demo.training import Settings
+
+    given = {name: value for name in ("rounds", "steps") if (value := getattr(args, name)) is not None}
+    settings = dataclasses.replace(Settings(), **given)
+    if settings.rounds < 1 or settings.steps < 4:
+        raise LabError("at least 1 round of 4 steps is needed")
+    check_writable(args.output, "picture")
+    output = sys.stderr if args.json else sys.stdout
+    network, link = _network(settings.workers, bandwidth or settings.rate_bits_per_s, args.loopback, output)
+    with network or nullcontext():
+        _tell(
+            f"{settings.workers} workers train on handwritten digits over {link}: {settings.gradient_bytes / 1e6:.1f} "
+            f"MB of gradients, {settings.compute_ms:.0f} ms of compute in which layers wait as an accelerator would "
+            "compute. About two minutes.",
+            output,
+        )
+        results = run_for_result(
+            "benchmarks.demo.worker",
+            [settings.to_json()],
+            settings.workers,
+            timeout_s=_TIMEOUT_S,
+            network=network,
+            output=output,
+        )
+    table = rows(results)
+    if args.json:
+        fields = {"version": 1, "settings": dataclasses.asdict(settings), "link": link, "tolerance": TOLERANCE}
+        print(json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in table]}, indent=2))
+    else:
+        print(report(table, settings.rounds * settings.steps, link))
+    draw(args.output, table, results, f"Two workers, {link}, {settings.gradient_bytes / 1e6:.1f} MB of gradients")
+    _tell(f"The picture is in {args.output}.", output)
+    return 1 if disagreeing(table) else 0
 
 
 def _check_packages() -> None:
@@ -58,53 +91,32 @@ def _check_packages() -> None:
             raise LabError(f"the demo needs {package}, which is not installed: pip install {package}")
 
 
-def _network(settings: Settings, loopback: bool) -> tuple[Network | None, str]:
-    """Hosts with slow links, or, where none can be made, None and why."""
-    if loopback:
-        return None, "as asked for"
+def _network(workers: int, rate_bits_per_s: float, loopback: bool, output: IO[str]) -> tuple[Network | None, str]:
+    """Hosts with slow links, or loopback where none can be made; what it is, in words."""
     try:
-        return Network(settings.workers, _UNLIMITED_BITS_PER_S), ""
+        if not loopback:
+            return Network(workers, rate_bits_per_s), f"a link of {format_bandwidth(rate_bits_per_s)}"
+        reason = "as asked for"
     except LabError as error:
-        return None, str(error)
+        reason = str(error)
+    _tell(f"No slow link: {reason}. The times show only that nothing breaks.", output)
+    return None, "loopback"
 
 
-def _link(
-    settings: Settings, network: Network | None, reason: str, rate_bits_per_s: float | None, output: IO[str]
-) -> str:
-    """Makes the link slow; what it is, in words."""
-    if network is None:
-        _tell(f"No slow link: {reason}. The times show only that nothing breaks.", output)
-        return "loopback"
-    if rate_bits_per_s is not None:
-        network.set_all_rates(rate_bits_per_s)
-        return f"a link of {format_bandwidth(rate_bits_per_s)}"
-    _tell("Measuring how long a step computes here ...", output)
-    words = f"a link of {format_bandwidth(choose_rate(settings, network))}"
-    _tell(f"Chosen: {words} (tc tbf), on which a step's gradients travel as long; --rate sets another.", output)
-    return words
+def draw(path: str, table: list[Row], results: dict[str, Any], subtitle: str) -> None:
+    """Raises gradcast.Error where the picture cannot be written or matplotlib is missing."""
+    from benchmarks.demo.picture import draw as draw_lanes
 
-
-def main() -> int:
-    args = _parser().parse_args()
-    settings = _settings(args)
-    rate_bits_per_s = None if args.rate is None else parse_bandwidth_bits_per_s(args.rate)
-    _check_packages()
-    check_writable(args.output, "picture")
-    output = sys.stderr if args.json else sys.stdout
-    network, reason = _network(settings, args.loopback)
-    with network or nullcontext():
-        link = _link(settings, network, reason, rate_bits_per_s, output)
-        _tell(f"{settings.workers} workers train a CNN on handwritten digits over {link}.", output)
-        results = train(settings, network, output)
-    table = rows(results)
-    if args.json:
-        fields = {"settings": dataclasses.asdict(settings), "link": link, "tolerance": TOLERANCE}
-        print(json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in table]}, indent=2))
-    else:
-        print(report(table, settings, link))
-    draw(args.output, table, results, settings, link)
-    _tell(f"The picture of one step is in {args.output}.", output)
-    return 1 if disagreeing(table) else 0
+    facts = results["gradcast"][SHOWN]
+    profile = gradcast.Profile.from_json(json.dumps(facts["profile"]))
+    plan = gradcast.Plan.from_json(json.dumps(facts["plan"]))
+    step_ms = {row.mode: row.step_ms for row in table}
+    steps = [
+        (f"{MODES[BASELINE]}, one step", lanes.of_ddp(results["ddp_trace"], step_ms[BASELINE])),
+        (f"{MODES[SHOWN]}, one step", lanes.of_timeline(facts["timeline"], step_ms[SHOWN])),
+        (f"{MODES[SHOWN]}, as its plan predicted", lanes.of_plan(profile, plan)),
+    ]
+    draw_lanes(path, steps, table, subtitle)
 
 
 def _tell(text: str, output: IO[str]) -> None:

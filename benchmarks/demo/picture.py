@@ -1,10 +1,11 @@
-"""One step with DDP above the same step with gradcast, measured and predicted, to one scale of time."""
+"""The steps of all modes with their spread, and one step with DDP above one with gradcast, to one scale of time."""
 
 from typing import Any
 
 from matplotlib.patches import Patch
 
 from benchmarks.demo.lanes import BACKWARD, FORWARD, UPDATE, WAIT, Block, Lanes, Span
+from benchmarks.demo.results import MODES, SHOWN, Row
 from gradcast.plots.canvas import bare, plt, save
 
 _COLOURS = {BACKWARD: "#b9c0c9", FORWARD: "#7fb6a2", UPDATE: "#8d6a9f", WAIT: "#d1495b"}
@@ -20,36 +21,51 @@ _GAP = 0.08  # between the two lanes of a row
 _ROW = 2 * _LANE + _GAP + 1.0
 _SEAM_SHARE = 0.004  # of the width: narrower spans are drawn without a seam, which would hide them
 _LABEL_SHARE = 0.07  # narrower blocks have no label, which would not fit
+_LABEL_HEIGHT = 0.25  # nor have flatter ones
 
-Row = tuple[str, Lanes]
 
-
-def draw(path: str, rows: list[Row], *, title: str, subtitle: str) -> None:
-    """``rows`` from the top: what each is, in a few words, and its lanes."""
-    end_ms = max(lanes.end_ms for _, lanes in rows)
-    figure, axes = plt.subplots(figsize=(11, 1.9 + 1.25 * len(rows)), layout="constrained")
-    axes.set_xlim(0, 1.01 * end_ms)
-    axes.set_ylim(-_ROW * (len(rows) - 1) - 0.15, 2 * _LANE + _GAP + 0.75)
-    ticks: list[tuple[float, str]] = []
-    for index, (name, lanes) in enumerate(rows):
-        y = -_ROW * index
-        upper = y + _LANE + _GAP
-        axes.text(
-            0, upper + _LANE + 0.12, f"{name}: {lanes.end_ms:.0f} ms", fontsize=11, fontweight="bold", va="bottom"
-        )
-        _draw_compute(axes, upper, lanes.compute)
-        _draw_link(axes, y, lanes.link)
-        axes.plot([lanes.end_ms] * 2, [y, upper + _LANE], color="black", linewidth=1.5)
-        ticks += [(upper + _LANE / 2, "compute"), (y + _LANE / 2, "network")]
-    axes.set_yticks(*zip(*ticks, strict=True))
-    axes.set_xlabel("ms from the start of backward; a step ends where the next backward can start")
-    figure.suptitle(title, fontsize=13, x=0.01, ha="left", fontweight="bold")
-    axes.set_title(subtitle, fontsize=9.5, loc="left", color="#444444")
-    bare(axes)
+def draw(path: str, steps: list[tuple[str, Lanes]], table: list[Row], subtitle: str) -> None:
+    """``steps`` from the top: what each is, in a few words, and its lanes."""
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(11, 7.6), height_ratios=[1, 2.1], layout="constrained", gridspec_kw={"hspace": 0.04}
+    )
+    figure.suptitle("A training step with PyTorch DDP and with gradcast", fontsize=13, x=0.01, ha="left", weight="bold")
+    _draw_medians(upper, table, subtitle)
+    _draw_steps(lower, steps)
     handles = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in _NAMES]
     handles.append(Patch(facecolor=_LINK, label="gradients on the network (MB)"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     save(figure, path)
+
+
+def _draw_medians(axes: Any, table: list[Row], subtitle: str) -> None:
+    for place, row in enumerate(reversed(table)):
+        colour = _LINK if row.mode == SHOWN else "#b9c0c9"
+        axes.barh(place, row.step_ms, color=colour, height=0.6)
+        spread = [[row.step_ms - row.low_ms], [row.high_ms - row.step_ms]]
+        axes.errorbar(row.step_ms, place, xerr=spread, color="black", capsize=3, linewidth=1)
+        axes.text(1, place, f"{row.step_ms:.0f} ms", va="center", color="white" if row.mode == SHOWN else "black")
+    axes.set_yticks(range(len(table)), [MODES[row.mode] for row in reversed(table)])
+    axes.set_xlabel("ms per step: median, and the range of 80 % of the steps")
+    axes.set_title(subtitle, fontsize=9.5, loc="left", color="#444444")
+    bare(axes)
+
+
+def _draw_steps(axes: Any, steps: list[tuple[str, Lanes]]) -> None:
+    axes.set_xlim(0, 1.01 * max(lanes.end_ms for _, lanes in steps))
+    axes.set_ylim(-_ROW * (len(steps) - 1) - 0.15, 2 * _LANE + _GAP + 0.75)
+    ticks: list[tuple[float, str]] = []
+    for index, (name, lanes) in enumerate(steps):
+        y = -_ROW * index
+        above = y + _LANE + _GAP
+        axes.text(0, above + _LANE + 0.12, f"{name}: {lanes.end_ms:.0f} ms", fontsize=11, weight="bold", va="bottom")
+        _draw_compute(axes, above, lanes.compute)
+        _draw_link(axes, y, lanes.link)
+        axes.plot([lanes.end_ms] * 2, [y, above + _LANE], color="black", linewidth=1.5)
+        ticks += [(above + _LANE / 2, "compute"), (y + _LANE / 2, "network")]
+    axes.set_yticks(*zip(*ticks, strict=True))
+    axes.set_xlabel("ms from the start of backward; a step ends where the next backward can start")
+    bare(axes)
 
 
 def _draw_compute(axes: Any, y: float, spans: list[Span]) -> None:
@@ -68,7 +84,7 @@ def _draw_link(axes: Any, y: float, blocks: list[Block]) -> None:
             seam = 1.0 if length_ms > _SEAM_SHARE * width_ms else 0
             span = [(block.start_ms, length_ms)]
             axes.broken_barh(span, (low, height), facecolor=_LINK, edgecolor="white", linewidth=seam)
-            if length_ms > _LABEL_SHARE * width_ms:
+            if length_ms > _LABEL_SHARE * width_ms and height > _LABEL_HEIGHT:
                 middle = (block.start_ms + length_ms / 2, low + height / 2)
                 text = f"{block.size_bytes / 1e6:.2f}"
                 axes.text(*middle, text, ha="center", va="center", fontsize=9 if height > 0.5 else 7, color="white")

@@ -1,12 +1,22 @@
-"""From what rank 0 measured to the table: one row per mode."""
+"""From what rank 0 measured to the table, one row per mode, and to what it says."""
 
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.demo.modes import MODES
-from gradcast.lab.variants import COMPUTE
+from tabulate import tabulate
 
+from gradcast.lab.variants import BASELINE, COMPUTE
+
+# Ways of training: same model, data and optimizer, gradients sent in different ways. COMPUTE sends nothing.
+MODES = {
+    BASELINE: "DDP",
+    "ddp:0.5": "DDP, buckets of 0.5 MiB",
+    "hook": "gradcast, hook mode",
+    "overlap": "gradcast, overlap mode",
+    COMPUTE: "no communication",
+}
+SHOWN = "overlap"
 # With two ranks a sum has two numbers, whose order does not matter: every mode adds the same bits, and any difference
 # would be a wrong number. This much could come from an arithmetic that rounds otherwise; more is an error.
 TOLERANCE = 1e-6
@@ -25,7 +35,7 @@ class Row:
 
 def rows(results: dict[str, Any]) -> list[Row]:
     rounds = results["rounds"]
-    # gradcast measures the model in the first round, and DDP lays out its buckets.
+    # The first round is the warm-up: gradcast measures, and DDP lays out its buckets.
     steps = {mode: [ms for entry in rounds[1:] for ms in entry["steps_ms"][mode]] for mode in rounds[0]["steps_ms"]}
     compute_ms = statistics.median(steps[COMPUTE])
     return [_row(mode, steps[mode], compute_ms, results) for mode in steps]
@@ -51,9 +61,14 @@ def disagreeing(table: list[Row]) -> list[Row]:
     return [row for row in table if row.difference is not None and not row.difference <= TOLERANCE]
 
 
-def as_cells(table: list[Row]) -> tuple[list[str], list[list[str]]]:
+def best_ddp(table: list[Row]) -> Row:
+    return min((row for row in table if row.mode.startswith(BASELINE)), key=lambda row: row.step_ms)
+
+
+def report(table: list[Row], timed_steps: int, link: str) -> str:
+    """The table, how it was measured, and what it says in one sentence."""
     headers = ["", "ms per step", "80 % of steps", "exposed ms", "held-out accuracy", "difference to DDP"]
-    return headers, [
+    cells = [
         [
             MODES[row.mode],
             f"{row.step_ms:.1f}",
@@ -64,3 +79,28 @@ def as_cells(table: list[Row]) -> tuple[list[str], list[list[str]]]:
         ]
         for row in table
     ]
+    text = tabulate(cells, headers, tablefmt="simple", stralign="right", colalign=("left",), disable_numparse=True)
+    notes = (
+        f"ms per step: the median of {timed_steps} steps on rank 0, the modes in turns, after a warm-up.\n"
+        "exposed: what communication adds to the step without communication.\n"
+        "difference to DDP: the largest of any parameter, after any round, on any rank, from the same seed and batches."
+    )
+    return f"\n{text}\n\n{notes}\n\n{_verdict(table, link)}"
+
+
+def _verdict(table: list[Row], link: str) -> str:
+    by_mode = {row.mode: row for row in table}
+    ddp, shown = best_ddp(table), by_mode[SHOWN]
+    speed = f"{ddp.step_ms / shown.step_ms:.2f} times as fast as with the better DDP"
+    if shown.high_ms < ddp.low_ms:
+        speed = f"Over {link} training with gradcast's overlap is {speed}, and nine of ten steps lie apart."
+    else:
+        speed = f"This machine is too noisy to tell: overlap's steps were {speed}, but their ranges overlap."
+    wrong = disagreeing(table)
+    if wrong:
+        equal = f"The parameters of {', '.join(MODES[row.mode] for row in wrong)} are NOT those of DDP"
+    elif all(row.difference == 0 for row in table if row.difference is not None):
+        equal = "The parameters are those of DDP, bit for bit"
+    else:
+        equal = "The parameters are those of DDP up to rounding"
+    return f"{speed} {equal}."

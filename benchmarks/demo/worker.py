@@ -1,49 +1,53 @@
-"""One rank of the demo: ``python -m benchmarks.demo.worker TASK SETTINGS RESULTS``, with the environment of torchrun.
+"""One rank of the demo: ``python -m benchmarks.demo.worker SETTINGS RESULTS``, with the environment of torchrun.
 
-The task "compute" finds out how long a step computes. The task "train" trains a model per mode, the modes in turns, so
-that whatever else the machine does falls on all of them alike. Rank 0 prints the progress and writes what it measured
-to the file RESULTS.
+It trains a model per mode, the modes in turns, so that whatever else the machine does falls on all of them alike.
+Rank 0 prints the progress and writes what it measured to the file RESULTS.
 """
 
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.demo.data import Digits
-from benchmarks.demo.modes import MODES
-from benchmarks.demo.settings import Settings
-from benchmarks.demo.trace import trace_ddp
+from benchmarks.demo.results import MODES
+from benchmarks.demo.training import Digits, Settings
 from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import BASELINE, COMPUTE, variant
 
-_COMPUTE_STEPS = 12
-_FIRST_STEPS = 4  # slower than the others: memory and threads are new
 
-
-def main(task: str, settings: Settings, results_path: Path) -> None:
+def main(settings: Settings, results_path: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = {"compute": _compute, "train": _train}[task](settings)
+    results = _train(settings)
     if dist.get_rank() == 0:
         results_path.write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
-def _compute(settings: Settings) -> dict[str, Any]:
+def _train(settings: Settings) -> dict[str, Any]:
     digits = Digits(settings)
-    trainer = _trainer(COMPUTE, digits, settings)
-    dist.barrier()
-    steps_ms = list(trainer.steps(digits.batches(0, _COMPUTE_STEPS)))
-    return {
-        "compute_ms": statistics.median(steps_ms[_FIRST_STEPS:]),
-        "parameter_bytes": _parameter_bytes(trainer),
+    trainers = [_trainer(mode, digits, settings) for mode in MODES]
+    _tell("warm-up", end="")
+    rounds = [_round(trainers, digits.batches(0, settings.warmup_steps))]
+    for number in range(settings.rounds):
+        _tell(f"round {number + 1} of {settings.rounds}", end="")
+        rounds.append(_round(trainers, digits.batches(settings.warmup_steps + number * settings.steps, settings.steps)))
+    results = {
+        "rounds": rounds,
+        "accuracy": {trainer.variant.name: digits.accuracy(trainer.module) for trainer in trainers},
+        "ddp_trace": _trace_ddp(digits, settings),
+        "gradcast": {trainer.variant.name: _facts(trainer) for trainer in trainers if trainer.handle},
     }
+    for trainer in trainers:
+        trainer.detach()
+    return results
 
 
 def _trainer(mode: str, digits: Digits, settings: Settings) -> Trainer:
@@ -53,28 +57,9 @@ def _trainer(mode: str, digits: Digits, settings: Settings) -> Trainer:
     return Trainer(variant(mode), module, optimizer, cross_entropy)
 
 
-def _train(settings: Settings) -> dict[str, Any]:
-    digits = Digits(settings)
-    trainers = [_trainer(mode, digits, settings) for mode in MODES]
-    rounds = [_round(settings, digits, trainers, number) for number in range(settings.rounds)]
-    batches = digits.batches(0, settings.traced_steps)
-    trace = trace_ddp(digits.model(), cross_entropy, batches, settings.learning_rate)
-    results = {
-        "parameter_bytes": _parameter_bytes(trainers[0]),
-        "rounds": rounds,
-        "accuracy": {trainer.variant.name: digits.accuracy(trainer.module) for trainer in trainers},
-        "ddp_trace": trace,
-        "gradcast": {trainer.variant.name: _facts(trainer) for trainer in trainers if trainer.handle},
-    }
-    for trainer in trainers:
-        trainer.detach()
-    return results
-
-
-def _round(settings: Settings, digits: Digits, trainers: list[Trainer], number: int) -> dict[str, Any]:
+def _round(trainers: list[Trainer], batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
     """Every mode trains on the same batches; then their parameters are compared."""
-    batches = digits.batches(number * settings.steps, settings.steps)
-    _tell(f"round {number + 1} of {settings.rounds}, ms per step:", end="")
+    _tell(", ms per step:", end="")
     steps_ms = {}
     for trainer in trainers:
         dist.barrier()
@@ -82,7 +67,7 @@ def _round(settings: Settings, digits: Digits, trainers: list[Trainer], number: 
         steps_ms[mode] = list(trainer.steps(batches))
         trainer.finish()
         _tell(f"  {MODES[mode]} {statistics.median(steps_ms[mode]):.0f}", end="")
-    _tell("  (warm-up)" if number == 0 else "")
+    _tell("")
     return {"steps_ms": steps_ms, "differences": _differences(trainers)}
 
 
@@ -101,18 +86,52 @@ def _difference(one: Trainer, other: Trainer) -> float:
     return torch.stack([(left.detach() - right.detach()).abs().max() for left, right in pairs]).max().item()
 
 
-def _parameter_bytes(trainer: Trainer) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in trainer.module.parameters())
-
-
 def _facts(trainer: Trainer) -> dict[str, Any]:
     handle = trainer.handle
     return {
-        "stats": handle.stats(),
         "timeline": handle.timeline(),
         "profile": json.loads(handle.profile.to_json()),
         "plan": json.loads(handle.plan.to_json()),
     }
+
+
+def _trace_ddp(digits: Digits, settings: Settings) -> list[dict[str, Any]]:
+    """What DDP does in a step, by the clock: when its parts begin, in ns, and its buckets as [launch, finish, bytes].
+
+    A comm hook does what DDP does by itself, and reads the clock. It costs some time: no traced step counts.
+    """
+    module = digits.model()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=0.9)
+    buckets: list[list[int]] = []
+    model.register_comm_hook(buckets, _stamping_hook)
+    steps = []
+    for inputs, targets in digits.batches(0, settings.traced_steps):
+        buckets.clear()
+        forward_ns = time.monotonic_ns()
+        optimizer.zero_grad()
+        value = cross_entropy(model(inputs), targets)
+        backward_ns = time.monotonic_ns()
+        value.backward()
+        update_ns = time.monotonic_ns()
+        optimizer.step()
+        end_ns = time.monotonic_ns()
+        stamps = {"forward_ns": forward_ns, "backward_ns": backward_ns, "update_ns": update_ns, "end_ns": end_ns}
+        steps.append({**stamps, "buckets": [list(bucket) for bucket in buckets]})
+    return steps
+
+
+def _stamping_hook(buckets: list[list[int]], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer()
+    stamps = [time.monotonic_ns(), 0, gradients.numel() * gradients.element_size()]
+    buckets.append(stamps)
+    work = dist.all_reduce(gradients.mul_(1 / dist.get_world_size()), async_op=True)
+
+    def finished(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        stamps[1] = time.monotonic_ns()
+        return future.value()[0]
+
+    return work.get_future().then(finished)
 
 
 def _tell(text: str, end: str = "\n") -> None:
@@ -121,4 +140,4 @@ def _tell(text: str, end: str = "\n") -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Settings.from_json(sys.argv[2]), Path(sys.argv[3]))
+    main(Settings.from_json(sys.argv[1]), Path(sys.argv[2]))
