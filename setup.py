@@ -9,6 +9,7 @@ beside _core.
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,9 @@ def cmake(*arguments: str) -> None:
 
 
 def configuration(build_dir: str, entries: dict[str, str]) -> tuple[str, ...]:
-    return ("-S", str(ROOT), "-B", build_dir, "-G", "Ninja", *(f"-D{key}={value}" for key, value in entries.items()))
+    given = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # last, so that it decides
+    defined = (f"-D{key}={value}" for key, value in entries.items())
+    return ("-S", str(ROOT), "-B", build_dir, "-G", "Ninja", *defined, *given)
 
 
 def load_alone(name: str) -> ModuleType:
