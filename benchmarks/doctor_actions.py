@@ -51,7 +51,7 @@ def run(rate_bits_per_s: float, before: list[str], arguments: list[str], folder:
 
 def diagnose(rate_bits_per_s: float, wrong: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        before = ["-m", "gradcast", "doctor", "--no-network", "--seconds", "40", "-o", folder]
+        before = ["-m", "gradcast", "doctor", "--no-network", "--duration", "40s", "-o", folder]
         run(rate_bits_per_s, before, [*USUAL, *wrong, "--steps", "40"], folder)
         return json.loads((Path(folder) / "doctor.json").read_text())
 

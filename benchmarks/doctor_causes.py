@@ -96,7 +96,7 @@ def diagnose(causes: list[Cause]) -> dict[str, Any]:
                     network.set_latency(node, cause.latency_s)
             if cause.inside_bits_per_s is not None:
                 network.set_inside_rate(cause.inside_bits_per_s)
-        options = ("--no-network", "--no-trial", "--steps", str(WATCHED_STEPS), "--seconds", "40", "-o", folder)
+        options = ("--no-network", "--no-trial", "--steps", str(WATCHED_STEPS), "--duration", "40s", "-o", folder)
         took = str(Path(folder) / "took")
         arguments = [*USUAL, "--took", took, *(word for cause in causes for word in cause.arguments)]
         with open(Path(folder) / "said", "w") as said:

@@ -1,8 +1,8 @@
 """The speed of gradcast beside stock DDP over models, hosts and networks: the tables of docs/evaluation/tables.md.
 
-Each cell is one run of ``gradcast lab train`` on this machine, with a timed stand-in for an accelerator or a real model
-on the CPU, and becomes one JSON line of the record. Cells that the record has already are left out: an interrupted grid
-goes on where it was.
+Each cell is one run of ``gradcast dev lab train`` on this machine, with a timed stand-in for an accelerator or a real
+model on the CPU, and becomes one JSON line of the record. Cells that the record has already are left out, so that an
+interrupted grid goes on where it was.
 
     python -m benchmarks.lab_grid run --record benchmarks/results/lab.jsonl
     python -m benchmarks.lab_grid table --record benchmarks/results/lab.jsonl --refresh docs/evaluation/tables.md
@@ -87,12 +87,12 @@ class Cell:
         options = self._real_options() if self.ratio == 0 else self._stand_in_options()
         rounds, steps = (ROUNDS, STEPS) if self.ratio else (REAL_ROUNDS, REAL_STEPS)
         options |= {"--rounds": rounds, "--steps": steps}
-        return ["lab", "train", *(str(word) for option in options.items() for word in option)]
+        return ["dev", "lab", "train", *(str(word) for option in options.items() for word in option)]
 
     def _real_options(self) -> dict[str, Any]:
         return {
             "--hosts": self.hosts,
-            "--rate": f"{self.rate_mbit:g}mbit",
+            "--bandwidth": f"{self.rate_mbit:g}mbit",
             "--model": self.model,
             "--batch": self.batch,
             "--compare": REAL_COMPARE,
@@ -104,11 +104,11 @@ class Cell:
         full = (self.hosts, self.ratio) == (FULL_HOSTS, FULL_RATIO)
         return {
             "--hosts": self.hosts,
-            "--rate": f"{self.rate_bits_per_s / 1e6:.0f}mbit",
+            "--bandwidth": f"{self.rate_bits_per_s / 1e6:.0f}mbit",
             "--model": self.model,
             "--scale-size": f"{self.scale_size:.4g}",
-            "--forward-ms": f"{forward_ms:g}",
-            "--backward-ms": f"{compute_ms - forward_ms:g}",
+            "--forward": f"{forward_ms:g}ms",
+            "--backward": f"{compute_ms - forward_ms:g}ms",
             "--compare": "all" if full else USUAL,
         }
 
@@ -185,7 +185,7 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
         "cores": os.cpu_count(),
         "command": f"gradcast {' '.join(arguments)}",
         **{key: result[key] for key in ("stand_in", "torch", "parameter_bytes", "link", "compute_ms", "bounds_ms")},
-        "rate_bits_per_s": result["rates_bits_per_s"][0],
+        "rate_bits_per_s": 1e9 * result["bandwidths_gbit_per_s"][0],
         "best_ddp": result["best_ddp"],
         "parameters_equal": result["parameters_equal"],
         "rows": rows,

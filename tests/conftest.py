@@ -70,7 +70,7 @@ def profile_path(profile_fields, tmp_path):
 @pytest.fixture
 def plan_path(profile_path, tmp_path, run):
     path = tmp_path / "plan.json"
-    assert run("plan", profile_path, "-o", path).code == 0
+    assert run("dev", "plan", profile_path, "-o", path).code == 0
     return path
 
 

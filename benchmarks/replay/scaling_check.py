@@ -1,4 +1,4 @@
-"""Checks `gradcast scaling` against published throughput: known on 4 to 16 GPUs, predicted on 32.
+"""Checks `gradcast simulate --scaling` against published throughput: known on 4 to 16 GPUs, predicted on 32.
 
 The network is what WFBP's cells of 8 GPUs and those of 16 say, each by itself: one start-up cost and one cost per byte
 from the two models. gradcast.scaling.growth says how they grow to 32 GPUs; the cells of 32 GPUs are not used.
@@ -103,7 +103,7 @@ class ScalingCheck:
         ]
 
     def of_band(self, cell: Cell, network: Network) -> Result:
-        """As a user of ``gradcast scaling`` gets it. REQUIRES: a cell of WFBP."""
+        """As a user of ``gradcast simulate --scaling`` gets it. REQUIRES: a cell of WFBP."""
         model = self.models[cell.model]
         profile = model.profile(cell.compute_ns, update_ns_per_byte=self._update.update_ns_per_byte)
         options = Options(

@@ -174,7 +174,7 @@ class Profile:
     def from_json(text: str) -> Profile: ...
     @staticmethod
     def from_layer_table(*, csv: str, name: str = "profile", scale: float = 1.0, world_size: int = 1) -> Profile:
-        """A profile from a table of layers, as for ``gradcast profile import``. ``scale`` multiplies every time."""
+        """A profile from a table of layers, as for ``gradcast dev profile import``. ``scale`` multiplies every time."""
 
     def to_json(self) -> str: ...
 

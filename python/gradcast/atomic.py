@@ -31,4 +31,4 @@ def write_atomically(path: str | Path, data: bytes | str, what: str) -> None:
 
 def _refused(path: Path, what: str, error: OSError) -> Error:
     reason = (error.strerror or str(error)).lower()
-    return Error(f"the {what} cannot be written to {path}: {reason}; name a file in an existing folder")
+    return Error(f"the {what} cannot be written to {path}: {reason}; name a file in an existing folder", "environment")

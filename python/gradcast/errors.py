@@ -5,7 +5,9 @@ class Error(ValueError):
     """The message is a sentence for the user: what is wrong, in which field, and what to do.
 
     ``code`` is "invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "invalid_use" (training code that
-    gradcast cannot follow), "communication" (the network or a peer failed) or "internal" (a defect of gradcast).
+    gradcast cannot follow), "communication" (the network or a peer failed), "environment" (a tool or a right is
+    missing, or a file cannot be written) or "internal" (a defect of gradcast). The exit code of a command follows from
+    it (cli/main.py).
     """
 
     def __init__(self, message: str, code: str = "invalid_option") -> None:

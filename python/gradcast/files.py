@@ -13,7 +13,7 @@ from gradcast.errors import Error
 T = TypeVar("T")
 
 _TELLING_FIELDS = {"plan": "blocks", "profile": "tensors", "link": "all_reduce"}
-_MAKERS = {"plan": "gradcast plan", "profile": "gradcast profile import", "link": "gradcast link fit"}
+_MAKERS = {"plan": "gradcast dev plan", "profile": "gradcast dev profile import", "link": "gradcast dev link fit"}
 _DATA = resources.files("gradcast") / "data"
 
 
@@ -51,18 +51,21 @@ def write_text(path: str, text: str, what: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Error(f"the {what} cannot be written to {path}: {_reason(error)}") from None
+        raise Error(f"the {what} cannot be written to {path}: {_reason(error)}", "environment") from None
 
 
 def check_writable(path: str, what: str) -> None:
     """Raises Error if the path cannot be written, so that long work does not end with that."""
     folder = Path(path).resolve().parent
     if Path(path).is_dir():
-        raise Error(f"the {what} cannot be written to {path}: it is a folder; name a file")
-    if not folder.is_dir():
-        raise Error(f"the {what} cannot be written to {path}: the folder {folder} does not exist; make it first")
-    if not os.access(folder, os.W_OK):
-        raise Error(f"the {what} cannot be written to {path}: the folder {folder} is not writable")
+        reason = "it is a folder; name a file"
+    elif not folder.is_dir():
+        reason = f"the folder {folder} does not exist; make it first"
+    elif not os.access(folder, os.W_OK):
+        reason = f"the folder {folder} is not writable"
+    else:
+        return
+    raise Error(f"the {what} cannot be written to {path}: {reason}", "environment")
 
 
 def scaled_profile(

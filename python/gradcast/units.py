@@ -1,14 +1,14 @@
 """Quantities as people write and read them: ``10gbit``, ``25MiB``, ``3.2 ms``, ``50us``, ``10%``.
 
-Times and bandwidths need a unit, since a bare number easily hides a factor of 8 or 1000; a bare size is in bytes. The
-parsers return nanoseconds, bytes and bits per second.
+Times, bandwidths and sizes need a unit, since a bare number easily hides a factor of 8 or 1000. The parsers return
+nanoseconds (durations: seconds), bytes and bits per second.
 """
 
 import re
 
 from gradcast.errors import Error
 
-_TIME_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_TIME_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "min": 60e9, "h": 3600e9, "d": 86400e9}
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # No sign, "nan" or "inf": no quantity here can use them.
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?"
@@ -34,11 +34,27 @@ def _checked(value: float, text: str, what: str) -> float:
     return value
 
 
-def parse_time_ns(text: str) -> float:
-    number, unit = _split(text, "time", "50us or 3.2ms")
+def _time_ns(text: str, example: str) -> float:
+    number, unit = _split(text, "time", example)
     if unit.lower() not in _TIME_NS:
-        raise Error(f"'{text}' has no known unit of time; write ns, us, ms or s, for instance 50us")
-    return _checked(number * _TIME_NS[unit.lower()], text, "time")
+        raise Error(f"'{text}' has no known unit of time; write ns, us, ms, s, min, h or d, for instance {example}")
+    return number * _TIME_NS[unit.lower()]
+
+
+def parse_time_ns(text: str) -> float:
+    return _checked(_time_ns(text, "50us or 3.2ms"), text, "time")
+
+
+def parse_duration_s(text: str) -> float:
+    """Parses a time that may be longer than the 104 days that ``parse_time_ns`` allows."""
+    return _checked(_time_ns(text, "90s or 4h") / 1e9, text, "time")
+
+
+def parse_positive_duration_s(text: str) -> float:
+    duration_s = parse_duration_s(text)
+    if duration_s == 0:
+        raise Error("the time is 0; write a longer one, for instance 90s or 4h")
+    return duration_s
 
 
 def parse_bandwidth_bits_per_s(text: str) -> float:
@@ -57,10 +73,10 @@ def parse_bandwidth_bits_per_s(text: str) -> float:
 
 def parse_size_bytes(text: str) -> int:
     number, unit = _split(text, "size", "25MiB or 4MB")
-    match = _SIZE.fullmatch(unit) if unit else None
-    if unit and (match is None or match[1].lower() not in _PREFIX):
+    match = _SIZE.fullmatch(unit)
+    if match is None or match[1].lower() not in _PREFIX:
         raise Error(f"'{text}' has no known unit of size; write for instance 25MiB, 4MB or 512B")
-    return round(_checked(number * (_PREFIX[match[1].lower()] if match else 1), text, "size"))
+    return round(_checked(number * _PREFIX[match[1].lower()], text, "size"))
 
 
 def parse_fraction(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong ends with one sentence on stderr, exit code 2, and no trace of Python or C++."""
+"""Whatever goes wrong ends with one sentence on stderr, an exit code of its kind, and no trace of Python or C++."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from conftest import NETWORK
 BIG = 2**53
 
 
-def assert_refused(result, *words):
-    assert result.code == 2
+def assert_refused(result, *words, code=2):
+    assert result.code == code
     assert result.out == ""
     assert len(result.err.strip().splitlines()) == 1, result.err
     assert result.err.startswith("gradcast: error: ")
@@ -58,7 +58,7 @@ BREAK_PROFILE = {
 
 
 @pytest.mark.parametrize("case", BREAK_PROFILE)
-@pytest.mark.parametrize("command", ["simulate", "plan", "profile show"])
+@pytest.mark.parametrize("command", ["simulate", "dev plan", "dev profile show"])
 def test_broken_profiles(case, command, profile_fields, tmp_path, run):
     breaks, field = BREAK_PROFILE[case]
     breaks(profile_fields)
@@ -93,11 +93,11 @@ def test_broken_plans(case, plan_path, tmp_path, run):
     breaks(fields)
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(fields))
-    assert_refused(run("plot", path, "-o", tmp_path / "x.png"), word)
+    assert_refused(run("dev", "plot", path, "-o", tmp_path / "x.png"), word)
 
 
 def test_a_plan_of_another_profile(plan_path, tmp_path, run):
-    result = run("plot", plan_path, "--profile", "vgg16", "-o", tmp_path / "x.png")
+    result = run("dev", "plot", plan_path, "--profile", "vgg16", "-o", tmp_path / "x.png")
     assert_refused(result, "does not fit the profile vgg16", "made for another profile")
 
 
@@ -106,17 +106,21 @@ def test_a_plan_of_a_profile_of_the_same_size(profile_fields, plan_path, profile
     profile_fields["tensors"][1]["bytes"], profile_fields["tensors"][2]["bytes"] = 8_000_000, 400
     other = tmp_path / "other.json"
     other.write_text(json.dumps(profile_fields))
-    result = run("plot", plan_path, "--profile", other, "-o", tmp_path / "x.png")
+    result = run("dev", "plot", plan_path, "--profile", other, "-o", tmp_path / "x.png")
     assert_refused(result, "made for another profile", str(profile_path), "give that one")
     profile_path.write_text(other.read_text())
-    assert_refused(run("plot", plan_path, "-o", tmp_path / "x.png"), "has changed since the plan was made")
+    assert_refused(run("dev", "plot", plan_path, "-o", tmp_path / "x.png"), "has changed since the plan was made")
 
 
 def test_files_of_another_kind(profile_path, plan_path, tmp_path, run):
     picture = tmp_path / "x.png"
-    assert_refused(run("plot", profile_path, "-o", picture), "this is a profile; a plan is expected: `gradcast plan`")
-    assert_refused(run("simulate", plan_path, *NETWORK), "this is a plan; a profile is expected: `gradcast profile")
-    assert_refused(run("simulate", "vgg16", "--link", plan_path), "this is a plan; a link is expected: `gradcast link")
+    assert_refused(
+        run("dev", "plot", profile_path, "-o", picture), "this is a profile; a plan is expected: `gradcast dev plan`"
+    )
+    assert_refused(run("simulate", plan_path, *NETWORK), "this is a plan; a profile is expected: `gradcast dev profile")
+    assert_refused(
+        run("simulate", "vgg16", "--link", plan_path), "this is a plan; a link is expected: `gradcast dev link"
+    )
 
 
 def test_a_scale_that_is_none():
@@ -131,7 +135,7 @@ def test_truncated_files(share, kind, profile_path, plan_path, tmp_path, run):
     text = (profile_path if kind == "profile" else plan_path).read_text().rstrip()
     path = tmp_path / "truncated.json"
     path.write_text(text[: int(share * len(text))])
-    arguments = ["simulate", path] if kind == "profile" else ["plot", path, "-o", tmp_path / "x.png"]
+    arguments = ["simulate", path] if kind == "profile" else ["dev", "plot", path, "-o", tmp_path / "x.png"]
     assert_refused(run(*arguments), str(path))
 
 
@@ -143,7 +147,7 @@ def test_files_that_are_something_else(content, tmp_path, run):
     path = tmp_path / "other.json"
     path.write_bytes(content)
     assert_refused(run("simulate", path, *NETWORK), str(path))
-    assert_refused(run("plot", path, "-o", tmp_path / "x.png"), str(path))
+    assert_refused(run("dev", "plot", path, "-o", tmp_path / "x.png"), str(path))
     assert_refused(run("simulate", "vgg16", "--link", path), str(path))
 
 
@@ -169,16 +173,22 @@ R = "resnet50"
         (["simulate", R, "--workers", "8"], ["--bandwidth"]),
         (["simulate", R, "--network", "nope"], ["nope", "10gbe-8"]),
         (["simulate", R, "--network", "10gbe-8", "--workers", "8"], ["--workers"]),
-        (["simulate", R, "--network", "10gbe-8", "--bandwidth", "1gbit"], ["--network", "--bandwidth"]),
+        (["dev", "plan", R, "--network", "10gbe-8", *NETWORK], ["2 networks", "takes one"]),
+        (["dev", "plan", R, "--bandwidth", "1gbit,2gbit", "--workers", "2,4"], ["4 networks", "takes one"]),
+        (["simulate", R, "vgg16", *NETWORK], ["several profiles only work with --scaling"]),
+        (["simulate", R, *NETWORK, "--uncertainty", "5%"], ["--uncertainty only works with --scaling"]),
+        (["simulate", R, *NETWORK, "--network", "10gbe-8", "--plot", "x.png"], ["leave out --network"]),
+        (["simulate", R, *NETWORK, "--algorithm", "ring,tree", "--plot", "x.png"], ["draws one algorithm"]),
+        (["simulate", R, *NETWORK, "--algorithm", "star"], ["there is no algorithm star"]),
         (["simulate", R, *NETWORK, "--latency", "50"], ["--latency", "50us"]),
         (["simulate", R, *NETWORK, "--intra-latency", "5us"], ["--intra-latency"]),
-        (["simulate", R, *NETWORK, "--topology", "hierarchical"], ["--workers-per-node"]),
+        (["simulate", R, *NETWORK, "--algorithm", "hierarchical"], ["--workers-per-node"]),
         (
             [
                 "simulate",
                 R,
                 *NETWORK,
-                "--topology",
+                "--algorithm",
                 "hierarchical",
                 "--workers-per-node",
                 "3",
@@ -196,31 +206,31 @@ R = "resnet50"
         (["simulate", R, *NETWORK, "--scale", "-1"], ["--scale"]),
         (["simulate", R, *NETWORK, "--scale", "nan"], ["--scale"]),
         (["simulate", R, *NETWORK, "--scale", "1e15"], ["forward_ns"]),
-        (["simulate", R, *NETWORK, "--plot", "/no/such/folder/x.png"], ["/no/such/folder"]),
-        (["plan", R, *NETWORK, "--policy", "nope"], ["nope", "forecast"]),
-        (["plan", R, *NETWORK, "--policy", "dear", "--mode", "hook"], ["dear"]),
-        (["plan", R, *NETWORK, "--set", "nope=1"], ["nope"]),
-        (["plan", R, *NETWORK, "--set", "nope"], ["name=value"]),
-        (["plan", R, *NETWORK, "--policy", "p3", "--set", "slice_elements=0"], ["slice_elements"]),
-        (["plan", R, *NETWORK, "--policy", "ddp", "--set", "cap_bytes=fast"], ["size"]),
-        (["plan", R, *NETWORK, "--policy", "ddp", "--uncertainty", "10%"], ["--uncertainty only works with forecast"]),
+        (["dev", "plan", R, *NETWORK, "--policy", "nope"], ["nope", "forecast"]),
+        (["dev", "plan", R, *NETWORK, "--policy", "dear", "--mode", "hook"], ["dear"]),
+        (["dev", "plan", R, *NETWORK, "--set", "nope=1"], ["nope"]),
+        (["dev", "plan", R, *NETWORK, "--set", "nope"], ["name=value"]),
+        (["dev", "plan", R, *NETWORK, "--policy", "p3", "--set", "slice_elements=0"], ["slice_elements"]),
+        (["dev", "plan", R, *NETWORK, "--policy", "ddp", "--set", "cap_bytes=fast"], ["size"]),
+        (["dev", "plan", R, *NETWORK, "--policy", "ddp", "--set", "cap_bytes=512"], ["no known unit of size"]),
+        (
+            ["dev", "plan", R, *NETWORK, "--policy", "ddp", "--uncertainty", "10%"],
+            ["--uncertainty only works with forecast"],
+        ),
         (["simulate", R, *NETWORK, "--latency", "-5us"], ["--latency", "-5us", "negative"]),
         (["simulate", R, "--bandwith", "5gbit"], ["--bandwith", "`gradcast simulate --help`"]),
-        (["link", "fit", "samples.csv", "--jsn"], ["--jsn", "`gradcast link fit --help`"]),
-        (["plan", R, *NETWORK, "--uncertainty", "100%"], ["--uncertainty"]),
-        (["plan", R, *NETWORK, "-o", "/no/such/folder/plan.json"], ["/no/such/folder"]),
-        (["plan", R, *NETWORK, "-o", "."], ["folder"]),
-        (["plot", "nope.json", "-o", "x.png"], ["nope.json"]),
-        (["plot", "nope.json"], ["-o"]),
-        (["sweep", R, "--workers", "8"], ["--bandwidths"]),
-        (["sweep", R, "--workers", "8", "--bandwidths", "1gbit,0gbit"], ["--bandwidths"]),
-        (["sweep", R, "--workers", "", "--bandwidths", "1gbit"], ["--workers"]),
-        (["sweep", R, "--workers", "8", "--bandwidths", "1gbit", "--policies", "nope"], ["nope"]),
-        (["sweep", R, "--workers", "8", "--bandwidths", "1gbit", "-o", "/no/such/folder/x.csv"], ["/no/such/folder"]),
-        (["profile"], ["ACTION"]),
-        (["profile", "import", "nope.csv"], ["nope.csv"]),
-        (["profile", "show"], ["PROFILE"]),
-        (["link", "fit", "nope.csv"], ["nope.csv"]),
+        (["dev", "link", "fit", "samples.csv", "--jsn"], ["--jsn", "`gradcast dev link fit --help`"]),
+        (["dev", "plan", R, *NETWORK, "--uncertainty", "100%"], ["--uncertainty"]),
+        (["dev", "plot", "nope.json", "-o", "x.png"], ["nope.json"]),
+        (["dev", "plot", "nope.json"], ["-o"]),
+        (["simulate", R, "--workers", "8", "--bandwidth", "1gbit,0gbit"], ["--bandwidth"]),
+        (["simulate", R, "--workers", "", "--bandwidth", "1gbit"], ["--workers"]),
+        (["simulate", R, "--workers", "2,8", "--bandwidth", "1gbit", "--policy", "nope"], ["nope"]),
+        (["dev"], ["COMMAND"]),
+        (["dev", "profile"], ["COMMAND"]),
+        (["dev", "profile", "import", "nope.csv"], ["nope.csv"]),
+        (["dev", "profile", "show"], ["PROFILE"]),
+        (["dev", "link", "fit", "nope.csv"], ["nope.csv"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -246,7 +256,7 @@ def test_wrong_arguments(arguments, words, run, tmp_path, monkeypatch):
 def test_broken_layer_tables(text, words, tmp_path, run):
     path = tmp_path / "layers.csv"
     path.write_text(text)
-    assert_refused(run("profile", "import", path), "layers.csv", *words)
+    assert_refused(run("dev", "profile", "import", path), "layers.csv", *words)
 
 
 @pytest.mark.parametrize(
@@ -269,29 +279,75 @@ def test_broken_layer_tables(text, words, tmp_path, run):
 def test_broken_samples(text, words, tmp_path, run):
     path = tmp_path / "samples.csv"
     path.write_text(text)
-    assert_refused(run("link", "fit", path), "samples.csv", *words)
+    assert_refused(run("dev", "link", "fit", path), "samples.csv", *words)
 
 
 def test_samples_without_all_reduce_make_no_link(tmp_path, run):
     path = tmp_path / "samples.csv"
     path.write_text("bytes,time_ns,op\n" + "".join(f"{4**k},{100 + 4**k},all_gather\n" for k in range(4, 10)))
-    assert_refused(run("link", "fit", path, "-o", tmp_path / "link.json"), "all_reduce")
+    assert_refused(run("dev", "link", "fit", path, "-o", tmp_path / "link.json"), "all_reduce")
 
 
 def test_no_matplotlib(plan_path, tmp_path, run):
     code = (
         "import sys; sys.modules['matplotlib'] = None; from gradcast.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
-    arguments = ["plot", str(plan_path), "-o", str(tmp_path / "x.png")]
+    arguments = ["dev", "plot", str(plan_path), "-o", str(tmp_path / "x.png")]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert result.returncode == 2
+    assert result.returncode == 3
     assert result.stderr == (
         "gradcast: error: plots need matplotlib, which is not installed; pip install 'gradcast[plot]'\n"
     )
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", R, *NETWORK, "--plot", "/no/such/folder/x.png"],
+        ["simulate", R, *NETWORK, "--csv", "/no/such/folder/x.csv"],
+        ["simulate", R, *NETWORK, "--scaling", "--plot", "/no/such/folder/x.png"],
+        ["dev", "plan", R, *NETWORK, "-o", "/no/such/folder/plan.json"],
+        ["dev", "plan", R, *NETWORK, "-o", "."],
+    ],
+)
+def test_files_that_cannot_be_written(arguments, run):
+    assert_refused(run(*arguments), "cannot be written to", code=3)
+
+
+@pytest.mark.parametrize("command", [["doctor", "train.py"], ["network"]])
+def test_no_torch(command, run, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert_refused(run(*command), "needs PyTorch, which is not installed", code=3)
+
+
+RENAMED = {
+    "sweep resnet50": "`gradcast sweep` is now `gradcast simulate PROFILE --bandwidth 1gbit,10gbit --workers 2,8`",
+    "scaling resnet50": "`gradcast scaling` is now `gradcast simulate PROFILE --scaling`",
+    "networks": "`gradcast networks` is now `gradcast dev published-networks`",
+    "plan resnet50": "`gradcast plan` is now `gradcast dev plan`",
+    "lab train --model vgg16": "`gradcast lab` is now `gradcast dev lab`",
+    "doctor --seconds 5 train.py": "`gradcast doctor` has no --seconds any more; write --duration 60s",
+    "network --seconds 5": "`gradcast network` has no --seconds any more; write --duration 10s",
+    "simulate resnet50 --topology tree": "`gradcast simulate` has no --topology any more; write --algorithm",
+    "simulate resnet50 --bandwidths 1gbit": "`gradcast simulate` has no --bandwidths any more; write --bandwidth",
+    "advise resnet50 --cost 500": "`gradcast advise` has no --cost any more; write --budget",
+    "dev lab train --rates 1gbit,1gbit": "`gradcast dev lab train` has no --rates any more; write --bandwidth",
+    "dev lab train -o x.png": "`gradcast dev lab train` has no -o any more; write --plot",
+    "dev lab run --rate 1gbit -- x.py": "`gradcast dev lab run` has no --rate any more; write --bandwidth",
+    "dev lab adapt --forward-ms 5": "`gradcast dev lab adapt` has no --forward-ms any more; write --forward 100ms",
+}
+
+
+@pytest.mark.parametrize("arguments", RENAMED)
+def test_old_names_are_answered_with_the_new_ones(arguments, run):
+    result = run(*arguments.split())
+    assert (result.code, result.err) == (2, f"gradcast: error: {RENAMED[arguments]}\n")
+
+
 def test_an_unknown_kind_of_picture(plan_path, tmp_path, run):
-    assert_refused(run("plot", plan_path, "-o", tmp_path / "x.nope"), "plot.png")
+    assert_refused(run("dev", "plot", plan_path, "-o", tmp_path / "x.nope"), "plot.png")
 
 
 def test_the_process_itself_ends_with_2(tmp_path):
@@ -305,17 +361,17 @@ def test_the_process_itself_ends_with_2(tmp_path):
 
 
 def test_a_defect_is_told_apart(run, monkeypatch):
-    """Exit code 1 and a request to report; the trace only on demand."""
+    """An exit code of its own and a request to report; the trace only on demand."""
 
     def broken(*arguments, **options):
         raise RuntimeError("boom")
 
     monkeypatch.delenv("GRADCAST_DEBUG", raising=False)
-    monkeypatch.setattr("gradcast.cli.common.load_profile", broken)
-    result = run("profile", "show", "resnet50")
-    assert result.code == 1
+    monkeypatch.setattr("gradcast.cli.dev.profile.load_profile", broken)
+    result = run("dev", "profile", "show", "resnet50")
+    assert result.code == 70
     assert "please report" in result.err
     assert "Traceback" not in result.err
     monkeypatch.setenv("GRADCAST_DEBUG", "1")
     with pytest.raises(RuntimeError):
-        run("profile", "show", "resnet50")
+        run("dev", "profile", "show", "resnet50")

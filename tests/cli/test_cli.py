@@ -1,5 +1,6 @@
 """The command line as a user meets it: what each command prints, writes and returns."""
 
+import argparse
 import csv
 import json
 import os
@@ -13,12 +14,23 @@ import pytest
 import gradcast
 from conftest import NETWORK
 from gradcast import _core
+from gradcast.cli import main
 
 PNG = b"\x89PNG\r\n"
-COMMANDS = [
-    "doctor", "simulate", "plan", "plot", "sweep", "scaling", "advise", "profile", "policies", "networks", "link",
-    "network", "lab", "report", "compare", "info",
-]  # fmt: skip
+# As the help groups them.
+COMMANDS = ["doctor", "network", "compare", "report", "info", "simulate", "advise", "dev"]
+
+
+def parsers(parser):
+    """All commands, with those inside others, by their names."""
+    found = {parser.prog: parser}
+    for action in parser._actions:
+        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            found |= parsers(inner)
+    return found
+
+
+PARSERS = parsers(main.build_parser())
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["-m"]])
@@ -33,17 +45,42 @@ def test_version(arguments, run):
     assert out.strip() == f"gradcast {gradcast.__version__}"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "profile import", "profile show", "link fit", "lab run", "lab train"])
+@pytest.mark.parametrize("command", PARSERS)
 def test_every_command_has_help_with_an_example(command, run):
-    result = run(*command.split(), "--help")
+    result = run(*command.split()[1:], "--help")
     assert result.code == 0
     example = result.out.partition("example:\n  ")[2]
-    assert re.match(rf"(torchrun .* -m )?gradcast {command.split()[0]}", example)
+    assert re.match(rf"(torchrun .* -m )?{command} ", f"{example.splitlines()[0]} ") or command in example
 
 
-def test_the_help_lists_every_command(run):
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_example_of_the_help_can_be_parsed(command):
+    for line in PARSERS[command].epilog.partition("example:\n")[2].replace("\\\n", "").splitlines():
+        words = shlex.split(line.partition(" | ")[0].partition(" && ")[0].partition(" > ")[0])
+        if "gradcast" in words:
+            assert main.build_parser().parse_args(words[words.index("gradcast") + 1 :]).run
+
+
+def test_the_help_lists_every_command_in_its_group(run):
     out = run("--help").out
-    assert all(f"    {command}" in out for command in COMMANDS)
+    listed = re.findall(r"^  (\w+)  ", out.partition("options:")[0], re.MULTILINE)
+    assert listed == COMMANDS
+    assert out.index("for your training:") < out.index("  info ") < out.index("for studying schedules:")
+    assert {name.split()[1] for name in PARSERS if " " in name} == set(COMMANDS)
+
+
+def test_every_option_takes_one_word_for_one_thing():
+    """A bandwidth is not called a rate, nor an algorithm a topology; the budget is money."""
+    visible = {
+        option: action
+        for parser in PARSERS.values()
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS
+        for option in action.option_strings
+    }
+    assert not [option for option in visible if re.search(r"rate|topology|spread|-ms\b|seconds|cost", option)]
+    assert visible["--budget"].metavar == "MONEY"
+    assert {visible[option].metavar for option in ("--time-limit", "--timeout", "--duration", "--forward")} == {"TIME"}
 
 
 MEASURED = ["resnet50", "vgg16"]
@@ -85,7 +122,7 @@ def test_measured_profiles_are_their_imported_tables(name, run, tmp_path):
     data = gradcast.files._DATA
     table = tmp_path / f"layers_{name}.csv"
     table.write_text((data / f"layers_{name}.csv").read_text())
-    result = run("profile", "import", table, "--name", name)
+    result = run("dev", "profile", "import", table, "--name", name)
     assert result.code == 0
     assert result.out == (data / f"{name}.json").read_text()
 
@@ -93,7 +130,10 @@ def test_measured_profiles_are_their_imported_tables(name, run, tmp_path):
 def test_scaling_at_import_and_at_use_are_the_same(run, tmp_path):
     table = tmp_path / "layers.csv"
     table.write_text((gradcast.files._DATA / "layers_vgg16.csv").read_text())
-    assert run("profile", "import", table, "--name", "vgg16", "--scale", "0.5", "-o", tmp_path / "half.json").code == 0
+    assert (
+        run("dev", "profile", "import", table, "--name", "vgg16", "--scale", "0.5", "-o", tmp_path / "half.json").code
+        == 0
+    )
     half, scaled = gradcast.load_profile(str(tmp_path / "half.json")), gradcast.load_profile("vgg16", 0.5)
     assert len(half.tensors) == len(scaled.tensors) == 16
     # Rounding to nanoseconds happens once in one and twice in the other.
@@ -103,10 +143,10 @@ def test_scaling_at_import_and_at_use_are_the_same(run, tmp_path):
 
 
 def test_show(run):
-    result = run("profile", "show", "resnet50")
+    result = run("dev", "profile", "show", "resnet50")
     assert result.code == 0
     assert "107 tensors, 102 MB" in result.out
-    assert json.loads(run("profile", "show", "resnet50", "--json").out)["name"] == "resnet50"
+    assert json.loads(run("dev", "profile", "show", "resnet50", "--json").out)["name"] == "resnet50"
 
 
 def test_simulate_compares_all_policies_best_first(run):
@@ -126,18 +166,18 @@ def test_simulate_compares_all_policies_best_first(run):
 
 def test_simulate_json_has_what_the_table_has(run):
     result = run("simulate", "resnet50", "--scale", "0.5", *NETWORK, "--json")
-    fields = json.loads(result.out)
+    (fields,) = json.loads(result.out)["networks"]
     rows = {row["policy"]: row for row in fields["policies"]}
     assert set(rows) == {info.name for info in _core.policies()}
     assert fields["skipped"] == {}
     for row in rows.values():
-        assert row["predicted_ns"] >= row["bound_ns"] * (1 - 1e-9)
-        assert row["bound_ns"] >= row["plain_bound_ns"] * (1 - 1e-9)
-        assert row["ratio_to_bound"] == pytest.approx(row["predicted_ns"] / row["bound_ns"], rel=1e-6)
-        assert row["speedup_over_ddp"] == pytest.approx(rows["ddp"]["predicted_ns"] / row["predicted_ns"], rel=1e-6)
+        assert row["step_ms"] >= row["bound_ms"] * (1 - 1e-9)
+        assert row["bound_ms"] >= row["plain_bound_ms"] * (1 - 1e-9)
+        assert row["ratio_to_bound"] == pytest.approx(row["step_ms"] / row["bound_ms"], rel=1e-5)
+        assert row["speedup_over_ddp"] == pytest.approx(rows["ddp"]["step_ms"] / row["step_ms"], rel=1e-5)
     assert rows["dear"]["all_reduce_only"] is False
     assert rows["ddp"]["all_reduce_only"] is True
-    assert fields["bound_ns"] <= fields["all_reduce_bound_ns"]
+    assert fields["bound_ms"] <= fields["all_reduce_bound_ms"]
 
 
 def test_simulate_marks_plans_with_another_bound(run):
@@ -169,14 +209,14 @@ def test_simulate_uses_the_profiles_own_link(run, profile_path):
     [
         (["--bandwidth", "10gbit", "--workers", "8"], "ring of 8 workers, 10 Gbit/s, 50 us per hop"),
         (["--bandwidth", "10gbit", "--workers", "1"], "ring of 1 worker,"),
-        (["--bandwidth", "1GB/s", "--workers", "8", "--topology", "tree"], "tree of 8 workers, 8 Gbit/s"),
+        (["--bandwidth", "1GB/s", "--workers", "8", "--algorithm", "tree"], "tree of 8 workers, 8 Gbit/s"),
         (
             [
                 "--bandwidth",
                 "10gbit",
                 "--workers",
                 "8",
-                "--topology",
+                "--algorithm",
                 "hierarchical",
                 "--workers-per-node",
                 "4",
@@ -206,8 +246,8 @@ def test_a_profile_without_compute_on_a_link_without_cost(run, tmp_path):
     options = ["--bandwidth", "1gbit", "--workers", "1"]
     assert run("simulate", path, *options).code == 0
     assert run("simulate", path, *options, "--json").code == 0
-    assert run("plan", path, *options, "-o", tmp_path / "plan.json").code == 0
-    assert run("plot", tmp_path / "plan.json", "-o", tmp_path / "plan.png").code == 0
+    assert run("dev", "plan", path, *options, "-o", tmp_path / "plan.json").code == 0
+    assert run("dev", "plot", tmp_path / "plan.json", "-o", tmp_path / "plan.png").code == 0
 
 
 def test_several_blocks_in_flight(run):
@@ -216,7 +256,9 @@ def test_several_blocks_in_flight(run):
 
 
 def test_plan_writes_a_plan_that_fits_its_profile(run, profile_path, tmp_path, profile):
-    result = run("plan", profile_path, "--policy", "p3", "--set", "slice_elements=100000", "-o", tmp_path / "plan.json")
+    result = run(
+        "dev", "plan", profile_path, "--policy", "p3", "--set", "slice_elements=100000", "-o", tmp_path / "plan.json"
+    )
     assert result.code == 0
     assert "p3 (overlap mode)" in result.out
     text = (tmp_path / "plan.json").read_text()
@@ -227,7 +269,7 @@ def test_plan_writes_a_plan_that_fits_its_profile(run, profile_path, tmp_path, p
 
 
 def test_plan_json_is_the_plan(run, profile_path, profile):
-    result = run("plan", profile_path, "--mode", "hook", "--json")
+    result = run("dev", "plan", profile_path, "--mode", "hook", "--json")
     plan = gradcast.Plan.from_json(result.out)
     plan.check(profile)
     assert plan.mode == "hook"
@@ -235,7 +277,7 @@ def test_plan_json_is_the_plan(run, profile_path, profile):
 
 
 def test_an_uncertain_link_gets_a_plan_of_its_own(run):
-    arguments = ["plan", "resnet50", "--scale", "0.5", *NETWORK, "--json"]
+    arguments = ["dev", "plan", "resnet50", "--scale", "0.5", *NETWORK, "--json"]
     certain, uncertain = run(*arguments), run(*arguments, "--uncertainty", "10%")
     assert uncertain.code == 0
     best, careful = (gradcast.Plan.from_json(result.out) for result in (certain, uncertain))
@@ -248,18 +290,18 @@ def test_an_uncertain_link_gets_a_plan_of_its_own(run):
 
 def test_forecast_says_whose_plan_it_took_over(run):
     sentence = "This is dear's plan: on this link model, separate halves of all-reduces end earlier"
-    assert sentence in run("plan", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8").out
-    assert sentence not in run("plan", "resnet50", "--scale", "0.5", *NETWORK, "--mode", "hook").out
+    assert sentence in run("dev", "plan", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8").out
+    assert sentence not in run("dev", "plan", "resnet50", "--scale", "0.5", *NETWORK, "--mode", "hook").out
 
 
 def test_one_worker_has_no_traffic(run):
-    for command in ("simulate", "plan"):
-        out = run(command, "vgg16", "--bandwidth", "10gbit", "--workers", "1").out
+    for command in ("simulate", "dev plan"):
+        out = run(*command.split(), "vgg16", "--bandwidth", "10gbit", "--workers", "1").out
         assert "ring of 1 worker, 10 Gbit/s, 50 us per hop: one worker does not communicate" in out
 
 
 def test_plot_needs_no_more_than_the_plan(run, plan_path, tmp_path):
-    result = run("plot", plan_path, "-o", tmp_path / "plan.png")
+    result = run("dev", "plot", plan_path, "-o", tmp_path / "plan.png")
     assert result.code == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
 
@@ -269,8 +311,20 @@ def test_plot_needs_no_more_than_the_plan(run, plan_path, tmp_path):
 def test_plot_of_every_kind_of_plan(mode, in_flight, run, tmp_path):
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     options = ["--mode", mode, "--in-flight", in_flight, "-o", plan]
-    assert run("plan", "resnet50", "--scale", "0.5", *NETWORK, *options).code == 0
-    arguments = ["plot", plan, "--profile", "resnet50", "--scale", "0.5", "--bandwidth", "3gbit", "--workers", "8"]
+    assert run("dev", "plan", "resnet50", "--scale", "0.5", *NETWORK, *options).code == 0
+    arguments = [
+        "dev",
+        "plot",
+        plan,
+        "--profile",
+        "resnet50",
+        "--scale",
+        "0.5",
+        "--bandwidth",
+        "3gbit",
+        "--workers",
+        "8",
+    ]
     assert run(*arguments, "-o", picture).code == 0
     assert "<svg" in picture.read_text()
 
@@ -299,9 +353,9 @@ def test_the_line_of_a_picture_is_the_bound_of_what_is_drawn(run, tmp_path, monk
     bounds, words = drawn_bounds_ms(monkeypatch)
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     for policy in ("ddp", "dear"):
-        assert run("plan", "vgg16", *NETWORK, "--policy", policy, "-o", plan).code == 0
-        assert run("plot", plan, "-o", picture).code == 0
-        assert run("plot", plan, "-o", picture, "--bandwidth", "50gbit", "--workers", "8").code == 0
+        assert run("dev", "plan", "vgg16", *NETWORK, "--policy", policy, "-o", plan).code == 0
+        assert run("dev", "plot", plan, "-o", picture).code == 0
+        assert run("dev", "plot", plan, "-o", picture, "--bandwidth", "50gbit", "--workers", "8").code == 0
         noted_ms = gradcast.Plan.from_json(plan.read_text()).bound_ns / 1e6
         assert bounds[-2] == pytest.approx(noted_ms)
         assert bounds[-1] < 0.5 * noted_ms
@@ -310,12 +364,12 @@ def test_the_line_of_a_picture_is_the_bound_of_what_is_drawn(run, tmp_path, monk
 
 def test_plot_finds_the_profile_beside_the_plan(run, profile_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run("plan", "profile.json", "-o", "plan.json").code == 0
+    assert run("dev", "plan", "profile.json", "-o", "plan.json").code == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert run("plot", "../plan.json", "-o", "plan.png").code == 0
+    assert run("dev", "plot", "../plan.json", "-o", "plan.png").code == 0
     profile_path.unlink()
-    result = run("plot", "../plan.json", "-o", "plan.png")
+    result = run("dev", "plot", "../plan.json", "-o", "plan.png")
     assert result.code == 2
     assert "../plan.json records the profile profile.json, but" in result.err
     assert "name another with --profile" in result.err
@@ -327,43 +381,54 @@ def test_simulate_draws_the_comparison(run, tmp_path):
     assert (tmp_path / "all.png").read_bytes().startswith(PNG)
 
 
-def test_sweep_writes_a_line_per_network_and_policy(run, tmp_path):
-    result = run(
-        "sweep", "vgg16", "--bandwidths", "1gbit,10gbit", "--workers", "2,8", "--policies", "forecast,ddp",
-        "-o", tmp_path / "sweep.csv", "--plot", tmp_path / "sweep.png",
-    )  # fmt: skip
+def test_lists_of_networks_are_a_table_and_a_line_per_policy(run, tmp_path):
+    arguments = ["simulate", "vgg16", "--bandwidth", "1gbit,10gbit", "--workers", "8,2", "--policy", "forecast,ddp"]
+    result = run(*arguments, "--csv", tmp_path / "networks.csv", "--plot", tmp_path / "networks.png")
     assert result.code == 0
-    assert "[4/4] 8 workers, 10 Gbit/s" in result.err
-    rows = list(csv.DictReader((tmp_path / "sweep.csv").open()))
+    assert "[4/4] ring of 8 workers, 10 Gbit/s, 50 us per hop" in result.err
+    table = [line for line in result.out.splitlines() if line.startswith("ring of ")]
+    assert [line.split()[2] for line in table] == ["2", "2", "8", "8"]
+    assert all(line.endswith(" x") and " forecast " in line for line in table)
+    rows = list(csv.DictReader((tmp_path / "networks.csv").open()))
     assert len(rows) == 8
     assert {(row["workers"], row["bandwidth_gbit_per_s"]) for row in rows} == {
         ("2", "1.0"), ("2", "10.0"), ("8", "1.0"), ("8", "10.0"),
     }  # fmt: skip
     for row in rows:
-        assert float(row["predicted_ms"]) >= float(row["bound_ms"]) - 1e-5
+        assert float(row["step_ms"]) >= float(row["bound_ms"]) - 1e-5
         assert row["policy"] != "ddp" or float(row["speedup_over_ddp"]) == 1
-    assert (tmp_path / "sweep.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "networks.png").read_bytes().startswith(PNG)
 
 
-def test_sweep_prints_where_no_file_is_named(run):
-    arguments = ["sweep", "vgg16", "--bandwidths", "1gbit", "--workers", "2", "--policies", "ddp"]
-    assert run(*arguments).out.startswith("profile,scale,mode,")
+def test_csv_can_be_printed_alone(run):
+    arguments = ["simulate", "vgg16", "--bandwidth", "1gbit", "--workers", "2", "--policy", "ddp", "--csv", "-"]
+    lines = run(*arguments).out.splitlines()
+    assert lines[0].startswith("profile,scale,mode,in_flight,network,algorithm,")
+    assert len(lines) == 2
+
+
+def test_networks_of_several_kinds_side_by_side(run):
+    arguments = ["simulate", "vgg16", "--network", "10gbe-8,56gbib-8", *NETWORK, "--algorithm", "ring,tree", "--json"]
+    fields = json.loads(run(*arguments, "--policy", "forecast,ddp").out)
+    assert [network["algorithm"] for network in fields["networks"]] == [None, None, "ring", "tree"]
+    assert fields["networks"][3]["network"] == "tree of 8 workers, 5 Gbit/s, 50 us per hop"
+    assert fields["networks"][3]["latency_ms"] == 0.05
 
 
 def test_policies_are_listed_with_their_parameters(run):
-    out = run("policies").out
+    out = run("dev", "policies").out
     for info in _core.policies():
         assert info.name in out
         for parameter in info.parameters:
             assert f"--set {parameter.name}=" in out
-    listed = json.loads(run("policies", "--json").out)
+    listed = json.loads(run("dev", "policies", "--json").out)["policies"]
     assert [info["name"] for info in listed] == [info.name for info in _core.policies()]
 
 
 def test_networks_are_listed(run):
-    out = run("networks").out
+    out = run("dev", "published-networks").out
     assert all(network.name in out for network in _core.networks())
-    listed = json.loads(run("networks", "--json").out)
+    listed = json.loads(run("dev", "published-networks", "--json").out)["networks"]
     assert all(network["source"] for network in listed)
 
 
@@ -373,7 +438,7 @@ def test_link_fit_finds_the_costs_of_each_operation(run, tmp_path):
     for size in (4096 * 4**k for k in range(9)):
         lines += [f"{size},{50_000 + 0.9 * size},all_reduce", f"{size},{30_000 + 0.6 * size},all_gather"]
     samples.write_text("\n".join(lines) + "\n")
-    result = run("link", "fit", samples, "-o", tmp_path / "link.json")
+    result = run("dev", "link", "fit", samples, "-o", tmp_path / "link.json")
     assert result.code == 0
     assert "all_reduce: 9 samples" in result.out
     link = gradcast.LinkModel.from_json((tmp_path / "link.json").read_text())
@@ -381,12 +446,43 @@ def test_link_fit_finds_the_costs_of_each_operation(run, tmp_path):
     assert link.all_gather.pieces[0].alpha_ns == pytest.approx(30_000, rel=1e-6)
     used = run("simulate", "vgg16", "--link", tmp_path / "link.json", "--policy", "forecast")
     assert "50 us + 900 us per MB" in used.out
-    printed = run("link", "fit", samples, "--json").out
+    printed = run("dev", "link", "fit", samples, "--json").out
     assert printed == (tmp_path / "link.json").read_text()
     assert json.loads(printed)["fit"]["all_gather"]["samples"] == 9
+    without = {key: value for key, value in json.loads(printed).items() if key != "version"}
+    (tmp_path / "old.json").write_text(json.dumps(without))
+    assert run("simulate", "vgg16", "--link", tmp_path / "old.json").code == 0
 
 
-@pytest.mark.parametrize("arguments", [["profile", "show", "resnet50", "--json"], ["--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "vgg16", *NETWORK, "--policy", "ddp"],
+        ["simulate", "vgg16", *NETWORK, "--scaling"],
+        ["advise", "vgg16", "--steps", "9", "--runs", "10"],
+        ["info"],
+        ["dev", "policies"],
+        ["dev", "published-networks"],
+        ["dev", "plan", "vgg16", *NETWORK],
+        ["dev", "profile", "show", "vgg16"],
+    ],
+    ids=" ".join,
+)
+def test_json_has_a_version_and_one_unit_of_time(arguments, run):
+    fields = json.loads(run(*arguments, "--json").out)
+    is_file = arguments[:2] in (["dev", "plan"], ["dev", "profile"])
+    assert fields["version"] == (1 if is_file else 2)
+    if not is_file and arguments[0] != "dev":
+        assert not [key for key in keys_of(fields) if re.search(r"(?<!_per)_(ns|us|s)$", key)]
+
+
+def keys_of(value):
+    if isinstance(value, dict):
+        return [*value, *(key for each in value.values() for key in keys_of(each))]
+    return [key for each in value for key in keys_of(each)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("arguments", [["dev", "profile", "show", "resnet50", "--json"], ["--help"], ["--version"]])
 def test_a_closed_pipe_is_no_error_and_a_full_disk_has_a_sentence(arguments):
     command = [sys.executable, "-m", "gradcast", *arguments]
     reader, writer = os.pipe()
@@ -397,11 +493,11 @@ def test_a_closed_pipe_is_no_error_and_a_full_disk_has_a_sentence(arguments):
         no_space = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (closed.stderr, closed.returncode) == ("", 0)
     assert no_space.stderr == "gradcast: error: cannot write to the standard output: No space left on device\n"
-    assert no_space.returncode == 2
+    assert no_space.returncode == 3
 
 
 def test_no_standard_output_at_all():
-    command = f"{shlex.quote(sys.executable)} -m gradcast policies >&-"
+    command = f"{shlex.quote(sys.executable)} -m gradcast dev policies >&-"
     process = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
-    assert process.returncode == 2
+    assert process.returncode == 3
     assert process.stderr == "gradcast: error: cannot write to the standard output: it is closed\n"

@@ -18,10 +18,24 @@ from gradcast import Error, units
         ("5 µs", 5e3),
         ("1e3us", 1e6),
         (".5ms", 5e5),
+        ("2min", 120e9),
     ],
 )
 def test_times(text, expected):
     assert units.parse_time_ns(text) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("4h", 14400), ("90min", 5400), (".5 d", 43200), ("30S", 30), ("365d", 365 * 86400)]
+)
+def test_durations(text, seconds):
+    assert units.parse_duration_s(text) == units.parse_positive_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["4", "h", "-4h", "4 hours", "", "1e300d", "0s"])
+def test_wrong_durations(text):
+    with pytest.raises(Error):
+        units.parse_positive_duration_s(text)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +56,7 @@ def test_bandwidths(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("25MiB", 25 * 2**20), ("4MB", 4_000_000), ("512", 512), ("512B", 512), ("1 kib", 1024)]
+    ("text", "expected"), [("25MiB", 25 * 2**20), ("4MB", 4_000_000), ("512B", 512), ("1 kib", 1024)]
 )
 def test_sizes(text, expected):
     assert units.parse_size_bytes(text) == expected
@@ -80,7 +94,7 @@ def test_wrong_bandwidths(text):
         units.parse_bandwidth_bits_per_s(text)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "5us", "1e300", "MiB", "1.5.2MB"])
+@pytest.mark.parametrize("text", ["", "-1", "512", "5us", "1e300", "MiB", "1.5.2MB"])
 def test_wrong_sizes(text):
     with pytest.raises(Error):
         units.parse_size_bytes(text)

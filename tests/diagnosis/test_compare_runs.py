@@ -93,6 +93,17 @@ def test_the_command_for_programs(run, paths):
     assert [row["key"] for row in fields["actions_speedup"]] == ["wire", "overlap", "hook"]
 
 
+@pytest.mark.parametrize(("limit", "code"), [("31%", 0), ("29%", 1), ("0.29", 1)])
+def test_a_limit_makes_a_slower_run_a_finding(run, paths, limit, code):
+    """520 ms are 30 % more than 400; a run that is faster is never one."""
+    result = run("compare", paths[1], paths[0], "--fail-above", limit)
+    assert result.code == code
+    assert "1.30x slower" in result.out
+    assert result.err == ("" if code == 0 else "gradcast: B is 30 % slower than A, more than 29 %\n")
+    assert json.loads(run("compare", paths[1], paths[0], "--json").out)["slowdown"] == pytest.approx(0.3)
+    assert run("compare", *paths, "--fail-above", "0%").code == 0
+
+
 def test_bare_runs_can_be_compared(run, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(json.dumps(doctor_runs.bare()))

@@ -16,7 +16,7 @@ from training.pool import environment
 
 SCRIPT = Path(__file__).resolve().parents[1] / "doctor" / "train.py"
 TIMEOUT_S = 180
-QUICK = ["--no-network", "--no-trial", "--seconds", "1", "--steps", "8"]
+QUICK = ["--no-network", "--no-trial", "--duration", "1s", "--steps", "8"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def require_sums(result):
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_the_training_ends_in_the_very_state_in_which_it_would_have(tmp_path, workers):
     arguments = ["--layer-ms", "0.5", "--workers", workers, "--read-ms", "2"]
-    options = ["--seconds", "1", "--steps", "8"]  # everything: the network and gradcast, too
+    options = ["--duration", "1s", "--steps", "8"]  # everything: the network and gradcast, too
     assert train(tmp_path, *arguments, doctor=options) == train(tmp_path, *arguments)
     result = result_in(tmp_path)
     require_sums(result)

@@ -183,7 +183,7 @@ def printed(arguments, worker_count, network=None):
 
 
 def checked(worker_count, *, network=None, seconds=2):
-    arguments = ["-m", "gradcast", "network", "--json", "--seconds", str(seconds)]
+    arguments = ["-m", "gradcast", "network", "--json", "--duration", f"{seconds}s"]
     return json.loads(printed(arguments, worker_count, network))
 
 
@@ -194,16 +194,16 @@ def test_on_one_host_there_are_numbers_and_no_findings():
     assert found["findings"] == []
     (pair,) = found["pairs"]
     assert (pair["a"], pair["b"], pair["streams"]) == (0, 1, 4)
-    for key in ("latency_us", "tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s", "beta_ns_per_byte"):
+    for key in ("latency_ms", "tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s", "beta_ns_per_byte"):
         assert pair[key] > 0
-    assert pair["alpha_us"] >= 0
+    assert pair["alpha_ms"] >= 0
     assert found["alternatives"] == []
     collective = found["collective"]
     sizes = [sample["bytes"] for sample in collective["samples"]]
     assert sizes == [1024 * 4**power for power in range(len(sizes))]
     assert len(sizes) >= 4
     assert collective["op"] == "all_reduce"
-    assert collective["alpha_us"] >= 0
+    assert collective["alpha_ms"] >= 0
     assert collective["fit_error"] >= 0
 
 

@@ -231,7 +231,7 @@ def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
     before = namespaces()
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    command = [sys.executable, "-m", "gradcast", "lab", "run", "--rate", "1gbit", "--", str(script)]
+    command = [sys.executable, "-m", "gradcast", "dev", "lab", "run", "--bandwidth", "1gbit", "--", str(script)]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     worker_pid = int(program.stdout.readline())
     assert namespaces() != before
@@ -261,21 +261,24 @@ def test_a_script_runs_on_every_host(tmp_path, capfd):
     made_network(1e9).close()
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n")
-    assert main.main(["lab", "run", "--hosts", "2", "--rate", "1gbit", "--", str(script), "--shift", "-1"]) == 0
+    assert (
+        main.main(["dev", "lab", "run", "--hosts", "2", "--bandwidth", "1gbit", "--", str(script), "--shift", "-1"])
+        == 0
+    )
     assert capfd.readouterr().out == "2 --shift -1\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rate", "fast", "--", "script.py"], "'fast' is not a bandwidth"),
+        (["--bandwidth", "fast", "--", "script.py"], "'fast' is not a bandwidth"),
         (["--hosts", "0", "--", "script.py"], "--hosts"),
         (["--hosts", "2"], "SCRIPT"),
         (["--", "/no/such/script.py"], "does not exist"),
     ],
 )
 def test_the_command_fails_with_a_sentence(run, arguments, words):
-    result = run("lab", "run", *arguments)
+    result = run("dev", "lab", "run", *arguments)
     assert result.code == 2
     assert result.err.startswith("gradcast: error: ")
     assert words in result.err
@@ -286,8 +289,8 @@ def test_the_command_says_what_it_needs(run, monkeypatch, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("")
     monkeypatch.setattr("sys.platform", "darwin")
-    result = run("lab", "run", "--", script)
-    assert (result.code, result.err) == (2, "gradcast: error: network namespaces need Linux\n")
+    result = run("dev", "lab", "run", "--", script)
+    assert (result.code, result.err) == (3, "gradcast: error: network namespaces need Linux\n")
 
 
 # --- Workers ---

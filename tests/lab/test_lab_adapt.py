@@ -1,4 +1,4 @@
-"""`gradcast lab adapt`: what it makes of a record of steps; on real hosts, that a change is followed by a new plan."""
+"""`gradcast dev lab adapt`: what it makes of a record of steps; on real hosts, a change is followed by a new plan."""
 
 import json
 import subprocess
@@ -45,13 +45,12 @@ def test_what_changes_is_said_in_words():
         (["--steps", "30"], "120"),
         (["--model", "digits"], "digits"),
         (["--factor", "0"], "0"),
-        (["-o", "/no/such/folder/x.png"], "/no/such/folder"),
     ],
 )
 def test_what_cannot_be_run_is_refused(run, monkeypatch, arguments, words):
-    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
-    monkeypatch.setattr("gradcast.cli.lab_adapt.train", lambda *_, **__: pytest.fail("it has run"))
-    result = run("lab", "adapt", *arguments)
+    monkeypatch.setattr("gradcast.cli.dev.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.dev.lab_adapt.train", lambda *_, **__: pytest.fail("it has run"))
+    result = run("dev", "lab", "adapt", *arguments)
     assert result.code == 2, result.err
     assert words in result.err
     assert len(result.err.splitlines()) == 1
@@ -66,9 +65,9 @@ def test_on_hosts_a_change_is_followed_by_a_new_plan(tmp_path):
     picture = tmp_path / "adapt.png"
     # Five times as long: however busy the machine is, nobody can overlook it.
     command = [
-        "-m", "gradcast", "lab", "adapt", "--rate", "200mbit", "--model", "resnet18", "--scale-size", "0.005",
-        "--forward-ms", "6", "--backward-ms", "12", "--scenario", "batch", "--factor", "5", "--steps", "150", "--json",
-        "-o", str(picture),
+        "-m", "gradcast", "dev", "lab", "adapt", "--bandwidth", "200mbit", "--model", "resnet18", "--scale-size",
+        "0.005", "--forward", "6ms", "--backward", "12ms", "--scenario", "batch", "--factor", "5", "--steps", "150",
+        "--json", "--plot", str(picture),
     ]  # fmt: skip
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""``gradcast lab train``: every variant trains the same model, and what was measured is put together rightly. No test
-judges a time.
+"""``gradcast dev lab train``: every variant trains the same model, and what was measured is put together rightly. No
+test judges a time.
 
 What makes hosts needs root and Linux, and is skipped elsewhere.
 """
@@ -202,20 +202,21 @@ NEAR = ["--hosts", "2", "--model"]
         ([*NEAR, "resnet50", "--compare", "overlap:dear"], "no policy dear"),
         ([*NEAR, "resnet50", "--compare", "ddp:big"], "MiB"),
         ([*NEAR, "resnet50", "--compare", ","], "no variant is named"),
-        ([*NEAR, "resnet50", "--rate", "fast"], "'fast' is not a bandwidth"),
-        ([*NEAR, "resnet50", "--rates", "1gbit,fast"], "'fast' is not a bandwidth"),
-        ([*NEAR, "resnet50", "--rates", "1gbit"], "1 rates for 2 hosts"),
+        ([*NEAR, "resnet50", "--bandwidth", "fast"], "'fast' is not a bandwidth"),
+        ([*NEAR, "resnet50", "--bandwidth", "1gbit,fast"], "'fast' is not a bandwidth"),
+        ([*NEAR, "resnet50", "--bandwidth", "1gbit,1gbit,1gbit"], "3 bandwidths for 2 hosts"),
         ([*NEAR, "resnet50", "--width", "8"], "--width only works with real models"),
-        ([*NEAR, "digits", "--forward-ms", "8"], "--forward-ms only works with stand-ins"),
-        ([*NEAR, "resnet50", "-o", "/no/such/folder/x.png"], "/no/such/folder"),
+        ([*NEAR, "digits", "--forward", "8ms"], "--forward only works with stand-ins"),
+        ([*NEAR, "resnet50", "--forward", "8"], "'8' has no known unit of time"),
+        ([*NEAR, "resnet50", "--timeout", "900"], "write ns, us, ms, s, min, h or d"),
         (["--hosts", "1", "--model", "resnet50"], "one host has no communication"),
         ([], "--model"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, arguments, words):
-    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
-    monkeypatch.setattr("gradcast.cli.lab_train.train", lambda *_, **__: pytest.fail("it has run"))
-    result = run("lab", "train", *arguments)
+    monkeypatch.setattr("gradcast.cli.dev.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.dev.lab_train.train", lambda *_, **__: pytest.fail("it has run"))
+    result = run("dev", "lab", "train", *arguments)
     assert result.code == 2, result.err
     assert words in result.err
     assert result.err.startswith("gradcast: error: ")
@@ -223,25 +224,25 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(run, monkeypatch, ar
 
 
 def test_too_large_a_run_is_refused(run, monkeypatch):
-    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.dev.lab_options.obstacle", lambda: None)
     monkeypatch.setattr("gradcast.lab.train._available_bytes", lambda: 8e9)
-    result = run("lab", "train", "--hosts", "8", "--model", "vgg16")
-    assert result.code == 2
+    result = run("dev", "lab", "train", "--hosts", "8", "--model", "vgg16")
+    assert result.code == 3
     assert "make --scale-size smaller" in result.err
 
 
 def test_where_hosts_cannot_be_made_it_says_why(run, monkeypatch):
-    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: "network namespaces need root")
-    result = run("lab", "train", "--model", "resnet50")
-    assert (result.code, result.err) == (2, "gradcast: error: network namespaces need root\n")
+    monkeypatch.setattr("gradcast.cli.dev.lab_options.obstacle", lambda: "network namespaces need root")
+    result = run("dev", "lab", "train", "--model", "resnet50")
+    assert (result.code, result.err) == (3, "gradcast: error: network namespaces need root\n")
 
 
 def test_a_wrong_number_ends_the_command_with_an_error(run, monkeypatch, small_path):
-    monkeypatch.setattr("gradcast.cli.lab_options.obstacle", lambda: None)
+    monkeypatch.setattr("gradcast.cli.dev.lab_options.obstacle", lambda: None)
     results = {**results_of(difference=1e-3), "torch": "0", "parameter_bytes": 1}
-    monkeypatch.setattr("gradcast.cli.lab_train.train", lambda *_, **__: results)
-    result = run("lab", "train", "--model", small_path)
-    assert result.code == 1
+    monkeypatch.setattr("gradcast.cli.dev.lab_train.train", lambda *_, **__: results)
+    result = run("dev", "lab", "train", "--model", small_path)
+    assert result.code == 70
     assert "overlap trained are not those of ddp" in result.err
 
 
@@ -256,8 +257,8 @@ def test_all_ways_train_the_same_model(small_path, tmp_path):
         pytest.skip(reason)
     picture = tmp_path / "lab.png"
     compare = "ddp-near,ddp-mgwfbp,hook,overlap,overlap-fixed,overlap:p3"
-    arguments = ["lab", "train", "--rate", "300mbit", "--model", small_path, "--compare", compare]
-    arguments += ["--rounds", "2", "--steps", "3", "--timeout", "120", "--json", "-o", picture]
+    arguments = ["dev", "lab", "train", "--bandwidth", "300mbit", "--model", small_path, "--compare", compare]
+    arguments += ["--rounds", "2", "--steps", "3", "--timeout", "2min", "--json", "--plot", picture]
     command = [sys.executable, "-m", "gradcast", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
@@ -287,9 +288,20 @@ def test_all_ways_train_the_same_model(small_path, tmp_path):
 def test_a_run_is_bounded_in_time(small_path):
     if reason := hosts.obstacle():
         pytest.skip(reason)
-    command = [sys.executable, "-m", "gradcast", "lab", "train", "--model", str(small_path), "--timeout", "0.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "gradcast",
+        "dev",
+        "lab",
+        "train",
+        "--model",
+        str(small_path),
+        "--timeout",
+        "500ms",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "did not end within 0.5 s" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""One model of ``gradcast lab train``, in one of the ways that are compared."""
+"""One model of ``gradcast dev lab train``, in one of the ways that are compared."""
 
 from training.needs import torch
 

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import re
-import runpy
 
 import pytest
 
@@ -50,12 +49,6 @@ def test_messages_of_the_page_are_in_the_code(source, message):
         fragment = fragment.strip(" ;,:.(){}")
         if len(fragment) >= FRAGMENT_CHARACTERS_MIN:
             assert fragment in source, f"docs/reference/messages.md quotes {message!r}"
-
-
-def test_the_page_of_the_command_line_is_current():
-    program = runpy.run_path(str(ROOT / "tools" / "command_line_page.py"))
-    command = "python tools/command_line_page.py > docs/reference/command-line.md"
-    assert (DOCS / "reference" / "command-line.md").read_text() == program["page"](), f"run `{command}`"
 
 
 def test_every_option_is_documented():

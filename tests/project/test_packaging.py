@@ -48,7 +48,7 @@ def test_nobody_gets_another_torch_by_installing():
 
 
 WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = None; from gradcast.cli.main import main; sys.exit(main(['policies']))"
+    "import sys; sys.modules['torch'] = None; from gradcast.cli.main import main; sys.exit(main(['dev', 'policies']))"
 )
 
 

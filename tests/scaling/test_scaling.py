@@ -7,7 +7,7 @@ import pytest
 
 import gradcast
 from gradcast import _core
-from gradcast.cli.scaling import sentence
+from gradcast.cli.simulate_scaling import sentence
 from gradcast.scaling import estimate as scaling
 from gradcast.scaling import growth
 from gradcast.scaling.growth import Cluster, Growth, Network, Nodes
@@ -413,7 +413,7 @@ def paths(tmp_path):
 
 def test_the_command_shows_what_is_measured_fitted_and_extrapolated(run, paths, tmp_path):
     picture = tmp_path / "scaling.png"
-    result = run("scaling", *paths, "--workers", "2,4,8,16", "--algorithms", "ring", "-o", picture)
+    result = run("simulate", *paths, "--scaling", "--workers", "2,4,8,16", "--algorithm", "ring", "--plot", picture)
     assert result.code == 0
     words = [line.split() for line in result.out.splitlines()]
     bases = {cells[0]: cells[-1] for cells in words if cells and cells[0].isdigit()}
@@ -423,7 +423,7 @@ def test_the_command_shows_what_is_measured_fitted_and_extrapolated(run, paths, 
 
 
 def test_the_command_in_json(run, paths):
-    result = run("scaling", *paths, "--workers", "4", "--json")
+    result = run("simulate", *paths, "--scaling", "--workers", "4", "--json")
     fields = json.loads(result.out)
     found = scaling.band([gradcast.load_profile(str(path)) for path in paths], scaling.Options(workers=(4,)))
     assert [point["step_ms"] for point in fields["points"]] == [point.step_ns / 1e6 for point in found.points]
@@ -432,21 +432,22 @@ def test_the_command_in_json(run, paths):
 
 
 def test_the_command_names_the_doublings_that_do_not_pay(run):
-    out = run("scaling", "vgg16", "--scale", "0.2", "--network", "10gbe", "--algorithms", "ring").out
+    out = run("simulate", "--scaling", "vgg16", "--scale", "0.2", "--network", "10gbe", "--algorithm", "ring").out
     assert "no knee up to 4096 workers" in out
     assert "; from 1 to 2 and 2 to 4 workers the gain is smaller" in out
 
 
 def test_the_command_says_nothing_of_a_knee_of_one_point(run):
-    out = run("scaling", "bert_base", "--network", "10gbe-8", "--workers", "8", "--algorithms", "ring").out
+    out = run("simulate", "--scaling", "bert_base", "--network", "10gbe-8", "--workers", "8", "--algorithm", "ring").out
     assert out.splitlines()[-1] == "10gbe-8, ring: Worth trying: 8."
-    dear = run("scaling", "vgg16", "--scale", "0.05", "--bandwidth", "1gbit", "--algorithms", "ring").out
+    dear = run("simulate", "--scaling", "vgg16", "--scale", "0.05", "--bandwidth", "1gbit", "--algorithm", "ring").out
     assert "None is worth trying: all that are faster than one worker cost too much" in dear
 
 
 def test_a_published_network_may_be_a_trees(run):
     def steps(*options):
-        arguments = ["scaling", "resnet50", "--network", "10gbe-8", "--workers", "64", "--algorithms", "ring", "--json"]
+        network = ["--network", "10gbe-8", "--workers", "64", "--algorithm", "ring"]
+        arguments = ["simulate", "--scaling", "resnet50", *network, "--json"]
         return [point["step_ms"] for point in json.loads(run(*arguments, *options).out)["points"]]
 
     assert steps("--network", "10gbe-8") == steps()
@@ -457,7 +458,9 @@ def test_a_published_network_may_be_a_trees(run):
 def test_a_published_network_inside_nodes_may_be_a_trees(run):
     def step(*options):
         arguments = ["--intra-network", "nvlink-v100-4", "--workers-per-node", "8", "--workers", "8", "--json"]
-        out = run("scaling", "resnet50", "--bandwidth", "10gbit", "--algorithms", "ring", *arguments, *options).out
+        out = run(
+            "simulate", "--scaling", "resnet50", "--bandwidth", "10gbit", "--algorithm", "ring", *arguments, *options
+        ).out
         return json.loads(out)["points"][0]["step_ms"]
 
     assert step("--measured-algorithm", "tree") > step()
@@ -466,8 +469,8 @@ def test_a_published_network_inside_nodes_may_be_a_trees(run):
 def test_named_and_given_networks_side_by_side(run, tmp_path):
     picture = tmp_path / "scaling.svg"
     result = run(
-        "scaling", "resnet50", "--network", "10gbe", "--bandwidth", "25gbit", "--workers-per-node", "4",
-        "--intra-network", "nvlink-v100", "--workers", "4,16,128", "-o", picture,
+        "simulate", "resnet50", "--scaling", "--network", "10gbe", "--bandwidth", "25gbit", "--workers-per-node", "4",
+        "--intra-network", "nvlink-v100", "--workers", "4,16,128", "--plot", picture,
     )  # fmt: skip
     assert result.code == 0
     for name in ("10gbe, hierarchical:", "25 Gbit/s, 50 us per hop, ring:"):
@@ -483,18 +486,15 @@ def test_named_and_given_networks_side_by_side(run, tmp_path):
         (["--latency", "5us"], "--latency needs --bandwidth"),
         (["--bandwidth", "1gbit", "--intra-bandwidth", "1gbit"], "--intra-bandwidth needs --workers-per-node"),
         (["--bandwidth", "1gbit", "--workers-per-node", "4", "--intra-latency", "1us"], "needs --intra-bandwidth"),
-        (["--bandwidth", "1gbit", "--algorithms", "star"], "there is no algorithm star"),
+        (["--bandwidth", "1gbit", "--algorithm", "star"], "there is no algorithm star"),
         (["--bandwidth", "1gbit", "--workers", "2,x"], "'x' is not a whole number"),
-        (["--network", "pcie-4", "--workers-per-node", "4", "--workers", "8", "--algorithms", "star,"], "star"),
-        (["--bandwidth", "1gbit", "-o", "nowhere/x.png"], "does not exist"),
+        (["--network", "pcie-4", "--workers-per-node", "4", "--workers", "8", "--algorithm", "star,"], "star"),
+        (["--bandwidth", "1gbit", "--policy", "forecast,fifo"], "--scaling predicts one policy"),
+        (["--bandwidth", "1gbit", "--wire", "bf16"], "--wire does not work with --scaling"),
     ],
 )
 def test_wrong_options_get_one_sentence(options, words, run):
-    result = run("scaling", "resnet50", *options)
+    result = run("simulate", "--scaling", "resnet50", *options)
     assert result.code == 2
     assert words in result.err
     assert len(result.err.splitlines()) == 1
-
-
-def test_help_has_an_example(run):
-    assert "example:\n  gradcast scaling" in run("scaling", "--help").out

@@ -1,4 +1,4 @@
-"""`gradcast scaling` against published throughput: what it says of 32 GPUs from 4 to 16, and that its page shows it."""
+"""`gradcast simulate --scaling` against published throughput: 32 GPUs from 4 to 16, and the page that shows it."""
 
 import dataclasses
 import sys

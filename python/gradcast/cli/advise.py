@@ -5,30 +5,28 @@ import math
 from typing import Any
 
 from gradcast.cli import common
-from gradcast.cli.scaling_options import add_measured_algorithm
 from gradcast.errors import Error
-from gradcast.files import load_profile
 from gradcast.scaling.advise import Advice, ClusterOption, Request, Training, advise
 from gradcast.scaling.growth import ALGORITHMS, SPREAD
-from gradcast.scaling.prices import Prices, load_prices, parse_duration_s, sample_path
+from gradcast.scaling.prices import Prices, load_prices, sample_path
 from gradcast.units import parse_positive
 
-_EXAMPLE = "gradcast advise resnet50 --samples 1.28M --epochs 90 --batch 128 --budget 4h --prices prices.toml"
+_EXAMPLE = "gradcast advise resnet50 --samples 1.28M --epochs 90 --batch 128 --time-limit 4h --prices prices.toml"
 _FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "advise",
-        "which machines to rent, and how many",
-        "Finds the cheapest cluster within a time, the fastest within a cost, and all between them that are worth "
+        "which machines to rent for a training, and how many",
+        "Finds the cheapest cluster within a time, the fastest within a budget, and all between them that are worth "
         "their price. Steps are predicted, from measured costs of the network if there are any.",
         _EXAMPLE,
     )
-    common.add_profiles_argument(parser)
+    common.add_profile_argument(parser, several=True)
     _add_training_options(parser)
-    _add_budget_options(parser)
+    _add_limit_options(parser)
     _add_prediction_options(parser)
     parser.add_argument("--all", action="store_true", help="list every cluster, not only those worth their price")
     common.add_json_option(parser)
@@ -37,54 +35,30 @@ def add_parser(commands: Any) -> None:
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("length of the training (--samples and --batch, or --steps)")
-    group.add_argument(
-        "--samples", type=common.argument(_count), metavar="N", help="number of samples of one epoch: 50000, 1.28M"
-    )
-    group.add_argument(
-        "--epochs",
-        type=common.POSITIVE,
-        metavar="N",
-        help="number of epochs (default: 1)",
-    )
-    group.add_argument(
-        "--batch",
-        type=common.whole_number(1, 10**9),
-        metavar="N",
-        help="number of samples per worker and step, as in the profile",
-    )
-    group.add_argument(
-        "--steps",
-        type=common.whole_number(1, 10**12),
-        metavar="N",
-        help="number of steps with as many workers as the first profile has; more workers take fewer",
-    )
+    samples = "number of samples of one epoch: 50000, 1.28M"
+    common.option(group, "--samples", "N", samples, common.argument(_count))
+    common.option(group, "--epochs", "N", "number of epochs (default: 1)", common.POSITIVE)
+    batch = "number of samples per worker and step, as in the profile"
+    common.option(group, "--batch", "N", batch, common.whole_number(1, 10**9))
+    steps = "number of steps with as many workers as the first profile has; more workers take fewer"
+    common.option(group, "--steps", "N", steps, common.whole_number(1, 10**12))
 
 
-def _add_budget_options(parser: argparse.ArgumentParser) -> None:
+def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
-    group.add_argument(
-        "--budget",
-        type=common.argument(_positive_duration_s),
-        metavar="TIME",
-        help="find the cheapest cluster within this time: 4h, 2d",
-    )
-    group.add_argument(
-        "--cost", type=common.POSITIVE, metavar="MONEY", help="find the fastest cluster for this much money: 500"
-    )
-    group.add_argument(
-        "--prices", metavar="FILE", help="file with machines and prices (default: a bundled, outdated sample)"
-    )
+    time_limit = "find the cheapest cluster that trains within this time: 4h, 2d"
+    common.option(group, "--time-limit", "TIME", time_limit, common.DURATION)
+    budget = "find the fastest cluster that costs at most this: 500, in the currency of the prices"
+    common.option(group, "--budget", "MONEY", budget, common.argument(_money))
+    common.option(group, "--prices", "FILE", "file with machines and prices (default: a bundled, outdated sample)")
+    common.renamed(group, cost="--budget")
 
 
 def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prediction")
-    group.add_argument(
-        "--measured-on",
-        metavar="NAME",
-        help="machine of the price file on which the profiles were measured; ranks that fit into one are assumed to "
-        "share one",
-    )
-    add_measured_algorithm(group)
+    machine = "machine of the price file on which the profiles were measured; ranks that fit into one are assumed to "
+    common.option(group, "--measured-on", "NAME", f"{machine}share one")
+    common.add_uncertainty_options(group)
     group.add_argument(
         "--algorithm",
         choices=ALGORITHMS,
@@ -97,27 +71,10 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
         default="forecast",
         help="policy; ddp means without gradcast (default: forecast)",
     )
-    group.add_argument(
-        "--spread",
-        type=common.FRACTION,
-        default=SPREAD,
-        metavar="SHARE",
-        help=f"share by which the costs of the network may be off (default: {SPREAD:.0%}%)",
-    )
-    group.add_argument(
-        "--runs",
-        type=common.whole_number(10, 1_000_000),
-        default=Request.run_count,
-        metavar="N",
-        help=f"number of simulated trainings for each spot cluster (default: {Request.run_count})",
-    )
-    group.add_argument(
-        "--seed",
-        type=common.whole_number(0, 2**63),
-        default=1,
-        metavar="N",
-        help="seed of the simulations (default: 1)",
-    )
+    runs = "number of simulated trainings for each spot cluster"
+    common.option(group, "--runs", "N", runs, common.whole_number(10, 1_000_000), str(Request.run_count))
+    common.option(group, "--seed", "N", "seed of the simulations", common.whole_number(0, 2**63), "1")
+    common.renamed(group, spread="--uncertainty")
 
 
 def _count(text: str) -> float:
@@ -126,25 +83,27 @@ def _count(text: str) -> float:
     return parse_positive(text if factor == 1 else text[:-1]) * factor
 
 
-def _positive_duration_s(text: str) -> float:
-    duration_s = parse_duration_s(text)
-    if duration_s == 0:
-        raise Error("the time is 0; it must be longer, for instance 4h")
-    return duration_s
+def _money(text: str) -> float:
+    try:
+        return parse_positive(text)
+    except Error:
+        raise Error(
+            f"'{text}' is not an amount of money; write for instance 500 (a time goes to --time-limit)"
+        ) from None
 
 
 def run(args: argparse.Namespace) -> None:
-    profiles = [load_profile(name, args.scale) for name in args.profiles]
+    profiles = common.profiles_from(args)
     prices = load_prices(args.prices or sample_path())
     request = Request(
         training=_training(args, profiles[0].world_size),
         measured_on=args.measured_on,
-        measured_algorithm=args.measured_algorithm,
+        measured_algorithm=args.measured_algorithm or Request.measured_algorithm,
         algorithm=args.algorithm,
         policy=args.policy,
         # With DDP all gradients arrive before the next forward pass.
         mode="hook" if args.policy == "ddp" else "overlap",
-        spread=args.spread,
+        spread=SPREAD if args.uncertainty is None else args.uncertainty,
         run_count=args.runs,
         seed=args.seed,
     )
@@ -185,7 +144,7 @@ def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
         clusters = ", ".join(cluster for cluster, why in found.skipped.items() if why == reason)
         print(f"Left out, because {reason}: {clusters}.")
     if any(row.spot for row in shown):
-        print("Spot: hours are the mean over simulated revocations; a budget is kept in nine of ten simulations.")
+        print("Spot: hours are the mean over simulated revocations; a limit is kept in nine of ten simulations.")
     for sentence in _answers(args, prices, found):
         print(sentence)
 
@@ -214,13 +173,13 @@ def _hours(hours: float) -> str:
 
 def _answers(args: argparse.Namespace, prices: Prices, found: Advice) -> list[str]:
     sentences = []
-    if args.budget is not None:
-        hours = args.budget / 3600
+    if args.time_limit is not None:
+        hours = args.time_limit / 3600
         row = found.cheapest_within(hours)
         sentences.append(_cheapest(row, hours, prices) if row else _too_slow(hours, prices, found))
-    if args.cost is not None:
-        row = found.fastest_within(args.cost)
-        sentences.append(_fastest(row, args.cost, prices) if row else _too_expensive(args.cost, prices, found))
+    if args.budget is not None:
+        row = found.fastest_within(args.budget)
+        sentences.append(_fastest(row, args.budget, prices) if row else _too_expensive(args.budget, prices, found))
     return sentences
 
 
@@ -256,17 +215,16 @@ def _too_expensive(cost: float, prices: Prices, found: Advice) -> str:
 
 def _as_json(args: argparse.Namespace, prices: Prices, found: Advice) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "version": 1,
         "prices": {"date": prices.date, "currency": prices.currency, "sample": args.prices is None},
         "rows": [_row_json(row, row in found.frontier) for row in found.rows],
         "skipped": found.skipped,
     }
+    if args.time_limit is not None:
+        row = found.cheapest_within(args.time_limit / 3600)
+        result["cheapest_within_time_limit"] = row and _row_json(row, row in found.frontier)
     if args.budget is not None:
-        row = found.cheapest_within(args.budget / 3600)
-        result["cheapest_within_budget"] = row and _row_json(row, row in found.frontier)
-    if args.cost is not None:
-        row = found.fastest_within(args.cost)
-        result["fastest_within_cost"] = row and _row_json(row, row in found.frontier)
+        row = found.fastest_within(args.budget)
+        result["fastest_within_budget"] = row and _row_json(row, row in found.frontier)
     result["summary"] = " ".join(_answers(args, prices, found))
     return result
 

@@ -1,17 +1,19 @@
 """Shared by several commands: argument types, options, and output."""
 
 import argparse
+import importlib.util
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tabulate import tabulate
 
 from gradcast import _core
-from gradcast.comparison.compare import compute_ns, parse_policies, total_bytes
+from gradcast.comparison.compare import compute_ns, total_bytes
 from gradcast.errors import Error
 from gradcast.files import bundled_profiles, load_profile
+from gradcast.scaling.growth import MEASURED_ALGORITHMS, SPREAD
 from gradcast.units import (
     format_ms,
     format_size,
@@ -19,9 +21,13 @@ from gradcast.units import (
     parse_bandwidth_bits_per_s,
     parse_fraction,
     parse_positive,
+    parse_positive_duration_s,
     parse_time_ns,
 )
 
+EXIT_FINDING = 1  # returned by a command's ``run``: it has found what it was asked to look for
+JSON_VERSION = 2  # of what commands print with --json; 1 had other units and names
+WORKERS_MAX = 1_000_000
 _HELP_WIDTH = 100
 
 
@@ -40,6 +46,7 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 POSITIVE = argument(parse_positive)
 FRACTION = argument(parse_fraction)
 TIME = argument(parse_time_ns)
+DURATION = argument(parse_positive_duration_s)
 BANDWIDTH = argument(parse_bandwidth_bits_per_s)
 
 
@@ -53,18 +60,18 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Makes an argparse type for lists separated by commas, in which each entry counts once."""
+    """Makes an argparse type for lists separated by commas."""
 
     def convert_all(text: str) -> list[Any]:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts:
             raise argparse.ArgumentTypeError("the list is empty")
-        return list(dict.fromkeys(convert(part) for part in parts))
+        return [convert(part) for part in parts]
 
     return convert_all
 
 
-def new_parser(commands: Any, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+def command(commands: Any, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
     """Adds a command. Its description is ``summary`` and ``details``; the lines of ``example`` are kept."""
     return commands.add_parser(
         name,
@@ -76,31 +83,54 @@ def new_parser(commands: Any, name: str, summary: str, details: str, example: st
     )
 
 
-def add_profile_argument(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(bundled_profiles())
-    parser.add_argument(
-        "profile", metavar="PROFILE", help=f"a profile: a JSON file, or the name of a bundled one ({names})"
+def command_group(
+    commands: Any, name: str, summary: str, example: str, adders: Iterable[Callable[[Any], None]]
+) -> None:
+    """Adds a command that only holds the commands that ``adders`` add to it."""
+    inner = command(commands, name, summary, "", example).add_subparsers(
+        title="commands", metavar="COMMAND", dest=f"{name}_command", required=True
     )
-    add_scale_option(parser)
+    for add_parser in adders:
+        add_parser(inner)
 
 
-def add_profiles_argument(parser: argparse.ArgumentParser) -> None:
+def option(
+    parser: Any, name: str, metavar: str, help_: str, type_: Any = None, default: Any = None, **more: Any
+) -> None:
+    """Adds an option with a value. A default is written as a user would, with its unit, and shown in the help."""
+    shown = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(*name.split(", "), metavar=metavar, help=help_ + shown, type=type_, default=default, **more)
+
+
+class _Renamed(argparse.Action):
+    """An option of an earlier release, which names its successor."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise Error(f"`{parser.prog}` has no {self.option_strings[0]} any more; write {self.const}")
+
+
+def renamed(parser: Any, **successors: str) -> None:
+    """``renamed(parser, rate="--bandwidth 1gbit")``: --rate is answered with its successor, and not listed."""
+    for name, successor in successors.items():
+        old = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
+        parser.add_argument(old, action=_Renamed, nargs="?", const=successor, dest="renamed", help=argparse.SUPPRESS)
+
+
+def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     parser.add_argument(
-        "profiles",
+        "profiles" if several else "profile",
         metavar="PROFILE",
-        nargs="+",
-        help="profiles of one model, each measured with another number of workers, or bundled ones",
+        nargs="+" if several else None,
+        help=f"a profile: a JSON file, or the name of a bundled one ({', '.join(bundled_profiles())})"
+        + ("; several must be of one model, each measured with another number of workers" if several else ""),
     )
-    add_scale_option(parser)
-
-
-def add_scale_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option(
+        parser,
         "--scale",
-        type=POSITIVE,
-        default=1.0,
-        metavar="FACTOR",
-        help="multiply every time of the profile; 0.5 models a device twice as fast (default: 1)",
+        "FACTOR",
+        "multiply every time of the profile; 0.5 models a device twice as fast",
+        POSITIVE,
+        "1",
     )
 
 
@@ -112,35 +142,36 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         help="overlap: communication also overlaps with the next forward pass; hook: with backward only, as with DDP "
         "(default: overlap)",
     )
+    option(parser, "--in-flight", "N", "largest number of blocks in flight", whole_number(1, 1_000_000), "1")
+
+
+def add_uncertainty_options(parser: Any) -> None:
+    """Options of predictions from measured costs. Without a value they are None."""
+    costs = f"share by which costs of the network may be off (default: {SPREAD:.0%}%)"
+    option(parser, "--uncertainty", "SHARE", costs, FRACTION)
     parser.add_argument(
-        "--in-flight",
-        type=whole_number(1, 1_000_000),
-        default=1,
-        metavar="N",
-        help="largest number of blocks in flight (default: 1)",
+        "--measured-algorithm",
+        choices=MEASURED_ALGORITHMS,
+        help="algorithm that the library used when the costs were measured; Gloo uses ring (default: ring)",
     )
 
 
-def add_policies_option(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        name,
-        type=argument(parse_policies),
-        default=parse_policies("all"),
-        metavar="NAMES",
-        help="policies, separated by commas (default: all; `gradcast policies` lists them)",
-    )
+def add_json_option(parser: argparse.ArgumentParser, help_: str = "print JSON instead of text") -> None:
+    parser.add_argument("--json", action="store_true", help=help_)
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+def profiles_from(args: argparse.Namespace) -> list[_core.Profile]:
+    return [load_profile(name, args.scale) for name in args.profiles]
 
 
-def profile_from(args: argparse.Namespace) -> _core.Profile:
-    return load_profile(args.profile, args.scale)
+def require_torch(command_: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise Error(f"{command_} needs PyTorch, which is not installed: pip install torch", "environment")
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
+def print_json(fields: dict[str, Any]) -> None:
+    """Prints a command's own result. Files, which have versions of their own, are printed as they are."""
+    print(json.dumps({"version": JSON_VERSION, **fields}, indent=1))
 
 
 def print_table(rows: list[list[Any]], headers: list[str], align: str) -> None:

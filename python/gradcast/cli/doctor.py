@@ -5,14 +5,13 @@ import os
 from typing import Any
 
 from gradcast.cli import common
-from gradcast.errors import Error
 
 _EXAMPLE = "torchrun --nproc-per-node 2 -m gradcast doctor train.py --epochs 3"
 _STEPS_MAX = 100_000
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "doctor",
         "find out why a training is slow and what would help",
@@ -21,28 +20,18 @@ def add_parser(commands: Any) -> None:
         "for bit.",
         _EXAMPLE,
     )
-    parser.add_argument(
-        "--steps",
-        type=common.whole_number(5, _STEPS_MAX),
-        default=20,
-        metavar="N",
-        help="number of ordinary steps to observe after 5 warm-up steps (default: 20)",
+    steps = "number of ordinary steps to observe after 5 warm-up steps"
+    common.option(parser, "--steps", "N", steps, common.whole_number(5, _STEPS_MAX), "20")
+    common.option(
+        parser, "--duration", "TIME", "time for the doctor's own steps, approximately", common.DURATION, "60s"
     )
-    parser.add_argument(
-        "--seconds",
-        type=common.POSITIVE,
-        default=60.0,
-        metavar="S",
-        help="time for the doctor's own steps, approximately (default: 60)",
-    )
+    common.renamed(parser, seconds="--duration 60s")
     parser.add_argument("--no-network", action="store_true", help="do not check the network")
     parser.add_argument(
         "--no-trial", action="store_true", help="do not try gradcast; nothing that needs a profile is predicted then"
     )
     parser.add_argument("--stop", action="store_true", help="end the script after the diagnosis, with exit code 0")
-    parser.add_argument(
-        "-o", "--output", default="gradcast-doctor", metavar="DIR", help="folder of the result (default: %(default)s)"
-    )
+    common.option(parser, "-o, --output", "DIR", "folder of the result", default="gradcast-doctor")
     common.add_json_option(parser)
     parser.add_argument("script", metavar="SCRIPT", help="training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -50,15 +39,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError:
-        raise Error("gradcast doctor needs PyTorch, which is not installed: pip install torch") from None
+    common.require_torch("gradcast doctor")
     from gradcast.diagnosis import script
     from gradcast.diagnosis.doctor import Settings
     from gradcast.diagnosis.outcome import Outcome
 
-    settings = Settings(steps=args.steps, seconds=args.seconds, network=not args.no_network, trial=not args.no_trial)
+    settings = Settings(steps=args.steps, seconds=args.duration, network=not args.no_network, trial=not args.no_trial)
     rank = int(os.environ.get("RANK", "0"))
     outcome = Outcome(args.output, rank=rank, script=args.script, as_json=args.json, ends=args.stop)
     script.run(args.script, args.arguments, settings, outcome)

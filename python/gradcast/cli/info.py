@@ -14,7 +14,7 @@ _EXAMPLE = "gradcast info"
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "info",
         "show what this installation consists of",

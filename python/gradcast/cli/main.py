@@ -1,7 +1,7 @@
 """The command line: ``gradcast COMMAND``. Each command is a module of ``gradcast.cli``.
 
-A user's mistake ends with one sentence on stderr and exit code 2. Exit code 1 is a defect of gradcast;
-``GRADCAST_DEBUG=1`` shows its traceback.
+Whatever goes wrong ends with one sentence on stderr. The exit code says of what kind it is; ``GRADCAST_DEBUG=1`` shows
+the traceback of a defect.
 """
 
 import argparse
@@ -12,18 +12,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcast import __version__
-from gradcast.cli import ALL
+from gradcast.cli import GROUPS
 from gradcast.errors import Error
 
-EXIT_USER_ERROR = 2
-EXIT_DEFECT = 1
-_EXIT_INTERRUPTED = 130  # as shells report SIGINT
+EXIT_FINE = 0
+EXIT_WRONG_USE = 2  # also argparse's
+EXIT_ENVIRONMENT = 3
+EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
+# By the code of an Error. All others are about what the user has written.
+_EXIT_CODES = {"environment": EXIT_ENVIRONMENT, "communication": EXIT_ENVIRONMENT, "internal": EXIT_DEFECT}
+
+# Commands of earlier releases. TODO: remove in 0.3.
+_RENAMED = {
+    "sweep": "gradcast simulate PROFILE --bandwidth 1gbit,10gbit --workers 2,8",
+    "scaling": "gradcast simulate PROFILE --scaling",
+    "networks": "gradcast dev published-networks",
+    **{name: f"gradcast dev {name}" for name in ("plan", "plot", "profile", "policies", "link", "lab")},
+}
 _LONG_OPTION = re.compile(r"--[a-z-]+")
 _NEGATIVE = re.compile(r"-\.?\d")
 
 _DESCRIPTION = """\
-Schedules the gradient traffic of data-parallel training. Diagnoses slow trainings, plans and compares schedules for a
-model on a network, and measures networks.
+Schedules the gradient traffic of data-parallel training: finds out why a training is slow, and predicts what a schedule
+or another network would bring.
 """
 _EXAMPLE = """\
 example:
@@ -50,49 +62,63 @@ class _Parser(argparse.ArgumentParser):
         sys.stdout.flush()
 
     def error(self, message: str) -> None:
-        self.exit(EXIT_USER_ERROR, f"gradcast: error: {message}; see `{self.prog} --help`\n")
+        self.exit(EXIT_WRONG_USE, f"gradcast: error: {message}; see `{self.prog} --help`\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gradcast",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
+        usage="gradcast [-h] [--version] COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gradcast {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for command in ALL:
-        command.add_parser(commands)
+    # argparse lists all commands in one group, so that the description lists them.
+    commands = parser.add_subparsers(
+        metavar="COMMAND", dest="command", required=True, help=argparse.SUPPRESS, prog="gradcast"
+    )
+    parts = [_DESCRIPTION]
+    for title, modules in GROUPS.items():
+        listed = len(commands._choices_actions)
+        for module in modules:
+            module.add_parser(commands)
+        lines = (f"  {action.dest:<9} {action.help}\n" for action in commands._choices_actions[listed:])
+        parts.append(f"{title}:\n{''.join(lines)}")
+    parser.description = "\n".join(parts)
+    parser.epilog = _EXAMPLE
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if sys.stdout is None:
-            raise Error("cannot write to the standard output: it is closed")
-        args = build_parser().parse_args(_negative_values_joined(sys.argv[1:] if arguments is None else arguments))
-        args.run(args)
+            raise Error("cannot write to the standard output: it is closed", "environment")
+        if arguments and arguments[0] in _RENAMED:
+            raise Error(f"`gradcast {arguments[0]}` is now `{_RENAMED[arguments[0]]}`")
+        args = build_parser().parse_args(_negative_values_joined(arguments))
+        code = args.run(args)
         sys.stdout.flush()
+        return code or EXIT_FINE
     except KeyboardInterrupt:
         print("gradcast: interrupted", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except Error as error:
-        if error.code == "internal":
+        code = _EXIT_CODES.get(error.code, EXIT_WRONG_USE)
+        if code == EXIT_DEFECT:
             return _defect(error)
         print(f"gradcast: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return code
     except BrokenPipeError:
         # The reader, for instance `head`, has read all that it wanted.
         _discard_output()
+        return EXIT_FINE
     except OSError as error:
         # Errors of files that a user names have messages of their own. An error without a file name is one of the
         # standard output.
         return _defect(error) if error.filename is not None else _no_output(error)
     except Exception as error:
         return _defect(error)
-    return 0
 
 
 def _negative_values_joined(arguments: Sequence[str]) -> list[str]:
@@ -116,7 +142,7 @@ def _discard_output() -> None:
 def _no_output(error: OSError) -> int:
     _discard_output()
     print(f"gradcast: error: cannot write to the standard output: {error.strerror}", file=sys.stderr)
-    return EXIT_USER_ERROR
+    return EXIT_ENVIRONMENT
 
 
 def _defect(error: Exception) -> int:

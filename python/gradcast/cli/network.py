@@ -12,10 +12,11 @@ from gradcast.units import format_bandwidth, format_size, format_time
 
 _EXAMPLE = "torchrun --nproc-per-node 2 -m gradcast network"
 _TIMEOUT_S = 120
+_SECONDS_MIN, _SECONDS_MAX = 2, 600
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "network",
         "measure the network between the workers, and find the setting that limits it",
@@ -23,13 +24,9 @@ def add_parser(commands: Any) -> None:
         "MASTER_PORT set.",
         _EXAMPLE,
     )
-    parser.add_argument(
-        "--seconds",
-        type=common.whole_number(2, 600),
-        default=10,
-        metavar="N",
-        help="duration; somewhat longer on slow links or with more than 8 hosts (default: 10)",
-    )
+    duration = "approximate duration, 2s to 10min; somewhat longer on slow links or with more than 8 hosts"
+    common.option(parser, "--duration", "TIME", duration, common.DURATION, "10s")
+    common.renamed(parser, seconds="--duration 10s")
     common.add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -38,23 +35,38 @@ def run(args: argparse.Namespace) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise Error(f"{missing[0]} is not set, so there are no workers to measure between; start it with\n  {_EXAMPLE}")
-    found = _checked(args.seconds, quiet=args.json)
+    if not _SECONDS_MIN <= args.duration <= _SECONDS_MAX:
+        raise Error(f"--duration must be from {_SECONDS_MIN}s to {_SECONDS_MAX // 60}min")
+    common.require_torch("gradcast network")
+    found = _checked(args.duration, quiet=args.json)
     if found is None:
         raise Error(f"there is only one worker; start at least two, for instance with\n  {_EXAMPLE}")
     if os.environ["RANK"] != "0":
         return
     if args.json:
-        common.print_json(found)
+        common.print_json(_in_ms(found))
     else:
         _print(found)
 
 
-def _checked(seconds: int, quiet: bool) -> dict[str, Any] | None:
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError:
-        raise Error("gradcast network needs PyTorch, which is not installed: pip install torch") from None
+def _in_ms(value: Any) -> Any:
+    """Returns the fields of doctor.json with every time in ms, as other commands print them."""
+    if isinstance(value, list):
+        return [_in_ms(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return dict(
+        (f"{key.removesuffix('_us')}_ms", each if each is None else each / 1e3)
+        if key.endswith("_us")
+        else (key, _in_ms(each))
+        for key, each in value.items()
+    )
+
+
+def _checked(seconds: float, quiet: bool) -> dict[str, Any] | None:
+    import torch
+    import torch.distributed as dist
+
     from gradcast.diagnosis.network.check import check
     from gradcast.training.ranks.group import make_group
 

@@ -23,7 +23,7 @@ _EITHER = f"a run of gradcast doctor, its {RESULT}, or the output of gradcast-be
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "report",
         "make an HTML page of a run of gradcast doctor, or a picture of results of gradcast-bench",
@@ -36,21 +36,13 @@ def add_parser(commands: Any) -> None:
         metavar="RUN",
         help="folder or doctor.json of a run, or a file with the output of gradcast-bench --json",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help=f"the page (default: {_PAGE} in the folder of the run), or the picture (.png, .svg or .pdf)",
-    )
-    parser.add_argument(
-        "--prometheus", metavar="FILE", help="also write a run's numbers for node_exporter's textfile collector"
-    )
-    parser.add_argument(
-        "--hta", metavar="FOLDER", help="also write a run's trace as one file per rank, for Holistic Trace Analysis"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print a run's numbers as one flat JSON object, for loggers"
-    )
+    output = f"the page (default: {_PAGE} in the folder of the run), or the picture (.png, .svg or .pdf)"
+    common.option(parser, "-o, --output", "FILE", output)
+    numbers = "also write a run's numbers for node_exporter's textfile collector"
+    common.option(parser, "--prometheus", "FILE", numbers)
+    traces = "also write a run's trace as one file per rank, for Holistic Trace Analysis"
+    common.option(parser, "--hta", "FOLDER", traces)
+    common.add_json_option(parser, "print a run's numbers as one flat JSON object, for loggers")
     parser.set_defaults(run=run)
 
 
@@ -76,7 +68,7 @@ def _page(args: argparse.Namespace, doctor: dict[str, Any]) -> None:
     if args.hta:
         trace_files.save_per_rank(trace_files.load(trace_of(args.results)), args.hta)
     if args.json:
-        common.print_json(metrics.flat(doctor))
+        common.print_json(dict(metrics.flat(doctor)))
         return
     print(doctor["verdict"]["sentence"])
     print(f"The page is in {output}.")

@@ -1,53 +1,76 @@
-"""``gradcast simulate``: compares policies on one profile and one network, the best first."""
+"""``gradcast simulate``: compares policies on one profile and one network, on many networks, or with more workers."""
 
 import argparse
 from typing import Any
 
 from gradcast import _core
-from gradcast.cli import common
-from gradcast.cli.network_options import Network, add_network_options, network_from
-from gradcast.comparison.compare import Comparison, PolicyResult, compare, same_bound
+from gradcast.cli import common, simulate_networks, simulate_scaling
+from gradcast.cli.network_options import Network, add_network_options, given, networks_from
+from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
 from gradcast.comparison.verdict import verdict
 from gradcast.errors import Error
 from gradcast.files import check_writable
 
-_EXAMPLE = "gradcast simulate resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 --latency 50us --policy all"
+_EXAMPLE = """gradcast simulate resnet50 --scale 0.5 --bandwidth 3gbit --workers 8
+  gradcast simulate resnet50 --scale 0.5 --bandwidth 1gbit,3gbit,10gbit --workers 2,8,64 --csv networks.csv
+  gradcast simulate resnet50 --scale 0.5 --network 10gbe --workers 8,16,32,64,128,256 --scaling --plot scaling.png"""
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "simulate",
-        "compare policies on a profile and a network",
-        "Predicts an iteration under each policy and compares it with the lower bound that no schedule can beat.",
+        "predict a step under each policy, on any network",
+        "Compares policies with the lower bound that no schedule can beat. Lists of bandwidths, workers or networks "
+        "give a table with a line per network. --scaling shows what more workers bring.",
         _EXAMPLE,
     )
-    common.add_profile_argument(parser)
+    common.add_profile_argument(parser, several=True)
     add_network_options(parser)
-    common.add_policies_option(parser, "--policy")
-    common.add_schedule_options(parser)
-    parser.add_argument("--plot", metavar="PNG", help="also draw the plans, one above the other")
-    common.add_json_option(parser)
+    simulate_scaling.add_options(parser)
+    group = parser.add_argument_group("schedule")
+    names = (
+        "policies, separated by commas (default: all, or forecast with --scaling); `gradcast dev policies` lists them"
+    )
+    common.option(group, "--policy", "NAMES", names, common.argument(parse_policies))
+    common.add_schedule_options(group)
+    group = parser.add_argument_group("output")
+    pictures = "also draw the plans of one network, the speed-up on several, or with --scaling step time and efficiency"
+    common.option(group, "--plot", "PNG", pictures)
+    common.option(group, "--csv", "FILE", "also write a line per network and policy to this file (-: print them only)")
+    common.add_json_option(group)
+    common.renamed(parser, bandwidths="--bandwidth", policies="--policy", output="--csv or --plot", o="--csv or --plot")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    profile = common.profile_from(args)
-    network = network_from(args, profile)
     if args.plot:
         check_writable(args.plot, "picture")
-    comparison = compare(profile, network.link, args.policy, mode=args.mode, in_flight=args.in_flight)
+    if args.csv not in (None, "-"):
+        check_writable(args.csv, "table")
+    if args.scaling:
+        simulate_scaling.run(args)
+        return
+    if only := given(args, *simulate_scaling.OPTIONS):
+        raise Error(f"{only[0]} only works with --scaling; add that, or leave it out")
+    if len(args.profiles) > 1:
+        raise Error("several profiles only work with --scaling; give one")
+    (profile,) = common.profiles_from(args)
+    networks = networks_from(args, profile)
+    names = args.policy or parse_policies("all")
+    if len(networks) > 1:
+        simulate_networks.run(args, profile, networks, names)
+        return
+    comparison = compare(profile, networks[0].link, names, mode=args.mode, in_flight=args.in_flight)
     if not comparison.rows:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in comparison.skipped.items())
         raise Error(f"none of these policies can run here ({reasons}); try --policy all")
     if args.plot:
         from gradcast.plots import draw_comparison
 
-        draw_comparison(args.plot, profile, network.link, comparison, title=_title(args, profile, network))
-    if args.json:
-        common.print_json(_as_json(args, profile, network, comparison))
-    else:
-        _print(args, profile, network, comparison)
+        draw_comparison(args.plot, profile, networks[0].link, comparison, title=_title(args, profile, networks[0]))
+    if not simulate_networks.print_result(args, simulate_networks.as_json(args, profile, networks, [comparison])):
+        _print(args, profile, networks[0], comparison)
 
 
 def _title(args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
@@ -78,7 +101,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
     if args.in_flight > 1:
         print(f"up to {args.in_flight} blocks in flight")
     print()
-    headers = ["policy", "blocks", "iteration ms", "time / bound", "time / plain bound", "speed-up over ddp"]
+    headers = ["policy", "blocks", "step ms", "time / bound", "time / plain bound", "speed-up over ddp"]
     common.print_table([_row_cells(row) for row in comparison.rows], headers, "lrrrrr")
     print()
     for row in comparison.rows:
@@ -87,8 +110,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
     for name, reason in comparison.skipped.items():
         print(f"{name} is left out: {reason}.")
     print(verdict(comparison))
-    if args.plot:
-        print(f"The picture is in {args.plot}.")
+    simulate_networks.print_paths(args)
 
 
 def _footnote(row: PolicyResult, comparison: Comparison) -> str:
@@ -97,36 +119,3 @@ def _footnote(row: PolicyResult, comparison: Comparison) -> str:
     if same_bound(own_ns, all_reduce_ns):
         return f"{text}."
     return f"{text}; its own bound is {own_ns / 1e6:.1f} ms, that of all-reduces {all_reduce_ns / 1e6:.1f} ms."
-
-
-def _as_json(
-    args: argparse.Namespace, profile: _core.Profile, network: Network, comparison: Comparison
-) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "profile": profile.name,
-        "scale": args.scale,
-        "network": network.description,
-        "mode": args.mode,
-        "in_flight": args.in_flight,
-        "compute_ns": round(comparison.compute_ns),
-        "bound_ns": round(comparison.bound.best_ns),
-        "plain_bound_ns": round(comparison.bound.plain_ns),
-        "all_reduce_bound_ns": round(comparison.all_reduce_bound.best_ns),
-        "policies": [
-            {
-                "policy": row.policy,
-                "blocks": len(row.plan.blocks),
-                "predicted_ns": round(row.plan.predicted_ns),
-                "bound_ns": round(row.plan.bound_ns),
-                "plain_bound_ns": round(row.plan.plain_bound_ns),
-                "ratio_to_bound": row.ratio_to_bound,
-                "ratio_to_plain_bound": row.ratio_to_plain_bound,
-                "speedup_over_ddp": row.speedup_over_ddp,
-                "all_reduce_only": not row.other_ops,
-            }
-            for row in comparison.rows
-        ],
-        "skipped": comparison.skipped,
-        "summary": verdict(comparison),
-    }

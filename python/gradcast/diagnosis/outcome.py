@@ -32,7 +32,8 @@ class Outcome:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Error(f"cannot create the folder {folder}: {(error.strerror or str(error)).lower()}") from None
+            reason = (error.strerror or str(error)).lower()
+            raise Error(f"cannot create the folder {folder}: {reason}", "environment") from None
         check_writable(str(self._folder / RESULT), "result")
 
     def save(self, result: dict[str, Any], trace: dict[str, Any] | None) -> None:

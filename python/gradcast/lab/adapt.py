@@ -1,4 +1,4 @@
-"""``gradcast lab adapt``: something changes while hosts train, and changes back later. Shows how gradcast adapts."""
+"""``gradcast dev lab adapt``: conditions change while hosts train, and change back. Shows how gradcast adapts."""
 
 import dataclasses
 import json

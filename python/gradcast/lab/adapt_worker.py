@@ -1,4 +1,4 @@
-"""One rank of ``gradcast lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS PIPE RESULTS``.
+"""One rank of ``gradcast dev lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS PIPE RESULTS``.
 
 Trains a stand-in in overlap mode, and records for each step how long it took and which plan it followed. Rank 0
 requests changes of the network through the file descriptor PIPE, and writes the file RESULTS.

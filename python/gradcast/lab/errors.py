@@ -4,4 +4,7 @@ from gradcast.errors import Error
 
 
 class LabError(Error):
-    """The message is a sentence for the user: what is wrong, and what to do."""
+    """The message is a sentence for the user: what is wrong, and what to do. Most often it is this machine."""
+
+    def __init__(self, message: str, code: str = "environment") -> None:
+        super().__init__(message, code)

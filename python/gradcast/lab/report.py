@@ -1,4 +1,4 @@
-"""The text report of ``gradcast lab train``."""
+"""The text report of ``gradcast dev lab train``."""
 
 from tabulate import tabulate
 

@@ -114,15 +114,16 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
 
 def as_json(table: Table, results: dict[str, Any], settings: Settings) -> dict[str, Any]:
     fields = dataclasses.asdict(settings)
-    fields.pop("profile")
+    for name in ("profile", "rates_bits_per_s"):
+        fields.pop(name)
+    fields["latency_ms"] = 1e3 * fields.pop("latency_s")
     link = results["profile"]["link"]
     return {
-        "version": 1,
         "settings": fields,
         "model": settings.model,
         "stand_in": settings.stand_in,
         "hosts": settings.hosts,
-        "rates_bits_per_s": list(settings.rates_bits_per_s),
+        "bandwidths_gbit_per_s": [bits / 1e9 for bits in settings.rates_bits_per_s],
         "torch": results["torch"],
         "parameter_bytes": results["parameter_bytes"],
         "link": link,

@@ -1,4 +1,4 @@
-"""What ``gradcast lab train`` trains, on which hosts and for how long. The command sends it to its workers."""
+"""What ``gradcast dev lab train`` trains, on which hosts and for how long. The command sends it to its workers."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Starts the workers of ``gradcast lab train`` on hosts made for them, and reads their results."""
+"""Starts the workers of ``gradcast dev lab train`` on hosts made for them, and reads their results."""
 
 from pathlib import Path
 from typing import IO, Any

@@ -1,4 +1,4 @@
-"""The variants that ``gradcast lab train`` compares: ways of sending gradients, and their names."""
+"""The variants that ``gradcast dev lab train`` compares: ways of sending gradients, and their names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

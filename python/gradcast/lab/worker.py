@@ -1,4 +1,4 @@
-"""One rank of ``gradcast lab train``: ``python -m gradcast.lab.worker SETTINGS RESULTS``, with torchrun's environment.
+"""One rank of ``gradcast dev lab train``: ``python -m gradcast.lab.worker SETTINGS RESULTS`` with torchrun's variables.
 
 Trains one model per variant. The variants take turns, so that other load of the machine affects all of them equally.
 Rank 0 prints the progress and writes its measurements to the file RESULTS.

@@ -5,7 +5,7 @@ from gradcast.errors import Error
 try:
     import matplotlib as _matplotlib
 except ImportError as error:
-    raise Error("plots need matplotlib, which is not installed; pip install 'gradcast[plot]'") from error
+    raise Error("plots need matplotlib, which is not installed; pip install 'gradcast[plot]'", "environment") from error
 
 # Writes files only: servers have no display.
 _matplotlib.use("Agg")

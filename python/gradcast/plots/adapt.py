@@ -1,4 +1,4 @@
-"""Plot of ``gradcast lab adapt``: the time of each step, with the plans in force and the change."""
+"""Plot of ``gradcast dev lab adapt``: the time of each step, with the plans in force and the change."""
 
 from typing import Any
 

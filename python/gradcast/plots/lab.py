@@ -1,4 +1,4 @@
-"""Plot of ``gradcast lab train``: a bar per variant."""
+"""Plot of ``gradcast dev lab train``: a bar per variant."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plot of ``gradcast sweep``: speed-up over DDP against the bandwidth, one panel per world size."""
+"""Plot of ``gradcast simulate`` on several networks: speed-up over DDP against bandwidth, one panel per world size."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _MARGIN = 0.04
 
 
 def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
-    """``rows``: as `gradcast sweep` writes them."""
+    """``rows``: the lines of ``gradcast simulate --csv``."""
     world_sizes = sorted({row["workers"] for row in rows})
     size = (1.6 + 3.9 * len(world_sizes), 4.4)
     figure, panels = plt.subplots(1, len(world_sizes), figsize=size, sharey=True, squeeze=False, layout="constrained")

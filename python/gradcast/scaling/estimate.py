@@ -114,7 +114,7 @@ def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring")
         if profile.link is None:
             raise Error(
                 f"the profile {profile.name} has no link; name a network with --bandwidth 10gbit or --network 10gbe "
-                "(`gradcast networks` lists them)"
+                "(`gradcast dev published-networks` lists them)"
             )
         if profile.world_size < 2:
             raise Error(

@@ -3,7 +3,6 @@
 import datetime
 import importlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -13,11 +12,9 @@ from typing import Any, NoReturn
 from gradcast.errors import Error
 from gradcast.files import read_text
 from gradcast.scaling.spot import Spot
-from gradcast.units import parse_bandwidth_bits_per_s, parse_time_ns
+from gradcast.units import parse_bandwidth_bits_per_s, parse_duration_s, parse_time_ns
 
 VERSION = 1
-_DURATION_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*")
 _MACHINES_MAX = 100_000
 
 
@@ -41,14 +38,6 @@ class Prices:
     date: str
     currency: str
     machines: tuple[Machine, ...]
-
-
-def parse_duration_s(text: str) -> float:
-    """Parses ``4h``, ``90min``, ``30s`` or ``2d``."""
-    match = _DURATION.fullmatch(text.lower())
-    if match is None or match[2] not in _DURATION_S:
-        raise Error(f"'{text}' is not a duration; write for instance 4h, 90min, 30s or 2d")
-    return float(match[1]) * _DURATION_S[match[2]]
 
 
 def sample_path() -> str:
@@ -89,7 +78,9 @@ def _toml() -> Any:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise Error("reading TOML needs Python 3.11 or newer, or `pip install tomli`; or write the prices as .json")
+    raise Error(
+        "reading TOML needs Python 3.11 or newer, or `pip install tomli`; or write the prices as .json", "environment"
+    )
 
 
 class _Fields:

@@ -104,14 +104,14 @@ class Handle:
         write_text(path, json.dumps(self.timeline()), "timeline")
 
     def save_profile(self, path: str) -> None:
-        """Saves the measured profile for ``gradcast simulate`` and ``gradcast plan``."""
+        """Saves the measured profile for ``gradcast simulate`` and ``gradcast dev plan``."""
         if self.profile is None:
             raise Error("the profile is not measured yet; save it after the warm-up steps", "invalid_use")
         write_text(path, self.profile.to_json(), "profile")
 
     def save_plan(self, path: str, profile_path: str | None = None) -> None:
         """Saves the plan in force; ``Options(plan=path)`` follows it again. ``profile_path``: noted in the file for
-        ``gradcast plot``."""
+        ``gradcast dev plot``."""
         write_text(path, self._session.plan_text(profile_path), "plan")
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Options:
       memory is allocated in it.
     * ``plan``: a file with a plan to follow instead of one made from the measurements. The environment variable
       GRADCAST_PLAN does the same.
-    * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast plan``.
+    * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast dev plan``.
     * ``adapt``: gradcast measures and plans again when the network or compute has changed, tries the DDP baseline from
       time to time, and keeps to it if it is as fast. Off: the first plan is followed in any case.
     * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, with loss. Each rank's numbers

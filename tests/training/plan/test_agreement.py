@@ -140,5 +140,5 @@ def test_saved_files_are_what_the_commands_read(ranks, tmp_path, capsys, mode):
     gradcast.Plan.from_json(plan.read_text()).check(gradcast.load_profile(str(profile)))
     pytest.importorskip("matplotlib", reason="gradcast plot needs matplotlib: pip install 'gradcast[plot]'")
     picture = tmp_path / "plan.png"
-    assert main.main(["plot", str(plan), "--profile", str(profile), "-o", str(picture)]) == 0
+    assert main.main(["dev", "plot", str(plan), "--profile", str(profile), "-o", str(picture)]) == 0
     assert picture.stat().st_size > 1000

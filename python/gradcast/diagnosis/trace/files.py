@@ -67,7 +67,8 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Error(f"cannot create the folder {folder}: {(error.strerror or str(error)).lower()}") from None
+        reason = (error.strerror or str(error)).lower()
+        raise Error(f"cannot create the folder {folder}: {reason}", "environment") from None
     paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks(trace)]
     for rank, path in zip(ranks(trace), paths, strict=True):
         write_atomically(path, _gzip(json.dumps(of_rank(trace, rank))), "trace")

@@ -158,7 +158,7 @@ def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode:
     if not isinstance(tensors, list):
         raise Error(
             f"{path} does not note the order of its tensors (made_with.tensors); make it with handle.save_plan() or, "
-            "from the file of handle.save_profile(), with `gradcast plan`",
+            "from the file of handle.save_profile(), with `gradcast dev plan`",
             "invalid_plan",
         )
     if sorted(map(str, tensors)) != sorted(names):

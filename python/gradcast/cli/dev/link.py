@@ -1,4 +1,4 @@
-"""``gradcast link fit``: fits a link model to measured times of collective operations."""
+"""``gradcast dev link fit``: fits a link model to measured times of collective operations."""
 
 import argparse
 import csv
@@ -12,40 +12,36 @@ from gradcast.errors import Error
 from gradcast.files import check_writable, read_text, write_text
 from gradcast.units import format_percent, format_size
 
-_EXAMPLE = "gradcast link fit samples.csv -o link.json"
+_EXAMPLE = "gradcast dev link fit samples.csv -o link.json"
 _OPS = ("all_reduce", "reduce_scatter", "all_gather")
 
 Samples = dict[str, list[tuple[int, float]]]
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(commands, "link", "fit a link model to measured times", "", _EXAMPLE)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
-    fit = common.new_parser(
-        actions,
+    common.command_group(commands, "link", "fit a link model to measured times", _EXAMPLE, (_add_fit,))
+
+
+def _add_fit(commands: Any) -> None:
+    parser = common.command(
+        commands,
         "fit",
         "fit start-up and per-byte costs to samples",
         "The CSV has the columns bytes and time_ns, and optionally op: all_reduce (the default), reduce_scatter or "
         "all_gather.",
         _EXAMPLE,
     )
-    fit.add_argument("csv", metavar="CSV", help="the samples")
-    fit.add_argument(
+    parser.add_argument("csv", metavar="CSV", help="the samples")
+    parser.add_argument(
         "--method",
         choices=["robust", "least_squares"],
         default="robust",
         help="robust tolerates up to a quarter of outliers (default: robust)",
     )
-    fit.add_argument(
-        "--max-pieces",
-        type=common.whole_number(1, 8),
-        default=3,
-        metavar="N",
-        help="largest number of linear pieces (default: 3)",
-    )
-    fit.add_argument("-o", "--output", metavar="JSON", help="write the link model to this file, for --link")
-    common.add_json_option(fit)
-    fit.set_defaults(run=run)
+    common.option(parser, "--max-pieces", "N", "largest number of linear pieces", common.whole_number(1, 8), "3")
+    common.option(parser, "-o, --output", "JSON", "write the link model to this file, for --link")
+    common.add_json_option(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -58,13 +54,13 @@ def run(args: argparse.Namespace) -> None:
             fits[op] = _core.fit_op_cost(points, method=args.method, max_pieces=args.max_pieces)
         except Error as error:
             raise Error(f"{args.csv}, {op}: {error}", error.code) from None
-    fields = _as_json(fits, samples)
+    text = json.dumps(_as_json(fits, samples), indent=1) + "\n"
     if args.output:
         if "all_reduce" not in fits:
             raise Error(f"{args.csv} has no samples of all_reduce, which every link needs; measure these too")
-        write_text(args.output, json.dumps(fields, indent=1) + "\n", "link")
+        write_text(args.output, text, "link")
     if args.json:
-        common.print_json(fields)
+        print(text, end="")
         return
     for op, fit in fits.items():
         _print(op, fit, len(samples[op]))
@@ -123,7 +119,7 @@ def _bandwidth(piece: _core.LinkPiece) -> str:
 
 def _as_json(fits: dict[str, _core.LinkFit], samples: Samples) -> dict[str, Any]:
     """Returns a link as ``--link`` reads it, with a field about the fit that readers of links ignore."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"version": 1}
     for op, fit in fits.items():
         # Written as an all-reduce, because a link with only this operation would be rejected.
         alone = _core.LinkModel(all_reduce=list(fit.cost.pieces))

@@ -1,4 +1,4 @@
-"""``gradcast plot``: draws a plan."""
+"""``gradcast dev plot``: draws a plan."""
 
 import argparse
 import json
@@ -13,32 +13,24 @@ from gradcast.comparison.compare import has_other_ops
 from gradcast.errors import Error
 from gradcast.files import bundled_profiles, check_writable, load_plan, load_profile, plan_hash
 
-_EXAMPLE = "gradcast plot plan.json -o plan.png"
+_EXAMPLE = "gradcast dev plot plan.json -o plan.png"
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "plot",
         "draw a plan",
         "Shows a compute lane and a link lane, with blocks coloured by first use in forward, and where forward "
-        "waits. A plan from `gradcast plan -o` records its profile and network; the options below override them.",
+        "waits. A plan from `gradcast dev plan -o` records its profile and network; the options below override them.",
         _EXAMPLE,
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan, from `gradcast plan -o`")
-    parser.add_argument(
-        "--profile", metavar="PROFILE", help="profile of the plan (default: the one recorded in the plan)"
-    )
-    parser.add_argument(
-        "--scale",
-        type=common.POSITIVE,
-        metavar="FACTOR",
-        help="multiply every time of the profile (default: recorded in the plan)",
-    )
+    parser.add_argument("plan", metavar="PLAN", help="a plan, from `gradcast dev plan -o`")
+    common.option(parser, "--profile", "PROFILE", "profile of the plan (default: the one recorded in the plan)")
+    scale = "multiply every time of the profile (default: recorded in the plan)"
+    common.option(parser, "--scale", "FACTOR", scale, common.POSITIVE)
     add_network_options(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="PNG", required=True, help="file of the picture; .svg and .pdf work as well"
-    )
+    common.option(parser, "-o, --output", "PNG", "file of the picture; .svg and .pdf work as well", required=True)
     parser.set_defaults(run=run)
 
 

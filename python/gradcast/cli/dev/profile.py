@@ -1,7 +1,6 @@
-"""``gradcast profile``: imports a profile from a table of layers, or shows one."""
+"""``gradcast dev profile``: imports a profile from a table of layers, or shows one."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +8,23 @@ from gradcast import _core
 from gradcast.cli import common
 from gradcast.comparison.compare import total_bytes
 from gradcast.errors import Error
-from gradcast.files import check_writable, read_text, write_text
+from gradcast.files import check_writable, load_profile, read_text, write_text
 from gradcast.units import format_size
 
-_EXAMPLE = "gradcast profile import layers.csv --name mymodel -o mymodel.json"
-_SHOW_EXAMPLE = "gradcast profile show resnet50"
+_EXAMPLE = "gradcast dev profile import layers.csv --name mymodel -o mymodel.json"
+_SHOW_EXAMPLE = "gradcast dev profile show resnet50"
 _LARGEST = 10
 _SMALL_BYTES = 64_000  # below this size an all-reduce is mostly start-up on every network in docs/reference/networks.md
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(commands, "profile", "import or show profiles", "", f"{_EXAMPLE}\n  {_SHOW_EXAMPLE}")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
-    _add_import(actions)
-    _add_show(actions)
+    example = f"{_EXAMPLE}\n  {_SHOW_EXAMPLE}"
+    common.command_group(commands, "profile", "import or show profiles", example, (_add_import, _add_show))
 
 
-def _add_import(actions: Any) -> None:
-    parser = common.new_parser(
-        actions,
+def _add_import(commands: Any) -> None:
+    parser = common.command(
+        commands,
         "import",
         "make a profile from a table of layers",
         "The CSV has one row per layer in forward order, with the columns layer, forward_ms, backward_ms and "
@@ -35,23 +32,16 @@ def _add_import(actions: Any) -> None:
         _EXAMPLE,
     )
     parser.add_argument("csv", metavar="CSV", help="the table of layers")
-    parser.add_argument("--name", help="name of the profile (default: that of the file)")
-    parser.add_argument(
-        "--scale", type=common.POSITIVE, default=1.0, metavar="FACTOR", help="multiply every time (default: 1)"
-    )
-    parser.add_argument(
-        "--workers",
-        type=common.whole_number(1, 1_000_000),
-        default=1,
-        metavar="N",
-        help="world size to record (default: 1)",
-    )
-    parser.add_argument("-o", "--output", metavar="JSON", help="write the profile to this file (default: print it)")
+    common.option(parser, "--name", "NAME", "name of the profile (default: that of the file)")
+    common.option(parser, "--scale", "FACTOR", "multiply every time", common.POSITIVE, "1")
+    workers = common.whole_number(1, common.WORKERS_MAX)
+    common.option(parser, "--workers", "N", "number of workers to record", workers, "1")
+    common.option(parser, "-o, --output", "JSON", "write the profile to this file (default: print it)")
     parser.set_defaults(run=run_import)
 
 
-def _add_show(actions: Any) -> None:
-    parser = common.new_parser(actions, "show", "show what a profile holds", "", _SHOW_EXAMPLE)
+def _add_show(commands: Any) -> None:
+    parser = common.command(commands, "show", "show what a profile holds", "", _SHOW_EXAMPLE)
     common.add_profile_argument(parser)
     common.add_json_option(parser)
     parser.set_defaults(run=run_show)
@@ -76,9 +66,9 @@ def run_import(args: argparse.Namespace) -> None:
 
 
 def run_show(args: argparse.Namespace) -> None:
-    profile = common.profile_from(args)
+    profile = load_profile(args.profile, args.scale)
     if args.json:
-        common.print_json(json.loads(profile.to_json()))
+        print(profile.to_json(), end="")
         return
     print(common.describe_profile(profile, args.scale))
     small = [tensor for tensor in profile.tensors if tensor.bytes < _SMALL_BYTES]

@@ -1,4 +1,4 @@
-"""``gradcast networks``: lists the published networks that ``--network`` knows."""
+"""``gradcast dev published-networks``: lists the published networks that ``--network`` knows."""
 
 import argparse
 import json
@@ -7,15 +7,15 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common
 
-_EXAMPLE = "gradcast networks"
+_EXAMPLE = "gradcast dev published-networks"
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
-        "networks",
-        "list the bundled networks",
-        "They have published costs, and names for --network.",
+        "published-networks",
+        "list networks with published costs, which --network knows",
+        "",
         _EXAMPLE,
     )
     common.add_json_option(parser)
@@ -24,14 +24,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.json:
-        common.print_json([_as_json(network) for network in _core.networks()])
+        common.print_json({"networks": [_as_json(network) for network in _core.networks()]})
         return
     rows = [
         [network.name, network.world_size, common.describe_cost(network.link.all_reduce), network.summary]
         for network in _core.networks()
     ]
     common.print_table(rows, ["name", "workers", "all-reduce", "network"], "lrll")
-    print("\nSources: `gradcast networks --json`.")
+    print("\nSources: `gradcast dev published-networks --json`.")
 
 
 def _as_json(network: _core.NamedNetwork) -> dict[str, Any]:

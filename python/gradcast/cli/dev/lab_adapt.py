@@ -1,4 +1,4 @@
-"""``gradcast lab adapt``: how gradcast follows a change of the network or of compute during training."""
+"""``gradcast dev lab adapt``: how gradcast follows a change of the network or of compute during training."""
 
 import argparse
 import dataclasses
@@ -8,39 +8,33 @@ from typing import Any
 from tabulate import tabulate
 
 from gradcast.cli import common
-from gradcast.cli.lab_options import (
+from gradcast.cli.dev.lab_options import (
+    PROFILES,
     STAND_IN,
     add_links,
+    add_output_options,
     add_stand_in,
     add_timeout_option,
+    bandwidths_of,
     check_machine,
-    rates_of,
     stand_in_profile,
 )
-from gradcast.files import bundled_profiles
 from gradcast.lab.adapt import SCENARIOS, AdaptSettings, Phase, phases
 from gradcast.lab.adapt import run as train
 from gradcast.lab.program import unwind_when_told_to_end
 from gradcast.lab.report import describe_links
 
 _EXAMPLE = (
-    "gradcast lab adapt --hosts 4 --rate 500mbit --model resnet50 --scale-size 0.1 \\\n"
-    "    --forward-ms 100 --backward-ms 200 --scenario network -o adapt.png"
+    "gradcast dev lab adapt --hosts 4 --bandwidth 500mbit --model resnet50 --scale-size 0.1 \\\n"
+    "    --forward 100ms --backward 200ms --scenario network --plot adapt.png"
 )
 _STEPS_MIN = 120  # a third of the steps must hold ordinary steps, a change, and a warm-up
 
 
-def add_parser(actions: Any) -> None:
-    parser = common.new_parser(
-        actions, "adapt", "see how gradcast follows a change during training", STAND_IN, _EXAMPLE
-    )
+def add_parser(commands: Any) -> None:
+    parser = common.command(commands, "adapt", "see how gradcast follows a change during training", STAND_IN, _EXAMPLE)
     add_links(parser)
-    parser.add_argument(
-        "--model",
-        default="resnet50",
-        metavar="PROFILE",
-        help=f"a JSON file, or one of {', '.join(bundled_profiles())} (default: resnet50)",
-    )
+    common.option(parser, "--model", "PROFILE", PROFILES, default="resnet50")
     add_stand_in(parser)
     parser.add_argument(
         "--scenario",
@@ -50,23 +44,11 @@ def add_parser(actions: Any) -> None:
         + "; ".join(f"{name}: {words.format(factor=2)}" for name, words in SCENARIOS.items())
         + " (default: network)",
     )
-    parser.add_argument(
-        "--factor",
-        type=common.POSITIVE,
-        default=2.0,
-        metavar="FACTOR",
-        help="slowdown (default: 2)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=common.whole_number(_STEPS_MIN, 100_000),
-        default=180,
-        metavar="N",
-        help=f"number of steps, at least {_STEPS_MIN} (default: 180)",
-    )
-    add_timeout_option(parser, 900)
-    parser.add_argument("-o", "--output", metavar="PNG", help="draw the steps")
-    common.add_json_option(parser)
+    common.option(parser, "--factor", "FACTOR", "slowdown", common.POSITIVE, "2")
+    steps = common.whole_number(_STEPS_MIN, 100_000)
+    common.option(parser, "--steps", "N", f"number of steps, at least {_STEPS_MIN}", steps, "180")
+    add_timeout_option(parser, "15min")
+    add_output_options(parser, "steps")
     parser.set_defaults(run=run)
 
 
@@ -74,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     settings = AdaptSettings(
         model=args.model,
         profile=stand_in_profile(args).to_json(),
-        rates_bits_per_s=rates_of(args),
+        rates_bits_per_s=bandwidths_of(args),
         scenario=args.scenario,
         factor=args.factor,
         scale_size=args.scale_size or 1.0,
@@ -82,22 +64,27 @@ def run(args: argparse.Namespace) -> None:
     )
     check_machine(args)
     unwind_when_told_to_end()
-    progress = sys.stderr if args.json else sys.stdout
     title = f"a timed stand-in for {settings.model}, {describe_links(settings.rates_bits_per_s)}"
-    print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.description}", file=progress)
-    results = train(settings, timeout_s=args.timeout, output=progress)
+    print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.description}", file=sys.stderr)
+    results = train(settings, timeout_s=args.timeout, output=sys.stderr)
     found = phases(results, settings)
     if args.json:
-        fields = {**dataclasses.asdict(settings), "stand_in": True}
-        common.print_json({"settings": fields, **results, "phases": [dataclasses.asdict(phase) for phase in found]})
+        phases_json = [dataclasses.asdict(phase) for phase in found]
+        common.print_json({"settings": _settings_json(settings), **results, "phases": phases_json})
     else:
         print(f"\n{_table(found, settings)}")
-    if args.output:
+    if args.plot:
         from gradcast.plots import draw_adapt
 
         changed = range(settings.changes_at, settings.returns_at)
-        draw_adapt(args.output, results["steps"], changed, description=settings.description, title=title)
-        print(f"The picture is in {args.output}.", file=progress)
+        draw_adapt(args.plot, results["steps"], changed, description=settings.description, title=title)
+        print(f"The picture is in {args.plot}.", file=sys.stderr)
+
+
+def _settings_json(settings: AdaptSettings) -> dict[str, Any]:
+    fields = dataclasses.asdict(settings)
+    bandwidths = [bits / 1e9 for bits in fields.pop("rates_bits_per_s")]
+    return {**fields, "bandwidths_gbit_per_s": bandwidths, "stand_in": True}
 
 
 def _table(found: list[Phase], settings: AdaptSettings) -> str:

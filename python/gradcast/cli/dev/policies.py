@@ -1,4 +1,4 @@
-"""``gradcast policies``: lists the policies, their sources and their parameters."""
+"""``gradcast dev policies``: lists the policies, their sources and their parameters."""
 
 import argparse
 import textwrap
@@ -8,15 +8,15 @@ from gradcast import _core
 from gradcast.cli import common
 from gradcast.units import format_size, format_time
 
-_EXAMPLE = "gradcast policies"
+_EXAMPLE = "gradcast dev policies"
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "policies",
         "list the policies",
-        "Shows their sources, and their parameters for `plan --set`.",
+        "Shows their sources, and their parameters for `dev plan --set`.",
         _EXAMPLE,
     )
     common.add_json_option(parser)
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.json:
-        common.print_json([_as_json(info) for info in _core.policies()])
+        common.print_json({"policies": [_as_json(info) for info in _core.policies()]})
         return
     for info in _core.policies():
         default = " (the default)" if info.name == _core.DEFAULT_POLICY else ""

@@ -1,4 +1,4 @@
-"""``gradcast plan``: makes the plan of one policy, as a table or as JSON."""
+"""``gradcast dev plan``: makes the plan of one policy, as a table or as JSON."""
 
 import argparse
 import bisect
@@ -11,10 +11,10 @@ from gradcast.cli import common
 from gradcast.cli.network_options import Network, add_network_options, network_from
 from gradcast.comparison.compare import has_other_ops, ratio
 from gradcast.errors import Error
-from gradcast.files import check_writable, plan_hash, write_text
+from gradcast.files import check_writable, load_profile, plan_hash, write_text
 from gradcast.units import format_ms, format_percent, format_size, parse_parameter
 
-_EXAMPLE = "gradcast plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json"
+_EXAMPLE = "gradcast dev plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json"
 _ROWS_SHOWN = 40
 _OTHER_OPS = (
     "This is dear's plan: on this link model, separate halves of all-reduces end earlier. With real libraries a "
@@ -23,19 +23,16 @@ _OTHER_OPS = (
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.new_parser(
+    parser = common.command(
         commands,
         "plan",
-        "plan one iteration",
+        "plan one step",
         "Shows which bytes are sent together, in which order, and why.",
         _EXAMPLE,
     )
     common.add_profile_argument(parser)
-    parser.add_argument(
-        "--policy",
-        default=_core.DEFAULT_POLICY,
-        metavar="NAME",
-        help=f"policy; `gradcast policies` lists them (default: {_core.DEFAULT_POLICY})",
+    common.option(
+        parser, "--policy", "NAME", "policy; `gradcast dev policies` lists them", default=_core.DEFAULT_POLICY
     )
     parser.add_argument(
         "--set",
@@ -46,22 +43,16 @@ def add_parser(commands: Any) -> None:
         help="set a parameter of the policy, for instance cap_bytes=25MiB; may be repeated",
     )
     common.add_schedule_options(parser)
-    parser.add_argument(
-        "--uncertainty",
-        type=common.FRACTION,
-        default=0.0,
-        metavar="SHARE",
-        help="assume that the link's costs are off by up to this share, for instance 10%%, and take the plan with the "
-        "best worst case (forecast only)",
-    )
+    uncertain = "assume that the link's costs are off by up to this share, and take the plan with the best worst case "
+    common.option(parser, "--uncertainty", "SHARE", f"{uncertain}(forecast only)", common.FRACTION, "0%")
     add_network_options(parser)
-    parser.add_argument("-o", "--output", metavar="JSON", help="write the plan to this file")
+    common.option(parser, "-o, --output", "JSON", "write the plan to this file")
     common.add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    profile = common.profile_from(args)
+    profile = load_profile(args.profile, args.scale)
     network = network_from(args, profile)
     if args.output:
         check_writable(args.output, "plan")
@@ -88,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
-    """Returns the plan as JSON with a record of what it was made from, so that `gradcast plot` needs only the plan."""
+    """Returns the plan as JSON with a record of what it was made from, so that a picture needs only the plan."""
     text = plan.to_json()
     link = json.loads(network.link.to_json())
     origin = {
@@ -120,7 +111,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
     kinds = "" if has_other_ops(plan) else "of all-reduces "
     print(
         f"{plan.policy} ({plan.mode} mode): {len(plan.blocks)} block{'s' if len(plan.blocks) != 1 else ''}, "
-        f"{format_ms(plan.predicted_ns)} per iteration, {ratio(plan.predicted_ns, plan.bound_ns):.3f} x the bound of "
+        f"{format_ms(plan.predicted_ns)} per step, {ratio(plan.predicted_ns, plan.bound_ns):.3f} x the bound of "
         f"{format_ms(plan.bound_ns)} that no schedule {kinds}can beat."
     )
     if plan.policy == _core.DEFAULT_POLICY and has_other_ops(plan):
@@ -128,7 +119,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
     if args.uncertainty > 0:
         print(_worst_case(args, profile, network, plan))
     if args.output:
-        print(f"The plan is in {args.output}; `gradcast plot {args.output} -o plan.png` draws it.")
+        print(f"The plan is in {args.output}; `gradcast dev plot {args.output} -o plan.png` draws it.")
 
 
 def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:

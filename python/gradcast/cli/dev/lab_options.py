@@ -1,0 +1,88 @@
+"""Options that the commands of ``gradcast dev lab`` share: hosts, links, and the stand-in that is trained."""
+
+import argparse
+import importlib
+
+from gradcast import _core
+from gradcast.cli import common
+from gradcast.errors import Error
+from gradcast.files import bundled_profiles, check_writable, load_profile, scaled_profile
+from gradcast.lab.hosts import obstacle
+from gradcast.lab.settings import REAL_MODELS
+
+PROFILES = f"a JSON file, or one of {', '.join(bundled_profiles())}"
+_HOSTS_MAX = 250
+WHERE = """\
+The hosts are network namespaces on this machine,
+connected by links that tc throttles. This needs Linux, root and iproute2, and cleans up when it ends."""
+STAND_IN = f"""\
+With a profile as --model, the workers train a timed
+stand-in for an accelerator: a model with the profile's tensors that sleeps where an accelerator would compute.
+Communication, copies and updates are real. {WHERE}"""
+
+
+def add_links(parser: argparse.ArgumentParser) -> None:
+    add_hosts_option(parser, "number of hosts (default: 2, or as many as --bandwidth has)")
+    bandwidths = "bandwidth of each host's link, each way; 2gbit,2gbit,1gbit gives each host its own"
+    common.option(parser, "--bandwidth", "LIST", bandwidths, common.list_of(common.BANDWIDTH), "1gbit")
+    common.renamed(parser, rate="--bandwidth", rates="--bandwidth")
+
+
+def add_stand_in(parser: argparse.ArgumentParser) -> None:
+    for name in ("forward", "backward"):
+        words = f"stand-in: time of {name}, for instance 100ms (default: the profile's)"
+        common.option(parser, f"--{name}", "TIME", words, common.DURATION)
+        common.renamed(parser, **{f"{name}_ms": f"--{name} 100ms"})
+    size = "stand-in: multiply the bytes of every tensor (default: 1)"
+    common.option(parser, "--scale-size", "FACTOR", size, common.POSITIVE)
+
+
+def add_hosts_option(parser: argparse.ArgumentParser, help_: str, default: str | None = None) -> None:
+    common.option(parser, "--hosts", "N", help_, common.whole_number(1, _HOSTS_MAX), default)
+
+
+def add_latency_option(parser: argparse.ArgumentParser) -> None:
+    latency = "latency of each host's link, each way: 500us; twice that between two hosts"
+    common.option(parser, "--latency", "TIME", latency, common.TIME, "0us")
+
+
+def add_timeout_option(parser: argparse.ArgumentParser, default: str) -> None:
+    common.option(parser, "--timeout", "TIME", "end the run after this time", common.DURATION, default)
+
+
+def add_output_options(parser: argparse.ArgumentParser, what: str) -> None:
+    common.option(parser, "--plot", "PNG", f"draw the {what}")
+    common.renamed(parser, o="--plot", output="--plot")
+    common.add_json_option(parser)
+
+
+def bandwidths_of(args: argparse.Namespace) -> tuple[float, ...]:
+    """Returns the bandwidth of each host's link."""
+    given = args.bandwidth
+    hosts = args.hosts or max(2, len(given))
+    if len(given) not in (1, hosts):
+        raise Error(f"--bandwidth has {len(given)} bandwidths for {hosts} hosts; write one, or one for each")
+    if hosts < 2:
+        raise Error("one host has no communication; ask for 2 or more with --hosts")
+    return tuple(given) if len(given) == hosts else (given[0],) * hosts
+
+
+def stand_in_profile(args: argparse.Namespace) -> _core.Profile:
+    """Loads the profile, with the requested times of forward and backward."""
+    try:
+        profile = load_profile(args.model)
+    except Error as error:
+        raise Error(f"{error}; `gradcast dev lab train` trains {' and '.join(REAL_MODELS)} for real") from None
+    forward_factor = args.forward * 1e9 / profile.forward_ns if args.forward else 1.0
+    backward_factor = args.backward * 1e9 / profile.backward_ns if args.backward else 1.0
+    return scaled_profile(profile, forward_factor, backward_factor=backward_factor)
+
+
+def check_machine(args: argparse.Namespace) -> None:
+    """Checks what the lab needs before anything runs, not after minutes of training."""
+    if reason := obstacle():
+        raise Error(reason, "environment")
+    common.require_torch("gradcast dev lab")
+    if args.plot:
+        check_writable(args.plot, "picture")
+        importlib.import_module("gradcast.plots")  # its import raises an Error if matplotlib is missing

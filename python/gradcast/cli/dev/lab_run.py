@@ -1,0 +1,34 @@
+"""``gradcast dev lab run``: runs a training script once per host."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradcast.cli import common
+from gradcast.cli.dev.lab_options import WHERE, add_hosts_option, add_latency_option, add_timeout_option
+from gradcast.errors import Error
+from gradcast.lab import Network, run_workers
+from gradcast.lab.program import unwind_when_told_to_end
+
+_EXAMPLE = "gradcast dev lab run --hosts 2 --bandwidth 100mbit -- examples/digits.py --gradcast overlap"
+
+
+def add_parser(commands: Any) -> None:
+    parser = common.command(commands, "run", "run a training script once per host, as torchrun does", WHERE, _EXAMPLE)
+    add_hosts_option(parser, "number of hosts", "2")
+    bandwidth = "bandwidth of each host's link, each way"
+    common.option(parser, "--bandwidth", "BANDWIDTH", bandwidth, common.BANDWIDTH, "100mbit")
+    common.renamed(parser, rate="--bandwidth")
+    add_latency_option(parser)
+    add_timeout_option(parser, "10min")
+    parser.add_argument("script", nargs="+", metavar="SCRIPT", help="Python script and its arguments, after --")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    if not Path(args.script[0]).exists():
+        raise Error(f"the script {args.script[0]} does not exist")
+    unwind_when_told_to_end()
+    with Network(args.hosts, args.bandwidth, args.latency / 1e9) as network:
+        run_workers(args.script, args.hosts, timeout_s=args.timeout, network=network, errors=sys.stderr)
