@@ -11,6 +11,7 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.no_sync import NoSyncBlocks
+from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import base_stats
 from gradcast.training.step.gradient_buffers import GradientRange
@@ -120,7 +121,8 @@ class SessionWithoutPlan:
 
     def state_dict(self) -> dict[str, Any]:
         profile = None if self.profile is None else self.profile.to_json()
-        return {"mode": self.mode, "world_size": self.group.world_size, "profile": profile, "plan": None}
+        own = {"mode": self.mode, "world_size": self.group.world_size, "profile": profile, "plan": None}
+        return {"version": STATE_VERSION, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There is no plan to follow."""

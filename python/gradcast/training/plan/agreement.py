@@ -16,6 +16,8 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step.active_plan import ActivePlan
 from gradcast.training.step.gradient_buffers import GradientSizes
 
+STATE_VERSION = 1  # of handle.state_dict()
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanProposal:
@@ -105,7 +107,13 @@ def checkpoint_state(
 
     ``unseen_reads``: names of parameters, see measure.Stopwatch.
     """
-    state: dict[str, Any] = {"mode": mode, "world_size": agreed.profile.world_size, "profile": None, "plan": None}
+    state: dict[str, Any] = {
+        "version": STATE_VERSION,
+        "mode": mode,
+        "world_size": agreed.profile.world_size,
+        "profile": None,
+        "plan": None,
+    }
     if profile is not None:
         # The layout is that of the plan's own profile; a pinned plan's profile holds nothing else.
         state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
@@ -121,6 +129,8 @@ def reason_to_measure(
     Raises Error if ``state`` is not what ``checkpoint_state`` returned.
     """
     try:
+        if state.get("version", STATE_VERSION) != STATE_VERSION:  # the first release wrote none
+            return "it was saved by another version of gradcast"
         if state["plan"] is None:
             return "it was saved before its plan was made"
         if state["mode"] != mode:
