@@ -5,13 +5,16 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+_EXIT_ENVIRONMENT = 3  # as of the command line
 PROGRAM = Path(__file__).resolve().parent / "bin" / "gradcast-bench"
 
 
 def main() -> NoReturn:
     if not PROGRAM.exists():
-        sys.exit(
+        print(
             "gradcast-bench: the program was not built; pip install builds it if it can (with -v it says why not), "
-            "and make test builds it in a source tree"
+            "and make test builds it in a source tree",
+            file=sys.stderr,
         )
+        sys.exit(_EXIT_ENVIRONMENT)
     os.execv(PROGRAM, [str(PROGRAM), *sys.argv[1:]])

@@ -92,7 +92,7 @@ def test_what_it_cannot_draw(tmp_path, capsys, content, words):
 
 def test_a_file_that_is_not_there(tmp_path, capsys):
     assert main(["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "x.png")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "does not exist; check the path" in capsys.readouterr().err
 
 
 def test_info_names_every_part(capsys):

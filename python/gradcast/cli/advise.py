@@ -1,6 +1,7 @@
 """``gradcast advise``: which machines to rent for a training, and how many."""
 
 import argparse
+import dataclasses
 import math
 from typing import Any
 
@@ -59,18 +60,10 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     machine = "machine of the price file on which the profiles were measured; ranks that fit into one are assumed to "
     common.option(group, "--measured-on", "NAME", f"{machine}share one")
     common.add_uncertainty_options(group)
-    group.add_argument(
-        "--algorithm",
-        choices=ALGORITHMS,
-        default="ring",
-        help="algorithm of the all-reduce between machines (default: ring)",
-    )
-    group.add_argument(
-        "--policy",
-        choices=["forecast", "ddp"],
-        default="forecast",
-        help="policy; ddp means without gradcast (default: forecast)",
-    )
+    algorithm = "algorithm of the all-reduce between machines"
+    common.option(group, "--algorithm", None, algorithm, default="ring", choices=ALGORITHMS)
+    policy = "policy; ddp means without gradcast"
+    common.option(group, "--policy", None, policy, default="forecast", choices=["forecast", "ddp"])
     runs = "number of simulated trainings for each spot cluster"
     common.option(group, "--runs", "N", runs, common.whole_number(10, 1_000_000), str(Request.run_count))
     common.option(group, "--seed", "N", "seed of the simulations", common.whole_number(0, 2**63), "1")
@@ -172,81 +165,53 @@ def _hours(hours: float) -> str:
 
 
 def _answers(args: argparse.Namespace, prices: Prices, found: Advice) -> list[str]:
+    def described(row: ClusterOption) -> str:
+        workers = "1 worker" if row.workers == 1 else f"{row.workers} workers"
+        return f"{row.describe()}, {workers}: {_hours(row.hours)} h, {row.cost:.2f} {prices.currency}."
+
     sentences = []
     if args.time_limit is not None:
         hours = args.time_limit / 3600
-        row = found.cheapest_within(hours)
-        sentences.append(_cheapest(row, hours, prices) if row else _too_slow(hours, prices, found))
+        if row := found.cheapest_within(hours):
+            text = f"The cheapest within {_hours(hours)} h: {described(row)}"
+            if row.high_hours > hours:
+                text += f" At the upper end of its range it takes {_hours(row.high_hours)} h, which is too long."
+        else:
+            fastest = min(found.rows, key=lambda row: row.sure_hours)
+            text = f"No cluster of these trains within {_hours(hours)} h. The fastest: {described(fastest)}"
+        sentences.append(text)
     if args.budget is not None:
-        row = found.fastest_within(args.budget)
-        sentences.append(_fastest(row, args.budget, prices) if row else _too_expensive(args.budget, prices, found))
+        money = f"{args.budget:g} {prices.currency}"
+        if row := found.fastest_within(args.budget):
+            text = f"The fastest within {money}: {described(row)}"
+            if row.high_hours * row.price_per_hour > args.budget:
+                high = f"{row.high_hours * row.price_per_hour:.2f} {prices.currency}"
+                text += f" At the upper end of its range it costs {high}, which is too much."
+        else:
+            cheapest = min(found.rows, key=lambda row: row.sure_cost)
+            text = f"No cluster of these trains for {money}. The cheapest: {described(cheapest)}"
+        sentences.append(text)
     return sentences
-
-
-def _what(row: ClusterOption, prices: Prices) -> str:
-    workers = "1 worker" if row.workers == 1 else f"{row.workers} workers"
-    return f"{row.describe()}, {workers}: {_hours(row.hours)} h, {row.cost:.2f} {prices.currency}"
-
-
-def _cheapest(row: ClusterOption, hours: float, prices: Prices) -> str:
-    text = f"The cheapest within {_hours(hours)} h: {_what(row, prices)}."
-    if row.high_hours > hours:
-        text += f" At the upper end of its range it takes {_hours(row.high_hours)} h, which is too long."
-    return text
-
-
-def _fastest(row: ClusterOption, cost: float, prices: Prices) -> str:
-    text = f"The fastest within {cost:g} {prices.currency}: {_what(row, prices)}."
-    high_cost = row.high_hours * row.price_per_hour
-    if high_cost > cost:
-        text += f" At the upper end of its range it costs {high_cost:.2f} {prices.currency}, which is too much."
-    return text
-
-
-def _too_slow(hours: float, prices: Prices, found: Advice) -> str:
-    row = min(found.rows, key=lambda each: each.sure_hours)
-    return f"No cluster of these trains within {_hours(hours)} h. The fastest: {_what(row, prices)}."
-
-
-def _too_expensive(cost: float, prices: Prices, found: Advice) -> str:
-    row = min(found.rows, key=lambda each: each.sure_cost)
-    return f"No cluster of these trains for {cost:g} {prices.currency}. The cheapest: {_what(row, prices)}."
 
 
 def _as_json(args: argparse.Namespace, prices: Prices, found: Advice) -> dict[str, Any]:
     result: dict[str, Any] = {
         "prices": {"date": prices.date, "currency": prices.currency, "sample": args.prices is None},
-        "rows": [_row_json(row, row in found.frontier) for row in found.rows],
+        "rows": [_row_json(row, found) for row in found.rows],
         "skipped": found.skipped,
     }
     if args.time_limit is not None:
-        row = found.cheapest_within(args.time_limit / 3600)
-        result["cheapest_within_time_limit"] = row and _row_json(row, row in found.frontier)
+        result["cheapest_within_time_limit"] = _row_json(found.cheapest_within(args.time_limit / 3600), found)
     if args.budget is not None:
-        row = found.fastest_within(args.budget)
-        result["fastest_within_budget"] = row and _row_json(row, row in found.frontier)
+        result["fastest_within_budget"] = _row_json(found.fastest_within(args.budget), found)
     result["summary"] = " ".join(_answers(args, prices, found))
     return result
 
 
-def _row_json(row: ClusterOption, on_frontier: bool) -> dict[str, Any]:
-    return {
-        "machine": row.machine,
-        "machines": row.machines,
-        "workers": row.workers,
-        "spot": row.spot,
-        "step_ms": row.step_ns / 1e6,
-        "hours": row.hours,
-        "low_hours": _finite(row.low_hours),
-        "high_hours": _finite(row.high_hours),
-        "sure_hours": _finite(row.sure_hours),
-        "price_per_hour": row.price_per_hour,
-        "cost": row.cost,
-        "basis": row.basis,
-        "frontier": on_frontier,
-    }
-
-
-def _finite(hours: float) -> float | None:
-    """Returns None for a training that is revoked so often that it never ends."""
-    return None if hours == math.inf else hours
+def _row_json(row: ClusterOption | None, found: Advice) -> dict[str, Any] | None:
+    """Hours are null if a training is revoked so often that it never ends."""
+    if row is None:
+        return None
+    fields = {key: None if value == math.inf else value for key, value in dataclasses.asdict(row).items()}
+    step_ms = fields.pop("step_ns") / 1e6
+    return {**fields, "step_ms": step_ms, "cost": row.cost, "frontier": row in found.frontier}

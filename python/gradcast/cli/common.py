@@ -95,7 +95,7 @@ def command_group(
 
 
 def option(
-    parser: Any, name: str, metavar: str, help_: str, type_: Any = None, default: Any = None, **more: Any
+    parser: Any, name: str, metavar: str | None, help_: str, type_: Any = None, default: Any = None, **more: Any
 ) -> None:
     """Adds an option with a value. A default is written as a user would, with its unit, and shown in the help."""
     shown = "" if default is None else " (default: %(default)s)"
@@ -135,13 +135,8 @@ def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = Fal
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mode",
-        choices=["overlap", "hook"],
-        default="overlap",
-        help="overlap: communication also overlaps with the next forward pass; hook: with backward only, as with DDP "
-        "(default: overlap)",
-    )
+    modes = "overlap: communication also overlaps with the next forward pass; hook: with backward only, as with DDP"
+    option(parser, "--mode", None, modes, default="overlap", choices=["overlap", "hook"])
     option(parser, "--in-flight", "N", "largest number of blocks in flight", whole_number(1, 1_000_000), "1")
 
 
@@ -149,11 +144,8 @@ def add_uncertainty_options(parser: Any) -> None:
     """Options of predictions from measured costs. Without a value they are None."""
     costs = f"share by which costs of the network may be off (default: {SPREAD:.0%}%)"
     option(parser, "--uncertainty", "SHARE", costs, FRACTION)
-    parser.add_argument(
-        "--measured-algorithm",
-        choices=MEASURED_ALGORITHMS,
-        help="algorithm that the library used when the costs were measured; Gloo uses ring (default: ring)",
-    )
+    algorithm = "algorithm that the library used when the costs were measured; Gloo uses ring (default: ring)"
+    option(parser, "--measured-algorithm", None, algorithm, choices=MEASURED_ALGORITHMS)
 
 
 def add_json_option(parser: argparse.ArgumentParser, help_: str = "print JSON instead of text") -> None:

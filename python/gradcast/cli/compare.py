@@ -53,24 +53,19 @@ def _print(args: argparse.Namespace, difference: RunComparison) -> None:
     for words in difference.settings:
         print(f"The runs differ in {words}.")
     print(f"A: {args.a} ({difference.verdicts[0]})\nB: {args.b} ({difference.verdicts[1]})\n")
-    common.print_table([_time(row) for row in difference.times], ["ms", "A", "B", "B - A", "clear"], "lrrrl")
+    _print_table("ms", difference.times, digits=1)
     if difference.actions:
         print()
-        headers = ["predicted speed-up", "A", "B", "B - A", "clear"]
-        common.print_table([_speedup(row) for row in difference.actions], headers, "lrrrl")
+        _print_table("predicted speed-up", difference.actions, digits=2)
     print(f"\n{run_comparison.sentence(difference)}")
 
 
-def _time(row: ComparedValue) -> list[str]:
-    return [row.words, _digits(row.a, ".1f"), _digits(row.b, ".1f"), _digits(row.difference, "+.1f"), _CLEAR[row.clear]]
+def _print_table(what: str, rows: list[ComparedValue], digits: int) -> None:
+    def cell(value: float | None, sign: str = "") -> str:
+        return "-" if value is None else format(value, f"{sign}.{digits}f")
 
-
-def _speedup(row: ComparedValue) -> list[str]:
-    return [row.words, _digits(row.a, ".2f"), _digits(row.b, ".2f"), _digits(row.difference, "+.2f"), _CLEAR[row.clear]]
-
-
-def _digits(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    cells = [[row.words, cell(row.a), cell(row.b), cell(row.difference, "+"), _CLEAR[row.clear]] for row in rows]
+    common.print_table(cells, [what, "A", "B", "B - A", "clear"], "lrrrl")
 
 
 def _json(args: argparse.Namespace, difference: RunComparison, slowdown: float) -> dict[str, Any]:

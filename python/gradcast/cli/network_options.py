@@ -49,11 +49,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--intra-bandwidth", "BANDWIDTH", inside, BANDWIDTH)
     inside = f"hierarchical: latency of a hop inside a node (default: {_INTRA_LATENCY})"
     option(group, "--intra-latency", "TIME", inside, TIME)
-    group.add_argument(
-        "--wire",
-        choices=WIRES,
-        help="send fp32 gradients as 16-bit numbers, as gradcast.Options(wire=...) does: halves the cost per byte",
-    )
+    wire = "send fp32 gradients as 16-bit numbers, as gradcast.Options(wire=...) does: halves the cost per byte"
+    option(group, "--wire", None, wire, choices=WIRES)
     renamed(group, topology="--algorithm")
 
 
@@ -85,11 +82,11 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
     if derived and args.bandwidth is None:
         sources = given(args, "network", "link")
         raise Error(
-            f"{sources[0]} has its own costs; leave out {derived[0]}"
+            f"{sources[0]} has its own costs; leave out {derived[0]}, or predict other workers with simulate --scaling"
             if sources
             else f"{derived[0]} needs --bandwidth, for instance --bandwidth 10gbit"
         )
-    found = [Network(named.link, f"{named.name} ({named.summary})") for named in map(_core.network, args.network or [])]
+    found = [Network(named.link, f"{named.name} ({named.summary})") for named in _published(args.network or [])]
     if args.link is not None:
         found.append(Network(load_link(args.link), f"the link of {args.link}"))
     if args.bandwidth is not None:
@@ -100,6 +97,15 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
         return found
     words = f", {args.wire} on the wire"
     return [replace(each, link=each.link.scaled(1, 0.5), description=each.description + words) for each in found]
+
+
+def _published(names: list[str]) -> list[_core.NamedNetwork]:
+    """A name without a number of workers, such as 10gbe, stands for the networks of all numbers."""
+    found = {}
+    for name in names:
+        family = [named for named in _core.networks() if named.name.rpartition("-")[0] == name]
+        found |= {named.name: named for named in family or [_core.network(name)]}
+    return list(found.values())
 
 
 def _own(profile: _core.Profile) -> Network:

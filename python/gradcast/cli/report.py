@@ -12,7 +12,7 @@ from gradcast.diagnosis.report import metrics
 from gradcast.diagnosis.runs import KIND, RESULT, check_run, load_run, trace_of
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.errors import Error
-from gradcast.files import check_writable
+from gradcast.files import check_writable, read_text
 
 _EXAMPLE = """gradcast report run/
   gradcast report run/ -o report.html --prometheus gradcast.prom
@@ -31,11 +31,8 @@ def add_parser(commands: Any) -> None:
         "fitted costs, and the step under each policy.",
         _EXAMPLE,
     )
-    parser.add_argument(
-        "results",
-        metavar="RUN",
-        help="folder or doctor.json of a run, or a file with the output of gradcast-bench --json",
-    )
+    run_ = "folder or doctor.json of a run, or a file with the output of gradcast-bench --json"
+    parser.add_argument("results", metavar="RUN", help=run_)
     output = f"the page (default: {_PAGE} in the folder of the run), or the picture (.png, .svg or .pdf)"
     common.option(parser, "-o, --output", "FILE", output)
     numbers = "also write a run's numbers for node_exporter's textfile collector"
@@ -50,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     if Path(args.results).is_dir():
         _page(args, load_run(args.results))
         return
-    text = _read(args.results)
+    text = read_text(args.results, "run")
     fields = _fields(text, args.results)
     if fields.get("kind") == KIND:
         _page(args, check_run(text, args.results))
@@ -91,32 +88,21 @@ def _picture(args: argparse.Namespace, results: dict[str, Any]) -> None:
     print(f"The picture is in {args.output}.")
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise Error(f"{path} cannot be read: {error.strerror}", "invalid_option") from None
-    except ValueError:
-        raise Error(f"{path} is not UTF-8 text; give {_EITHER}", "invalid_option") from None
-
-
 def _fields(text: str, path: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
-        raise Error(f"{path} is not JSON; give {_EITHER}", "invalid_option") from None
+        raise Error(f"{path} is not JSON; give {_EITHER}") from None
     if not isinstance(fields, dict) or fields.get("kind") not in (KIND, _BENCH):
-        raise Error(
-            f"{path} was written neither by gradcast doctor nor by gradcast-bench; give {_EITHER}", "invalid_option"
-        )
+        raise Error(f"{path} was written neither by gradcast doctor nor by gradcast-bench; give {_EITHER}")
     return fields
 
 
 def _check(results: dict[str, Any], path: str) -> None:
     if results.get("version") != 1:
-        raise Error(f"{path} has version {results.get('version')}; this gradcast reads version 1", "invalid_option")
+        raise Error(f"{path} has version {results.get('version')}; this gradcast reads version 1")
     if not results.get("sweep") and not results.get("schedule"):
-        raise Error(f"{path} has neither a sweep nor a schedule: nothing to draw", "invalid_option")
+        raise Error(f"{path} has neither a sweep nor a schedule: nothing to draw")
 
 
 def _sentences(results: dict[str, Any]) -> list[str]:

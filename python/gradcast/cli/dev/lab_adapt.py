@@ -36,14 +36,9 @@ def add_parser(commands: Any) -> None:
     add_links(parser)
     common.option(parser, "--model", "PROFILE", PROFILES, default="resnet50")
     add_stand_in(parser)
-    parser.add_argument(
-        "--scenario",
-        choices=list(SCENARIOS),
-        default="network",
-        help="what changes during the middle third of the steps: "
-        + "; ".join(f"{name}: {words.format(factor=2)}" for name, words in SCENARIOS.items())
-        + " (default: network)",
-    )
+    scenarios = "; ".join(f"{name}: {words.format(factor=2)}" for name, words in SCENARIOS.items())
+    scenarios = f"what changes during the middle third of the steps: {scenarios}"
+    common.option(parser, "--scenario", None, scenarios, default="network", choices=list(SCENARIOS))
     common.option(parser, "--factor", "FACTOR", "slowdown", common.POSITIVE, "2")
     steps = common.whole_number(_STEPS_MIN, 100_000)
     common.option(parser, "--steps", "N", f"number of steps, at least {_STEPS_MIN}", steps, "180")

@@ -32,12 +32,8 @@ def _add_fit(commands: Any) -> None:
         _EXAMPLE,
     )
     parser.add_argument("csv", metavar="CSV", help="the samples")
-    parser.add_argument(
-        "--method",
-        choices=["robust", "least_squares"],
-        default="robust",
-        help="robust tolerates up to a quarter of outliers (default: robust)",
-    )
+    method = "robust tolerates up to a quarter of outliers"
+    common.option(parser, "--method", None, method, default="robust", choices=["robust", "least_squares"])
     common.option(parser, "--max-pieces", "N", "largest number of linear pieces", common.whole_number(1, 8), "3")
     common.option(parser, "-o, --output", "JSON", "write the link model to this file, for --link")
     common.add_json_option(parser)

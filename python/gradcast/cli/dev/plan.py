@@ -34,14 +34,8 @@ def add_parser(commands: Any) -> None:
     common.option(
         parser, "--policy", "NAME", "policy; `gradcast dev policies` lists them", default=_core.DEFAULT_POLICY
     )
-    parser.add_argument(
-        "--set",
-        type=common.argument(parse_parameter),
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a parameter of the policy, for instance cap_bytes=25MiB; may be repeated",
-    )
+    parameter = "set a parameter of the policy, for instance cap_bytes=25MiB; may be repeated"
+    common.option(parser, "--set", "NAME=VALUE", parameter, common.argument(parse_parameter), action="append")
     common.add_schedule_options(parser)
     uncertain = "assume that the link's costs are off by up to this share, and take the plan with the best worst case "
     common.option(parser, "--uncertainty", "SHARE", f"{uncertain}(forecast only)", common.FRACTION, "0%")
@@ -56,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     network = network_from(args, profile)
     if args.output:
         check_writable(args.output, "plan")
-    parameters = dict(args.set)
+    parameters = dict(args.set or [])
     if args.uncertainty > 0:
         if args.policy != _core.DEFAULT_POLICY:
             raise Error(f"--uncertainty only works with {_core.DEFAULT_POLICY}; leave it out for {args.policy}")
@@ -124,13 +118,15 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
 
 def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:
     """Describes what --uncertainty gains: the worst of its nine links, with and without it."""
-    usual = _core.make_plan(profile, network.link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set))
+    usual = _core.make_plan(
+        profile, network.link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set or [])
+    )
     factors = (1 - args.uncertainty, 1.0, 1 + args.uncertainty)
     worst = worst_usual = 1.0
     for alpha_factor, beta_factor in itertools.product(factors, factors):
         link = network.link.scaled(alpha_factor, beta_factor)
         best_ns = _core.make_plan(
-            profile, link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set)
+            profile, link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set or [])
         ).predicted_ns
         worst = max(worst, ratio(_core.play(profile, link, plan).iteration_ns, best_ns))
         worst_usual = max(worst_usual, ratio(_core.play(profile, link, usual).iteration_ns, best_ns))

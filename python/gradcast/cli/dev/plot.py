@@ -48,53 +48,26 @@ def run(args: argparse.Namespace) -> None:
         raise Error(f"{args.plan} does not fit {network.description}: {error}", error.code) from None
     from gradcast.plots import draw_plan
 
-    draw_plan(
-        args.output,
-        profile,
-        plan,
-        timeline,
-        bound_ns=_bound_ns(plan, profile, network),
-        title=f"{common.profile_name(profile, scale)}, {network.description}",
-    )
-    print(f"The picture is in {args.output}.")
-
-
-def _bound_ns(plan: _core.Plan, profile: _core.Profile, network: Network) -> float:
-    """Returns the bound of what is drawn; the plan's own bound is for the profile, scale and network it was made
-    with.
-    """
+    # The plan's own bound is for the profile, scale and network it was made with.
     bound = _core.bound(profile, network.link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan))
-    return bound.best_ns
+    title = f"{common.profile_name(profile, scale)}, {network.description}"
+    draw_plan(args.output, profile, plan, timeline, bound_ns=bound.best_ns, title=title)
+    print(f"The picture is in {args.output}.")
 
 
 def _check_layout(args: argparse.Namespace, plan: _core.Plan, origin: dict[str, Any], profile: _core.Profile) -> None:
     """Rejects a profile with other tensors than those of the plan, even if all bytes happen to fit."""
     try:
         plan.check(profile)
+        if origin.get("hash") in (None, plan_hash(plan, profile)):
+            return
+        reason = "one of them has changed since the plan was made; make the plan again"
     except Error as error:
-        if args.profile is not None:
-            raise _made_for_another(args, origin, profile) from None
-        raise Error(f"{args.plan} does not fit the profile {profile.name}: {error}", error.code) from None
-    recorded = origin.get("hash")
-    if recorded is None or recorded == plan_hash(plan, profile):
-        return
+        reason = str(error)
     if args.profile is not None:
-        raise _made_for_another(args, origin, profile)
-    raise Error(
-        f"{args.plan} does not fit the profile {profile.name}: one of them has changed since the plan was made; "
-        "make the plan again",
-        "invalid_plan",
-    )
-
-
-def _made_for_another(args: argparse.Namespace, origin: dict[str, Any], profile: _core.Profile) -> Error:
-    recorded = origin.get("profile")
-    name = f" ({recorded})" if isinstance(recorded, str) else ""
-    return Error(
-        f"{args.plan} does not fit the profile {profile.name}: the plan was made for another profile{name}; "
-        "give that one",
-        "invalid_plan",
-    )
+        recorded = f" ({origin['profile']})" if isinstance(origin.get("profile"), str) else ""
+        reason = f"the plan was made for another profile{recorded}; give that one"
+    raise Error(f"{args.plan} does not fit the profile {profile.name}: {reason}", "invalid_plan")
 
 
 def _profile(args: argparse.Namespace, origin: dict[str, Any]) -> tuple[_core.Profile, float]:

@@ -1,0 +1,38 @@
+"""docs/reference/command-line.md: its commands exist, and those without a training print what it shows."""
+
+import re
+import shlex
+
+import pytest
+
+from conftest import ROOT
+from gradcast.cli import GROUPS, main
+
+PAGE = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+EXAMPLES = re.findall(
+    r"^(?:\$ |.* -m )?gradcast (.*)", "\n".join(re.findall(r"```\w+\n(.*?)```", PAGE, re.DOTALL)), re.M
+)
+OUTPUTS = re.findall(r"```console\n\$ gradcast (.*?)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_command_has_a_section():
+    names = [module.__name__.rpartition(".")[2] for modules in GROUPS.values() for module in modules]
+    assert re.findall(r"^## gradcast (\w+)$", PAGE, re.MULTILINE) == names
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_can_be_parsed(example):
+    assert main.build_parser().parse_args(shlex.split(example)).run
+
+
+@pytest.mark.parametrize(("arguments", "shown"), OUTPUTS, ids=[arguments for arguments, _ in OUTPUTS])
+def test_outputs_are_as_shown(arguments, shown, run):
+    printed = run(*arguments.split()).out
+    for part in filter(None, (part.strip("\n") for part in shown.split("…\n"))):
+        assert part in printed
+        printed = printed.partition(part)[2]
+
+
+def test_old_names_have_a_row():
+    old = PAGE.partition("## Names of earlier releases")[2]
+    assert [name for name in main._RENAMED if f"`{name}" not in old] == []
