@@ -138,7 +138,7 @@ def test_saved_files_are_what_the_commands_read(ranks, tmp_path, capsys, mode):
     assert main.main(["simulate", str(profile)]) == 0
     assert "forecast" in capsys.readouterr().out
     gradcast.Plan.from_json(plan.read_text()).check(gradcast.load_profile(str(profile)))
-    pytest.importorskip("matplotlib", reason="gradcast plot needs matplotlib: pip install 'gradcast[plot]'")
+    pytest.importorskip("matplotlib", reason="gradcast dev plot needs matplotlib: pip install 'gradcast[plot]'")
     picture = tmp_path / "plan.png"
     assert main.main(["dev", "plot", str(plan), "--profile", str(profile), "-o", str(picture)]) == 0
     assert picture.stat().st_size > 1000

@@ -8,17 +8,7 @@ from typing import Any
 from tabulate import tabulate
 
 from gradcast.cli import common
-from gradcast.cli.dev.lab_options import (
-    PROFILES,
-    STAND_IN,
-    add_links,
-    add_output_options,
-    add_stand_in,
-    add_timeout_option,
-    bandwidths_of,
-    check_machine,
-    stand_in_profile,
-)
+from gradcast.cli.dev import lab_options
 from gradcast.lab.adapt import SCENARIOS, AdaptSettings, Phase, phases
 from gradcast.lab.adapt import run as train
 from gradcast.lab.program import unwind_when_told_to_end
@@ -32,32 +22,34 @@ _STEPS_MIN = 120  # a third of the steps must hold ordinary steps, a change, and
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.command(commands, "adapt", "see how gradcast follows a change during training", STAND_IN, _EXAMPLE)
-    add_links(parser)
-    common.option(parser, "--model", "PROFILE", PROFILES, default="resnet50")
-    add_stand_in(parser)
+    parser = common.command(
+        commands, "adapt", "see how gradcast follows a change during training", lab_options.STAND_IN, _EXAMPLE
+    )
+    lab_options.add_links(parser)
+    common.option(parser, "--model", "PROFILE", lab_options.PROFILES, default="resnet50")
+    lab_options.add_stand_in(parser)
     scenarios = "; ".join(f"{name}: {words.format(factor=2)}" for name, words in SCENARIOS.items())
     scenarios = f"what changes during the middle third of the steps: {scenarios}"
     common.option(parser, "--scenario", None, scenarios, default="network", choices=list(SCENARIOS))
     common.option(parser, "--factor", "FACTOR", "slowdown", common.POSITIVE, "2")
     steps = common.whole_number(_STEPS_MIN, 100_000)
     common.option(parser, "--steps", "N", f"number of steps, at least {_STEPS_MIN}", steps, "180")
-    add_timeout_option(parser, "15min")
-    add_output_options(parser, "steps")
+    lab_options.add_timeout_option(parser, "15min")
+    lab_options.add_output_options(parser, "steps")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     settings = AdaptSettings(
         model=args.model,
-        profile=stand_in_profile(args).to_json(),
-        rates_bits_per_s=bandwidths_of(args),
+        profile=lab_options.stand_in_profile(args).to_json(),
+        rates_bits_per_s=lab_options.bandwidths_of(args),
         scenario=args.scenario,
         factor=args.factor,
         scale_size=args.scale_size or 1.0,
         steps=args.steps,
     )
-    check_machine(args)
+    lab_options.check_machine(args)
     unwind_when_told_to_end()
     title = f"a timed stand-in for {settings.model}, {describe_links(settings.rates_bits_per_s)}"
     print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.description}", file=sys.stderr)

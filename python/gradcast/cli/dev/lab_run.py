@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcast.cli import common
-from gradcast.cli.dev.lab_options import WHERE, add_hosts_option, add_latency_option, add_timeout_option
+from gradcast.cli.dev import lab_options
 from gradcast.errors import Error
 from gradcast.lab import Network, run_workers
 from gradcast.lab.program import unwind_when_told_to_end
@@ -15,13 +15,15 @@ _EXAMPLE = "gradcast dev lab run --hosts 2 --bandwidth 100mbit -- examples/digit
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.command(commands, "run", "run a training script once per host, as torchrun does", WHERE, _EXAMPLE)
-    add_hosts_option(parser, "number of hosts", "2")
+    parser = common.command(
+        commands, "run", "run a training script once per host, as torchrun does", lab_options.WHERE, _EXAMPLE
+    )
+    lab_options.add_hosts_option(parser, "number of hosts", "2")
     bandwidth = "bandwidth of each host's link, each way"
     common.option(parser, "--bandwidth", "BANDWIDTH", bandwidth, common.BANDWIDTH, "100mbit")
     common.renamed(parser, rate="--bandwidth")
-    add_latency_option(parser)
-    add_timeout_option(parser, "10min")
+    lab_options.add_latency_option(parser)
+    lab_options.add_timeout_option(parser, "10min")
     parser.add_argument("script", nargs="+", metavar="SCRIPT", help="Python script and its arguments, after --")
     parser.set_defaults(run=run)
 

@@ -5,18 +5,7 @@ import sys
 from typing import Any
 
 from gradcast.cli import common
-from gradcast.cli.dev.lab_options import (
-    PROFILES,
-    STAND_IN,
-    add_latency_option,
-    add_links,
-    add_output_options,
-    add_stand_in,
-    add_timeout_option,
-    bandwidths_of,
-    check_machine,
-    stand_in_profile,
-)
+from gradcast.cli.dev import lab_options
 from gradcast.cli.network_options import given
 from gradcast.errors import Error
 from gradcast.lab.program import unwind_when_told_to_end
@@ -35,14 +24,18 @@ _ROUNDS_MIN = 2
 
 
 def add_parser(commands: Any) -> None:
-    parser = common.command(commands, "train", "compare ways of sending gradients in real training", STAND_IN, EXAMPLE)
-    add_links(parser)
-    add_latency_option(parser)
-    models = f"{' or '.join(REAL_MODELS)}: trained for real; or a profile ({PROFILES}), trained by a stand-in"
+    parser = common.command(
+        commands, "train", "compare ways of sending gradients in real training", lab_options.STAND_IN, EXAMPLE
+    )
+    lab_options.add_links(parser)
+    lab_options.add_latency_option(parser)
+    models = (
+        f"{' or '.join(REAL_MODELS)}: trained for real; or a profile ({lab_options.PROFILES}), trained by a stand-in"
+    )
     common.option(parser, "--model", "NAME", models, required=True)
     variants = f"variants, separated by commas: {EXAMPLES}; alone and ddp always run"
     common.option(parser, "--compare", "NAMES", variants, common.argument(names_of), "ddp,hook,overlap")
-    add_stand_in(parser)
+    lab_options.add_stand_in(parser)
     common.option(parser, "--width", "N", "width of digits or char_gpt", common.whole_number(4, 4096))
     batch = "batch size per host of digits or char_gpt (default: 8)"
     common.option(parser, "--batch", "N", batch, common.whole_number(1, 1000))
@@ -52,14 +45,14 @@ def add_parser(commands: Any) -> None:
     common.option(parser, "--steps", "N", steps, common.whole_number(_STEPS_MIN, 10_000), "4")
     in_flight = "largest number of gradcast's blocks in flight"
     common.option(parser, "--in-flight", "N", in_flight, common.whole_number(1, 1000), "1")
-    add_timeout_option(parser, "15min")
-    add_output_options(parser, "results")
+    lab_options.add_timeout_option(parser, "15min")
+    lab_options.add_output_options(parser, "results")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     settings = _settings(args)
-    check_machine(args)
+    lab_options.check_machine(args)
     unwind_when_told_to_end()
     print(f"{settings.model}, {describe_network(settings)}: {', '.join(settings.names)}", file=sys.stderr, flush=True)
     results = train(settings, timeout_s=args.timeout, output=sys.stderr)
@@ -80,12 +73,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    bandwidths = bandwidths_of(args)
+    bandwidths = lab_options.bandwidths_of(args)
     real = args.model in REAL_MODELS
     if foreign := given(args, *(("forward", "backward", "scale_size") if real else ("width", "batch"))):
         kind = "stand-ins" if real else "real models"
         raise Error(f"{foreign[0]} only works with {kind}, and {args.model} is not one")
-    profile = None if real else stand_in_profile(args)
+    profile = None if real else lab_options.stand_in_profile(args)
     defaults = Settings(args.model, None, bandwidths, tuple(args.compare))
     return Settings(
         model=args.model if profile is None else profile.name,
