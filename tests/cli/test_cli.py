@@ -362,6 +362,15 @@ def test_the_line_of_a_picture_is_the_bound_of_what_is_drawn(run, tmp_path, monk
     assert words == ["schedule of all-reduces"] * 2 + ["schedule"] * 2
 
 
+def test_a_plan_of_the_first_release_can_be_drawn(run, profile_path, tmp_path):
+    block = {"op": "all_reduce", "buffer": 0, "ranges": [[0, 12_000_400]], "start_ns": 6_000_000, "reason": "fusion"}
+    fields = {"version": 1, "policy": "ddp", "mode": "overlap", "in_flight": 1, "blocks": [block]}
+    origin = {"profile": "profile.json", "scale": 1.0, "network": "ring of 4 workers"}
+    plan = tmp_path / "old.json"
+    plan.write_text(json.dumps({**fields, "made_with": origin}))
+    assert run("dev", "plot", plan, "-o", tmp_path / "old.png").code == 0
+
+
 def test_plot_finds_the_profile_beside_the_plan(run, profile_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("dev", "plan", "profile.json", "-o", "plan.json").code == 0

@@ -124,14 +124,8 @@ def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = Fal
         help=f"a profile: a JSON file, or the name of a bundled one ({', '.join(bundled_profiles())})"
         + ("; several must be of one model, each measured with another number of workers" if several else ""),
     )
-    option(
-        parser,
-        "--scale",
-        "FACTOR",
-        "multiply every time of the profile; 0.5 models a device twice as fast",
-        POSITIVE,
-        "1",
-    )
+    scale = "multiply every time of the profile; 0.5 models a device twice as fast"
+    option(parser, "--scale", "FACTOR", scale, POSITIVE, "1")
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:

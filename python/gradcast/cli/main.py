@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130  # as shells report SIGINT
 # By the code of an Error. All others are about what the user has written.
 _EXIT_CODES = {"environment": EXIT_ENVIRONMENT, "communication": EXIT_ENVIRONMENT, "internal": EXIT_DEFECT}
 
-# Commands of earlier releases. TODO: remove in 0.3.
+# Names of the last release, answered for one release (and see common.renamed).
 _RENAMED = {
     "sweep": "gradcast simulate PROFILE --bandwidth 1gbit,10gbit --workers 2,8",
     "scaling": "gradcast simulate PROFILE --scaling",

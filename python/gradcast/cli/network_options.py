@@ -81,11 +81,10 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
     derived = given(args, *_DERIVED)
     if derived and args.bandwidth is None:
         sources = given(args, "network", "link")
-        raise Error(
-            f"{sources[0]} has its own costs; leave out {derived[0]}, or predict other workers with simulate --scaling"
-            if sources
-            else f"{derived[0]} needs --bandwidth, for instance --bandwidth 10gbit"
+        why = (
+            f"{sources[0]} has its own costs; leave out {derived[0]}" if sources else f"{derived[0]} needs --bandwidth"
         )
+        raise Error(f"{why}, or predict other numbers of workers with `gradcast simulate --scaling`")
     found = [Network(named.link, f"{named.name} ({named.summary})") for named in _published(args.network or [])]
     if args.link is not None:
         found.append(Network(load_link(args.link), f"the link of {args.link}"))
