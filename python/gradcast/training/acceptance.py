@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.training.compat import extension
 from gradcast.training.compat.ddp_takeover import check_comm_hooks
-from gradcast.training.ranks.group import is_one_of_several
+from gradcast.training.ranks.group import shared_group
 from gradcast.training.step import partial_step
 from gradcast.training.step.gradient_hooks import GradientHook
 from gradcast.training.step.partial_step_check import require_splittable
@@ -100,7 +100,8 @@ def accept(
     for each in optimizers:
         partial_step.require_own_step(each)
         require_splittable(each)
-    if is_one_of_several(process_group if ddp is None else ddp.process_group):
+    shared = shared_group(process_group if ddp is None else ddp.process_group)
+    if shared is not None and shared.size() > 1:
         _check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
     return Accepted(module, inner, ddp, _called(module, ddp), parameters)
 
@@ -162,12 +163,6 @@ def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Pa
     return found
 
 
-def check_owners(module: nn.Module) -> None:
-    """Raises if another library shards, reduces or updates any part of the module by itself."""
-    _refuse_owned_modules(module)
-    _refuse_owned_parameters(module)
-
-
 def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Parameter]) -> None:
     """Raises unless every trainable parameter is in exactly one optimizer, and no optimizer has any other."""
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -194,15 +189,13 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
         )
 
 
-def _refuse_owned_modules(module: nn.Module) -> None:
+def check_owners(module: nn.Module) -> None:
+    """Raises if another library shards, reduces or updates any part of the module by itself."""
     for name, each in module.named_modules():
         for package, class_name, called, reason in _MODULE_OWNERS:
             if _is_a(each, package, class_name):
                 where = f"{name} is" if name else "the module is"
                 raise refused(f"{where} wrapped in {called}, and {reason}; {_REMEDY}")
-
-
-def _refuse_owned_parameters(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         for attribute, called in _PARAMETER_OWNERS:
             if hasattr(parameter, attribute):

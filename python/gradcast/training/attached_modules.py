@@ -1,7 +1,6 @@
 """The modules that gradcast is attached to, and the ways in which it leaves them."""
 
 import atexit
-import logging
 import sys
 import weakref
 
@@ -10,7 +9,6 @@ from torch import nn
 from gradcast.training.acceptance import unwrapped
 from gradcast.training.training_session import Attached
 
-_log = logging.getLogger("gradcast")
 # By module, without its wrappers.
 attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]]" = weakref.WeakKeyDictionary()
 
@@ -20,10 +18,7 @@ def detach(attached: Attached, wait_s: float | None = None) -> None:
     flushed = False
     try:
         if not attached.session.released:  # True if a session has ended and the next one could not begin
-            attached.session.flush(wait_s)
-            summary = attached.session.summary()
-            if summary is not None:
-                _log.info("%s", summary)
+            attached.session.finish(wait_s)
             flushed = True
     finally:
         # Also if what is in flight never arrives: the module is then an ordinary one that can be read and saved.

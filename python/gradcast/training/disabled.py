@@ -17,7 +17,7 @@ from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
-from gradcast.training.training_session import SessionWithoutPlan
+from gradcast.training.training_session import TrainingSession
 
 # This module alone reads the variable.
 VARIABLE = "GRADCAST_DISABLE"
@@ -31,8 +31,8 @@ def is_disabled() -> bool:
     return value == "1"
 
 
-class DisabledSession(SessionWithoutPlan):
-    """A TrainingSession without gradcast, attached by itself. A DDP module is left alone; a bare module gets the hooks
+class DisabledSession(TrainingSession):
+    """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks
     of a hidden DDP module around it."""
 
     def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:

@@ -1,6 +1,7 @@
 """Checks of ``attach`` that concern options, and that all ranks call it alike. acceptance.py checks the module and its
 optimizers."""
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from gradcast.errors import Error, refused
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group, device_of_messages, gather, naming
+from gradcast.training.ranks.group import Group, device_of_messages, gather, naming, shared_group
 
 
 def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
@@ -43,13 +44,13 @@ def check_same_call(
 
     Uses the user's group: gradcast's own cannot be made if a rank has left already.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
+    shared = shared_group(process_group)
+    if shared is None:
         if refusal is not None:
             raise refusal
         return
     settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
     mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings)
-    shared = process_group if process_group is not None else dist.group.WORLD
     with naming("comparing the ranks' calls of attach", dist.get_rank(shared), shared.size()):
         everyone = _gathered(shared, mine, device)
     if refusal is not None:
@@ -100,30 +101,13 @@ def check_same_model(group: Group, module: nn.Module) -> None:
     mine += [_features(f"buffer {name}", b) for name, b in module.named_buffers()]
     everyone = group.gather(mine)
     for rank, theirs in enumerate(everyone):
-        difference = _first_difference(everyone[0], theirs)
-        if difference:
-            raise refused(
-                f"the model differs between ranks: rank 0 has {difference[0]}, rank {rank} has {difference[1]}"
-            )
+        for ours, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
+            if ours != other:
+                raise refused(f"the model differs between ranks: rank 0 has {ours}, rank {rank} has {other}")
 
 
-def _first_difference(first: list, other: list) -> tuple[str, str] | None:
-    for index in range(max(len(first), len(other))):
-        a, b = first[index : index + 1], other[index : index + 1]
-        if a != b:
-            return _describe(a), _describe(b)
-    return None
-
-
-def _describe(entry: list) -> str:
-    if not entry:
-        return "nothing more"
-    name, shape, dtype, strides = entry[0]
-    return f"{name} of shape {shape}, type {dtype} and strides {strides}"
-
-
-def _features(name: str, tensor: torch.Tensor) -> tuple:
+def _features(name: str, tensor: torch.Tensor) -> str:
     """What must be the same on all ranks. Gradients are summed as they lie in memory, so strides count, except those of
     dimensions of size 1."""
-    strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return name, tuple(tensor.shape), str(tensor.dtype), tuple(strides)
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return f"{name} of shape {tuple(tensor.shape)}, type {tensor.dtype} and strides {strides}"

@@ -36,7 +36,7 @@ from gradcast.training.options import Options
 from gradcast.training.plan import agreement
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
-from gradcast.training.stats import base_stats, plan_stats
+from gradcast.training.stats import plan_stats
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -46,13 +46,13 @@ from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
-from gradcast.training.training_session import require_attached
+from gradcast.training.training_session import TrainingSession, require_attached
 
 _log = logging.getLogger("gradcast")
 
 
-class Session:
-    """A TrainingSession, and the owner of pending parameters and gradients (pending.Owner, gradient_hooks.Listener)."""
+class Session(TrainingSession):
+    """The owner of pending parameters and gradients, too (pending.Owner, gradient_hooks.Listener)."""
 
     def __init__(
         self,
@@ -64,8 +64,6 @@ class Session:
     ) -> None:
         """``parameters``: those whose gradients travel. They may change; ``accepted`` stays."""
         self.mode = "overlap" if optimizers else "hook"
-        self.steps = 0
-        self.released = False
         self.group = group
         self.no_sync_blocks = NoSyncBlocks(accepted.ddp)
         self.ddp_reduces = False  # inside ddp.join()
@@ -138,12 +136,13 @@ class Session:
             if self._complete_step():
                 self.exchange.wait_on_host()
 
+    def finish(self, limit_s: float | None = None) -> None:
+        self.flush(limit_s)
+        self.controller.log_comparison()
+
     def stats(self) -> dict[str, Any]:
-        return {
-            **base_stats(self.steps, self.mode, self.group.world_size, self.profile),
-            **plan_stats(self.controller, self.exchange, self.buffers, self.trace),
-            "grad_norm": self._steps.grad_norm,
-        }
+        values = super().stats() | plan_stats(self.controller, self.exchange, self.buffers, self.trace)
+        return values | {"grad_norm": self._steps.grad_norm}
 
     def timeline_events(self) -> list[dict[str, Any]]:
         return self.trace.events(self.group.rank, self.exchange.timeline())
@@ -168,9 +167,6 @@ class Session:
             return
         self._change_layout(lambda: self.controller.adopt(state))
 
-    def summary(self) -> str | None:
-        return self.controller.summary() if self.group.rank == 0 else None
-
     def diagnostics(self) -> Diagnostics:
         return Diagnostics(self.controller, self.exchange, self.trace)
 
@@ -181,10 +177,7 @@ class Session:
         try:
             # After an error the other ranks may never answer: give up what is in flight instead of waiting for them.
             if not failed:
-                self.flush()
-                summary = self.summary()
-                if summary is not None:
-                    _log.info("%s", summary)
+                self.finish()
                 ended_well = True
         except Error as error:
             _log.error("at the end of the program: %s", error)

@@ -18,12 +18,10 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import GradientSizes
-from gradcast.training.training_session import SessionWithoutPlan
+from gradcast.training.training_session import TrainingSession
 
 
-class SingleWorkerSession(SessionWithoutPlan):
-    """A TrainingSession for one worker, attached by itself."""
-
+class SingleWorkerSession(TrainingSession):
     def __init__(
         self,
         module: nn.Module,

@@ -9,6 +9,10 @@ from gradcast import _core
 from training.needs import torch
 from training.plan.test_adapt import make_module
 
+pytest.importorskip("training.needs")
+from gradcast.training.measure.stage_exposure import StageExposure
+from gradcast.training.ranks.step_reports import STAGES, StepReport
+
 nn = torch.nn
 SLOW_MS = 40
 # Of the warm-up, of calibration, and six of the plan that is then followed.
@@ -59,8 +63,6 @@ def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
 
 def reports_of(*ranks_ms):
     """By rank: backward, loop and forward, with what they wait for, in steps of 100 ms."""
-    from gradcast.training.ranks.step_reports import STAGES, StepReport
-
     return [
         StepReport(
             _core.RankFacts(step_ns=100e6, busy_ns=1e6 * busy_ms, link_ns=0),
@@ -71,8 +73,6 @@ def reports_of(*ranks_ms):
 
 
 def test_the_last_steps_count_and_only_those_since_the_ranks_meet_elsewhere():
-    from gradcast.training.measure.stage_exposure import StageExposure
-
     exposed = StageExposure()
     assert exposed.stats() is None
     exposed.set_waiting_stage("forward")  # from there backward is the first stage

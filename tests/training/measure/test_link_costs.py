@@ -1,19 +1,20 @@
-"""What the network costs, from how long blocks block_duration in the warm-up and in the plan that followed it."""
+"""What the network costs, from how long blocks took in the warm-up and in the plan that followed it."""
 
 import random
 from unittest import mock
 
 import pytest
 
-import training.needs  # noqa: F401, skips where there is no torch
 from gradcast import _core
 from training.profiles import linear
+
+pytest.importorskip("training.needs")
+from gradcast.training.measure import network_cost
+from gradcast.training.measure.network_cost import Sample
 
 
 def steps_on(link, sizes, factor=1.0, disturbed=None):
     """Four steps of blocks that take ``factor`` times what the link says; the blocks of one step ten times as long."""
-    from gradcast.training.measure.network_cost import Sample
-
     cost = link.all_reduce.cost_ns
     return [
         [Sample(size, (10 if step == disturbed else 1) * factor * cost(size), back_to_back=True) for size in sizes]
@@ -23,15 +24,11 @@ def steps_on(link, sizes, factor=1.0, disturbed=None):
 
 @pytest.mark.parametrize("factor", [0.98, 1.0, 1.02])
 def test_a_link_that_is_right_stays(factor):
-    from gradcast.training.measure import network_cost
-
     link = linear(1e5, 8.0)
     assert network_cost.corrected_link(link, steps_on(link, [10_000, 500_000, 2_000_000], factor, disturbed=2)) is None
 
 
 def test_where_blocks_of_few_sizes_take_longer_all_costs_grow_alike():
-    from gradcast.training.measure import network_cost
-
     link = linear(1e5, 8.0)
     corrected = network_cost.corrected_link(link, steps_on(link, [500_000, 2_000_000], 1.25))
     for size in (1_000, 500_000, 10_000_000):
@@ -39,8 +36,6 @@ def test_where_blocks_of_few_sizes_take_longer_all_costs_grow_alike():
 
 
 def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
-    from gradcast.training.measure import network_cost
-
     found = steps_on(linear(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000], disturbed=1)
     corrected = network_cost.corrected_link(linear(1e5, 25.0), found)
     for size in (50_000, 500_000, 5_000_000):
@@ -49,8 +44,6 @@ def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
 
 @pytest.mark.parametrize("sizes", [[1_000_000] * 4, [400_000, 800_000, 1_000_000, 1_800_000]])
 def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
-    from gradcast.training.measure import network_cost
-
     link = linear(1e5, 8.0)
     found = steps_on(link, sizes)
     for late, step in enumerate(found):
@@ -61,24 +54,16 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
 
 
 def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
-    from gradcast.training.measure.network_cost import BlockDuration, block_duration
-
     times = [(10, 10, 30), (5, 30, 50), (70, 70, 75)]
     blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish) for ready, due, finish in times]
-    assert [block_duration(block) for block in blocks] == [
-        BlockDuration(20, False),
-        BlockDuration(20, True),
-        BlockDuration(5, False),
-    ]
+    plan = mock.Mock(blocks=[mock.Mock(size_bytes=size) for size in (1, 2, 3)])
+    assert network_cost.samples_of_rank(plan, blocks) == [(1, 20, False), (2, 20, True), (3, 5, False)]
 
 
 def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():
-    from gradcast.training.measure.network_cost import BlockDuration, samples
-
-    sizes = [[100, 200], [100, 200]]
-    one = [[BlockDuration(30, True), BlockDuration(20, True)], [BlockDuration(11, True), BlockDuration(9, False)]]
-    other = [[BlockDuration(10, False), BlockDuration(24, True)], [BlockDuration(13, True), BlockDuration(7, False)]]
-    assert samples(sizes, [one, other]) == [(100, 10, False), (200, 22, True), (100, 12, True), (200, 7, False)]
+    one = [Sample(100, 30, True), Sample(200, 20, True), Sample(100, 11, True), Sample(200, 9, False)]
+    other = [Sample(100, 10, False), Sample(200, 24, True), Sample(100, 13, True), Sample(200, 7, False)]
+    assert network_cost.combined([one, other]) == [(100, 10, False), (200, 22, True), (100, 12, True), (200, 7, False)]
 
 
 SAVED_NS = 1.6e6
@@ -87,8 +72,6 @@ FOLLOWING, FIRST = [50_000, 70_000, 110_000, 170_000], [90_000, 120_000, 190_000
 
 def with_pauses(link):
     """Steps in which the larger blocks find the network idle, and take less by the same time."""
-    from gradcast.training.measure.network_cost import Sample
-
     cost = link.all_reduce.cost_ns
     return [
         [
@@ -101,8 +84,6 @@ def with_pauses(link):
 
 def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
     """Fitted as they are, the larger ones would say that a start costs nothing, and a byte less than the wire takes."""
-    from gradcast.training.measure import network_cost
-
     link = linear(3e5, 105.0)
     found = [sample for step in with_pauses(link) for sample in step]
     fitted = network_cost.fit_link(found, 0.0)
@@ -114,8 +95,6 @@ def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
 
 
 def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
-    from gradcast.training.measure import network_cost
-
     link = linear(3e5, 105.0)
     found = with_pauses(link)
     seen_ns, said_ns = (
@@ -131,29 +110,23 @@ def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
 
 @pytest.mark.parametrize("saved_ns", [SAVED_NS, -SAVED_NS])
 def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are(saved_ns):
-    from gradcast.training.measure.network_cost import Sample, as_back_to_back
-
     cost = linear(3e5, 105.0).all_reduce.cost_ns
     first = [Sample(size, cost(size) - saved_ns, back_to_back=False) for size in FIRST]
     following = [Sample(size, cost(size), back_to_back=True) for size in (FOLLOWING[:2] if saved_ns > 0 else FOLLOWING)]
-    assert as_back_to_back(following + first) == following + first
+    assert network_cost.as_back_to_back(following + first) == following + first
 
 
 def test_a_network_that_costs_something_else_for_large_blocks_saves_nothing():
     """Small ones follow each other, at 0.15 ns per byte; large ones come after pauses, and take 0.02."""
-    from gradcast.training.measure.network_cost import Sample, fit_link
-
     small = [Sample(size << 10, 2e4 + 0.15 * (size << 10), back_to_back=True) for size in (32, 64, 128, 256)] * 3
     large = [Sample(size << 20, 5e4 + 0.02 * (size << 20), back_to_back=False) for size in (1, 2, 8, 25)] * 3
-    link = fit_link(small + large, 0.0)
+    link = network_cost.fit_link(small + large, 0.0)
     for size in (1 << 20, 4 << 20, 25 << 20):
         assert link.all_reduce.cost_ns(size) == pytest.approx(5e4 + 0.02 * size, rel=0.05)
 
 
 def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
     """A plan of few blocks, of which only two follow others."""
-    from gradcast.training.measure import network_cost
-
     link = linear(3e5, 105.0)
     steps = [[*step[:2], *step[len(FOLLOWING) :]] for step in with_pauses(link)]
     assert network_cost.corrected_link(link, steps, known_saving_ns=SAVED_NS) is None
@@ -164,8 +137,6 @@ def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_not_taken_for_what_blocks_save(seed):
     """Three sizes that are much alike follow others; nothing is saved, and all times scatter by 5 %."""
-    from gradcast.training.measure.network_cost import Sample, idle_saving_ns
-
     draw = random.Random(seed)
     link = linear(3e5, 105.0)
 
@@ -174,14 +145,12 @@ def test_noise_is_not_taken_for_what_blocks_save(seed):
 
     samples = [found(size, True) for size in (90_000, 100_000, 110_000) for _ in range(5)]
     samples += [found(size, False) for size in (30_000, 80_000, 120_000, 140_000, 300_000) for _ in range(5)]
-    assert (idle_saving_ns(samples) or 0.0) < 0.05 * link.all_reduce.cost_ns(100_000)
+    assert (network_cost.idle_saving_ns(samples) or 0.0) < 0.05 * link.all_reduce.cost_ns(100_000)
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
-    from gradcast.training.measure import network_cost
-
     link = linear(1e5, 25.0)
-    found = [[network_cost.Sample(2_000_000, 1.3 * 4e7)]] * 4
+    found = [[Sample(2_000_000, 1.3 * 4e7)]] * 4
     corrected = network_cost.corrected_link(link, found, shared_ns=4e7)
     for size in (50_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.3 * link.all_reduce.cost_ns(size))

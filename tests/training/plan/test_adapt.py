@@ -14,6 +14,11 @@ from gradcast import _core
 from training.needs import torch
 from training.twins import nn
 
+pytest.importorskip("training.needs")
+from gradcast.training.measure import network_cost
+from gradcast.training.plan import calibration, proposals
+from gradcast.training.plan.expectation import Expectation, TypicalStep
+
 STEPS_TO_ADAPT = 20
 USUAL_NS = 20e6
 
@@ -35,23 +40,16 @@ def make_module():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
-def train(rank, mode, steps, facts_of, gain=1.5, **options):
-    from gradcast.training.measure import network_cost
-    from gradcast.training.plan import calibration, proposals
-    from gradcast.training.plan.expectation import Expectation, TypicalStep
+def expectation(gain, limit=2.0, compute_share=0.97):
+    steps = TypicalStep(1e6, 1e6), TypicalStep(gain * 1e6, 1e6)
+    return Expectation(*steps, low=gain - 0.1, high=gain + 0.1, limit=limit, compute_share=compute_share)
 
-    expected = Expectation(
-        TypicalStep(1e6, 1e6),
-        TypicalStep(gain * 1e6, 1e6),
-        low=gain - 0.1,
-        high=gain + 0.1,
-        limit=2.0,
-        compute_share=0.97,
-    )
+
+def train(rank, mode, steps, facts_of, gain=1.5, **options):
     # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
     # goes on with other tests.
     with (
-        mock.patch.object(proposals, "expect", return_value=expected),
+        mock.patch.object(proposals, "expect", return_value=expectation(gain)),
         mock.patch.object(network_cost, "corrected_link", return_value=None),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
     ):
@@ -164,16 +162,7 @@ def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
     ],
 )
 def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(gain, limit, compute_share, tries, said):
-    from gradcast.training.plan.expectation import Expectation, TypicalStep
-
-    expected = Expectation(
-        TypicalStep(1e6, 1e6),
-        TypicalStep(gain * 1e6, 1e6),
-        gain - 0.1,
-        gain + 0.1,
-        limit=limit,
-        compute_share=compute_share,
-    )
+    expected = expectation(gain, limit, compute_share)
     assert expected.is_worth_trying == tries
     assert said in expected.sentence()
     assert ("running as DDP" in expected.sentence()) == (not tries)

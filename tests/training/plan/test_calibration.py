@@ -10,18 +10,23 @@ from training.needs import torch
 from training.plan.test_adapt import Heard, make_module, run_step
 from training.profiles import compute_steps, linear, profile_of
 
+pytest.importorskip("training.needs")
+from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.measure.compute_cost import Compute, compute_of, replace_compute
+from gradcast.training.measure.network_cost import Sample
+from gradcast.training.measure.step_trace import StepRecord
+from gradcast.training.measure.stopwatch import Measurement
+from gradcast.training.plan import calibration, measured_profile, proposals
+from gradcast.training.plan.calibration import Calibration, corrected_compute, planned_busy_periods_ns
+
 WARMUP_STEPS = 3
 CALIBRATION_STEPS = 9
 
 
 def measured_by(*compute_ms):
     """One rank's warm-up of a tensor: backward, forward and update in ms per step, None where it has failed."""
-    from gradcast.training.measure.compute_cost import Compute
-    from gradcast.training.measure.measurement import Measurement
-    from gradcast.training.measure.network_cost import BlockDuration
-
     steps = [None if each is None else Compute(*(1e6 * ms for ms in each)) for each in compute_ms]
-    return Measurement([1e6], [0.0], steps, [[100]], [[BlockDuration(1e6, back_to_back=False)]], pack_ns_per_byte=0.0)
+    return Measurement([1e6], [0.0], steps, [[Sample(100, 1e6)]], pack_ns_per_byte=0.0)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +41,6 @@ def measured_by(*compute_ms):
     ],
 )
 def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
-    from gradcast.training.plan import measured_profile
-
     sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
     profile = measured_profile.combine_measurements(
         [measured_by(*each) for each in ranks], ["only"], sizes, name="measured"
@@ -47,8 +50,6 @@ def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
 
 
 def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
-    from gradcast.training.plan import measured_profile
-
     sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
     with pytest.raises(gradcast.Error, match="no step could be measured, because backward failed in each of them"):
         measured_profile.combine_measurements(
@@ -58,8 +59,6 @@ def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
 
 @pytest.mark.parametrize("pack_ns_per_byte", [0.0, 1.5])
 def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
-    from gradcast.training.plan.calibration import Calibration
-
     whole = mock.Mock(size_bytes=4_000_000, ranges=[(0, 4_000_000)])
     packed = mock.Mock(size_bytes=2_000_000, ranges=[(0, 1_000_000), (5_000_000, 6_000_000)])
     calibration = Calibration(mock.Mock(blocks=[whole, packed], in_flight=1), pack_ns_per_byte)
@@ -73,10 +72,6 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
 @pytest.mark.parametrize("alpha_ns", [1e5, 1e6, 4e6])
 @pytest.mark.parametrize("baseline", [False, True])
 def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, baseline):
-    from gradcast.training.measure import network_cost
-    from gradcast.training.plan import proposals
-    from gradcast.training.plan.calibration import Calibration, planned_busy_periods_ns
-
     profile = even_profile(linear(alpha_ns, 2.0))
     plan = (
         proposals.baseline_plan(profile) if baseline else proposals.choose_plan(profile, "overlap", gradcast.Options())
@@ -112,17 +107,12 @@ def test_the_network_is_busy_while_some_block_is_on_it():
 
 
 def test_compute_that_is_right_stays():
-    from gradcast.training.plan.calibration import corrected_compute
-
     profile = profile_of(200, 100, 10)
     assert corrected_compute(profile, compute_steps([(205, 102, 9), (190, 101, 9), (190, 99, 9)])) is None
     assert corrected_compute(profile, []) is None
 
 
 def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
-    from gradcast.training.measure.compute_cost import Compute, replace_compute
-    from gradcast.training.plan.calibration import corrected_compute
-
     profile = profile_of(200, 100, 10)
     steps = compute_steps([(250, 125, 13), (210, 120, 12), (230, 130, 20)], disturbed=1)
     steps[2].reverse()
@@ -142,18 +132,12 @@ def test_compute_beside_a_plan_is_that_of_each_steps_slowest_rank():
 
 
 def test_what_a_step_computed_is_what_it_did_not_wait():
-    from gradcast.training.measure.compute_cost import Compute, compute_of
-    from gradcast.training.measure.step_trace import StepRecord
-
     record = StepRecord(3, 3, None, None, 100)
     record.spans += [("backward", 100, 160), ("wait", 160, 170), ("update", 170, 175), ("update", 190, 195)]
     assert compute_of(record, busy_ns=130) == Compute(60, 60, 10)
 
 
 def train(rank, mode, link_factor, compute_factor=None):
-    from gradcast.training.measure import compute_cost, network_cost
-    from gradcast.training.plan import calibration
-
     link = mock.Mock(
         side_effect=lambda link, _, shared_ns, known_saving_ns: link_factor and link.scaled(link_factor, link_factor)
     )

@@ -6,16 +6,16 @@ from unittest import mock
 import pytest
 
 import gradcast
-import training.needs  # noqa: F401, skips where there is no torch
 from gradcast import _core
 from training.profiles import compute_steps, linear, profile_of
 
+pytest.importorskip("training.needs")
+from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
+from gradcast.training.plan import agreement, calibration, controller, proposals
+from gradcast.training.plan.expectation import StepVariation, expect, typical_step
+
 
 def test_what_ddp_would_take_has_no_network_beside_its_forward():
-    from gradcast.training.measure.compute_cost import Compute, replace_compute
-    from gradcast.training.plan import proposals
-    from gradcast.training.plan.expectation import StepVariation, expect
-
     profile, variation = profile_of(200, 100, 10), StepVariation(link=(0.9, 1.1))
     baseline = proposals.baseline_plan(profile)
     alone = expect(profile, _core.make_plan(profile, profile.link), profile, baseline, variation)
@@ -29,9 +29,6 @@ def test_what_ddp_would_take_has_no_network_beside_its_forward():
 
 @pytest.mark.parametrize(("mode", "baseline_ms"), [("overlap", 100), ("hook", 200)])
 def test_the_baseline_is_not_expected_to_have_traffic_beside_its_forward_pass(mode, baseline_ms):
-    from gradcast.training.plan import agreement, calibration, proposals
-    from gradcast.training.plan.expectation import StepVariation
-
     given = profile_of(200, 100, 10)
     plan = _core.make_plan(given, given.link, mode=mode)
     agreed = agreement.AgreedPlan(given, plan, (0, 1), hold_iterations=7)
@@ -49,8 +46,6 @@ def test_the_baseline_is_not_expected_to_have_traffic_beside_its_forward_pass(mo
 
 
 def test_steps_scatter_as_their_slowest_ranks_do():
-    from gradcast.training.measure.compute_cost import compute_variation
-
     profile = profile_of(200, 100, 10)
     steps = compute_steps([(250, 110, 10), (200, 120, 5)], disturbed=2)
     steps[3].reverse()
@@ -65,10 +60,6 @@ def test_steps_scatter_as_their_slowest_ranks_do():
 
 def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
     """The one block arrives just when forward has come to it: where either is late, the step is."""
-    from gradcast.training.measure.compute_cost import ComputeFactors
-    from gradcast.training.plan import agreement, proposals
-    from gradcast.training.plan.expectation import StepVariation, expect, typical_step
-
     tensors = [
         _core.Tensor(name=name, bytes=12_000_000, ready_ns=ready_ns, need_ns=need_ns)
         for name, ready_ns, need_ns in (("first", 200e6, 0), ("last", 100e6, 96e6))
@@ -108,10 +99,6 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
 
 def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     """Beside the plan it took twice as long; that it does not now is no change."""
-    from gradcast.training.measure.compute_cost import Compute, replace_compute
-    from gradcast.training.plan import agreement, controller, proposals
-    from gradcast.training.plan.expectation import StepVariation, expect
-
     alone = profile_of(200, 100, 10)
     beside = replace_compute(alone, Compute(400e6, 200e6, 20e6))
     plan, baseline = _core.make_plan(beside, beside.link), proposals.baseline_plan(alone)
@@ -128,10 +115,6 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
 
 
 def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
-    from gradcast.training.measure.compute_cost import ComputeFactors
-    from gradcast.training.plan import agreement, controller, proposals
-    from gradcast.training.plan.expectation import StepVariation, expect
-
     profile = profile_of(200, 100, 10)
     plan, baseline = _core.make_plan(profile, profile.link), proposals.baseline_plan(profile)
     expected = [

@@ -6,8 +6,10 @@ from unittest import mock
 
 import pytest
 
-import training.needs  # noqa: F401, skips where there is no torch
 from gradcast import _core
+
+pytest.importorskip("training.needs")
+from gradcast.training.plan import controller
 
 LAG = 2
 REPORTS = [SimpleNamespace(facts="rank 0"), SimpleNamespace(facts="rank 1")]
@@ -17,15 +19,13 @@ def decision(plain=False, stepped_aside=False, change=None):
     return SimpleNamespace(plain=plain, stepped_aside=stepped_aside, change=change)
 
 
-def phase_of(kind, *decisions, on_baseline=False):
-    """A phase of which all reports are known, its controller and its monitor."""
-    from gradcast.training.plan import controller
-
+def following(*decisions, on_baseline=False):
+    """The phase Following, of which all reports are known, its controller and its monitor."""
     monitor = mock.Mock(slowest_rank=-1)
     monitor.on_iteration.side_effect = decisions
     feed = controller.MonitorFeed(monitor, LAG)
-    plans = mock.Mock()
-    phase = getattr(controller, kind)(plans, feed, on_baseline=on_baseline)
+    plans = mock.Mock(agreed=mock.Mock(runs_as_baseline=on_baseline))
+    phase = controller.Following(plans, feed)
     for _ in range(LAG):
         assert phase.begin_iteration(None, REPORTS) is phase
         phase.iteration_began()
@@ -35,7 +35,7 @@ def phase_of(kind, *decisions, on_baseline=False):
 
 def test_the_monitor_hears_what_an_iteration_followed_when_its_reports_come():
     plain = [True, False, False, False, False]
-    phase, plans, monitor = phase_of("Following", *map(decision, plain))
+    phase, plans, monitor = following(*map(decision, plain))
     for _ in plain:
         assert phase.begin_iteration(None, REPORTS) is phase
         phase.iteration_began()
@@ -47,14 +47,14 @@ def test_the_monitor_hears_what_an_iteration_followed_when_its_reports_come():
 
 
 def test_of_an_iteration_without_all_reports_the_monitor_hears_no_facts():
-    phase, _, monitor = phase_of("Following", decision())
+    phase, _, monitor = following(decision())
     phase.begin_iteration(None, None)
     monitor.on_iteration.assert_called_once_with(False, [])
 
 
-@pytest.mark.parametrize(("kind", "on_baseline"), [("Following", False), ("Baseline", True)])
-def test_a_change_is_measured_again(kind, on_baseline):
-    phase, plans, _ = phase_of(kind, decision(plain=on_baseline, change="the change"), on_baseline=on_baseline)
+@pytest.mark.parametrize("on_baseline", [False, True])
+def test_a_change_is_measured_again(on_baseline):
+    phase, plans, _ = following(decision(plain=on_baseline, change="the change"), on_baseline=on_baseline)
     assert phase.begin_iteration(None, REPORTS) is plans.measure_again.return_value
     plans.measure_again.assert_called_once_with("the change")
     plans.activate.assert_not_called()
@@ -62,14 +62,15 @@ def test_a_change_is_measured_again(kind, on_baseline):
 
 @pytest.mark.parametrize("is_tried_now", [False, True])
 def test_where_the_baseline_is_as_fast_it_stays_active(is_tried_now):
-    phase, plans, _ = phase_of("Following", decision(plain=True, stepped_aside=True), on_baseline=is_tried_now)
-    assert phase.begin_iteration(None, REPORTS) is plans.monitored.return_value
+    phase, plans, _ = following(decision(plain=True, stepped_aside=True), on_baseline=is_tried_now)
+    assert phase.begin_iteration(None, REPORTS) is phase
+    assert phase.on_baseline
     plans.fall_back.assert_called_once_with()
     assert plans.activate.call_count == (0 if is_tried_now else 1)
 
 
 def test_the_baseline_in_force_is_no_trial():
-    phase, plans, _ = phase_of("Baseline", decision(plain=True), on_baseline=True)
+    phase, plans, _ = following(decision(plain=True), on_baseline=True)
     assert phase.begin_iteration(None, REPORTS) is phase
     assert phase.on_baseline
     plans.activate.assert_not_called()
@@ -77,9 +78,7 @@ def test_the_baseline_in_force_is_no_trial():
 
 
 def test_a_real_monitor_is_fed():
-    from gradcast.training.plan.controller import MonitorFeed
-
-    feed = MonitorFeed(_core.Monitor(1), lag=1)
+    feed = controller.MonitorFeed(_core.Monitor(1), lag=1)
     facts = _core.RankFacts(step_ns=2e6, busy_ns=1e6, link_ns=1e6)
     assert feed.decide([SimpleNamespace(facts=facts)]) is None
     feed.iteration_began(False)

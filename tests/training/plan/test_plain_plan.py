@@ -2,9 +2,12 @@
 
 import pytest
 
-import training.needs  # noqa: F401, skips where there is no torch
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
+from training.profiles import linear
+
+pytest.importorskip("training.needs")
+from gradcast.training.plan import proposals
 
 MIB = 1 << 20
 COUNT = 12  # tensors of a MiB each
@@ -16,14 +19,14 @@ def profile(beta_ns_per_byte, alpha_ns=0.0):
         _core.Tensor(name=str(i), bytes=MIB, ready_ns=1e7 * (COUNT - i), need_ns=1e7 * i, update_ns=0)
         for i in range(COUNT)
     ]
-    link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
-    return _core.Profile(name="even", forward_ns=1.2e8, backward_ns=1.2e8, tensors=tensors, world_size=2, link=link)
+    return _core.Profile(
+        name="even", forward_ns=1.2e8, backward_ns=1.2e8, tensors=tensors, world_size=2,
+        link=linear(alpha_ns, beta_ns_per_byte),
+    )  # fmt: skip
 
 
 def baseline_and_predictions(given):
     """The baseline plan, and what each number of buckets of one size takes, one after the other."""
-    from gradcast.training.plan import proposals
-
     predicted = {}
     for cap in (1, 4, 8, 25):
         plan = ddp_baseline.plan(given, ddp_baseline.same_caps(cap), in_flight=1)

@@ -7,12 +7,12 @@ import pytest
 from gradcast import _core
 from training.needs import torch
 
-REPORT_ELEMENTS = 384
+pytest.importorskip("training.needs")
+from gradcast.training.ranks.step_reports import StepReport, StepReports
+from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS, GradientBuffers
 
 
 def report_of(rank, iteration):
-    from gradcast.training.ranks.step_reports import StepReport
-
     facts = _core.RankFacts(
         step_ns=1e8 + 1e6 * rank + 1e3 * iteration, busy_ns=7.654321e7 + rank, link_ns=12_345.0 * rank
     )
@@ -27,8 +27,6 @@ def buffer_of(dtype, failed=0.0):
 
 def play(dtype, world_size, iterations):
     """What each iteration's exchange returns on each rank."""
-    from gradcast.training.ranks.step_reports import StepReports
-
     buffers = [buffer_of(dtype) for _ in range(world_size)]
     reports = [StepReports(buffer, rank, world_size) for rank, buffer in enumerate(buffers)]
     told = []
@@ -62,8 +60,6 @@ def test_times_arrive_one_iteration_later(dtype, error):
 
 
 def test_a_failed_pass_is_told_with_its_iteration():
-    from gradcast.training.ranks.step_reports import StepReports
-
     buffer = buffer_of(torch.float32)
     reports = StepReports(buffer, 0, 2)
     for iteration in range(3):
@@ -88,8 +84,6 @@ def test_many_ranks_take_turns():
 
 
 def test_reports_move_with_the_gradients():
-    from gradcast.training.step.gradient_buffers import GradientBuffers
-
     parameters = [torch.zeros(3), torch.zeros(5)]
     buffers = GradientBuffers(["a", "b"], parameters, 2)
     parameters[0].grad = buffers.views[0].fill_(1.0)

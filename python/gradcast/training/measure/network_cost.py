@@ -1,6 +1,5 @@
 """What the network costs, from how long blocks took: during the warm-up, and under the plan that follows it."""
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,24 +13,14 @@ _SIZES_MIN, _REACH = 3, 1.5
 _SAMPLES_MIN = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockDuration:
-    """How long a block took on one rank, ns.
-
-    It counts from when the block was due (its gradients ready and the previous block finished) until it finished. That
-    includes the time for which the threads that launch it and see its end wait for a core.
-
-    ``back_to_back``: its gradients were ready before the previous block had finished.
-    """
-
-    time_ns: float
-    back_to_back: bool
-
-
 class Sample(NamedTuple):
-    """How long a block took on all ranks together, ns: for how long it kept the next one from being sent.
+    """How long a block took, ns, on one rank or on all together.
 
-    ``back_to_back``: on all ranks its gradients were ready before the previous block had finished.
+    On a rank it counts from when the block was due (its gradients ready and the previous block finished) until it
+    finished. That includes the time for which the threads that launch it and see its end wait for a core. On all ranks
+    together it counts for how long the block kept the next one from being sent.
+
+    ``back_to_back``: its gradients were ready before the previous block had finished, on all these ranks.
     """
 
     size_bytes: int
@@ -39,25 +28,26 @@ class Sample(NamedTuple):
     back_to_back: bool = False
 
 
-def block_duration(block: _core.BlockRecord) -> BlockDuration:
-    return BlockDuration(float(block.finish_ns - block.due_ns), block.due_ns > block.ready_ns)
-
-
-def samples(block_bytes: Sequence[Sequence[int]], ranks: Sequence[Sequence[Sequence[BlockDuration]]]) -> list[Sample]:
-    """Combines the ranks' durations. ``block_bytes``: by step and block; ``ranks``: by rank, step and block."""
+def samples_of_rank(plan: _core.Plan, blocks: Sequence[_core.BlockRecord]) -> list[Sample]:
+    """This rank's samples of one iteration. ``blocks``: the records of the plan's blocks."""
     return [
-        _combined(size, [rank[step][block] for rank in ranks])
-        for step, sizes in enumerate(block_bytes)
-        for block, size in enumerate(sizes)
+        Sample(block.size_bytes, float(times.finish_ns - times.due_ns), times.due_ns > times.ready_ns)
+        for block, times in zip(plan.blocks, blocks, strict=True)
     ]
 
 
-def _combined(size_bytes: int, ranks: Sequence[BlockDuration]) -> Sample:
+def combined(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """The samples of one step on all ranks together. ``ranks``: by rank and block."""
+    return [_combined(each) for each in zip(*ranks, strict=True)]
+
+
+def _combined(ranks: Sequence[Sample]) -> Sample:
     """If some rank's gradients came late, the other ranks' times include waiting for it, and the shortest time counts.
     Otherwise the mean does: the times of all ranks add up to the same, but different ranks see an end late."""
     times_ns = [each.time_ns for each in ranks]
     back_to_back = all(each.back_to_back for each in ranks)
-    return Sample(size_bytes, statistics.mean(times_ns) if back_to_back else min(times_ns), back_to_back)
+    time_ns = statistics.mean(times_ns) if back_to_back else min(times_ns)
+    return Sample(ranks[0].size_bytes, time_ns, back_to_back)
 
 
 def idle_saving_ns(found: Sequence[Sample]) -> float | None:

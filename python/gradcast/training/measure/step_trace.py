@@ -78,13 +78,17 @@ class StepTrace:
         """Chrome trace events of this rank's two lanes; ts and dur are in microseconds."""
         by_number = {record.iteration: record for record in iterations}
         events = [
-            _name(rank, 0, "process_name", f"rank {rank}"),
-            _name(rank, _COMPUTE_LANE, "thread_name", "compute"),
-            _name(rank, _LINK_LANE, "thread_name", "link"),
+            {"ph": "M", "pid": rank, "tid": lane, "name": kind, "args": {"name": name}}
+            for lane, kind, name in (
+                (0, "process_name", f"rank {rank}"),
+                (_COMPUTE_LANE, "thread_name", "compute"),
+                (_LINK_LANE, "thread_name", "link"),
+            )
         ]
         for record in self._records:
-            for category, start_ns, end_ns in record.spans:
-                events.append(_event(rank, _COMPUTE_LANE, category, category, start_ns, end_ns, {"step": record.step}))
+            for name, start_ns, end_ns in record.spans:
+                fields = {"tid": _COMPUTE_LANE, "name": name, "cat": name, "args": {"step": record.step}}
+                events.append(fields | _span(rank, start_ns, end_ns))
             if record.iteration in by_number:
                 events += _block_events(rank, record, by_number[record.iteration])
         return events
@@ -121,25 +125,10 @@ def _block_events(rank: int, record: StepRecord, iteration: _core.IterationRecor
             "reason": block.reason,
             "ready_us": times.ready_ns / 1e3,
         }
-        name = f"block {index}: {title}"
-        events.append(_event(rank, _LINK_LANE, name, "block", times.launch_ns, times.finish_ns, arguments))
+        fields = {"tid": _LINK_LANE, "name": f"block {index}: {title}", "cat": "block", "args": arguments}
+        events.append(fields | _span(rank, times.launch_ns, times.finish_ns))
     return events
 
 
-def _event(
-    rank: int, lane: int, name: str, category: str, start_ns: int, end_ns: int, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": lane,
-        "name": name,
-        "cat": category,
-        "ts": start_ns / 1e3,
-        "dur": (end_ns - start_ns) / 1e3,
-        "args": arguments,
-    }
-
-
-def _name(rank: int, lane: int, kind: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": lane, "name": kind, "args": {"name": name}}
+def _span(rank: int, start_ns: int, end_ns: int) -> dict[str, Any]:
+    return {"ph": "X", "pid": rank, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}

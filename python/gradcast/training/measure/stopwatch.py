@@ -20,11 +20,26 @@ from typing import Any
 import torch
 
 from gradcast.training.measure.compute_cost import Compute
-from gradcast.training.measure.measurement import Measurement
-from gradcast.training.measure.network_cost import BlockDuration
+from gradcast.training.measure.network_cost import Sample
 
 _PACK_PROBE_ELEMENTS = 1 << 20
 _PACK_PROBES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What one rank measured during the warm-up; times in ns.
+
+    ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
+    ``blocks``: by warm-up step and block. ``unseen_reads``: parameters whose reads no hook sees.
+    """
+
+    ready_ns: list[float]
+    need_ns: list[float]
+    compute: list[Compute | None]
+    blocks: list[list[Sample]]
+    pack_ns_per_byte: float
+    unseen_reads: list[int] = dataclasses.field(default_factory=list)
 
 
 class HostClock:
@@ -141,9 +156,7 @@ class Stopwatch:
             times.append(self._clock.between(start, self._clock.stamp()))
         return statistics.median(times) / (part.numel() * part.element_size())
 
-    def medians(
-        self, block_bytes: list[list[int]], blocks: list[list[BlockDuration]], pack_ns_per_byte: float
-    ) -> Measurement:
+    def medians(self, blocks: list[list[Sample]], pack_ns_per_byte: float) -> Measurement:
         """Medians of all complete steps but the first, which allocates memory. Single disturbed steps do not count."""
         compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
@@ -155,15 +168,7 @@ class Stopwatch:
             need = [since(s.need[index]) for s, since in zip(steps, since_backward, strict=True) if index in s.need]
             # No read was seen: the parameter is not urgent, or its reads are unseen.
             need_ns.append(statistics.median(need) if need else float("inf"))
-        return Measurement(
-            ready_ns=ready_ns,
-            need_ns=need_ns,
-            compute=compute,
-            block_bytes=block_bytes,
-            blocks=blocks,
-            pack_ns_per_byte=pack_ns_per_byte,
-            unseen_reads=sorted(self.unseen_reads()),
-        )
+        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, sorted(self.unseen_reads()))
 
     def _compute(self, step: _Step) -> Compute | None:
         if not step.complete:

@@ -5,7 +5,7 @@ Ranks that follow different plans average the wrong bytes without an error.
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradcast import _core
@@ -20,31 +20,17 @@ STATE_VERSION = 1  # of handle.state_dict()
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanProposal:
-    """What rank 0 wants all ranks to follow. ``profile``, ``plan`` and ``baseline`` are JSON texts.
-
-    ``baseline``: the DDP baseline that the plan is compared with. ``hold_iterations``: for how many iterations no
-    change makes the ranks measure again.
-    """
-
-    profile: str
-    plan: str
-    baseline: str | None = None
-    expectation: Expectation | None = None
-    hold_iterations: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class AgreedPlan:
-    """What all ranks follow.
+    """What all ranks follow; before ``agree``, what rank 0 proposes.
 
     ``profile`` has the tensors in the order of the buffers; tensor k is the gradient of parameter ``order[k]``.
-    ``runs_as_baseline``: the ranks follow ``baseline``, because the plan gains too little.
+    ``baseline``: the DDP baseline that the plan is compared with. ``runs_as_baseline``: the ranks follow that, because
+    the plan gains too little. ``hold_iterations``: for how many iterations no change makes the ranks measure again.
     """
 
     profile: _core.Profile
     plan: _core.Plan
-    order: tuple[int, ...]
+    order: tuple[int, ...] = ()
     baseline: _core.Plan | None = None
     expectation: Expectation | None = None
     runs_as_baseline: bool = False
@@ -66,23 +52,19 @@ class AgreedPlan:
         return self.expectation.baseline if self.runs_as_baseline else self.expectation.plan
 
 
-def agree(group: Group, names: Sequence[str], proposal: PlanProposal | Error | None) -> AgreedPlan:
-    """Takes rank 0's proposal if it is valid on every rank; what other ranks pass is ignored. Collective.
+def agree(group: Group, names: Sequence[str], propose: Callable[[], AgreedPlan]) -> AgreedPlan:
+    """Takes what rank 0 proposes if it is valid on every rank. Collective.
 
-    Raises the same error on every rank if rank 0 passes one, or if the proposal is not valid on some rank.
+    Raises the same error on every rank if ``propose`` raises one on rank 0, or if the proposal is not valid on some
+    rank.
     """
-    proposal = group.from_first(proposal)
-    if isinstance(proposal, Error):
-        raise proposal
-    profile = _core.Profile.from_json(proposal.profile)
-    plan = _core.Plan.from_json(proposal.plan)
-    baseline = None if proposal.baseline is None else _core.Plan.from_json(proposal.baseline)
+    proposal = group.computed_by_first(propose)
     try:
         answer = ""
-        for each in (plan, baseline):
+        for each in (proposal.plan, proposal.baseline):
             if each is not None:
-                each.check(profile)
-                answer += f" {plan_hash(each, profile)}"
+                each.check(proposal.profile)
+                answer += f" {plan_hash(each, proposal.profile)}"
     except Error as error:
         answer = f" refused: {error}"
     answers = group.gather(answer)
@@ -94,10 +76,10 @@ def agree(group: Group, names: Sequence[str], proposal: PlanProposal | Error | N
                 "invalid_plan",
             )
     index_of = {name: index for index, name in enumerate(names)}
-    order = tuple(index_of[tensor.name] for tensor in profile.tensors)
+    order = tuple(index_of[tensor.name] for tensor in proposal.profile.tensors)
     expectation = proposal.expectation
     runs_as_baseline = expectation is not None and not expectation.is_worth_trying
-    return AgreedPlan(profile, plan, order, baseline, expectation, runs_as_baseline, proposal.hold_iterations)
+    return dataclasses.replace(proposal, order=order, runs_as_baseline=runs_as_baseline)
 
 
 def checkpoint_state(

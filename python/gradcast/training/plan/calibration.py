@@ -35,39 +35,34 @@ class Calibration:
     """Collects one rank's first steps of a plan. Every rank counts its steps, so all end after the same one."""
 
     def __init__(self, plan: _core.Plan, pack_ns_per_byte: float) -> None:
-        self._sizes = [block.size_bytes for block in plan.blocks]
+        self._plan = plan
         self._packing_ns = [pack_ns_per_byte * block.size_bytes * (len(block.ranges) > 1) for block in plan.blocks]
-        self._one_in_flight = plan.in_flight == 1
-        self._blocks: list[list[network_cost.BlockDuration] | None] = []
+        self._blocks: list[list[network_cost.Sample] | None] = []
         self._compute: list[Compute | None] = []
 
     def add_step(self, iteration: _core.IterationRecord | None, compute: Compute | None) -> bool:
         """Returns whether this was the last step. Pass None for what the step did not measure."""
         blocks = [] if iteration is None else iteration.blocks
-        self._blocks.append(self._durations(blocks) if len(blocks) == len(self._sizes) else None)
+        self._blocks.append(self._samples(blocks) if len(blocks) == len(self._plan.blocks) else None)
         self._compute.append(compute)
         return len(self._blocks) == STEPS
 
-    def _durations(self, blocks: Sequence[_core.BlockRecord]) -> list[network_cost.BlockDuration]:
+    def _samples(self, blocks: Sequence[_core.BlockRecord]) -> list[network_cost.Sample]:
         """The network's part of each block: a link model has a cost of its own for packing."""
-        if not self._one_in_flight:
+        samples = network_cost.samples_of_rank(self._plan, blocks)
+        if self._plan.in_flight > 1:
             together_ns = sum(busy_periods_ns((block.due_ns, block.finish_ns) for block in blocks))
-            return [network_cost.BlockDuration(together_ns, back_to_back=False)]
-        durations = map(network_cost.block_duration, blocks)
+            return [network_cost.Sample(sum(each.size_bytes for each in samples), together_ns)]
         return [
-            dataclasses.replace(each, time_ns=max(1.0, each.time_ns - packing_ns))
-            for each, packing_ns in zip(durations, self._packing_ns, strict=True)
+            each._replace(time_ns=max(1.0, each.time_ns - packing_ns))
+            for each, packing_ns in zip(samples, self._packing_ns, strict=True)
         ]
 
     def gather(self, group: Group) -> CalibrationSteps:
         """The steps of all ranks, the same on every rank. Collective."""
         ranks = group.gather((self._blocks[1:], self._compute[1:]))  # the first step allocates memory
-        sizes = self._sizes if self._one_in_flight else [sum(self._sizes)]
         return CalibrationSteps(
-            [
-                network_cost.samples([sizes], [[durations] for durations in step])
-                for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])
-            ],
+            [network_cost.combined(step) for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])],
             steps_known_on_all_ranks([compute for _, compute in ranks]),
         )
 

@@ -5,23 +5,21 @@ the same iteration::
 
     phase          next phase
     WarmingUp      Calibrating or Fixed
-    Calibrating    Following or Baseline
-    Following      Baseline or WarmingUp
-    Baseline       WarmingUp
+    Calibrating    Following
+    Following      WarmingUp
     Fixed          none
 
 * ``WarmingUp``: the first steps, and the first ones after a change, are measured. Then all ranks agree on a plan made
   from the measurements. If the user has pinned a plan or turned ``adapt`` off, ``Fixed`` follows, otherwise
   ``Calibrating``.
-* ``Calibrating``: the plan's first steps are compared with the prediction. If they differ, the plan is made again. Then
-  ``Following``, or ``Baseline`` if the plan is expected to gain too little.
+* ``Calibrating``: the plan's first steps are compared with the prediction. If they differ, the plan is made again.
 * ``Following``: the monitor (include/gradcast/monitor.h) learns the same facts on every rank, and so decides the same.
-  It tries the DDP baseline for a few iterations from time to time. If the baseline is as fast, ``Baseline`` follows; if
-  the network or the compute has changed for good, ``WarmingUp``.
-* ``Baseline``: gradients travel as DDP sends them. After a change, ``WarmingUp``.
+  It tries the DDP baseline for a few iterations from time to time. If that is as fast, or if the plan is expected to
+  gain too little, the baseline is in force: gradients travel as DDP sends them. If the network or the compute has
+  changed for good, ``WarmingUp`` follows.
 * ``Fixed``: the plan is followed whatever happens.
 
-``adopt`` follows the plan of a checkpoint, from any phase: ``Following``, ``Baseline`` or ``Fixed`` begins.
+``adopt`` follows the plan of a checkpoint, from any phase: ``Following`` or ``Fixed`` begins.
 """
 
 import collections
@@ -34,17 +32,15 @@ import torch
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
-from gradcast.errors import Error
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.stage_exposure import StageExposure
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, calibration
-from gradcast.training.plan.agreement import AgreedPlan, PlanProposal
+from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import Calibration
-from gradcast.training.plan.change import PlanChange
 from gradcast.training.plan.expectation import StepVariation
-from gradcast.training.plan.proposals import Proposer
+from gradcast.training.plan.proposals import PlanChange, Proposer
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
@@ -90,7 +86,7 @@ class WarmingUp(PlanPhase):
             self._controller.follow(agreed)
             return self
         agreed = self._controller.agree_on_measured_plan(self.warmup, self._change)
-        phase = self._controller.after_warmup(agreed)
+        phase = self._controller.start_plan(agreed, Calibrating)
         self._controller.describe()
         if self._change is not None:
             self._controller.log(logging.INFO, self._change.sentence(agreed))
@@ -122,10 +118,10 @@ class MonitorFeed:
 class _Monitored(PlanPhase):
     """A phase whose iterations the monitor hears of."""
 
-    def __init__(self, controller: "PlanController", feed: MonitorFeed, *, on_baseline: bool) -> None:
+    def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
         self._controller = controller
         self._feed = feed
-        self.on_baseline = on_baseline
+        self.on_baseline = controller.agreed.runs_as_baseline
 
     def iteration_began(self) -> None:
         self._feed.iteration_began(self.on_baseline)
@@ -135,16 +131,10 @@ class _Monitored(PlanPhase):
         rank = self._feed.monitor.slowest_rank
         return None if rank < 0 else rank
 
-    def _decide(self, reports: Sequence[StepReport] | None) -> _core.Decision | None:
-        decision = self._feed.decide(reports)
-        if decision is not None:
-            self._controller.comparison = self._feed.monitor.comparison()
-        return decision
-
 
 class Calibrating(_Monitored):
     def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
-        super().__init__(controller, feed, on_baseline=controller.agreed.runs_as_baseline)
+        super().__init__(controller, feed)
         self._calibration = Calibration(controller.agreed.in_force, controller.profile.link.pack_ns_per_byte)
 
     def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
@@ -154,32 +144,24 @@ class Calibrating(_Monitored):
             return self
         agreed = self._controller.agree_on_calibrated_plan(self._calibration)
         if self._controller.keep_if_confirmed(agreed):
-            return self._controller.monitored(self._feed)
+            return Following(self._controller, self._feed)
         return self._controller.follow_corrected(agreed)
 
 
 class Following(_Monitored):
     def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
-        decision = self._decide(reports)
+        decision = self._feed.decide(reports)
         if decision is None:
             return self
+        self._controller.comparison = self._feed.monitor.comparison()
         if decision.change is not None:
             return self._controller.measure_again(decision.change)
         if decision.plain != self.on_baseline:
             self.on_baseline = decision.plain
             self._controller.activate(on_baseline=decision.plain)
-        if not decision.stepped_aside:
-            return self
-        self._controller.fall_back()
-        return self._controller.monitored(self._feed)
-
-
-class Baseline(_Monitored):
-    def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
-        decision = self._decide(reports)
-        if decision is None or decision.change is None:
-            return self
-        return self._controller.measure_again(decision.change)
+        if decision.stepped_aside:
+            self._controller.fall_back()
+        return self
 
 
 class PlanController:
@@ -248,7 +230,7 @@ class PlanController:
         self.profile = _core.Profile.from_json(state["profile"])
         self.unseen_reads |= {self._names.index(name) for name in state["unseen_reads"]}
         agreed = self._agree(lambda: self._proposer.from_checkpoint(state))
-        self._phase = self._start_plan(agreed, self.monitored)
+        self._phase = self.start_plan(agreed, Following)
 
     def begin_iteration(self, start_ns: int) -> None:
         """Call this when an iteration begins, with nothing in flight. ``start_ns``: when its backward pass began."""
@@ -259,28 +241,28 @@ class PlanController:
         self._phase = self._phase.begin_iteration(own, reports)
         self._phase.iteration_began()
 
-    def summary(self) -> str | None:
-        """The expected and the measured speed-up as a sentence, None if nothing was compared."""
+    def log_comparison(self) -> None:
+        """The expected and the measured speed-up, if the baseline was tried."""
         compared = self.comparison
         if compared is None or compared.plain_count == 0:
-            return None
+            return
         expectation = self.agreed.expectation
         expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over DDP, "
-        return (
+        self.log(
+            logging.INFO,
             f"{expected}measured {compared.plain_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
-            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.plain_ns / 1e6:.1f} as DDP"
+            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.plain_ns / 1e6:.1f} as DDP",
         )
 
     # --- What the phases do ---
 
-    def after_warmup(self, agreed: AgreedPlan) -> PlanPhase:
-        return self._start_plan(agreed, lambda feed: Calibrating(self, feed))
-
-    def monitored(self, feed: MonitorFeed) -> PlanPhase:
-        """The phase of a plan that needs no calibration (any more)."""
-        if self.agreed.runs_as_baseline:
-            return Baseline(self, feed, on_baseline=True)
-        return Following(self, feed, on_baseline=False)
+    def start_plan(self, agreed: AgreedPlan, first_phase: type[_Monitored]) -> PlanPhase:
+        """Follows a plan made from measurements. ``first_phase``: of a plan that is not fixed."""
+        self.follow(agreed)
+        self.comparison = None
+        if not self._options.adapt or agreed.profile.link is None:  # a pinned plan has no link
+            return Fixed()
+        return first_phase(self, MonitorFeed(self._new_monitor(agreed), self._step_reports.lag))
 
     def measure_again(self, change: _core.Change) -> PlanPhase:
         phase = self._begin_warmup(self.agreed.order, PlanChange(change, self.agreed))
@@ -334,7 +316,7 @@ class PlanController:
                 f"{compute:.2f} times as long; planned again",
             )
         self.profile = agreed.profile
-        phase = self._start_plan(agreed, self.monitored)
+        phase = self.start_plan(agreed, Following)
         self.describe()
         return phase
 
@@ -378,14 +360,6 @@ class PlanController:
         self.follow(warmup.agree_on_first_plan())
         return WarmingUp(self, warmup, change)
 
-    def _start_plan(self, agreed: AgreedPlan, first_phase: Callable[[MonitorFeed], PlanPhase]) -> PlanPhase:
-        """Follows a plan made from measurements. ``first_phase``: of a plan that is not fixed."""
-        self.follow(agreed)
-        self.comparison = None
-        if not self._options.adapt or agreed.profile.link is None:  # a pinned plan has no link
-            return Fixed()
-        return first_phase(MonitorFeed(self._new_monitor(agreed), self._step_reports.lag))
-
     def _new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
         busy_ns = compute_ns(agreed.profile)
         if not self._sees_compute:
@@ -401,16 +375,8 @@ class PlanController:
             hold_iterations=agreed.hold_iterations,
         )
 
-    def _agree(self, propose: Callable[[], PlanProposal]) -> AgreedPlan:
-        """Agrees on what rank 0 proposes. If ``propose`` raises Error there, every rank raises it: none waits for a
-        proposal that never comes. Collective."""
-        proposal: PlanProposal | Error | None = None
-        if self._group.rank == 0:
-            try:
-                proposal = propose()
-            except Error as error:
-                proposal = error
-        return agreement.agree(self._group, self._names, proposal)
+    def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
+        return agreement.agree(self._group, self._names, propose)
 
     @property
     def _on_device(self) -> bool:

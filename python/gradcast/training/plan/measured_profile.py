@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.training.measure import compute_cost, network_cost
-from gradcast.training.measure.measurement import Measurement
+from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 
@@ -73,7 +73,9 @@ def unseen_reads(ranks: Sequence[Measurement]) -> set[int]:
 
 
 def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
-    return network_cost.samples(ranks[0].block_bytes, [rank.blocks for rank in ranks])
+    """Of all ranks together."""
+    steps = zip(*(rank.blocks for rank in ranks), strict=True)
+    return [sample for step in steps for sample in network_cost.combined(step)]
 
 
 def _measured_link(ranks: Sequence[Measurement]) -> _core.LinkModel:

@@ -1,4 +1,7 @@
-"""What rank 0 proposes: a plan for the measured profile, the DDP baseline to compare it with, and the expected gain."""
+"""What rank 0 proposes: a plan for the measured profile, the DDP baseline to compare it with, and the expected gain.
+
+Also why a plan is made again during training, and how long the next change is then ignored.
+"""
 
 import dataclasses
 import json
@@ -13,19 +16,55 @@ from gradcast.files import load_plan, plan_hash
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.options import Options
 from gradcast.training.plan import calibration, measured_profile
-from gradcast.training.plan.agreement import AgreedPlan, PlanProposal
+from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import CalibrationSteps
-from gradcast.training.plan.change import PlanChange
 from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 # Makes a plan of packed blocks more expensive than any other.
 _NEVER_PACK_NS_PER_BYTE = 1e6
-# A measured start-up cost may be far too low, even 0, and a plan of many blocks pays the true one for each. So among
-# the plans that are nearly the best, the one with the fewest blocks is taken.
+# The docstring of Options says why.
 _FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
 _BASELINE_TOLERANCE = 0.002
+# If measuring again has gained nothing, the next changes are ignored for so many iterations, doubled each time.
+_HOLD_ITERATIONS = 64
+_HOLD_ITERATIONS_MAX = 4096
+_REAL_CHANGE = 0.05  # share of the predicted step
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanChange:
+    """A change that the monitor has found, and the plan in force at that time."""
+
+    change: _core.Change
+    before: AgreedPlan
+
+    def sentence(self, now: AgreedPlan) -> str:
+        times = f"{self.change.before_ns / 1e6:.1f} ms per step, now {self.change.after_ns / 1e6:.1f}"
+        if self.change.cause == "network":
+            what = f"the network has changed: it was busy for {times}"
+        elif self.change.rank >= 0:
+            what = f"rank {self.change.rank} has changed: the slowest rank computed {times}"
+        else:
+            what = f"compute has changed on most ranks: the slowest one computed {times}"
+        return (
+            f"{what}; planned again: {now.typical_step.step_ns / 1e6:.1f} ms per step predicted, "
+            f"{self.before.typical_step.step_ns / 1e6:.1f} before"
+        )
+
+    def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
+        """For how many iterations not to measure again: 0 if the change was real, more each time it was not."""
+        old = self.before.plan
+        if abs(plan.predicted_ns / self.before.in_force.predicted_ns - 1) > _REAL_CHANGE:
+            return 0
+        try:
+            old.check(profile)
+        except Error:
+            return 0
+        if _core.play(profile, profile.link, old).iteration_ns > (1 + NOTICEABLE_GAIN) * plan.predicted_ns:
+            return 0
+        return min(_HOLD_ITERATIONS_MAX, max(_HOLD_ITERATIONS, 2 * self.before.hold_iterations))
 
 
 class Proposer:
@@ -40,7 +79,7 @@ class Proposer:
         self._idle_saving_ns = 0.0  # found in the last warm-up
         self.variation = StepVariation()  # of the steps that the last proposal was made from
 
-    def from_warmup(self, profile: _core.Profile, warmup: Warmup, change: PlanChange | None) -> PlanProposal:
+    def from_warmup(self, profile: _core.Profile, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
         """The plan that the user has pinned, or one for the measured profile. ``change``: why it was measured again."""
         self._idle_saving_ns = warmup.idle_saving_ns
         path = self._options.plan_path
@@ -52,7 +91,7 @@ class Proposer:
             return proposal
         return dataclasses.replace(proposal, hold_iterations=change.hold_iterations(profile, plan))
 
-    def from_calibration(self, agreed: AgreedPlan, profile: _core.Profile, steps: CalibrationSteps) -> PlanProposal:
+    def from_calibration(self, agreed: AgreedPlan, profile: _core.Profile, steps: CalibrationSteps) -> AgreedPlan:
         """The plan in force if its first steps confirm the profile that it was made for, otherwise a new one."""
         in_force = agreed.in_force
         link = self._corrected_link(in_force, profile, steps)
@@ -77,7 +116,7 @@ class Proposer:
         proposal = self._proposal(corrected, plan, StepVariation(link_spread, factors), baseline_profile)
         return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
 
-    def from_checkpoint(self, state: dict[str, Any]) -> PlanProposal:
+    def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
         plan = _core.Plan.from_json(state["plan"])
         return self._proposal(_core.Profile.from_json(state["layout"]), plan, StepVariation())
 
@@ -100,15 +139,15 @@ class Proposer:
         plan: _core.Plan,
         variation: StepVariation,
         baseline_profile: _core.Profile | None = None,
-    ) -> PlanProposal:
+    ) -> AgreedPlan:
         """``baseline_profile``: the profile under the baseline, if it differs."""
         self.variation = variation
         if not self._options.adapt or profile.link is None:
-            return PlanProposal(profile.to_json(), plan.to_json())
+            return AgreedPlan(profile, plan)
         baseline_profile = baseline_profile or profile
         baseline = baseline_plan(baseline_profile)
         expectation = expect(profile, plan, baseline_profile, baseline, variation)
-        return PlanProposal(profile.to_json(), plan.to_json(), baseline.to_json(), expectation)
+        return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation)
 
 
 def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
@@ -150,7 +189,7 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     return ddp_baseline.plan(profile, caps_bytes)
 
 
-def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int) -> PlanProposal:
+def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int) -> AgreedPlan:
     """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
     plan, fields = load_plan(path)
     made_with = fields.get("made_with")
@@ -178,4 +217,4 @@ def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode:
     plan.check(profile)
     if made_with.get("hash") != plan_hash(plan, profile):
         raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")
-    return PlanProposal(profile.to_json(), plan.to_json())
+    return AgreedPlan(profile, plan)

@@ -5,17 +5,15 @@ ends on all ranks after the same one.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from gradcast import _core
-from gradcast.errors import Error
 from gradcast.training.measure import compute_cost, network_cost
-from gradcast.training.measure.stopwatch import Stopwatch
+from gradcast.training.measure.stopwatch import Measurement, Stopwatch
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, measured_profile
-from gradcast.training.plan.agreement import AgreedPlan, PlanProposal
+from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import pending
@@ -51,8 +49,7 @@ class Warmup:
         self._options = options
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._steps = 0
-        self._block_bytes: list[list[int]] = []
-        self._blocks: list[list[network_cost.BlockDuration]] = []
+        self._blocks: list[list[network_cost.Sample]] = []
         self._order = tuple(order)
         self._profile = measured_profile.layout_profile(
             names, sizes, self._order, world_size=group.world_size, name="warm-up"
@@ -68,8 +65,7 @@ class Warmup:
 
     def agree_on_first_plan(self) -> AgreedPlan:
         """Collective."""
-        proposal = PlanProposal(self._profile.to_json(), self._plans[0].to_json())
-        return agreement.agree(self._group, self._names, proposal)
+        return agreement.agree(self._group, self._names, lambda: AgreedPlan(self._profile, self._plans[0]))
 
     def watch_reads(self, on_read: Callable[[], None]) -> None:
         """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then."""
@@ -101,8 +97,7 @@ class Warmup:
         plan = self._plans[self._steps]
         # The first step is not counted: it makes connections and allocates memory.
         if iteration is not None and self._steps > 0:
-            self._block_bytes.append([block.size_bytes for block in plan.blocks])
-            self._blocks.append([network_cost.block_duration(block) for block in iteration.blocks])
+            self._blocks.append(network_cost.samples_of_rank(plan, iteration.blocks))
         self._steps += 1
         if self._steps == self._options.warmup_steps:
             return None
@@ -114,26 +109,20 @@ class Warmup:
         ``flats``: the gradient buffers. REQUIRES: nothing is in flight.
         """
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
-        ranks = self._group.gather(self.stopwatch.medians(self._block_bytes, self._blocks, pack_ns_per_byte))
+        ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte))
         self.unseen_reads = measured_profile.unseen_reads(ranks)
-        text: Any = None
-        if self._group.rank == 0:
-            try:
-                profile = measured_profile.combine_measurements(ranks, self._names, self._sizes, name="measured")
-                if profile.link is not None:
-                    samples = measured_profile.block_samples(ranks)
-                    steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
-                    self.variation = StepVariation(
-                        network_cost.cost_spread(samples, profile.link), compute_cost.compute_variation(profile, steps)
-                    )
-                    self.idle_saving_ns = network_cost.idle_saving_ns(samples) or 0.0
-                text = profile.to_json()
-            except Error as error:
-                text = error
-        text = self._group.from_first(text)
-        if isinstance(text, Error):
-            raise text
-        return _core.Profile.from_json(text)
+        return self._group.computed_by_first(lambda: self._combined(ranks))
+
+    def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
+        profile = measured_profile.combine_measurements(ranks, self._names, self._sizes, name="measured")
+        if profile.link is not None:
+            samples = measured_profile.block_samples(ranks)
+            steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
+            self.variation = StepVariation(
+                network_cost.cost_spread(samples, profile.link), compute_cost.compute_variation(profile, steps)
+            )
+            self.idle_saving_ns = network_cost.idle_saving_ns(samples) or 0.0
+        return profile
 
 
 def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:

@@ -7,18 +7,31 @@ here are destroyed here, at the end of the program (docs/internals/shutdown.md).
 
 import atexit
 import contextlib
+import copyreg
 import dataclasses
 import datetime
 import os
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.compat import extension
+
+T = TypeVar("T")
+
+
+def _from_json(kind: Any, text: str) -> Any:
+    return kind.from_json(text)
+
+
+# Ranks send each other profiles and plans as the JSON of their files, so that all have the same rounded numbers.
+for _kind in (_core.Profile, _core.Plan):
+    copyreg.pickle(_kind, lambda value: (_from_json, (type(value), value.to_json())))
 
 
 def backend_of(process_group: Any, device_type: str) -> str:
@@ -56,6 +69,20 @@ class Group:
         text = pickle.dumps(value) if self.rank == 0 else b""
         with self._naming("the agreement between the ranks"):
             return pickle.loads(extension.load().from_first(self.own, text, device_of_messages(self.own, self.device)))
+
+    def computed_by_first(self, compute: Callable[[], T]) -> T:
+        """What ``compute`` returns on rank 0, on every rank. If it raises Error there, every rank raises it, so none
+        waits for a result that never comes. Collective, as ``from_first``."""
+        result: Any = None
+        if self.rank == 0:
+            try:
+                result = compute()
+            except Error as error:
+                result = error
+        result = self.from_first(result)
+        if isinstance(result, Error):
+            raise result
+        return result
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Rank 0's values into these tensors of every rank, in pieces of a few MB. Uses ``shared``, as DDP does.
@@ -159,10 +186,10 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     """
     if not dist.is_available() or not dist.is_initialized():
         return _without_group(process_group)
-    shared = process_group if process_group is not None else dist.group.WORLD
-    rank, world_size = dist.get_rank(shared), dist.get_world_size(shared)
-    if rank < 0:
+    shared = shared_group(process_group)
+    if shared is None:
         raise Error("this process is not in process_group; call attach only on its members", "invalid_use")
+    rank, world_size = dist.get_rank(shared), shared.size()
     if world_size == 1:
         return Group(0, 1, shared)
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
@@ -253,17 +280,18 @@ def _end_all() -> None:
             dist.destroy_process_group(made.process_group)
 
 
-def is_one_of_several(process_group: Any) -> bool:
-    """Whether this process and others are in the group."""
+def shared_group(process_group: Any) -> Any:
+    """The user's group: the given one, or that of all workers. None if this process is in no such group."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
-        return False
-    return dist.get_world_size(process_group) > 1
+        return None
+    return process_group if process_group is not None else dist.group.WORLD
 
 
 def require_backend(process_group: Any, device: torch.device) -> None:
     """Raises Error if the group has no backend for tensors on this device; that is the same on all ranks."""
-    if dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0:
-        _backend(process_group if process_group is not None else dist.group.WORLD, device)
+    shared = shared_group(process_group)
+    if shared is not None:
+        _backend(shared, device)
 
 
 def _without_group(process_group: Any) -> Group:
