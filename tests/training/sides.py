@@ -22,12 +22,25 @@ class Side:
 
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.rank = name, rank
-        self.handle: gradcast.Handle | None = None
+        self.handles: list[gradcast.Handle] = []
 
-    def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer, **options) -> None:
+    @property
+    def handle(self) -> gradcast.Handle | None:
+        """The last one; None on DDP's side."""
+        return self.handles[-1] if self.handles else None
+
+    def attach(self, module: nn.Module, optimizer, process_group=None, **options) -> None:
         if self.name != "ddp":
             chosen = gradcast.Options(**({"adapt": False, "warmup_steps": 3} | options))
-            self.handle = gradcast.attach(module, optimizer if self.name == "overlap" else None, options=chosen)
+            given = optimizer if self.name == "overlap" else None
+            self.handles.append(gradcast.attach(module, given, process_group=process_group, options=chosen))
+
+    def called(self, module: nn.Module, optimizer, process_group=None, ddp_options=None, **options) -> nn.Module:
+        """What the loop calls: DDP around the module, or the module itself, attached."""
+        if self.name == "ddp":
+            return DDP(module, process_group=process_group, **(ddp_options or {}))
+        self.attach(module, optimizer, process_group, **options)
+        return module
 
     def batch(self, number: int) -> torch.Tensor:
         return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank))
@@ -41,13 +54,14 @@ class Side:
             yield number
             optimizer.step()
 
-    def result(self, module: nn.Module) -> dict:
-        """Parameters, and the gradients of the last step."""
-        if self.handle is not None:
-            self.handle.flush()
+    def result(self, module: nn.Module, *optimizers: torch.optim.Optimizer) -> dict:
+        """Parameters, the gradients of the last step, and the optimizers' states."""
+        for handle in self.handles:
+            handle.flush()
         named = list(module.named_parameters())
         found = {name: p.detach().clone() for name, p in named}
-        return found | {f"gradient of {name}": None if p.grad is None else p.grad.clone() for name, p in named}
+        found |= {f"gradient of {name}": None if p.grad is None else p.grad.clone() for name, p in named}
+        return found | {f"optimizer {number}": each.state_dict() for number, each in enumerate(optimizers)}
 
     def trained(self, called: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         for _ in self.steps(called, optimizer):
@@ -62,8 +76,8 @@ def differences(rank, program: Callable[[Side], object], mode: str) -> list[str]
     try:
         return compare.trees(program(side), theirs)
     finally:
-        if side.handle is not None:
-            side.handle.detach()
+        for handle in side.handles:
+            handle.detach()
 
 
 def refusal(rank, program: Callable[[Side], object], mode: str) -> str:

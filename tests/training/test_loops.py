@@ -2,245 +2,176 @@
 
 import pytest
 
-import gradcast
-from training import compare
-from training.models import TASKS
+from training import optimizers
 from training.needs import torch
-from training.pair import Pair
-from training.twins import Twins
+from training.sides import STEPS, differences, net
 
 nn = torch.nn
 functional = nn.functional
-OPTIONS = {"adapt": False, "warmup_steps": 3, "policy": "fifo"}
 
 
-def pair(rank, make, seed=0):
-    """Two modules with the same values, rank 0's on all ranks."""
-    modules = []
-    for _ in range(2):
-        torch.manual_seed(seed)
-        modules.append(make())
-    return modules
+def adam(module):
+    return torch.optim.Adam(module.parameters(), lr=1e-2)
 
 
-def attach(module, optimizer, mode):
-    return gradcast.attach(module, optimizer if mode == "overlap" else None, options=gradcast.Options(**OPTIONS))
+def prepared(side, make=net, make_optimizer=adam):
+    """A module, its optimizer, and what the loop calls; each parameter has a block of its own."""
+    module = make()
+    optimizer = make_optimizer(module)
+    return module, optimizer, side.called(module, optimizer, policy="fifo")
 
 
-def average(module):
-    """What a user would write who has no DDP."""
-    for parameter in module.parameters():
-        parameter.grad.mul_(0.5)
-        torch.distributed.all_reduce(parameter.grad)
+def loss(side, called, number):
+    return called(side.batch(number)).float().square().sum()
 
 
-def several_backwards(rank, mode, how):
+def synchronized_backward(side, module, value):
+    """In place of DDP, which refuses a second pass, what a user would write who has no DDP."""
+    value.backward(retain_graph=True)
+    if side.name == "ddp":
+        for parameter in module.parameters():
+            parameter.grad.mul_(0.5)
+            torch.distributed.all_reduce(parameter.grad)
+
+
+def several_backwards(side, forwards):
     """Backward passes that add up before one step, each of them synchronized: one after each forward, or two of one."""
-    theirs, ours = pair(rank, TASKS["plain"].make)
-    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
-    handle = attach(ours, adams[1], mode)
-    task = TASKS["plain"]
-    for number in range(8):
-        for module, adam, after in ((theirs, adams[0], average), (ours, adams[1], lambda _: None)):
-            adam.zero_grad()
-            first, second = (task.batch(rank.index, 2 * number + part) for part in range(2))
-            if how == "two forwards":
-                for inputs, targets in (first, second):
-                    functional.cross_entropy(module(inputs), targets).backward()
-                    after(module)
-            else:
-                output = module(first[0])
-                functional.cross_entropy(output, first[1]).backward(retain_graph=True)
-                after(module)
-                output.square().mean().backward()
-                after(module)
-            adam.step()
-    handle.flush()
-    return compare.modules(ours, theirs) + compare.optimizers(adams[1], adams[0])
+    module = net()
+    optimizer = adam(module)
+    side.attach(module, optimizer, policy="fifo")
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        output = module(side.batch(2 * number))
+        synchronized_backward(side, module, output.square().sum())
+        if forwards == 2:
+            output = module(side.batch(2 * number + 1))
+        synchronized_backward(side, module, output.square().mean())
+        optimizer.step()
+    return side.result(module, optimizer)
 
 
-@pytest.mark.parametrize("how", ["two forwards", "two losses of one"])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_several_backward_passes_before_a_step(ranks, mode, how):
-    for found in ranks.run(2, several_backwards, mode, how):
-        assert found == []
+def one_backward_of_two_calls(side):
+    module, optimizer, called = prepared(side)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        (loss(side, called, 2 * number) + loss(side, called, 2 * number + 1)).backward()
+        optimizer.step()
+    return side.result(module, optimizer)
 
 
-def one_backward_of_two_calls(rank, mode):
-    theirs, ours = pair(rank, TASKS["plain"].make)
-    ddp = nn.parallel.DistributedDataParallel(theirs)
-    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
-    handle = attach(ours, adams[1], mode)
-    task = TASKS["plain"]
-    for number in range(8):
-        first, second = (task.batch(rank.index, 2 * number + part) for part in range(2))
-        for forward, adam in ((ddp, adams[0]), (ours, adams[1])):
-            adam.zero_grad()
-            losses = [functional.cross_entropy(forward(inputs), targets) for inputs, targets in (first, second)]
-            sum(losses).backward()
-            adam.step()
-    handle.flush()
-    return compare.modules(ours, theirs) + compare.optimizers(adams[1], adams[0])
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_model_that_is_called_twice(ranks, mode):
-    for found in ranks.run(2, one_backward_of_two_calls, mode):
-        assert found == []
-
-
-def generator():
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12))
-
-
-def critic():
-    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def adversaries(rank, mode, freeze):
+def adversaries(side, freeze):
     """A GAN: the generator's backward goes through the critic, whose gradients are thrown away, or not made."""
-    models = {"theirs": [], "ours": []}
-    for seed, make in enumerate((generator, critic)):
-        theirs, ours = pair(rank, make, seed)
-        models["theirs"].append(theirs)
-        models["ours"].append(ours)
-    adams = {side: [torch.optim.Adam(m.parameters(), lr=1e-2) for m in both] for side, both in models.items()}
-    handles = [attach(module, adam, mode) for module, adam in zip(models["ours"], adams["ours"], strict=True)]
-    forwards = {
-        # DDP's buffers are off, since a second forward pass would write into those that backward needs.
-        "theirs": [nn.parallel.DistributedDataParallel(m, broadcast_buffers=False) for m in models["theirs"]],
-        "ours": models["ours"],
-    }
-    generate = torch.Generator().manual_seed(rank.index)
-    for _ in range(8):
-        real, noise = torch.randn(4, 12, generator=generate), torch.randn(2, 4, 6, generator=generate)
-        for side, (make, judge) in forwards.items():
-            make_adam, judge_adam = adams[side]
-            judge_adam.zero_grad()
-            fake = make(noise[0]).detach()
-            scores = judge(torch.cat([real, fake]))
-            (functional.softplus(-scores[:4]).mean() + functional.softplus(scores[4:]).mean()).backward()
-            judge_adam.step()
-            make_adam.zero_grad()
-            models[side][1].requires_grad_(not freeze)
-            functional.softplus(-judge(make(noise[1]))).mean().backward()
-            models[side][1].requires_grad_(True)
-            make_adam.step()
-    found = []
-    for handle, one, other in zip(handles, models["ours"], models["theirs"], strict=True):
-        handle.flush()
-        found += compare.modules(one, other)
-        handle.detach()
-    return found
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12))
+    critic = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
+    make_adam, judge_adam = adam(generator), adam(critic)
+    # DDP's buffers are off, since a second forward pass would write into those that backward needs.
+    make, judge = (
+        side.called(module, optimizer, ddp_options={"broadcast_buffers": False}, policy="fifo")
+        for module, optimizer in ((generator, make_adam), (critic, judge_adam))
+    )
+    random = torch.Generator().manual_seed(side.rank)
+    for _ in range(STEPS):
+        real, noise = torch.randn(4, 12, generator=random), torch.randn(2, 4, 6, generator=random)
+        judge_adam.zero_grad()
+        fake = make(noise[0]).detach()
+        scores = judge(torch.cat([real, fake]))
+        (functional.softplus(-scores[:4]).mean() + functional.softplus(scores[4:]).mean()).backward()
+        judge_adam.step()
+        make_adam.zero_grad()
+        critic.requires_grad_(not freeze)
+        functional.softplus(-judge(make(noise[1]))).mean().backward()
+        critic.requires_grad_(True)
+        make_adam.step()
+    # What the generator's backward leaves in the critic is nobody's business.
+    critic.zero_grad()
+    return side.result(generator, make_adam), side.result(critic, judge_adam)
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_two_models_that_train_against_each_other(ranks, mode, freeze):
-    for found in ranks.run(2, adversaries, mode, freeze):
-        assert found == []
-
-
-def optimizers_by_turns(rank):
+def optimizers_by_turns(side):
     """Two optimizers of one model; the second one takes every other step only."""
-    theirs, ours = pair(rank, TASKS["plain"].make)
-    ddp = nn.parallel.DistributedDataParallel(theirs)
-    both = []
-    for module in (theirs, ours):
-        parameters = list(module.parameters())
-        both.append([torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.Adam(parameters[4:], lr=1e-2)])
-    handle = gradcast.attach(ours, both[1], options=gradcast.Options(**OPTIONS))
-    task = TASKS["plain"]
+    module, (sgd, other), called = prepared(side, make_optimizer=halves)
     for number in range(14):
-        inputs, targets = task.batch(rank.index, number)
-        for forward, (sgd, adam) in ((ddp, both[0]), (ours, both[1])):
-            sgd.zero_grad()
-            adam.zero_grad()
-            functional.cross_entropy(forward(inputs), targets).backward()
-            sgd.step()
-            if number < 6 or number % 2:
-                adam.step()
-    handle.flush()
-    return compare.modules(ours, theirs)
+        sgd.zero_grad()
+        other.zero_grad()
+        loss(side, called, number).backward()
+        sgd.step()
+        if number < 6 or number % 2:
+            other.step()
+    return side.result(module, sgd, other)
 
 
-def test_optimizers_that_step_by_turns(ranks):
-    for found in ranks.run(2, optimizers_by_turns):
-        assert found == []
+def halves(module):
+    parameters = list(module.parameters())
+    return [torch.optim.SGD(parameters[:3], lr=0.1), torch.optim.Adam(parameters[3:], lr=1e-2)]
 
 
-def autocast(rank, optimizer):
-    def forward(module, inputs):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return module(inputs)
-
-    trained = Pair(rank, TASKS["plain"].make, optimizer=optimizer)
-    trained.train(8, forward)
-    return trained.differences()
-
-
-@pytest.mark.parametrize("optimizer", ["adam foreach", "adamw fused"])
-def test_autocast(ranks, optimizer):
+def autocast(side, name):
     """Updates run inside of the forward pass, so inside of its autocast; they must not be cast."""
-    for found in ranks.run(2, autocast, optimizer):
-        assert found == []
+    module, optimizer, called = prepared(side, make_optimizer=lambda module: optimizers.make(name, module).optimizer)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = loss(side, called, number)
+        value.backward()
+        optimizer.step()
+    return side.result(module, optimizer)
 
 
-def frozen(rank, mode):
-    def make():
-        module = TASKS["plain"].make()
-        module[0].requires_grad_(False)
-        module[4].bias.requires_grad_(False)
-        return module
-
-    trained = Pair(rank, make, mode)
-    trained.train(8)
-    return trained.differences()
+def partly_frozen():
+    module = net()
+    module[0].requires_grad_(False)
+    module[4].bias.requires_grad_(False)
+    return module
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_frozen_parameters(ranks, mode):
-    for found in ranks.run(2, frozen, mode):
-        assert found == []
+def frozen(side):
+    module, optimizer, called = prepared(side, make=partly_frozen)
+    return side.trained(called, module, optimizer)
 
 
-def skip_steps(rank, mode, set_to_none):
+def skip_steps(side, set_to_none):
     """The loop leaves some steps out after backward, as it does for a loss that is no number."""
-    twins = Twins(rank, "plain", "adam plain", mode=mode)
+    module, optimizer, called = prepared(side)
     for number in range(10):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad(set_to_none=set_to_none)
-            twins.task.loss(forward, twins.task.batch(rank.index, number)).backward()
-            if number % 3 != 1:
-                optimizer.step()
-        twins._after_step()
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss(side, called, number).backward()
+        if number % 3 != 1:
+            optimizer.step()
+    return side.result(module, optimizer)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_steps_that_are_left_out(ranks, mode, set_to_none):
-    for found in ranks.run(2, skip_steps, mode, set_to_none):
-        assert found == []
-
-
-def step_twice(rank):
+def step_twice(side):
     """Two steps with the same gradients."""
-    twins = Twins(rank, "plain", "sgd foreach")
-    for number in range(8):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            twins.task.loss(forward, twins.task.batch(rank.index, number)).backward()
-            optimizer.step()
-            optimizer.step()
-        twins._after_step()
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    module, optimizer, called = prepared(side)
+    for _ in side.steps(called, optimizer):
+        optimizer.step()
+    return side.result(module, optimizer)
 
 
-def test_two_steps_with_the_same_gradients(ranks):
-    for found in ranks.run(2, step_twice):
+LOOPS = {
+    "a backward after each of two forwards": (several_backwards, 2),
+    "two backwards of one forward": (several_backwards, 1),
+    "one backward of two calls": (one_backward_of_two_calls,),
+    "adversaries": (adversaries, False),
+    "adversaries, one frozen": (adversaries, True),
+    "optimizers by turns": (optimizers_by_turns,),
+    "autocast, foreach": (autocast, "adam foreach"),
+    "autocast, fused": (autocast, "adamw fused"),
+    "frozen parameters": (frozen,),
+    "steps left out": (skip_steps, True),
+    "steps left out, gradients zeroed": (skip_steps, False),
+    "two steps": (step_twice,),
+}
+
+
+def run(rank, name, mode):
+    program, *arguments = LOOPS[name]
+    return differences(rank, lambda side: program(side, *arguments), mode)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_gives_what_it_gives_with_ddp(ranks, name, mode):
+    for found in ranks.run(2, run, name, mode):
         assert found == []

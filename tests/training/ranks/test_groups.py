@@ -6,9 +6,10 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training import compare, optimizers
+from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
+from training.sides import differences, net
 
 nn = torch.nn
 
@@ -16,14 +17,8 @@ nn = torch.nn
 def attach_without_group(rank):
     """The program forgot init_process_group, but it was started as one of several workers."""
     torch.distributed.destroy_process_group()
-    os.environ["WORLD_SIZE"] = "2"
-    try:
-        gradcast.attach(nn.Linear(3, 3))
-    except gradcast.Error as error:
-        return error.code, str(error)
-    finally:
-        del os.environ["WORLD_SIZE"]
-    return None, "accepted"
+    with mock.patch.dict(os.environ, WORLD_SIZE="2"):
+        return error_of(lambda: gradcast.attach(nn.Linear(3, 3)))
 
 
 def test_a_forgotten_process_group_is_named(ranks):
@@ -34,30 +29,19 @@ def test_a_forgotten_process_group_is_named(ranks):
 
 def attach_outside_group(rank):
     part = torch.distributed.new_group([0, 1])
-    if rank.index < 2:
-        ours = TASKS["plain"].module()
-        gradcast.attach(ours, process_group=part).detach()
-        return "invalid_use", "a member"
-    try:
-        gradcast.attach(nn.Linear(3, 3), process_group=part)
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "accepted"
+    return error_of(lambda: gradcast.attach(nn.Linear(3, 3), process_group=part).detach())
 
 
 def test_a_rank_outside_the_group_is_refused(ranks):
-    for code, message in ranks.run(3, attach_outside_group):
-        assert code == "invalid_use", message
+    *members, (code, message) = ranks.run(3, attach_outside_group)
+    assert members == [(None, "no error")] * 2
+    assert code == "invalid_use", message
 
 
 def attach_with_other_backend(rank):
     """A group whose one backend is for another kind of device."""
     group = torch.distributed.new_group(backend="cuda:gloo")
-    try:
-        gradcast.attach(nn.Linear(3, 3), process_group=group)
-    except gradcast.Error as error:
-        return error.code, str(error)
-    return None, "accepted"
+    return error_of(lambda: gradcast.attach(nn.Linear(3, 3), process_group=group))
 
 
 def test_a_group_without_a_backend_for_the_device_is_refused(ranks):
@@ -70,25 +54,20 @@ def test_a_group_without_a_backend_for_the_device_is_refused(ranks):
 def train_on_a_part(rank):
     """Ranks 1 and 2 of three train together, in a group of their own, in which they are 0 and 1."""
     part = torch.distributed.new_group([1, 2])
-    if rank.index == 0:
-        return []
-    task = TASKS["convnet"]
-    ours, theirs = task.module(seed=rank.index), task.module(seed=rank.index)
-    ddp = nn.parallel.DistributedDataParallel(theirs, process_group=part)
-    recipes = [optimizers.make("adam plain", module) for module in (theirs, ours)]
-    handle = gradcast.attach(
-        ours, recipes[1].optimizer, process_group=part, options=gradcast.Options(adapt=False, warmup_steps=3)
-    )
-    for number in range(6):
-        for forward, recipe in zip((ddp, ours), recipes, strict=True):
-            recipe.optimizer.zero_grad()
-            task.loss(forward, task.batch(rank.index, number)).backward()
-            recipe.optimizer.step()
-    handle.flush()
-    found = compare.modules(ours, theirs) + compare.optimizers(recipes[1].optimizer, recipes[0].optimizer)
-    found += [] if (handle.rank, handle.world_size) == (rank.index - 1, 2) else ["rank or world size is wrong"]
-    handle.detach()
-    return found
+
+    def program(side):
+        module = TASKS["convnet"].module(seed=rank.index)
+        adam = torch.optim.Adam(module.parameters(), lr=3e-3)
+        called = side.called(module, adam, part)
+        for number in range(6):
+            adam.zero_grad()
+            TASKS["convnet"].loss(called, TASKS["convnet"].batch(rank.index, number)).backward()
+            adam.step()
+        if side.handle is not None:
+            assert (side.handle.rank, side.handle.world_size) == (rank.index - 1, 2)
+        return module.state_dict() | side.result(module, adam)
+
+    return [] if rank.index == 0 else differences(rank, program, "overlap")
 
 
 def test_a_part_of_the_workers_trains_together(ranks):
@@ -98,32 +77,22 @@ def test_a_part_of_the_workers_trains_together(ranks):
 
 def users_own_collectives(rank):
     """The user's own operations on the default group, of other sizes and in between, while gradients travel."""
-    task = TASKS["plain"]
-    ours, theirs = task.module(seed=rank.index), task.module(seed=rank.index)
-    ddp = nn.parallel.DistributedDataParallel(theirs)
-    recipes = [optimizers.make("adam plain", module) for module in (theirs, ours)]
-    handle = gradcast.attach(
-        ours, recipes[1].optimizer, options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo")
-    )
-    totals = []
-    for number in range(10):
-        for forward, recipe in zip((ddp, ours), recipes, strict=True):
-            recipe.optimizer.zero_grad()
-            task.loss(forward, task.batch(rank.index, number)).backward()
-            recipe.optimizer.step()
+
+    def program(side):
+        module = net()
+        adam = torch.optim.Adam(module.parameters(), lr=3e-3)
+        for number in side.steps(side.called(module, adam, policy="fifo"), adam):
             values = torch.arange(100.0 + number)
             torch.distributed.all_reduce(values)
-            totals.append(bool((values == rank.size * torch.arange(100.0 + number)).all()))
-    handle.flush()
-    found = compare.modules(ours, theirs)
-    handle.detach()
-    return found, all(totals)
+            assert torch.equal(values, rank.size * torch.arange(100.0 + number))
+        return side.result(module, adam)
+
+    return differences(rank, program, "overlap")
 
 
 def test_the_users_own_collectives_are_not_disturbed(ranks):
-    for found, right in ranks.run(2, users_own_collectives):
+    for found in ranks.run(2, users_own_collectives):
         assert found == []
-        assert right
 
 
 def group_over_nccl(rank):
@@ -157,13 +126,15 @@ def connect_devices(rank, words):
         mock.patch.object(torch, "zeros", return_value="one number") as zeros,
         mock.patch.object(extension.load(), "all_reduce", side_effect=failure) as all_reduce,
     ):
-        try:
-            made = group.make_group(None, torch.device("cuda", 1), None)
-        except gradcast.Error as error:
-            return error.code, str(error)
+        made = []
+        answer = error_of(lambda: made.append(group.make_group(None, torch.device("cuda", 1), None)))
     return (
-        zeros.call_args == mock.call(1, device=torch.device("cuda", 1)),
-        all_reduce.call_args == mock.call(made.own, "one number"),
+        answer
+        if words
+        else (
+            zeros.call_args == mock.call(1, device=torch.device("cuda", 1)),
+            all_reduce.call_args == mock.call(made[0].own, "one number"),
+        )
     )
 
 
@@ -211,11 +182,7 @@ def refused_by_nccl(rank, words):
 
     failure = torch.distributed.DistBackendError(words)
     with mock.patch.object(extension.load(), "gather", side_effect=failure):
-        try:
-            gradcast.attach(nn.Linear(3, 3))
-        except gradcast.Error as error:
-            return error.code, str(error)
-    return None, "accepted"
+        return error_of(lambda: gradcast.attach(nn.Linear(3, 3)))
 
 
 @pytest.mark.parametrize(

@@ -2,56 +2,49 @@
 
 import pytest
 
-import gradcast
-from training import compare
-from training.models import TASKS
 from training.needs import torch
+from training.sides import differences
+
+pytest.importorskip("torch.distributed.nn.functional")
+import torch.distributed.nn.functional as collectives
 
 nn = torch.nn
 
 
-def synchronized_norm(rank, mode):
-    """SyncBatchNorm's own collectives run on the default group, in forward and in backward, between our blocks.
+class SyncNorm(nn.BatchNorm1d):
+    """As SyncBatchNorm, which torch does not have on the CPU, with differentiable collectives on the default group."""
 
-    On the CPU torch has no SyncBatchNorm; this does the same with differentiable collectives.
-    """
-    import torch.distributed.nn.functional as collectives
+    def forward(self, x):
+        # Named, because torch binds its default when the module is imported: perhaps in an earlier call's group.
+        world = torch.distributed.group.WORLD
+        sums = collectives.all_reduce(torch.cat([x.sum(0), (x * x).sum(0)]), group=world) / (2 * x.shape[0])
+        mean, square = sums.split(x.shape[1])
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)
+        return (x - mean) * torch.rsqrt(square - mean * mean + 1e-5) * self.weight + self.bias
 
-    class SyncNorm(nn.BatchNorm1d):
-        def forward(self, x):
-            # Named, because torch binds its default when the module is imported: perhaps in an earlier call's group.
-            world = torch.distributed.group.WORLD
-            sums = collectives.all_reduce(torch.cat([x.sum(0), (x * x).sum(0)]), group=world) / (2 * x.shape[0])
-            mean, square = sums.split(x.shape[1])
-            with torch.no_grad():
-                self.running_mean.lerp_(mean, 0.1)
-            return (x - mean) * torch.rsqrt(square - mean * mean + 1e-5) * self.weight + self.bias
 
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(12, 12), SyncNorm(12), nn.Tanh(), nn.Linear(12, 10))
+def trained(side, module, process_group=None):
+    """Every block is one gradient, so that many travel while the program's own collectives run."""
+    adam = torch.optim.Adam(module.parameters(), lr=1e-2)
+    called = side.called(module, adam, process_group, policy="fifo")
+    for _ in side.steps(called, adam):
+        pass
+    return module.state_dict() | side.result(module, adam)
 
-    theirs, ours = make(), make()
-    ddp = nn.parallel.DistributedDataParallel(theirs)
-    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
-    handle = gradcast.attach(
-        ours,
-        adams[1] if mode == "overlap" else None,
-        options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"),
-    )
-    for number in range(9):
-        inputs, targets = TASKS["plain"].batch(rank.index, number)
-        for forward, adam in ((ddp, adams[0]), (ours, adams[1])):
-            adam.zero_grad()
-            nn.functional.cross_entropy(forward(inputs), targets).backward()
-            adam.step()
-    handle.flush()
-    return compare.modules(ours, theirs) + compare.optimizers(adams[1], adams[0])
+
+def synchronized_norm(side):
+    torch.manual_seed(0)
+    return trained(side, nn.Sequential(nn.Linear(6, 12), SyncNorm(12), nn.Tanh(), nn.Linear(12, 10)))
+
+
+def run_synchronized_norm(rank, mode):
+    return differences(rank, synchronized_norm, mode)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_collectives_inside_of_forward_and_backward(ranks, mode):
-    for found in ranks.run(2, synchronized_norm, mode):
+    for found in ranks.run(2, run_synchronized_norm, mode):
         assert found == []
 
 
@@ -88,7 +81,7 @@ class Sharded(nn.Module):
     def __init__(self, shard, group):
         super().__init__()
         torch.manual_seed(3)
-        grow, shrink = nn.Linear(12, 16), nn.Linear(16, 10, bias=False)
+        grow, shrink = nn.Linear(6, 16), nn.Linear(16, 10, bias=False)
         part = slice(8 * shard, 8 * shard + 8)
         self.weight1, self.bias1 = nn.Parameter(grow.weight[part].clone()), nn.Parameter(grow.bias[part].clone())
         self.weight2 = nn.Parameter(shrink.weight[:, part].clone())
@@ -104,24 +97,15 @@ def two_by_two(rank, mode):
     shards = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     replicas = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
     shard, replica = rank.index % 2, rank.index // 2
-    theirs = Sharded(shard, shards[replica])
-    ours = Sharded(shard, shards[replica])
-    ddp = nn.parallel.DistributedDataParallel(theirs, process_group=replicas[shard])
-    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (theirs, ours)]
-    handle = gradcast.attach(
-        ours,
-        adams[1] if mode == "overlap" else None,
-        process_group=replicas[shard],
-        options=gradcast.Options(adapt=False, warmup_steps=3, policy="fifo"),
-    )
-    for number in range(9):
-        inputs, targets = TASKS["plain"].batch(replica, number)
-        for forward, adam in ((ddp, adams[0]), (ours, adams[1])):
-            adam.zero_grad()
-            nn.functional.cross_entropy(forward(inputs), targets).backward()
-            adam.step()
-    handle.flush()
-    return compare.modules(ours, theirs), [float(p.detach().sum()) for p in ours.parameters()]
+    sums = []
+
+    def program(side):
+        side.rank = replica  # both halves of a model get the same data
+        values = trained(side, Sharded(shard, shards[replica]), replicas[shard])
+        sums[:] = [float(value.sum()) for name, value in values.items() if name.startswith(("weight", "bias"))]
+        return values
+
+    return differences(rank, program, mode), sums
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
