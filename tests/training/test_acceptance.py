@@ -64,17 +64,11 @@ def run_wrapped(rank, name, mode, called_before):
 
 
 @pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_ddp_inside_of_a_wrapper_is_taken_over(ranks, name, mode):
+@pytest.mark.parametrize(("name", "called_before"), [*((name, False) for name in WRAPPERS), ("compiled", True)])
+def test_a_ddp_inside_of_a_wrapper_is_taken_over(ranks, name, called_before, mode):
     if name == "fabric":
         pytest.importorskip("lightning")
-    for found in ranks.run(2, run_wrapped, name, mode, False):
-        assert found == []
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_ddp_that_was_compiled_and_called_before_is_taken_over(ranks, mode):
-    for found in ranks.run(2, run_wrapped, "compiled", mode, True):
+    for found in ranks.run(2, run_wrapped, name, mode, called_before):
         assert found == []
 
 
@@ -86,18 +80,11 @@ def ddp_around(side):
     return side.trained(ddp, module, optimizer)
 
 
-def ddp_afterwards(side):
+def ddp_afterwards(side, around=lambda ddp: ddp):
     module = net()
     optimizer = sgd(module)
     side.attach(module, optimizer)
-    return side.trained(DDP(module), module, optimizer)
-
-
-def ddp_afterwards_compiled(side):
-    module = net()
-    optimizer = sgd(module)
-    side.attach(module, optimizer)
-    return side.trained(compiled(DDP(module)), module, optimizer)
+    return side.trained(around(DDP(module)), module, optimizer)
 
 
 def comm_hook_afterwards(side):
@@ -110,49 +97,38 @@ def comm_hook_afterwards(side):
     return side.trained(ddp, module, optimizer)
 
 
-def two_ddps(side):
-    whole = nn.ModuleList([DDP(net()), DDP(net())])
+def attach_whole(side, whole):
     side.attach(whole, sgd(whole))
 
 
 def a_parameter_outside(side):
     whole = Holder(DDP(net()))
     whole.scale = nn.Parameter(torch.ones(1))
-    side.attach(whole, sgd(whole))
+    attach_whole(side, whole)
 
 
 def python_reducer(side):
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = DDP(net())
-        side.attach(ddp, sgd(ddp))
+        attach_whole(side, DDP(net()))
 
 
 def attached_inside(side):
     module = net()
     gradcast.attach(module[0])
-    side.attach(module, sgd(module))
+    attach_whole(side, module)
 
 
-def fsdp(side):
+def sharded():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    whole = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
-    side.attach(whole, sgd(whole))
-
-
-def fsdp_inside(side):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    whole = Holder(FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu")))
-    side.attach(whole.held.module, sgd(whole))
+    return FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def fsdp2(side):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    whole = fully_shard(net(), mesh=init_device_mesh("cpu", (2,)))
-    side.attach(whole, sgd(whole))
+    attach_whole(side, fully_shard(net(), mesh=init_device_mesh("cpu", (2,))))
 
 
 def zero(side):
@@ -171,34 +147,32 @@ def local_sgd(side):
     side.attach(ddp, PostLocalSGDOptimizer(sgd(ddp), averager))
 
 
-def data_parallel(side):
-    whole = nn.DataParallel(net())
-    side.attach(whole, sgd(whole))
-
-
 def update_in_backward(side):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     module = net()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    side.attach(module, sgd(module))
+    attach_whole(side, module)
 
 
 REFUSED = {
     "ddp around": (ddp_around, "DistributedDataParallel"),
     "ddp afterwards": (ddp_afterwards, "DistributedDataParallel"),
-    "ddp afterwards, compiled": (ddp_afterwards_compiled, "DistributedDataParallel"),
+    "ddp afterwards, compiled": (lambda side: ddp_afterwards(side, compiled), "DistributedDataParallel"),
     "comm hook afterwards": (comm_hook_afterwards, "communication hook"),
-    "two ddps": (two_ddps, "2 DistributedDataParallel modules"),
+    "two ddps": (
+        lambda side: attach_whole(side, nn.ModuleList([DDP(net()), DDP(net())])),
+        "2 DistributedDataParallel modules",
+    ),
     "a parameter outside": (a_parameter_outside, "scale lies outside"),
     "python reducer": (python_reducer, "python_reducer"),
     "attached inside": (attached_inside, "attached"),
-    "fsdp": (fsdp, "FSDP"),
-    "fsdp inside": (fsdp_inside, "FSDP"),
+    "fsdp": (lambda side: attach_whole(side, sharded()), "FSDP"),
+    "fsdp inside": (lambda side: attach_whole(side, Holder(sharded()).held.module), "FSDP"),
     "fsdp2": (fsdp2, "fully_shard"),
     "zero": (zero, "ZeroRedundancyOptimizer"),
     "local sgd": (local_sgd, "PostLocalSGDOptimizer"),
-    "data parallel": (data_parallel, "DataParallel"),
+    "data parallel": (lambda side: attach_whole(side, nn.DataParallel(net())), "DataParallel"),
     "update in backward": (update_in_backward, "_apply_optimizer_in_backward"),
 }
 
@@ -210,15 +184,14 @@ def run_refused(rank, name, mode):
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_owners_of_gradients_are_refused_by_name(ranks, name):
-    for words in ranks.run(2, run_refused, name, "overlap"):
-        assert REFUSED[name][1] in words
+HOOK_MODE = ["ddp around", "ddp afterwards", "fsdp", "fsdp2"]
 
 
-@pytest.mark.parametrize("name", ["ddp around", "ddp afterwards", "fsdp", "fsdp2"])
-def test_other_owners_are_refused_in_hook_mode(ranks, name):
-    for words in ranks.run(2, run_refused, name, "hook"):
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "overlap") for name in REFUSED), *((n, "hook") for n in HOOK_MODE)]
+)
+def test_other_owners_of_gradients_are_refused_by_name(ranks, name, mode):
+    for words in ranks.run(2, run_refused, name, mode):
         assert REFUSED[name][1] in words
 
 
@@ -227,72 +200,51 @@ def fake(package, name, base=object):
     return types.new_class(name, (base,), exec_body=lambda space: space.update(__module__=package))
 
 
-FAKE_MODULES = {
-    "DeepSpeed": ("deepspeed.runtime.engine", "DeepSpeedEngine"),
-    "Megatron": ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
-    "apex": ("apex.parallel.distributed", "DistributedDataParallel"),
-    "fairscale's FSDP": ("fairscale.nn.data_parallel.fully_sharded_data_parallel", "FullyShardedDataParallel"),
-    "fairscale's ShardedDataParallel": ("fairscale.nn.data_parallel.sharded_ddp", "ShardedDataParallel"),
-}
-FAKE_OPTIMIZERS = {
-    "horovod": ("horovod.torch.optimizer", "_DistributedOptimizer"),
-    "horovod under the user's name": ("horovod.torch.optimizer", "SGD"),
-}
-# Not optimizers of torch.
-FAKE_ENGINES = {
-    "deepspeed": ("deepspeed.runtime.zero.stage_1_and_2", "ZeROOptimizer"),
-    "megatron": ("megatron.core.optimizer.optimizer", "MegatronOptimizer"),
-    "torch.distributed": ("torch.distributed.optim.optimizer", "DistributedOptimizer"),
-}
-PARAMETER_MARKS = {"ds_id": "DeepSpeed", "main_grad": "Megatron"}
+def fake_module(side, package, name):
+    attach_whole(side, fake(package, name, Holder)(net()))
 
 
-def attach_fake_module(side, package, name):
-    whole = fake(package, name, Holder)(net())
-    side.attach(whole, sgd(whole))
-
-
-def attach_fake_optimizer(side, package, name):
+def fake_optimizer(side, package, name):
     module = net()
     side.attach(module, fake(package, name, torch.optim.SGD)(module.parameters(), lr=0.1))
 
 
-def attach_fake_engine(side, package, name):
+def fake_engine(side, package, name):
+    """No optimizer of torch."""
     side.attach(net(), fake(package, name)())
 
 
-def attach_marked(side, mark):
+def marked(side, mark):
     module = net()
     setattr(module[2].weight, mark, 0)
-    side.attach(module, sgd(module))
+    attach_whole(side, module)
+
+
+# What is attached, and what it is called.
+FAKES = [
+    (fake_module, ("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeed"),
+    (fake_module, ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"), "Megatron"),
+    (fake_module, ("apex.parallel.distributed", "DistributedDataParallel"), "apex"),
+    (fake_module, ("fairscale.nn.data_parallel.fully_sharded", "FullyShardedDataParallel"), "fairscale's FSDP"),
+    (fake_module, ("fairscale.nn.data_parallel.ddp", "ShardedDataParallel"), "fairscale's ShardedDataParallel"),
+    (fake_optimizer, ("horovod.torch.optimizer", "_DistributedOptimizer"), "horovod"),
+    (fake_optimizer, ("horovod.torch.optimizer", "SGD"), "horovod"),  # under the name of the user's own
+    (fake_engine, ("deepspeed.runtime.zero.stage_1_and_2", "ZeROOptimizer"), "deepspeed"),
+    (fake_engine, ("megatron.core.optimizer.optimizer", "MegatronOptimizer"), "megatron"),
+    (fake_engine, ("torch.distributed.optim.optimizer", "DistributedOptimizer"), "torch.distributed"),
+    (marked, ("ds_id",), "DeepSpeed"),
+    (marked, ("main_grad",), "Megatron"),
+]
 
 
 def run_fakes(rank):
-    modules = {
-        called: refusal(rank, lambda side, which=which: attach_fake_module(side, *which), "overlap")
-        for called, which in FAKE_MODULES.items()
-    }
-    optimizers = {
-        called: refusal(rank, lambda side, which=which: attach_fake_optimizer(side, *which), "overlap")
-        for called, which in FAKE_OPTIMIZERS.items()
-    }
-    optimizers |= {
-        called: refusal(rank, lambda side, which=which: attach_fake_engine(side, *which), "overlap")
-        for called, which in FAKE_ENGINES.items()
-    }
-    modules |= {
-        called: refusal(rank, lambda side, mark=mark: attach_marked(side, mark), "overlap")
-        for mark, called in PARAMETER_MARKS.items()
-    }
-    return modules, optimizers
+    return [refusal(rank, lambda side, attach=attach, of=of: attach(side, *of), "overlap") for attach, of, _ in FAKES]
 
 
 def test_libraries_that_cannot_be_installed_here_are_known_by_name(ranks):
-    for modules, optimizers in ranks.run(2, run_fakes):
-        for called, words in modules.items():
+    for sentences in ranks.run(2, run_fakes):
+        for (*_, called), words in zip(FAKES, sentences, strict=True):
             assert called in words
-        for called, words in optimizers.items():
-            assert called.split()[0] in words
 
 
 # --- hooks that use a gradient before it is averaged ---
@@ -347,15 +299,6 @@ def run_looks_in_a_hook(rank, mode):
 def test_hooks_that_read_and_change_gradients_see_what_they_see_with_ddp(ranks, mode):
     for found in ranks.run(2, run_looks_in_a_hook, mode):
         assert found == []
-
-
-def test_nothing_else_is_taken_for_a_module(ranks):
-    for words in ranks.run(2, refused_kind):
-        assert "a torch.nn.Module is expected" in words
-
-
-def refused_kind(rank):
-    return refusal(rank, lambda side: side.attach([net()], sgd(net())), "overlap")
 
 
 def one_side(rank):
