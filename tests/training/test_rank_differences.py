@@ -3,105 +3,76 @@
 import pytest
 
 import gradcast
+from training.attached import error_of
 from training.needs import torch
 
 nn = torch.nn
 
 
-def other_shape(rank):
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5 if rank == 1 else 4))
+def linears(*outputs, **options):
+    return nn.Sequential(*(nn.Linear(3, count, **options) for count in outputs))
 
 
-def other_name(rank):
-    module = nn.Module()
-    module.first = nn.Linear(3, 3)
-    setattr(module, "other" if rank == 1 else "second", nn.Linear(3, 3))
+def named(*names):
+    return nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+
+
+def with_scale(count):
+    module = linears(3)
+    module.register_buffer("scale", torch.ones(count))
     return module
 
 
-def other_dtype(rank):
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float64 if rank == 1 else torch.float32))
-
-
-def one_more(rank):
-    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3 if rank == 1 else 2)))
-
-
-def one_less(rank):
-    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(2 if rank == 1 else 3)))
-
-
-def other_order(rank):
-    module = nn.Module()
-    for name in ("second", "first") if rank == 1 else ("first", "second"):
-        setattr(module, name, nn.Linear(3, 3))
-    return module
-
-
-def one_frozen(rank):
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight.requires_grad_(rank != 1)
-    return module
-
-
-def other_buffer(rank):
-    module = nn.Sequential(nn.Linear(3, 3))
-    module.register_buffer("scale", torch.ones(2 if rank == 1 else 3))
-    return module
-
-
-# function: what both sides of the difference are called
-def other_strides(variant):
+def strided(other):
     module = nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 4, 3))
-    return module.to(memory_format=torch.channels_last) if variant else module
+    return module.to(memory_format=torch.channels_last) if other else module
 
 
-def other_frozen_shape(variant):
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5 if variant else 4))
-    module[1].requires_grad_(False)
+def frozen(module, *parameters):
+    for name in parameters:
+        module.get_parameter(name).requires_grad_(False)
     return module
 
 
+# The module, as it is on one rank or on the others, and what both sides of the difference are called.
 MODULES = {
-    other_strides: ("1.weight", "strides"),
-    other_frozen_shape: ("frozen 1.weight", "(4, 3)", "(5, 3)"),
-    other_shape: ("1.weight", "(4, 3)", "(5, 3)"),
-    other_name: ("second.weight", "other.weight"),
-    other_dtype: ("1.weight", "float32", "float64"),
-    one_more: ("2.weight",),
-    one_less: ("2.weight",),
-    other_order: ("first.weight", "second.weight"),
-    one_frozen: ("1.weight",),
-    other_buffer: ("scale",),
+    "strides": (strided, ["1.weight", "strides"]),
+    "shape of a frozen parameter": (
+        lambda other: frozen(linears(3, 5 if other else 4), "1.weight", "1.bias"),
+        ["frozen 1.weight", "(4, 3)", "(5, 3)"],
+    ),
+    "shape": (lambda other: linears(3, 5 if other else 4), ["1.weight", "(4, 3)", "(5, 3)"]),
+    "name": (lambda other: named("first", "other" if other else "second"), ["second.weight", "other.weight"]),
+    "type": (lambda other: linears(3, dtype=torch.float64 if other else None), ["0.weight", "float32", "float64"]),
+    "one more": (lambda other: linears(*[3] * (3 if other else 2)), ["2.weight"]),
+    "one less": (lambda other: linears(*[3] * (2 if other else 3)), ["2.weight"]),
+    "order": (lambda other: named(*("ba" if other else "ab")), ["a.weight", "b.weight"]),
+    "one is frozen": (lambda other: frozen(linears(3, 3), *(["1.weight"] if other else [])), ["1.weight"]),
+    "buffer": (lambda other: with_scale(2 if other else 3), ["scale"]),
 }
 
 
+def attempt(rank, module, optimizer=None, options=None):
+    answer = error_of(lambda: gradcast.attach(module, optimizer, options=options))
+    # The ranks are together again: the next collective of the user's own group matches.
+    torch.distributed.barrier()
+    return answer
+
+
 def attach_different(rank, name, mode, wrong_rank):
-    function = {function.__name__: function for function in MODULES}[name]
-    module = function(1 if rank.index == wrong_rank else 0)
+    module = MODULES[name][0](rank.index == wrong_rank)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return attempt(rank, module, torch.optim.SGD(parameters, lr=0.1) if mode == "overlap" else None)
 
 
-def attempt(rank, module, optimizer=None, options=None):
-    try:
-        gradcast.attach(module, optimizer, options=options)
-    except gradcast.Error as error:
-        # The ranks are together again: the next collective of the user's own group matches.
-        torch.distributed.barrier()
-        return error.code, str(error)
-    return None, "it was accepted"
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("function", MODULES, ids=lambda function: function.__name__)
-def test_another_model_on_one_rank(ranks, function, world_size):
+@pytest.mark.parametrize("name", MODULES)
+def test_another_model_on_one_rank(ranks, name, world_size):
     wrong_rank = world_size - 1
     mode = "overlap" if world_size == 2 else "hook"
-    for code, message in ranks.run(world_size, attach_different, function.__name__, mode, wrong_rank):
+    for code, message in ranks.run(world_size, attach_different, name, mode, wrong_rank):
         assert code == "invalid_use", message
-        assert f"rank {wrong_rank}" in message
-        for fragment in MODULES[function]:
+        for fragment in (f"rank {wrong_rank}", *MODULES[name][1]):
             assert fragment in message
 
 
