@@ -67,9 +67,7 @@ def copy_and_train(rank, way, mode, when):
     if twins.handle.stats()["step"] != untouched:
         found.append("training the copy moved the original")
     twins.train(2)
-    found += twins.differences()
-    twins.handle.detach()
-    return found
+    return found + twins.end()
 
 
 def train_alone(task, modules, rank):
@@ -82,17 +80,11 @@ def train_alone(task, modules, rank):
             optimizer.step()
 
 
-@pytest.mark.parametrize("when", ["finished", "pending"])
+@pytest.mark.parametrize(("mode", "when"), [("overlap", "finished"), ("overlap", "pending"), ("hook", "finished")])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_trains_alone_and_leaves_the_original_alone(ranks, way, when):
-    for found in ranks.run(2, copy_and_train, way, "overlap", when):
-        assert found == []
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_in_hook_mode(ranks, way):
-    """There a copy's gradients would wait for ranks that do not come."""
-    for found in ranks.run(2, copy_and_train, way, "hook", "finished"):
+def test_a_copy_trains_alone_and_leaves_the_original_alone(ranks, way, mode, when):
+    """In hook mode a copy's gradients would wait for ranks that do not come."""
+    for found in ranks.run(2, copy_and_train, way, mode, when):
         assert found == []
 
 
@@ -153,26 +145,6 @@ def test_a_copy_can_be_attached_beside_the_original(ranks):
         assert found == []
 
 
-def copy_ddp(rank, way):
-    """Of the wrapper itself, which stock DDP lets one save."""
-    torch.manual_seed(0)
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    handle = gradcast.attach(ddp)
-    copied = WAYS[way](ddp)
-    for module in (ddp, copied):
-        module(torch.full((2, 4), 1.0 + rank.index)).sum().backward()
-    found = compare.trees(copied.module.weight.grad, ddp.module.weight.grad)
-    handle.detach()
-    return found, type(copied.join_hook(divide_by_initial_world_size=True)) is type(ddp.join_hook())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copied_ddp_module_is_stock_ddp(ranks, way):
-    for found, has_own_join in ranks.run(2, copy_ddp, way):
-        assert found == []
-        assert has_own_join
-
-
 class UsesOne(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -182,8 +154,9 @@ class UsesOne(torch.nn.Module):
         return self.used(x)
 
 
-def copy_ddp_with_option(rank, way, option):
-    """Three passes of a copy: the graph may be searched, or learned in the first pass."""
+def copy_ddp(rank, way, option):
+    """The wrapper itself, which stock DDP lets one save. Three passes: the graph may be searched, or learned in the
+    first pass."""
     torch.manual_seed(0)
     ddp = torch.nn.parallel.DistributedDataParallel(UsesOne(), **{option: True})
     handle = gradcast.attach(ddp)
@@ -195,11 +168,12 @@ def copy_ddp_with_option(rank, way, option):
             each(torch.full((2, 4), 1.0 + rank.index)).sum().backward()
         found += compare.trees(copied.module.used.weight.grad, ddp.module.used.weight.grad)
     handle.detach()
-    return found
+    return found, type(copied.join_hook(divide_by_initial_world_size=True)) is type(ddp.join_hook())
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copied_ddp_module_has_the_options_of_its_ddp(ranks, way, option):
-    for found in ranks.run(2, copy_ddp_with_option, way, option):
+def test_a_copied_ddp_module_is_stock_ddp_with_its_options(ranks, way, option):
+    for found, has_own_join in ranks.run(2, copy_ddp, way, option):
         assert found == []
+        assert has_own_join

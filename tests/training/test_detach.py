@@ -52,19 +52,19 @@ def test_detach_leaves_nothing_behind(ranks, mode, wrap):
 
 
 def train_after_detach(rank, wrap):
-    """Bare: each rank for itself from then on. Wrapped: DDP reduces again."""
+    """Bare: each rank for itself from then on. Wrapped: DDP reduces again. Schedulers work on both."""
     twins = Twins(rank, "convnet", "adam plain", wrap=wrap)
     twins.train(4)
     twins.pending_step()
     twins.handle.detach()
-    found = []
-    theirs = twins.theirs if wrap else twins.theirs.module
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for _, optimizer, _ in twins.each()]
     for number in range(4):
-        for forward, optimizer in ((theirs, twins.recipe.optimizer), (twins.ours.module, twins.ours.optimizer)):
+        for (module, optimizer, forward), scheduler in zip(twins.each(), schedulers, strict=True):
             optimizer.zero_grad()
-            twins.task.loss(forward, twins.task.batch(rank.index, 40 + number)).backward()
+            twins.task.loss(forward if wrap else module, twins.task.batch(rank.index, 40 + number)).backward()
             optimizer.step()
-    found += compare.modules(twins.ours.bare, twins.theirs.module)
+            scheduler.step()
+    found = compare.modules(twins.ours.bare, twins.theirs.module)
     digests = rank.gather("digest", compare.digest(twins.ours.bare))
     if (digests[0] == digests[1]) != wrap:
         found.append("the ranks are equal where they should not be, or the other way round")
@@ -87,8 +87,7 @@ def attach_again(rank):
     )
     twins.train(4)
     twins.pending_step()
-    found = twins.differences()
-    twins.handle.detach()
+    found = twins.end()
     twins.handle.detach()
     return found
 
@@ -129,25 +128,6 @@ def test_a_kept_handle_does_not_keep_the_ddp_that_it_has_left(ranks, disabled, m
     for found, modes in ranks.run(2, attach_to_another_ddp, disabled):
         assert found == []
         assert modes == [mode] * 2
-
-
-def scheduler_after_detach(rank):
-    twins = Twins(rank, "plain", "adamw plain")
-    twins.train(4)
-    twins.handle.detach()
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for _, o, _ in twins.each()]
-    for number in range(4):
-        for (module, optimizer, _), scheduler in zip(twins.each(), schedulers, strict=True):
-            optimizer.zero_grad()
-            twins.task.loss(module, twins.task.batch(0, number)).backward()
-            optimizer.step()
-            scheduler.step()
-    return compare.modules(twins.ours.bare, twins.theirs.module)
-
-
-def test_schedulers_work_after_detach(ranks):
-    for found in ranks.run(2, scheduler_after_detach):
-        assert found == []
 
 
 def forget(rank, flushes):

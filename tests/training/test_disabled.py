@@ -1,6 +1,8 @@
 """GRADCAST_DISABLE=1: the same script, with stock DDP."""
 
+import contextlib
 import os
+from unittest import mock
 
 import pytest
 
@@ -11,11 +13,11 @@ from training.models import TASKS
 from training.needs import torch
 
 nn = torch.nn
+disabling = mock.patch.dict(os.environ, GRADCAST_DISABLE="1")
 
 
 def disabled(rank, mode, wrap):
-    os.environ["GRADCAST_DISABLE"] = "1"
-    try:
+    with disabling:
         task = TASKS["convnet"]
         modules = [task.module(seed=rank.index) for _ in range(2)]
         theirs = nn.parallel.DistributedDataParallel(modules[0])
@@ -43,8 +45,6 @@ def disabled(rank, mode, wrap):
         added = [p.grad - b for p, b in zip(modules[1].parameters(), before, strict=True)]
         alone = wrap or all(torch.allclose(a, b, atol=1e-5) for a, b in zip(added, local, strict=True))
         return found, facts, alone
-    finally:
-        del os.environ["GRADCAST_DISABLE"]
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -68,8 +68,7 @@ class TwoOutputs(nn.Module):
 
 def bare_module(rank):
     """What gradcast lets pass: an output that the loss leaves out, nested no_sync, evaluation on rank 0 alone."""
-    os.environ["GRADCAST_DISABLE"] = "1"
-    try:
+    with disabling:
         task, module = TASKS["plain"], TwoOutputs()
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)
         handle = gradcast.attach(module, sgd)
@@ -90,8 +89,6 @@ def bare_module(rank):
                 module.train()
         handle.detach()
         return compare.digest(module), local.norm().item(), module.aux.weight.grad is None  # a sum would be 0 on all
-    finally:
-        del os.environ["GRADCAST_DISABLE"]
 
 
 def test_a_bare_module_may_do_what_it_may_with_gradcast(ranks):
@@ -103,8 +100,7 @@ def test_a_bare_module_may_do_what_it_may_with_gradcast(ranks):
 
 def clipped(rank):
     """What gradcast was asked to do in the step, it still does."""
-    os.environ["GRADCAST_DISABLE"] = "1"
-    try:
+    with disabling:
         task = TASKS["plain"]
         modules = [task.module() for _ in range(2)]
         theirs = nn.parallel.DistributedDataParallel(modules[0])
@@ -120,8 +116,6 @@ def clipped(rank):
         found = compare.modules(modules[1], modules[0])
         handle.detach()
         return found, "step" in vars(adams[1])
-    finally:
-        del os.environ["GRADCAST_DISABLE"]
 
 
 def test_clipping_inside_stays(ranks):
@@ -131,12 +125,8 @@ def test_clipping_inside_stays(ranks):
 
 
 def on_one_rank(rank):
-    if rank.index == 1:
-        os.environ["GRADCAST_DISABLE"] = "1"
-    try:
+    with disabling if rank.index == 1 else contextlib.nullcontext():
         return error_of(lambda: gradcast.attach(nn.Linear(2, 2)))
-    finally:
-        os.environ.pop("GRADCAST_DISABLE", None)
 
 
 def test_on_one_rank_alone_it_is_refused(ranks):

@@ -100,3 +100,9 @@ class Twins:
         self.handle.flush()
         found = compare.modules(self.ours.bare, self.theirs.module)
         return found + compare.optimizers(self.ours.optimizer, self.recipe.optimizer)
+
+    def end(self) -> list[str]:
+        """The differences after the last step; gradcast is detached."""
+        found = self.differences()
+        self.handle.detach()
+        return found

@@ -3,12 +3,14 @@
 import json
 import os
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 
 import gradcast
 from gradcast.files import plan_hash
 from training import compare, optimizers
+from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
@@ -46,9 +48,7 @@ def make_by_hand(folder, mode):
 
 
 def follow_pinned(rank, path, by_variable, task_name, mode):
-    if by_variable:
-        os.environ["GRADCAST_PLAN"] = path
-    try:
+    with mock.patch.dict(os.environ, {"GRADCAST_PLAN": path} if by_variable else {}):
         ours = Ours(task_name, "adam plain", rank.index, mode=mode, plan=None if by_variable else path)
         task = TASKS[task_name]
         reference = task.module(seed=0)
@@ -58,8 +58,6 @@ def follow_pinned(rank, path, by_variable, task_name, mode):
             followed = ours.followed[-1]
             batch = task.batch(rank.index, step)
             plain.step(lambda module, batch=batch: task.loss(module, batch), followed.layout, followed.blocks)
-    finally:
-        os.environ.pop("GRADCAST_PLAN", None)
     ours.handle.flush()
     found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
     stats = ours.handle.stats()
@@ -82,37 +80,27 @@ def test_a_pinned_plan_is_followed_to_the_byte(ranks, tmp_path, by_variable, mod
         assert packed_bytes > 0
 
 
-def refused(rank, path, task, mode):
-    """The error of attach or of a step, whichever comes, and after how many steps."""
-    step = 0
-    try:
-        ours = Ours(task, "adam plain", rank.index, mode=mode, plan=path)
-        for step in range(6):
-            ours.step(step)
-    except gradcast.Error as error:
-        torch.distributed.barrier()
-        return error.code, str(error)
-    return None, f"{step + 1} steps were taken"
+def refused(rank, path):
+    """The error of attach or of a step, whichever comes."""
+    answer = error_of(lambda: Ours("mixed64", "adam plain", rank.index, plan=path).train(range(6)))
+    torch.distributed.barrier()
+    return answer
 
 
-def refusal(ranks, path, task="mixed64", mode="overlap"):
-    answers = ranks.run(2, refused, str(path), task, mode)
+def refusal(ranks, path):
+    answers = ranks.run(2, refused, str(path))
     assert answers[0] == answers[1], "the ranks say different things"
     return answers[0]
 
 
-def test_a_plan_for_another_model_is_refused(ranks, tmp_path):
-    ranks.run(2, save_plan, str(tmp_path), "plain", "overlap")
+@pytest.mark.parametrize(
+    ("task", "mode", "said"), [("plain", "overlap", "another model"), ("mixed64", "hook", "hook mode")]
+)
+def test_a_plan_for_another_model_or_mode_is_refused(ranks, tmp_path, task, mode, said):
+    ranks.run(2, save_plan, str(tmp_path), task, mode)
     code, message = refusal(ranks, tmp_path / "plan.json")
     assert code == "invalid_plan"
-    assert "another model" in message
-
-
-def test_a_plan_for_the_other_mode_is_refused(ranks, tmp_path):
-    ranks.run(2, save_plan, str(tmp_path), "mixed64", "hook")
-    code, message = refusal(ranks, tmp_path / "plan.json")
-    assert code == "invalid_plan"
-    assert "mode" in message
+    assert said in message
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1, 2]", '{"version": 1, "blocks": []}'])
