@@ -25,7 +25,7 @@ class Diagnostics:
     @property
     def plan(self) -> _core.Plan:
         """The plan in force, or the DDP baseline while that is followed."""
-        return self._controller.in_force
+        return self._controller.agreed.in_force
 
     @property
     def predicted_step_ns(self) -> float:
@@ -35,7 +35,7 @@ class Diagnostics:
     @property
     def variation(self) -> StepVariation:
         """How much the steps that the plan was made from differ. Known on rank 0 only."""
-        return self._controller.variation
+        return self._controller.proposer.variation
 
     @property
     def open_record(self) -> StepRecord | None:
@@ -44,7 +44,7 @@ class Diagnostics:
 
     def completed_records(self, count: int) -> list[StepRecord]:
         """The records of the last completed steps, at most ``count``."""
-        return self._trace.ended(count)
+        return self._trace.complete[-count:]
 
     def iterations(self) -> tuple[_core.IterationRecord, ...]:
         """The engine's records of the last iterations."""

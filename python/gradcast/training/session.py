@@ -113,7 +113,7 @@ class Session(TrainingSession):
     @property
     def plan(self) -> _core.Plan:
         require_attached(self)
-        return self.controller.in_force
+        return self.controller.agreed.in_force
 
     @property
     def plan_version(self) -> int:
@@ -298,7 +298,7 @@ class Session(TrainingSession):
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, start_ns)
             self._change_layout(lambda: self.controller.begin_iteration(start_ns))
-            self._consistency.check(self.controller.failed_iteration)
+            self._consistency.check(self.controller.step_reports.failed_iteration)
             active = self.exchange.active
             self._iteration = self.exchange.begin()
             self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gradcast import _core
+from gradcast.comparison.compare import compute_ns
 from gradcast.training.measure.step_trace import StepTrace, median_ms
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.step.gradient_buffers import GradientBuffers
@@ -18,12 +19,9 @@ _KEYS = (
 
 def base_stats(step: int, mode: str, world_size: int, profile: _core.Profile | None) -> dict[str, Any]:
     """What every session knows; None for everything else. ``compute_ms``: the warm-up's backward + forward + update."""
-    values: dict[str, Any] = dict.fromkeys(_KEYS)
-    values |= {"step": step, "mode": mode, "world_size": world_size}
-    if profile is not None:
-        update_ns = sum(tensor.update_ns for tensor in profile.tensors)
-        values["compute_ms"] = (profile.backward_ns + profile.forward_ns + update_ns) / 1e6
-    return values
+    compute_ms = None if profile is None else compute_ns(profile) / 1e6
+    known = {"step": step, "mode": mode, "world_size": world_size, "compute_ms": compute_ms}
+    return dict.fromkeys(_KEYS) | known
 
 
 def plan_stats(
@@ -39,7 +37,9 @@ def plan_stats(
     * ``exposed``: per stage (backward, loop, forward) how long it delays the group, in the median of the last 64 steps,
       and the rank that ends it last. The stages add up to the step of the slowest rank.
     """
-    plan, counters = controller.in_force, exchange.counters()
+    agreed, compared, counters = controller.agreed, controller.comparison, exchange.counters()
+    plan = agreed.in_force
+    records = [record for record in trace.complete if record.plan is plan]
     values = {
         "plan_version": controller.version,
         "policy": plan.policy,
@@ -51,23 +51,17 @@ def plan_stats(
         "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
         "record_bytes": counters.record_bytes,
         "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
-    }
-    if controller.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans
-        typical = controller.agreed.typical_step
-        values |= {"predicted_ms": typical.step_ns / 1e6, "bound_ms": typical.bound_ns / 1e6}
-    expectation, compared = controller.agreed.expectation, controller.comparison
-    values |= {
-        "runs_as_ddp": controller.agreed.runs_as_baseline,
-        "tries_ddp": controller.on_baseline and not controller.agreed.runs_as_baseline,
-        "expected_gain": None if expectation is None else expectation.gain,
+        "runs_as_ddp": agreed.runs_as_baseline,
+        "tries_ddp": controller.on_baseline and not agreed.runs_as_baseline,
+        "expected_gain": None if agreed.expectation is None else agreed.expectation.gain,
         "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
         "slowest_rank": controller.slowest_rank,
         "exposed": controller.exposed.stats(),
-    }
-    records = trace.finished(plan)
-    values |= {
         "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
         "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
         "update_calls": sorted(record.update_calls for record in records)[len(records) // 2] if records else None,
     }
+    if controller.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans
+        typical = agreed.typical_step
+        values |= {"predicted_ms": typical.step_ns / 1e6, "bound_ms": typical.bound_ns / 1e6}
     return values

@@ -61,31 +61,20 @@ def verify(
     module = unwrapped(module)
     # adapt=False: the plan is followed even if it gains nothing.
     options = dataclasses.replace(options or Options(), adapt=False)
-    passes = _Passes(compute_loss)
+    random_state = torch.get_rng_state()
+    device_states = torch.cuda.get_rng_state_all()  # empty without CUDA
+
+    def run_backward(called: nn.Module) -> None:
+        torch.set_rng_state(random_state)
+        torch.cuda.set_rng_state_all(device_states)
+        compute_loss(called).backward()
+
     ddp = DistributedDataParallel(copy.deepcopy(module), process_group=process_group)
-    theirs = passes.gradients(ddp, ddp.module)
-    # ddp.module has rank 0's parameters, to which the local gradients belong.
-    local = passes.gradients(*[copy.deepcopy(ddp.module)] * 2)
-    ours = _gradcast_gradients(copy.deepcopy(module), passes, options, process_group)
-    return _compare(ours, theirs, _bounds(local, process_group), process_group)
-
-
-class _Passes:
-    """Backward passes that all start from the same random state."""
-
-    def __init__(self, compute_loss: Callable[[nn.Module], torch.Tensor]) -> None:
-        self._compute_loss = compute_loss
-        self._random_state = torch.get_rng_state()
-        self._device_states = torch.cuda.get_rng_state_all()  # empty without CUDA
-
-    def run(self, called: nn.Module) -> None:
-        torch.set_rng_state(self._random_state)
-        torch.cuda.set_rng_state_all(self._device_states)
-        self._compute_loss(called).backward()
-
-    def gradients(self, called: nn.Module, owner: nn.Module) -> dict[str, torch.Tensor]:
-        self.run(called)
-        return _gradients(owner)
+    local = copy.deepcopy(ddp.module)  # with rank 0's parameters
+    run_backward(ddp)
+    run_backward(local)
+    ours = _gradcast_gradients(copy.deepcopy(module), run_backward, options, process_group)
+    return _compare(ours, _gradients(ddp.module), _bounds(_gradients(local), process_group), process_group)
 
 
 def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -93,13 +82,13 @@ def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _gradcast_gradients(
-    module: nn.Module, passes: _Passes, options: Options, process_group: Any
+    module: nn.Module, run_backward: Callable[[nn.Module], None], options: Options, process_group: Any
 ) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
     handle = attach(module, optimizer, process_group=process_group, options=options)
     for _ in range(options.warmup_steps + 2):
         optimizer.zero_grad()
-        passes.run(module)
+        run_backward(module)
         optimizer.step()
     handle.detach()
     return _gradients(module)

@@ -65,14 +65,9 @@ class StepTrace:
         if self._records:
             self._records[-1].update_calls += 1
 
-    def ended(self, count: int) -> list[StepRecord]:
-        """The last complete steps, at most ``count``."""
-        complete = [record for record in self._records if record.end_ns is not None]
-        return complete[max(0, len(complete) - count) :]
-
-    def finished(self, plan: _core.Plan) -> list[StepRecord]:
-        """The complete steps that followed this plan."""
-        return [record for record in self._records if record.plan is plan and record.end_ns is not None]
+    @property
+    def complete(self) -> list[StepRecord]:
+        return [record for record in self._records if record.end_ns is not None]
 
     def events(self, rank: int, iterations: Sequence[_core.IterationRecord]) -> list[dict[str, Any]]:
         """Chrome trace events of this rank's two lanes; ts and dur are in microseconds."""

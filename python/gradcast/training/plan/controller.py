@@ -39,7 +39,6 @@ from gradcast.training.options import Options
 from gradcast.training.plan import agreement, calibration
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import Calibration
-from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.plan.proposals import PlanChange, Proposer
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
@@ -182,8 +181,10 @@ class PlanController:
         self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
         self._group, self.exchange, self._trace = group, exchange, trace
         self._mode, self._options = mode, options
-        self._step_reports = StepReports(buffers, group.rank, group.world_size)
-        self._proposer = Proposer(names, buffers, mode, group.world_size, options)
+        self.step_reports = StepReports(buffers, group.rank, group.world_size)
+        self.proposer = Proposer(names, buffers, mode, group.world_size, options)
+        # On a device the host runs ahead, so the time that the host does not wait is not compute.
+        self._sees_compute = buffers.flats[0].device.type == "cpu"
         self._link_ns = 0  # of all iterations until now
         self.exposed = StageExposure()
         self.comparison: _core.Comparison | None = None  # the last one with the baseline
@@ -205,20 +206,6 @@ class PlanController:
         return self._phase.on_baseline
 
     @property
-    def variation(self) -> StepVariation:
-        """On rank 0: how far the steps were from the profile that the plan was made from."""
-        return self._proposer.variation
-
-    @property
-    def failed_iteration(self) -> int | None:
-        """The last known iteration in which some rank's backward pass failed."""
-        return self._step_reports.failed_iteration
-
-    @property
-    def in_force(self) -> _core.Plan:
-        return self.agreed.in_force
-
-    @property
     def slowest_rank(self) -> int | None:
         """The rank that has lately computed at least a tenth longer than the others; None if there is none."""
         return self._phase.slowest_rank
@@ -229,13 +216,13 @@ class PlanController:
             self.warmup.stop_watching()
         self.profile = _core.Profile.from_json(state["profile"])
         self.unseen_reads |= {self._names.index(name) for name in state["unseen_reads"]}
-        agreed = self._agree(lambda: self._proposer.from_checkpoint(state))
+        agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
         self._phase = self.start_plan(agreed, Following)
 
     def begin_iteration(self, start_ns: int) -> None:
         """Call this when an iteration begins, with nothing in flight. ``start_ns``: when its backward pass began."""
         own = self._own_report(start_ns)
-        reports = self._step_reports.exchange(own)
+        reports = self.step_reports.exchange(own)
         if reports is not None:
             self.exposed.add(reports)
         self._phase = self._phase.begin_iteration(own, reports)
@@ -262,7 +249,7 @@ class PlanController:
         self.comparison = None
         if not self._options.adapt or agreed.profile.link is None:  # a pinned plan has no link
             return Fixed()
-        return first_phase(self, MonitorFeed(self._new_monitor(agreed), self._step_reports.lag))
+        return first_phase(self, MonitorFeed(self._new_monitor(agreed), self.step_reports.lag))
 
     def measure_again(self, change: _core.Change) -> PlanPhase:
         phase = self._begin_warmup(self.agreed.order, PlanChange(change, self.agreed))
@@ -284,13 +271,13 @@ class PlanController:
         with self.exchange.watch.waiting("the agreement on the plan"):
             self.profile = warmup.profile(self._buffers.flats)
             self.unseen_reads |= warmup.unseen_reads
-            return self._agree(lambda: self._proposer.from_warmup(self.profile, warmup, change))
+            return self._agree(lambda: self.proposer.from_warmup(self.profile, warmup, change))
 
     def agree_on_calibrated_plan(self, calibration_: Calibration) -> AgreedPlan:
         """Collective."""
         with self.exchange.watch.waiting("the agreement on the plan"):
             steps = calibration_.gather(self._group)
-            return self._agree(lambda: self._proposer.from_calibration(self.agreed, self.profile, steps))
+            return self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
 
     def keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
         """Keeps the plan in force if calibration has confirmed it; its own steps update what is expected of it. Returns
@@ -307,7 +294,7 @@ class PlanController:
     def follow_corrected(self, agreed: AgreedPlan) -> PlanPhase:
         """Follows the plan that replaces the calibrated one."""
         if agreed.profile.to_json() != self.profile.to_json():
-            in_force = self.in_force
+            in_force = self.agreed.in_force
             network = _cost_ns(in_force, agreed.profile.link) / _cost_ns(in_force, self.profile.link)
             compute = compute_ns(agreed.profile) / compute_ns(self.profile)
             self.log(
@@ -331,7 +318,7 @@ class PlanController:
 
     def describe(self) -> None:
         """Logs what the plan in force promises."""
-        typical, count = self.agreed.typical_step, len(self.in_force.blocks)
+        typical, count = self.agreed.typical_step, len(self.agreed.in_force.blocks)
         self.log(
             logging.INFO,
             f"plan {self.version}: {count} blocks, {typical.step_ns / 1e6:.1f} ms per step predicted, "
@@ -378,15 +365,6 @@ class PlanController:
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
         return agreement.agree(self._group, self._names, propose)
 
-    @property
-    def _on_device(self) -> bool:
-        return self._buffers.flats[0].device.type != "cpu"
-
-    @property
-    def _sees_compute(self) -> bool:
-        """False on a device: the host runs ahead of it, so the time that the host does not wait is not compute."""
-        return not self._on_device
-
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())
         record = self._trace.current
@@ -397,7 +375,7 @@ class PlanController:
         return None if facts is None else StepReport(facts, stages_ns)
 
     def _waiting_stage(self) -> str:
-        if self._on_device:
+        if not self._sees_compute:  # on a device
             return "forward"  # the host waits for everything where forward ends and the next backward pass begins
         if self._mode == "hook" and self._options.max_grad_norm is None:
             return "backward"
