@@ -38,62 +38,42 @@ class Peak:
         self.bytes = resident_bytes("VmHWM") - self._before
 
 
-def blocks(frozen):
-    """Each 16 MiB of parameters, with inputs and outputs of nothing to speak of."""
-    layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(frozen + 2))
-    for layer in layers[:frozen]:
-        layer.requires_grad_(False)
-    return layers
-
-
-class Chain(nn.Module):
-    def __init__(self, frozen):
-        super().__init__()
-        self.layers = blocks(frozen)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def chain(frozen):
+    """Layers of 16 MiB of parameters each, with inputs and outputs of nothing to speak of."""
+    layers = [nn.Linear(2048, 2048, bias=False).requires_grad_(number >= frozen) for number in range(frozen + 2)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
 def measure(rank, mode):
     """A model of which most is frozen, as with LoRA: 160 MiB, of which 32 MiB are trained."""
     # What is freed goes back at once, also where much was freed before.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
-    module = Chain(8)
+    module = chain(8)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     x = torch.ones(1, 2048)
     gradcast.attach(net()).detach()  # what is loaded once
     found = {}
+    side = Side(mode, rank.index)
     with Peak() as peak:
-        handle = gradcast.attach(
-            module,
-            optimizer if mode == "overlap" else None,
-            options=gradcast.Options(adapt=False, warmup_steps=3),
-        )
+        side.attach(module, optimizer)
     found["attach"] = peak.bytes - 32 * MIB
 
-    def step():
-        optimizer.zero_grad()
-        module(x).sum().backward()
-        optimizer.step()
+    def peak_of_steps(count):
+        with Peak() as peak:
+            for _ in range(count):
+                optimizer.zero_grad()
+                module(x).sum().backward()
+                optimizer.step()
+            side.handle.flush()
+        return peak
 
-    with Peak() as peak:  # gradients in the old layout and in the new one
-        for _ in range(6):
-            step()
-        handle.flush()
-    with Peak() as usual:  # what autograd and the backend need while a step runs
-        for _ in range(6):
-            step()
-        handle.flush()
+    peak = peak_of_steps(6)  # gradients in the old layout and in the new one
+    usual = peak_of_steps(6)  # what autograd and the backend need while a step runs
     found["layout"] = peak.bytes - usual.bytes - 32 * MIB
-    module.layers[0].requires_grad_(True)
-    with Peak() as peak:
-        step()
-        handle.flush()
+    module[0].requires_grad_(True)
+    peak = peak_of_steps(1)
     found["thaw"] = peak.bytes - usual.bytes - (48 + 16) * MIB  # three layers' buffers; and one more layer's backward
-    handle.detach()
+    side.handle.detach()
     return found
 
 
@@ -110,22 +90,14 @@ def frozen_for_long(rank, mode):
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     side.attach(module, optimizer)
-
-    def travelling():
-        return sum(place.end_bytes - place.lo_bytes for place in side.handle.layout)
-
-    def step(number):
-        optimizer.zero_grad()
-        module(side.batch(number)).square().sum().backward()
-        optimizer.step()
-
-    for number in range(6):
-        step(number)
-    found = [travelling()]
-    module[0].requires_grad_(False)
-    for number in range(75):
-        step(number)
-    found.append(travelling())
+    found = []
+    for steps, frozen in ((6, False), (75, True)):
+        module[0].requires_grad_(not frozen)
+        for number in range(steps):
+            optimizer.zero_grad()
+            module(side.batch(number)).square().sum().backward()
+            optimizer.step()
+        found.append(sum(place.end_bytes - place.lo_bytes for place in side.handle.layout))
     names = sorted({place.name for place in side.handle.layout})
     side.handle.detach()
     return found, names

@@ -8,31 +8,26 @@ from training.models import TASKS
 from training.needs import torch
 
 
-class Side:
-    def __init__(self, rank, task, optimizer, hooked, ddp_options, block_bytes):
-        self.module = torch.nn.parallel.DistributedDataParallel(TASKS[task].module(seed=rank), **ddp_options)
-        self.recipe = optimizers.make(optimizer, self.module.module)
-        if hooked:
-            self.module.register_comm_hook(gradcast.HookState(block_bytes=block_bytes), gradcast.comm_hook)
-
-
 def train_hooked(rank, task_name, optimizer, ddp_options, block_bytes):
-    task = TASKS[task_name]
-    sides = [Side(rank.index, task_name, optimizer, hooked, ddp_options, block_bytes) for hooked in (False, True)]
+    task, sides = TASKS[task_name], []
+    for hooked in (False, True):
+        ddp = torch.nn.parallel.DistributedDataParallel(task.module(seed=rank.index), **ddp_options)
+        if hooked:
+            ddp.register_comm_hook(gradcast.HookState(block_bytes=block_bytes), gradcast.comm_hook)
+        sides.append((ddp, optimizers.make(optimizer, ddp.module)))
     for number in range(10):
-        for side in sides:
-            side.recipe.optimizer.zero_grad()
+        for ddp, recipe in sides:
+            recipe.optimizer.zero_grad()
             if number % 3 == 2:
-                with side.module.no_sync():
-                    task.loss(side.module, task.batch(rank.index, 100 + number)).backward()
-            task.loss(side.module, task.batch(rank.index, number)).backward()
-            side.recipe.optimizer.step()
-            side.recipe.after_step()
-    theirs, ours = sides
-    found = compare.modules(ours.module, theirs.module)
-    found += compare.optimizers(ours.recipe.optimizer, theirs.recipe.optimizer)
-    digests = rank.gather("digest", compare.digest(ours.module))
-    return found, compare.largest(ours.module, theirs.module), len(set(digests))
+                with ddp.no_sync():
+                    task.loss(ddp, task.batch(rank.index, 100 + number)).backward()
+            task.loss(ddp, task.batch(rank.index, number)).backward()
+            recipe.optimizer.step()
+            recipe.after_step()
+    (theirs, their_recipe), (ours, recipe) = sides
+    found = compare.modules(ours, theirs) + compare.optimizers(recipe.optimizer, their_recipe.optimizer)
+    digests = rank.gather("digest", compare.digest(ours))
+    return found, compare.largest(ours, theirs), len(set(digests))
 
 
 @pytest.mark.parametrize(
@@ -59,11 +54,9 @@ def test_three_ranks_within_rounding(ranks):
 def wrong_state(rank):
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     ddp.register_comm_hook(None, gradcast.comm_hook)
-    try:
+    with pytest.raises((gradcast.Error, RuntimeError)) as caught:
         ddp(torch.ones(1, 3)).sum().backward()
-    except (gradcast.Error, RuntimeError) as error:
-        return str(error)
-    return "accepted"
+    return str(caught.value)
 
 
 def test_a_hook_without_its_state_says_so(ranks):

@@ -76,27 +76,20 @@ def test_another_model_on_one_rank(ranks, name, world_size):
             assert fragment in message
 
 
-def other_warmup(rank):
-    return attempt(rank, nn.Linear(3, 3), None, gradcast.Options(adapt=False, warmup_steps=3 + rank.index))
-
-
-def test_another_warmup_on_one_rank(ranks):
-    """Then the ranks would agree on the plan at different steps. (Which plan it is, rank 0's options say.)"""
-    for code, message in ranks.run(2, other_warmup):
-        assert code == "invalid_use", message
-        assert "warmup_steps" in message
-        assert "rank 1" in message
-
-
-def other_mode(rank):
+def other_call(rank, what):
     module = nn.Linear(3, 3)
-    return attempt(rank, module, torch.optim.SGD(module.parameters(), lr=0.1) if rank.index else None)
+    if what == "mode":
+        return attempt(rank, module, torch.optim.SGD(module.parameters(), lr=0.1) if rank.index else None)
+    return attempt(rank, module, None, gradcast.Options(adapt=False, warmup_steps=3 + rank.index))
 
 
-def test_another_mode_on_one_rank(ranks):
-    for code, message in ranks.run(2, other_mode):
+@pytest.mark.parametrize("what", ["warmup_steps", "mode"])
+def test_another_call_on_one_rank(ranks, what):
+    """With other steps of warm-up the ranks would agree on the plan at different steps. (Which plan it is, rank 0's
+    options say.)"""
+    for code, message in ranks.run(2, other_call, what):
         assert code == "invalid_use", message
-        assert "mode" in message
+        assert what in message
         assert "rank 1" in message
 
 

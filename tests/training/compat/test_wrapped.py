@@ -27,19 +27,23 @@ def train_wrapped(rank, variant, mode):
         twins.step()
         if number in (1, 4):
             found += evaluation(twins)
-    found += twins.differences()
-    twins.handle.detach()
-    return found
+    return found + twins.end()
 
 
-def evaluation(twins):
-    """In evaluation mode DDP's forward still sends buffers, so that the ranks agree."""
+def evaluated(twins, bare=False):
+    """What DDP's side and ours give in evaluation mode. ``bare``: without DDP's forward."""
     values = []
     for module, _, forward in twins.each():
         module.eval()
         with torch.no_grad():
-            values.append(forward(twins.task.batch(7, 0)[0]))
+            values.append((module if bare else forward)(twins.task.batch(7, 0)[0]))
         module.train()
+    return values
+
+
+def evaluation(twins):
+    """In evaluation mode DDP's forward still sends buffers, so that the ranks agree."""
+    values = evaluated(twins)
     answers = twins.rank.gather(f"eval{twins.steps}", values[1].tolist())
     found = compare.trees(values[1], values[0], "evaluation")
     if (answers[0] == answers[1]) != twins.theirs.broadcast_buffers:
@@ -60,16 +64,8 @@ def bare_evaluation(rank):
     for number in range(6):
         twins.step()
         if rank.index == 0 and number in (1, 4):
-            values = []
-            for module, _, _ in twins.each():
-                module.eval()
-                with torch.no_grad():
-                    values.append(module(twins.task.batch(7, 0)[0]))
-                module.train()
-            found += compare.trees(values[1], values[0], "evaluation")
-    found += twins.differences()
-    twins.handle.detach()
-    return found
+            found += compare.trees(*reversed(evaluated(twins, bare=True)), "evaluation")
+    return found + twins.end()
 
 
 def test_rank_0_alone_can_evaluate_a_bare_module(ranks):
@@ -90,9 +86,7 @@ def evaluation_mode(rank, mode):
     twins.ours.module.train()
     for _ in range(2):
         twins.step()
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    return twins.end()
 
 
 @pytest.mark.parametrize("mode", ["hook", "overlap"])

@@ -19,6 +19,7 @@ from gradcast.training.measure import network_cost
 from gradcast.training.plan import calibration, proposals
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 
+WARMUP_STEPS = 3
 STEPS_TO_ADAPT = 20
 USUAL_NS = 20e6
 
@@ -46,6 +47,22 @@ def expectation(gain, limit=2.0, compute_share=0.97):
 
 
 def train(rank, mode, steps, facts_of, gain=1.5, **options):
+    """``facts_of(rank, step, on_baseline)``: what a rank says of a step."""
+
+    def prepare(handle):
+        live = handle._session.controller
+        live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.runs_as_baseline)
+
+        def tell(step):
+            live._own_facts = lambda _: facts_of(rank.index, step - 1, live.on_baseline) if step else None
+
+        return tell
+
+    def note(handle):
+        stats = handle.stats()
+        assert (stats["predicted_ms"] is None) == (stats["bound_ms"] is None) == handle.measuring
+        return stats["plan_version"], stats["policy"], stats["runs_as_ddp"]
+
     # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
     # goes on with other tests.
     with (
@@ -53,28 +70,24 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
         mock.patch.object(network_cost, "corrected_link", return_value=None),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
     ):
-        return train_both(rank, mode, steps, facts_of, options)
+        return train_both(rank, mode, steps, note, prepare, **options)
 
 
-def train_both(rank, mode, steps, facts_of, options):
-    """With gradcast, then with DDP. What was followed and said, and whether the parameters are equal.
-
-    ``facts_of(rank, step, on_baseline)``: what a rank says of a step.
+def train_both(rank, mode, steps, note, prepare=lambda handle: None, **options):
+    """With gradcast, then with DDP: what ``note(handle)`` tells after each step, what was said, the last statistics,
+    and whether the parameters are equal. ``prepare(handle)``: returns what is called before each step, with its number.
     """
     heard = Heard()
     modules = [make_module(), make_module()]
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
-    options = gradcast.Options(warmup_steps=3, **options)
+    options = gradcast.Options(warmup_steps=WARMUP_STEPS, **options)
     handle = gradcast.attach(modules[0], sgds[0] if mode == "overlap" else None, options=options)
-    live = handle._session.controller
-    live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.runs_as_baseline)
+    before_step = prepare(handle) or (lambda step: None)
     seen = []
     for step in range(steps):
-        live._own_facts = lambda _, step=step: facts_of(rank.index, step - 1, live.on_baseline) if step else None
+        before_step(step)
         run_step(rank, step, modules[0], sgds[0])
-        stats = handle.stats()
-        seen.append((stats["plan_version"], stats["policy"], stats["runs_as_ddp"]))
-        assert (stats["predicted_ms"] is None) == (stats["bound_ms"] is None) == handle.measuring
+        seen.append(note(handle))
     handle.flush()
     stats = handle.stats()
     handle.detach()
@@ -108,28 +121,23 @@ def with_slower_baseline(on_baseline):
     return 1.5 * USUAL_NS if on_baseline else 1.2 * USUAL_NS
 
 
-def slower_rank(rank, mode):
+def slower(rank, mode, what):
     def facts_of(rank, step, on_baseline):
-        slow = rank == 1 and step >= 60
-        return facts(step_ns=with_slower_baseline(on_baseline), busy_ns=(2 if slow else 1) * USUAL_NS)
-
-    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
-
-
-def slower_network(rank, mode):
-    def facts_of(_rank, step, on_baseline):
-        return facts(step_ns=with_slower_baseline(on_baseline), link_ns=(1.0 if step >= 60 else 0.5) * USUAL_NS)
+        is_slow = step >= 60
+        busy_ns = 2 * USUAL_NS if is_slow and what == "rank" and rank == 1 else USUAL_NS
+        link_ns = USUAL_NS if is_slow and what == "network" else 0.5 * USUAL_NS
+        return facts(step_ns=with_slower_baseline(on_baseline), busy_ns=busy_ns, link_ns=link_ns)
 
     return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize(
-    ("run", "said"),
-    [(slower_rank, "rank 1 has changed: the slowest rank computed"), (slower_network, "the network has changed")],
+    ("what", "said"),
+    [("rank", "rank 1 has changed: the slowest rank computed"), ("network", "the network has changed")],
 )
-def test_a_change_that_stays_is_measured_and_named(ranks, run, said, mode):
-    results = ranks.run(2, run, mode)
+def test_a_change_that_stays_is_measured_and_named(ranks, what, said, mode):
+    results = ranks.run(2, slower, mode, what)
     require_agreement(results)
     versions = [version for version, _, _ in results[0]["seen"]]
     assert versions[60 + STEPS_TO_ADAPT] == versions[59] + 4  # three plans of a warm-up, and the new one
@@ -197,8 +205,8 @@ def flushed_at(rank, flushed_step):
     """The steps of which this rank says nothing."""
     module = make_module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=3))
-    reports, said = handle._session.controller._step_reports, []
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(warmup_steps=WARMUP_STEPS))
+    reports, said = handle._session.controller.step_reports, []
     exchange = reports.exchange
     reports.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
     for step in range(8):

@@ -6,8 +6,7 @@ import pytest
 
 import gradcast
 from gradcast import _core
-from training.needs import torch
-from training.plan.test_adapt import Heard, make_module, run_step
+from training.plan.test_adapt import WARMUP_STEPS, train_both
 from training.profiles import compute_steps, linear, profile_of
 
 pytest.importorskip("training.needs")
@@ -19,7 +18,6 @@ from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.plan import calibration, measured_profile, proposals
 from gradcast.training.plan.calibration import Calibration, corrected_compute, planned_busy_periods_ns
 
-WARMUP_STEPS = 3
 CALIBRATION_STEPS = 9
 
 
@@ -156,31 +154,16 @@ def train(rank, mode, link_factor, compute_factor=None):
         mock.patch.object(network_cost, "corrected_link", link),
         mock.patch.object(calibration, "corrected_compute", compute),
     ):
-        found = train_both(rank, mode)
+        found = train_both(rank, mode, WARMUP_STEPS + CALIBRATION_STEPS + 3, version_and_profile)
     assert link.call_count == compute.call_count == (1 if rank.index == 0 else 0), "rank 0 decides"
     for call in link.call_args_list + compute.call_args_list:
         assert len(call.args[1]) == CALIBRATION_STEPS - 1, "in the first step memory is allocated"
-    return found
+    lines = [line for line in found["lines"] if "warm-up measured" in line]
+    return found["seen"], lines, found["equal"]
 
 
-def train_both(rank, mode):
-    """The versions that were followed, with their profiles, what was said, and whether the parameters are DDP's."""
-    heard, seen = Heard(), []
-    modules = [make_module(), make_module()]
-    sgds = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
-    options = gradcast.Options(warmup_steps=WARMUP_STEPS)
-    handle = gradcast.attach(modules[0], sgds[0] if mode == "overlap" else None, options=options)
-    steps = WARMUP_STEPS + CALIBRATION_STEPS + 3
-    for step in range(steps):
-        run_step(rank, step, modules[0], sgds[0])
-        profile = handle.profile and handle.profile.to_json()
-        seen.append((handle.plan_version, profile))
-    handle.detach()
-    ddp = torch.nn.parallel.DistributedDataParallel(modules[1])
-    for step in range(steps):
-        run_step(rank, step, ddp, sgds[1])
-    equal = all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in modules), strict=True))
-    return seen, [line for line in heard.lines if "warm-up measured" in line], equal
+def version_and_profile(handle):
+    return handle.plan_version, handle.profile and handle.profile.to_json()
 
 
 BEFORE, AFTER = WARMUP_STEPS + CALIBRATION_STEPS - 1, WARMUP_STEPS + CALIBRATION_STEPS + 1
