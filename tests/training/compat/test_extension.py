@@ -13,6 +13,7 @@ import gradcast
 from conftest import ROOT
 
 pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
+import torch
 
 from gradcast.training.compat import extension, native_build
 
@@ -86,6 +87,8 @@ def test_it_is_built_once_and_then_found(load, monkeypatch, tmp_path):
     assert built
     assert module.answer == 42
     assert sys.modules["gradcast._c10d"] is module
+    (path,) = built_files()
+    assert path.parent.name.startswith(f"torch-{torch.__version__}.cpython-")
     no_compiler(monkeypatch, tmp_path)
     module, built = load()
     assert not built
@@ -93,39 +96,25 @@ def test_it_is_built_once_and_then_found(load, monkeypatch, tmp_path):
     assert extension.load() is module
 
 
-def test_the_folder_names_torch_and_python(load):
+@pytest.mark.parametrize("change", ["source", "header", "flags"])
+def test_what_has_changed_is_built_anew(load, world, monkeypatch, change):
     load()
-    (path,) = built_files()
-    import torch
-
-    assert path.parent.name.startswith(f"torch-{torch.__version__}.cpython-")
-
-
-def test_a_changed_source_is_built_anew(load, world):
-    load()
-    write_sources(world, answer=43)
-    module, built = load()
-    assert built
-    assert module.answer == 43
-    assert len(built_files()) == 2
-    write_sources(world, answer=42)
-    assert not load()[1]
-
-
-@pytest.mark.parametrize("change", ["header", "flags"])
-def test_other_headers_and_other_flags_are_another_build(load, world, monkeypatch, change):
-    load()
-    if change == "header":
+    if change == "source":
+        write_sources(world, answer=43)
+    elif change == "header":
         (world / "include/gradcast/types.h").write_text("#pragma once\n// changed\n")
     else:
         monkeypatch.setenv("CXXFLAGS", "-O1 -g0")
-    assert load()[1]
+    module, built = load()
+    assert built
+    assert module.answer == (43 if change == "source" else 42)
     assert len(built_files()) == 2
+    write_sources(world)
+    monkeypatch.delenv("CXXFLAGS", raising=False)
+    assert not load()[1], "both stay"
 
 
 def test_the_one_built_at_install_comes_first(load, world, monkeypatch, tmp_path):
-    import torch
-
     installed = world / "python/gradcast" / native_build.installed_name(torch.__version__)
     native_build.build(world, installed)
     no_compiler(monkeypatch, tmp_path)
@@ -150,24 +139,36 @@ def test_an_installed_package_brings_its_sources(load, world):
     assert load()[0].answer == 7
 
 
-def test_no_compiler(load, monkeypatch, tmp_path):
-    no_compiler(monkeypatch, tmp_path)
-    refusal(load, r"no C\+\+ compiler was found .*g\+\+")
+def other_compiler(world, patch, folder):
+    patch.setenv("CXX", "no-such-compiler -O2")
 
 
-def test_a_compiler_that_is_not_there(load, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    refusal(load, "no-such-compiler of the environment variable CXX was not found")
+def no_headers_of_python(world, patch, folder):
+    patch.setattr(native_build.sysconfig, "get_path", lambda name: str(folder / "empty"))
 
 
-def test_no_headers_of_python(load, monkeypatch, tmp_path):
-    monkeypatch.setattr(native_build.sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
-    refusal(load, r"Python's headers are missing \(.*Python\.h\).*python3-dev")
-
-
-def test_no_sources(load, world):
+def no_sources(world, patch, folder):
     (world / "csrc/transport/torch/module.cc").unlink()
-    refusal(load, "install gradcast again")
+
+
+def no_cache(world, patch, folder):
+    (folder / "file").write_text("")
+    patch.setenv("GRADCAST_CACHE_DIR", str(folder / "file" / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        (lambda world, patch, folder: no_compiler(patch, folder), r"no C\+\+ compiler was found .*g\+\+"),
+        (other_compiler, "no-such-compiler of the environment variable CXX was not found"),
+        (no_headers_of_python, r"Python's headers are missing \(.*Python\.h\).*python3-dev"),
+        (no_sources, "install gradcast again"),
+        (no_cache, "set GRADCAST_CACHE_DIR to a folder that can be written"),
+    ],
+)
+def test_what_is_missing_is_named(load, world, monkeypatch, tmp_path, lacks, said):
+    lacks(world, monkeypatch, tmp_path)
+    refusal(load, said)
 
 
 def test_the_compiler_has_the_last_word(load, world):
@@ -185,12 +186,6 @@ def test_a_file_that_does_not_load_is_named(load, world):
     assert str(path) in refusal(load, "does not load .* remove")
 
 
-def test_a_cache_that_cannot_be_written(load, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GRADCAST_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    refusal(load, "set GRADCAST_CACHE_DIR to a folder that can be written")
-
-
 def test_where_the_cache_is(monkeypatch):
     monkeypatch.setenv("GRADCAST_CACHE_DIR", "/a/b")
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
@@ -203,8 +198,6 @@ def test_where_the_cache_is(monkeypatch):
 
 
 def lock_of(tree: Path) -> Path:
-    import torch
-
     path = extension.cache_folder() / native_build.key(tree, torch.__version__) / "lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
