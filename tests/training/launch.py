@@ -3,6 +3,7 @@ but not without end."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -97,3 +98,22 @@ def _exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def require_ended_well(ends: list[Ended], code: int = 0) -> None:
+    """No rank hung, crashed or left a process; C++ had no reason to speak."""
+    for rank, end in enumerate(ends):
+        assert end.code == code, f"rank {rank} ended with {end.code}\n{end.errors}"
+        assert not end.left_behind
+        for sign in ("terminate called", "Fatal Python error", "Segmentation fault", "leaked"):
+            assert sign not in end.errors, end.errors
+
+
+def require_network_error(end: Ended) -> dict:
+    """Returns what a rank tells that has ended with an error of the network, which names the block."""
+    assert end.code == 1, f"it ended with {end.code}\n{end.errors}"
+    assert not end.left_behind
+    told = end.told[-1]
+    assert (told["error"], told["code"]) == ("Error", "communication"), told
+    assert re.search(r"block \d+ of \d+", told["message"]), told
+    return told

@@ -168,7 +168,7 @@ REFUSED = {
     "python reducer": (python_reducer, "python_reducer"),
     "attached inside": (attached_inside, "attached"),
     "fsdp": (lambda side: attach_whole(side, sharded()), "FSDP"),
-    "fsdp inside": (lambda side: attach_whole(side, Holder(sharded()).held.module), "FSDP"),
+    "fsdp inside": (lambda side: attach_whole(side, sharded().module), "FSDP"),
     "fsdp2": (fsdp2, "fully_shard"),
     "zero": (zero, "ZeroRedundancyOptimizer"),
     "local sgd": (local_sgd, "PostLocalSGDOptimizer"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from training.launch import launch
+from training.launch import launch, require_ended_well
 from training.needs import torch
 
 pytestmark = pytest.mark.slow
@@ -46,13 +46,6 @@ def end(late, monkeypatch):
     return run
 
 
-def ended_well(ends):
-    for rank, each in enumerate(ends):
-        assert each.code == 0, f"rank {rank} ended with {each.code}\n{each.errors}"
-        assert not each.left_behind
-        assert "terminate called" not in each.errors
-
-
 def test_plain_torch_aborts(end):
     """Else the tests below would pass whatever gradcast does."""
     ends = end("plain")
@@ -64,27 +57,27 @@ def test_plain_torch_aborts(end):
 
 @pytest.mark.parametrize("operation", ["gather", "from_first", "copy_from_first"])
 def test_messages_on_a_group_that_nobody_ends(end, operation):
-    ended_well(end(operation))
+    require_ended_well(end(operation))
 
 
 @pytest.mark.parametrize("program", ["hook", "step"])
 def test_groups_of_our_own_are_ended(end, program):
     """Their threads are gone before Python ends; those of the program's own group are the program's business."""
     ends = end(program)
-    ended_well(ends)
+    require_ended_well(ends)
     for each in ends:
         before, after = (told["threads"] for told in each.told)
         assert before == 2 * after > 0
 
 
 def test_a_state_of_the_hook_outlives_the_groups(end):
-    ended_well(end("hook_is_kept"))
+    require_ended_well(end("hook_is_kept"))
 
 
 def test_a_collection_that_ends_the_group_does_not_hang(end):
     """Whoever waits for Gloo's threads with the GIL must not wait for one that needs it."""
     ends = end("collects", limit_s=60.0)
-    ended_well(ends)
+    require_ended_well(ends)
     for each in ends:
         assert [told["threads"] for told in each.told] == [0, 0]
 
@@ -92,7 +85,7 @@ def test_a_collection_that_ends_the_group_does_not_hang(end):
 def test_a_failure_of_the_only_operation_is_told_to_the_group():
     """Nothing else is in flight, but this rank will not go on: without an abort its peers wait until the timeout."""
     (ended,) = launch(1, "fails_alone", module="training.ends_groups", limit_s=LIMIT_S)
-    ended_well([ended])
+    require_ended_well([ended])
     failed, closed = ended.told
     assert "all_reduce of 4000 bytes failed on rank 0 of 2" in failed["error"]
     assert (failed["before"], failed["after"]) == (0, 1)
@@ -102,7 +95,7 @@ def test_a_failure_of_the_only_operation_is_told_to_the_group():
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
 def test_close_does_not_wait_for_what_cannot_be_aborted(wire):
     (ended,) = launch(1, "closes_what_is_stuck", wire, module="training.ends_groups", limit_s=LIMIT_S)
-    ended_well([ended])
+    require_ended_well([ended])
     (told,) = ended.told
     assert told["early"] is None
     assert told["error"] == "enough"
