@@ -21,8 +21,8 @@ class Options:
       memory is allocated in it.
     * ``plan``: a file with a plan to follow instead of one made from the measurements. The environment variable
       GRADCAST_PLAN does the same.
-    * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast dev plan``, except that the default policy has a
-      block_tolerance of 0.005 here: of the plans whose predicted step is at most 0.5 % longer than the best one, it
+    * ``policy``, ``policy_parameters``, ``in_flight``: as for ``gradcast dev plan``, except that the default policy has
+      a block_tolerance of 0.005 here: of the plans whose predicted step is at most 0.5 % longer than the best one, it
       takes the one with the fewest blocks. A measured start-up cost may be far too low, even 0, and a plan of many
       blocks pays the true one for each.
     * ``adapt``: gradcast measures and plans again when the network or compute has changed, tries the DDP baseline from
