@@ -4,6 +4,7 @@ Blocks, predictions and the floor are gradcast's own for a bundled profile on a 
 slow rank, clocks that differ) is drawn from a seed.
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import gradcast
 from gradcast import _core
 from gradcast.diagnosis.analyze import timelines
+from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSetup
+from gradcast.diagnosis.observe.environment import Process
 from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.diagnosis.trace.clocks import Clock
 
@@ -29,6 +32,25 @@ LINT = [
     {"key": "buckets", "title": "buckets of 1 MB", "cost_ms": 7.5, "remedy": "DDP(model, bucket_cap_mb=25)"},
     {"key": "unused", "title": "find_unused_parameters is on", "cost_ms": None, "remedy": "leave it out"},
 ]
+
+
+def setup(**changes):
+    """A training with DDP's usual options."""
+    usual = TrainingSetup(
+        backend="gloo", device="cpu", torch="2.11.0", model="ResNet", parameter_bytes={},
+        caps_bytes=(1 << 20, 25 << 20), is_fp32=True, compiled=False, find_unused_parameters=False, rebuilt=True,
+        broadcast_buffers=False, buffer_bytes=64, warmup_steps=5, gradients_used=False,
+    )  # fmt: skip
+    return dataclasses.replace(usual, **changes)
+
+
+def measured(steps, **changes):
+    """What one rank measured, without a trial and a network check. ``steps`` are its RankSteps."""
+    process = Process({}, 1, frozenset(range(4)), None, "a")
+    usual = RankMeasurements(
+        steps, options={}, trial=None, clocks=[], network=None, launch_unknown=None, probe_steps=32, process=process
+    )
+    return dataclasses.replace(usual, **changes)
 
 
 def scene(world_size=WORLD, profile="resnet50", scale=0.5):
@@ -239,6 +261,7 @@ def _network(now, dice):
         "collective": {"op": "all_reduce", "samples": samples, "alpha_us": cost.alpha_ns / 1e3,
                        "beta_ns_per_byte": cost.beta_ns_per_byte, "bus_gbit_per_s": 2.8, "fit_error": 0.02},
         "pairs": pairs,
+        "alternatives": [],
         "connections": 1,
         "findings": [{"key": "one_core", "sentence": FINDING}],
     }  # fmt: skip

@@ -7,51 +7,53 @@ import json
 import pytest
 
 import gradcast
+from diagnosis import doctor_runs
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze import actions, timelines
 from gradcast.diagnosis.analyze.actions import Situation
 from gradcast.diagnosis.analyze.bottleneck import bottleneck
 from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.step_breakdown import Straggler
+from gradcast.diagnosis.analyze.lint import Mistake
+from gradcast.diagnosis.analyze.step_breakdown import ONE_SYNC, Breakdown, Straggler
 from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
 
-MIB = 1 << 20
-DDP_CAPS = (MIB, 25 * MIB)
 MS = 1e6
+SETUP = doctor_runs.setup()
 
 
 def exact(value):
-    return Estimate(value, value, value)
+    return value if isinstance(value, Estimate) else Estimate(float(value), float(value), float(value))
 
 
-def parts(**ms):
-    return {part: exact(float(ms.get(part, 0.0))) for part in PARTS}
+def broken_down(step, ranks=None, straggler=None, **ms):
+    """``ms`` are the parts of the shown rank, and ``ranks`` those of all ranks if there are others."""
+    parts = {part: exact(ms.get(part, 0)) for part in PARTS}
+    ranks = [{part: each.get(part, 0) for part in PARTS} for each in ranks or [{k: e.value for k, e in parts.items()}]]
+    return Breakdown(0, exact(step), parts, ranks, straggler, ONE_SYNC)
 
 
-def with_link(alpha_ns, beta_ns_per_byte, scale=1.0):
-    profile = gradcast.load_profile("resnet50", scale=scale)
-    fields = json.loads(profile.to_json())
+def with_link(alpha_ns, beta_ns_per_byte):
+    fields = json.loads(gradcast.load_profile("resnet50").to_json())
     pieces = [{"up_to_bytes": None, "alpha_ns": alpha_ns, "beta_ns_per_byte": beta_ns_per_byte}]
     return _core.Profile.from_json(json.dumps(fields | {"world_size": 4, "link": {"all_reduce": pieces}}))
 
 
-def situation(profile, **more):
-    """A training whose steps take exactly what ``play`` predicts for DDP on this profile."""
-    step_ms = ddp_baseline.plan(profile, DDP_CAPS).predicted_ns / MS
-    known = parts(forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
-    return Situation(
-        step=exact(step_ms), parts=known, ranks=[values(known)], profile=profile, caps_bytes=DDP_CAPS, **more
-    )
+def situation(profile, step_ms=None, *, setup=SETUP, **more):
+    """A training whose steps take exactly what ``play`` predicts for DDP on this profile, if nothing is said."""
+    step_ms = step_ms or ddp_baseline.plan(profile, SETUP.caps_bytes).predicted_ns / MS
+    found = broken_down(step_ms, forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
+    return Situation(found, setup, profile, **more)
 
 
-def values(known):
-    return {part: each.value for part, each in known.items()}
+def by_key(known):
+    return {action.key: action for action in actions.actions(known)}
 
 
-def by_key(listed):
-    return {action.key: action for action in listed}
+def of_parts(step, ranks=None, **ms):
+    """The actions that need no profile."""
+    return by_key(Situation(broken_down(step, ranks, **ms), SETUP, None))
 
 
 # --- Actions ---
@@ -60,81 +62,64 @@ def by_key(listed):
 def test_the_gain_of_overlap_mode_is_that_of_play():
     profile = with_link(500e3, 2.0)
     found = situation(profile)
-    overlap = by_key(actions.actions(found))["overlap"]
+    overlap = by_key(found)["overlap"]
     plan = gradcast.make_plan(profile, profile.link)
     assert overlap.predicted_ms == pytest.approx(plan.predicted_ns / MS)
-    assert overlap.speedup == pytest.approx(found.step.value / overlap.predicted_ms)
+    assert overlap.speedup == pytest.approx(found.step_ms / overlap.predicted_ms)
     assert overlap.low == overlap.high == overlap.speedup, "no spread, no range"
     assert actions.floor_ms(found) == pytest.approx(plan.bound_ns / MS)
-
-
-def test_what_is_measured_above_the_prediction_stays_when_something_is_changed():
-    profile = with_link(500e3, 2.0)
-    usual = situation(profile)
-    more = dataclasses.replace(usual, step=exact(usual.step.value + 30))
-    before, after = (by_key(actions.actions(each))["overlap"] for each in (usual, more))
-    assert after.predicted_ms == pytest.approx(before.predicted_ms + 30)
-    assert after.speedup < before.speedup
+    # What is measured above the prediction stays when something is changed.
+    longer = by_key(situation(profile, found.step_ms + 30))["overlap"]
+    assert longer.predicted_ms == pytest.approx(overlap.predicted_ms + 30)
+    assert longer.speedup < overlap.speedup
 
 
 def test_a_range_comes_from_the_spread_of_the_network():
-    overlap = by_key(actions.actions(situation(with_link(500e3, 1.0), spread=(0.8, 1.3))))["overlap"]
-    assert overlap.low < overlap.speedup < overlap.high or overlap.low < overlap.high
+    overlap = by_key(situation(with_link(500e3, 1.0), spread=(0.8, 1.3)))["overlap"]
     assert overlap.low <= overlap.speedup <= overlap.high
-
-
-def of_parts(step_ms, known, ranks=None):
-    ranks = [values(known)] if ranks is None else [values(each) for each in ranks]
-    return Situation(step=exact(step_ms), parts=known, ranks=ranks, profile=None, caps_bytes=DDP_CAPS)
+    assert overlap.low < overlap.high
 
 
 def test_actions_come_in_the_order_of_their_gain():
-    known = parts(forward=30, backward=70, launch=20, update=10, data_storage=50, data_cpu=10, waiting=8, network=2)
-    listed = actions.actions(of_parts(200.0, known))
-    assert [action.key for action in listed] == ["loader", "launch", "straggler", "accumulate"]
-    assert listed[0].predicted_ms == 140
-    assert listed[0].speedup == pytest.approx(200 / 140)
-    assert listed[1].predicted_ms == 180
-    assert listed[2].predicted_ms == 192
+    parts = {"forward": 30, "backward": 70, "launch": 20, "update": 10, "data_storage": 50, "data_cpu": 10}
+    found = of_parts(200, waiting=8, network=2, **parts)
     # Two batches: one that sends nothing but still waits for the slower rank, 188, and one as now.
-    assert listed[3].predicted_ms == pytest.approx((188 + 200) / 2)
+    expected = {"loader": 140, "launch": 180, "straggler": 192, "accumulate": (188 + 200) / 2}
+    assert list(found) == list(expected)
+    assert {key: each.predicted_ms for key, each in found.items()} == pytest.approx(expected)
+    assert found["loader"].speedup == pytest.approx(200 / 140)
 
 
 def test_a_loader_gains_what_the_slowest_rank_gains():
-    own = parts(forward=30, backward=60, data_cpu=50, waiting=50)
-    other = parts(forward=30, backward=160)
-    loader = by_key(actions.actions(of_parts(200.0, own, [own, other])))["loader"]
+    own, other = {"forward": 30, "backward": 60, "data_cpu": 50}, {"forward": 30, "backward": 160}
+    loader = of_parts(200, [own, other], waiting=50, **own)["loader"]
     assert loader.speedup == 1.0, "the other rank computes as long as this one loads"
-    own, other = parts(forward=30, backward=60, waiting=100), parts(forward=30, backward=60, data_storage=100)
-    loader = by_key(actions.actions(of_parts(200.0, own, [own, other])))["loader"]
+    own = {"forward": 30, "backward": 60}
+    loader = of_parts(200, [own, own | {"data_storage": 100}], waiting=100, **own)["loader"]
     assert loader.speedup == pytest.approx(2.0), "this rank waits for the other one's loader"
 
 
 def test_a_range_of_a_part_is_that_of_its_gain():
-    known = parts(forward=100, waiting=50) | {"waiting": Estimate(50.0, 30.0, 60.0)}
-    straggler = by_key(actions.actions(of_parts(200.0, known)))["straggler"]
+    straggler = of_parts(200, forward=100, waiting=Estimate(50.0, 30.0, 60.0))["straggler"]
     assert (straggler.low, straggler.high) == (pytest.approx(200 / 170), pytest.approx(200 / 140))
 
 
 def test_without_numbers_to_cast_there_is_no_wire_format_and_without_streams_no_connections():
-    profile = with_link(500e3, 2.0)
-    keys = by_key(actions.actions(situation(profile, wire_possible=False)))
-    assert "wire" not in keys
-    assert "connections" not in keys
-    keys = by_key(actions.actions(situation(with_link(500e3, 6.0), streams_gain=2.0)))
-    assert keys["wire"].speedup > keys["overlap"].speedup
-    assert keys["connections"].speedup > 1.2
-
-
-def test_connections_help_as_many_operations_as_ddp_has_under_way():
-    ranges = [by_key(actions.actions(situation(with_link(500e3, 6.0), streams_gain=gain))) for gain in (2.0, 3.9)]
-    assert ranges[0]["connections"] == ranges[1]["connections"]
+    slow = with_link(500e3, 6.0)
+    found = by_key(situation(slow, setup=dataclasses.replace(SETUP, is_fp32=False)))
+    assert not {"wire", "connections"} & found.keys()
+    found = by_key(situation(slow, streams_gain=2.0))
+    assert found["wire"].speedup > found["overlap"].speedup
+    assert found["connections"].speedup > 1.2
+    # More than DDP has operations under way do not help.
+    assert by_key(situation(slow, streams_gain=3.9))["connections"] == found["connections"]
 
 
 def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_under_forward():
     profile = with_link(500e3, 8.0)  # traffic takes longer than compute, also with half of the bytes
-    usual, used = situation(profile), situation(profile, gradients_used=True)
-    before, after = by_key(actions.actions(usual)), by_key(actions.actions(used))
+    usual = situation(profile)
+    used = dataclasses.replace(usual, setup=dataclasses.replace(SETUP, gradients_used=True))
+    before, after = by_key(usual), by_key(used)
     assert before.keys() - after.keys() == {"overlap"}
     assert after["hook"] == before["hook"]
     half = profile.link.scaled(1, 0.5)
@@ -149,23 +134,24 @@ def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_und
 def test_no_step_is_predicted_to_be_shorter_than_its_passes():
     """The network was far slower during the trial than in the measured steps."""
     profile = with_link(500e3, 20.0)
-    usual = situation(profile)
     passes_ms = (profile.forward_ns + profile.backward_ns) / MS
-    fast = dataclasses.replace(usual, step=exact(1.5 * passes_ms))
-    assert fast.step.value < usual.step.value / 2
+    fast = situation(profile, 1.5 * passes_ms)
+    assert fast.step_ms < situation(profile).step_ms / 2
     for action in actions.actions(fast):
         assert action.predicted_ms >= passes_ms
         assert action.high <= 1.5 + 1e-9, action.key
     assert actions.floor_ms(fast) >= passes_ms
+    # A step with an interval wider than itself, and an action that would remove more time than there is.
+    found = of_parts(Estimate(100.0, 90.0, 400.0), forward=10, backward=30, waiting=Estimate(70.0, 0.0, 500.0))
+    assert [found[key].high for key in ("accumulate", "straggler")] == pytest.approx([100 / 40] * 2)
+    assert (found["straggler"].predicted_ms, found["straggler"].speedup) == (40, pytest.approx(100 / 40))
 
 
 def test_a_step_that_only_computes_is_hopeless_and_says_so():
-    profile = with_link(1e3, 1e-4)
-    found = situation(profile)
+    found = situation(with_link(1e3, 1e-4))
     listed = [action for action in actions.actions(found) if action.key != "accumulate"]
-    said = actions.hopeless(found, listed)
-    assert said.startswith("None of these actions will help, because 100% of the step")
-    assert actions.hopeless(found, by_key(actions.actions(situation(with_link(500e3, 2.0)))).values()) is None
+    assert actions.hopeless(found, listed).startswith("None of these actions will help, because 100% of the step")
+    assert actions.hopeless(found, actions.actions(situation(with_link(500e3, 2.0)))) is None
 
 
 # --- The verdict ---
@@ -177,42 +163,39 @@ def test_a_step_that_only_computes_is_hopeless_and_says_so():
         ({"forward": 60, "backward": 138, "network": 2}, {}, "compute-bound", "99% of the step's 200 ms"),
         ({"forward": 60, "loop": 100}, {}, "compute-bound", "the loop's own work (the loss, logging"),
         ({"forward": 100, "launch": 60}, {}, "compute-bound", "launch overhead (Python and the framework) another 30%"),
-        (
-            {"forward": 60, "launch": 100},
-            {},
-            "compute-bound",
-            "takes 50% of the step's 200 ms, compute 30%",
-        ),
-        ({"forward": 100, "network": 100}, {"latency_share": 0.1}, "bandwidth-bound", "between nodes"),
+        ({"forward": 60, "launch": 100}, {}, "compute-bound", "takes 50% of the step's 200 ms, compute 30%"),
+        # Errors of measurement are no stalls.
+        ({"forward": 230, "waiting": -10, "rest": -20}, {}, "compute-bound", "Compute is the limit"),
+        ({"forward": 100, "network": 100}, {"latency_share": 0.1}, "bandwidth-bound", "between nodes."),
         ({"forward": 100, "interconnect": 100}, {}, "bandwidth-bound", "between the devices of a node"),
         ({"forward": 100, "network": 100}, {"latency_share": 0.8}, "latency-bound", "80% of communication time"),
         ({"forward": 120, "data_storage": 50, "network": 30}, {}, "data-bound", "reading it from storage"),
         ({"forward": 120, "data_cpu": 50, "network": 30}, {}, "data-bound", "preparing it on the CPU"),
         (
-            {"forward": 120, "waiting": 50, "network": 30},
-            {"straggler": Straggler(3, "backward", "layer3.0", 50.0)},
+            {"forward": 120, "waiting": 50, "network": 30, "straggler": Straggler(3, "backward", "layer3.0", 50.0)},
+            {},
             "straggler",
             "waiting for rank 3, which takes longer in backward, most of it in layer3.0",
         ),
-        ({"forward": 100, "network": 100}, {"mistake": ("this", 30.0)}, "misconfigured", "this: 30 of 200 ms"),
+        ({"forward": 120, "waiting": 50}, {}, "straggler", "25% of the step, 50 ms, is waiting for a slower rank."),
         (
             {"forward": 100, "network": 100},
-            {"mistake": ("this", 3.0)},
+            {"mistake": Mistake("", "this", 30.0, "")},
+            "misconfigured",
+            "this: 30 of 200 ms",
+        ),
+        (
+            {"forward": 100, "network": 100},
+            {"mistake": Mistake("", "this", 3.0, "")},
             "bandwidth-bound",
             "100 of 200 ms, is exposed communication between nodes.",
         ),
     ],
 )
 def test_the_verdict_names_what_costs_most(ms, more, kind, words):
-    more = {"straggler": None, "latency_share": None, "mistake": None} | more
-    found = bottleneck(exact(200.0), parts(**ms), more.pop("straggler"), **more)
+    found = bottleneck(broken_down(200, **ms), **more)
     assert found.kind == kind
     assert words in found.sentence
-
-
-def test_errors_of_measurement_are_no_stalls():
-    found = bottleneck(exact(200.0), parts(forward=230, waiting=-10, rest=-20), None, latency_share=None)
-    assert found.kind == "compute-bound"
 
 
 # --- Timelines ---

@@ -5,113 +5,117 @@ from pathlib import Path
 
 import pytest
 
+from diagnosis import doctor_runs
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.lint import Evidence, mistakes
+from gradcast.diagnosis.analyze.lint_costs import Predictions
 from gradcast.diagnosis.observe import environment
 from gradcast.diagnosis.observe.environment import HostCpu, Process, usable_cores
 
-# Four parameters whose gradients come one after the other, the last one registered first.
-STREAMING = Evidence(
-    ready_ms=[100, 75, 50, 25],
-    backward_ms=100,
-    step_ms=200,
-    buckets=[[3, 2], [1, 0]],
-    compiled=False,
-    find_unused_parameters=False,
-    rebuilt=True,
-    broadcast_buffers=False,
-    device="cpu",
-    hosts=[HostCpu("a", threads=2, cores=2, ranks=2)],
-)
-AT_THE_END = {"ready_ms": [99, 98, 97, 96], "predicted_ms": 220, "predicted_even_ms": 180}
+# A training without mistakes: four gradients come one after the other, the last one registered first.
+SETUP = doctor_runs.setup()
+SEEN = Predictions(
+    ready_ms=[100, 75, 50, 25], backward_ms=100, buckets=[[3, 2], [1, 0]], now_ms=220, even_ms=220,
+    best_buckets_ms=220, best_cap_mib=4, used_ms=220, interface_ms=None,
+)  # fmt: skip
+KNOWN = Evidence(SETUP, 200, [HostCpu("a", threads=2, cores=2, ranks=2)], {}, {}, SEEN)
+
+LATE = {"ready_ms": [99, 98, 97, 96], "even_ms": 180}
+ONE_BUCKET = {"buckets": [[3, 2, 1, 0]], "best_buckets_ms": 200}
+# Registered so that the bucket that is sent first is ready last.
+REVERSED = {"buckets": [[0], [3, 2, 1]], "rebuilt": False, "used_ms": 190}
+UNUSED = {"find_unused_parameters": True}
+BUFFERS = {"broadcast_buffers": True, "buffer_bytes": 4000}
+THREADS = {"hosts": [HostCpu("a", 2, 2, 2), HostCpu("b", 12, 8, 4), HostCpu("c", 16, 8, 4)]}
+INTERFACE = {"network_findings": {"slow_interface": "eth0 reaches 1 Gbit/s; set GLOO_SOCKET_IFNAME=ib0"}}
+
+
+def one_queue(value):
+    """The last rank of the last host has it."""
+    usual = HostCpu("a", 2, 2, 2, [{}, {}])
+    last = dataclasses.replace(usual, name="b", variables=[{}, {"CUDA_DEVICE_MAX_CONNECTIONS": value}])
+    return {"hosts": [usual, last]}
+
+
+def cost(name, ms, low_ms):
+    return {"costs": {name: Estimate(ms, low_ms, 2 * ms - low_ms)}}
 
 
 def found(**changes):
-    return {each.key: each for each in mistakes(dataclasses.replace(STREAMING, **changes))}
+    """The mistakes of the training with changes to its setup, to what was seen, or to the evidence as a whole."""
+
+    def changed(usual):
+        names = changes.keys() & {field.name for field in dataclasses.fields(usual)}
+        return dataclasses.replace(usual, **{name: changes.pop(name) for name in names})
+
+    known = changed(dataclasses.replace(KNOWN, setup=changed(SETUP), predictions=changed(SEEN)))
+    assert not changes
+    return mistakes(known)
 
 
-def test_a_training_without_mistakes_has_none():
-    assert found() == {}
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"predictions": None}, {}),
+        (LATE | {"compiled": True}, {"whole_graph_compiled": 40}),
+        (LATE, {"gradients_at_the_end": 40}),
+        (LATE | {"compiled": True, "even_ms": 219}, {}),  # it costs nothing
+        ({"compiled": True}, {}),  # gradients come one after the other all the same
+        (ONE_BUCKET, {"late_first_bucket": 20}),
+        (REVERSED, {"parameter_order": 30}),
+        (REVERSED | {"used_ms": 219}, {}),
+        (REVERSED | {"rebuilt": True}, {}),
+        (UNUSED, {"find_unused_parameters": None}),
+        (UNUSED | cost("find_unused_parameters", 3, 2), {"find_unused_parameters": 3}),
+        (UNUSED | cost("find_unused_parameters", 0.2, -1), {}),  # within the noise
+        (BUFFERS | cost("broadcast_buffers", 5, 4), {"broadcast_buffers": 5}),
+        (BUFFERS | {"buffer_bytes": 0}, {}),  # no buffers, nothing is sent
+        (BUFFERS | {"broadcast_buffers": False}, {}),
+        (THREADS, {"threads": None}),
+        (THREADS | cost("threads", 4, 3), {"threads": 4}),
+        (THREADS | cost("threads", 1, -1), {}),
+        ({"hosts": [HostCpu("a", threads=8, cores=8, ranks=2)]}, {}),
+        (INTERFACE, {"interface": None}),
+        (INTERFACE | {"predictions": None}, {"interface": None}),
+        (INTERFACE | {"interface_ms": 190}, {"interface": 30}),
+        (INTERFACE | {"interface_ms": 219}, {}),  # hidden behind backward
+        ({"network_findings": {"slow_host": "host1 is slow"}}, {}),
+        (one_queue("1") | {"device": "cuda"}, {"cuda_connections": None}),
+        (one_queue("1"), {}),
+        (one_queue("8") | {"device": "cuda"}, {}),
+        # The costliest comes first, and what has no cost last.
+        (
+            UNUSED | BUFFERS | THREADS | {"costs": {name: Estimate(ms, ms, ms) for name, ms in
+             (("find_unused_parameters", 3), ("broadcast_buffers", 7))}},
+            {"broadcast_buffers": 7, "find_unused_parameters": 3, "threads": None},
+        ),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_found_if_it_is_there_and_costs_something(changes, expected):
+    assert [(each.key, each.cost_ms) for each in found(**changes)] == list(expected.items())
 
 
-def test_nothing_is_found_where_nothing_is_known():
-    assert mistakes(Evidence()) == []
-
-
-def test_a_model_compiled_as_a_whole():
-    each = found(compiled=True, **AT_THE_END)["whole_graph_compiled"]
-    assert each.cost_ms == 40
-    assert "block.compile()" in each.remedy
-    assert found(compiled=True) == {}  # gradients come one after the other all the same
-
-
-def test_gradients_that_all_come_late_for_another_reason():
-    assert set(found(**AT_THE_END)) == {"gradients_at_the_end"}
-
-
-def test_a_mistake_that_costs_nothing_is_none():
-    assert found(compiled=True, **AT_THE_END | {"predicted_even_ms": 219}) == {}
-
-
-def test_a_cost_that_is_not_known_stays_unknown():
-    each = found(compiled=True, ready_ms=[99, 98, 97, 96])["whole_graph_compiled"]
-    assert each.cost_ms is None
-
-
-def test_a_first_bucket_that_is_ready_late():
-    changes = {"buckets": [[3, 2, 1, 0]], "predicted_ms": 210, "predicted_best_buckets_ms": 190, "best_cap_mib": 4}
-    each = found(**changes)["late_first_bucket"]
-    assert each.cost_ms == 20
-    assert "(of 1) is ready after 100% of backward" in each.title
-    assert "bucket_cap_mb=4)" in each.remedy
-    assert "bucket_cap_mb=...)" in found(buckets=[[3, 2, 1, 0]])["late_first_bucket"].remedy
-
-
-def test_parameters_in_another_order_than_used():
-    # Registered so that the bucket that is sent first is ready last.
-    changes = {"buckets": [[0], [3, 2, 1]], "rebuilt": False}
-    each = found(**changes, predicted_ms=230, predicted_used_ms=200)["parameter_order"]
-    assert each.cost_ms == 30
-    assert "waits 25.0 ms" in each.title
-    assert "parameter_order" not in found(**changes, predicted_ms=201, predicted_used_ms=200)
-    assert found(**changes)["parameter_order"].cost_ms is None
-    assert "parameter_order" not in found(**changes | {"rebuilt": True})
-    assert "parameter_order" not in found(**changes | {"rebuilt": None})
-
-
-def test_find_unused_parameters_without_need():
-    cost = Estimate(3.0, 2.0, 4.0)
-    each = found(find_unused_parameters=True, all_used=True, find_unused_cost=cost)["find_unused_parameters"]
-    assert each.cost_ms == 3
-    assert found(find_unused_parameters=True, all_used=False, find_unused_cost=cost) == {}
-    assert found(find_unused_parameters=True) == {}  # whether it is needed is not known
-    noise = Estimate(0.2, -1.0, 1.4)
-    assert found(find_unused_parameters=True, all_used=True, find_unused_cost=noise) == {}
-
-
-def test_buffers_sent_each_step():
-    each = found(broadcast_buffers=True, buffer_bytes=4000, broadcast_cost=Estimate(5.0, 4.0, 6.0))["broadcast_buffers"]
-    assert each.cost_ms == 5
-    assert "4000 bytes" in each.title
-    assert found(broadcast_buffers=True, buffer_bytes=0) == {}  # no buffers, nothing is sent
-    assert found(broadcast_buffers=False, buffer_bytes=4000) == {}
-
-
-def test_more_threads_than_cores():
-    def remedy(**host):
-        return found(hosts=[HostCpu("a", **host)])["threads"].remedy
-
-    assert remedy(threads=16, cores=8, ranks=2) == "OMP_NUM_THREADS=4"
-    assert remedy(threads=8, cores=1, ranks=4) == "OMP_NUM_THREADS=1, and fewer ranks per host"
-    assert remedy(threads=4, cores=1, ranks=4) == "fewer ranks per host"  # one thread each is what they have
-    assert found(hosts=[HostCpu("a", threads=8, cores=8, ranks=2)]) == {}
-
-
-def test_what_more_threads_than_cores_cost():
-    hosts = [HostCpu("a", threads=16, cores=8, ranks=2)]
-    assert found(hosts=hosts)["threads"].cost_ms is None
-    assert found(hosts=hosts, threads_cost=Estimate(4.0, 3.0, 5.0))["threads"].cost_ms == 4.0
-    assert "threads" not in found(hosts=hosts, threads_cost=Estimate(1.0, -1.0, 3.0)), "within the noise"
+@pytest.mark.parametrize(
+    ("changes", "title", "remedy"),
+    [
+        (LATE | {"compiled": True}, "the whole model is compiled", "block.compile()"),
+        (ONE_BUCKET, "(of 1) is ready after 100% of backward", "bucket_cap_mb=4)"),
+        (REVERSED, "waits 25.0 ms", "leave find_unused_parameters out"),
+        (BUFFERS, "4000 bytes", "broadcast_buffers=False"),
+        (THREADS, "on c, 16 threads compute on 8 cores", "OMP_NUM_THREADS=2"),
+        ({"hosts": [HostCpu("a", threads=8, cores=1, ranks=4)]}, "", "OMP_NUM_THREADS=1, and fewer ranks per host"),
+        # One thread each is what they have.
+        ({"hosts": [HostCpu("a", threads=4, cores=1, ranks=4)]}, "", "fewer ranks per host"),
+        (INTERFACE, "not the best one", INTERFACE["network_findings"]["slow_interface"]),
+        (one_queue("1") | {"device": "cuda"}, "on b:", "unset CUDA_DEVICE_MAX_CONNECTIONS"),
+    ],
+)
+def test_a_mistake_says_what_is_wrong_and_how_to_fix_it(changes, title, remedy):
+    (each,) = found(**changes)
+    assert title in each.title
+    assert remedy in each.remedy
+    assert "OMP" in remedy or "OMP" not in each.remedy
 
 
 @pytest.mark.parametrize(
@@ -123,57 +127,13 @@ def test_the_threads_that_fit(threads, cores, ranks, fitting):
 
 def test_where_one_host_has_too_many_threads_every_rank_takes_part():
     doctor = pytest.importorskip("gradcast.diagnosis.doctor", exc_type=ImportError)
-    nodes = doctor.RankNodes(("a", "a", "b"))
-    many, few = process(range(4), threads=4), process(range(4), threads=3)
-    assert [doctor._fitting_threads(nodes, rank, [many, many, few]) for rank in range(3)] == [2, 2, 3]
-    assert [doctor._fitting_threads(nodes, rank, [few, few, few]) for rank in range(3)] == [2, 2, 3]
-    one = process(range(4), threads=1)
-    assert [doctor._fitting_threads(nodes, rank, [one, one, few]) for rank in range(3)] == [None] * 3
-
-
-def test_the_host_with_too_many_threads_is_named():
-    hosts = [HostCpu("a", 2, 2, 2), HostCpu("b", 12, 8, 4), HostCpu("c", 16, 8, 4)]
-    title = found(hosts=hosts)["threads"].title
-    assert title.startswith("on c, 16 threads compute on 8 cores")
-
-
-def test_the_wrong_interface_comes_from_the_network_check():
-    sentence = "eth0 reaches 1 Gbit/s; set GLOO_SOCKET_IFNAME=ib0"
-    each = found(network_findings={"slow_interface": sentence})["interface"]
-    assert (each.remedy, each.cost_ms) == (sentence, None)
-    measured = {"network_findings": {"slow_interface": sentence}, "predicted_ms": 210}
-    assert found(**measured, predicted_interface_ms=180)["interface"].cost_ms == 30
-    assert found(**measured, predicted_interface_ms=209) == {}  # hidden behind backward: it costs nothing
-    assert found(network_findings={"slow_host": "host1 is slow"}) == {}
-
-
-def test_one_queue_to_the_gpu_matters_on_a_gpu():
-    def hosts(value):
-        """The last rank of the last host has it."""
-        usual = HostCpu("a", 2, 2, 2, [{}, {}])
-        return [usual, dataclasses.replace(usual, name="b", variables=[{}, {"CUDA_DEVICE_MAX_CONNECTIONS": value}])]
-
-    (each,) = found(hosts=hosts("1"), device="cuda").values()
-    assert each.key == "cuda_connections"
-    assert "on b:" in each.title
-    assert found(hosts=hosts("1"), device="cpu") == {}
-    assert found(hosts=hosts("8"), device="cuda") == {}
-
-
-def test_the_costliest_comes_first_and_what_has_no_cost_last():
-    listed = mistakes(
-        dataclasses.replace(
-            STREAMING,
-            hosts=[HostCpu("a", threads=9, cores=2, ranks=2)],
-            find_unused_parameters=True,
-            all_used=True,
-            find_unused_cost=Estimate(3.0, 2.0, 4.0),
-            broadcast_buffers=True,
-            buffer_bytes=100,
-            broadcast_cost=Estimate(7.0, 6.0, 8.0),
-        )
-    )
-    assert [each.key for each in listed] == ["broadcast_buffers", "find_unused_parameters", "threads"]
+    many, few, one = (process(range(4), threads=threads) for threads in (4, 3, 1))
+    for processes, expected in (
+        ((many, many, few), [2, 2, 3]),
+        ((few, few, few), [2, 2, 3]),
+        ((one, one, few), [None] * 3),
+    ):
+        assert [doctor._fitting_threads("aab", rank, processes) for rank in range(3)] == expected
 
 
 # --- Cores ---

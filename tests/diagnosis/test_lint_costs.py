@@ -5,63 +5,59 @@ import types
 
 import pytest
 
-import gradcast
+from diagnosis import doctor_runs
 from gradcast import _core
 from gradcast.diagnosis.analyze import lint_costs, result
-from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.step_breakdown import Breakdown, RankSteps
-from gradcast.diagnosis.observe.environment import Process
+from gradcast.diagnosis.analyze.measurements import option_costs
+from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 
 MIB = 1 << 20
 CAPS = (4 * MIB, 4 * MIB)
+REGISTERED = [f"layer{index}" for index in range(4)]
 
 
 def profile(ready_ms=(40, 30, 20, 10)):
     tensors = [
-        _core.Tensor(name=f"layer{index}", bytes=4 * MIB, ready_ns=ready * 1e6, need_ns=index * 5e6)
-        for index, ready in enumerate(ready_ms)
+        _core.Tensor(name=name, bytes=4 * MIB, ready_ns=ready * 1e6, need_ns=index * 5e6)
+        for index, (name, ready) in enumerate(zip(REGISTERED, ready_ms, strict=True))
     ]
     piece = _core.LinkPiece(alpha_ns=0, beta_ns_per_byte=10e6 / (4 * MIB))  # 10 ms for each tensor
     link = _core.LinkModel(all_reduce=[piece])
     return _core.Profile(name="even", forward_ns=20e6, backward_ns=40e6, tensors=tensors, world_size=2, link=link)
 
 
-REGISTERED = [f"layer{index}" for index in range(4)]
+def facts(registered=REGISTERED, **changes):
+    return doctor_runs.setup(parameter_bytes=dict.fromkeys(registered, 4 * MIB), **{"caps_bytes": CAPS, **changes})
 
 
-def test_registered_as_used_both_orders_cost_the_same():
-    costs = lint_costs.predictions(profile(), REGISTERED, CAPS, rebuilt=False)
-    # The last gradient is ready at 40 ms and takes 10; then forward.
-    assert costs.predicted_ms == costs.predicted_used_ms == pytest.approx(70)
-
-
-def test_registered_the_other_way_round_every_bucket_waits_for_the_last():
-    costs = lint_costs.predictions(profile(), REGISTERED[::-1], CAPS, rebuilt=False)
-    # All four go after backward, 10 ms each.
-    assert costs.predicted_ms == pytest.approx(100)
-    assert costs.predicted_used_ms == pytest.approx(70)
-    # What other mistakes would cost does not hold what this one does: the order stays.
-    assert costs.predicted_even_ms == costs.predicted_best_buckets_ms == pytest.approx(100)
-    assert lint_costs.predictions(profile(), REGISTERED[::-1], CAPS, rebuilt=True).predicted_ms == pytest.approx(70)
-
-
-def test_gradients_that_all_come_at_the_end_cost_what_they_could_hide():
-    costs = lint_costs.predictions(profile((40, 40, 40, 40)), REGISTERED, CAPS, rebuilt=True)
-    assert costs.predicted_ms == pytest.approx(100)
-    assert costs.predicted_even_ms == pytest.approx(70)
-
-
-def test_one_bucket_for_all_costs_what_smaller_ones_would_hide():
-    costs = lint_costs.predictions(profile(), REGISTERED, (64 * MIB, 64 * MIB), rebuilt=True)
-    assert costs.predicted_ms == pytest.approx(100)
-    assert costs.predicted_best_buckets_ms == pytest.approx(70)
+@pytest.mark.parametrize(
+    ("ready_ms", "setup", "expected"),
+    [
+        # The last gradient is ready at 40 ms and takes 10; then forward.
+        ((40, 30, 20, 10), facts(rebuilt=False), {"now": 70, "used": 70}),
+        # All four go after backward, 10 ms each; with what other mistakes would cost, the order stays.
+        (
+            (40, 30, 20, 10),
+            facts(REGISTERED[::-1], rebuilt=False),
+            {"now": 100, "used": 70, "even": 100, "best_buckets": 100},
+        ),
+        ((40, 30, 20, 10), facts(REGISTERED[::-1]), {"now": 70}),
+        ((40, 40, 40, 40), facts(), {"now": 100, "even": 70}),
+        ((40, 30, 20, 10), facts(caps_bytes=(64 * MIB, 64 * MIB)), {"now": 100, "best_buckets": 70}),
+    ],
+)
+def test_a_mistake_costs_what_would_be_hidden_without_it(ready_ms, setup, expected):
+    costs = lint_costs.predictions(profile(ready_ms), setup)
+    assert {name: getattr(costs, f"{name}_ms") for name in expected} == pytest.approx(expected)
+    assert costs.interface_ms is None
     assert costs.best_cap_mib <= 4
 
 
 def test_a_better_interface_makes_what_travels_shorter():
-    costs = lint_costs.predictions(profile(), REGISTERED, CAPS, rebuilt=True, interface_gain=2.0)
-    assert costs.predicted_interface_ms == pytest.approx(65)  # the last of them takes 5 ms, not 10
-    assert lint_costs.predictions(profile(), REGISTERED, CAPS, rebuilt=True).predicted_interface_ms is None
+    # The last of them takes 5 ms, not 10, wherever DDP's buckets come from.
+    for rebuilt in (True, False):
+        costs = lint_costs.predictions(profile(), facts(rebuilt=rebuilt), 2.0)
+        assert costs.interface_ms == pytest.approx(65)
 
 
 @pytest.mark.parametrize(
@@ -90,88 +86,52 @@ def test_buckets_that_are_not_laid_out_anew_are_torchs(kinds, caps_mib):
 
 def test_registered_as_it_is_used_a_real_model_costs_what_the_policy_says():
     """The buckets made here are those of the core's ddp policy, so the predictions agree."""
-    known = gradcast.load_profile("bert_base")
-    link = _core.ring_link(_core.Hop(latency_ns=50e3, bandwidth_bytes_per_s=1e9), 8)
-    own = _core.Profile(
-        name=known.name, forward_ns=known.forward_ns, backward_ns=known.backward_ns, tensors=known.tensors, link=link
-    )
-    caps = (MIB, 25 * MIB)
-    laid_out = lint_costs.buckets(own, [], caps, rebuilt=True)
-    costs = lint_costs.predictions(own, [], caps, rebuilt=True)
-    assert lint_costs._laid_out_ms(own, laid_out) == pytest.approx(costs.predicted_ms, rel=1e-3)
+    known = doctor_runs.with_link(doctor_runs.scene(8, "bert_base"))
+    laid_out = lint_costs.buckets(known, [], (MIB, 25 * MIB), rebuilt=True)
+    costs = lint_costs.predictions(known, doctor_runs.setup())
+    assert lint_costs.laid_out_ms(known, laid_out) == pytest.approx(costs.now_ms, rel=1e-3)
 
 
 # --- From what the ranks have measured to the lint ---
 
-
-def measured(rank, host, *, cluster_ms, without_ms, threads=1, variables=None):
-    """``without_ms`` has the steps without each option."""
-    steps = {"step": [30.0]}
-    probes = {"cluster": {"step": cluster_ms}}
-    process_ = Process(variables or {}, threads, frozenset(range(4)), None, "a")
-    return result.RankMeasurements(
-        steps=RankSteps(rank=rank, node="ab".index(host), host=host, normal=steps, probes=probes, computing={}),
-        options=without_ms,
-        trial=None,
-        clocks=[],
-        network=None,
-        launch_unknown=None,
-        probe_steps=0,
-        process=process_,
-    )
+MISTAKEN = facts(REGISTERED[::-1], device="cuda", find_unused_parameters=True, rebuilt=False, broadcast_buffers=True)
 
 
-WITHOUT = {"find_unused_parameters": [27.0] * 5, "broadcast_buffers": [24.0] * 5}
-FACTS = result.TrainingSetup(
-    backend="gloo",
-    device="cuda",
-    torch="2.11",
-    model="Net",
-    parameter_bytes=dict.fromkeys(REGISTERED[::-1], 4 * MIB),
-    caps_bytes=CAPS,
-    is_fp32=True,
-    compiled=False,
-    find_unused_parameters=True,
-    rebuilt=False,
-    broadcast_buffers=True,
-    buffer_bytes=4000,
-    warmup_steps=5,
-    gradients_used=False,
-)
-BREAKDOWN = Breakdown(step=Estimate(100.0, 100.0, 100.0), parts={}, ranks=[], view_rank=0, straggler=None)
+def rank(number, cluster_ms, **changes):
+    """Rank 0 is on host a, rank 1 on host b."""
+    steps = RankSteps(number, number, "ab"[number], {"step": [30.0]}, {"cluster": {"step": cluster_ms}}, computing={})
+    return doctor_runs.measured(steps, **changes)
 
 
-def linted(ranks, facts=FACTS, known=None):
-    return {each["key"]: each for each in result._lint(ranks, facts, BREAKDOWN, known)}
+def two_ranks(first=(), second=()):
+    """Without their options, steps of 30 ms take 27 and 24."""
+    options = {"find_unused_parameters": [27.0] * 5, "broadcast_buffers": [24.0] * 5}
+    return [rank(number, [30.0] * 5, options=options, **dict(each)) for number, each in enumerate((first, second))]
 
 
-def two_ranks(**changes):
-    """The second rank is on another host and has ``changes``."""
-    common = {"cluster_ms": [30.0] * 5, "without_ms": WITHOUT}
-    return [measured(0, "a", **common), measured(1, "b", **common | changes)]
+def linted(ranks, setup=MISTAKEN, known=None):
+    return {each.key: each for each in result.lint_of(ranks, setup, 100.0, known)}
 
 
 def test_each_option_has_its_own_cost():
-    found = linted(two_ranks())
-    assert found["find_unused_parameters"]["cost_ms"] == 3
-    assert found["broadcast_buffers"]["cost_ms"] == 6
-    assert set(found) == {"find_unused_parameters", "broadcast_buffers"}
+    costs = {key: each.cost_ms for key, each in linted(two_ranks()).items()}
+    assert costs == {"broadcast_buffers": 6, "find_unused_parameters": 3}
 
 
 def test_an_option_costs_what_the_slowest_ranks_differ_by():
-    without = {"find_unused_parameters": [34.0, 35.0, 36.0]}
-    ranks = [measured(0, "a", cluster_ms=[30.0, 32.0, 31.0], without_ms={"find_unused_parameters": [10.0] * 3})]
-    ranks.append(measured(1, "b", cluster_ms=[40.0, 39.0, 41.0], without_ms=without))
-    cost = result.option_cost(ranks, "find_unused_parameters")
+    ranks = [
+        rank(0, [30.0, 32.0, 31.0], options={"threads": [10.0] * 3}),
+        rank(1, [40.0, 39.0, 41.0], options={"threads": [34.0, 35.0, 36.0]}),
+    ]
+    (cost,) = option_costs(ranks).values()
     assert cost.value == 5  # 40 less 35
     assert 2 < cost.low <= 5 <= cost.high < 8
-    assert result.option_cost(ranks, "broadcast_buffers") is None
 
 
 def test_the_order_of_registration_costs_only_where_ddp_keeps_it():
     found = linted(two_ranks(), known=profile())
-    assert found["parameter_order"]["cost_ms"] == pytest.approx(30)
-    assert "parameter_order" not in linted(two_ranks(), dataclasses.replace(FACTS, rebuilt=True), profile())
+    assert found["parameter_order"].cost_ms == pytest.approx(30)
+    assert "parameter_order" not in linted(two_ranks(), dataclasses.replace(MISTAKEN, rebuilt=True), profile())
 
 
 @pytest.mark.parametrize(
@@ -187,22 +147,20 @@ def test_ddp_lays_its_buckets_out_anew_unless_it_looks_for_unused_parameters(
 
 
 def test_every_host_and_every_rank_is_looked_at():
-    found = linted(two_ranks(threads=16, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}))
-    assert found["threads"]["title"].startswith("on b, 16 threads compute on 4 cores")
-    assert "on b:" in found["cuda_connections"]["title"]
+    process = dataclasses.replace(two_ranks()[0].process, threads=16, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    found = linted(two_ranks(second={"process": process}))
+    assert found["threads"].title.startswith("on b, 16 threads compute on 4 cores")
+    assert "on b:" in found["cuda_connections"].title
 
 
 def test_another_interface_costs_what_play_says_of_its_measured_rate():
+    rates = {"eth1": 1.0, "ib0": 2.0}
     network = {
         "findings": [{"key": "slow_interface", "sentence": "set it"}],
-        "pairs": [],
         "alternatives": [
-            {"interface": "eth1", "gbit_per_s": 1.0, "chosen_gbit_per_s": 1.0},
-            {"interface": "ib0", "gbit_per_s": 2.0, "chosen_gbit_per_s": 1.0},
+            {"interface": name, "gbit_per_s": rate, "chosen_gbit_per_s": 1.0} for name, rate in rates.items()
         ],
     }
-    ranks = two_ranks()
-    ranks[0] = dataclasses.replace(ranks[0], network=network)
-    facts = dataclasses.replace(FACTS, rebuilt=True)
-    assert linted(ranks, facts, profile())["interface"]["cost_ms"] == pytest.approx(5)
-    assert linted(ranks, facts)["interface"]["cost_ms"] is None
+    ranks = two_ranks({"network": network})
+    assert linted(ranks, facts(), profile())["interface"].cost_ms == pytest.approx(5)
+    assert linted(ranks, facts())["interface"].cost_ms is None

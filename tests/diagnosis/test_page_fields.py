@@ -8,9 +8,6 @@ import sys
 import pytest
 
 from diagnosis import doctor_runs
-from gradcast.diagnosis.analyze import actions
-from gradcast.diagnosis.analyze.actions import Situation
-from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.probe import plan_versions
@@ -18,39 +15,34 @@ from gradcast.diagnosis.probe.plan_versions import FollowedStep
 from gradcast.diagnosis.report import run_comparison
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.report.html import headline, heat_map, step_time
-from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.diagnosis.trace.clocks import Clock
 from gradcast.errors import Error
 
 STEPS = 9
-FORWARD_MS, BACKWARD_MS, UPDATE_MS, LOOP_MS, EXCHANGE_MS, LAUNCH_MS = 30.0, 60.0, 5.0, 5.0, 50.0, 4.0
-SLOW_RANK, SLOW_MS = 2, 40.0
+FORWARD_MS, EXCHANGE_MS, SLOW_MS = 30.0, 50.0, 40.0
+SLOW_RANK = 2
 WAITED_MS = 1.0  # at the end of backward
 
 
 def rank_steps(rank):
     """Rank 2 is slow in forward. If buffers are broadcast before forward, the others wait for them inside it."""
-    own = {"forward": FORWARD_MS + SLOW_MS * (rank == SLOW_RANK), "backward": BACKWARD_MS, "update": UPDATE_MS}
+
+    def constant(**times):
+        return {name: [ms] * STEPS for name, ms in times.items()}
+
+    own = {"forward": FORWARD_MS + SLOW_MS * (rank == SLOW_RANK), "backward": 60.0, "update": 5.0}
     alone_ms = sum(own.values())
-    normal = {
-        "step": alone_ms - own["forward"] + FORWARD_MS + SLOW_MS + LOOP_MS + EXCHANGE_MS,
-        "forward": FORWARD_MS + SLOW_MS, "backward": BACKWARD_MS + EXCHANGE_MS, "update": UPDATE_MS, "loop": LOOP_MS,
-        "loader": 0.0, "exposed": WAITED_MS,
-    }  # fmt: skip
-    probes = {
-        "alone": own | {"step": alone_ms},
-        "node": own | {"step": alone_ms + 20},
-        "cluster": own | {"step": alone_ms + EXCHANGE_MS},
-    }
-    constant = lambda times: {name: [ms] * STEPS for name, ms in times.items()}  # noqa: E731
+    slowest = own | {"forward": FORWARD_MS + SLOW_MS}
+    step_ms = sum(slowest.values()) + 5.0 + EXCHANGE_MS
+    sending_ms = {"alone": 0.0, "node": 20.0, "cluster": EXCHANGE_MS}
     return RankSteps(
         rank=rank,
         node=rank // 2,
         host=f"host{rank // 2}",
-        normal=constant(normal),
-        probes={kind: constant(times) for kind, times in probes.items()},
-        computing=constant(own | {"forward": own["forward"] - LAUNCH_MS}),
+        normal=constant(**slowest, step=step_ms, loop=5.0, loader=0.0, exposed=WAITED_MS),
+        probes={kind: constant(**own, step=alone_ms + ms) for kind, ms in sending_ms.items()},
+        computing=constant(**own | {"forward": own["forward"] - 4.0}),
         layers_ms={"layer1": own["forward"]},
     )
 
@@ -59,39 +51,32 @@ def result(*, buffers=False, tried=True, untold=None, gradients_used=False, conn
     """The fields of doctor.json for four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.diagnosis.analyze import result
-    from gradcast.diagnosis.observe.environment import Process
     from gradcast.diagnosis.probe.trial import Trial
 
     now = doctor_runs.scene()
-    profile = doctor_runs.with_link(now)
-    followed = [FollowedStep(6 + number, 7, now.plan, 400.0, 395e6) for number in range(STEPS)]
-    recorded = doctor_runs.rank_traces()
+    profile, recorded = doctor_runs.with_link(now), doctor_runs.rank_traces()
+    trial = Trial(
+        profile=json.loads(profile.to_json()),
+        plan=json.loads(now.plan.to_json()),
+        versions=plan_versions.summarize([FollowedStep(6 + step, 7, now.plan, 400.0, 395e6) for step in range(STEPS)]),
+    )
     ranks = [
-        result.RankMeasurements(
-            steps=rank_steps(rank),
+        doctor_runs.measured(
+            rank_steps(rank),
             options={"find_unused_parameters": [100.0] * STEPS},
-            trial=Trial(
-                profile=json.loads(profile.to_json()),
-                plan=json.loads(now.plan.to_json()),
-                versions=plan_versions.summarize(followed),
-                trace=dataclasses.replace(recorded[rank], clock=Clock()),
-            )
-            if tried
-            else None,
+            trial=dataclasses.replace(trial, trace=dataclasses.replace(trace, clock=Clock())) if tried else None,
             clocks=[each.clock for each in recorded],
             network=doctor_runs.doctor()["network"] | {"connections": connections},
             launch_unknown=untold,
-            probe_steps=32,
-            process=Process({}, 1, frozenset({rank}), None, ""),
         )
-        for rank in range(4)
+        for rank, trace in enumerate(recorded)
     ]
-    setup = result.TrainingSetup(
-        backend="gloo", device="cpu", torch="2.11.0", model="ResNet",
-        parameter_bytes={tensor.name: tensor.bytes for tensor in profile.tensors}, caps_bytes=(1 << 20, 25 << 20),
-        is_fp32=True, compiled=False, find_unused_parameters=True, rebuilt=True, broadcast_buffers=buffers,
-        buffer_bytes=64, warmup_steps=5, gradients_used=gradients_used,
-    )  # fmt: skip
+    setup = doctor_runs.setup(
+        parameter_bytes={tensor.name: tensor.bytes for tensor in profile.tensors},
+        find_unused_parameters=True,
+        broadcast_buffers=buffers,
+        gradients_used=gradients_used,
+    )
     return json.loads(json.dumps(result.build(ranks, setup)))
 
 
@@ -114,18 +99,8 @@ def test_the_examples_have_the_fields_that_the_doctor_writes():
 def test_the_bare_example_has_what_the_doctor_leaves_empty():
     written, drawn = result(tried=False), doctor_runs.bare()
     assert written.keys() == drawn.keys()
-    untried = (
-        "profile",
-        "plan",
-        "prediction",
-        "predicted_timeline",
-        "timeline",
-        "bandwidth",
-        "plan_versions",
-        "scaling",
-    )
-    for key in untried:
-        assert written[key] == drawn[key], key
+    trial = {"profile", "plan", "prediction", "predicted_timeline", "timeline", "bandwidth", "plan_versions", "scaling"}
+    assert {key: written[key] for key in trial} == {key: drawn[key] for key in trial}
 
 
 def test_where_launching_is_not_told_apart_it_is_no_part_and_the_page_says_why():
@@ -137,11 +112,8 @@ def test_where_launching_is_not_told_apart_it_is_no_part_and_the_page_says_why()
     assert sum(part["ms"] for part in told["parts"]) == pytest.approx(told["step"]["ms"])
     assert "is included in forward, backward and update: the profiler is &lt;busy&gt;." in str(step_time.draw(untold))
     assert "are in forward" not in str(step_time.draw(told))
-    assert (
-        text_report.text(untold)
-        .rstrip()
-        .endswith("is included in forward, backward and update: the profiler is <busy>")
-    )
+    text = text_report.text(untold).rstrip()
+    assert text.endswith("is included in forward, backward and update: the profiler is <busy>")
     assert "whether launch overhead was measured (yes and no)" in run_comparison.compare(told, untold).settings
 
 
@@ -205,28 +177,6 @@ def test_each_version_of_the_plan_is_told():
     assert [each["measured_ms"] for each in found] == [412.0, 300.0], "without the first two of each"
     assert [each["predicted_ms"] for each in found] == [351.0, 401.0]
     assert plan_versions.summarize(steps[:1])[0]["measured_ms"] == 900.0
-
-
-# --- Gains ---
-
-
-def test_no_gain_is_larger_than_what_the_passes_leave():
-    """A step with an interval wider than itself, and an action that would remove more time than there is."""
-    step = Estimate(100.0, 90.0, 400.0)
-    known = {part: Estimate(0.0, 0.0, 0.0) for part in PARTS}
-    known |= {"forward": Estimate(10.0, 9, 11), "backward": Estimate(30.0, 29, 31), "waiting": Estimate(70.0, 0, 500.0)}
-    situation = Situation(
-        step=step,
-        parts=known,
-        ranks=[{part: each.value for part, each in known.items()}],
-        profile=None,
-        caps_bytes=(1, 1),
-    )
-    found = {action.key: action for action in actions.actions(situation)}
-    for key in ("accumulate", "straggler"):
-        assert found[key].high == pytest.approx(100 / 40), key
-    assert found["straggler"].predicted_ms == 40.0
-    assert found["straggler"].speedup == pytest.approx(100 / 40)
 
 
 # --- The folder ---

@@ -2,10 +2,11 @@
 
 import dataclasses
 import random
+import statistics
 
 import pytest
 
-from gradcast.diagnosis.analyze.estimates import Estimate, estimate, median
+from gradcast.diagnosis.analyze.estimates import Estimate, estimate
 from gradcast.diagnosis.analyze.step_breakdown import (
     TWO_SYNCS,
     RankSteps,
@@ -66,7 +67,7 @@ def test_an_interval_holds_what_was_drawn_from_nearly_always():
     chance = random.Random(3)
     inside = 0
     for _ in range(100):
-        found = median([chance.gauss(50, 5) for _ in range(30)])
+        found = estimate(statistics.median, [chance.gauss(50, 5) for _ in range(30)])
         assert found.low <= found.value <= found.high
         inside += found.low <= 50 <= found.high
     assert inside >= 85
@@ -83,40 +84,26 @@ def test_an_estimate_of_a_difference_draws_each_sample_by_itself():
 
 
 def rank_steps(
-    rank,
-    *,
-    step=200,
-    loop=5,
-    loader=20,
-    forward=30,
-    backward=60,
-    update=5,
-    launch=0,
-    node=20,
-    cluster=50,
-    sent=(0, 0),
-    **more,
-):
-    """Constant samples. ``node`` and ``cluster`` are added to a step alone, and ``sent`` of both to its forward
-    pass. ``launch`` is the launch overhead in forward.
+    rank, *, step=200, loop=5, loader=20, forward=30, backward=60, update=5, launch=0, node=20, cluster=50,
+    sent=(0, 0), sample=lambda ms: [float(ms)] * 9, **more,
+):  # fmt: skip
+    """``node`` and ``cluster`` are added to a step alone, and ``sent`` of both to its forward pass. ``launch`` is the
+    launch overhead in forward. ``sample`` makes the samples of a time; they are constant if nothing is said.
     """
     alone = forward + backward + update
-
-    def constant(ms):
-        return [float(ms)] * 9
-
-    compute = {"forward": constant(forward), "backward": constant(backward), "update": constant(update)}
+    compute = {"forward": sample(forward), "backward": sample(backward), "update": sample(update)}
+    normal = {"step": step, "loop": loop, "loader": loader, "exposed": 1}
     return RankSteps(
         rank=rank,
         node=rank // 2,
         host=f"host{rank // 2}",
-        normal={"step": constant(step), "loop": constant(loop), "loader": constant(loader), "exposed": constant(1)},
+        normal={name: sample(ms) for name, ms in normal.items()},
         probes={
-            "alone": {"step": constant(alone), **compute},
-            "node": {"step": constant(alone + node), "forward": constant(forward + sent[0])},
-            "cluster": {"step": constant(alone + cluster), "forward": constant(forward + sent[1])},
+            "alone": {"step": sample(alone), **compute},
+            "node": {"step": sample(alone + node), "forward": sample(forward + sent[0])},
+            "cluster": {"step": sample(alone + cluster), "forward": sample(forward + sent[1])},
         },
-        computing=compute | {"forward": constant(forward - launch)},
+        computing=compute | {"forward": sample(forward - launch)},
         **more,
     )
 
@@ -126,13 +113,15 @@ def values(found):
 
 
 def test_parts_of_equal_ranks():
-    found = breakdown([rank_steps(rank, step=170, read_ms=15.0, prepare_ms=5.0) for rank in range(4)])
+    found = breakdown([rank_steps(rank, step=170, batch_ms=(15.0, 5.0)) for rank in range(4)])
     assert values(found) == {
         "forward": 30, "backward": 60, "update": 5, "launch": 0, "loop": 5, "data_storage": 15, "data_cpu": 5,
         "interconnect": 20, "network": 30, "waiting": 0, "rest": 0,
     }  # fmt: skip
     assert found.straggler is None
     assert tuple(found.parts) == tuple(PARTS)
+    # Without a look into workers all waiting for data is preparation.
+    assert values(breakdown([rank_steps(rank) for rank in range(2)]))["data_storage"] == 0
 
 
 def test_what_goes_by_between_operations_is_no_computing():
@@ -167,26 +156,19 @@ def test_where_two_kinds_are_the_same_steps_nothing_is_between_them_by_chance():
     assert widths["rest"] == pytest.approx(widths["network"]), "no surer than what it is the rest of"
 
 
-def test_without_a_look_into_workers_all_waiting_for_data_is_preparation():
-    assert values(breakdown([rank_steps(rank) for rank in range(2)]))["data_storage"] == 0
-
-
 @pytest.mark.parametrize(
     ("more", "stage", "layer"),
     [
         ({"backward": 100, "layers_ms": {"a": 10.0, "b": 60.0}}, "backward", "b"),
         ({"loader": 60}, "data_cpu", None),
-        ({"loader": 60, "read_ms": 50.0, "prepare_ms": 0.0}, "data_storage", None),
+        ({"loader": 60, "batch_ms": (50.0, 0.0)}, "data_storage", None),
         ({"loop": 45}, "loop", None),
         ({"forward": 70, "launch": 40, "layers_ms": {"a": 50.0, "b": 20.0}}, "launch", "a"),
     ],
 )
 def test_a_slow_rank_is_waited_for_and_named_with_its_stage(more, stage, layer):
     usual = {"layers_ms": {"a": 10.0, "b": 20.0}}
-    ranks = [rank_steps(rank, step=210, **usual) for rank in range(3)]
-    ranks.insert(2, rank_steps(2, step=210, **(usual | more)))
-    ranks[3] = rank_steps(3, step=210, **usual)
-    found = breakdown(ranks)
+    found = breakdown([rank_steps(rank, step=210, **(usual | (more if rank == 2 else {}))) for rank in range(4)])
     assert found.view_rank != 2
     assert (found.straggler.rank, found.straggler.stage, found.straggler.layer) == (2, stage, layer)
     assert found.straggler.ms == pytest.approx(40)
@@ -201,15 +183,7 @@ def test_parts_add_up_to_the_step_also_where_measurements_disagree():
         return [ms * chance.uniform(0.9, 1.2) for _ in range(12)]
 
     for _ in range(10):
-        ranks = []
-        for rank in range(4):
-            compute = {"forward": noisy(30), "backward": noisy(60), "update": noisy(5)}
-            probes = {"alone": {"step": noisy(95), **compute}}
-            probes |= {"node": {"step": noisy(100)}, "cluster": {"step": noisy(150)}}
-            normal = {name: noisy(ms) for name, ms in (("step", 170), ("loop", 5), ("loader", 20), ("exposed", 1))}
-            computing = {"forward": noisy(25), "backward": noisy(62), "update": noisy(1)}
-            ranks.append(RankSteps(rank, 0, "a", normal, probes, computing))
-        found = breakdown(ranks)
+        found = breakdown([rank_steps(rank, step=170, launch=5, node=5, sample=noisy) for rank in range(4)])
         assert sum(values(found).values()) == pytest.approx(found.step.value, abs=1e-9)
         for each in found.ranks:
             assert tuple(each) == tuple(PARTS)
@@ -242,11 +216,8 @@ def test_buffers_that_are_sent_while_a_rank_is_waited_for_cost_nothing(sent, lat
 
 def test_noise_is_no_straggler():
     chance = random.Random(7)
-    ranks = []
-    for rank in range(2):
-        each = rank_steps(rank)
+    ranks = [rank_steps(rank) for rank in range(2)]
+    for rank, each in enumerate(ranks):
         # The two differ by 3 % in the median, but each by 30 % from step to step.
-        samples = [60 * (1 + 0.03 * rank) * chance.uniform(0.7, 1.3) for _ in range(9)]
-        each.probes["alone"]["backward"][:] = samples
-        ranks.append(each)
+        each.probes["alone"]["backward"][:] = [60 * (1 + 0.03 * rank) * chance.uniform(0.7, 1.3) for _ in range(9)]
     assert breakdown(ranks).straggler is None

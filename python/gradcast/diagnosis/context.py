@@ -47,7 +47,8 @@ def doctor(
     finally:
         running.close()
         if not running.done:
-            outcome.fail(f"the loop made {running.steps} of the {running.needed_steps} steps that the doctor observes")
+            made = len(running.observer.steps)
+            outcome.fail(f"the loop made {made} of the {running.needed_steps} steps that the doctor observes")
 
 
 def _check(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.diagnosis.analyze import result
-from gradcast.diagnosis.analyze.result import RankMeasurements, TrainingSetup
+from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSetup, aligned_traces
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.observe import environment
@@ -27,7 +27,7 @@ from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.observer import RECORDED_STEPS_MAX, Observer
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.probe import clock_sync, launch_overhead, layer_times, prober, trial
-from gradcast.diagnosis.probe.prober import Prober, RankNodes
+from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.probe.snapshot import Snapshot
 from gradcast.diagnosis.trace.clocks import Clock, clock_between
 from gradcast.diagnosis.trace.merged import merge
@@ -68,44 +68,27 @@ class Doctor:
     def __init__(self, settings: Settings, outcome: Outcome) -> None:
         self._settings, self._outcome = settings, outcome
         self._loader = LoaderTimer()
-        self._observer: Observer | None = None
+        self.observer: Observer | None = None  # set when a module is observed
+        self.needed_steps = WARMUP_STEPS + settings.steps
         self.done = False
-
-    @property
-    def steps(self) -> int:
-        """The number of observed steps."""
-        return 0 if self._observer is None else len(self._observer.steps)
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether a module has been found and is being observed."""
-        return self._observer is not None
-
-    @property
-    def optimizer_steps(self) -> int:
-        """The number of steps of the main optimizer, including those in which the module had no visible part."""
-        return 0 if self._observer is None else self._observer.optimizer_steps
-
-    @property
-    def needed_steps(self) -> int:
-        return WARMUP_STEPS + self._settings.steps
 
     def watch(self, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         """Begins to observe. REQUIRES: ``preconditions.obstacle`` finds none."""
         self._ddp, self._optimizers = ddp, list(optimizers)
         keep_from = self.needed_steps - RECORDED_STEPS_MAX
-        self._observer = Observer(ddp, optimizers, self._loader, self._on_step_end, keep_from=keep_from)
+        self.observer = Observer(ddp, optimizers, self._loader, self._on_step_end, keep_from=keep_from)
 
     def close(self) -> None:
         """Removes everything from the training. Idempotent."""
         self._loader.close()
-        if self._observer is not None:
-            self._observer.close()
+        if self.observer is not None:
+            self.observer.close()
 
     def _on_step_end(self) -> None:
-        if self.steps == WARMUP_STEPS:
+        made = len(self.observer.steps)
+        if made == WARMUP_STEPS:
             self._loader_before = self._loader.totals_ms()
-        if self.steps < self.needed_steps or self.done:
+        if made < self.needed_steps or self.done:
             return
         self.done = True
         try:
@@ -124,14 +107,13 @@ class Doctor:
 
     def _diagnose(self) -> str | None:
         """Returns None, or why rank 0 could not analyze the measurements. The return value is the same on all ranks."""
-        everybody = lasting_group(self._ranks(), _TIMEOUT, "gloo", "doctor")
-        rank = dist.get_rank(self._ddp.process_group)
-        group = Group(rank, len(self._ranks()), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
-        progress = _print_progress if rank == 0 else _no_progress
+        rank, ranks = dist.get_rank(self._ddp.process_group), self._ranks()
+        everybody = lasting_group(ranks, _TIMEOUT, "gloo", "doctor")
+        group = Group(rank, len(ranks), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
+        progress: Progress = _print_progress if rank == 0 else lambda _: None
         progress(f"observed {self._settings.steps} ordinary steps; now probing with the same batches")
         searches = self._ddp.find_unused_parameters or self._ddp.static_graph
-        all_used = all(group.gather(self._observer.all_used)) if searches else True
-        if not all_used:
+        if searches and not all(group.gather(self.observer.all_used)):
             raise Error(
                 "some parameters have no gradient in some steps. DDP searches for them (find_unused_parameters or "
                 "static_graph), and would mistake the doctor's steps for the training's"
@@ -148,30 +130,32 @@ class Doctor:
     def _analyze(self, ranks: Sequence[RankMeasurements]) -> str | None:
         """Saves the result, or returns why that failed."""
         try:
-            traces = result.aligned_traces(ranks)
+            traces = aligned_traces(ranks)
             self._outcome.save(result.build(ranks, self._setup()), merge(traces) if traces else None)
         except Exception as error:
             return _describe(error)
         return None
 
     def _measure(self, group: Group, progress: Progress) -> RankMeasurements:
-        nodes = RankNodes(tuple(network_hosts.names(group.gather(network_hosts.own_host()))))
-        ordinary = self._observer.steps[WARMUP_STEPS:]
-        probes = Prober(self._ddp, self._optimizers, list(self._observer.recorded_steps), group.own)
+        hosts = network_hosts.names(group.gather(network_hosts.own_host()))
+        nodes = network_hosts.ranks_by_host(hosts)
+        node = next(number for number, members in enumerate(nodes) if group.rank in members)
+        ordinary = self.observer.steps[WARMUP_STEPS:]
+        probes = Prober(self._ddp, self._optimizers, list(self.observer.recorded_steps), group.own)
         # In the same order on all ranks, because making a wrapper is collective.
         kinds = prober.kinds(nodes)
-        run = [name for name in ("alone", "node", "cluster") if name in kinds.values()]
-        groups = {name: self._group_of(name, nodes, group) for name in run}
-        makers = {name: functools.partial(probes.wrapper, groups[name]) for name in run}
+        members = {"alone": [group.rank], "node": nodes[node], "cluster": range(group.world_size)}
+        groups = {name: self._group_of(members[name]) for name in members if name in kinds.values()}
+        makers = {name: functools.partial(probes.wrapper, of_kind) for name, of_kind in groups.items()}
         options = _costly_options(self._ddp)
         makers |= {name: functools.partial(probes.wrapper, groups["cluster"], **{name: False}) for name in options}
         process = environment.own_process()
-        threads = _fitting_threads(nodes, group.rank, group.gather(process))
+        threads = _fitting_threads(hosts, group.rank, group.gather(process))
         if threads is not None:
             options.append("threads")
             makers["threads"] = makers["cluster"]
         rounds = self._rounds(group, ordinary, len(makers))
-        wrappers, found = probes.run(makers, rounds, progress, {} if threads is None else {"threads": threads})
+        wrappers, found = probes.run(makers, rounds, progress, threads)
         usual_ms = {stage: _median(samples) for stage, samples in found["alone"].items()}
         computing = launch_overhead.computing_ms(probes, wrappers["alone"], self._ddp.device, usual_ms)
         launch_unknown = next((each for each in group.gather(computing) if isinstance(each, str)), None)
@@ -179,18 +163,16 @@ class Doctor:
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = self._try_gradcast(group, probes, [self._ddp, *wrappers.values()], pause_ms, progress)
         network = self._check_network(group, progress)
-        reading = self._batch_ms()
         return RankMeasurements(
             RankSteps(
                 rank=group.rank,
-                node=nodes.of_rank[group.rank],
-                host=nodes.hosts[group.rank],
+                node=node,
+                host=hosts[group.rank],
                 normal={name: [each[name] for each in ordinary] for name in ordinary[0]},
                 probes={kind: found[stand_in] for kind, stand_in in kinds.items()},
                 computing=found["alone"] if launch_unknown else computing,
                 loader_workers=self._loader.workers,
-                read_ms=reading and reading[0],
-                prepare_ms=reading and reading[1],
+                batch_ms=self._batch_ms(),
                 layers_ms=layers,
             ),
             options={name: found[name]["step"] for name in options},
@@ -240,9 +222,7 @@ class Doctor:
         step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
         return prober.round_count(kind_count, self._settings.steps, self._settings.seconds / step_s)
 
-    def _group_of(self, kind: str, nodes: RankNodes, group: Group) -> Any:
-        own = group.rank
-        members = {"alone": [own], "node": nodes.ranks[nodes.of_rank[own]], "cluster": range(group.world_size)}[kind]
+    def _group_of(self, members: Sequence[int]) -> Any:
         everyone = self._ranks()
         backend = dist.get_backend(self._ddp.process_group)
         return lasting_group([everyone[member] for member in members], _TIMEOUT, backend, "doctor")
@@ -266,16 +246,12 @@ class Doctor:
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
             warmup_steps=WARMUP_STEPS,
-            gradients_used=self._observer.gradients_used,
+            gradients_used=self.observer.gradients_used,
         )
 
 
 def _print_progress(text: str) -> None:
     print(f"gradcast doctor: {text}", file=sys.stderr, flush=True)
-
-
-def _no_progress(_: str) -> None:
-    pass
 
 
 def _describe(error: Exception) -> str:
@@ -294,12 +270,12 @@ def _costly_options(ddp: DistributedDataParallel) -> list[str]:
     return options
 
 
-def _fitting_threads(nodes: RankNodes, rank: int, processes: Sequence[environment.Process]) -> int | None:
+def _fitting_threads(hosts: Sequence[str], rank: int, processes: Sequence[environment.Process]) -> int | None:
     """Returns this rank's number of threads that fits its host, or None on all ranks if it fits everywhere."""
-    hosts = {host.name: host for host in environment.hosts(nodes.hosts, processes)}
-    if all(host.fitting_threads is None for host in hosts.values()):
+    found = {host.name: host for host in environment.hosts(hosts, processes)}
+    if all(host.fitting_threads is None for host in found.values()):
         return None
-    return hosts[nodes.hosts[rank]].fitting_threads or processes[rank].threads
+    return found[hosts[rank]].fitting_threads or processes[rank].threads
 
 
 def _rebuilds_buckets(ddp: DistributedDataParallel) -> bool:

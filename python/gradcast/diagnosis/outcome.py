@@ -41,7 +41,7 @@ class Outcome:
         self.result = result | {"script": self._script}
         text = json.dumps(self.result)
         # Printed before anything is written, because the disk may be full.
-        _print(text if self._as_json else f"\n{self._text(trace is not None)}")
+        _print(text if self._as_json else self._text(trace is not None))
         write_atomically(self._folder / RESULT, text, "result")
         # A trace of an earlier run in this folder would be taken for this one's.
         (self._folder / TRACE).unlink(missing_ok=True)
@@ -62,7 +62,7 @@ class Outcome:
     def _text(self, has_trace: bool) -> str:
         end = f"`gradcast report {self._folder}` renders it as an HTML page"
         end += f"; the trace {self._folder / TRACE} opens in Perfetto." if has_trace else "."
-        return f"{text_report.text(self.result)}\n{end}"
+        return f"\n{text_report.text(self.result)}\n{end}"
 
 
 def _print(text: str) -> None:

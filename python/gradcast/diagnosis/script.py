@@ -29,7 +29,7 @@ class TrainingFinder:
 
     def __init__(self, doctor: Doctor) -> None:
         self._doctor = doctor
-        self._modules: list[weakref.ref[DistributedDataParallel]] = []
+        self.modules: list[weakref.ref[DistributedDataParallel]] = []
         self._stepped: list[Optimizer] = []
         self.obstacle: str | None = None
         self._init = DistributedDataParallel.__init__
@@ -40,37 +40,30 @@ class TrainingFinder:
         DistributedDataParallel.__init__ = self._init
         self._handle.remove()
 
-    @property
-    def found_module(self) -> bool:
-        return bool(self._modules)
-
     def _recording(self, init: Any) -> Any:
         @functools.wraps(init)
         def recording(ddp: DistributedDataParallel, *arguments: Any, **keywords: Any) -> None:
             init(ddp, *arguments, **keywords)
-            if not self._doctor.is_watching:  # the doctor makes wrappers of its own later
-                self._modules.append(weakref.ref(ddp))
+            if self._doctor.observer is None:  # the doctor makes wrappers of its own later
+                self.modules.append(weakref.ref(ddp))
 
         return recording
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._doctor.is_watching or self.obstacle is not None:
+        if self._doctor.observer is not None or self.obstacle is not None:
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
         # An optimizer steps for the second time, so all that take part in a step are known. If several modules are
         # trained, the largest one is diagnosed.
-        for ddp in sorted(filter(None, (each() for each in self._modules)), key=_size, reverse=True):
+        for ddp in sorted(filter(None, (each() for each in self.modules)), key=_size, reverse=True):
             optimizers = [each for each in self._stepped if updates(each, ddp.module)]
             if optimizers:
-                self._start(ddp, optimizers)
+                self.obstacle = obstacle(ddp, optimizers)
+                if self.obstacle is None:
+                    self._doctor.watch(ddp, optimizers)
                 return
-
-    def _start(self, ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> None:
-        self.obstacle = obstacle(ddp, optimizers)
-        if self.obstacle is None:
-            self._doctor.watch(ddp, optimizers)
 
 
 def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcome) -> None:
@@ -100,18 +93,18 @@ def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcom
 def _why_no_diagnosis(path: str, doctor: Doctor, finder: TrainingFinder) -> str:
     if finder.obstacle is not None:
         return finder.obstacle
-    if doctor.is_watching and doctor.steps == 0 and doctor.optimizer_steps > 0:
+    if doctor.observer is not None and not doctor.observer.steps and doctor.observer.optimizer_steps > 0:
         return (
-            f"none of {doctor.optimizer_steps} steps had a visible backward pass through the outputs of the "
+            f"none of {doctor.observer.optimizer_steps} steps had a visible backward pass through the outputs of the "
             "DistributedDataParallel module. Either torch.compile wraps that module (compile the model inside it "
             "instead), or its outputs hold no tensors"
         )
-    if doctor.is_watching:
+    if doctor.observer is not None:
         return (
-            f"{path} ended after {doctor.steps} of the {doctor.needed_steps} steps that the doctor observes; let it "
-            "train longer, or ask for fewer steps with --steps"
+            f"{path} ended after {len(doctor.observer.steps)} of the {doctor.needed_steps} steps that the doctor "
+            "observes; let it train longer, or ask for fewer steps with --steps"
         )
-    if finder.found_module:
+    if finder.modules:
         return f"{path} ended before an optimizer of its DistributedDataParallel module had made two steps"
     return (
         f"{path} ended without a DistributedDataParallel module, so there was nothing to diagnose. Did it call "

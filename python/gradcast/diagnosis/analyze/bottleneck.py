@@ -3,11 +3,10 @@
 Pure. Thread safety: pure; any thread.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradcast.diagnosis.analyze.estimates import Estimate
-from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, TRAFFIC, Straggler
+from gradcast.diagnosis.analyze.lint import Mistake
+from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, TRAFFIC, Breakdown
 from gradcast.diagnosis.runs import STAGE_WORDS
 
 # A smaller share of the step is not what limits it.
@@ -24,36 +23,34 @@ class Bottleneck:
     sentence: str
 
 
-def bottleneck(
-    step: Estimate,
-    parts: Mapping[str, Estimate],
-    straggler: Straggler | None,
-    *,
-    latency_share: float | None,
-    mistake: tuple[str, float] | None = None,
-) -> Bottleneck:
+def bottleneck(found: Breakdown, *, latency_share: float | None = None, mistake: Mistake | None = None) -> Bottleneck:
     """Names the bottleneck.
 
     ``latency_share`` is the share of communication time that goes into starting operations; None if unknown.
-    ``mistake`` is the title of the costliest misconfiguration and its ms per step.
+    ``mistake`` is the costliest misconfiguration.
     """
-    shares = _shares(step, parts)
-    if mistake is not None and mistake[1] >= _COSTLY_SHARE * step.value:
-        return Bottleneck("misconfigured", f"{mistake[0]}: {mistake[1]:.0f} of {step.value:.0f} ms per step.")
-    largest = max(shares, key=lambda name: shares[name])
-    if sum(shares.values()) < _LIMITING_SHARE:
-        return _compute_bound(step.value, parts)
-    ms = shares[largest] * step.value
-    return {
-        "communication": _network_bound(ms, shares[largest], step.value, parts, latency_share),
-        "data": _data_bound(ms, shares[largest], parts),
-        "waiting": _straggles(ms, shares[largest], straggler),
-    }[largest]
+    step_ms = found.step.value
+    if mistake is not None and (mistake.cost_ms or 0.0) >= _COSTLY_SHARE * step_ms:
+        return Bottleneck("misconfigured", f"{mistake.title}: {mistake.cost_ms:.0f} of {step_ms:.0f} ms per step.")
+    groups = {"communication": TRAFFIC, "data": DATA, "waiting": ("waiting",)}
+    lost_ms = {name: sum(max(0.0, found.parts[part].value) for part in parts) for name, parts in groups.items()}
+    if sum(lost_ms.values()) < _LIMITING_SHARE * step_ms:
+        return _compute_bound(found)
+    largest = max(lost_ms, key=lambda name: lost_ms[name])
+    share, ms = f"{lost_ms[largest] / step_ms:.0%} of the step", f"{lost_ms[largest]:.0f}"
+    if largest == "communication":
+        return _network_bound(found, f"{share}, {ms} of {step_ms:.0f} ms,", latency_share)
+    if largest == "data":
+        is_storage = found.parts["data_storage"].value > found.parts["data_cpu"].value
+        cause = "reading it from storage" if is_storage else "preparing it on the CPU"
+        return Bottleneck("data-bound", f"{share}, {ms} ms, is waiting for data, mostly {cause}.")
+    return Bottleneck("straggler", f"{share}, {ms} ms, is waiting for {_waited_for(found)}.")
 
 
-def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Bottleneck:
-    computing = sum(parts[part].value for part in COMPUTE) / step_ms
-    launch, loop = (parts[part].value / step_ms for part in ("launch", "loop"))
+def _compute_bound(found: Breakdown) -> Bottleneck:
+    step_ms = found.step.value
+    computing = sum(found.parts[part].value for part in COMPUTE) / step_ms
+    launch, loop = (found.parts[part].value / step_ms for part in ("launch", "loop"))
     text = f"Compute is the limit: it takes {computing:.0%} of the step's {step_ms:.0f} ms"
     if launch > computing:
         text = f"Launch overhead (Python and the framework) is the limit: it takes {launch:.0%} of the step's "
@@ -65,43 +62,21 @@ def _compute_bound(step_ms: float, parts: Mapping[str, Estimate]) -> Bottleneck:
     return Bottleneck("compute-bound", f"{text}; data loading, network and slow ranks cost almost nothing.")
 
 
-def _shares(step: Estimate, parts: Mapping[str, Estimate]) -> dict[str, float]:
-    groups = {
-        "communication": TRAFFIC,
-        "data": DATA,
-        "waiting": ("waiting",),
-    }
-    return {name: sum(max(0.0, parts[part].value) for part in members) / step.value for name, members in groups.items()}
-
-
-def _network_bound(
-    ms: float, share: float, step_ms: float, parts: Mapping[str, Estimate], latency_share: float | None
-) -> Bottleneck:
-    inside = parts["interconnect"].value > parts["network"].value
-    where = "between the devices of a node" if inside else "between nodes"
-    text = f"{share:.0%} of the step, {ms:.0f} of {step_ms:.0f} ms, is exposed communication {where}"
-    if latency_share is not None and latency_share > 0.5:
-        return Bottleneck(
-            "latency-bound",
-            f"{text}, and {latency_share:.0%} of communication time goes into starting operations: fewer, larger "
-            "operations can help; more bandwidth does not.",
-        )
-    return Bottleneck("bandwidth-bound", f"{text}.")
-
-
-def _data_bound(ms: float, share: float, parts: Mapping[str, Estimate]) -> Bottleneck:
-    storage = parts["data_storage"].value > parts["data_cpu"].value
-    cause = "reading it from storage" if storage else "preparing it on the CPU"
-    return Bottleneck("data-bound", f"{share:.0%} of the step, {ms:.0f} ms, is waiting for data, mostly {cause}.")
-
-
-def _straggles(ms: float, share: float, straggler: Straggler | None) -> Bottleneck:
-    if straggler is None:
-        return Bottleneck("straggler", f"{share:.0%} of the step, {ms:.0f} ms, is waiting for a slower rank.")
-    where = STAGE_WORDS[straggler.stage]
-    layer = f", most of it in {straggler.layer}" if straggler.layer else ""
+def _network_bound(found: Breakdown, share: str, latency_share: float | None) -> Bottleneck:
+    inside = found.parts["interconnect"].value > found.parts["network"].value
+    text = f"{share} is exposed communication {'between the devices of a node' if inside else 'between nodes'}"
+    if latency_share is None or latency_share <= 0.5:
+        return Bottleneck("bandwidth-bound", f"{text}.")
     return Bottleneck(
-        "straggler",
-        f"{share:.0%} of the step, {ms:.0f} ms, is waiting for rank {straggler.rank}, which takes longer in "
-        f"{where}{layer}.",
+        "latency-bound",
+        f"{text}, and {latency_share:.0%} of communication time goes into starting operations: fewer, larger "
+        "operations can help; more bandwidth does not.",
     )
+
+
+def _waited_for(found: Breakdown) -> str:
+    slow = found.straggler
+    if slow is None:
+        return "a slower rank"
+    layer = f", most of it in {slow.layer}" if slow.layer else ""
+    return f"rank {slow.rank}, which takes longer in {STAGE_WORDS[slow.stage]}{layer}"

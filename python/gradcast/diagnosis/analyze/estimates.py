@@ -4,7 +4,6 @@ Pure: numbers in, numbers out. Thread safety: pure; any thread.
 """
 
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +35,3 @@ def estimate(function: Callable[..., float], *samples: Sequence[float]) -> Estim
     cut = round(_TAIL * _RESAMPLES)
     value = function(*samples)
     return Estimate(value, min(value, drawn[cut]), max(value, drawn[-1 - cut]))
-
-
-def median(samples: Sequence[float]) -> Estimate:
-    return estimate(statistics.median, samples)

@@ -3,93 +3,80 @@
 Pure. Thread safety: pure; any thread.
 """
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
+from gradcast.diagnosis.analyze.measurements import TrainingSetup
 
 # Candidate caps of all buckets if DDP's first bucket is late; smaller ones than torch's default.
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
 _MS = 1e6
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Predictions:
-    """Predicted steps in ms; see the fields of ``lint.Evidence``."""
+    """When gradients become ready, how DDP lays out its buckets, and its predicted step, now and with each fix.
 
-    predicted_ms: float
-    predicted_even_ms: float
-    predicted_best_buckets_ms: float
-    best_cap_mib: int
-    predicted_used_ms: float
-    predicted_interface_ms: float | None
-
-
-def predictions(
-    profile: _core.Profile,
-    registered: Sequence[str],
-    caps_bytes: tuple[int, int],
-    *,
-    rebuilt: bool,
-    interface_gain: float | None = None,
-) -> Predictions:
-    """Predicts DDP's step as it is and with each fix.
-
-    ``profile`` has a link. ``registered`` are the names of its tensors in the order of registration. ``caps_bytes`` are
-    the caps of DDP's first bucket and of the others. ``rebuilt`` is the same with and without each mistake; see
-    ``buckets``. ``interface_gain`` is how many times the bytes the better interface carries; None if there is none.
+    ``buckets`` are in the order in which they are sent, as indices into ``ready_ms``, which is from the start of
+    backward.
     """
 
-    def step_ms(of: _core.Profile, caps: tuple[int, int], names: Sequence[str] = registered) -> float:
-        return _ddp_ms(of, caps) if rebuilt else _laid_out_ms(of, buckets(of, names, caps, rebuilt=False))
+    ready_ms: Sequence[float]
+    backward_ms: float
+    buckets: Sequence[Sequence[int]]
+    now_ms: float
+    even_ms: float  # with gradients that become ready evenly during backward
+    best_buckets_ms: float  # with the best bucket size, which is best_cap_mib
+    best_cap_mib: int
+    used_ms: float  # with parameters registered in the order of use
+    interface_ms: float | None  # over the fastest network interface; None if that is the present one
+
+
+def predictions(profile: _core.Profile, setup: TrainingSetup, interface_gain: float | None = None) -> Predictions:
+    """Predicts DDP's step as it is and with each fix. ``profile`` has a link.
+
+    ``interface_gain`` is how many times the bytes the better interface carries; None if there is none. Whether DDP
+    rebuilds its buckets is the same with and without each mistake.
+    """
+    registered, caps_bytes, rebuilt = list(setup.parameter_bytes), setup.caps_bytes, setup.rebuilt
+
+    def step_ms(
+        of: _core.Profile,
+        caps: tuple[int, int],
+        names: Sequence[str] = registered,
+        link: _core.LinkModel | None = None,
+    ) -> float:
+        if rebuilt:
+            return ddp_baseline.plan(of, caps, link).predicted_ns / _MS
+        return laid_out_ms(of, buckets(of, names, caps, rebuilt=False), link)
 
     best_cap = min(_CAPS_MIB, key=lambda cap: step_ms(profile, ddp_baseline.same_caps(cap)))
     now_ms = step_ms(profile, caps_bytes)
+    faster = interface_gain and profile.link.scaled(1, 1 / interface_gain)
     return Predictions(
-        predicted_ms=now_ms,
-        predicted_even_ms=step_ms(with_even_gradients(profile), caps_bytes),
-        predicted_best_buckets_ms=min(now_ms, step_ms(profile, ddp_baseline.same_caps(best_cap))),
+        ready_ms=[tensor.ready_ns / _MS for tensor in profile.tensors],
+        backward_ms=profile.backward_ns / _MS,
+        buckets=buckets(profile, registered, caps_bytes, rebuilt=rebuilt),
+        now_ms=now_ms,
+        even_ms=step_ms(_with_even_gradients(profile), caps_bytes),
+        best_buckets_ms=min(now_ms, step_ms(profile, ddp_baseline.same_caps(best_cap))),
         best_cap_mib=best_cap,
-        predicted_used_ms=step_ms(profile, caps_bytes, _by_ready(profile)[::-1]),
-        predicted_interface_ms=interface_gain and step_ms(_with_byte_cost(profile, 1 / interface_gain), caps_bytes),
+        used_ms=step_ms(profile, caps_bytes, _by_ready(profile)[::-1]),
+        interface_ms=faster and step_ms(profile, caps_bytes, link=faster),
     )
 
 
-def with_even_gradients(profile: _core.Profile) -> _core.Profile:
+def _with_even_gradients(profile: _core.Profile) -> _core.Profile:
     """Lets gradients become ready evenly over backward, the least urgent first: about what compiling layer by layer
     gives.
     """
-    count = len(profile.tensors)
-    tensors = [
-        _core.Tensor(
-            name=tensor.name,
-            bytes=tensor.bytes,
-            ready_ns=profile.backward_ns * (count - index) / count,
-            need_ns=tensor.need_ns,
-            update_ns=tensor.update_ns,
-            buffer=tensor.buffer,
-            element_bytes=tensor.element_bytes,
-        )
-        for index, tensor in enumerate(profile.tensors)
-    ]
-    return _with(profile, tensors, profile.link)
-
-
-def _with_byte_cost(profile: _core.Profile, cost_factor: float) -> _core.Profile:
-    """Returns the profile with a link on which bytes cost ``cost_factor`` times as much."""
-    return _with(profile, profile.tensors, profile.link.scaled(1, cost_factor))
-
-
-def _with(profile: _core.Profile, tensors: Sequence[_core.Tensor], link: _core.LinkModel | None) -> _core.Profile:
-    return _core.Profile(
-        name=profile.name,
-        forward_ns=profile.forward_ns,
-        backward_ns=profile.backward_ns,
-        tensors=tensors,
-        world_size=profile.world_size,
-        link=link,
-    )
+    fields = json.loads(profile.to_json())
+    for index, tensor in enumerate(fields["tensors"]):
+        tensor["ready_ns"] = round(profile.backward_ns * (1 - index / len(profile.tensors)))
+    return _core.Profile.from_json(json.dumps(fields))
 
 
 def buckets(
@@ -120,46 +107,41 @@ def _filled(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int,
         indices.setdefault(tensor.name, []).append(index)
     found: list[list[int]] = []
     open_: dict[int, list[int]] = {}
-    closed: dict[int, int] = {}
+    caps: dict[int, int] = {}
     for index in (indices[name].pop() for name in order if indices.get(name)):
         buffer = profile.tensors[index].buffer
         if buffer not in open_:
             open_[buffer] = []
             found.append(open_[buffer])
         open_[buffer].append(index)
-        cap = caps_bytes[min(closed.get(buffer, 0), 1)]
-        if sum(profile.tensors[each].bytes for each in open_[buffer]) >= cap:
-            closed[buffer] = closed.get(buffer, 0) + 1
+        if sum(profile.tensors[each].bytes for each in open_[buffer]) >= caps.get(buffer, caps_bytes[0]):
+            caps[buffer] = caps_bytes[1]
             del open_[buffer]
     return found
 
 
-def _ddp_ms(profile: _core.Profile, caps_bytes: tuple[int, int]) -> float:
-    return ddp_baseline.plan(profile, caps_bytes).predicted_ns / _MS
-
-
-def _laid_out_ms(profile: _core.Profile, laid_out: Sequence[Sequence[int]]) -> float:
+def laid_out_ms(
+    profile: _core.Profile, laid_out: Sequence[Sequence[int]], link: _core.LinkModel | None = None
+) -> float:
+    """Predicts DDP's step with these buckets. ``link`` replaces the profile's."""
     blocks = [
-        _core.Block(ranges=list(_ranges(profile, bucket)), buffer=profile.tensors[bucket[0]].buffer)
-        for bucket in laid_out
+        _core.Block(ranges=_ranges(profile, bucket), buffer=profile.tensors[bucket[0]].buffer) for bucket in laid_out
     ]
     plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=ddp_baseline.IN_FLIGHT)
     plan.check(profile)
-    return _core.play(profile, profile.link, plan).iteration_ns / _MS
+    return _core.play(profile, link or profile.link, plan).iteration_ns / _MS
 
 
-def _ranges(profile: _core.Profile, bucket: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the byte ranges of a bucket, ascending and not adjacent."""
-    starts, position = [], {}
+def _ranges(profile: _core.Profile, bucket: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the byte ranges of a bucket, ascending and not adjacent."""
+    starts, ends = [], {}
     for tensor in profile.tensors:
-        starts.append(position.get(tensor.buffer, 0))
-        position[tensor.buffer] = starts[-1] + tensor.bytes
-    low = high = None
+        starts.append(ends.get(tensor.buffer, 0))
+        ends[tensor.buffer] = starts[-1] + tensor.bytes
+    found: list[tuple[int, int]] = []
     for index in sorted(bucket):
-        if starts[index] != high:
-            if high is not None:
-                yield low, high
-            low = starts[index]
-        high = starts[index] + profile.tensors[index].bytes
-    if high is not None:
-        yield low, high
+        low, high = starts[index], starts[index] + profile.tensors[index].bytes
+        if found and found[-1][1] == low:
+            low = found.pop()[0]
+        found.append((low, high))
+    return found

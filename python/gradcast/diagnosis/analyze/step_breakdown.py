@@ -60,7 +60,7 @@ class RankSteps:
     * ``probes``: steps without data loading, by kind ("alone", "node", "cluster") and stage ("step", "forward",
       "backward", "update").
     * ``computing``: by stage, how long operations run in it in steps "alone" (``probe/launch_overhead.py``).
-    * ``read_ms``, ``prepare_ms``: of one batch in a loader's worker; None if unknown.
+    * ``batch_ms``: what reading and preparing one batch take in a loader's worker; None if unknown.
     * ``layers_ms``: forward and backward by layer.
     """
 
@@ -71,8 +71,7 @@ class RankSteps:
     probes: Mapping[str, Mapping[str, Sequence[float]]]
     computing: Mapping[str, Sequence[float]]
     loader_workers: int = 0
-    read_ms: float | None = None
-    prepare_ms: float | None = None
+    batch_ms: tuple[float, float] | None = None
     layers_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -105,19 +104,14 @@ class RankSteps:
         if part in COMPUTE:
             return min(medians)
         if part == "launch":
-            return sum(
-                max(0.0, stage - computing) for stage, computing in zip(medians[::2], medians[1::2], strict=True)
-            )
+            pairs = zip(medians[::2], medians[1::2], strict=True)
+            return sum(max(0.0, stage - computing) for stage, computing in pairs)
+        (ms,) = medians
         if part == "loop":
-            return medians[0]
-        return self._data_ms(part, medians[0])
-
-    def _data_ms(self, part: str, wait_ms: float) -> float:
-        """Splits the wait for a batch into reading and preparing, and returns one of them."""
-        prepared_ms = wait_ms
-        if self.read_ms is not None and self.prepare_ms is not None:
-            prepared_ms = cached_wait(wait_ms, self.read_ms, self.prepare_ms, self.loader_workers)
-        return prepared_ms if part == "data_cpu" else wait_ms - prepared_ms
+            return ms
+        # The wait for a batch is split into reading and preparing.
+        prepared_ms = ms if self.batch_ms is None else cached_wait(ms, *self.batch_ms, self.loader_workers)
+        return prepared_ms if part == "data_cpu" else ms - prepared_ms
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ class Straggler:
 @dataclass(frozen=True)
 class Breakdown:
     """The parts of one rank's step, which add up to ``step``. ``ranks`` has the parts of every rank, without
-    intervals.
+    intervals. ``sync_phases`` are ONE_SYNC or TWO_SYNCS.
     """
 
     view_rank: int
@@ -143,6 +137,7 @@ class Breakdown:
     parts: dict[str, Estimate]
     ranks: list[dict[str, float]]
     straggler: Straggler | None
+    sync_phases: Sequence[Sequence[str]]
 
 
 # A rank is a straggler only if it is slower by at least this and by NOTICEABLE_GAIN of a step.
@@ -188,6 +183,7 @@ def breakdown(ranks: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]] =
         parts,
         [_values(each, all_ranks_ms, parts) for each in ranks],
         _straggler(view, slowest, step.value, parts["waiting"]),
+        sync_phases,
     )
 
 

@@ -7,8 +7,8 @@ but send. The user's own wrapper takes no part: it reduces only after a forward 
 find_unused_parameters it does record which gradients have arrived. Therefore every step has to produce all of them.)
 """
 
+import collections
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from gradcast.diagnosis.network.hosts import ranks_by_host
 from gradcast.diagnosis.observe import recorded_step
 from gradcast.diagnosis.observe.recorded_step import RecordedStep
 
@@ -36,32 +35,14 @@ STEPS_PER_TURN = 6
 _ROUNDS_WANTED_MIN = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class RankNodes:
-    """Which rank is on which node. ``hosts`` has the name of each rank's host."""
-
-    hosts: tuple[str, ...]
-
-    @property
-    def of_rank(self) -> list[int]:
-        """The node of each rank."""
-        names = list(dict.fromkeys(self.hosts))
-        return [names.index(host) for host in self.hosts]
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """The ranks of each node."""
-        return ranks_by_host(self.hosts)
-
-
-def kinds(nodes: RankNodes) -> dict[str, str]:
+def kinds(nodes: Sequence[Sequence[int]]) -> dict[str, str]:
     """Maps each kind of step to the one that stands for it. Two kinds coincide if one node holds a single rank, or
-    all of them.
+    all of them. ``nodes`` has the ranks of each node.
     """
-    run = {"alone": "alone", "node": "node", "cluster": "cluster"}
-    if len(nodes.ranks) == 1:
+    run = {name: name for name in ("alone", "node", "cluster")}
+    if len(nodes) == 1:
         run["node"] = "cluster"
-    elif len(nodes.ranks) == len(nodes.hosts):
+    elif all(len(ranks) == 1 for ranks in nodes):
         run["node"] = "alone"
     return run
 
@@ -95,35 +76,37 @@ class Prober:
 
     def run(
         self,
-        makers: dict[str, Callable[[], Any]],
+        makers: Mapping[str, Callable[[], Any]],
         rounds: int,
         progress: Callable[[str], None],
-        threads: Mapping[str, int] | None = None,
+        threads: int | None = None,
     ) -> tuple[dict[str, Any], dict[str, dict[str, list]]]:
         """Makes the wrappers that ``makers`` make, and runs ``rounds`` rounds of steps through each.
 
-        Wrappers take turns, so that disturbances of the machine hit all of them alike. ``threads`` gives the number of
-        compute threads for a name, if it differs from the usual one. Returns the wrappers by name, and ms by name and
-        stage.
+        Wrappers take turns, so that disturbances of the machine hit all of them alike. The one that is called
+        "threads" computes with ``threads`` threads. Returns the wrappers by name, and ms by name and stage.
         """
-        threads = threads or {}
+
+        def threads_for(name: str) -> contextlib.AbstractContextManager:
+            return _computing_with(threads) if name == "threads" else contextlib.nullcontext()
+
         wrappers = {}
         for name, make in makers.items():
             progress(f"warm-up steps: {name}")
             # With a static graph, DDP counts in its first steps every gradient that arrives, also those of other
             # wrappers' steps. So one wrapper makes its first steps before the next one exists.
             wrappers[name] = make()
-            with _computing_with(threads.get(name)):
+            with threads_for(name):
                 self.steps(wrappers[name], _WARMUP_STEPS)
-        found: dict[str, dict[str, list]] = {name: {} for name in wrappers}
+        found: dict[str, dict[str, list]] = {name: collections.defaultdict(list) for name in wrappers}
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
             for name, wrapper in wrappers.items():
-                with _computing_with(threads.get(name)):
+                with threads_for(name):
                     made = self.turn(wrapper)
                 for times in made[WARMUP_STEPS_PER_TURN:]:
                     for stage, ms in times.items():
-                        found[name].setdefault(stage, []).append(ms)
+                        found[name][stage].append(ms)
         return wrappers, found
 
     def turn(self, model: Any) -> list[dict[str, float]]:
@@ -139,7 +122,7 @@ class Prober:
         """Runs one step. Its "step" time includes ``pause_ms``, the wait before it."""
         start_ns = self.now_ns()
         time.sleep(max(0.0, pause_ms) / 1e3)
-        times = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        times = dict.fromkeys(("forward", "backward", "update"), 0.0)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         for passes in next(self._recorded_steps).by_backward:
@@ -170,15 +153,13 @@ class Prober:
 
 
 @contextlib.contextmanager
-def _computing_with(threads: int | None) -> Iterator[None]:
+def _computing_with(threads: int) -> Iterator[None]:
     usual = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
-        if threads is not None:
-            torch.set_num_threads(usual)
+        torch.set_num_threads(usual)
 
 
 def step_count(kind_count: int, rounds: int) -> int:
