@@ -5,6 +5,8 @@ Tests with several hosts need root and Linux, and are skipped elsewhere; the oth
 are checked are rates that the lab shapes.
 """
 
+import contextlib
+import functools
 import json
 import socket
 import subprocess
@@ -34,24 +36,24 @@ def listener(request):
     made.close()
 
 
-class InThread:
-    """Runs a function in a thread; ``result()`` returns or raises what it did."""
+class InThread(threading.Thread):
+    """Runs a function in a thread; ``result()`` returns what it returned, or its Error."""
 
     def __init__(self, function, *arguments, **keywords):
-        self._found = []
-        self._thread = threading.Thread(target=self._run, args=(function, arguments, keywords), daemon=True)
-        self._thread.start()
+        super().__init__(daemon=True)
+        self._call = functools.partial(function, *arguments, **keywords)
+        self.start()
 
-    def _run(self, function, arguments, keywords):
+    def run(self):
         try:
-            self._found.append(function(*arguments, **keywords))
+            self._found = self._call()
         except Error as error:
-            self._found.append(error)
+            self._found = error
 
     def result(self):
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive(), "it hangs"
-        return self._found[0]
+        self.join(WAIT_S)
+        assert not self.is_alive(), "it hangs"
+        return self._found
 
 
 # --- Raw TCP ---
@@ -82,41 +84,28 @@ def test_the_latency_is_half_a_round_trip_in_microseconds(listener, monkeypatch)
 
 def test_who_sends_waits_until_all_has_been_received():
     sending_end, receiving_end = socket.socketpair()
-    sending = threading.Thread(target=tcp._send, args=([sending_end], 0.05, "rank 1"), daemon=True)
-    sending.start()
+    sending = InThread(tcp._send, [sending_end], 0.05, "rank 1")
     while receiving_end.recv(1 << 20):
         pass
     sending.join(0.3)
     assert sending.is_alive()
     receiving_end.close()
-    sending.join(WAIT_S)
-    assert not sending.is_alive()
+    sending.result()
     sending_end.close()
 
 
-def test_who_comes_for_a_pair_that_was_given_up_is_not_taken_for_the_next(listener):
+def test_connections_of_others_are_not_measured_and_do_not_take_all_the_time(listener, monkeypatch):
+    """Two say nothing, one is a stranger's, and one is of a pair that was given up."""
+    monkeypatch.setattr(tcp, "TIMEOUT_S", 3.0)
+    where = (listener.address.host, listener.address.port)
     late, next_one = (tcp.pair_token(TOKEN, (0, other)) for other in (1, 2))
-    with tcp._connected(listener.address, late, 1, SECONDS, "rank 0"):
+    with contextlib.ExitStack() as stack:
+        _, _, stranger = (stack.enter_context(socket.create_connection(where)) for _ in range(3))
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: anybody.example\r\n\r\n")
+        stack.enter_context(tcp._connected(listener.address, late, 1, SECONDS, "rank 0"))
         answering = InThread(tcp.answer_one_way, listener, next_one, "rank 2")
         tcp.measure_one_way(listener.address, next_one, SECONDS, "rank 0")
         assert answering.result() > 0
-
-
-def test_who_connects_and_says_nothing_does_not_take_all_the_time(listener, monkeypatch):
-    monkeypatch.setattr(tcp, "TIMEOUT_S", 3.0)
-    where = (listener.address.host, listener.address.port)
-    with socket.create_connection(where), socket.create_connection(where):
-        answering = InThread(tcp.answer_one_way, listener, TOKEN, "rank 1")
-        tcp.measure_one_way(listener.address, TOKEN, SECONDS, "rank 0")
-    assert answering.result() > 0
-
-
-def test_a_strangers_connection_is_not_measured(listener):
-    answering = InThread(tcp.answer_one_way, listener, TOKEN, "rank 1")
-    with socket.create_connection((listener.address.host, listener.address.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: anybody.example\r\n\r\n")
-        tcp.measure_one_way(listener.address, TOKEN, SECONDS, "rank 0")
-    assert answering.result() > 0
 
 
 def test_who_never_comes_is_named(listener, monkeypatch):
@@ -142,11 +131,10 @@ def test_who_goes_in_the_middle_is_named(listener, monkeypatch):
     monkeypatch.setattr(tcp, "TIMEOUT_S", 2.0)
 
     def answer_and_go():
-        connections, _ = listener.accept(TOKEN, 1, "rank 1")
-        tcp._echo(connections[0])
-        connections, _ = listener.accept(TOKEN, 1, "rank 1")
-        connections[0].recv(1000)
-        connections[0].close()  # with data unread: a reset
+        with listener.accepted(TOKEN, 1, "rank 1") as (connections, _):
+            tcp._echo(connections[0])
+        with listener.accepted(TOKEN, 1, "rank 1") as (connections, _):
+            connections[0].recv(1000)  # closed with data unread: a reset
 
     going = InThread(answer_and_go)
     with pytest.raises(Error, match=r"raw TCP with rank 7: sending"):
@@ -269,69 +257,44 @@ def test_rates_are_those_of_the_links_and_the_slow_host_is_found():
     assert 0.4 * 30e-3 < found["collective"]["bus_gbit_per_s"] < 1.2 * 30e-3
 
 
-@pytest.mark.slow
-def test_a_pair_has_the_rate_of_its_slower_direction():
-    with made_network(100e6, 100e6) as network:
-        network._shape(network._switch, "host1", 20e6)  # what it receives alone
-        found = checked(2, network=network, seconds=2)
-    (pair,) = found["pairs"]
-    for rate in ("tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s"):
-        assert 0 < pair[rate] < 1.2 * 20e-3
-
-
 def run_ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def add_second_interface(network):
-    """Connects the two hosts by a second, unthrottled link."""
-    names = [network.command(host, [])[3] for host in range(2)]
-    run_ip("link", "add", "name", "eth1", "netns", names[0], "type", "veth", "peer", "name", "eth1", "netns", names[1])
-    for host, name in enumerate(names):
-        run_ip("-n", name, "address", "add", f"10.78.0.{host + 1}/24", "dev", "eth1")
-        run_ip("-n", name, "link", "set", "eth1", "up")
+def add_interface(network, name, *addresses):
+    """Connects the hosts by another, unthrottled link, on which each has the address of its place."""
+    hosts = [network.command(host, [])[3] for host in range(len(addresses))]
+    run_ip("link", "add", "name", name, "netns", hosts[0], "type", "veth", "peer", "name", name, "netns", hosts[1])
+    for host, address in zip(hosts, addresses, strict=True):
+        run_ip("-n", host, "address", "add", address, "dev", name, "nodad")
+        run_ip("-n", host, "link", "set", name, "up")
+
+
+ADDRESSES = (
+    "from gradcast.diagnosis.network import interfaces; print([each.addresses for each in interfaces.interfaces()])"
+)
 
 
 @pytest.mark.slow
-def test_a_faster_interface_that_connects_the_hosts_is_found():
-    with made_network(30e6, 30e6) as network:
-        add_second_interface(network)
+def test_a_faster_interface_is_found_if_it_connects_the_hosts_and_a_pair_has_the_rate_of_its_slower_direction():
+    with made_network(100e6, 100e6) as network:
+        network._shape(network._switch, "host1", 20e6)  # what it receives alone
+        add_interface(network, "eth1", "10.78.0.1/24", "10.78.0.2/24")
+        add_interface(network, "eth2", "10.79.0.1/24", "10.99.0.1/24")  # of different networks
+        add_interface(network, "eth3", "fe80::1/64", "fe80::2/64")  # only link-local, which every interface has
+        run_ip("-n", network.command(0, [])[3], "address", "add", "10.77.0.99/24", "dev", "eth0")
+        command = network.command(0, [sys.executable, "-c", ADDRESSES])
+        known = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found = checked(2, network=network, seconds=2)
-    (finding,) = found["findings"]
-    assert finding["key"] == "slow_interface"
-    assert finding["sentence"].startswith("The chosen interface eth0 reaches")
-    assert "set GLOO_SOCKET_IFNAME=eth1 on all hosts" in finding["sentence"]
+    assert "'10.77.0.1', '10.77.0.99'" in known, "all addresses of an interface are known"
+    (pair,) = found["pairs"]
+    for rate in ("tcp_gbit_per_s", "tcp_streams_gbit_per_s", "gloo_gbit_per_s"):
+        assert 0 < pair[rate] < 1.2 * 20e-3
     (other,) = found["alternatives"]
     assert other["interface"] == "eth1"
     assert other["gbit_per_s"] > 1.5 * other["chosen_gbit_per_s"]
-    assert other["chosen_gbit_per_s"] == found["pairs"][0]["tcp_gbit_per_s"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("addresses", [["10.78.0.1/24", "10.99.0.1/24"], [None, None]])
-def test_an_interface_that_does_not_connect_the_hosts_is_not_proposed(addresses):
-    """The addresses are in different networks, or only link-local, which every interface has."""
-    with made_network(30e6, 30e6) as network:
-        add_second_interface(network)
-        for host, address in enumerate(addresses):
-            name = network.command(host, [])[3]
-            run_ip("-n", name, "-4", "address", "flush", "dev", "eth1")
-            if address:
-                run_ip("-n", name, "address", "add", address, "dev", "eth1")
-            else:
-                run_ip("-n", name, "address", "replace", f"fe80::{host + 1}/64", "dev", "eth1", "nodad")
-        found = checked(2, network=network, seconds=2)
-    assert "slow_interface" not in [finding["key"] for finding in found["findings"]]
-    assert len(found["pairs"]) == 1
-
-
-@pytest.mark.slow
-def test_all_addresses_of_an_interface_are_known():
-    told = (
-        "from gradcast.diagnosis.network import interfaces; print([each.addresses for each in interfaces.interfaces()])"
-    )
-    with made_network(30e6) as network:
-        run_ip("-n", network.command(0, [])[3], "address", "add", "10.77.0.99/24", "dev", "eth0")
-        command = network.command(0, [sys.executable, "-c", told])
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "'10.77.0.1', '10.77.0.99'" in done.stdout
+    assert other["chosen_gbit_per_s"] == pair["tcp_gbit_per_s"]
+    finding = found["findings"][0]
+    assert finding["key"] == "slow_interface"
+    assert finding["sentence"].startswith("The chosen interface eth0 reaches")
+    assert "set GLOO_SOCKET_IFNAME=eth1 on all hosts" in finding["sentence"]

@@ -47,14 +47,14 @@ def check(
     if group.world_size == 1:
         return None
     control = _control(group)
-    network_pairs.barrier(control, _TIMEOUT_S, "network check")
+    network_pairs.barrier(control, "network check")
     by_rank: list[HostInterfaces] = control.gather(network_hosts.own_interfaces())
     network = _Network(
         control,
         by_rank,
         network_hosts.names([each.host for each in by_rank]),
         control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
-        progress if progress is not None and group.rank == 0 else _silent,
+        progress if progress is not None and group.rank == 0 else lambda _: None,
     )
     return _checked(network, backend_of(group.shared, device_type), seconds)
 
@@ -70,10 +70,6 @@ class _Network:
     report: Progress
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
     hosts = network_hosts.ranks_by_host(network.hosts)
     # Ranks of one host have no network between them; one pair shows what Gloo costs there.
@@ -81,9 +77,9 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
     rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in pair_rounds.rounds(len(ranks))]
     pairs = _over_tcp(network, rounds, seconds)
     alternatives = _alternatives(network, pairs[0])
-    pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, _TIMEOUT_S, network.report)
+    pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, network.report)
     network.report("all-reduce of 1 KiB and more")
-    network_pairs.barrier(network.control, _TIMEOUT_S, "network check, all-reduce")
+    network_pairs.barrier(network.control, "network check, all-reduce")
     samples = network_collective.samples(network.control, _COLLECTIVE_SHARE * seconds)
     measured = NetworkMeasurements(
         hosts=[network_hosts.described(network.interfaces[rank], network.hosts[rank]) for rank in ranks],
@@ -97,7 +93,14 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
         "interfaces": [each.chosen.interface for each in network.interfaces],
         "collective": network_collective.fitted(samples, network.control.world_size),
         "pairs": [_as_json(pair) for pair in pairs],
-        "alternatives": [_alternative_as_json(each) for each in alternatives],
+        "alternatives": [
+            {
+                "interface": each.interface,
+                "gbit_per_s": _gbit(each.bits_per_s),
+                "chosen_gbit_per_s": _gbit(each.chosen_bits_per_s),
+            }
+            for each in alternatives
+        ],
         "connections": measured.hosts[0].connections,
         "findings": [dataclasses.asdict(found) for found in network_findings.findings(measured)],
     }
@@ -115,7 +118,7 @@ def _over_tcp(network: _Network, rounds: Rounds, seconds: float) -> list[Pair]:
     each_s = min(max(each_s, _MEASUREMENT_S[0]), _MEASUREMENT_S[1])
     own = network.interfaces[network.control.rank].chosen.address
     with _listening(network, own) as ends:
-        return network_pairs.measured_over_tcp(ends, rounds, each_s, _TIMEOUT_S, network.report)
+        return network_pairs.measured_over_tcp(ends, rounds, each_s, network.report)
 
 
 @contextlib.contextmanager
@@ -133,7 +136,8 @@ def _listening(network: _Network, address: str, timeout_s: float | None = None) 
         gathered = control.gather((listener.address if listener else None, fault))
         if faults := [each for _, each in gathered if each]:
             raise Error(f"network check: {'; '.join(faults)}", "communication")
-        labels = network_pairs.labels(network.interfaces, network.hosts)
+        both = zip(network.hosts, network.interfaces, strict=True)
+        labels = [f"rank {rank} ({host}, {own.chosen.address})" for rank, (host, own) in enumerate(both)]
         yield PairEndpoints(control, listener, [each for each, _ in gathered], network.token, labels)
     finally:
         if listener:
@@ -178,14 +182,6 @@ def _as_json(pair: Pair) -> dict[str, Any]:
         "gloo_gbit_per_s": _gbit(pair.gloo_bits_per_s),
         "alpha_us": pair.alpha_us,
         "beta_ns_per_byte": pair.beta_ns_per_byte,
-    }
-
-
-def _alternative_as_json(each: Alternative) -> dict[str, Any]:
-    return {
-        "interface": each.interface,
-        "gbit_per_s": _gbit(each.bits_per_s),
-        "chosen_gbit_per_s": _gbit(each.chosen_bits_per_s),
     }
 
 

@@ -5,7 +5,7 @@ Pure. Thread safety: pure; any thread.
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gradcast.units import format_bandwidth, format_time
 
@@ -90,145 +90,147 @@ class NetworkMeasurements:
     one_host: bool = False
     alternatives: Sequence[Alternative] = ()
 
+    @property
+    def is_gloo(self) -> bool:
+        return self.backend == "gloo"
+
+    @property
+    def variable(self) -> str:
+        return "GLOO_SOCKET_IFNAME" if self.is_gloo else "NCCL_SOCKET_IFNAME"
+
+    def names(self, pair: Pair) -> str:
+        return f"{self.hosts[pair.a].label} and {self.hosts[pair.b].label}"
+
+    @property
+    def best_by_host(self) -> dict[int, float]:
+        """The rate of each host in its best pair: only a slow link of its own slows all of its pairs."""
+        best: dict[int, float] = {}
+        for pair in self.pairs:
+            if rate := pair.best_tcp_bits_per_s:
+                for host in (pair.a, pair.b):
+                    best[host] = max(best.get(host, 0.0), rate)
+        return best
+
 
 def findings(measured: NetworkMeasurements) -> list[Finding]:
     """Lists the findings: the most serious first, and last what the check cannot tell. If nothing is wrong, says how
     far the link is the limit.
     """
     if measured.one_host:
-        return _other_backend(measured)
-    found = [*_unmeasured(measured), *_interface(measured), *_slow_hosts(measured), *_unjudged_hosts(measured)]
-    found += [*_slow_pairs(measured), *_one_connection(measured), *_gloo(measured), *_nominal(measured)]
-    found += _latency(measured)
+        return list(_other_backend(measured))
+    rules = (_unmeasured, _interface, _slow_hosts, _slow_pairs, _one_connection, _gloo, _nominal, _latency)
+    found = [finding for rule in rules for finding in rule(measured)]
     return [*(found or _link_rate(measured)), *_unmeasured_interfaces(measured), *_other_backend(measured)]
 
 
-def _unmeasured(measured: NetworkMeasurements) -> list[Finding]:
+def _unmeasured(measured: NetworkMeasurements) -> Iterator[Finding]:
     faults = [pair.fault for pair in measured.pairs if pair.fault]
-    if not faults:
-        return []
-    sentence = (
-        f"{len(faults)} of {len(measured.pairs)} pairs could not be measured over TCP ({faults[0]}). A firewall that "
-        "lets only some ports through causes this; open all ports between the hosts, which Gloo needs as well"
-    )
-    return [Finding("unmeasured", sentence)]
+    if faults:
+        yield Finding(
+            "unmeasured",
+            f"{len(faults)} of {len(measured.pairs)} pairs could not be measured over TCP ({faults[0]}). A firewall "
+            "that lets only some ports through causes this; open all ports between the hosts, which Gloo needs as well",
+        )
 
 
-def _interface(measured: NetworkMeasurements) -> list[Finding]:
-    return _slow_interface(measured) or _virtual_interface(measured)
-
-
-def _slow_interface(measured: NetworkMeasurements) -> list[Finding]:
+def _interface(measured: NetworkMeasurements) -> Iterator[Finding]:
     better = max(measured.alternatives, key=lambda each: each.bits_per_s, default=None)
-    if better is None or better.bits_per_s < FASTER_INTERFACE_GAIN * better.chosen_bits_per_s:
-        return []
-    sentence = (
-        f"The chosen interface {measured.hosts[0].interface} reaches {format_bandwidth(better.chosen_bits_per_s)}; "
-        f"{better.interface} also connects the hosts and reaches {format_bandwidth(better.bits_per_s)}: set "
-        f"{_variable(measured)}={better.interface} on all hosts"
-    )
-    return [Finding("slow_interface", sentence)]
+    virtual = next((each for each in measured.hosts if not each.physical and each.physical_others), None)
+    if better is not None and better.bits_per_s >= FASTER_INTERFACE_GAIN * better.chosen_bits_per_s:
+        yield Finding(
+            "slow_interface",
+            f"The chosen interface {measured.hosts[0].interface} reaches {format_bandwidth(better.chosen_bits_per_s)}; "
+            f"{better.interface} also connects the hosts and reaches {format_bandwidth(better.bits_per_s)}: set "
+            f"{measured.variable}={better.interface} on all hosts",
+        )
+    elif virtual is not None:
+        yield Finding(
+            "virtual_interface",
+            f"{virtual.label} uses {virtual.interface}, a virtual interface (container, bridge or tunnel), although it "
+            f"has {' and '.join(virtual.physical_others)}. Software handles its packets, which costs a core and speed. "
+            "If the hosts reach each other over the physical interface, set "
+            f"{measured.variable}={virtual.physical_others[0]}",
+        )
 
 
-def _virtual_interface(measured: NetworkMeasurements) -> list[Finding]:
-    host = next((each for each in measured.hosts if not each.physical and each.physical_others), None)
-    if host is None:
-        return []
-    sentence = (
-        f"{host.label} uses {host.interface}, a virtual interface (container, bridge or tunnel), although it has "
-        f"{' and '.join(host.physical_others)}. Software handles its packets, which costs a core and speed. If the "
-        f"hosts reach each other over the physical interface, set {_variable(measured)}={host.physical_others[0]}"
-    )
-    return [Finding("virtual_interface", sentence)]
-
-
-def _slow_hosts(measured: NetworkMeasurements) -> list[Finding]:
-    best = _best_by_host(measured)
-    usual = _usual(best)
-    return [
-        Finding(
+def _slow_hosts(measured: NetworkMeasurements) -> Iterator[Finding]:
+    """A host that seems slow is slow if a host that does not seem so shows it: a good host in a pair with a slow one
+    is slow there, too.
+    """
+    best, suspects = measured.best_by_host, _suspects(measured)
+    slow = {
+        host
+        for pair in measured.pairs
+        for host, other in ((pair.a, pair.b), (pair.b, pair.a))
+        if pair.best_tcp_bits_per_s and host in suspects and other not in suspects
+    }
+    for host in sorted(slow):
+        yield Finding(
             "slow_host",
             f"{measured.hosts[host].label} reaches {format_bandwidth(best[host])} at best, the other hosts "
-            f"{format_bandwidth(usual)}: every all-reduce waits for it. Check its link (`ethtool "
+            f"{format_bandwidth(_usual(best))}: every all-reduce waits for it. Check its link (`ethtool "
             f"{measured.hosts[host].interface}`: speed, duplex, errors), its switch port and other traffic on them, or "
             "train without this host",
         )
-        for host in sorted(_slow(measured, best))
-    ]
+    if suspects - slow:
+        yield Finding(
+            "unjudged_host",
+            f"{' and '.join(measured.hosts[host].label for host in sorted(suspects - slow))}: measured only with hosts "
+            "that seem slow themselves, so this check cannot tell which of them is slow. Check again without the slow "
+            "hosts",
+        )
 
 
-def _unjudged_hosts(measured: NetworkMeasurements) -> list[Finding]:
-    best = _best_by_host(measured)
-    hosts = [measured.hosts[host].label for host in sorted(_suspects(best) - _slow(measured, best))]
-    if not hosts:
-        return []
-    sentence = (
-        f"{' and '.join(hosts)}: measured only with hosts that seem slow themselves, so this check cannot tell "
-        "which of them is slow. Check again without the slow hosts"
-    )
-    return [Finding("unjudged_host", sentence)]
-
-
-def _slow_pairs(measured: NetworkMeasurements) -> list[Finding]:
+def _slow_pairs(measured: NetworkMeasurements) -> Iterator[Finding]:
     """Finds slow pairs of hosts that are not slow themselves."""
-    best = _best_by_host(measured)
-    suspects = _suspects(best)
-    found = []
+    best, suspects = measured.best_by_host, _suspects(measured)
     for pair in measured.pairs:
         rate = pair.best_tcp_bits_per_s
         if rate is None or suspects & {pair.a, pair.b}:
             continue
         usual = min(best[pair.a], best[pair.b])
         if rate < SLOW_SHARE * usual:
-            found.append(_slow_pair(measured, pair, rate, usual))
-    return found
+            yield Finding(
+                "slow_pair",
+                f"{measured.names(pair)} reach {format_bandwidth(rate)} with each other, but {format_bandwidth(usual)} "
+                "with others: the path between them is slow (a switch or route that only they share, or other traffic "
+                "on it). Number the ranks so that these hosts are not neighbours: a ring sends between neighbours only",
+            )
 
 
-def _slow_pair(measured: NetworkMeasurements, pair: Pair, rate: float, usual: float) -> Finding:
-    return Finding(
-        "slow_pair",
-        f"{measured.hosts[pair.a].label} and {measured.hosts[pair.b].label} reach {format_bandwidth(rate)} with each "
-        f"other, but {format_bandwidth(usual)} with others: the path between them is slow (a switch or route that "
-        "only they share, or other traffic on it). Number the ranks so that these hosts are not neighbours: a ring "
-        "sends between neighbours only",
-    )
-
-
-def _one_connection(measured: NetworkMeasurements) -> list[Finding]:
-    pairs = [pair for pair in measured.pairs if pair.tcp_bits_per_s and pair.streams_bits_per_s]
+def _one_connection(measured: NetworkMeasurements) -> Iterator[Finding]:
+    rates = [(pair.tcp_bits_per_s, pair.streams_bits_per_s) for pair in measured.pairs]
+    known = [(one, several) for one, several in rates if one and several]
     host, count = measured.hosts[0], measured.streams
-    if not pairs or not _is_gloo(measured) or host.connections >= count:
-        return []
-    one = statistics.median(pair.tcp_bits_per_s or 0.0 for pair in pairs)
-    several = statistics.median(pair.streams_bits_per_s or 0.0 for pair in pairs)
-    if several < SEVERAL_STREAMS_GAIN * one:
-        return []
-    sentence = (
-        f"One TCP connection reaches {format_bandwidth(one)}, {count} reach {format_bandwidth(several)}, and Gloo has "
-        f"{host.connections} between two ranks: set GLOO_SOCKET_IFNAME={','.join([host.interface] * count)}, which "
-        f"gives it {count}. Each operation uses one connection, so more help only with several operations in flight: "
-        f"DDP's buckets, or gradcast.Options(in_flight={count}). If the TCP window is the limit, larger "
-        "net.ipv4.tcp_rmem and tcp_wmem help each connection"
-    )
-    return [Finding("one_connection", sentence)]
+    if not known or not measured.is_gloo or host.connections >= count:
+        return
+    one, several = map(statistics.median, zip(*known, strict=True))
+    if several >= SEVERAL_STREAMS_GAIN * one:
+        yield Finding(
+            "one_connection",
+            f"One TCP connection reaches {format_bandwidth(one)}, {count} reach {format_bandwidth(several)}, and Gloo "
+            f"has {host.connections} between two ranks: set GLOO_SOCKET_IFNAME={','.join([host.interface] * count)}, "
+            f"which gives it {count}. Each operation uses one connection, so more help only with several operations in "
+            f"flight: DDP's buckets, or gradcast.Options(in_flight={count}). If the TCP window is the limit, larger "
+            "net.ipv4.tcp_rmem and tcp_wmem help each connection",
+        )
 
 
-def _gloo(measured: NetworkMeasurements) -> list[Finding]:
+def _gloo(measured: NetworkMeasurements) -> Iterator[Finding]:
     share, pair = _gloo_share(measured)
-    if pair is None or not _is_gloo(measured) or share >= GLOO_SHARE_LOW:
-        return []
-    interface = measured.hosts[0].interface
-    sentence = (
-        f"Gloo reaches {min(share, 1.0):.0%} of raw TCP ({format_bandwidth(pair.gloo_bits_per_s or 0.0)} of "
-        f"{format_bandwidth(pair.tcp_bits_per_s or 0.0)} between {measured.hosts[pair.a].label} and "
-        f"{measured.hosts[pair.b].label}): the limit is not the link but Gloo's one thread per interface. Leave a core "
-        f"for it (lower OMP_NUM_THREADS), name the interface twice (GLOO_SOCKET_IFNAME={interface},{interface}) to get "
-        "a second thread, and use nccl for tensors on GPUs"
-    )
-    return [Finding("gloo_below_tcp", sentence)]
+    if pair is not None and share < GLOO_SHARE_LOW:
+        interface = measured.hosts[0].interface
+        yield Finding(
+            "gloo_below_tcp",
+            f"Gloo reaches {share:.0%} of raw TCP ({format_bandwidth(pair.gloo_bits_per_s or 0.0)} of "
+            f"{format_bandwidth(pair.tcp_bits_per_s or 0.0)} between {measured.names(pair)}): the limit is not the "
+            "link but Gloo's one thread per interface. Leave a core for it (lower OMP_NUM_THREADS), name the interface "
+            f"twice (GLOO_SOCKET_IFNAME={interface},{interface}) to get a second thread, and use nccl for tensors on "
+            "GPUs",
+        )
 
 
-def _nominal(measured: NetworkMeasurements) -> list[Finding]:
+def _nominal(measured: NetworkMeasurements) -> Iterator[Finding]:
     """Compares each pair with the slower of its two cards, and each host by its best pair."""
     best: dict[int, tuple[float, Pair]] = {}
     for pair in measured.pairs:
@@ -236,8 +238,17 @@ def _nominal(measured: NetworkMeasurements) -> list[Finding]:
         if nominal and (rate := pair.best_tcp_bits_per_s):
             for host in (pair.a, pair.b):
                 best[host] = max(best.get(host, (0.0, pair)), (rate / (1e6 * nominal), pair), key=lambda each: each[0])
-    share, worst = min(best.values(), key=lambda each: each[0], default=(1.0, None))
-    return [] if worst is None or share >= NOMINAL_SHARE else [_below_nominal(measured, worst)]
+    share, pair = min(best.values(), key=lambda each: each[0], default=(1.0, None))
+    if pair is not None and share < NOMINAL_SHARE:
+        host = _slower_card(measured, pair)
+        yield Finding(
+            "below_nominal",
+            f"{host.interface} of {host.label} is a {format_bandwidth(1e6 * (host.speed_mbit_per_s or 0))} link, but "
+            f"TCP reaches {format_bandwidth(pair.best_tcp_bits_per_s or 0.0)} between {measured.names(pair)}: a slower "
+            "link on the path, other traffic, a limit of the cloud's machine type, or the CPU is the limit. Compare "
+            f"with `iperf3 -P 8`; large frames (`ip link set {host.interface} mtu 9000`, on all hosts and switches) "
+            "relieve the CPU",
+        )
 
 
 def _slower_card(measured: NetworkMeasurements, pair: Pair) -> NetworkHost:
@@ -245,80 +256,67 @@ def _slower_card(measured: NetworkMeasurements, pair: Pair) -> NetworkHost:
     return min((measured.hosts[pair.a], measured.hosts[pair.b]), key=lambda each: each.speed_mbit_per_s or 0)
 
 
-def _below_nominal(measured: NetworkMeasurements, pair: Pair) -> Finding:
-    host = _slower_card(measured, pair)
-    return Finding(
-        "below_nominal",
-        f"{host.interface} of {host.label} is a {format_bandwidth(1e6 * (host.speed_mbit_per_s or 0))} link, but "
-        f"TCP reaches {format_bandwidth(pair.best_tcp_bits_per_s or 0.0)} between {measured.hosts[pair.a].label} and "
-        f"{measured.hosts[pair.b].label}: a slower link on the path, other traffic, a limit of the cloud's "
-        "machine type, or the CPU is the limit. Compare with `iperf3 -P 8`; large frames (`ip link set "
-        f"{host.interface} mtu 9000`, on all hosts and switches) relieve the CPU",
-    )
-
-
-def _latency(measured: NetworkMeasurements) -> list[Finding]:
+def _latency(measured: NetworkMeasurements) -> Iterator[Finding]:
     latencies = [pair.latency_us for pair in measured.pairs if pair.latency_us is not None]
     usual = statistics.median(latencies) if latencies else 0.0
-    if usual < LATENCY_HIGH_US:
-        return []
-    hops = 2 * (len(measured.hosts) - 1)
-    sentence = (
-        f"A message takes {format_time(usual * 1e3)} one way; hosts of one data centre have 0.02 to 0.15 ms. An "
-        f"all-reduce of {len(measured.hosts)} hosts has {hops} such hops, {format_time(hops * usual * 1e3)} before any "
-        "bytes count. Use hosts of one zone. Otherwise use few large blocks (a larger bucket_cap_mb for DDP; gradcast "
-        "takes latency into account) and gradient accumulation"
-    )
-    return [Finding("high_latency", sentence)]
+    if usual >= LATENCY_HIGH_US:
+        hops = 2 * (len(measured.hosts) - 1)
+        yield Finding(
+            "high_latency",
+            f"A message takes {format_time(usual * 1e3)} one way; hosts of one data centre have 0.02 to 0.15 ms. An "
+            f"all-reduce of {len(measured.hosts)} hosts has {hops} such hops, {format_time(hops * usual * 1e3)} before "
+            "any bytes count. Use hosts of one zone. Otherwise use few large blocks (a larger bucket_cap_mb for DDP; "
+            "gradcast takes latency into account) and gradient accumulation",
+        )
 
 
-def _link_rate(measured: NetworkMeasurements) -> list[Finding]:
+def _link_rate(measured: NetworkMeasurements) -> Iterator[Finding]:
     share, pair = _gloo_share(measured)
-    if pair is None or not _is_gloo(measured):
-        return []
-    rate = format_bandwidth(statistics.median(_best_by_host(measured).values()))
+    if pair is None:
+        return
+    rate = format_bandwidth(statistics.median(measured.best_by_host.values()))
     if share < GLOO_SHARE_GOOD:
-        sentence = (
+        yield Finding(
+            "link_and_gloo",
             f"Gloo reaches {share:.0%} of raw TCP, {rate} per host; it spends the rest on summing, copying and "
             "announcing. The link is most of the limit, so fewer bytes help most (gradcast.Options(wire='bf16'), "
-            "gradient accumulation). A core for Gloo's thread (a lower OMP_NUM_THREADS) may help a little"
+            "gradient accumulation). A core for Gloo's thread (a lower OMP_NUM_THREADS) may help a little",
         )
-        return [Finding("link_and_gloo", sentence)]
-    sentence = (
-        f"The link's bandwidth is the limit: Gloo reaches {min(share, 1.0):.0%} of raw TCP, {rate} per host. No "
-        "setting changes that. Send fewer bytes (gradcast.Options(wire='bf16'), gradient accumulation), or use a "
-        "faster network"
-    )
-    return [Finding("link_rate", sentence)]
+    else:
+        yield Finding(
+            "link_rate",
+            f"The link's bandwidth is the limit: Gloo reaches {min(share, 1.0):.0%} of raw TCP, {rate} per host. No "
+            "setting changes that. Send fewer bytes (gradcast.Options(wire='bf16'), gradient accumulation), or use a "
+            "faster network",
+        )
 
 
-def _unmeasured_interfaces(measured: NetworkMeasurements) -> list[Finding]:
+def _unmeasured_interfaces(measured: NetworkMeasurements) -> Iterator[Finding]:
     host = next((each for each in measured.hosts if each.unmeasured), None)
-    if host is None:
-        return []
-    sentence = (
-        f"TCP was measured over {host.interface} only; Gloo also uses {' and '.join(host.unmeasured)} in turn, because "
-        "GLOO_SOCKET_IFNAME names them"
-    )
-    return [Finding("unmeasured_interface", sentence)]
+    if host is not None:
+        yield Finding(
+            "unmeasured_interface",
+            f"TCP was measured over {host.interface} only; Gloo also uses {' and '.join(host.unmeasured)} in turn, "
+            "because GLOO_SOCKET_IFNAME names them",
+        )
 
 
-def _other_backend(measured: NetworkMeasurements) -> list[Finding]:
-    if _is_gloo(measured):
-        return []
-    sentence = (
-        f"The training's gradients travel over {measured.backend}, but this check measures Gloo on the CPU, including "
-        f"the all-reduce. Raw TCP shows what the network carries, but not what {measured.backend} makes of it"
-    )
-    return [Finding("other_backend", sentence)]
+def _other_backend(measured: NetworkMeasurements) -> Iterator[Finding]:
+    if not measured.is_gloo:
+        yield Finding(
+            "other_backend",
+            f"The training's gradients travel over {measured.backend}, but this check measures Gloo on the CPU, "
+            "including the all-reduce. Raw TCP shows what the network carries, but not what "
+            f"{measured.backend} makes of it",
+        )
 
 
 def _gloo_share(measured: NetworkMeasurements) -> tuple[float, Pair | None]:
-    """Returns the median share of raw TCP that Gloo reaches, and the pair that has it."""
+    """Returns the median share of raw TCP that Gloo reaches, and the pair that has it; no pair for another backend."""
     shares = [
         (pair.gloo_bits_per_s / pair.tcp_bits_per_s, index)
         for index, pair in enumerate(measured.pairs)
-        if pair.gloo_bits_per_s and pair.tcp_bits_per_s
+        if pair.gloo_bits_per_s and pair.tcp_bits_per_s and measured.is_gloo
     ]
     if not shares:
         return 0.0, None
@@ -326,41 +324,11 @@ def _gloo_share(measured: NetworkMeasurements) -> tuple[float, Pair | None]:
     return share, measured.pairs[index]
 
 
-def _best_by_host(measured: NetworkMeasurements) -> dict[int, float]:
-    """Returns the rate of each host in its best pair: only a slow link of its own slows all of its pairs."""
-    best: dict[int, float] = {}
-    for pair in measured.pairs:
-        if rate := pair.best_tcp_bits_per_s:
-            for host in (pair.a, pair.b):
-                best[host] = max(best.get(host, 0.0), rate)
-    return best
-
-
 def _usual(best: Mapping[int, float]) -> float:
     return statistics.median_high(best.values()) if best else 0.0
 
 
-def _suspects(best: Mapping[int, float]) -> set[int]:
+def _suspects(measured: NetworkMeasurements) -> set[int]:
     """Hosts that seem slow. With two hosts there is no telling which one it is."""
+    best = measured.best_by_host
     return {host for host, rate in best.items() if len(best) > 2 and rate < SLOW_SHARE * _usual(best)}
-
-
-def _slow(measured: NetworkMeasurements, best: Mapping[int, float]) -> set[int]:
-    """Suspects that a host which is no suspect shows to be slow; a good host is slow, too, in a pair with a slow
-    one.
-    """
-    suspects = _suspects(best)
-    return {
-        host
-        for pair in measured.pairs
-        for host, other in ((pair.a, pair.b), (pair.b, pair.a))
-        if pair.best_tcp_bits_per_s and host in suspects and other not in suspects
-    }
-
-
-def _is_gloo(measured: NetworkMeasurements) -> bool:
-    return measured.backend == "gloo"
-
-
-def _variable(measured: NetworkMeasurements) -> str:
-    return "GLOO_SOCKET_IFNAME" if _is_gloo(measured) else "NCCL_SOCKET_IFNAME"

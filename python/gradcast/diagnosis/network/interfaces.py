@@ -158,7 +158,5 @@ def _is_physical(folder: Path, depth: int = 4) -> bool:
 
 
 def _speed(folder: Path) -> int | None:
-    with contextlib.suppress(ValueError):
-        speed = int(system_file(folder / "speed"))
-        return speed if speed > 0 else None  # -1: not known
-    return None
+    digits = system_file(folder / "speed")
+    return int(digits) or None if digits.isdigit() else None  # -1: not known

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from gradcast.diagnosis.network import tcp
 from gradcast.diagnosis.network.findings import Pair
-from gradcast.diagnosis.network.hosts import HostInterfaces
 from gradcast.errors import Error, first_line
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
@@ -48,27 +47,20 @@ class PairEndpoints:
     labels: Sequence[str]
 
 
-def labels(interfaces: Sequence[HostInterfaces], hosts: Sequence[str]) -> list[str]:
-    both = zip(interfaces, hosts, strict=True)
-    return [f"rank {rank} ({host}, {own.chosen.address})" for rank, (own, host) in enumerate(both)]
-
-
-def barrier(group: Group, limit_s: float, what: str) -> None:
-    """Waits until all ranks have come here. Raises an Error that names the missing ranks after ``limit_s``."""
+def barrier(group: Group, what: str) -> None:
+    """Waits until all ranks have come here. Raises an Error that names the missing ranks after the group's timeout."""
     try:
-        dist.monitored_barrier(group.own, datetime.timedelta(seconds=limit_s), wait_all_ranks=True)
+        dist.monitored_barrier(group.own, datetime.timedelta(seconds=group.timeout_s), wait_all_ranks=True)
     except RuntimeError as error:
         raise Error(
             f"{what}: not all ranks have arrived; on rank {group.rank}: {first_line(error)}", "communication"
         ) from None
 
 
-def measured_over_tcp(
-    ends: PairEndpoints, rounds: Rounds, seconds: float, limit_s: float, progress: Progress
-) -> list[Pair]:
+def measured_over_tcp(ends: PairEndpoints, rounds: Rounds, seconds: float, progress: Progress) -> list[Pair]:
     """Returns all pairs, the same on every rank. A pair that fails has a fault; the others go on."""
     own: dict[tuple[int, int], tcp.ReceivedRates | str] = {}
-    for pair in _own_pairs(ends.group, rounds, limit_s, "raw TCP", progress):
+    for pair in _own_pairs(ends.group, rounds, "raw TCP", progress):
         try:
             own[pair] = _measure(ends, pair, seconds)
         except Error as error:
@@ -79,15 +71,13 @@ def measured_over_tcp(
     ]
 
 
-def measured_over_gloo(
-    group: Group, rounds: Rounds, pairs: Sequence[Pair], limit_s: float, progress: Progress
-) -> list[Pair]:
+def measured_over_gloo(group: Group, rounds: Rounds, pairs: Sequence[Pair], progress: Progress) -> list[Pair]:
     """Adds Gloo's rates to ``pairs``. Messages go in one direction at a time, as over TCP."""
     over_tcp = {(pair.a, pair.b): pair for pair in pairs}
     own: dict[tuple[int, int], Samples] = {}
-    for pair in _own_pairs(group, rounds, limit_s, "Gloo", progress):
+    for pair in _own_pairs(group, rounds, "Gloo", progress):
         sizes = (_GLOO_SMALL_BYTES, gloo_bytes(over_tcp[pair]))
-        own[pair] = [sample for size in sizes for sample in _messages(group, pair, size, limit_s)]
+        own[pair] = [sample for size in sizes for sample in _messages(group, pair, size)]
     everybody = group.gather(own)
     return [with_gloo(pair, [everybody[rank][pair.a, pair.b] for rank in (pair.a, pair.b)]) for pair in pairs]
 
@@ -138,13 +128,12 @@ def one_way_bits_per_s(ends: PairEndpoints, pair: tuple[int, int]) -> float | No
     return None
 
 
-def _own_pairs(
-    group: Group, rounds: Rounds, limit_s: float, what: str, progress: Progress
-) -> Iterator[tuple[int, int]]:
+def _own_pairs(group: Group, rounds: Rounds, what: str, progress: Progress) -> Iterator[tuple[int, int]]:
     """Yields this rank's pairs, each when all ranks have reached its round."""
     for index, pairs in enumerate(rounds):
-        barrier(group, limit_s, f"network check, {what}, round {index + 1} of {len(rounds)}")
-        progress(f"{what}, round {index + 1} of {len(rounds)}: " + ", ".join(f"{a}-{b}" for a, b in pairs[:4]))
+        what_round = f"{what}, round {index + 1} of {len(rounds)}"
+        barrier(group, f"network check, {what_round}")
+        progress(f"{what_round}: " + ", ".join(f"{a}-{b}" for a, b in pairs[:4]))
         yield from (pair for pair in pairs if group.rank in pair)
 
 
@@ -167,7 +156,7 @@ def _pair(a_found: tcp.ReceivedRates | str, b_found: tcp.ReceivedRates | str, a:
     return Pair(a, b, b_found.latency_us, one or None, several or None, fault=fault)
 
 
-def _messages(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: float) -> Samples:
+def _messages(group: Group, pair: tuple[int, int], size_bytes: int) -> Samples:
     """Returns bytes and ns of this rank's messages to the other, until the reply that they have arrived."""
     sends_first = group.rank == pair[0]
     other = pair[1] if sends_first else pair[0]
@@ -176,16 +165,16 @@ def _messages(group: Group, pair: tuple[int, int], size_bytes: int, limit_s: flo
     for sends in [sends_first, not sends_first] * _GLOO_MESSAGES:
         start = time.perf_counter()
         for tensor, is_sent in ((message, sends), (reply, not sends)):
-            _move(group, tensor, other, is_sent, limit_s)
+            _move(group, tensor, other, is_sent)
         if sends:
             times.append((size_bytes, 1e9 * (time.perf_counter() - start)))
     return times
 
 
-def _move(group: Group, tensor: torch.Tensor, other: int, sends: bool, limit_s: float) -> None:
+def _move(group: Group, tensor: torch.Tensor, other: int, sends: bool) -> None:
     c10d = extension.load()
     try:
-        (c10d.send if sends else c10d.receive)(group.own, tensor, other, limit_s)
+        (c10d.send if sends else c10d.receive)(group.own, tensor, other, group.timeout_s)
     except RuntimeError as error:
         what = "to" if sends else "from"
         raise Error(

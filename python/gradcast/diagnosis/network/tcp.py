@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gradcast.diagnosis.network.interfaces import chosen, interfaces, is_link_local
-from gradcast.diagnosis.network.tcp_rate import Record, bits_per_s
 from gradcast.errors import Error
 
 # Timeout of one wait. A host that responds does so within milliseconds; TCP's first two retransmissions take 3 s.
@@ -35,6 +34,12 @@ _ROUND_TRIPS_S = 0.2
 # TCP doubles its window in each round trip, so a distant host needs a longer measurement.
 _ROUND_TRIPS_PER_MEASUREMENT = 30
 _MEASUREMENT_S_MAX = 2.0
+# Which part of the sending time counts. Before it TCP is still probing for bandwidth; after it some of several streams
+# have ended.
+_COUNTED_FROM, _COUNTED_TO = 0.4, 0.9
+
+# The time in seconds, and how many bytes have arrived since the record before.
+Record = tuple[float, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,27 +86,28 @@ class Listener:
             raise Error(f"cannot listen on {host}: {error.strerror or error}", "communication") from None
         self.address = ListenAddress(host, self._socket.getsockname()[1])
 
-    def accept(self, token: bytes, count: int, whom: str) -> tuple[list[socket.socket], float]:
-        """Accepts ``count`` connections that send ``token``. Returns them and how long the other side wants to
-        measure, in seconds.
+    @contextlib.contextmanager
+    def accepted(self, token: bytes, count: int, whom: str) -> Iterator[tuple[Sequence[socket.socket], float]]:
+        """Accepts ``count`` connections that send ``token``. Yields them and how long the other side wants to measure,
+        in seconds.
         """
         timeout_s = self._timeout_s or TIMEOUT_S
         deadline = time.monotonic() + timeout_s
-        accepted: list[socket.socket] = []
+        connections: list[socket.socket] = []
         seconds = 0.0
-        with _naming(whom, f"waited {timeout_s:g} s for connections"), _closed_on_error(accepted):
-            while len(accepted) < count:
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                connection, _ = self._socket.accept()
-                accepted.append(connection)
-                # At most half of the remaining time, so that a connection that sends nothing cannot use up all of it.
-                connection.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
-                if (wanted_s := _read_hello(connection, token)) is None:
-                    accepted.pop().close()
-                else:
-                    seconds = wanted_s
-                    _prepared(connection)
-        return accepted, seconds
+        with _closed(connections):
+            with _naming(whom, f"waited {timeout_s:g} s for connections"):
+                while len(connections) < count:
+                    self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                    connections.append(self._socket.accept()[0])
+                    # At most half of the remaining time: one that sends nothing cannot use up all of it.
+                    connections[-1].settimeout(max(0.001, (deadline - time.monotonic()) / 2))
+                    if (wanted_s := _read_hello(connections[-1], token)) is None:
+                        connections.pop().close()
+                    else:
+                        seconds = wanted_s
+                        _prepared(connections[-1])
+            yield connections, seconds
 
     def close(self) -> None:
         self._socket.close()
@@ -142,13 +148,13 @@ def measure(address: ListenAddress, token: bytes, *, streams: int, seconds: floa
 
 def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> ReceivedRates:
     """Measures a pair from the listening side. Raises Error."""
-    with _accepted(listener, token, 1, whom) as (connections, _), _naming(whom, "small messages"):
+    with listener.accepted(token, 1, whom) as (connections, _), _naming(whom, "small messages"):
         _echo(connections[0])
     received = []
     for count in (1, streams):
-        with _accepted(listener, token, count, whom) as (connections, seconds):
+        with listener.accepted(token, count, whom) as (connections, seconds):
             received.append(_received_bits_per_s(connections, seconds, whom))
-        with _accepted(listener, token, count, whom) as (connections, seconds):
+        with listener.accepted(token, count, whom) as (connections, seconds):
             _send(connections, seconds, whom)
     return ReceivedRates(received[0], received[1])
 
@@ -162,7 +168,7 @@ def measure_one_way(
 
 
 def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
-    with _accepted(listener, token, 1, whom) as (connections, seconds):
+    with listener.accepted(token, 1, whom) as (connections, seconds):
         return _received_bits_per_s(connections, seconds, whom)
 
 
@@ -189,41 +195,24 @@ def _connected(
     address: ListenAddress, token: bytes, count: int, seconds: float, whom: str, timeout_s: float | None = None
 ) -> Iterator[Sequence[socket.socket]]:
     connections: list[socket.socket] = []
-    with _closed_on_error(connections), _naming(whom, f"cannot connect to {address.host}, port {address.port}"):
-        for _ in range(count):
-            connections.append(socket.socket(address.family, socket.SOCK_STREAM))
-            connections[-1].settimeout(timeout_s or TIMEOUT_S)
-            connections[-1].connect(_with_scope(address.host, address.port))
-            _prepared(connections[-1]).sendall(_HELLO.pack(token, seconds))
-    try:
+    with _closed(connections):
+        with _naming(whom, f"cannot connect to {address.host}, port {address.port}"):
+            for _ in range(count):
+                connections.append(socket.socket(address.family, socket.SOCK_STREAM))
+                connections[-1].settimeout(timeout_s or TIMEOUT_S)
+                connections[-1].connect(_with_scope(address.host, address.port))
+                _prepared(connections[-1]).sendall(_HELLO.pack(token, seconds))
         yield connections
-    finally:
-        _close(connections)
 
 
 @contextlib.contextmanager
-def _accepted(
-    listener: Listener, token: bytes, count: int, whom: str
-) -> Iterator[tuple[Sequence[socket.socket], float]]:
-    connections, seconds = listener.accept(token, count, whom)
-    try:
-        yield connections, seconds
-    finally:
-        _close(connections)
-
-
-@contextlib.contextmanager
-def _closed_on_error(connections: list[socket.socket]) -> Iterator[None]:
+def _closed(connections: list[socket.socket]) -> Iterator[None]:
+    """Closes in the end what is in the list then."""
     try:
         yield
-    except BaseException:
-        _close(connections)
-        raise
-
-
-def _close(connections: Sequence[socket.socket]) -> None:
-    for connection in connections:
-        connection.close()
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 @contextlib.contextmanager
@@ -298,6 +287,26 @@ def _received_bits_per_s(connections: Sequence[socket.socket], seconds: float, w
 
     with _naming(whom, "receiving"):
         return bits_per_s(_on_each(connections, receive), seconds)
+
+
+def bits_per_s(streams: Sequence[Sequence[Record]], seconds: float) -> float:
+    """Returns the rate of all streams together; 0 if too little arrived to tell. Pure.
+
+    ``seconds`` is how long the other side sent. Bytes that arrive later were queued or retransmitted, and are not
+    counted.
+    """
+    records = sorted(record for stream in streams for record in stream)
+    if len(records) < 2:
+        return 0.0
+    start = records[0][0]
+    end = min(records[-1][0], start + seconds)
+    low, high = start + _COUNTED_FROM * (end - start), start + _COUNTED_TO * (end - start)
+    counted = [record for record in records if low <= record[0] <= high]
+    if len(counted) < 3:  # too few records, so all count
+        counted = records
+    passed = counted[-1][0] - counted[0][0]
+    # The bytes of the first record arrived before its time.
+    return 8 * sum(size for _, size in counted[1:]) / passed if passed > 0 else 0.0
 
 
 def _on_each(connections: Sequence[socket.socket], work: Callable) -> list:
