@@ -18,13 +18,11 @@ from gradcast import _core
 from gradcast.diagnosis.trace import clocks, lanes
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.diagnosis.trace import merged as merged_trace
-from gradcast.diagnosis.trace.clocks import Clock, ClockOffset, Ping
+from gradcast.diagnosis.trace.clocks import ClockOffset, Ping
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
 from gradcast.errors import Error
 
 MS = 1_000_000
-# What the issue asks for: less than this for 100 steps of all ranks, as the file lies in the folder of a run.
-TRACE_BYTES_MAX = 1_000_000
 
 
 # --- Clocks ---
@@ -43,17 +41,10 @@ def test_the_true_offset_is_within_the_error(seed):
     pings = []
     for start_ns in range(0, 10 * MS, MS):
         there_ns, back_ns = (int(20_000 + dice.expovariate(1 / 80_000)) for _ in range(2))
-        pings.append((start_ns, start_ns + there_ns + true_ns, start_ns + there_ns + back_ns))
+        pings.append(Ping(start_ns, start_ns + there_ns + true_ns, start_ns + there_ns + back_ns))
     offset = clocks.clock_offset(pings)
     assert abs(offset.offset_ns - true_ns) <= offset.error_ns + 300  # doubles of this size are 256 ns apart
     assert offset.error_ns == min(received - sent for sent, _, received in pings) / 2
-
-
-def test_what_is_no_exchange_is_refused():
-    with pytest.raises(Error, match="send at least one"):
-        clocks.clock_offset([])
-    with pytest.raises(Error, match="before it was sent"):
-        clocks.clock_offset([(5, 0, 4)])
 
 
 def test_a_clock_that_drifts():
@@ -77,6 +68,22 @@ def ranks():
 @pytest.fixture(scope="module")
 def merged(ranks):
     return merged_trace.merge(ranks)
+
+
+def recorded(rank=0, *, spans=(), blocks=(), tensors=("x", "x"), steps=()):
+    """A rank whose blocks have 4 and 40 bytes; times of spans, blocks and steps are in ms."""
+
+    def ns(*times):
+        return [round(each * MS) for each in times]
+
+    table = [{"block": i, "bytes": 4 * 10**i, "tensors": [name], "reason": ""} for i, name in enumerate(tensors)]
+    return RankTrace(
+        rank,
+        steps=[Step(number, *ns(*ends)) for number, ends in enumerate(steps)],
+        spans=[Span(kind, *ns(*ends)) for kind, *ends in spans],
+        blocks=[BlockSpan(step, block, block, *ns(*times)) for step, block, *times in blocks],
+        table=table,
+    )
 
 
 def spans_of(merged, **fields):
@@ -113,40 +120,33 @@ def test_every_step_and_block_is_there_once(ranks, merged):
 
 
 def test_names_of_tensors_stand_there_once_beside_the_table():
-    tables = [{"block": index, "bytes": 8, "tensors": [f"layer{index}.weight"], "reason": ""} for index in range(3)]
-    ranks = []
-    for rank in range(4):
-        starts = [(step, index, step * 9 * MS + index * MS) for step in range(5) for index in range(3)]
-        blocks = [BlockSpan(step, index, index, 0, start, start + MS) for step, index, start in starts]
-        ranks.append(RankTrace(rank, blocks=blocks, table=tables))
+    names = [f"layer{index}.weight" for index in range(3)]
+    blocks = [(step, index, 0, step * 9 + index, step * 9 + index + 1) for step in range(5) for index in range(3)]
+    ranks = [recorded(rank, blocks=blocks, tensors=names) for rank in range(4)]
     merged = merged_trace.merge(ranks)
-    assert merged["gradcast"]["blocks"] == tables
+    assert merged["gradcast"]["blocks"] == ranks[0].table
     assert json.dumps(merged).count("layer1.weight") == 2
 
 
 def test_ranks_that_number_their_tables_differently_agree():
-    one = RankTrace(0, table=[{"block": 0, "bytes": 1, "tensors": ["a"]}, {"block": 1, "bytes": 2, "tensors": ["b"]}])
-    two = RankTrace(1, table=one.table[::-1], blocks=[BlockSpan(0, 1, 0, 0, 0, MS)])
+    one, two = recorded(tensors=("a", "b")), recorded(1, tensors=("a", "b"), blocks=[(0, 1, 0, 0, 1)])
+    two.table.reverse()
     merged = merged_trace.merge([one, two])
-    assert [line["bytes"] for line in merged["gradcast"]["blocks"]] == [1, 2]
-    assert spans_of(merged, cat="block")[0]["args"]["bytes"] == 2
+    assert [line["bytes"] for line in merged["gradcast"]["blocks"]] == [4, 40]
+    assert spans_of(merged, cat="block")[0]["args"]["bytes"] == 4
 
 
 def test_blocks_in_flight_together_get_lanes_of_their_own():
-    table = [{"block": index, "bytes": 10 ** (index + 1), "tensors": ["x"]} for index in range(2)]
-    blocks = [BlockSpan(0, 0, 0, 0, 0, 5 * MS), BlockSpan(0, 1, 1, 0, 2 * MS, 6 * MS)]
-    merged = merged_trace.merge([RankTrace(0, blocks=blocks, table=table)])
+    merged = merged_trace.merge([recorded(blocks=[(0, 0, 0, 0, 5), (0, 1, 0, 2, 6)])])
     assert {event["tid"] for event in spans_of(merged, cat="block")} == {2, 3}
     assert {"link", "link 2"} <= {event["args"]["name"] for event in merged["traceEvents"] if event["ph"] == "M"}
     counters = [(event["ts"], event["args"]["bytes"]) for event in merged["traceEvents"] if event["ph"] == "C"]
-    assert counters == [(0, 10), (2000, 110), (5000, 100), (6000, 0)]
+    assert counters == [(0, 4), (2000, 44), (5000, 40), (6000, 0)]
 
 
 def test_an_arrow_leads_from_ready_over_the_block_to_the_wait_that_it_ended():
-    spans = [Span("backward", 0, 10 * MS), Span("forward", 10 * MS, 30 * MS), Span("wait", 12 * MS, 20 * MS)]
-    table = [{"block": index, "bytes": 4, "tensors": ["x"]} for index in range(2)]
-    blocks = [BlockSpan(0, 0, 0, 4 * MS, 5 * MS, 11 * MS), BlockSpan(0, 1, 1, 10 * MS, 11 * MS, 20 * MS - 9000)]
-    trace = RankTrace(0, steps=[Step(0, 0, 30 * MS)], spans=spans, blocks=blocks, table=table)
+    spans = [("backward", 0, 10), ("forward", 10, 30), ("wait", 12, 20)]
+    trace = recorded(spans=spans, blocks=[(0, 0, 4, 5, 11), (0, 1, 10, 11, 19.991)], steps=[(0, 30)])
     arrows = [event for event in merged_trace.merge([trace])["traceEvents"] if event["ph"] in "stf"]
     # Block 0 was there before anyone asked: nothing waited for it.
     places = [(event["ph"], event["tid"], event["ts"]) for event in arrows]
@@ -165,7 +165,7 @@ def test_arrows_begin_and_end_inside_of_events(merged):
 
 
 def test_looks_that_found_everything_there_are_left_out():
-    trace = RankTrace(0, spans=[Span("wait", 0, 5_000), Span("wait", MS, 2 * MS)])
+    trace = recorded(spans=[("wait", 0, 0.005), ("wait", 1, 2)])
     assert len(spans_of(merged_trace.merge([trace]), name="wait")) == 1
 
 
@@ -180,11 +180,8 @@ def test_a_hundred_steps_of_eight_ranks_are_less_than_a_megabyte(tmp_path):
         for block in rank.blocks:
             ends = sorted(block.finish_ns + dice.randrange(300_000) for _ in range(3))
             rank.spans += [Span("wait", *ends[:2]), Span("update", *ends[1:])]
-    merged = merged_trace.merge(ranks)
-    for name in ("trace.json", "trace.json.gz"):
-        trace_files.save(merged, tmp_path / name)
-        print(f"{len(ranks[0].table)} blocks, {name}: {(tmp_path / name).stat().st_size} bytes")
-    assert 200_000 < (tmp_path / "trace.json.gz").stat().st_size < TRACE_BYTES_MAX
+    trace_files.save(merged_trace.merge(ranks), tmp_path / "trace.json.gz")
+    assert 200_000 < (tmp_path / "trace.json.gz").stat().st_size < 1_000_000
 
 
 def test_a_wait_that_seems_to_outlast_forward_is_cut():
@@ -196,11 +193,6 @@ def test_a_handle_without_a_plan_has_an_empty_trace():
     empty = merged_trace.compact({"traceEvents": [], "distributedInfo": {"rank": 1, "world_size": 2}})
     assert empty == RankTrace(1)
     assert merged_trace.merge([empty])["traceEvents"]
-
-
-def test_nothing_to_merge():
-    with pytest.raises(Error, match="no traces to merge"):
-        merged_trace.merge([])
 
 
 def test_a_handles_timeline_becomes_compact():
@@ -221,8 +213,8 @@ def test_a_handles_timeline_becomes_compact():
         times = [SimpleNamespace(ready_ns=start, launch_ns=launch, finish_ns=launch + MS) for launch in launches]
         iterations.append(SimpleNamespace(iteration=step, blocks=times))
     timeline = {"traceEvents": trace.events(1, iterations), "distributedInfo": {"rank": 1, "world_size": 2}}
-    found = merged_trace.compact(timeline, clock=Clock(1000.0), host="h")
-    assert (found.rank, found.host, found.clock.offset_ns) == (1, "h", 1000)
+    found = merged_trace.compact(timeline)
+    assert found.rank == 1
     assert found.steps[:2] == [Step(0, now, now + 100 * MS), Step(1, now + 100 * MS, now + 200 * MS)]
     assert [step.number for step in found.steps] == [0, 1, 2]
     assert found.steps[2].end_ns == max(found.blocks[-1].finish_ns, now + 250 * MS)
@@ -235,14 +227,17 @@ def test_a_handles_timeline_becomes_compact():
 # --- Files ---
 
 
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_files_come_back_as_they_were(tmp_path, merged, name):
-    trace_files.save(merged, tmp_path / name)
-    assert trace_files.load(tmp_path / name) == merged
-    first = (tmp_path / name).read_bytes()
-    trace_files.save(merged, tmp_path / name)
-    assert (tmp_path / name).read_bytes() == first
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+def test_files_come_back_as_they_were(tmp_path, merged):
+    path = tmp_path / "trace.json.gz"
+    trace_files.save(merged, path)
+    assert trace_files.load(path) == merged
+    first = path.read_bytes()
+    trace_files.save(merged, path)
+    assert path.read_bytes() == first
+    assert list(tmp_path.iterdir()) == [path]
+    plain = tmp_path / "trace.json"
+    plain.write_text(json.dumps(merged))
+    assert trace_files.load(plain) == merged
 
 
 @pytest.mark.parametrize(
@@ -257,11 +252,6 @@ def test_what_is_no_trace_is_said(tmp_path, content, words):
         trace_files.load(tmp_path / "none.json")
 
 
-def test_a_rank_that_is_not_there(merged):
-    with pytest.raises(Error, match="no rank 9"):
-        trace_files.of_rank(merged, 9)
-
-
 # --- For Holistic Trace Analysis ---
 
 
@@ -272,13 +262,8 @@ def kernels_of(trace):
 
 
 def test_what_forward_waits_is_no_kernel():
-    spans = [
-        Span("backward", 0, 10 * MS), Span("forward", 10 * MS, 30 * MS), Span("wait", 12 * MS, 20 * MS),
-        Span("update", 20 * MS, 22 * MS), Span("wait", 25 * MS, 30 * MS),
-    ]  # fmt: skip
-    table = [{"block": 0, "bytes": 4, "tensors": ["x"]}]
-    blocks = [BlockSpan(0, 0, 0, 4 * MS, 5 * MS, 20 * MS)]
-    trace = RankTrace(0, steps=[Step(0, 0, 30 * MS)], spans=spans, blocks=blocks, table=table)
+    spans = [("backward", 0, 10), ("forward", 10, 30), ("wait", 12, 20), ("update", 20, 22), ("wait", 25, 30)]
+    trace = recorded(spans=spans, blocks=[(0, 0, 4, 5, 20)], steps=[(0, 30)])
     rank = trace_files.of_rank(merged_trace.merge([trace]), 0)
     assert kernels_of(rank) == [
         ("backward", 0, 10_000), ("forward", 10_000, 12_000), ("forward", 22_000, 25_000),

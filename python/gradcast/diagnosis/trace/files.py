@@ -1,7 +1,6 @@
 """Traces on disk: the merged one, and one file per rank for tools that read only single ranks.
 
 Perfetto and Holistic Trace Analysis (HTA) open .json.gz directly, which is about fifteen times smaller than plain JSON.
-Names without .gz are written as plain JSON.
 """
 
 import gzip
@@ -22,7 +21,7 @@ _WORK = ("forward", "backward", "update")
 
 
 def save(trace: dict[str, Any], path: str | Path) -> None:
-    write_atomically(path, _packed(trace, path), "trace")
+    write_atomically(path, _gzip(json.dumps(trace, separators=(",", ":"))), "trace")
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -42,8 +41,6 @@ def load(path: str | Path) -> dict[str, Any]:
 def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     """Returns what one rank did in the form that HTA expects: its rank number first, and known names and streams."""
     own = [event for event in trace["traceEvents"] if event["pid"] == rank]
-    if not own:
-        raise Error(f"the trace has no rank {rank}")
     others = [event for event in own if event.get("cat") != "compute"]
     compute = _flattened(event for event in own if event.get("cat") == "compute")
     events = [_in_hta_form(event) for event in [*others, *compute]]
@@ -56,10 +53,6 @@ def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
-def ranks(trace: dict[str, Any]) -> list[int]:
-    return sorted({event["pid"] for event in trace["traceEvents"]})
-
-
 def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     """Writes one ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``. Raises
     Error.
@@ -69,8 +62,9 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise Error(f"cannot create the folder {folder}: {reason}", "environment") from None
-    paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks(trace)]
-    for rank, path in zip(ranks(trace), paths, strict=True):
+    ranks = sorted({event["pid"] for event in trace["traceEvents"]})
+    paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks]
+    for rank, path in zip(ranks, paths, strict=True):
         write_atomically(path, _gzip(json.dumps(of_rank(trace, rank))), "trace")
     return paths
 
@@ -113,11 +107,6 @@ def _in_hta_form(event: dict[str, Any]) -> dict[str, Any]:
     else:
         return event | {"cat": "user_annotation"}
     return event | {"name": name, "cat": category, "args": event.get("args", {}) | {"stream": stream}}
-
-
-def _packed(trace: dict[str, Any], path: str | Path) -> bytes:
-    text = json.dumps(trace, separators=(",", ":"))
-    return _gzip(text) if str(path).endswith(".gz") else text.encode("utf-8")
 
 
 def _gzip(text: str) -> bytes:
