@@ -5,11 +5,11 @@ import json
 import re
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from diagnosis import doctor_runs
+from diagnosis.pages import parsed, part_of, section, svg, words_of
 from gradcast.diagnosis import runs
 from gradcast.diagnosis.report import html as html_report
 from gradcast.diagnosis.report.html import axes, heat_map, prediction, scaling, values
@@ -22,7 +22,6 @@ from gradcast.errors import Error
 SECTIONS = [
     "actions", "lint", "step-time", "timeline", "prediction", "ranks", "bandwidth", "plans", "scaling", "network",
 ]  # fmt: skip
-NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +31,7 @@ def run_fields():
 
 @pytest.fixture(scope="module")
 def document(run_fields):
-    return parsed(html_report.build(run_fields))
-
-
-def parsed(text):
-    """Parses the page strictly, so that every mistake in its markup is an error."""
-    assert text.startswith("<!DOCTYPE html>\n")
-    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
-
-
-def part_of(document, name):
-    found = [each for each in document.iter("section") if each.get("id") == name]
-    assert len(found) == 1, name
-    return found[0]
-
-
-def words_of(node):
-    return " ".join(" ".join(node.itertext()).split())
+    return parsed(run_fields)
 
 
 # --- What stands on it ---
@@ -68,7 +51,7 @@ def test_the_top_says_what_matters(document, run_fields):
 
 
 def test_bars_are_as_long_as_the_parts(document, run_fields):
-    rects = list(part_of(document, "step-time").iter(f"{NAMESPACE}rect"))
+    rects = svg(part_of(document, "step-time"), "rect")
     for rank in run_fields["ranks"]:
         name = f"rank {rank['rank']}: "
         widths = {r.get("class"): float(r.get("width")) for r in rects if r[0].text.startswith(name)}
@@ -89,7 +72,7 @@ def test_the_table_of_parts_has_every_part_and_the_step(document, run_fields):
 
 
 def test_blocks_of_every_rank_are_drawn_where_they_were(document, run_fields):
-    blocks = [r for r in part_of(document, "timeline").iter(f"{NAMESPACE}rect") if r.get("class") == "block"]
+    blocks = [r for r in svg(part_of(document, "timeline"), "rect") if r.get("class") == "block"]
     assert len(blocks) == (4 + 1) * len(run_fields["timeline"][0]["blocks"])
     drawn = sorted(float(r.get("x")) for r in blocks if r[0].text.startswith("rank 2:"))
     launches = [block["launch_ms"] for block in run_fields["timeline"][2]["blocks"]]
@@ -98,7 +81,7 @@ def test_blocks_of_every_rank_are_drawn_where_they_were(document, run_fields):
 
 
 def test_a_slow_rank_stands_out_in_the_heat_map(document):
-    rects = list(part_of(document, "ranks").iter(f"{NAMESPACE}rect"))
+    rects = svg(part_of(document, "ranks"), "rect")
     levels = {
         rank: [int(r.get("class")[1]) for r in rects if r[0].text.startswith(f"rank {rank},")] for rank in range(4)
     }
@@ -134,11 +117,11 @@ def test_the_band_is_the_steps_interval():
 
 
 def test_figures_have_names_and_tooltips(document):
-    for figure in document.iter(f"{NAMESPACE}svg"):
-        assert figure[0].tag == f"{NAMESPACE}title"
+    for figure in svg(document, "svg"):
+        assert figure[0].tag.endswith("title")
         assert len(figure.get("aria-label")) > 10
-    for shape in (*document.iter(f"{NAMESPACE}rect"), *document.iter(f"{NAMESPACE}circle")):
-        assert shape[0].tag == f"{NAMESPACE}title", shape.attrib
+    for shape in (*svg(document, "rect"), *svg(document, "circle")):
+        assert shape[0].tag.endswith("title"), shape.attrib
     for table in document.iter("table"):
         assert table.find("caption") is not None
 
@@ -168,9 +151,8 @@ def test_names_from_a_run_are_text():
     run["timeline"][0]["blocks"][0]["first"] = evil
     run["straggler"]["layer"] = evil
     run["scaling"]["points"][0]["network"] = evil
-    text = html_report.build(run)
-    assert "<script" not in text
-    document = parsed(text)
+    assert "<script" not in html_report.build(run)
+    document = parsed(run)
     assert evil in words_of(document.find("body/header/h1"))
     assert evil in words_of(part_of(document, "timeline"))
 
@@ -181,7 +163,7 @@ def test_attributes_are_escaped():
 
 
 def test_a_run_without_anything_optional_says_so():
-    document = parsed(html_report.build(doctor_runs.bare()))
+    document = parsed(doctor_runs.bare())
     names = {each.get("id"): words_of(each) for each in document.iter("section")}
     assert set(SECTIONS) - set(names) == {"lint"}
     for name, words in (
@@ -193,29 +175,26 @@ def test_a_run_without_anything_optional_says_so():
         ("network", "was not checked"),
     ):
         assert words in names[name]
-        assert not list(part_of(document, name).iter(f"{NAMESPACE}svg"))
+        assert not svg(part_of(document, name), "svg")
 
 
 def test_parts_that_add_up_to_more_than_the_step_are_said():
     run = doctor_runs.doctor()
     assert "more than the step" not in html_report.build(run)
     run["ranks"][1]["parts"] |= {"network": 300.0, "rest": -19.0}
-    section = part_of(parsed(html_report.build(run)), "step-time")
-    assert "as much as 19.0 ms more than the step" in words_of(section)
-    ends = [line for line in section.iter(f"{NAMESPACE}line") if line.get("class") == "end"]
-    assert len(ends) == 1
+    told = section(run, "step-time")
+    assert "as much as 19.0 ms more than the step" in words_of(told)
+    assert [line.get("class") for line in svg(told, "line")].count("end") == 1
 
 
 def test_why_nothing_was_tried_is_said():
-    text = words_of(parsed(html_report.build(doctor_runs.bare(not_tried="the model has one tensor"))))
+    text = words_of(parsed(doctor_runs.bare(not_tried="the model has one tensor")))
     assert text.count("No step followed a plan: the model has one tensor") == 3
 
 
 @pytest.mark.parametrize("created", ["2026-03-04T05:06:07Z", "2026-03-04T05:06:07.25+00:00"])
 def test_the_day_is_written_for_people(created):
-    top = words_of(
-        parsed(html_report.build(doctor_runs.doctor(created=created, script="/a/b/train.py"))).find("body/header")
-    )
+    top = words_of(parsed(doctor_runs.doctor(created=created, script="/a/b/train.py")).find("body/header"))
     assert "train.py · 2 hosts" in top
     assert "/a/b" not in top
     assert "2026-03-04 05:06 UTC" in top
@@ -223,7 +202,7 @@ def test_the_day_is_written_for_people(created):
 
 @pytest.mark.parametrize("key", ["straggler", "network", "prediction", "predicted_timeline", "scaling", "floor_ms"])
 def test_any_part_may_be_missing(key):
-    parsed(html_report.build(doctor_runs.doctor(**{key: None})))
+    parsed(doctor_runs.doctor(**{key: None}))
 
 
 def test_intervals_may_be_unknown():
@@ -231,15 +210,15 @@ def test_intervals_may_be_unknown():
     for each in (run["step"], *run["parts"]):
         each |= {"low_ms": None, "high_ms": None}
     run["network"]["collective"] |= {"alpha_us": None, "beta_ns_per_byte": None, "bus_gbit_per_s": None}
-    assert "None" not in words_of(parsed(html_report.build(run)))
+    assert "None" not in words_of(parsed(run))
 
 
 def test_many_ranks_stay_readable():
-    document = parsed(html_report.build(doctor_runs.doctor(world_size=32)))
-    rows = {t.text for t in part_of(document, "timeline").iter(f"{NAMESPACE}text") if (t.text or "").startswith("rank")}
+    told = section(doctor_runs.doctor(world_size=32), "timeline")
+    rows = {text.text for text in svg(told, "text") if (text.text or "").startswith("rank")}
     assert len(rows) == 16
     assert "rank 2" in rows  # the slow one
-    assert "16 more ranks" in words_of(part_of(document, "timeline"))
+    assert "16 more ranks" in words_of(told)
 
 
 @pytest.mark.parametrize(
@@ -254,28 +233,21 @@ def test_ticks_are_round(low, high, expected):
     assert axes.ticks(low, high) == pytest.approx(expected)
 
 
-TIMES = {412.34: "412 ms", 41.23: "41.2 ms", 4.123: "4.12 ms", -0.001: "0 ms", None: values.UNKNOWN}
-
-
-RANGES = [((-0.001, 3.4), "0 to 3.40"), ((-250.0, 3.4), "-250 to 3"), ((9.5, 10.2), "9.5 to 10.2")]
-
-
-@pytest.mark.parametrize(("ends", "words"), [*RANGES, ((None, 1.0), values.UNKNOWN)])
-def test_both_ends_of_a_range_have_the_same_digits(ends, words):
-    assert values.ms_range(*ends) == words
-
-
-@pytest.mark.parametrize(("value", "words"), TIMES.items())
-def test_times_have_three_digits(value, words):
-    assert values.ms(value) == words
-
-
 @pytest.mark.parametrize(
-    ("fraction", "text"),
-    [(0.5, "50 %"), (0.045, "4.5 %"), (-0.112, "-11 %"), (-0.0001, "0.0 %"), (None, "–")],  # noqa: RUF001
-)
-def test_shares_may_be_negative(fraction, text):
-    assert values.percent(fraction) == text
+    ("form", "given", "words"),
+    [
+        # Times have three digits, and both ends of a range as many.
+        (values.ms, [412.34], "412 ms"), (values.ms, [41.23], "41.2 ms"), (values.ms, [4.123], "4.12 ms"),
+        (values.ms, [-0.001], "0 ms"), (values.ms, [None], values.UNKNOWN),
+        (values.ms_range, [-0.001, 3.4], "0 to 3.40"), (values.ms_range, [-250.0, 3.4], "-250 to 3"),
+        (values.ms_range, [9.5, 10.2], "9.5 to 10.2"), (values.ms_range, [None, 1.0], values.UNKNOWN),
+        # Shares may be negative.
+        (values.percent, [0.5], "50 %"), (values.percent, [0.045], "4.5 %"), (values.percent, [-0.112], "-11 %"),
+        (values.percent, [-0.0001], "0.0 %"), (values.percent, [None], values.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_how_values_are_written(form, given, words):
+    assert form(*given) == words
 
 
 # --- The command ---
@@ -295,7 +267,7 @@ def test_report_of_a_run(run, run_folder, run_fields, form):
     result = run("report", run_folder if form == "folder" else run_folder / "doctor.json")
     assert result.code == 0
     assert run_fields["verdict"]["sentence"] in result.out
-    assert parsed((run_folder / "report.html").read_text()) is not None
+    assert (run_folder / "report.html").read_text() == html_report.build(run_fields)
 
 
 def test_report_with_everything_else(run, run_folder, tmp_path):
@@ -387,8 +359,7 @@ def browser(tmp_path_factory, run_fields):
 def picture(browser, name, *options):
     image = pytest.importorskip("PIL.Image", reason="this reads pictures with Pillow, which matplotlib brings")
     path = browser.folder / f"{name}.png"
-    if not path.exists():
-        browser(f"--screenshot={path}", *options)
+    browser(f"--screenshot={path}", *options)
     return image.open(path).convert("RGB")
 
 
@@ -402,7 +373,7 @@ def test_a_browser_reads_it_as_it_is_meant(browser):
 
 
 @pytest.mark.slow
-def test_light_and_dark(browser):
+def test_light_and_dark_and_nothing_sticks_out_at_the_sides(browser):
     light, dark = picture(browser, "light"), picture(browser, "dark", DARK)
     assert light.size == dark.size == (WIDTH, HEIGHT)
     assert min(light.getpixel((5, 5))) > 240
@@ -410,6 +381,8 @@ def test_light_and_dark(browser):
     # Letters and figures: many shades, in both.
     for image in (light, dark):
         assert len(image.getcolors(1 << 24)) > 500
+    for left in (0, WIDTH - 60):
+        assert len(light.crop((left, 0, left + 60, HEIGHT)).getcolors()) == 1
 
 
 # What the browser makes of the colours: the ratio of WCAG 2.1 between a label and what lies behind it.
@@ -440,27 +413,13 @@ def test_labels_can_be_read(browser, options):
 
 
 @pytest.mark.slow
-def test_nothing_sticks_out_at_the_sides(browser):
-    image = picture(browser, "light")
-    for left in (0, WIDTH - 60):
-        assert len(image.crop((left, 0, left + 60, HEIGHT)).getcolors()) == 1
-
-
-@pytest.mark.slow
-def test_it_prints_on_a_few_pages_with_nothing_cut(browser):
+def test_it_prints_on_a_few_pages_with_nothing_cut_and_tables_unfolded(browser, run_fields):
+    """Tables that are folded on the screen are printed, except for those with one line per step."""
     path = browser.folder / "report.pdf"
     browser(f"--print-to-pdf={path}", "--no-pdf-header-footer")
-    pages = len(re.findall(rb"/Type\s*/Page\b", path.read_bytes()))
-    assert 3 <= pages <= 9
-
-
-@pytest.mark.slow
-def test_folded_tables_are_on_paper(browser, run_fields):
-    """Tables that are folded on the screen are printed, except for those with one line per step."""
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", path.read_bytes())) <= 9
     if shutil.which("pdftotext") is None:
         pytest.skip("this reads what was printed, with pdftotext, which is missing: apt-get install poppler-utils")
-    path = browser.folder / "folded.pdf"
-    browser(f"--print-to-pdf={path}", "--no-pdf-header-footer")
     printed = subprocess.run(["pdftotext", "-layout", path, "-"], capture_output=True, text=True, check=True).stdout
     samples = run_fields["network"]["collective"]["samples"]
     assert 12 <= len(samples) <= 20

@@ -1,16 +1,14 @@
 """The figures of the page, read back and compared with the run."""
 
 import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from diagnosis import doctor_runs
+from diagnosis.pages import parsed, section, svg, words_of
 from gradcast.diagnosis.report import html as html_report
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.report.html import prediction
-
-NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -18,20 +16,8 @@ def run_fields():
     return doctor_runs.doctor()
 
 
-def document(run):
-    return ElementTree.fromstring(html_report.build(run).removeprefix("<!DOCTYPE html>\n"))
-
-
-def section(run, name):
-    return next(each for each in document(run).iter() if each.get("id") == name)
-
-
-def words_of(node):
-    return " ".join(" ".join(node.itertext()).split())
-
-
 def shapes(node, tag, class_):
-    return [each for each in node.iter(NAMESPACE + tag) if each.get("class") == class_]
+    return [each for each in svg(node, tag) if each.get("class") == class_]
 
 
 def at(shape, *names):
@@ -79,7 +65,7 @@ def test_where_nothing_helps_nothing_is_the_best(run_fields):
 
 def test_no_gain_is_at_one_place_and_no_interval_leaves_its_figure(run_fields):
     gains = [(1.6, 0.1, 4e9), (1.3, 1.2, 1.4), (1.1, 0.93, 1.2)]
-    figures = list(section(with_gains(run_fields, *gains), "actions").iter(f"{NAMESPACE}svg"))
+    figures = svg(section(with_gains(run_fields, *gains), "actions"), "svg")
     assert len({shapes(each, "line", "grid")[0].get("x1") for each in figures}) == 1
     ends = [at(shapes(each, "line", "interval")[0], "x1", "x2") for each in figures]
     assert ends[0] == (4, 146)
@@ -91,7 +77,7 @@ def test_no_gain_is_at_one_place_and_no_interval_leaves_its_figure(run_fields):
 
 def test_stages_are_named_for_people(run_fields):
     slow = {"rank": 2, "stage": "data_cpu", "layer": None, "ms": 24.0}
-    text = words_of(document(run_fields | {"straggler": slow}).find("body"))
+    text = words_of(parsed(run_fields | {"straggler": slow}).find("body"))
     assert "24.0 ms later, most of it in preparing data " in text
     assert "data_cpu" not in text
 
@@ -104,7 +90,7 @@ def test_of_many_ranks_the_telling_ones_are_shown(name):
     run = doctor_runs.doctor(world_size=40, view_rank=39)
     run["ranks"][37]["own_ms"] += 50
     run["straggler"]["rank"] = 37
-    labels = [each.text for each in section(run, name).iter(f"{NAMESPACE}text") if (each.text or "").startswith("rank")]
+    labels = [each.text for each in svg(section(run, name), "text") if (each.text or "").startswith("rank")]
     assert len(labels) == 16
     assert labels == sorted(labels, key=lambda label: int(label[5:]))
     assert "rank 37" in labels  # the slow one
@@ -221,7 +207,7 @@ def test_what_a_pair_costs_is_told_where_it_is_known(run_fields):
 
 def test_the_knee_stands_where_it_is(run_fields):
     told = section(run_fields, "scaling")
-    tick = next(each for each in told.iter(f"{NAMESPACE}text") if each.text == "16")
+    tick = next(each for each in svg(told, "text") if each.text == "16")
     assert at(shapes(told, "line", "reference")[0], "x1", "x2") == pytest.approx(at(tick, "x") * 2)
     assert "knee: 16" in words_of(told)
     assert "Beyond 16 workers" in words_of(told)
@@ -238,6 +224,6 @@ def test_names_of_curves_that_end_together_lie_apart(run_fields):
     run = doctor_runs.doctor()
     for point in run["scaling"]["points"]:
         point["efficiency"] = 0.5
-    names = [each for each in section(run, "scaling").iter(f"{NAMESPACE}text") if "ring" in (each.text or "")]
+    names = [each for each in svg(section(run, "scaling"), "text") if "ring" in (each.text or "")]
     first, second = (at(each, "y")[0] for each in names)
     assert abs(first - second) == 16

@@ -9,35 +9,24 @@ from gradcast.cli.main import main
 
 def results(**changes):
     sweep = [
-        {
-            "op": op,
-            "size_bytes": size,
-            "time_ns": 1e5 + 2.0 * size,
-            "low_ns": 9e4,
-            "high_ns": 4e5 + 2.0 * size,
-            "errors": 0,
-        }
-        for op in ("all_reduce", "all_gather")
-        for size in (1024, 4096, 16384)
-    ]
+        {"op": op, "size_bytes": size, "time_ns": 1e5 + 2.0 * size, "low_ns": 9e4, "high_ns": 4e5 + 2.0 * size,
+         "errors": 0}
+        for op in ("all_reduce", "all_gather") for size in (1024, 4096, 16384)
+    ]  # fmt: skip
     schedule = [
-        {
-            "policy": policy,
-            "blocks": 3,
-            "step_ns": step_ns,
-            "low_ns": 0.9 * step_ns,
-            "high_ns": 1.1 * step_ns,
-            "compute_ns": 5e6,
-            "exposed_ns": step_ns - 5e6,
-            "predicted_ns": 0.98 * step_ns,
-            "prediction_error": -0.02,
-            "bound_ns": 5.9e6,
-        }
+        {"policy": policy, "blocks": 3, "step_ns": step_ns, "low_ns": 0.9 * step_ns, "high_ns": 1.1 * step_ns,
+         "compute_ns": 5e6, "exposed_ns": step_ns - 5e6, "predicted_ns": 0.98 * step_ns, "prediction_error": -0.02,
+         "bound_ns": 5.9e6}
         for policy, step_ns in (("forecast", 6e6), ("ddp", 9e6))
-    ]
+    ]  # fmt: skip
     link = {"all_reduce": [{"up_to_bytes": None, "alpha_ns": 1e5, "beta_ns_per_byte": 2.0}]}
     whole = {"version": 1, "kind": "gradcast-bench", "transport": "mpi", "world_size": 4, "sweep": sweep, "link": link}
     return whole | {"schedule": schedule, "profile": "resnet50", "mode": "overlap"} | changes
+
+
+@pytest.fixture
+def _plots():
+    pytest.importorskip("matplotlib", reason="this needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def report(tmp_path, content):
@@ -46,8 +35,8 @@ def report(tmp_path, content):
     return main(["report", str(path), "-o", str(picture)]), picture
 
 
+@pytest.mark.usefixtures("_plots")
 def test_the_picture_and_the_sentences(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="this needs matplotlib, which is not installed: pip install matplotlib")
     code, picture = report(tmp_path, results())
     assert code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -57,16 +46,16 @@ def test_the_picture_and_the_sentences(tmp_path, capsys):
     assert "do not train" not in said
 
 
+@pytest.mark.usefixtures("_plots")
 @pytest.mark.parametrize("left_out", ["sweep", "schedule"])
 def test_one_part_alone(tmp_path, left_out):
-    pytest.importorskip("matplotlib", reason="this needs matplotlib, which is not installed: pip install matplotlib")
     code, picture = report(tmp_path, results(**{left_out: []}))
     assert code == 0
     assert picture.exists()
 
 
+@pytest.mark.usefixtures("_plots")
 def test_wrong_sums_are_the_first_thing_that_is_said(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="this needs matplotlib, which is not installed: pip install matplotlib")
     whole = results()
     whole["sweep"][1]["errors"] = 7
     report(tmp_path, whole)

@@ -25,6 +25,12 @@ _HELP = {
     "bus_bytes_per_second": "Bus bandwidth of large collectives.",
     "info": "Always 1; the labels describe the run.",
 }
+# Prometheus' unit for each of ours: multiply by the first number, divide by the second.
+_UNITS = {
+    "_ms": ("_seconds", 1, 1e3),
+    "_us_per_block": ("_seconds_per_block", 1, 1e6),
+    "_gbit_per_s": ("_bytes_per_second", 1e9, 8),
+}
 
 
 class Sample(NamedTuple):
@@ -35,47 +41,42 @@ class Sample(NamedTuple):
 
 def flat(run: Mapping[str, Any]) -> dict[str, float]:
     """Returns the known numbers of a doctor.json."""
+    values = _without_labels(run) | {f"part/{part['key']}_ms": part["ms"] for part in run["parts"]}
+    values |= {f"action/{action['key']}_speedup": action["speedup"] for action in run.get("actions") or []}
+    return flat_stats(values)
+
+
+def flat_stats(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of ``handle.stats()``. Booleans become 1 and 0; texts are left out."""
+    return {f"{_PREFIX}/{key}": value for key, value in _numbers(stats).items()}
+
+
+def _without_labels(run: Mapping[str, Any]) -> dict[str, Any]:
     step, prediction = run["step"], run.get("prediction") or {}
     collective = (run.get("network") or {}).get("collective") or {}
-    values = {
+    return {
         "step_ms": step["ms"], "step_low_ms": step.get("low_ms"), "step_high_ms": step.get("high_ms"),
         "floor_ms": run.get("floor_ms"), "world_size": run["world_size"],
         "predicted_ms": prediction.get("predicted_ms"), "measured_ms": prediction.get("measured_ms"),
         "straggler_ms": (run.get("straggler") or {}).get("ms"), "bus_gbit_per_s": collective.get("bus_gbit_per_s"),
     }  # fmt: skip
-    values |= {f"part/{part['key']}_ms": part["ms"] for part in run["parts"]}
-    values |= {f"action/{action['key']}_speedup": action["speedup"] for action in run.get("actions") or []}
-    return _numbers(values)
-
-
-def flat_stats(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of ``handle.stats()``. Booleans become 1 and 0; texts are left out."""
-    return _numbers(stats)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{_PREFIX}/{key}": _number(value) for key, value in values.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) and math.isfinite(value)
-
-
-def _number(value: Any) -> float:
-    return int(value) if isinstance(value, bool) else value
+    numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+    return {key: int(each) if isinstance(each, bool) else each for key, each in numbers.items() if math.isfinite(each)}
 
 
 def prometheus(run: Mapping[str, Any]) -> str:
     """Returns the numbers of a doctor.json in Prometheus' text format."""
-    verdict, model = run["verdict"], run.get("model") or {}
     facts = {
-        "verdict": verdict.get("kind"),
-        "model": model.get("name"),
+        "verdict": run["verdict"].get("kind"),
+        "model": (run.get("model") or {}).get("name"),
         "backend": run.get("backend"),
         "device": run.get("device"),
     }
     samples = [Sample("info", {key: str(value) for key, value in facts.items() if value is not None}, 1)]
-    samples += [_converted(key, value, {}) for key, value in _without_labels(run).items()]
+    samples += [_converted(key, value, {}) for key, value in _numbers(_without_labels(run)).items()]
     for rank in run["ranks"]:
         labels = {"rank": str(rank["rank"]), "host": str(rank.get("host") or "")}
         samples.append(Sample("own_seconds", labels, _seconds(rank.get("own_ms"))))
@@ -86,26 +87,17 @@ def prometheus(run: Mapping[str, Any]) -> str:
     return _text(samples)
 
 
-def _without_labels(run: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers without labels, under their names in doctor.json."""
-    named = {key.removeprefix(f"{_PREFIX}/"): value for key, value in flat(run).items()}
-    return {key: value for key, value in named.items() if "/" not in key}
-
-
 def prometheus_stats(stats: Mapping[str, Any], *, rank: int, host: str = "") -> str:
     """Returns one rank's ``handle.stats()`` in Prometheus' text format. Each rank needs its own file."""
     labels = {"rank": str(rank)} | ({"host": host} if host else {})
-    return _text([_converted(key, _number(value), labels) for key, value in stats.items() if _is_number(value)])
+    return _text([_converted(key, value, labels) for key, value in _numbers(stats).items()])
 
 
 def _converted(key: str, value: float, labels: dict[str, str]) -> Sample:
     """Converts a value to the units that Prometheus asks for."""
-    if key.endswith("_ms"):
-        return Sample(f"{key.removesuffix('_ms')}_seconds", labels, value / 1e3)
-    if key == "engine_us_per_block":
-        return Sample("engine_seconds_per_block", labels, value / 1e6)
-    if key.endswith("_gbit_per_s"):
-        return Sample(f"{key.removesuffix('_gbit_per_s')}_bytes_per_second", labels, value * 1e9 / 8)
+    for suffix, (unit, factor, divisor) in _UNITS.items():
+        if key.endswith(suffix):
+            return Sample(key.removesuffix(suffix) + unit, labels, value * factor / divisor)
     return Sample(key, labels, value)
 
 

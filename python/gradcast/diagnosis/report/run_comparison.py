@@ -38,36 +38,28 @@ class RunComparison(NamedTuple):
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> RunComparison:
     """Compares the fields of two doctor.json. A difference is b - a."""
-    times = [_compared("step", "step", a["step"], b["step"], "ms", ("low_ms", "high_ms"))]
     floors = [{"ms": run.get("floor_ms")} for run in (a, b)]
-    times += [
-        _compared(key, words, part_ms(a, key), part_ms(b, key), "ms", ("low_ms", "high_ms"))
-        for key, words in PARTS.items()
-    ]
-    times.append(_compared("floor", "floor: lower bound of all schedules", *floors, "ms", ("low_ms", "high_ms")))
-    kinds = (a["verdict"].get("kind"), b["verdict"].get("kind"))
-    return RunComparison([row for row in times if row.a or row.b], _actions(a, b), kinds, _settings(a, b))
-
-
-def _actions(a: dict[str, Any], b: dict[str, Any]) -> list[ComparedValue]:
+    times = [("step", "step", a["step"], b["step"])]
+    times += [(key, words, part_ms(a, key), part_ms(b, key)) for key, words in PARTS.items()]
+    times.append(("floor", "floor: lower bound of all schedules", *floors))
+    rows = [_compared(*each, ("ms", "low_ms", "high_ms")) for each in times]
     in_a, in_b = ({action["key"]: action for action in run.get("actions") or []} for run in (a, b))
-    keys = list(dict.fromkeys([*in_a, *in_b]))
-    titles = {key: (in_a.get(key) or in_b[key])["title"] for key in keys}
-    return [_compared(key, titles[key], in_a.get(key), in_b.get(key), "speedup", ("low", "high")) for key in keys]
+    titles = {key: action["title"] for key, action in (in_b | in_a).items()}
+    actions = [
+        _compared(key, titles[key], in_a.get(key), in_b.get(key), ("speedup", "low", "high"))
+        for key in dict.fromkeys([*in_a, *in_b])
+    ]
+    kinds = (a["verdict"].get("kind"), b["verdict"].get("kind"))
+    return RunComparison([row for row in rows if row.a or row.b], actions, kinds, _settings(a, b))
 
 
-def _compared(key: str, words: str, a: dict | None, b: dict | None, field: str, ends: tuple[str, str]) -> ComparedValue:
-    a, b = a or {}, b or {}
-    first, second = a.get(field), b.get(field)
+def _compared(key: str, words: str, a: dict | None, b: dict | None, fields: tuple[str, str, str]) -> ComparedValue:
+    """``fields`` are the names of a value and of the ends of its interval."""
+    (first, a_low, a_high), (second, b_low, b_high) = ([(each or {}).get(name) for name in fields] for each in (a, b))
     difference = None if first is None or second is None else second - first
-    return ComparedValue(key, words, first, second, difference, None if difference is None else _apart(a, b, ends))
-
-
-def _apart(a: dict[str, Any], b: dict[str, Any], ends: tuple[str, str]) -> bool | None:
-    low, high = ends
-    if any(side.get(end) is None for side in (a, b) for end in ends):
-        return None
-    return bool(b[low] > a[high] or b[high] < a[low])
+    is_known = difference is not None and None not in (a_low, a_high, b_low, b_high)
+    clear = bool(b_low > a_high or b_high < a_low) if is_known else None
+    return ComparedValue(key, words, first, second, difference, clear)
 
 
 def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -33,16 +33,11 @@ def _table(rows: list[list[str]], headers: list[str]) -> str:
 
 def _parts(result: dict[str, Any]) -> str:
     step = result["step"]
+    named = [(PARTS[part["key"]], part) for part in result["parts"]] + [("step", step)]
     rows = [
-        [
-            PARTS[part["key"]],
-            f"{part['ms']:.1f}",
-            f"{part['low_ms']:.1f} to {part['high_ms']:.1f}",
-            f"{part['ms'] / step['ms']:.0%}",
-        ]
-        for part in result["parts"]
+        [name, f"{each['ms']:.1f}", f"{each['low_ms']:.1f} to {each['high_ms']:.1f}", f"{each['ms'] / step['ms']:.0%}"]
+        for name, each in named
     ]
-    rows.append(["step", f"{step['ms']:.1f}", f"{step['low_ms']:.1f} to {step['high_ms']:.1f}", "100%"])
     return _table(rows, [f"rank {result['view_rank']} of {result['world_size']}", "ms", "95 % interval", "of the step"])
 
 

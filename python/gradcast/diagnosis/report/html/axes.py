@@ -22,11 +22,11 @@ class Scale:
         self._low, self._high = self._value(low), self._value(high)
         if self._high <= self._low:
             self._high = self._low + 1
-        self._start, self._end = start, end
+        self.start, self.end = start, end
 
     def __call__(self, value: float) -> float:
         share = (self._value(value) - self._low) / (self._high - self._low)
-        return self._start + share * (self._end - self._start)
+        return self.start + share * (self.end - self.start)
 
     def _value(self, value: float) -> float:
         # A value of 0 is drawn at the edge.
@@ -42,10 +42,6 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
-
-
-def number(value: float) -> str:
-    return f"{value:g}"
 
 
 def svg(height: float, label: str, *children: Any, width: float = WIDTH) -> Markup:
@@ -68,29 +64,35 @@ def text(x: float, y: float, words: Any, anchor: str = "start", class_: str | No
 def bottom_axis(scale: Scale, values: Sequence[float], y: float, top: float, unit: str) -> list[Markup]:
     """Draws vertical grid lines, numbers below them, and the unit at the end."""
     marks = [element("line", x1=scale(value), x2=scale(value), y1=top, y2=y, class_="grid") for value in values]
-    marks += [text(scale(value), y + 16, number(value), "middle", "tick") for value in values]
+    marks += [text(scale(value), y + 16, words, "middle", "tick") for value, words in numbers(values)]
     return [*marks, text(WIDTH - RIGHT, y + 34, unit, "end", "tick")]
 
 
-def left_axis(
-    scale: Scale, values: Sequence[float], left: float, right: float, words: Sequence[str] | None = None
+def frame(
+    x: Scale, y: Scale, across: Sequence[tuple[float, Any]], upwards: Sequence[tuple[float, Any]], unit: str
 ) -> list[Markup]:
-    words = words or [number(value) for value in values]
-    marks = [element("line", x1=left, x2=right, y1=scale(value), y2=scale(value), class_="grid") for value in values]
-    marks += [text(left - 8, scale(value) + 4, word, "end", "tick") for value, word in zip(values, words, strict=True)]
-    return marks
+    """Draws horizontal grid lines with their texts, texts below the figure, and the unit of ``x`` at its end.
+    ``across`` and ``upwards`` are values with their texts.
+    """
+    made = []
+    for value, words in upwards:
+        made.append(element("line", x1=x.start, x2=x.end, y1=y(value), y2=y(value), class_="grid"))
+        made.append(text(x.start - 8, y(value) + 4, words, "end", "tick"))
+    made += [text(x(value), y.start + 16, words, "middle", "tick") for value, words in across]
+    return [*made, text(x.end, y.start + 36, unit, "end", "tick")]
+
+
+def numbers(values: Sequence[float]) -> list[tuple[float, str]]:
+    """Returns values with their texts."""
+    return [(value, f"{value:g}") for value in values]
 
 
 def bar(x: float, y: float, width: float, height: float, tooltip: str, class_: str) -> Markup:
     return element("rect", element("title", tooltip), x=x, y=y, width=max(width, 0.5), height=height, class_=class_)
 
 
-def line(points: Sequence[tuple[float, float]], class_: str) -> Markup:
-    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
-
-
-def area(points: Sequence[tuple[float, float]], class_: str) -> Markup:
-    return element("polygon", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
+def line(points: Sequence[tuple[float, float]], class_: str, shape: str = "polyline") -> Markup:
+    return element(shape, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
 
 
 def dot(x: float, y: float, tooltip: str, class_: str, radius: float = 4.0) -> Markup:

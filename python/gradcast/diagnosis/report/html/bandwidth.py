@@ -14,36 +14,32 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "Bandwidth over time"
     points = [point for point in run.get("bandwidth") or [] if point["gbit_per_s"] is not None]
     if not points:
-        return components.missing(
-            "bandwidth",
-            heading,
-            components.untried(run, "No step followed a plan in this run, so its bandwidth was not measured."),
-        )
+        why = "No step followed a plan in this run, so its bandwidth was not measured."
+        return components.missing("bandwidth", heading, components.untried(run, why))
     reachable = check_rate(run)
     most = max([*(point["gbit_per_s"] for point in points), reachable or 0]) * 1.1
-    bottom = _HEIGHT - 44
     steps = [point["step"] for point in points]
-    x, y = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT), Scale(0, most, bottom, 14)
-    path = [(x(point["step"]), y(point["gbit_per_s"])) for point in points]
-    made = axes.left_axis(y, ticks(0, most, 4), LEFT, WIDTH - RIGHT)
-    made += [axes.text(LEFT, 9, "Gbit/s", "end", "tick")]
-    made += [axes.text(x(step), bottom + 16, axes.number(step), "middle", "tick") for step in _whole(steps)]
-    made.append(axes.text(WIDTH - RIGHT, bottom + 34, "step that followed the plan", "end", "tick"))
+    x, y = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT), Scale(0, most, _HEIGHT - 44, 14)
+    whole = [value for value in ticks(min(steps), max(steps), 10) if value == int(value)]
+    numbers = axes.numbers(whole), axes.numbers(ticks(0, most, 4))
+    made = axes.frame(x, y, *numbers, "step that followed the plan")
+    made.append(axes.text(LEFT, 9, "Gbit/s", "end", "tick"))
     if reachable is not None:
-        made += _reference(y(reachable), reachable)
+        words = f"large all-reduces in the network check: {values.rate(reachable)}"
+        made.append(axes.text(WIDTH - RIGHT, y(reachable) - 6, words, "end", "tick"))
+        ends = {"x1": LEFT, "x2": WIDTH - RIGHT, "y1": y(reachable), "y2": y(reachable)}
+        made.append(element("line", **ends, class_="reference"))
+    path = [(x(point["step"]), y(point["gbit_per_s"])) for point in points]
     made.append(axes.line(path, "curve"))
     made += [axes.dot(*place, _words(point), "measured", 3) for place, point in zip(path, points, strict=True)]
     label = f"Bandwidth of blocks over {values.plural(len(points), 'step')}."
+    rows = [[point["step"], values.ms(point.get("at_ms")), values.rate(point["gbit_per_s"])] for point in points]
     return components.section(
         "bandwidth",
         heading,
         components.figure(axes.svg(_HEIGHT, label, made), _caption(points, reachable)),
-        _table(points),
+        components.table(["step", "after", "bandwidth"], rows, "rrr", "Bandwidth per step"),
     )
-
-
-def _whole(steps: list[int]) -> list[float]:
-    return [value for value in ticks(min(steps), max(steps), 10) if value == int(value)]
 
 
 def check_rate(run: dict[str, Any]) -> float | None:
@@ -51,14 +47,6 @@ def check_rate(run: dict[str, Any]) -> float | None:
     collective = (run.get("network") or {}).get("collective") or {}
     beta = collective.get("beta_ns_per_byte")
     return 8 / beta if beta else None
-
-
-def _reference(y: float, rate: float) -> list[Markup]:
-    words = f"large all-reduces in the network check: {values.rate(rate)}"
-    return [
-        element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="reference"),
-        axes.text(WIDTH - RIGHT, y - 6, words, "end", "tick"),
-    ]
 
 
 def _words(point: dict[str, Any]) -> str:
@@ -72,13 +60,6 @@ def _caption(points: list[dict[str, Any]], reachable: float | None) -> str:
         f"Bytes of blocks over the time in which any was in flight: {values.rate(middle)} in the median, "
         f"from {values.rate(min(rates))} to {values.rate(max(rates))}."
     )
-    return (
-        caption
-        if not reachable
-        else f"{caption} That is {values.percent(middle / reachable)} of what large all-reduces reach."
-    )
-
-
-def _table(points: list[dict[str, Any]]) -> Markup:
-    rows = [[point["step"], values.ms(point.get("at_ms")), values.rate(point["gbit_per_s"])] for point in points]
-    return components.table(["step", "after", "bandwidth"], rows, "rrr", "Bandwidth per step")
+    if not reachable:
+        return caption
+    return f"{caption} That is {values.percent(middle / reachable)} of what large all-reduces reach."

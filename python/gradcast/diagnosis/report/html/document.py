@@ -53,13 +53,10 @@ def _head(run: dict[str, Any]) -> Markup:
 
 
 def _foot(run: dict[str, Any]) -> Markup:
-    steps = run.get("steps") or {}
     facts = [f"gradcast {run.get('gradcast') or ''}".strip()]
-    if steps:
-        facts.append(
-            f"{steps.get('left_out', 0)} warm-up steps, {steps.get('normal', 0)} ordinary steps, "
-            f"{steps.get('probe', 0)} probe steps"
-        )
+    if steps := run.get("steps"):
+        kinds = {"left_out": "warm-up", "normal": "ordinary", "probe": "probe"}
+        facts.append(", ".join(f"{steps.get(key, 0)} {kind} steps" for key, kind in kinds.items()))
     trace = "; open the trace beside it in ui.perfetto.dev" if run.get("timeline") else ""
     facts.append(f"all numbers are in {RESULT}{trace}")
     return element("footer", element("p", " · ".join(facts)))

@@ -54,37 +54,26 @@ def _when(created: str) -> str:
 
 
 def _tiles(run: dict[str, Any]) -> Markup:
-    step = run["step"]
-    made = [
-        _tile("step now", values.ms(step["ms"]), f"95 %: {values.ms_range(step.get('low_ms'), step.get('high_ms'))} ms")
-    ]
+    step, slow = run["step"], run.get("straggler")
+    interval = values.ms_range(step.get("low_ms"), step.get("high_ms"))
+    tiles = [("step now", values.ms(step["ms"]), f"95 %: {interval} ms")]
     helpful, _ = helpful_actions(run)
     if helpful:
         best = helpful[0]
         note = f"{best['title']}: {values.ms(best['predicted_ms'])} predicted"
-        made.append(_tile("best action", values.times(best["speedup"]), note))
+        tiles.append(("best action", values.times(best["speedup"]), note))
     if run.get("floor_ms") is not None:
-        made.append(
-            _tile(
-                "floor",
-                values.ms(run["floor_ms"]),
-                "lower bound of all schedules of these all-reduces on this network",
-            )
-        )
-    slow = run.get("straggler")
+        note = "lower bound of all schedules of these all-reduces on this network"
+        tiles.append(("floor", values.ms(run["floor_ms"]), note))
     if slow:
         where = f", in {slow['layer']}" if slow.get("layer") else ""
         note = f"{values.ms(slow['ms'])} later, most of it in {STAGE_WORDS.get(slow['stage'], slow['stage'])}{where}"
-        made.append(_tile("slowest rank", f"rank {slow['rank']}", note))
+        tiles.append(("slowest rank", f"rank {slow['rank']}", note))
     else:
-        made.append(_tile("slowest rank", "none", "no rank is much slower than the others"))
-    return element("div", made, class_="tiles")
-
-
-def _tile(name: str, value: str, note: str) -> Markup:
-    return element(
-        "div", element("p", name, class_="name"), element("p", value, class_="value"), element("p", note, class_="note")
-    )
+        tiles.append(("slowest rank", "none", "no rank is much slower than the others"))
+    classes = ("name", "value", "note")
+    made = [[element("p", words, class_=each) for words, each in zip(tile, classes, strict=True)] for tile in tiles]
+    return element("div", [element("div", tile) for tile in made], class_="tiles")
 
 
 def actions(run: dict[str, Any]) -> Markup:
@@ -143,8 +132,5 @@ def lint(run: dict[str, Any]) -> Markup | None:
     if not found:
         return None
     rows = [[each["title"], values.ms(each.get("cost_ms")), element("code", each["remedy"])] for each in found]
-    return components.section(
-        "lint",
-        "What to fix",
-        components.table(["misconfiguration", "cost per step", "fix"], rows, "lrl", "Settings that cost time"),
-    )
+    table = components.table(["misconfiguration", "cost per step", "fix"], rows, "lrl", "Settings that cost time")
+    return components.section("lint", "What to fix", table)

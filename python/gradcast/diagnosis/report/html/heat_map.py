@@ -12,6 +12,8 @@ from gradcast.diagnosis.runs import PARTS
 # Shades by the excess over the median. Below the first limit, differences are noise.
 SHADES = (NOTICEABLE_GAIN, 0.05, 0.10, 0.20, 0.40)
 _TALL, _SMALL = 26.0, 8.0
+# Only a rank's own work is shaded, because a rank that waits longer is the faster one.
+_NOT_OWN = ("interconnect", "network", "waiting", "rest")
 
 
 def shade(value: float, usual: float) -> int:
@@ -31,61 +33,45 @@ def draw(run: dict[str, Any]) -> Markup:
         for rank in ranks
     }
     usual = statistics.median(value for times_ms in own.values() for value in times_ms)
-    tall = _TALL if len(own) <= 16 else _SMALL
+    tall, every = (_TALL, 1) if len(own) <= 16 else (_SMALL, 4)
     wide = (WIDTH - RIGHT - LEFT) / columns
-    cells = [
-        _cell(rank, step, value, usual, LEFT + step * wide, 8 + row * tall, (wide, tall))
-        for row, (rank, times_ms) in enumerate(own.items())
-        for step, value in enumerate(times_ms[:columns])
-    ]
+    made = []
+    for row, (rank, times_ms) in enumerate(own.items()):
+        y = 8 + row * tall
+        made += [
+            _cell(rank, step, value, usual, LEFT + step * wide, y, (wide, tall))
+            for step, value in enumerate(times_ms[:columns])
+        ]
+        if row % every == 0:
+            made.append(axes.text(LEFT - 10, y + tall / 2 + 4, f"rank {rank}", "end", "name"))
     bottom = 8 + tall * len(own)
+    for step in range(0, columns, max(1, columns // 10)):
+        made.append(axes.text(LEFT + (step + 0.5) * wide, bottom + 16, step, "middle", "tick"))
+    made.append(axes.text(WIDTH - RIGHT, bottom + 34, "ordinary step", "end", "tick"))
     ranks_and_steps = f"{values.plural(len(own), 'rank')} in {values.plural(columns, 'step')}"
     label = f"Heat map: own work of {ranks_and_steps}; the stronger the colour, the slower."
-    picture = axes.svg(bottom + 40, label, cells, _names(list(own), tall), _steps(columns, wide, bottom))
-    limits = [
-        f"up to {SHADES[0]:.0%} more".replace("%", " %"),
-        *(f"over {limit:.0%}".replace("%", " %") for limit in SHADES),
-    ]
+    caption = (
+        f"Each rank's own work, without communication and waiting, against the median of {values.ms(usual)}. "
+        "A dark row is a slow rank, a dark column a slow step."
+    )
+    limits = [f"up to {_percent(SHADES[0])} more", *(f"over {_percent(limit)}" for limit in SHADES)]
     return components.section(
         "ranks",
         heading,
         components.key([(f"h{index}", words) for index, words in enumerate(limits)]),
-        components.figure(
-            picture,
-            _caption(usual),
-        ),
+        components.figure(axes.svg(bottom + 40, label, made), caption),
         _table(run),
     )
 
 
-def _caption(usual: float) -> str:
-    return (
-        f"Each rank's own work, without communication and waiting, against the median of {values.ms(usual)}. "
-        "A dark row is a slow rank, a dark column a slow step."
-    )
+def _percent(share: float, form: str = ".0%") -> str:
+    return format(share, form).replace("%", " %")
 
 
 def _cell(rank: int, step: int, value: float, usual: float, x: float, y: float, room: tuple[float, float]) -> Markup:
-    against = f"{value / usual - 1:+.0%}".replace("%", " %") if usual > 0 else values.UNKNOWN
+    against = _percent(value / usual - 1, "+.0%") if usual > 0 else values.UNKNOWN
     words = f"rank {rank}, step {step}: {values.ms(value)} of own work ({against} against the median)"
     return axes.bar(x, y, room[0] - 1, room[1] - 1, words, f"h{shade(value, usual)}")
-
-
-def _names(ranks: list[int], tall: float) -> list[Markup]:
-    every = 1 if tall == _TALL else 4
-    return [
-        axes.text(LEFT - 10, 8 + row * tall + tall / 2 + 4, f"rank {rank}", "end", "name")
-        for row, rank in enumerate(ranks)
-        if row % every == 0
-    ]
-
-
-def _steps(columns: int, wide: float, bottom: float) -> list[Markup]:
-    every = max(1, columns // 10)
-    made = [
-        axes.text(LEFT + (step + 0.5) * wide, bottom + 16, step, "middle", "tick") for step in range(0, columns, every)
-    ]
-    return [*made, axes.text(WIDTH - RIGHT, bottom + 34, "ordinary step", "end", "tick")]
 
 
 def _table(run: dict[str, Any]) -> Markup:
@@ -96,25 +82,20 @@ def _table(run: dict[str, Any]) -> Markup:
     own = statistics.median(rank["own_ms"] or 0 for rank in ranks)
     rows = [
         [f"rank\u00a0{rank['rank']}", rank.get("host") or values.UNKNOWN, _shaded(rank["own_ms"], own, own)]
-        + [_plain_or_shaded(key, rank["parts"].get(key), usual[key], own) for key in keys]
+        + [_shaded(rank["parts"].get(key), usual[key], own, key in _NOT_OWN) for key in keys]
         for rank in ranks
     ]
     headers = ["rank", "host", "own work", *(PARTS[key] for key in keys)]
     caption = (
         "ms per step; own work is everything but communication and waiting. Shaded like the steps if a rank takes "
-        f"longer than the median by {SHADES[0]:.0%} of its own work".replace("%", " %")
+        f"longer than the median by {_percent(SHADES[0])} of its own work"
     )
     return components.table(headers, rows, "ll" + "r" * (len(keys) + 1), caption)
 
 
-def _plain_or_shaded(key: str, value: float | None, usual: float, own: float) -> Markup | str:
-    """Shades only a rank's own work, because a rank that waits longer is the faster one."""
-    if key in ("interconnect", "network", "waiting", "rest"):
-        return values.ms(value, unit=False)
-    return _shaded(value, usual, own)
-
-
-def _shaded(value: float | None, usual: float, own: float) -> Markup:
-    """``own`` is the median of all own work: a large difference in a small part costs nothing."""
-    level = shade(value or 0, usual) if (value or 0) - usual > SHADES[0] * own else 0
+def _shaded(value: float | None, usual: float, own: float, plain: bool = False) -> Markup:
+    """Shades a cell unless it is ``plain``. ``own`` is the median of all own work: a large difference in a small part
+    costs nothing.
+    """
+    level = shade(value or 0, usual) if (value or 0) - usual > SHADES[0] * own and not plain else 0
     return element("td", values.ms(value, unit=False), class_=f"r h{level}" if level else "r")

@@ -28,44 +28,33 @@ def draw(run: dict[str, Any]) -> Markup:
 def _cost(collective: dict[str, Any]) -> Markup:
     samples = sorted(collective["samples"], key=lambda sample: sample["bytes"])
     sizes, times = [sample["bytes"] for sample in samples], [sample["ms"] for sample in samples]
-    bottom = _HEIGHT - 46
     x = Scale(max(min(sizes), 1), max(sizes), LEFT, WIDTH - RIGHT, log=True)
-    y = Scale(max(min(times), 1e-4) / 1.3, max(times) * 1.3, bottom, 14, log=True)
-    powers = [10.0**power for power in range(-4, 7) if min(times) / 1.3 <= 10.0**power <= max(times) * 1.3]
-    made = axes.left_axis(y, powers, LEFT, WIDTH - RIGHT, [f"{value:g} ms" for value in powers])
-    marks = [10.0**power for power in range(16) if min(sizes) * 0.9 <= 10.0**power <= max(sizes) * 1.1]
-    made += [axes.text(x(size), bottom + 16, values.size(size), "middle", "tick") for size in marks]
-    made.append(axes.text(WIDTH - RIGHT, bottom + 34, "size", "end", "tick"))
-    if collective.get("beta_ns_per_byte") is not None and collective.get("alpha_us") is not None:
-        made.append(axes.line([(x(size), y(_fitted(collective, size))) for size in sizes], "curve"))
-    made += [
-        axes.dot(x(size), y(ms), f"{values.size(size)}: {values.ms(ms)}", "measured")
-        for size, ms in zip(sizes, times, strict=True)
-    ]
+    y = Scale(max(min(times), 1e-4) / 1.3, max(times) * 1.3, _HEIGHT - 46, 14, log=True)
+    powers = [10.0**power for power in range(-4, 16)]
+    across = [(size, values.size(size)) for size in powers if max(1, min(sizes) * 0.9) <= size <= max(sizes) * 1.1]
+    upwards = [(ms, f"{ms:g} ms") for ms in powers if min(times) / 1.3 <= ms <= max(times) * 1.3]
+    made = axes.frame(x, y, across, upwards, "size")
+    fit = _fit(collective)
+    if fit is not None:
+        made.append(axes.line([(x(size), y(fit[0] / 1e3 + fit[1] * size / 1e6)) for size in sizes], "curve"))
+    rows = [[values.size(size), values.ms(ms)] for size, ms in zip(sizes, times, strict=True)]
+    for size, ms, row in zip(sizes, times, rows, strict=True):
+        made.append(axes.dot(x(size), y(ms), ": ".join(row), "measured"))
     op = str(collective.get("op", "all_reduce")).replace("_", "-")
-    table = components.table(
-        ["size", "time"],
-        [[values.size(size), values.ms(ms)] for size, ms in zip(sizes, times, strict=True)],
-        "rr",
-        f"Measured {op}s",
-    )
-    picture = axes.svg(_HEIGHT, f"Time of an {op} over its size, both axes logarithmic, with the fitted cost.", made)
-    return element("div", components.figure(picture, _caption(collective, op)), table)
-
-
-def _fitted(collective: dict[str, Any], size: float) -> float:
-    return collective["alpha_us"] / 1e3 + collective["beta_ns_per_byte"] * size / 1e6
-
-
-def _caption(collective: dict[str, Any], op: str) -> str:
     caption = f"Time of an {op} over its size."
-    if collective.get("alpha_us") is not None and collective.get("beta_ns_per_byte") is not None:
-        caption += (
-            f" The line is the fit: {collective['alpha_us']:.3g} us + {collective['beta_ns_per_byte']:.3g} ms per MB."
-        )
+    if fit is not None:
+        caption += f" The line is the fit: {fit[0]:.3g} us + {fit[1]:.3g} ms per MB."
     if collective.get("bus_gbit_per_s") is not None:
         caption += f" Bus bandwidth: {values.rate(collective['bus_gbit_per_s'])}."
-    return caption
+    picture = axes.svg(_HEIGHT, f"Time of an {op} over its size, both axes logarithmic, with the fitted cost.", made)
+    table = components.table(["size", "time"], rows, "rr", f"Measured {op}s")
+    return element("div", components.figure(picture, caption), table)
+
+
+def _fit(fields: dict[str, Any]) -> tuple[float, float] | None:
+    """Returns us and ns per byte, or None if one of them is unknown."""
+    fit = fields.get("alpha_us"), fields.get("beta_ns_per_byte")
+    return None if None in fit else fit
 
 
 def _pairs(pairs: list[dict[str, Any]]) -> Markup | None:
@@ -82,9 +71,8 @@ def _pairs(pairs: list[dict[str, Any]]) -> Markup | None:
 
 
 def _message(pair: dict[str, Any]) -> str:
-    if pair.get("alpha_us") is None or pair.get("beta_ns_per_byte") is None:
-        return values.UNKNOWN
-    return f"{_us(pair['alpha_us'])} + {pair['beta_ns_per_byte']:.3g} ms per MB"
+    fit = _fit(pair)
+    return values.UNKNOWN if fit is None else f"{_us(fit[0])} + {fit[1]:.3g} ms per MB"
 
 
 def _us(value: float | None) -> str:

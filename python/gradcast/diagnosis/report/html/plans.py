@@ -14,26 +14,29 @@ def draw(run: dict[str, Any]) -> Markup:
     versions = run.get("plan_versions") or []
     if not versions:
         return components.missing("plans", heading, "No plan was made in this run.")
-    times_ms = [
-        value
-        for version in versions
-        for value in (version.get("predicted_ms"), version.get("measured_ms"))
-        if value is not None
-    ]
-    return components.section("plans", heading, _picture(versions, times_ms) if times_ms else None, _table(versions))
+    times_ms = [version.get(key) for version in versions for key in ("predicted_ms", "measured_ms")]
+    known_ms = [ms for ms in times_ms if ms is not None]
+    rows = [
+        [each["version"], each["from_step"], each["policy"], each["blocks"], values.ms(each.get("predicted_ms")),
+         values.ms(each.get("measured_ms"))]
+        for each in versions
+    ]  # fmt: skip
+    headers = ["version", "from step", "policy", "blocks", "predicted", "measured"]
+    table = components.table(headers, rows, "rrlrrr", "Plans in the order in which they were followed")
+    return components.section("plans", heading, _picture(versions, known_ms) if known_ms else None, table)
 
 
 def _picture(versions: list[dict[str, Any]], times_ms: list[float]) -> Markup:
-    low, high = min(times_ms), max(times_ms)
-    margin = max(0.15 * (high - low), 0.01 * high)
-    scale = Scale(max(0, low - margin), high + margin, LEFT + 90, WIDTH - RIGHT)
+    margin = max(0.15 * (max(times_ms) - min(times_ms)), 0.01 * max(times_ms))
+    low, high = max(0, min(times_ms) - margin), max(times_ms) + margin
+    scale = Scale(low, high, LEFT + 90, WIDTH - RIGHT)
     bottom = 14 + _ROW * len(versions)
-    axis = axes.bottom_axis(scale, ticks(max(0, low - margin), high + margin, 8), bottom, 6, "ms per step")
+    axis = axes.bottom_axis(scale, ticks(low, high, 8), bottom, 6, "ms per step")
     rows = [_row(version, 14 + _ROW * index + _ROW / 2, scale) for index, version in enumerate(versions)]
     label = f"Predicted and measured step of {values.plural(len(versions), 'plan')}."
-    picture = axes.svg(bottom + 40, label, axis, rows)
     return components.figure(
-        picture, "A ring is the predicted step of a plan, a dot the measured one. The axis does not begin at 0."
+        axes.svg(bottom + 40, label, axis, rows),
+        "A ring is the predicted step of a plan, a dot the measured one. The axis does not begin at 0.",
     )
 
 
@@ -48,17 +51,3 @@ def _row(version: dict[str, Any], y: float, scale: Scale) -> Markup:
     if measured is not None:
         made.append(axes.dot(scale(measured), y, f"{name}: measured {values.ms(measured)}", "measured", 4.5))
     return element("g", made)
-
-
-def _table(versions: list[dict[str, Any]]) -> Markup:
-    rows = [
-        [each["version"], each["from_step"], each["policy"], each["blocks"], values.ms(each.get("predicted_ms")),
-         values.ms(each.get("measured_ms"))]
-        for each in versions
-    ]  # fmt: skip
-    return components.table(
-        ["version", "from step", "policy", "blocks", "predicted", "measured"],
-        rows,
-        "rrlrrr",
-        "Plans in the order in which they were followed",
-    )

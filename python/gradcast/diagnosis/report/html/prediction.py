@@ -17,13 +17,8 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "Predicted and measured"
     prediction = run.get("prediction")
     if not prediction:
-        return components.missing(
-            "prediction",
-            heading,
-            components.untried(
-                run, "No step followed a plan in this run, so there is nothing to compare predictions with."
-            ),
-        )
+        why = "No step followed a plan in this run, so there is nothing to compare predictions with."
+        return components.missing("prediction", heading, components.untried(run, why))
     pairs = block_pairs(run)
     left = _scatter(pairs) if pairs else []
     label = (
@@ -31,9 +26,10 @@ def draw(run: dict[str, Any]) -> Markup:
     )
     picture = axes.svg(_HEIGHT, label, left, _bars(run, prediction))
     off = [measured / predicted - 1 for _, predicted, measured in pairs if predicted > 0]
-    return components.section(
-        "prediction", heading, components.figure(picture, _caption(prediction, off)), _table(run, prediction)
-    )
+    now_ms = run["step"]["ms"]
+    rows = [[name, values.ms(value), values.times(now_ms / value)] for name, value, _ in rows_of(run, prediction)]
+    table = components.table(["step", "time", "speedup"], rows, "lrr", "The step as a whole")
+    return components.section("prediction", heading, components.figure(picture, _caption(prediction, off)), table)
 
 
 def block_pairs(run: dict[str, Any]) -> list[tuple[int, float, float]]:
@@ -67,15 +63,13 @@ def _over_ranks(ranks: list[tuple[float, bool]]) -> float:
 def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:
     most = max(max(predicted, measured) for _, predicted, measured in pairs) * 1.08 or 1
     x, y = Scale(0, most, 70, _MIDDLE - 30), Scale(0, most, _HEIGHT - 50, 16)
-    marks = ticks(0, most, 5)
-    made = axes.left_axis(y, marks, 70, _MIDDLE - 30)
-    made += [axes.text(x(value), _HEIGHT - 32, axes.number(value), "middle", "tick") for value in marks]
-    made += [
-        axes.text(_MIDDLE - 30, _HEIGHT - 12, "predicted ms of a block", "end", "tick"),
+    marks = axes.numbers(ticks(0, most, 5))
+    made = [
+        *axes.frame(x, y, marks, marks, "predicted ms of a block"),
         axes.text(70, 10, "measured ms", "start", "tick"),
     ]
     ends = [(0, 0), (most / (1 + _BAND), most), (most, most), (most, most * (1 - _BAND))]
-    made.append(axes.area([(x(a), y(b)) for a, b in ends], "band"))
+    made.append(axes.line([(x(a), y(b)) for a, b in ends], "band", "polygon"))
     made.append(element("line", x1=x(0), y1=y(0), x2=x(most), y2=y(most), class_="diagonal"))
     for number, predicted, measured in pairs:
         words = f"block {number}: predicted {values.ms(predicted)}, measured {values.ms(measured)}"
@@ -84,11 +78,13 @@ def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:
 
 
 def rows_of(run: dict[str, Any], prediction: dict[str, Any]) -> list[tuple[str, float, str]]:
-    rows = [("step now", run["step"]["ms"], "p-rest")]
     mode = prediction.get("mode") or "plan"
-    rows.append((f"{mode} mode, predicted", prediction.get("predicted_ms"), "predicted-bar"))
-    rows.append((f"{mode} mode, measured", prediction.get("measured_ms"), "measured-bar"))
-    rows.append(("floor", run.get("floor_ms"), "floor-bar"))
+    rows = [
+        ("step now", run["step"]["ms"], "p-rest"),
+        (f"{mode} mode, predicted", prediction.get("predicted_ms"), "predicted-bar"),
+        (f"{mode} mode, measured", prediction.get("measured_ms"), "measured-bar"),
+        ("floor", run.get("floor_ms"), "floor-bar"),
+    ]
     return [row for row in rows if row[1]]
 
 
@@ -114,9 +110,3 @@ def _caption(prediction: dict[str, Any], off: list[float]) -> str:
     within = sum(abs(each) <= _BAND for each in off)
     blocks = f"{within} of {values.plural(len(off), 'block')} lie within 5 % of their prediction (the band)."
     return f"{caption}{blocks} A block's time is the mean over the ranks, or the shortest if gradients came late."
-
-
-def _table(run: dict[str, Any], prediction: dict[str, Any]) -> Markup:
-    now_ms = run["step"]["ms"]
-    rows = [[name, values.ms(value), values.times(now_ms / value)] for name, value, _ in rows_of(run, prediction)]
-    return components.table(["step", "time", "speedup"], rows, "lrr", "The step as a whole")

@@ -19,13 +19,14 @@ def draw(run: dict[str, Any]) -> Markup:
         return components.missing("scaling", heading, "Scaling was not predicted in this run.")
     series = _series(scaling["points"])
     workers = sorted({point["workers"] for point in scaling["points"]})
-    bottom = _HEIGHT - 46
-    x = Scale(min(workers), max(workers), LEFT, WIDTH - 170, log=True)
-    y = Scale(0, 1.05, bottom, 14)
-    made = axes.left_axis(y, [0, 0.25, 0.5, 0.75, 1], LEFT, WIDTH - 170, ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    made += [axes.text(x(count), bottom + 16, count, "middle", "tick") for count in workers]
-    made.append(axes.text(WIDTH - 170, bottom + 36, "workers", "end", "tick"))
-    made += _knee(scaling.get("knee_workers"), x, bottom)
+    right = WIDTH - 170
+    x, y = Scale(min(workers), max(workers), LEFT, right, log=True), Scale(0, 1.05, _HEIGHT - 46, 14)
+    shares = [(share / 100, f"{share} %") for share in (0, 25, 50, 75, 100)]
+    made = axes.frame(x, y, [(count, count) for count in workers], shares, "workers")
+    knee = scaling.get("knee_workers")
+    if knee is not None and knee > 1:  # one worker is left of the first point
+        made.append(element("line", x1=x(knee), x2=x(knee), y1=14, y2=y.start, class_="reference"))
+        made.append(axes.text(x(knee) + 6, y.start - 8, f"knee: {knee}", "start", "tick"))
     made += [_curve(index, name, points, x, y) for index, (name, points) in enumerate(series)]
     made.append(_names(series, y))
     label = f"Scaling efficiency over workers, {values.plural(len(series), 'network')}, with the band to expect."
@@ -52,15 +53,13 @@ def band(point: dict[str, Any]) -> tuple[float, float]:
 
 def _curve(index: int, name: str, points: list[dict[str, Any]], x: Scale, y: Scale) -> Markup:
     places = [(x(point["workers"]), y(point["efficiency"])) for point in points]
-    lower = [(x(point["workers"]), y(band(point)[0])) for point in points]
-    upper = [(x(point["workers"]), y(band(point)[1])) for point in points]
+    lower, upper = ([(x(point["workers"]), y(band(point)[end])) for point in points] for end in (0, 1))
     dots = [
         axes.dot(*place, _words(name, point), f"s{index % 4} {point.get('basis') or ''}", 5)
         for place, point in zip(places, points, strict=True)
     ]
-    return element(
-        "g", axes.area(lower + upper[::-1], f"band s{index % 4}"), axes.line(places, f"curve s{index % 4}"), dots
-    )
+    area = axes.line(lower + upper[::-1], f"band s{index % 4}", "polygon")
+    return element("g", area, axes.line(places, f"curve s{index % 4}"), dots)
 
 
 def _words(name: str, point: dict[str, Any]) -> str:
@@ -77,16 +76,6 @@ def _names(series: list[_Series], y: Scale) -> list[Markup]:
         last = max(place, last + 16)
         made.append(axes.text(WIDTH - 160, last + 4, name, "start", f"name s{index % 4}"))
     return made
-
-
-def _knee(workers: int | None, x: Scale, bottom: float) -> list[Markup]:
-    if workers is None or workers == 1:  # one worker is left of the first point
-        return []
-    at = x(workers)
-    return [
-        element("line", x1=at, x2=at, y1=14, y2=bottom, class_="reference"),
-        axes.text(at + 6, bottom - 8, f"knee: {workers}", "start", "tick"),
-    ]
 
 
 def _caption(scaling: dict[str, Any]) -> str:

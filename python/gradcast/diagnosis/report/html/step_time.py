@@ -41,25 +41,21 @@ def _used(run: dict[str, Any]) -> list[str]:
 def _row(rank: dict[str, Any], y: float, scale: Scale, view_rank: int) -> Markup:
     begin, made = 0.0, []
     shown = rank["rank"] == view_rank
-    for key, words in PARTS.items():
+    for key, name in PARTS.items():
         length = rank["parts"].get(key) or 0.0
         if length <= 0:
             continue
         x, width = scale(begin), scale(begin + length) - scale(begin)
-        made.append(axes.bar(x, y, width, _BAR, f"rank {rank['rank']}: {words} {values.ms(length)}", f"p-{key}"))
-        made.append(_label(x, y, width, values.ms(length, unit=False)))
+        made.append(axes.bar(x, y, width, _BAR, f"rank {rank['rank']}: {name} {values.ms(length)}", f"p-{key}"))
+        words = values.ms(length, unit=False)
+        if width >= axes.LETTER * len(words) + 8:
+            made.append(axes.text(x + width / 2, y + 15, words, "middle", "inside"))
         begin += length
-    made.append(_end(rank, y, scale))
+    if _over_ms(rank):  # its parts, which were measured separately, add up to more, because they overlap
+        at = scale(rank["step_ms"])
+        made.append(element("line", x1=at, x2=at, y1=y - 3, y2=y + _BAR + 3, class_="end"))
     name = axes.text(LEFT - 10, y + 15, f"rank {rank['rank']}", "end", "name shown" if shown else "name")
     return element("g", name, *made)
-
-
-def _end(rank: dict[str, Any], y: float, scale: Scale) -> Markup | None:
-    """Marks the end of the step if its parts, which were measured separately, add up to more because they overlap."""
-    if not _over_ms(rank):
-        return None
-    at = scale(rank["step_ms"])
-    return element("line", x1=at, x2=at, y1=y - 3, y2=y + _BAR + 3, class_="end")
 
 
 def _over_ms(rank: dict[str, Any]) -> float:
@@ -68,35 +64,23 @@ def _over_ms(rank: dict[str, Any]) -> float:
     return over_ms if rank.get("step_ms") and over_ms > _SEEN * rank["step_ms"] else 0.0
 
 
-def _label(x: float, y: float, width: float, words: str) -> Markup | None:
-    if width < axes.LETTER * len(words) + 8:
-        return None
-    return axes.text(x + width / 2, y + 15, words, "middle", "inside")
-
-
 def _caption(run: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
     left_out = len(run["ranks"]) - len(ranks)
     over_ms = max(_over_ms(rank) for rank in ranks)
-    others = f" {left_out} faster ranks are left out; all are in doctor.json." if left_out else ""
-    steps = (run.get("steps") or {}).get("normal", "the")
-    return (
-        f"Medians of {steps} ordinary steps, without gradcast. The verdict is about rank {run['view_rank']}, whose own "
-        f"work is the median of the ranks.{others}{_overlap(over_ms)}{_launch_unknown(run)}"
+    caption = (
+        f"Medians of {(run.get('steps') or {}).get('normal', 'the')} ordinary steps, without gradcast. The verdict is "
+        f"about rank {run['view_rank']}, whose own work is the median of the ranks."
     )
-
-
-def _launch_unknown(run: dict[str, Any]) -> str:
-    why = run.get("launching_untold")
-    return f" Launch overhead is included in forward, backward and update: {why}." if why else ""
-
-
-def _overlap(over_ms: float) -> str:
-    if over_ms <= 0:
-        return ""
-    return (
-        f" The parts were measured separately and add up to as much as {values.ms(over_ms)} more than the step: some "
-        "of them overlap. The thick line marks the end of the step."
-    )
+    if left_out:
+        caption += f" {left_out} faster ranks are left out; all are in doctor.json."
+    if over_ms > 0:
+        caption += (
+            f" The parts were measured separately and add up to as much as {values.ms(over_ms)} more than the step: "
+            "some of them overlap. The thick line marks the end of the step."
+        )
+    if why := run.get("launching_untold"):
+        caption += f" Launch overhead is included in forward, backward and update: {why}."
+    return caption
 
 
 def _numbers(run: dict[str, Any]) -> Markup:
@@ -113,6 +97,5 @@ def _numbers(run: dict[str, Any]) -> Markup:
     ]
     step = run["step"]
     rows.append(["step", values.ms(whole_ms), values.ms_range(step.get("low_ms"), step.get("high_ms")), "100 %"])
-    return components.table(
-        ["part", "time", "95 % interval, ms", "share"], rows, "lrrr", f"Rank {run['view_rank']}, per step"
-    )
+    headers = ["part", "time", "95 % interval, ms", "share"]
+    return components.table(headers, rows, "lrrr", f"Rank {run['view_rank']}, per step")

@@ -11,13 +11,12 @@ CSS = """
   --h0: #eef2f5; --h1: #fde3cf; --h2: #fbc4a0; --h3: #f59a6c; --h4: #e0653f; --h5: #b3361f;
   --on-hot: #ffffff; --s0: #1f6fb2; --s1: #b4561c; --s2: #3d7d52; --s3: #7a519f;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #12171c; --card: #1b2229; --ink: #e6ebf0; --soft: #9aa8b5; --line: #303b45; --accent: #6cb2eb;
     --band: #6cb2eb2b; --warm: #ff8a75;
     --h0: #212a32; --h1: #4b372c; --h2: #70452f; --h3: #9c5531; --h4: #cf6a3a; --h5: #ff8f5c;
-    --on-hot: #10181f;
-    --s0: #6cb2eb; --s1: #f0a168; --s2: #7ccb96; --s3: #c3a1e8;
+    --on-hot: #10181f; --s0: #6cb2eb; --s1: #f0a168; --s2: #7ccb96; --s3: #c3a1e8;
   }
 }
 * { box-sizing: border-box; }
@@ -60,15 +59,10 @@ svg .curve { fill: none; stroke: var(--accent); stroke-linejoin: round; stroke-w
 svg .measured { fill: var(--accent); }
 svg .promised { fill: var(--page); stroke: var(--accent); stroke-width: 2; }
 svg .band { fill: var(--band); }
-svg polygon.s0 { fill: var(--s0); } svg polygon.s1 { fill: var(--s1); }
-svg polygon.s2 { fill: var(--s2); } svg polygon.s3 { fill: var(--s3); }
-svg polygon.band[class*=" s"] { fill-opacity: .13; }
-svg polyline.s0 { stroke: var(--s0); } svg polyline.s1 { stroke: var(--s1); }
-svg polyline.s2 { stroke: var(--s2); } svg polyline.s3 { stroke: var(--s3); }
-svg text.s0 { fill: var(--s0); } svg text.s1 { fill: var(--s1); }
-svg text.s2 { fill: var(--s2); } svg text.s3 { fill: var(--s3); }
-svg circle.s0 { --c: var(--s0); } svg circle.s1 { --c: var(--s1); }
-svg circle.s2 { --c: var(--s2); } svg circle.s3 { --c: var(--s3); }
+.s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); } .s3 { --c: var(--s3); }
+svg polygon:is(.s0, .s1, .s2, .s3) { fill: var(--c); fill-opacity: .13; }
+svg polyline:is(.s0, .s1, .s2, .s3) { stroke: var(--c); }
+svg text:is(.s0, .s1, .s2, .s3) { fill: var(--c); }
 svg circle[class^="s"] { fill: var(--page); stroke: var(--c); stroke-width: 2; }
 svg circle[class^="s"].measured { fill: var(--c); }
 svg circle[class^="s"].extrapolated { stroke-opacity: .55; }
@@ -109,10 +103,7 @@ details caption { display: none; }
   body { padding: 1.2rem 1rem 2rem; } figure { overflow-x: auto; } figure svg { min-width: 680px; }
 }
 @media print {
-  :root { --page: #ffffff; --card: #f5f7f9; --ink: #16202a; --soft: #4a5763; --line: #d3dae0;
-    --accent: #1f6fb2; --band: #1f6fb21f;
-    --h0: #eef2f5; --h1: #fde3cf; --h2: #fbc4a0; --h3: #f59a6c; --h4: #e0653f; --h5: #b3361f;
-    --s0: #1f6fb2; --s1: #b4561c; --s2: #3d7d52; --s3: #7a519f; --warm: #c0392b; --on-hot: #ffffff; }
+  :root { --soft: #4a5763; --line: #d3dae0; }
   @page { margin: 14mm 13mm; }
   html { color-scheme: light; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   html { font-size: 11.5px; }

@@ -8,8 +8,8 @@ from gradcast.diagnosis.report.html.markup import Markup, element
 from gradcast.diagnosis.trace.lanes import in_lanes
 
 _COMPUTE, _LINK, _GAP = 18.0, 15.0, 14.0
-_SPANS = ("forward", "backward", "update", "wait")
-_COLOURS = {"wait": "p-waiting"}
+# In the order in which spans are drawn: updates and waits happen inside forward, and are drawn over it.
+_COLOURS = {"forward": "p-forward", "backward": "p-backward", "update": "p-update", "wait": "p-waiting"}
 _NAME_MAX = 64
 
 
@@ -17,12 +17,11 @@ def draw(run: dict[str, Any]) -> Markup:
     heading = "One step on every rank"
     ranks = run.get("timeline") or []
     if not ranks:
-        return components.missing(
-            "timeline",
-            heading,
-            components.untried(run, "No step followed a plan in this run, so there is no timeline."),
-        )
-    shown = _shown(run, ranks)
+        why = "No step followed a plan in this run, so there is no timeline."
+        return components.missing("timeline", heading, components.untried(run, why))
+    slow = (run.get("straggler") or {}).get("rank")
+    # The first ranks, and always the slow one.
+    shown = components.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
     rows = [(f"rank {rank['rank']}", rank) for rank in shown]
     if run.get("predicted_timeline"):
         rows.insert(0, ("plan", run["predicted_timeline"]))
@@ -35,40 +34,31 @@ def draw(run: dict[str, Any]) -> Markup:
         y += height + _GAP
     label = f"Timeline of one step on {values.plural(len(shown), 'rank')}: compute above, blocks on the link below."
     axis = axes.bottom_axis(scale, ticks(low, high, 10), y - 4, 6, "ms from the start of the step")
+    kinds = {span["kind"] for _, row in rows for span in row["spans"]}
+    colours = [(_COLOURS[kind], kind) for kind in _COLOURS if kind in kinds]
+    left_out = len(ranks) - len(shown)
+    others = f" {values.plural(left_out, 'more rank')} in the trace of the run." if left_out else ""
+    caption = f"Clocks are aligned. Compute is above; the blocks of the plan, by number, are below.{others}"
     return components.section(
         "timeline",
         heading,
-        components.key(
-            [*((_COLOURS.get(kind, f"p-{kind}"), kind) for kind in _kinds(rows)), ("block", "block on the link")]
-        ),
-        components.figure(axes.svg(y + 36, label, axis, drawn), _caption(run, shown)),
+        components.key([*colours, ("block", "block on the link")]),
+        components.figure(axes.svg(y + 36, label, axis, drawn), caption),
         _blocks(shown, run.get("predicted_timeline")),
     )
 
 
-def _shown(run: dict[str, Any], ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the first ranks, and always the slow one."""
-    slow = (run.get("straggler") or {}).get("rank")
-    return components.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
-
-
-def _kinds(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    found = {span["kind"] for _, row in rows for span in row["spans"]}
-    return [kind for kind in _SPANS if kind in found]
-
-
 def _extent(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    starts = [span["start_ms"] for row in rows for span in row["spans"]]
-    starts += [block["launch_ms"] for row in rows for block in row["blocks"]]
-    ends = [span["end_ms"] for row in rows for span in row["spans"]]
-    ends += [block["finish_ms"] for row in rows for block in row["blocks"]]
-    return min([0.0, *starts]), max([1e-3, *ends])
+    times_ms = [ms for row in rows for span in row["spans"] for ms in (span["start_ms"], span["end_ms"])]
+    times_ms += [ms for row in rows for block in row["blocks"] for ms in (block["launch_ms"], block["finish_ms"])]
+    return min([0.0, *times_ms]), max([1e-3, *times_ms])
 
 
 def _row(name: str, row: dict[str, Any], y: float, scale: Scale) -> tuple[Markup, float]:
     lanes = in_lanes(row["blocks"], lambda block: (block["launch_ms"], block["finish_ms"]))
     top = y + _COMPUTE + 2
-    made = [_span(name, span, y, scale) for span in sorted(row["spans"], key=_above)]
+    order = list(_COLOURS)
+    made = [_span(name, span, y, scale) for span in sorted(row["spans"], key=lambda span: order.index(span["kind"]))]
     for lane, blocks in enumerate(lanes):
         made += [_block(name, block, top + lane * (_LINK + 1), scale) for block in blocks]
     height = _COMPUTE + 2 + max(1, len(lanes)) * (_LINK + 1)
@@ -76,17 +66,10 @@ def _row(name: str, row: dict[str, Any], y: float, scale: Scale) -> tuple[Markup
     return element("g", words, *made), height
 
 
-def _above(span: dict[str, Any]) -> int:
-    """Updates and waits happen inside forward, and are drawn over it."""
-    return _SPANS.index(span["kind"]) if span["kind"] in _SPANS else len(_SPANS)
-
-
 def _span(name: str, span: dict[str, Any], y: float, scale: Scale) -> Markup:
     start, end = span["start_ms"], span["end_ms"]
     words = f"{name}: {span['kind']} {values.ms(end - start)}, from {values.ms(start)}"
-    return axes.bar(
-        scale(start), y, scale(end) - scale(start), _COMPUTE, words, _COLOURS.get(span["kind"], f"p-{span['kind']}")
-    )
+    return axes.bar(scale(start), y, scale(end) - scale(start), _COMPUTE, words, _COLOURS[span["kind"]])
 
 
 def _block(name: str, block: dict[str, Any], y: float, scale: Scale) -> Markup:
@@ -114,12 +97,6 @@ def _tensors(block: dict[str, Any]) -> str:
 def _short(name: str) -> str:
     """Shortens a long name, such as a whole configuration, to its beginning and end."""
     return name if len(name) <= _NAME_MAX else f"{name[: _NAME_MAX // 2]} … {name[-_NAME_MAX // 2 :]}"
-
-
-def _caption(run: dict[str, Any], shown: list[dict[str, Any]]) -> str:
-    left_out = len(run["timeline"]) - len(shown)
-    others = f" {values.plural(left_out, 'more rank')} in the trace of the run." if left_out else ""
-    return f"Clocks are aligned. Compute is above; the blocks of the plan, by number, are below.{others}"
 
 
 def _blocks(ranks: list[dict[str, Any]], predicted: dict[str, Any] | None) -> Markup:
