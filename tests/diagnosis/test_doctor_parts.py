@@ -6,12 +6,17 @@ import pytest
 
 from training.needs import torch
 
+# isort: split
+from gradcast.diagnosis.observe import recorded_step
+from gradcast.diagnosis.observe.loader import LoaderTimer
+from gradcast.diagnosis.observe.observer import Observer
+from gradcast.diagnosis.probe import prober
+from gradcast.diagnosis.probe.snapshot import Snapshot
+
 nn = torch.nn
 
 
 def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
-    from gradcast.diagnosis.probe.snapshot import Snapshot
-
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     adam = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1), amsgrad=True)
     seen = []
@@ -47,8 +52,6 @@ def test_a_snapshot_gives_back_every_bit_and_the_same_objects():
 
 
 def test_a_snapshot_keeps_learning_rates_at_zero_and_gradients_of_other_modules():
-    from gradcast.diagnosis.probe.snapshot import Snapshot
-
     module, head = nn.Linear(4, 4), nn.Linear(4, 1)
     sgd = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.5, momentum=0.9)
     head(module(torch.randn(3, 4))).sum().backward()
@@ -80,8 +83,6 @@ class Items(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
-    from gradcast.diagnosis.observe.loader import LoaderTimer
-
     watch = LoaderTimer()
     try:
         batches = list(torch.utils.data.DataLoader(Items(0.02, 0.005), batch_size=2, num_workers=workers))
@@ -100,10 +101,6 @@ def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
 
 
 def test_a_recorded_step_makes_the_gradients_that_the_step_made():
-    from gradcast.diagnosis.observe import recorded_step
-    from gradcast.diagnosis.observe.loader import LoaderTimer
-    from gradcast.diagnosis.observe.observer import Observer
-
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -150,7 +147,5 @@ def test_a_recorded_step_makes_the_gradients_that_the_step_made():
     ],
 )
 def test_the_doctor_runs_as_many_steps_of_each_kind_as_it_observed(observed_steps, affordable_steps, rounds):
-    from gradcast.diagnosis.probe import prober
-
     assert prober.WARMUP_STEPS_PER_TURN + prober.STEPS_PER_TURN == 8
     assert prober.round_count(3, observed_steps, affordable_steps) == rounds

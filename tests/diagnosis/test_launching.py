@@ -9,25 +9,21 @@ import pytest
 
 from training.needs import torch
 
+# isort: split
+from gradcast.diagnosis.probe import launch_overhead, prober
+from gradcast.diagnosis.probe.launch_overhead import Interval, busy_intervals, by_stage
+
 nn = torch.nn
 MS = 1e6
 
 
 def spans(*pairs):
-    from gradcast.diagnosis.probe.launch_overhead import Interval
-
     return [Interval(begin * MS, end * MS) for begin, end in pairs]
 
 
 def test_operations_inside_of_others_and_beside_them_count_once():
-    from gradcast.diagnosis.probe.launch_overhead import busy_intervals
-
     found = busy_intervals(spans((20, 30), (0, 10), (2, 4), (3, 5), (25, 40), (50, 50)))
-    assert [(each.begin_ns / MS, each.end_ns / MS, each.inside) for each in found] == [
-        (0, 10, 2),
-        (20, 40, 1),
-        (50, 50, 0),
-    ]
+    assert found == [Interval(0, 10 * MS, 2), Interval(20 * MS, 40 * MS, 1), Interval(50 * MS, 50 * MS, 0)]
     assert busy_intervals([]) == []
 
 
@@ -40,8 +36,6 @@ STEP = (("forward", 10, 20), ("backward", 20, 40), ("forward", 40, 45), ("backwa
 
 
 def test_computing_is_counted_in_its_stage_of_its_step():
-    from gradcast.diagnosis.probe.launch_overhead import busy_intervals, by_stage
-
     # One of them reaches from forward into backward, one lies between stages, one is longer than its stage.
     operations = busy_intervals(spans((0.5, 2.5), (11, 13), (18, 25), (44, 47), (51, 59), (59.5, 70)))
     found = by_stage(marks(*FIRST, *STEP), operations, [], {})
@@ -49,8 +43,6 @@ def test_computing_is_counted_in_its_stage_of_its_step():
 
 
 def test_what_recording_costs_is_taken_off_by_where_it_was_spent():
-    from gradcast.diagnosis.probe.launch_overhead import busy_intervals, by_stage
-
     # Ten events in 10 ms where 6 are usual: 4 ms of recording, of which 3 of 10 lie inside an operation.
     operations = spans((1011, 1015), (1011.5, 1012), (1012, 1013), (1013, 1014))
     recordings = sorted([each.begin_ns for each in operations] + [1018 * MS] * 6)
@@ -62,8 +54,6 @@ def test_what_recording_costs_is_taken_off_by_where_it_was_spent():
 
 
 def test_what_recording_costs_is_that_of_a_step_not_of_a_pass():
-    from gradcast.diagnosis.probe.launch_overhead import busy_intervals, by_stage
-
     # Two passes of 10 ms, 5 usually: all of it is computing, in an operation with nine others inside.
     operations = spans((1000, 1010), (1020, 1030)) + spans(*((1000 + i, 1001 + i) for i in (*range(9), *range(20, 29))))
     stages = (("forward", 1000, 1010), ("forward", 1020, 1030), ("update", 1040, 1041))
@@ -108,12 +98,12 @@ class Optimizer(torch.optim.SGD):
 class Prober:
     """Like the doctor's, on one process."""
 
-    def __init__(self, module, optimizer):
-        from gradcast.diagnosis.probe import prober
+    now_ns = staticmethod(time.perf_counter_ns)
+    _stage = prober.Prober._stage
 
-        self.module, self.optimizer = module, optimizer
-        self._stage = lambda name, times: prober.Prober._stage(self, name, times)
-        self.now_ns = time.perf_counter_ns
+    def __init__(self, module):
+        self.module, self.optimizer = module, Optimizer(module.parameters(), lr=0.1)
+        self.made = 0
 
     def turn(self, model):
         assert model is self.module
@@ -125,23 +115,24 @@ class Prober:
                 output.sum().backward()
             with self._stage("update", times):
                 self.optimizer.step()
+            self.made += 1
         return times
 
 
-def computing(module, usual_ms):
-    from gradcast.diagnosis.probe import launch_overhead
-
-    prober = Prober(module, Optimizer(module.parameters(), lr=0.1))
-    return launch_overhead.computing_ms(prober, module, torch.device("cpu"), usual_ms)
+def computing(usual_ms=()):
+    """Makes five steps, and returns what is told of them."""
+    slow = Prober(Slow())
+    found = launch_overhead.computing_ms(slow, slow.module, torch.device("cpu"), dict(usual_ms))
+    assert slow.made == 5
+    return found
 
 
 def test_python_between_operations_is_no_computing():
-    found = computing(Slow(), {})
+    found = computing()
     assert {stage: len(ms) for stage, ms in found.items()} == {"forward": 3, "backward": 3, "update": 3}
     # What sleeps takes as long as asked for, or longer.
-    assert min(found["forward"]) >= 20
+    assert 20 <= min(found["forward"]) < 300
     assert min(found["backward"]) >= 40
-    assert min(found["forward"]) < 300
     assert min(found["update"]) < 300
     assert torch.autograd._profiler_enabled() is torch.autograd.profiler._is_profiler_enabled is False
 
@@ -149,97 +140,86 @@ def test_python_between_operations_is_no_computing():
 @pytest.mark.slow
 def test_steps_that_are_no_longer_than_usual_lose_nothing():
     plenty = dict.fromkeys(("forward", "backward", "update"), 1e6)
-    assert min(computing(Slow(), plenty)["backward"]) >= 40
+    assert min(computing(plenty)["backward"]) >= 40
+
+
+def profiler(**more):
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True, **more)
 
 
 @pytest.mark.parametrize("in_thread", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_made(in_thread):
-    module = Slow()
-    made = []
-    module.register_forward_hook(lambda *_: made.append(1))
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    scripts = profiler()
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         run = (lambda call: other.submit(call).result()) if in_thread else (lambda call: call())
-        run(profiler.start)
-        found = computing(module, {})
+        run(scripts.start)
+        found = computing()
         torch.ones(2).add(1)
-        run(profiler.stop)
+        run(scripts.stop)
     assert found == "torch's profiler cannot record here: the script uses it"
-    assert len(made) == 5
     if not in_thread:
-        assert any(event.name == "aten::add" for event in profiler.events())
+        assert any(event.name == "aten::add" for event in scripts.events())
 
 
 @pytest.mark.slow
 def test_before_a_schedule_of_the_script_begins_the_steps_are_made_as_well():
-    module = Slow()
-    made = []
-    module.register_forward_hook(lambda *_: made.append(1))
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
-    profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True
-    )
-    profiler.start()
+    scripts = profiler(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
+    scripts.start()
     try:
-        found = computing(module, {})
+        found = computing()
     finally:
         with contextlib.suppress(RuntimeError):  # torch's own, where another one has run meanwhile
-            profiler.stop()
+            scripts.stop()
     assert isinstance(found, dict) or found.startswith("torch's profiler cannot record here: ")
-    assert len(made) == 5
 
 
-def event(name, begin_ms, end_ms, *, device="CPU", scope=0, annotation=False, is_async=False):
+def event(name, begin_ms, end_ms, *, device="CPU", scope=0, annotation=False):
     return SimpleNamespace(
         name=name,
         time_range=SimpleNamespace(start=1e3 * begin_ms, end=1e3 * end_ms),
         device_type=getattr(torch.autograd.DeviceType, device),
         scope=scope,
         is_user_annotation=annotation,
-        is_async=is_async,
+        is_async=False,
     )
 
 
 def test_a_gpu_computes_while_a_kernel_runs():
-    from gradcast.diagnosis.probe import launch_overhead
-
     events = []
     for start in (0, 0, 100):  # the first two steps are left out
-        stages = (
-            ("forward", start, start + 20),
-            ("backward", start + 20, start + 50),
-            ("update", start + 50, start + 55),
-        )
-        events += [event(f"gradcast: {name}", *ends, scope=7) for name, *ends in stages]
+        stages = {
+            "forward": (start, start + 20),
+            "backward": (start + 20, start + 50),
+            "update": (start + 50, start + 55),
+        }
+        events += [event(f"gradcast: {name}", *ends, scope=7) for name, ends in stages.items()]
         # As the device has it: the annotations again, kernels and copies. The host's launches are no computing.
-        events += [event(f"gradcast: {name}", *ends, device="CUDA", annotation=True) for name, *ends in stages]
-        events += [
-            event("gemm", start + 5, start + 15, device="CUDA"),
-            event("Memcpy HtoD", start + 14, start + 17, device="CUDA"),
-        ]
-        events += [event("gemm", start + 25, start + 45, device="CUDA"), event("aten::mm", start + 21, start + 50)]
+        events += [event(f"gradcast: {name}", *ends, device="CUDA", annotation=True) for name, ends in stages.items()]
+        kernels = {"gemm": (5, 15), "Memcpy HtoD": (14, 17), "gemm 2": (25, 45)}
+        events += [event(name, start + a, start + b, device="CUDA") for name, (a, b) in kernels.items()]
+        events.append(event("aten::mm", start + 21, start + 50))
     # Recording makes no kernel longer, whatever the stages take usually.
     found = launch_overhead._from_events(events, {"forward": 1.0, "backward": 1.0, "update": 1.0}, on_gpu=True)
     assert found == {"forward": [pytest.approx(12)], "backward": [pytest.approx(20)], "update": [0.0]}
 
 
-def test_what_the_profiler_does_not_see_is_not_told():
-    from gradcast.diagnosis.probe import launch_overhead
-
-    assert launch_overhead._from_events([], {}, on_gpu=False) == "torch's profiler has recorded no operations"
-    marks = [event("gradcast: update", 0, 1, scope=7)]
-    assert (
-        launch_overhead._from_events([*marks, event("aten::mm", 0, 1)], {}, on_gpu=True)
-        == "torch's profiler has recorded no kernels"
-    )
-    assert launch_overhead._from_events([*marks, event("c10d::allreduce_", 0, 1)], {}, on_gpu=False).endswith(
-        "no operations"
-    )
+MARK = event("gradcast: update", 0, 1, scope=7)
+# What torch.compile does around its graphs is no operation.
+COMPILED = [
+    *(event("gradcast: update", 100 * step, 100 * step + 50, scope=7) for step in range(3)),
+    event("Torch-Compiled Region: 0/0", 200, 250),
+    event("CompiledFunction", 210, 220),
+]
 
 
-def test_what_torch_compile_does_around_its_graphs_is_no_operation():
-    from gradcast.diagnosis.probe import launch_overhead
-
-    steps = [event("gradcast: update", 100 * step, 100 * step + 50, scope=7) for step in range(3)]
-    compiled = [event("Torch-Compiled Region: 0/0", 200, 250), event("CompiledFunction", 210, 220)]
-    assert launch_overhead._from_events([*steps, *compiled], {}, on_gpu=False) == {"update": [10.0]}
+@pytest.mark.parametrize(
+    ("events", "on_gpu", "found"),
+    [
+        ([], False, "torch's profiler has recorded no operations"),
+        ([MARK, event("aten::mm", 0, 1)], True, "torch's profiler has recorded no kernels"),
+        ([MARK, event("c10d::allreduce_", 0, 1)], False, "torch's profiler has recorded no operations"),
+        (COMPILED, False, {"update": [10.0]}),
+    ],
+)
+def test_what_is_told_of_what_the_profiler_has_seen(events, on_gpu, found):
+    assert launch_overhead._from_events(events, {}, on_gpu=on_gpu) == found

@@ -156,7 +156,7 @@ def process(cores, threads=4, quota=None, cgroup="a"):
 )
 def test_cores_that_ranks_share(processes, cores):
     assert usable_cores(processes) == cores
-    host = environment.host("a", processes)
+    (host,) = environment.hosts(["a"] * len(processes), processes)
     assert (host.threads, host.cores, host.ranks) == (4 * len(processes), cores, len(processes))
 
 

@@ -10,8 +10,6 @@ import pytest
 from diagnosis import doctor_runs
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.outcome import Outcome
-from gradcast.diagnosis.probe import plan_versions
-from gradcast.diagnosis.probe.plan_versions import FollowedStep
 from gradcast.diagnosis.report import run_comparison
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.report.html import headline, heat_map, step_time
@@ -51,14 +49,14 @@ def result(*, buffers=False, tried=True, untold=None, gradients_used=False, conn
     """The fields of doctor.json for four ranks."""
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.diagnosis.analyze import result
-    from gradcast.diagnosis.probe.trial import Trial
+    from gradcast.diagnosis.probe.trial import FollowedStep, Trial, plan_versions
 
     now = doctor_runs.scene()
     profile, recorded = doctor_runs.with_link(now), doctor_runs.rank_traces()
     trial = Trial(
         profile=json.loads(profile.to_json()),
         plan=json.loads(now.plan.to_json()),
-        versions=plan_versions.summarize([FollowedStep(6 + step, 7, now.plan, 400.0, 395e6) for step in range(STEPS)]),
+        versions=plan_versions([FollowedStep(6 + step, 7, now.plan, 400.0, 395e6) for step in range(STEPS)]),
     )
     ranks = [
         doctor_runs.measured(
@@ -161,22 +159,23 @@ def test_what_ranks_wait_inside_of_forward_is_not_their_own_work(buffers):
 
 
 def test_each_version_of_the_plan_is_told():
+    trial = pytest.importorskip("gradcast.diagnosis.probe.trial", exc_type=ImportError)
     now = doctor_runs.scene()
     times = {7: [900.0, 900.0, 410.0, 412.0, 414.0], 8: [400.0, 100.0, 300.0, 200.0, 302.0]}
     plans = {7: now.ddp, 8: now.plan}
     numbered = [(version, ms) for version, each in times.items() for ms in each]
     # The first two steps with a plan are expected to take what the warm-up says, the others what its own steps say.
     steps = [
-        FollowedStep(6 + place, version, plans[version], ms, 1e6 * (50 * version + (place % 5 > 1)))
+        trial.FollowedStep(6 + place, version, plans[version], ms, 1e6 * (50 * version + (place % 5 > 1)))
         for place, (version, ms) in enumerate(numbered)
     ]
-    found = plan_versions.summarize(steps)
+    found = trial.plan_versions(steps)
     assert [(each["version"], each["from_step"], each["policy"]) for each in found] == [
         (7, 6, "ddp"), (8, 11, now.plan.policy),
     ]  # fmt: skip
     assert [each["measured_ms"] for each in found] == [412.0, 300.0], "without the first two of each"
     assert [each["predicted_ms"] for each in found] == [351.0, 401.0]
-    assert plan_versions.summarize(steps[:1])[0]["measured_ms"] == 900.0
+    assert trial.plan_versions(steps[:1])[0]["measured_ms"] == 900.0
 
 
 # --- The folder ---

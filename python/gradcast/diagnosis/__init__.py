@@ -9,9 +9,10 @@ The package is not called ``doctor`` because ``gradcast.doctor`` is the public f
 3. ``probe/snapshot.py`` saves the training's state. ``probe/prober.py`` then replays the recorded steps with different
    process groups and DDP options, and ``probe/trial.py`` with gradcast attached.
 4. ``network/check.py`` measures the links between the hosts. The snapshot is restored, and the training goes on.
-5. ``doctor.py`` gathers each rank's ``RankMeasurements`` on rank 0. ``analyze/result.py`` turns them into the fields of
-   doctor.json: ``step_breakdown.py`` (where the time goes), ``lint.py`` (misconfiguration), ``actions.py`` (predicted
-   speedups), ``bottleneck.py`` (the verdict), ``timelines.py`` (one step on every rank).
+5. ``doctor.py`` gathers each rank's ``RankMeasurements`` (``analyze/measurements.py``) on rank 0.
+   ``analyze/result.py`` turns them into the fields of doctor.json: ``step_breakdown.py`` (where the time goes),
+   ``lint.py`` (misconfiguration), ``actions.py`` (predicted speedups), ``bottleneck.py`` (the verdict),
+   ``timelines.py`` (one step on every rank).
 6. ``outcome.py`` writes doctor.json and the trace (``trace/merged.py``) and prints ``report/text.py``.
 7. Later ``runs.py`` reads doctor.json back for ``gradcast report`` (``report/html``, ``report/metrics.py``) and
    ``gradcast compare`` (``report/run_comparison.py``).

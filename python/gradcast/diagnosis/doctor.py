@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradcast.diagnosis.analyze import result
 from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSetup, aligned_traces
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
+from gradcast.diagnosis.network import check as network_check
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.observe import environment
 from gradcast.diagnosis.observe.loader import LoaderTimer
@@ -162,7 +163,10 @@ class Doctor:
         layers = layer_times.layers_ms(probes, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = self._try_gradcast(group, probes, [self._ddp, *wrappers.values()], pause_ms, progress)
-        network = self._check_network(group, progress)
+        network = None
+        if self._settings.network:
+            progress("measuring the network between the hosts")
+            network = network_check.check(group, progress, device_type=self._ddp.device.type)
         return RankMeasurements(
             RankSteps(
                 rank=group.rank,
@@ -202,14 +206,6 @@ class Doctor:
         if refused is not None:  # possibly by one rank only
             tried = trial.Trial(error=refused)
         return tried, [clock_between(*each) for each in zip(before, clock_sync.offsets(group), strict=True)]
-
-    def _check_network(self, group: Group, progress: Progress) -> dict[str, Any] | None:
-        if not self._settings.network:
-            return None
-        from gradcast.diagnosis.network import check as network_check
-
-        progress("measuring the network between the hosts")
-        return network_check.check(group, progress, device_type=self._ddp.device.type)
 
     def _batch_ms(self) -> tuple[float, float] | None:
         """Returns the ms that reading and preparing one batch took, or None if no loader worker was seen."""

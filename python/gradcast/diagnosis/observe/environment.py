@@ -58,21 +58,19 @@ def own_process() -> Process:
 
 def hosts(names: Sequence[str], processes: Sequence[Process]) -> list[HostCpu]:
     """Summarizes the processes by host. ``names`` and ``processes`` are in rank order."""
+    by_host: dict[str, list[Process]] = {}
+    for name, process in zip(names, processes, strict=True):
+        by_host.setdefault(name, []).append(process)
     return [
-        host(name, [process for other, process in zip(names, processes, strict=True) if other == name])
-        for name in dict.fromkeys(names)
+        HostCpu(
+            name=name,
+            threads=sum(process.threads for process in own),
+            cores=usable_cores(own),
+            ranks=len(own),
+            variables=[process.variables for process in own],
+        )
+        for name, own in by_host.items()
     ]
-
-
-def host(name: str, processes: Sequence[Process]) -> HostCpu:
-    """Summarizes the processes of one host."""
-    return HostCpu(
-        name=name,
-        threads=sum(process.threads for process in processes),
-        cores=usable_cores(processes),
-        ranks=len(processes),
-        variables=[process.variables for process in processes],
-    )
 
 
 def usable_cores(processes: Sequence[Process]) -> int:

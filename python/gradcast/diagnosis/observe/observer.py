@@ -100,12 +100,10 @@ class Observer:
         self._used.clear()
         self._start_ns = time.perf_counter_ns()
         self._loader.waited_ns = 0
-        self._forward_ns = self._backward_ns = self._exposed_ns = self._update_ns = 0
-        self._backward_start_ns = self._computed_ns = self._backwards = 0
-        self._forward_start_ns = 0
-        self._versions_after_backward: list[tuple[int, int] | None] | None = (
-            None  # gradient versions at the end of backward
-        )
+        self._ns = dict.fromkeys(("forward", "backward", "update", "exposed"), 0)
+        self._forward_start_ns = self._backward_start_ns = self._computed_ns = self._backwards = 0
+        # Gradient versions at the end of backward.
+        self._versions_after_backward: list[tuple[int, int] | None] | None = None
 
     def _before_forward(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._open = None
@@ -118,7 +116,7 @@ class Observer:
         opened, self._open = self._open, None
         if opened is None:
             return
-        self._forward_ns += time.perf_counter_ns() - self._forward_start_ns
+        self._ns["forward"] += time.perf_counter_ns() - self._forward_start_ns
         self._recorded.passes.append(opened)
         for index, tensor in enumerate(outputs_of(output)):
             if tensor is not None:
@@ -140,8 +138,8 @@ class Observer:
 
     def _on_backward_end(self) -> None:
         now_ns = time.perf_counter_ns()
-        self._backward_ns += now_ns - self._backward_start_ns
-        self._exposed_ns += now_ns - self._computed_ns
+        self._ns["backward"] += now_ns - self._backward_start_ns
+        self._ns["exposed"] += now_ns - self._computed_ns
         self._backward_start_ns = 0
         self._versions_after_backward = self._gradient_versions()
 
@@ -161,12 +159,12 @@ class Observer:
             self._versions_after_backward = None
         # With a closure, the passes run inside step(); their time is subtracted from the update.
         self._update_start_ns = time.perf_counter_ns()
-        self._passes_before_ns = self._forward_ns + self._backward_ns
+        self._passes_before_ns = self._ns["forward"] + self._ns["backward"]
 
     def _after_update(self, is_main: bool, *_: Any) -> None:
         end_ns = time.perf_counter_ns()
-        inside_ns = self._forward_ns + self._backward_ns - self._passes_before_ns
-        self._update_ns += end_ns - self._update_start_ns - inside_ns
+        inside_ns = self._ns["forward"] + self._ns["backward"] - self._passes_before_ns
+        self._ns["update"] += end_ns - self._update_start_ns - inside_ns
         if not is_main:
             return
         self.optimizer_steps += 1
@@ -177,15 +175,11 @@ class Observer:
             self._begin_step()
 
     def _end_step(self, step_ns: int) -> None:
-        stages = {
-            "loader": self._loader.waited_ns,
-            "forward": self._forward_ns,
-            "backward": self._backward_ns,
-            "update": self._update_ns,
-        }
+        exposed_ns = self._ns.pop("exposed")
+        stages = {"loader": self._loader.waited_ns} | self._ns
         on_host = self._ddp.device.type == "cpu"
         stages["loop"] = max(0, step_ns - sum(stages.values())) if on_host else 0
-        found = stages | {"step": step_ns, "exposed": self._exposed_ns}
+        found = stages | {"step": step_ns, "exposed": exposed_ns}
         self.steps.append({name: value / _MS for name, value in found.items()})
         self.all_used &= len(self._used) == len(self._trainable)
         self.recorded_steps.append(self._recorded)

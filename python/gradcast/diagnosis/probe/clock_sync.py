@@ -9,7 +9,6 @@ from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
 
 _PINGS = 12
-_LIMIT_S = 300.0  # of a message, if the group has no timeout
 
 
 def offsets(group: Group) -> list[ClockOffset]:
@@ -26,7 +25,7 @@ def offsets(group: Group) -> list[ClockOffset]:
 
 
 def _exchange_pings(group: Group, rank: int) -> list[Ping]:
-    c10d, limit_s = extension.load(), group.timeout_s or _LIMIT_S
+    c10d, limit_s = extension.load(), group.timeout_s
     answer = torch.zeros(1, dtype=torch.int64, device="cpu")
     found = []
     for _ in range(_PINGS):
@@ -38,7 +37,7 @@ def _exchange_pings(group: Group, rank: int) -> list[Ping]:
 
 
 def _answer_pings(group: Group) -> None:
-    c10d, limit_s = extension.load(), group.timeout_s or _LIMIT_S
+    c10d, limit_s = extension.load(), group.timeout_s
     for _ in range(_PINGS):
         c10d.receive(group.own, torch.zeros(1, dtype=torch.int64, device="cpu"), 0, limit_s)
         c10d.send(group.own, torch.tensor([time.perf_counter_ns()], device="cpu"), 0, limit_s)

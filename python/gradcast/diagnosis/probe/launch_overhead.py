@@ -9,9 +9,9 @@ DDP.
 import bisect
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -39,19 +39,12 @@ _NO_OPERATIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
+    """A time, with the number of operations that begin inside it after the first one."""
+
     begin_ns: float
     end_ns: float
-
-
-@dataclass(frozen=True)
-class BusyInterval(Interval):
-    """A time without a gap between operations. ``inside`` is the number of operations that begin after the first
-    one.
-    """
-
-    inside: int
+    inside: int = 0
 
 
 def computing_ms(
@@ -100,21 +93,20 @@ def _from_events(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu
     return by_stage(marks, busy_intervals(operations), recordings_ns, usual_ms)
 
 
-def busy_intervals(operations: Sequence[Interval]) -> list[BusyInterval]:
+def busy_intervals(operations: Sequence[Interval]) -> list[Interval]:
     """Merges operations that overlap. Operations nest, and run beside each other on several threads. Pure."""
-    found: list[BusyInterval] = []
-    for each in sorted(operations, key=lambda interval: interval.begin_ns):
+    found: list[Interval] = []
+    for each in sorted(operations):
         if found and each.begin_ns <= found[-1].end_ns:
-            last = found[-1]
-            found[-1] = BusyInterval(last.begin_ns, max(last.end_ns, each.end_ns), last.inside + 1)
-        else:
-            found.append(BusyInterval(each.begin_ns, each.end_ns, 0))
+            last = found.pop()
+            each = Interval(last.begin_ns, max(last.end_ns, each.end_ns), last.inside + 1)
+        found.append(each)
     return found
 
 
 def by_stage(
     marks: Sequence[tuple[str, Interval]],
-    computing: Sequence[BusyInterval],
+    computing: Sequence[Interval],
     recordings_ns: Sequence[float],
     usual_ms: Mapping[str, float],
 ) -> dict[str, list[float]]:
@@ -126,37 +118,35 @@ def by_stage(
     ``marks`` are the stages in order; the last stage of a step ends it. ``recordings_ns`` are the sorted times at which
     events began; if it is empty, nothing is subtracted.
     """
-    steps: list[dict[str, _Stage]] = [{}]
+    steps: list[dict[str, list[Interval]]] = [defaultdict(list)]
     for stage, span in marks:
-        steps[-1].setdefault(stage, _Stage()).add(span, computing, recordings_ns)
+        steps[-1][stage].append(span)
         if stage == _LAST_STAGE:
-            steps.append({})
+            steps.append(defaultdict(list))
     counted = steps[WARMUP_STEPS_PER_TURN:-1]
-    return {stage: [step[stage].computing_ms(usual_ms.get(stage)) for step in counted] for stage in counted[0]}
+    return {
+        stage: [_computing_ms(step[stage], computing, recordings_ns, usual_ms.get(stage)) for step in counted]
+        for stage in counted[0]
+    }
 
 
-class _Stage:
-    """One stage of one step; it may consist of several passes."""
-
-    def __init__(self) -> None:
-        self._length_ms = self._found_ms = 0.0
-        self._events = self._inside = 0
-
-    def add(self, span: Interval, computing: Sequence[BusyInterval], recordings_ns: Sequence[float]) -> None:
-        self._length_ms += (span.end_ns - span.begin_ns) / 1e6
-        until, since = (bisect.bisect_left(recordings_ns, time_ns) for time_ns in (span.end_ns, span.begin_ns))
-        self._events += until - since
-        for each in computing[bisect.bisect(computing, span.begin_ns, key=lambda interval: interval.end_ns) :]:
-            if each.begin_ns >= span.end_ns:
+def _computing_ms(
+    spans: Sequence[Interval], computing: Sequence[Interval], recordings_ns: Sequence[float], usual_ms: float | None
+) -> float:
+    """Returns the computing ms in one stage of one step, which may consist of several passes."""
+    length_ms = found_ms = 0.0
+    events = inside = 0
+    for begin_ns, end_ns, _ in spans:
+        length_ms += (end_ns - begin_ns) / 1e6
+        events += bisect.bisect_left(recordings_ns, end_ns) - bisect.bisect_left(recordings_ns, begin_ns)
+        for each in computing[bisect.bisect(computing, begin_ns, key=lambda interval: interval.end_ns) :]:
+            if each.begin_ns >= end_ns:
                 break
-            self._found_ms += (min(each.end_ns, span.end_ns) - max(each.begin_ns, span.begin_ns)) / 1e6
-            self._inside += each.inside
-
-    def computing_ms(self, usual_ms: float | None) -> float:
-        if usual_ms is None or self._events == 0:
-            return self._found_ms
-        longer_ms = max(0.0, self._length_ms - usual_ms)
-        return max(0.0, self._found_ms - longer_ms * self._inside / self._events)
+            found_ms += (min(each.end_ns, end_ns) - max(each.begin_ns, begin_ns)) / 1e6
+            inside += each.inside
+    if usual_ms is None or events == 0:
+        return found_ms
+    return max(0.0, found_ms - max(0.0, length_ms - usual_ms) * inside / events)
 
 
 def _span(event: Any) -> Interval:

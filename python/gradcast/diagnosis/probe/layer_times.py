@@ -1,6 +1,6 @@
 """Times each layer's forward and backward pass with hooks, to tell in which layer a rank is slow."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -20,53 +20,36 @@ def layers_ms(prober: Prober, model: Any, module: torch.nn.Module, steps: int) -
         for parameter, _ in each.named_parameters(recurse=False)
     }
     found = dict.fromkeys(owners.values(), 0.0)
-    with _LayerHooks(module, owners, found, prober.now_ns):
+    last_ns = 0
+
+    def begin(started: list[int], *_: Any) -> None:
+        started.append(prober.now_ns())
+
+    def end(name: str, started: list[int], *_: Any) -> None:
+        nonlocal last_ns
+        last_ns = prober.now_ns()
+        if started:  # empty if the begin was in a pass that failed
+            found[name] += (last_ns - started.pop()) / 1e6
+
+    def ready(name: str, _: Any) -> None:
+        nonlocal last_ns
+        now_ns = prober.now_ns()
+        found[name] += (now_ns - last_ns) / 1e6
+        last_ns = now_ns
+
+    handles = []
+    for path, each in module.named_modules():
+        name = path or type(module).__name__
+        if name in found and not any(True for _ in each.children()):
+            started: list[int] = []
+            handles.append(each.register_forward_pre_hook(functools.partial(begin, started)))
+            handles.append(each.register_forward_hook(functools.partial(end, name, started)))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(ready, owners[name])))
+    try:
         prober.steps(model, steps)
-    return {name: ms / steps for name, ms in found.items()}
-
-
-class _LayerHooks:
-    """Hooks on modules and parameters that add their times to ``found``."""
-
-    def __init__(
-        self, module: torch.nn.Module, owners: dict[str, str], found: dict[str, float], now_ns: Callable[[], int]
-    ) -> None:
-        self._found, self._now_ns = found, now_ns
-        self._last_ns = 0
-        self._handles: list[Any] = []
-        names = set(owners.values())
-        for name, each in module.named_modules():
-            if (name or type(module).__name__) in names and not any(True for _ in each.children()):
-                self._time_forward(name or type(module).__name__, each)
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                hook = self._ready_hook(owners[name])
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
+    finally:
+        for handle in handles:
             handle.remove()
-
-    def _time_forward(self, name: str, module: torch.nn.Module) -> None:
-        started: list[int] = []
-
-        def begin(*_: Any) -> None:
-            started.append(self._now_ns())
-
-        def end(*_: Any) -> None:
-            self._last_ns = self._now_ns()
-            if started:  # empty if the begin was in a pass that failed
-                self._found[name] += (self._last_ns - started.pop()) / 1e6
-
-        self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-
-    def _ready_hook(self, name: str) -> Callable[[Any], None]:
-        def ready(_: Any) -> None:
-            now_ns = self._now_ns()
-            self._found[name] += (now_ns - self._last_ns) / 1e6
-            self._last_ns = now_ns
-
-        return ready
+    return {name: ms / steps for name, ms in found.items()}

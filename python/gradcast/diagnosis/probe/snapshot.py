@@ -33,10 +33,13 @@ class Snapshot:
         owned = [parameter for group in groups for parameter in group["params"]]
         parameters = list(dict.fromkeys([*module.parameters(), *owned]))
         self._parameters = [(each, _copy(each)) for each in parameters]
-        self._buffers = [_ModuleBuffers(each) for each in module.modules()]
         # The gradients are not copied: the steps in between make new ones.
         self._gradients = [(each, each.grad) for each in parameters]
-        self._optimizers = [_OptimizerState(each) for each in optimizers]
+        # A forward pass may write into a buffer or replace its tensor.
+        contents = [each._buffers for each in module.modules()]
+        contents += [state for each in optimizers for state in each.state.values()]
+        self._contents = [_Contents(each) for each in [*contents, *groups]]
+        self._states = [(each.state, dict(each.state)) for each in optimizers]
         # The dictionaries are replaced, not emptied, because torch may be iterating over the old ones.
         self._hooks = [(optimizers_module, name, getattr(optimizers_module, name)) for name in _GLOBAL_HOOKS]
         self._hooks += [(each, name, getattr(each, name)) for each in optimizers for name in _OWN_HOOKS]
@@ -49,52 +52,36 @@ class Snapshot:
             _zero_learning_rate(group)
 
     def restore(self) -> None:
-        with torch.no_grad():
-            for parameter, kept in self._parameters:
-                parameter.copy_(kept)
+        for parameter, kept in self._parameters:
+            _restore_tensor(parameter, kept)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for each in [*self._buffers, *self._optimizers]:
+        for state, kept in self._states:
+            state.clear()
+            state.update(kept)
+        for each in self._contents:
             each.restore()
         for owner, name, hooks in self._hooks:
             setattr(owner, name, hooks)
         _set_random_states(self._random)
 
 
-class _ModuleBuffers:
-    """The buffers of one module. A forward pass may write into a buffer or replace its tensor."""
+class _Contents:
+    """The contents of a dictionary, except for an optimizer's parameters. The dictionary and its tensors remain the
+    same objects, which others may hold.
+    """
 
-    def __init__(self, owner: nn.Module) -> None:
-        self._owner = owner
-        self._kept = {name: (each, None if each is None else _copy(each)) for name, each in owner._buffers.items()}
-
-    def restore(self) -> None:
-        buffers = self._owner._buffers
-        for name in [name for name in buffers if name not in self._kept]:
-            del buffers[name]
-        for name, (tensor, kept) in self._kept.items():
-            buffers[name] = tensor
-            if tensor is not None:
-                with torch.no_grad():
-                    tensor.copy_(kept)
-
-
-class _OptimizerState:
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = {owner: {key: _copy(value) for key, value in of.items()} for owner, of in optimizer.state.items()}
-        self._groups = [
-            {key: _copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
+    def __init__(self, target: dict[str, Any]) -> None:
+        self._target = target
+        self._kept = {key: (value, _copy(value)) for key, value in target.items() if key != "params"}
 
     def restore(self) -> None:
-        optimizer = self._optimizer
-        for owner in [owner for owner in optimizer.state if owner not in self._state]:
-            del optimizer.state[owner]
-        for owner, kept in self._state.items():
-            _refill(optimizer.state[owner], kept)
-        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
-            _refill(group, {"params": group["params"], **kept})
+        for key in self._target.keys() - self._kept.keys() - {"params"}:
+            del self._target[key]
+        for key, (value, kept) in self._kept.items():
+            if isinstance(value, torch.Tensor):
+                _restore_tensor(value, kept)
+            self._target[key] = value if isinstance(value, torch.Tensor) else kept
 
 
 def _zero_learning_rate(group: dict[str, Any]) -> None:
@@ -109,17 +96,9 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _refill(target: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restores the contents in place: the dictionary and its tensors remain the same objects, which others may hold."""
-    for key in [key for key in target if key not in kept]:
-        del target[key]
+def _restore_tensor(tensor: torch.Tensor, kept: torch.Tensor) -> None:
     with torch.no_grad():
-        for key, value in kept.items():
-            held = target.get(key)
-            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
-                held.copy_(value)
-            else:
-                target[key] = value
+        tensor.copy_(kept)
 
 
 def _random_states() -> dict[str, Any]:

@@ -5,19 +5,20 @@ long as the user's loop does, and is detached again. So the profile is what ``at
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.probe import plan_versions
-from gradcast.diagnosis.probe.plan_versions import FollowedStep
+from gradcast import _core
 from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.trace.merged import RankTrace, compact
 from gradcast.errors import Error
@@ -29,6 +30,7 @@ from gradcast.training.options import Options
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 
 _FOLLOWED_STEPS = 8
+# Uncounted steps of each version of the plan: in its first step, blocks of the version before still arrive.
 _WARMUP_STEPS = 2
 
 
@@ -39,9 +41,17 @@ class Trial:
     error: str | None = None
     profile: dict[str, Any] | None = None  # JSON object, the same on every rank
     plan: dict[str, Any] | None = None  # JSON object of the last plan that was followed, the same on every rank
-    versions: list[dict[str, Any]] = field(default_factory=list)  # see plan_versions.py
+    versions: list[dict[str, Any]] = field(default_factory=list)  # see plan_versions
     spread: tuple[float, float] = (1.0, 1.0)  # low and high factor of the measured network costs
     trace: RankTrace | None = None  # of the last steps, on this rank's clock
+
+
+class FollowedStep(NamedTuple):
+    step: int  # its number
+    version: int  # of the plan that it followed
+    plan: _core.Plan
+    ms: float
+    predicted_ns: float  # of a step with this plan
 
 
 class _Attached:
@@ -94,10 +104,26 @@ def _trial(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
     return Trial(
         profile=json.loads(handle.profile.to_json()),
         plan=json.loads(handle.plan.to_json()),
-        versions=plan_versions.summarize(made),
+        versions=plan_versions(made),
         spread=handle._diagnostics().variation.link,
         trace=compact(handle.timeline()),
     )
+
+
+def plan_versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
+    """Returns the key "plan_versions" of doctor.json: per version its prediction and its steps' median time."""
+    groups = [list(members) for _, members in itertools.groupby(steps, key=lambda step: step.version)]
+    return [
+        {
+            "version": made[0].version,
+            "from_step": made[0].step,
+            "policy": made[0].plan.policy,
+            "blocks": len(made[0].plan.blocks),
+            "predicted_ms": made[-1].predicted_ns / 1e6,
+            "measured_ms": statistics.median(step.ms for step in made[_WARMUP_STEPS:] or made),
+        }
+        for made in groups
+    ]
 
 
 @contextlib.contextmanager
