@@ -10,7 +10,7 @@ import pytest
 
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.network import interfaces, pair_rounds
-from gradcast.diagnosis.network.findings import Alternative, NetworkHost, NetworkMeasurements, Pair, findings
+from gradcast.diagnosis.network.findings import NetworkHost, NetworkMeasurements, Pair, findings
 from gradcast.diagnosis.network.interfaces import Chosen, Interface
 from gradcast.diagnosis.network.tcp import ReceivedRates, bits_per_s
 from gradcast.errors import Error
@@ -119,14 +119,14 @@ def card(mbit_per_s):
             [("link_rate", LINK), ("unmeasured_interface", "over eth0 only; Gloo also uses ib0")],
         ),
         (
-            network(THREE, alternatives=[Alternative("ib0", 9.4 * G, 0.94 * G)]),
+            network(all_pairs([0.94] * 3), alternatives={"ib0": 9.4 * G}),
             [("slow_interface", "set GLOO_SOCKET_IFNAME=ib0 on all hosts")],
         ),
         (
-            network(THREE, alternatives=[Alternative("ib0", 9.4 * G, 0.94 * G)], backend="nccl"),
+            network(all_pairs([0.94] * 3), alternatives={"ib0": 9.4 * G}, backend="nccl"),
             [("slow_interface", "NCCL_SOCKET_IFNAME=ib0"), ("other_backend", OTHER)],
         ),
-        (network(THREE, alternatives=[Alternative("ib0", 1.2 * G, 0.94 * G)]), [("link_rate", "")]),
+        (network(all_pairs([0.94] * 3), alternatives={"ib0": 1.2 * G}), [("link_rate", "")]),
         (pair_of(DOCKER, {}), [("link_rate", "")]),
         (
             pair_of(DOCKER | {"physical_others": ("eth0",)}, {}),

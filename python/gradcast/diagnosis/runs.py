@@ -33,11 +33,7 @@ PARTS = {
     "rest": "unattributed time",
 }
 # The parts in which a rank can be slow, as sentences name them.
-STAGE_WORDS = {
-    "forward": "forward",
-    "backward": "backward",
-    "update": "update",
-    "launch": "launch overhead",
+STAGE_WORDS = PARTS | {
     "loop": "the training loop's own work",
     "data_storage": "reading data",
     "data_cpu": "preparing data",

@@ -1,3 +1,4 @@
-"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Pure; needs no
-torch.
+"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Needs no torch.
+
+Pure. Thread safety: pure; any thread.
 """

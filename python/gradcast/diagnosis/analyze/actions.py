@@ -3,8 +3,6 @@
 A prediction is the measured step plus the change that ``play`` predicts. Its interval comes from the low and high ends
 of the network's costs, between which nine tenths of the measured blocks lie, or from the interval of the part of the
 step that an action removes.
-
-Pure. Thread safety: pure; any thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence

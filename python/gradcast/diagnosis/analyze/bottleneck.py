@@ -1,7 +1,4 @@
-"""The verdict: what limits this training, in one word and one sentence.
-
-Pure. Thread safety: pure; any thread.
-"""
+"""The verdict: what limits this training, in one word and one sentence."""
 
 from dataclasses import dataclass
 

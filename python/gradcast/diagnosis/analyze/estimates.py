@@ -1,7 +1,4 @@
-"""A measured value with its 95 % confidence interval.
-
-Pure: numbers in, numbers out. Thread safety: pure; any thread.
-"""
+"""A measured value with its 95 % confidence interval."""
 
 import random
 from collections.abc import Callable, Sequence

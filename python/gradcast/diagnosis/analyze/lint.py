@@ -2,8 +2,6 @@
 
 Only what was seen counts as a mistake. Unknown evidence finds nothing, and neither does a measured cost that does not
 exceed the spread of its measurement.
-
-Pure. Thread safety: pure; any thread.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Predicts with ``play`` what misconfigurations cost: DDP's step with the gradients or buckets that a fix would bring.
-
-Pure. Thread safety: pure; any thread.
-"""
+"""Predicts with ``play`` what misconfigurations cost: DDP's step with gradients or buckets as a fix would have them."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What every rank measured, and what is the same on all of them. Pure. Thread safety: pure; any thread."""
+"""What every rank measured, and what is the same on all of them."""
 
 import statistics
 from collections.abc import Mapping, Sequence

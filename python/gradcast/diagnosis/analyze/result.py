@@ -1,6 +1,6 @@
 """Builds the fields of doctor.json from what all ranks measured (docs/guide/doctor.md).
 
-Pure, except that it reads the date. Thread safety: any thread.
+Pure, except that it reads the date.
 """
 
 import datetime

@@ -17,8 +17,6 @@ Stash's published code derives the fetch stall from cold and the preparation sta
 preparation as fetching. Here it is cold - cached, as its text and DS-Analyzer define it. Stash runs a script five
 times. Here all kinds of steps are run inside one training (``probe/prober.py``), except for cached: it follows from how
 long a batch takes to read and to prepare (``cached_wait``).
-
-Pure. Thread safety: pure; any thread.
 """
 
 import itertools

@@ -2,8 +2,6 @@
 
 Times are ms from the start of backward; for measured steps, from that of the rank that began first. A step is shown
 from its backward pass to the end of the next forward pass, as ``play`` models it.
-
-Pure. Thread safety: pure; any thread.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from gradcast.diagnosis.network import findings as network_findings
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.network import pair_rounds, tcp
 from gradcast.diagnosis.network import pairs as network_pairs
-from gradcast.diagnosis.network.findings import Alternative, NetworkMeasurements, Pair
+from gradcast.diagnosis.network.findings import NetworkMeasurements, Pair
 from gradcast.diagnosis.network.hosts import HostInterfaces
 from gradcast.diagnosis.network.pairs import PairEndpoints, Progress, Rounds
 from gradcast.errors import Error
@@ -95,11 +95,11 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
         "pairs": [_as_json(pair) for pair in pairs],
         "alternatives": [
             {
-                "interface": each.interface,
-                "gbit_per_s": _gbit(each.bits_per_s),
-                "chosen_gbit_per_s": _gbit(each.chosen_bits_per_s),
+                "interface": name,
+                "gbit_per_s": _gbit(bits_per_s),
+                "chosen_gbit_per_s": _gbit(pairs[0].tcp_bits_per_s),
             }
-            for each in alternatives
+            for name, bits_per_s in alternatives.items()
         ],
         "connections": measured.hosts[0].connections,
         "findings": [dataclasses.asdict(found) for found in network_findings.findings(measured)],
@@ -144,16 +144,16 @@ def _listening(network: _Network, address: str, timeout_s: float | None = None) 
             listener.close()
 
 
-def _alternatives(network: _Network, pair: Pair) -> list[Alternative]:
-    """Measures other interfaces that both hosts of the pair have under one name."""
+def _alternatives(network: _Network, pair: Pair) -> dict[str, float]:
+    """Measures other interfaces that both hosts of the pair have under one name. Returns bits per second."""
     ends = (pair.a, pair.b)
     if pair.tcp_bits_per_s is None or network.hosts[pair.a] == network.hosts[pair.b]:
-        return []
-    found = []
+        return {}
+    found = {}
     for name in network_hosts.common_alternatives([network.interfaces[rank] for rank in ends], _ALTERNATIVES_MAX):
         network.report(f"raw TCP over {name}")
         if rate := _rate_over(network, ends, name):
-            found.append(Alternative(name, rate, pair.tcp_bits_per_s))
+            found[name] = rate
     return found
 
 

@@ -67,20 +67,12 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
-    """Another interface, measured between the first two hosts, beside the rate of the chosen one there."""
-
-    interface: str
-    bits_per_s: float
-    chosen_bits_per_s: float
-
-
-@dataclasses.dataclass(frozen=True)
 class NetworkMeasurements:
     """What the check measured. ``hosts`` are those of the pairs.
 
     With one host there is a pair of its ranks, which is not judged, because no network is between them. ``backend``
-    carries the training's gradients. ``streams`` is the number of streams that "several" means.
+    carries the training's gradients. ``streams`` is the number of streams that "several" means. ``alternatives`` are
+    other interfaces, with their rates between the hosts of the first pair.
     """
 
     hosts: Sequence[NetworkHost]
@@ -88,7 +80,7 @@ class NetworkMeasurements:
     backend: str = "gloo"
     streams: int = 4
     one_host: bool = False
-    alternatives: Sequence[Alternative] = ()
+    alternatives: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def is_gloo(self) -> bool:
@@ -134,14 +126,14 @@ def _unmeasured(measured: NetworkMeasurements) -> Iterator[Finding]:
 
 
 def _interface(measured: NetworkMeasurements) -> Iterator[Finding]:
-    better = max(measured.alternatives, key=lambda each: each.bits_per_s, default=None)
+    chosen = measured.pairs[0].tcp_bits_per_s or 0.0
+    better, rate = max(measured.alternatives.items(), key=lambda each: each[1], default=(None, 0.0))
     virtual = next((each for each in measured.hosts if not each.physical and each.physical_others), None)
-    if better is not None and better.bits_per_s >= FASTER_INTERFACE_GAIN * better.chosen_bits_per_s:
+    if better is not None and rate >= FASTER_INTERFACE_GAIN * chosen:
         yield Finding(
             "slow_interface",
-            f"The chosen interface {measured.hosts[0].interface} reaches {format_bandwidth(better.chosen_bits_per_s)}; "
-            f"{better.interface} also connects the hosts and reaches {format_bandwidth(better.bits_per_s)}: set "
-            f"{measured.variable}={better.interface} on all hosts",
+            f"The chosen interface {measured.hosts[0].interface} reaches {format_bandwidth(chosen)}; {better} also "
+            f"connects the hosts and reaches {format_bandwidth(rate)}: set {measured.variable}={better} on all hosts",
         )
     elif virtual is not None:
         yield Finding(

@@ -15,7 +15,7 @@ def draw(run: dict[str, Any]) -> Markup:
     points = [point for point in run.get("bandwidth") or [] if point["gbit_per_s"] is not None]
     if not points:
         why = "No step followed a plan in this run, so its bandwidth was not measured."
-        return components.missing("bandwidth", heading, components.untried(run, why))
+        return components.untried(run, "bandwidth", heading, why)
     reachable = check_rate(run)
     most = max([*(point["gbit_per_s"] for point in points), reachable or 0]) * 1.1
     steps = [point["step"] for point in points]

@@ -22,9 +22,10 @@ def missing(name: str, heading: str, reason: str) -> Markup:
     return section(name, heading, element("p", reason, class_="missing"))
 
 
-def untried(run: dict[str, Any], otherwise: str) -> str:
-    """Returns why no step followed a plan, if the run says so."""
-    return f"No step followed a plan: {run['not_tried']}" if run.get("not_tried") else otherwise
+def untried(run: dict[str, Any], name: str, heading: str, otherwise: str) -> Markup:
+    """A section that is empty because no step followed a plan; says why, if the run does."""
+    reason = f"No step followed a plan: {run['not_tried']}" if run.get("not_tried") else otherwise
+    return missing(name, heading, reason)
 
 
 def some_ranks(ranks: Sequence[dict[str, Any]], order: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ def draw(run: dict[str, Any]) -> Markup:
     prediction = run.get("prediction")
     if not prediction:
         why = "No step followed a plan in this run, so there is nothing to compare predictions with."
-        return components.missing("prediction", heading, components.untried(run, why))
+        return components.untried(run, "prediction", heading, why)
     pairs = block_pairs(run)
     left = _scatter(pairs) if pairs else []
     label = (

@@ -18,7 +18,7 @@ def draw(run: dict[str, Any]) -> Markup:
     ranks = run.get("timeline") or []
     if not ranks:
         why = "No step followed a plan in this run, so there is no timeline."
-        return components.missing("timeline", heading, components.untried(run, why))
+        return components.untried(run, "timeline", heading, why)
     slow = (run.get("straggler") or {}).get("rank")
     # The first ranks, and always the slow one.
     shown = components.some_ranks(ranks, lambda rank: (rank["rank"] != slow, rank["rank"]))
