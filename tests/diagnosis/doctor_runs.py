@@ -84,9 +84,12 @@ def doctor(world_size=WORLD, seed=1, slow_ms=24.0, **changes):
         "steps": {"left_out": 5, "normal": 20, "probe": 32},
         "step": {"ms": step_ms, "low_ms": step_ms - 2.5, "high_ms": step_ms + 3.1},
         "view_rank": view,
-        "parts": [_with_interval(key, ms) for key, ms in ranks[view]["parts"].items()],
+        "parts": [
+            {"key": key, "ms": ms, "low_ms": ms * 0.98, "high_ms": ms * 1.03}
+            for key, ms in ranks[view]["parts"].items()
+        ],
         "ranks": ranks,
-        "straggler": _straggler(slow_ms),
+        "straggler": {"rank": SLOW_RANK, "stage": "backward", "layer": "layer3.0.conv1", "ms": slow_ms},
         "normal_steps": normal,
         "verdict": {
             "kind": "bandwidth-bound",
@@ -113,11 +116,6 @@ def doctor(world_size=WORLD, seed=1, slow_ms=24.0, **changes):
         "not_tried": None, "overlap_left_out": None,
     }  # fmt: skip
     return whole | changes
-
-
-def _straggler(slow_ms):
-    fields = {"rank": SLOW_RANK, "stage": "backward", "layer": "layer3.0.conv1", "ms": slow_ms}
-    return fields if slow_ms else None
 
 
 def _version(version, from_step, plan, predicted_ms, measured_ms):
@@ -219,10 +217,6 @@ def _rank(rank, nodes, step_ms, own, slowest_ms):
     return {"rank": rank, "host": f"host{node}", "node": node, "step_ms": step_ms, "own_ms": own_ms, "parts": parts}
 
 
-def _with_interval(key, ms):
-    return {"key": key, "ms": ms, "low_ms": ms * 0.98, "high_ms": ms * 1.03}
-
-
 def _normal_steps(rank, step_ms, own_ms, dice):
     steps = [step_ms * dice.gauss(1, 0.006) for _ in range(20)]
     waits = [step - own_ms * abs(dice.gauss(1, 0.02)) for step in steps]
@@ -267,29 +261,15 @@ def _network(now, dice):
     }  # fmt: skip
 
 
-def _shape(now, jitter):
-    """A timeline in the form of doctor.json, as play predicts it; ``jitter`` turns predicted times into measured
-    ones.
-    """
-    backward, played = now.model.backward_ns / MS, now.played
-    end = played.iteration_ns / MS
-    waits = [(times.read_ns / MS, times.wait_ns / MS) for times in played.tensors if times.wait_ns > 2e5]
-    spans = [("backward", 0.0, backward), ("forward", backward, end)]
-    spans += [("wait", start, start + length) for start, length in waits]
-    blocks = []
-    for index, (times, block, names) in enumerate(zip(played.blocks, now.plan.blocks, _names(now), strict=True)):
-        launch = jitter(times.launch_ns / MS)
-        fields = {"block": index, "bytes": block.size_bytes, "ready_ms": times.ready_ns / MS, "launch_ms": launch}
-        finish = max(jitter(times.finish_ns / MS), launch)
-        blocks.append(fields | {"finish_ms": finish, "first": names[0], "last": names[-1]})
-    spans = [{"kind": kind, "start_ms": jitter(start), "end_ms": jitter(end)} for kind, start, end in spans]
-    return {"spans": spans, "blocks": blocks}
-
-
 def _rank_timeline(now, rank, dice):
-    # One factor for all times of a rank: blocks end one after the other, measured or not.
+    """What play predicts, with one factor for all times of a rank: blocks end one after the other, measured or not."""
     late_ms, factor = dice.uniform(0, 1.5), dice.uniform(1.0, 1.02) * (1.06 if rank == SLOW_RANK else 1.0)
-    return {"rank": rank} | _shape(now, lambda ms: late_ms + ms * factor)
+    shown = timelines.predicted(with_link(now), now.plan)
+    for each in (*shown["spans"], *shown["blocks"]):
+        each |= {key: late_ms + value * factor for key, value in each.items() if key.endswith("_ms")}
+    for block, names in zip(shown["blocks"], _names(now), strict=True):
+        block |= {"first": names[0], "last": names[-1]}
+    return {"rank": rank} | shown
 
 
 def _bandwidth_of(step, dice):
