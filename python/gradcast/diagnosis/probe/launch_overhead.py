@@ -59,7 +59,8 @@ def computing_ms(
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     recorder = profile(activities=activities, acc_events=True)
     with _silent_profiler(on_gpu):
-        failure = "the script uses it" if _in_use() else _failure_of(recorder.start)
+        in_use = torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
+        failure = "the script uses it" if in_use else _failure_of(recorder.start)
         prober.turn(model)
         # Stopping fails if another thread, or a schedule that has not begun, uses the profiler; there is no
         # way to know before.
@@ -75,10 +76,6 @@ def _failure_of(action: Callable[[], None]) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
-
-
-def _in_use() -> bool:
-    return torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
 
 
 def _from_events(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu: bool) -> dict[str, list[float]] | str:

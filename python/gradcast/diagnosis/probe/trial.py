@@ -86,7 +86,13 @@ def try_overlap(
             prober.steps(attached, options.warmup_steps, pause_ms=pause_ms)
             made = [_step(prober, attached, handle, pause_ms) for _ in range(followed)]
             handle.flush()
-            return _trial(handle, made)
+            return Trial(
+                profile=json.loads(handle.profile.to_json()),
+                plan=json.loads(handle.plan.to_json()),
+                versions=plan_versions(made),
+                spread=handle._diagnostics().variation.link,
+                trace=compact(handle.timeline()),
+            )
         except Error as error:  # raised only by a step, for instance for a sparse gradient
             return Trial(error=str(error))
         finally:
@@ -98,16 +104,6 @@ def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) 
     ms = prober.step(attached, pause_ms)["step"]
     found = handle._diagnostics()
     return FollowedStep(found.open_record.step, handle.plan_version, handle.plan, ms, found.predicted_step_ns)
-
-
-def _trial(handle: Handle, made: Sequence[FollowedStep]) -> Trial:
-    return Trial(
-        profile=json.loads(handle.profile.to_json()),
-        plan=json.loads(handle.plan.to_json()),
-        versions=plan_versions(made),
-        spread=handle._diagnostics().variation.link,
-        trace=compact(handle.timeline()),
-    )
 
 
 def plan_versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:

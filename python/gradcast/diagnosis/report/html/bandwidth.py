@@ -31,9 +31,10 @@ def draw(run: dict[str, Any]) -> Markup:
         made.append(element("line", **ends, class_="reference"))
     path = [(x(point["step"]), y(point["gbit_per_s"])) for point in points]
     made.append(axes.line(path, "curve"))
-    made += [axes.dot(*place, _words(point), "measured", 3) for place, point in zip(path, points, strict=True)]
-    label = f"Bandwidth of blocks over {values.plural(len(points), 'step')}."
     rows = [[point["step"], values.ms(point.get("at_ms")), values.rate(point["gbit_per_s"])] for point in points]
+    for place, (step, after, rate) in zip(path, rows, strict=True):
+        made.append(axes.dot(*place, f"step {step}, after {after}: {rate}", "measured", 3))
+    label = f"Bandwidth of blocks over {values.plural(len(points), 'step')}."
     return components.section(
         "bandwidth",
         heading,
@@ -47,10 +48,6 @@ def check_rate(run: dict[str, Any]) -> float | None:
     collective = (run.get("network") or {}).get("collective") or {}
     beta = collective.get("beta_ns_per_byte")
     return 8 / beta if beta else None
-
-
-def _words(point: dict[str, Any]) -> str:
-    return f"step {point['step']}, after {values.ms(point.get('at_ms'))}: {values.rate(point['gbit_per_s'])}"
 
 
 def _caption(points: list[dict[str, Any]], reachable: float | None) -> str:

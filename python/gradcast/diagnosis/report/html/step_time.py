@@ -12,30 +12,23 @@ _SEEN = 0.01  # share of the step below which an excess is not visible
 
 
 def draw(run: dict[str, Any]) -> Markup:
-    ranks = _shown(run)
+    # All ranks if they fit; else the shown rank and the slowest others.
+    ranks = components.some_ranks(run["ranks"], lambda rank: (rank["rank"] != run["view_rank"], -(rank["own_ms"] or 0)))
     ends = [sum(max(ms or 0, 0) for ms in rank["parts"].values()) for rank in ranks]
     scale = Scale(0, max([*ends, run["step"]["ms"]]) * 1.01, LEFT, WIDTH - RIGHT)
     bottom = 14 + _ROW * len(ranks)
     drawn = [_row(rank, 14 + _ROW * index, scale, run["view_rank"]) for index, rank in enumerate(ranks)]
     axis = axes.bottom_axis(scale, ticks(0, max(ends)), bottom, 8, "ms per step")
+    used = [key for key in PARTS if any((rank["parts"].get(key) or 0) > 0 for rank in run["ranks"])]
     label = f"Stacked step time of {values.plural(len(ranks), 'rank')}; the numbers are in the table below."
     picture = axes.svg(bottom + 40, label, axis, drawn)
     return components.section(
         "step-time",
         "Where the time of a step goes",
-        components.key([(f"p-{key}", PARTS[key]) for key in _used(run)]),
+        components.key([(f"p-{key}", PARTS[key]) for key in used]),
         components.figure(picture, _caption(run, ranks)),
         _numbers(run),
     )
-
-
-def _shown(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns all ranks if they fit; else the shown rank and the slowest others."""
-    return components.some_ranks(run["ranks"], lambda rank: (rank["rank"] != run["view_rank"], -(rank["own_ms"] or 0)))
-
-
-def _used(run: dict[str, Any]) -> list[str]:
-    return [key for key in PARTS if any((rank["parts"].get(key) or 0) > 0 for rank in run["ranks"])]
 
 
 def _row(rank: dict[str, Any], y: float, scale: Scale, view_rank: int) -> Markup:

@@ -25,7 +25,9 @@ def draw(run: dict[str, Any]) -> Markup:
     rows = [(f"rank {rank['rank']}", rank) for rank in shown]
     if run.get("predicted_timeline"):
         rows.insert(0, ("plan", run["predicted_timeline"]))
-    low, high = _extent([row for _, row in rows])
+    times_ms = [ms for _, row in rows for span in row["spans"] for ms in (span["start_ms"], span["end_ms"])]
+    times_ms += [ms for _, row in rows for block in row["blocks"] for ms in (block["launch_ms"], block["finish_ms"])]
+    low, high = min([0.0, *times_ms]), max([1e-3, *times_ms])
     scale = Scale(low, high, LEFT, WIDTH - RIGHT)
     drawn, y = [], 10.0
     for name, row in rows:
@@ -46,12 +48,6 @@ def draw(run: dict[str, Any]) -> Markup:
         components.figure(axes.svg(y + 36, label, axis, drawn), caption),
         _blocks(shown, run.get("predicted_timeline")),
     )
-
-
-def _extent(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    times_ms = [ms for row in rows for span in row["spans"] for ms in (span["start_ms"], span["end_ms"])]
-    times_ms += [ms for row in rows for block in row["blocks"] for ms in (block["launch_ms"], block["finish_ms"])]
-    return min([0.0, *times_ms]), max([1e-3, *times_ms])
 
 
 def _row(name: str, row: dict[str, Any], y: float, scale: Scale) -> tuple[Markup, float]:
