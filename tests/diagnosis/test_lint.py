@@ -118,13 +118,6 @@ def test_a_mistake_says_what_is_wrong_and_how_to_fix_it(changes, title, remedy):
     assert "OMP" in remedy or "OMP" not in each.remedy
 
 
-@pytest.mark.parametrize(
-    ("threads", "cores", "ranks", "fitting"), [(16, 8, 2, 4), (8, 1, 4, 1), (4, 1, 4, None), (8, 8, 2, None)]
-)
-def test_the_threads_that_fit(threads, cores, ranks, fitting):
-    assert HostCpu("a", threads, cores, ranks).fitting_threads == fitting
-
-
 def test_where_one_host_has_too_many_threads_every_rank_takes_part():
     doctor = pytest.importorskip("gradcast.diagnosis.doctor", exc_type=ImportError)
     many, few, one = (process(range(4), threads=threads) for threads in (4, 3, 1))
