@@ -37,31 +37,31 @@ void bind_monitor(py::module_& module) {
   def_repr(change, {"cause", "rank", "before_ns", "after_ns"});
 
   py::class_<Decision> decision(module, "Decision");
-  decision.def_readonly("plain", &Decision::plain)
+  decision.def_readonly("on_baseline", &Decision::on_baseline)
       .def_readonly("stepped_aside", &Decision::stepped_aside)
       .def_readonly("change", &Decision::change);
-  def_repr(decision, {"plain", "stepped_aside", "change"});
+  def_repr(decision, {"on_baseline", "stepped_aside", "change"});
 
   py::class_<Comparison> comparison(module, "Comparison");
   comparison.def_readonly("plan_ns", &Comparison::plan_ns)
-      .def_readonly("plain_ns", &Comparison::plain_ns)
-      .def_readonly("plain_count", &Comparison::plain_count)
+      .def_readonly("baseline_ns", &Comparison::baseline_ns)
+      .def_readonly("baseline_count", &Comparison::baseline_count)
       .def_readonly("noise", &Comparison::noise);
-  def_repr(comparison, {"plan_ns", "plain_ns", "plain_count", "noise"});
+  def_repr(comparison, {"plan_ns", "baseline_ns", "baseline_count", "noise"});
 
   py::class_<Monitor>(module, "Monitor")
-      .def(py::init([](int32_t rank_count, double busy_ns, double link_ns, bool has_plain, bool begins_plain,
+      .def(py::init([](int32_t rank_count, double busy_ns, double link_ns, bool has_baseline, bool begins_on_baseline,
                        int64_t hold_iterations) {
-             return Monitor(rank_count, {busy_ns, link_ns, has_plain, begins_plain, hold_iterations});
+             return Monitor(rank_count, {busy_ns, link_ns, has_baseline, begins_on_baseline, hold_iterations});
            }),
            py::arg("rank_count"), py::kw_only(), py::arg("busy_ns") = 0.0, py::arg("link_ns") = 0.0,
-           py::arg("has_plain") = true, py::arg("begins_plain") = false, py::arg("hold_iterations") = 0)
+           py::arg("has_baseline") = true, py::arg("begins_on_baseline") = false, py::arg("hold_iterations") = 0)
       .def(
           "on_iteration",
-          [](Monitor& monitor, bool plain, const std::vector<RankFacts>& ranks) {
-            return monitor.on_iteration(plain, ranks);
+          [](Monitor& monitor, bool on_baseline, const std::vector<RankFacts>& ranks) {
+            return monitor.on_iteration(on_baseline, ranks);
           },
-          py::arg("plain"), py::arg("ranks"))
+          py::arg("on_baseline"), py::arg("ranks"))
       .def("comparison", &Monitor::comparison)
       .def_property_readonly("slowest_rank", &Monitor::slowest_rank);
 }

@@ -1,8 +1,8 @@
 // Change detection: does the plan in force still fit, and is it worth anything?
 //
 // The monitor is given the times of each iteration on each rank. It reports when the network or the compute has changed
-// for good, so that measuring and planning again pays. From time to time it lets a few iterations follow the plain
-// plan, and it reports when that is as fast.
+// for good, so that measuring and planning again pays. From time to time it lets a few iterations follow the
+// baseline, and it reports when that is as fast.
 //
 // Its decisions depend on nothing but these times, so ranks that feed it the same times decide the same, without a
 // message.
@@ -28,9 +28,9 @@ struct MonitorOptions {
   // What the plan was made for: the slowest rank's compute, and the time its blocks spend on the network. 0: not known.
   double busy_ns = 0;
   double link_ns = 0;
-  bool has_plain = true;        // there is a plain plan to compare with
-  bool begins_plain = false;    // it is the one in force
-  int64_t hold_iterations = 0;  // no change is reported in the first so many iterations
+  bool has_baseline = true;         // there is a baseline to compare with
+  bool begins_on_baseline = false;  // it is the one in force
+  int64_t hold_iterations = 0;      // no change is reported in the first so many iterations
 };
 
 enum class Cause { kCompute, kNetwork };
@@ -44,17 +44,17 @@ struct Change {
 };
 
 struct Decision {
-  bool plain = false;                           // the next iteration follows the plain plan
-  bool stepped_aside = false;                   // the plain plan is in force from now on; reported once
+  bool on_baseline = false;                     // the next iteration follows the baseline
+  bool stepped_aside = false;                   // the baseline is in force from now on; reported once
   std::optional<Change> change = std::nullopt;  // the plan no longer fits: measure and plan again
 };
 
-// The plan in force compared with the plain plan. plain_count is 0 before the first comparison.
+// The plan in force compared with the baseline. baseline_count is 0 before the first comparison.
 struct Comparison {
   double plan_ns = 0;  // medians of iterations
-  double plain_ns = 0;
-  int32_t plain_count = 0;
-  double noise = 0;  // of plain_ns / plan_ns: two standard errors
+  double baseline_ns = 0;
+  int32_t baseline_count = 0;
+  double noise = 0;  // of baseline_ns / plan_ns: two standard errors
 };
 
 class Monitor {
@@ -65,9 +65,9 @@ class Monitor {
   Monitor(Monitor&&) noexcept;
 
   // To be called with the times of each iteration, one entry per rank, in order. They may be some iterations late;
-  // interrupted iterations are left out. `plain`: the iteration followed the plain plan. Throws Error{kInvalidOption}
+  // interrupted iterations are left out. `on_baseline`: the iteration followed the baseline. Throws Error{kInvalidOption}
   // for another number of ranks.
-  Decision on_iteration(bool plain, std::span<const RankFacts> ranks);
+  Decision on_iteration(bool on_baseline, std::span<const RankFacts> ranks);
 
   Comparison comparison() const;
   // The rank that has lately computed at least 10 % longer than the median rank (with two ranks, than the other); -1 if

@@ -23,7 +23,7 @@ constexpr double kStepShare = 0.02;
 // What was measured for the plan, and what its first iterations show, come from different moments of the loop.
 constexpr double kExpectationShare = 0.30;
 
-// Plain iterations are tried in fours: once when the usual values are known, then ever more rarely, at most four of
+// Baseline iterations are tried in fours: once when the usual values are known, then ever more rarely, at most four of
 // four hundred, which costs less than 1 % where they take twice as long. Twelve must speak against the plan to give it
 // up.
 constexpr int32_t kTrialCount = 4;
@@ -104,31 +104,31 @@ class Signal {
   double usual_scatter_ = 0;
 };
 
-// The plan in force against the plain plan, in trials of a few iterations.
+// The plan in force against the baseline, in trials of a few iterations.
 class Trials {
  public:
-  // After an iteration. Returns true when enough plain ones were as fast to give the plan up.
-  bool add(bool plain, double step_ns) {
+  // After an iteration. Returns true when enough baseline ones were as fast to give the plan up.
+  bool add(bool on_baseline, double step_ns) {
     ++iterations_;
-    if (!plain) {
+    if (!on_baseline) {
       plan_ns_.push_back(step_ns);
       if (plan_ns_.size() > kPlanStepCount) {
         plan_ns_.pop_front();
       }
       return false;
     }
-    plain_ns_.push_back(step_ns);
+    baseline_ns_.push_back(step_ns);
     return has_come();
   }
 
   // Instead, after an iteration of which nothing is known.
-  bool skip(bool plain) { return plain && has_come(); }
+  bool skip(bool on_baseline) { return on_baseline && has_come(); }
 
-  // Whether the next iteration is a plain one. Call it once per iteration.
-  bool next_is_plain() {
+  // Whether the next iteration is a baseline one. Call it once per iteration.
+  bool next_is_baseline() {
     if (to_schedule_ == 0 && awaited_ == 0 && iterations_ >= next_trial_) {
       if (begins_anew_) {
-        plain_ns_.clear();
+        baseline_ns_.clear();
         begins_anew_ = false;
       }
       to_schedule_ = kTrialCount;
@@ -142,21 +142,22 @@ class Trials {
   }
 
   Comparison comparison() const {
-    if (plain_ns_.empty() || plan_ns_.empty()) {
+    if (baseline_ns_.empty() || plan_ns_.empty()) {
       return {};
     }
-    Comparison result{median_of(plan_ns_), median_of(plain_ns_), static_cast<int32_t>(plain_ns_.size())};
+    Comparison result{median_of(plan_ns_), median_of(baseline_ns_), static_cast<int32_t>(baseline_ns_.size())};
     const auto relative_error = [](const auto& values, double median) {
       return kErrorOfMedian * scatter_of(values) / std::sqrt(static_cast<double>(values.size())) / median;
     };
-    const double ratio = result.plain_ns / result.plan_ns;
+    const double ratio = result.baseline_ns / result.plan_ns;
     result.noise =
-        2 * ratio * std::hypot(relative_error(plan_ns_, result.plan_ns), relative_error(plain_ns_, result.plain_ns));
+        2 * ratio *
+        std::hypot(relative_error(plan_ns_, result.plan_ns), relative_error(baseline_ns_, result.baseline_ns));
     return result;
   }
 
  private:
-  // A plain iteration. Once all of a trial have come, it is judged.
+  // A baseline iteration. Once all of a trial have come, it is judged.
   bool has_come() {
     --awaited_;
     return to_schedule_ == 0 && awaited_ == 0 && judge();
@@ -164,25 +165,25 @@ class Trials {
 
   bool judge() {
     const Comparison result = comparison();
-    if (plain_ns_.size() >= kTrialsToStay && result.plain_ns / result.plan_ns > 1 + result.noise) {
+    if (baseline_ns_.size() >= kTrialsToStay && result.baseline_ns / result.plan_ns > 1 + result.noise) {
       next_trial_ = iterations_ + interval_;
       interval_ = std::min(2 * interval_, kTrialIntervalMax);
       begins_anew_ = true;
       return false;
     }
     // In turns, so that what else the machine does falls on both; later where most are interrupted.
-    next_trial_ = iterations_ + (plain_ns_.size() < kTrialsToStay ? kTrialIntervalInterrupted : kTrialCount);
-    return static_cast<int32_t>(plain_ns_.size()) >= kTrialsToGiveUp;
+    next_trial_ = iterations_ + (baseline_ns_.size() < kTrialsToStay ? kTrialIntervalInterrupted : kTrialCount);
+    return static_cast<int32_t>(baseline_ns_.size()) >= kTrialsToGiveUp;
   }
 
   int64_t iterations_ = 0;
   int64_t next_trial_ = kFirstTrial;
   int64_t interval_ = kTrialInterval;
   int32_t to_schedule_ = 0;
-  int32_t awaited_ = 0;  // plain iterations that were asked for and not heard of yet
+  int32_t awaited_ = 0;  // baseline iterations that were asked for and not heard of yet
   bool begins_anew_ = false;
   std::deque<double> plan_ns_;
-  std::vector<double> plain_ns_;
+  std::vector<double> baseline_ns_;
 };
 
 }  // namespace
@@ -190,11 +191,11 @@ class Trials {
 class Monitor::State {
  public:
   State(int32_t rank_count, const MonitorOptions& options)
-      : options_(options), is_plain_(options.begins_plain), busy_of_(rank_count) {
+      : options_(options), on_baseline_(options.begins_on_baseline), busy_of_(rank_count) {
     GC_CHECK(rank_count >= 1);
   }
 
-  Decision on_iteration(bool plain, std::span<const RankFacts> ranks) {
+  Decision on_iteration(bool on_baseline, std::span<const RankFacts> ranks) {
     if (!ranks.empty() && ranks.size() != busy_of_.size()) {
       throw Error(ErrorCode::kInvalidOption, "the monitor of " + std::to_string(busy_of_.size()) +
                                                  " ranks was given facts of " + std::to_string(ranks.size()));
@@ -202,13 +203,13 @@ class Monitor::State {
     Decision decision;
     ++iterations_;
     if (iterations_ > kSettleCount) {
-      decision.stepped_aside = compare(plain, ranks);
-      if (plain == is_plain_ && !decision.stepped_aside && !ranks.empty()) {
+      decision.stepped_aside = compare(on_baseline, ranks);
+      if (on_baseline == on_baseline_ && !decision.stepped_aside && !ranks.empty()) {
         watch(ranks);
         decision.change = change();
       }
     }
-    decision.plain = is_plain_ || (options_.has_plain && trials_.next_is_plain());
+    decision.on_baseline = on_baseline_ || (options_.has_baseline && trials_.next_is_baseline());
     return decision;
   }
 
@@ -230,22 +231,23 @@ class Monitor::State {
   }
 
  private:
-  bool compare(bool plain, std::span<const RankFacts> ranks) {
-    if (is_plain_ || !options_.has_plain) {
+  bool compare(bool on_baseline, std::span<const RankFacts> ranks) {
+    if (on_baseline_ || !options_.has_baseline) {
       return false;
     }
     double sum_ns = 0;
     for (const RankFacts& rank : ranks) {
       sum_ns += rank.step_ns;
     }
-    is_plain_ = ranks.empty() ? trials_.skip(plain) : trials_.add(plain, sum_ns / static_cast<double>(ranks.size()));
-    if (is_plain_) {
+    on_baseline_ = ranks.empty() ? trials_.skip(on_baseline)
+                                 : trials_.add(on_baseline, sum_ns / static_cast<double>(ranks.size()));
+    if (on_baseline_) {
       // Other operations now: what is usual has to be learned again, and what was expected no longer holds.
       busy_ = link_ = step_ = Signal();
       busy_of_.assign(busy_of_.size(), Signal());
       options_.busy_ns = options_.link_ns = 0;
     }
-    return is_plain_;
+    return on_baseline_;
   }
 
   void watch(std::span<const RankFacts> ranks) {
@@ -297,7 +299,7 @@ class Monitor::State {
   }
 
   MonitorOptions options_;
-  bool is_plain_;
+  bool on_baseline_;
   int64_t iterations_ = 0;
   Signal busy_;  // of the slowest rank
   Signal link_;
@@ -311,8 +313,8 @@ Monitor::Monitor(int32_t rank_count, const MonitorOptions& options)
 Monitor::~Monitor() = default;
 Monitor::Monitor(Monitor&&) noexcept = default;
 
-Decision Monitor::on_iteration(bool plain, std::span<const RankFacts> ranks) {
-  return state_->on_iteration(plain, ranks);
+Decision Monitor::on_iteration(bool on_baseline, std::span<const RankFacts> ranks) {
+  return state_->on_iteration(on_baseline, ranks);
 }
 
 Comparison Monitor::comparison() const {

@@ -54,7 +54,7 @@ def plan_stats(
         "runs_as_ddp": agreed.runs_as_baseline,
         "tries_ddp": controller.on_baseline and not agreed.runs_as_baseline,
         "expected_gain": None if agreed.expectation is None else agreed.expectation.gain,
-        "measured_gain": compared.plain_ns / compared.plan_ns if compared and compared.plain_count else None,
+        "measured_gain": compared.baseline_ns / compared.plan_ns if compared and compared.baseline_count else None,
         "slowest_rank": controller.slowest_rank,
         "exposed": controller.exposed.stats(),
         "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),

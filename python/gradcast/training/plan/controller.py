@@ -155,9 +155,9 @@ class Following(_Monitored):
         self._controller.comparison = self._feed.monitor.comparison()
         if decision.change is not None:
             return self._controller.measure_again(decision.change)
-        if decision.plain != self.on_baseline:
-            self.on_baseline = decision.plain
-            self._controller.activate(on_baseline=decision.plain)
+        if decision.on_baseline != self.on_baseline:
+            self.on_baseline = decision.on_baseline
+            self._controller.activate(on_baseline=decision.on_baseline)
         if decision.stepped_aside:
             self._controller.fall_back()
         return self
@@ -231,14 +231,14 @@ class PlanController:
     def log_comparison(self) -> None:
         """The expected and the measured speed-up, if the baseline was tried."""
         compared = self.comparison
-        if compared is None or compared.plain_count == 0:
+        if compared is None or compared.baseline_count == 0:
             return
         expectation = self.agreed.expectation
         expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over DDP, "
         self.log(
             logging.INFO,
-            f"{expected}measured {compared.plain_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
-            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.plain_ns / 1e6:.1f} as DDP",
+            f"{expected}measured {compared.baseline_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
+            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.baseline_ns / 1e6:.1f} as DDP",
         )
 
     # --- What the phases do ---
@@ -260,7 +260,7 @@ class PlanController:
         """Makes the baseline the plan in force."""
         self.log(
             logging.WARNING,
-            f"the DDP baseline is as fast here: {self.comparison.plain_ns / 1e6:.1f} ms per step, "
+            f"the DDP baseline is as fast here: {self.comparison.baseline_ns / 1e6:.1f} ms per step, "
             f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
         )
         self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
@@ -357,8 +357,8 @@ class PlanController:
             self._group.world_size,
             busy_ns=busy_ns,
             link_ns=sum(calibration.planned_busy_periods_ns(agreed.in_force, agreed.profile)),
-            has_plain=agreed.baseline is not None,
-            begins_plain=agreed.runs_as_baseline,
+            has_baseline=agreed.baseline is not None,
+            begins_on_baseline=agreed.runs_as_baseline,
             hold_iterations=agreed.hold_iterations,
         )
 
