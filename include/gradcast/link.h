@@ -10,6 +10,7 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gradcast/types.h"
@@ -67,7 +68,12 @@ struct LinkModel {
   double pack_ns_per_byte = 0;  // added to beta for a block of more than one range: it is packed and unpacked
   std::string extra_json;       // unknown fields of the JSON object, kept; "" if none
 
-  const OpCost& of(Op op) const;
+  const OpCost& of(Op op) const {
+    return op == Op::kAllReduce ? all_reduce : op == Op::kReduceScatter ? reduce_scatter : all_gather;
+  }
+  // Whether it has both operations that together make an all-reduce.
+  bool can_scatter_gather() const { return reduce_scatter.available() && all_gather.available(); }
+  OpCost& of(Op op) { return const_cast<OpCost&>(std::as_const(*this).of(op)); }
   bool operator==(const LinkModel&) const = default;
 };
 

@@ -1,7 +1,7 @@
 // Policies: pure functions from a profile and a link model to a plan.
 //
 // A policy that decides online in its paper is played in virtual time over the profile; its sequence of decisions is
-// the plan. csrc/core/policies/ has one header per policy with its source and parameters.
+// the plan. csrc/core/policies/ has one file per policy, which begins with its rules and source.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -37,7 +37,7 @@ struct PolicyInfo {
   std::string name;
   std::string summary;  // one line for --help
   std::string source;   // paper or code that it follows
-  std::vector<PolicyParameter> parameters;
+  std::vector<PolicyParameter> parameters = {};
   bool overlap_only = false;          // has no hook-mode form
   bool needs_scatter_gather = false;  // needs the link's reduce_scatter and all_gather
 };

@@ -25,6 +25,7 @@ inline constexpr int32_t kBufferCountMax = 1024;
 // What a block does with its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later
 // all-gather.
 enum class Op { kAllReduce, kReduceScatter, kAllGather };
+inline constexpr Op kOps[] = {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather};
 
 // kOverlap: forward starts when backward ends and waits for each parameter where it reads it. kHook: forward starts
 // when all gradients have arrived, as DDP does; no read ever waits.
@@ -46,15 +47,7 @@ struct Range {
 // The names used in JSON and on the command line: "all_reduce", "reduce_scatter", "all_gather"; "overlap", "hook".
 // to_string(Op) is defined here for transports, which do not link the core.
 constexpr std::string_view to_string(Op op) {
-  switch (op) {
-    case Op::kAllReduce:
-      return "all_reduce";
-    case Op::kReduceScatter:
-      return "reduce_scatter";
-    case Op::kAllGather:
-      return "all_gather";
-  }
-  return "operation";
+  return op == Op::kAllReduce ? "all_reduce" : op == Op::kReduceScatter ? "reduce_scatter" : "all_gather";
 }
 std::string_view to_string(Mode mode);
 // Throw Error{kInvalidOption} for any other word.

@@ -42,7 +42,7 @@ inline Profile profile_of(double backward_ns, double forward_ns, const std::vect
 
 inline LinkModel link_of(double alpha_ns, double beta_ns_per_byte) {
   LinkModel link;
-  link.all_reduce.pieces = {{kUnboundedBytes, alpha_ns, beta_ns_per_byte}};
+  link.all_reduce = linear_cost({alpha_ns, beta_ns_per_byte});
   return link;
 }
 

@@ -1,6 +1,7 @@
 #include "cost/line_fit.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "gradcast/error.h"
@@ -29,77 +30,7 @@ double weighted_median(std::vector<Weighted>& values) {
   return values.back().value;
 }
 
-// The best line of beta 0, and the best of alpha 0: where the best of all has a negative one.
-FitLine robust_level(std::span<const FitPoint> points) {
-  std::vector<Weighted> times;
-  for (const FitPoint& point : points)
-    times.push_back({point.time_ns, point.weight / point.time_ns});
-  return {weighted_median(times), 0};
-}
-FitLine robust_proportion(std::span<const FitPoint> points) {
-  std::vector<Weighted> rates;
-  for (const FitPoint& point : points) {
-    rates.push_back({point.time_ns / point.size_bytes, point.weight * point.size_bytes / point.time_ns});
-  }
-  return {0, weighted_median(rates)};
-}
-
-// The weight of a squared relative error.
-double square_weight(const FitPoint& point) {
-  return point.weight / (point.time_ns * point.time_ns);
-}
-
-FitLine least_squares_level(std::span<const FitPoint> points) {
-  double weights = 0;
-  double times = 0;
-  for (const FitPoint& point : points) {
-    weights += square_weight(point);
-    times += square_weight(point) * point.time_ns;
-  }
-  return {times / weights, 0};
-}
-FitLine least_squares_proportion(std::span<const FitPoint> points) {
-  double squares = 0;
-  double products = 0;
-  for (const FitPoint& point : points) {
-    squares += square_weight(point) * point.size_bytes * point.size_bytes;
-    products += square_weight(point) * point.size_bytes * point.time_ns;
-  }
-  return {0, products / squares};
-}
-
-}  // namespace
-
-FitLine least_squares_line(std::span<const FitPoint> points) {
-  GC_CHECK(points.size() >= 2);
-  double weights = 0;
-  double mean_bytes = 0;
-  double mean_ns = 0;
-  for (const FitPoint& point : points) {
-    weights += square_weight(point);
-    mean_bytes += square_weight(point) * point.size_bytes;
-    mean_ns += square_weight(point) * point.time_ns;
-  }
-  mean_bytes /= weights;
-  mean_ns /= weights;
-  // Sums around the mean: those of the plain normal equations cancel where the sizes are close to each other.
-  double squares = 0;
-  double products = 0;
-  for (const FitPoint& point : points) {
-    const double distance_bytes = point.size_bytes - mean_bytes;
-    squares += square_weight(point) * distance_bytes * distance_bytes;
-    products += square_weight(point) * distance_bytes * (point.time_ns - mean_ns);
-  }
-  const double beta = products / squares;
-  const double alpha_ns = mean_ns - beta * mean_bytes;
-  // The sum of squares is convex, so the best line with both limits has the value 0 that the free one falls below.
-  if (beta < 0) return least_squares_level(points);
-  if (alpha_ns < 0) return least_squares_proportion(points);
-  return {alpha_ns, beta};
-}
-
 FitLine robust_line(std::span<const FitPoint> points) {
-  GC_CHECK(points.size() >= 2);
   std::vector<Weighted> slopes;
   slopes.reserve(points.size() * (points.size() - 1) / 2);
   for (size_t i = 0; i < points.size(); ++i) {
@@ -113,16 +44,121 @@ FitLine robust_line(std::span<const FitPoint> points) {
       slopes.push_back({slope, precision * points[i].weight * points[j].weight});
     }
   }
-  const double beta = weighted_median(slopes);
-  if (beta < 0) return robust_level(points);
-
+  const double beta = std::max(0.0, weighted_median(slopes));
   std::vector<Weighted> intercepts;
   for (const FitPoint& point : points) {
     intercepts.push_back({point.time_ns - beta * point.size_bytes, point.weight / point.time_ns});
   }
   const double alpha_ns = weighted_median(intercepts);
-  if (alpha_ns < 0) return robust_proportion(points);
+  if (alpha_ns >= 0) return {alpha_ns, beta};
+
+  std::vector<Weighted> rates;  // of lines through the origin
+  for (const FitPoint& point : points) {
+    rates.push_back({point.time_ns / point.size_bytes, point.weight * point.size_bytes / point.time_ns});
+  }
+  return {0, weighted_median(rates)};
+}
+
+// The sum over the points of `term`, which is given each point's weight in a sum of squared relative errors.
+template <typename Term>
+double weighted_sum(std::span<const FitPoint> points, Term term) {
+  double sum = 0;
+  for (const FitPoint& point : points)
+    sum += term(point, point.weight / (point.time_ns * point.time_ns));
+  return sum;
+}
+
+FitLine least_squares_line(std::span<const FitPoint> points) {
+  using Point = const FitPoint&;
+  const double weights = weighted_sum(points, [](Point, double weight) { return weight; });
+  const double times = weighted_sum(points, [](Point point, double weight) { return weight * point.time_ns; });
+  const double sizes = weighted_sum(points, [](Point point, double weight) { return weight * point.size_bytes; });
+  const double mean_bytes = sizes / weights;
+  const double mean_ns = times / weights;
+  // Sums around the mean: those of the plain normal equations cancel where the sizes are close to each other.
+  const double squares = weighted_sum(points, [&](Point point, double weight) {
+    const double distance_bytes = point.size_bytes - mean_bytes;
+    return weight * distance_bytes * distance_bytes;
+  });
+  const double products = weighted_sum(points, [&](Point point, double weight) {
+    return weight * (point.size_bytes - mean_bytes) * (point.time_ns - mean_ns);
+  });
+  const double beta = products / squares;
+  const double alpha_ns = mean_ns - beta * mean_bytes;
+  // The sum of squares is convex, so the best line with both limits has the value 0 that the free one falls below.
+  if (beta < 0) return {mean_ns, 0};
+  if (alpha_ns < 0) {
+    return {0, weighted_sum(points, [](Point p, double weight) { return weight * p.size_bytes * p.time_ns; }) /
+                   weighted_sum(points, [](Point p, double weight) { return weight * p.size_bytes * p.size_bytes; })};
+  }
   return {alpha_ns, beta};
+}
+
+// No clock and no network repeats itself better than this. Without it, the criterion would pay any number of pieces
+// for an exact fit of exact numbers.
+constexpr double kRelativeErrorMin = 1e-4;
+
+// In units of the noise. With it three outliers save an error of 6, 12 in the criterion: less than five
+// parameters cost from 12 points on.
+constexpr double kErrorMax = 2;
+
+// A line and its breakpoint. A breakpoint counts as three parameters: counted as one, which forgets that its place is
+// searched for, least squares gave a second piece to a sixth of 200 noisy straight lines and robust fits to a
+// twentieth; as three, at most 4 % and 0.5 %.
+constexpr double kParametersPerPiece = 2 + 3;
+
+// How far a point lies from the line through its two neighbours, relative to what the three times could add up to.
+double roughness(const FitPoint& left, const FitPoint& point, const FitPoint& right) {
+  const double share = (point.size_bytes - left.size_bytes) / (right.size_bytes - left.size_bytes);
+  const double left_ns = (1 - share) * left.time_ns;
+  const double right_ns = share * right.time_ns;
+  const double norm_ns = std::sqrt(left_ns * left_ns + right_ns * right_ns + point.time_ns * point.time_ns);
+  return std::abs(left_ns + right_ns - point.time_ns) / norm_ns;
+}
+
+// The relative error that noise alone explains, whatever the pieces are. Each outlier touches three neighbourhoods,
+// half of all if every fifth point is one, so the lower third is what is left to look at; three times its end is 1.3
+// standard deviations of normal noise.
+double noise_of(std::span<const FitPoint> points) {
+  std::vector<double> values;
+  for (size_t i = 1; i + 1 < points.size(); ++i)
+    values.push_back(roughness(points[i - 1], points[i], points[i + 1]));
+  const auto third = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 3);
+  std::nth_element(values.begin(), third, values.end());
+  return std::max(kRelativeErrorMin, 3 * *third);
+}
+
+}  // namespace
+
+FitLine fit_line(std::span<const FitPoint> points, FitMethod method) {
+  GC_CHECK(points.size() >= 2);
+  return method == FitMethod::kLeastSquares ? least_squares_line(points) : robust_line(points);
+}
+
+FitCriterion::FitCriterion(std::span<const FitPoint> points, FitMethod method)
+    : method_(method), point_count_(static_cast<double>(points.size())), noise_(noise_of(points)) {}
+
+double FitCriterion::error_of(std::span<const FitPoint> points, const FitLine& line) const {
+  double total = 0;
+  for (const FitPoint& point : points) {
+    const double error_ns = std::abs(line.at(point.size_bytes) - point.time_ns);
+    if (method_ == FitMethod::kLeastSquares) {
+      total += (error_ns / point.time_ns) * (error_ns / point.time_ns);
+    } else {
+      // Relative to the larger of the two: an operation half as long as the line says is as far off as
+      // one twice as long.
+      total += std::min(kErrorMax, error_ns / std::max(line.at(point.size_bytes), point.time_ns) / noise_);
+    }
+  }
+  return total;
+}
+
+double FitCriterion::of(double error, int32_t piece_count) const {
+  const double parameters = kParametersPerPiece * piece_count * std::log(point_count_);
+  // Laplace errors count with the known noise, normal errors with the variance that fits best.
+  if (method_ == FitMethod::kRobust) return 2 * error + parameters;
+  const double variance = std::max(error / point_count_, kRelativeErrorMin * kRelativeErrorMin);
+  return point_count_ * std::log(variance) + parameters;
 }
 
 }  // namespace gradcast

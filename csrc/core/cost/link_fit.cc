@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "cost/fit_criterion.h"
 #include "cost/line_fit.h"
 #include "gradcast/error.h"
-#include "model/number_text.h"
+#include "gradcast/text.h"
 
 namespace gradcast {
 namespace {
@@ -59,10 +59,7 @@ std::vector<size_t> size_starts(std::span<const LinkSample> samples) {
 }
 
 double mean_of(std::span<const double> values) {
-  double sum = 0;
-  for (double value : values)
-    sum += value;
-  return sum / static_cast<double>(values.size());
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
 double median_of(std::span<double> values) {
@@ -103,10 +100,6 @@ std::vector<FitPoint> points_of(std::span<const LinkSample> samples, FitMethod m
   return points;
 }
 
-FitLine line_of(std::span<const FitPoint> points, FitMethod method) {
-  return method == FitMethod::kLeastSquares ? least_squares_line(points) : robust_line(points);
-}
-
 // Points [first, last) of one piece.
 struct Segment {
   size_t first;
@@ -121,7 +114,7 @@ class SegmentErrors {
     for (size_t first = 0; first < points.size(); ++first) {
       for (size_t last = first + kSizesPerPieceMin; last <= points.size(); ++last) {
         const auto segment = points.subspan(first, last - first);
-        errors_[first * stride_ + last] = criterion.error_of(segment, line_of(segment, method));
+        errors_[first * stride_ + last] = criterion.error_of(segment, fit_line(segment, method));
       }
     }
   }
@@ -205,7 +198,7 @@ OpCost cost_of(std::span<const FitPoint> points, const LinkFitOptions& options) 
   const std::vector<Segment> segments = best_segments(points, options);
   std::vector<FitLine> lines;
   for (const Segment& segment : segments) {
-    lines.push_back(line_of(points.subspan(segment.first, segment.last - segment.first), options.method));
+    lines.push_back(fit_line(points.subspan(segment.first, segment.last - segment.first), options.method));
   }
   OpCost cost;
   for (size_t i = 0; i < segments.size(); ++i) {

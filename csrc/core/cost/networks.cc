@@ -3,7 +3,7 @@
 #include <bit>
 
 #include "gradcast/error.h"
-#include "model/number_text.h"
+#include "gradcast/text.h"
 
 namespace gradcast {
 namespace {

@@ -1,8 +1,6 @@
 #include "cost/pieces.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <iterator>
 #include <map>
 #include <utility>
 
@@ -66,20 +64,6 @@ std::vector<Range> joined(std::vector<Range> ranges) {
     }
   }
   return merged;
-}
-
-std::string bytes_text(int64_t size_bytes) {
-  constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB", "PB"};
-  auto value = static_cast<double>(size_bytes);
-  size_t unit = 0;
-  // 999.95 would be shown as 1000.0.
-  while (value >= 999.95 && unit + 1 < std::size(kUnits)) {
-    value /= 1000;
-    ++unit;
-  }
-  char text[32];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", value, kUnits[unit]);
-  return text;
 }
 
 }  // namespace gradcast

@@ -3,6 +3,7 @@
 // Thread safety: pure; any thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -25,6 +26,14 @@ struct Piece {
 
 // Indices of the tensors by ready time; equal ones in backward's order, the less urgent first.
 std::vector<int32_t> by_ready(const Problem& problem);
+
+// The values ascending, each once.
+template <typename Value>
+std::vector<Value> distinct(std::vector<Value> values) {
+  std::sort(values.begin(), values.end());
+  values.erase(std::unique(values.begin(), values.end()), values.end());
+  return values;
+}
 
 // One all-reduce of a piece.
 Block piece_block(const Problem& problem, const Piece& piece, std::string reason);

@@ -24,8 +24,7 @@ class Scattered {
       }
     }
     for (auto& pieces : pieces_) {
-      std::sort(pieces.begin(), pieces.end(),
-                [](const Piece& a, const Piece& b) { return a.range.lo_bytes < b.range.lo_bytes; });
+      std::ranges::sort(pieces, {}, [](const Piece& piece) { return piece.range.lo_bytes; });
     }
   }
 
@@ -77,19 +76,6 @@ std::vector<BlockTimes> play_link(const Problem& problem, std::span<const Block>
   return times;
 }
 
-void arrive(const Problem& problem, const Block& block, double finish_ns, std::vector<TensorTimes>& tensors) {
-  if (block.op == Op::kReduceScatter) {
-    return;  // only whole sums count as arrival
-  }
-  for (const Range& range : block.ranges) {
-    const TensorSpan carried = tensors_in(problem, block.buffer, range);
-    for (int32_t at = carried.first; at < carried.last; ++at) {
-      double& arrival_ns = tensors[problem.buffer_tensors[block.buffer][at]].arrival_ns;
-      arrival_ns = std::max(arrival_ns, finish_ns);
-    }
-  }
-}
-
 // Forward in overlap mode: the clock only ever stands still for the tensor that it has reached. problem.need_ns counts
 // the updates of more urgent tensors as work, so the work between two reads is the difference of their needs.
 void play_forward(const Problem& problem, Timeline& timeline) {
@@ -128,7 +114,13 @@ Timeline play(const Problem& problem, std::span<const Block> blocks) {
   timeline.blocks = play_link(problem, blocks);
   timeline.tensors.resize(problem.tensor_count());
   for (size_t k = 0; k < blocks.size(); ++k) {
-    arrive(problem, blocks[k], timeline.blocks[k].finish_ns, timeline.tensors);
+    if (blocks[k].op == Op::kReduceScatter) {
+      continue;  // only whole sums count as arrival
+    }
+    for_each_tensor(problem, blocks[k], [&, finish_ns = timeline.blocks[k].finish_ns](int32_t tensor) {
+      double& arrival_ns = timeline.tensors[tensor].arrival_ns;
+      arrival_ns = std::max(arrival_ns, finish_ns);
+    });
   }
   timeline.forward_start_ns = problem.backward_ns;
   if (problem.mode == Mode::kOverlap) {

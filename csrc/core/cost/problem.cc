@@ -63,18 +63,9 @@ Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, i
   return problem;
 }
 
-TensorSpan tensors_in(const Problem& problem, int32_t buffer, Range range) {
-  return tensors_in(problem.buffer_end_bytes[buffer], range);
-}
-
 double block_ready_ns(const Problem& problem, const Block& block) {
   double ready_ns = 0;
-  for (const Range& range : block.ranges) {
-    const TensorSpan carried = tensors_in(problem, block.buffer, range);
-    for (int32_t at = carried.first; at < carried.last; ++at) {
-      ready_ns = std::max(ready_ns, problem.ready_ns[problem.buffer_tensors[block.buffer][at]]);
-    }
-  }
+  for_each_tensor(problem, block, [&](int32_t tensor) { ready_ns = std::max(ready_ns, problem.ready_ns[tensor]); });
   return ready_ns;
 }
 
@@ -96,10 +87,6 @@ BlockCost block_cost(const LinkModel& link, const Block& block) {
 
 bool is_nested(const Problem& problem) {
   return std::is_sorted(problem.ready_ns.begin(), problem.ready_ns.end(), std::greater<>());
-}
-
-bool can_scatter_gather(const Problem& problem) {
-  return problem.link.reduce_scatter.available() && problem.link.all_gather.available();
 }
 
 }  // namespace gradcast

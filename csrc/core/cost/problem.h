@@ -54,8 +54,16 @@ struct Problem {
 // Checks profile and link, then builds. Throws Error.
 Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, int32_t in_flight);
 
-// The tensors that a range touches, as positions in problem.buffer_tensors[buffer].
-TensorSpan tensors_in(const Problem& problem, int32_t buffer, Range range);
+// Calls use(tensor) for each tensor that a block touches, once per range.
+template <typename Use>
+void for_each_tensor(const Problem& problem, const Block& block, Use use) {
+  for (const Range& range : block.ranges) {
+    const TensorSpan carried = tensors_in(problem.buffer_end_bytes[block.buffer], range);
+    for (int32_t at = carried.first; at < carried.last; ++at) {
+      use(problem.buffer_tensors[block.buffer][at]);
+    }
+  }
+}
 
 // The ready time of an all-reduce or reduce-scatter block: that of the last of its tensors.
 double block_ready_ns(const Problem& problem, const Block& block);
@@ -72,9 +80,6 @@ BlockCost block_cost(const LinkModel& link, const Block& block);
 // True if ready never rises in urgency order: every tensor's window lies inside the next one's. Sequential models are
 // like this.
 bool is_nested(const Problem& problem);
-
-// Whether the link has both operations that together make an all-reduce.
-bool can_scatter_gather(const Problem& problem);
 
 // play() on a problem (see gradcast/play.h), except that in hook mode, where a problem does not know when parameters
 // are read, read_ns is the start of forward. REQUIRES: the blocks pass check_plan.

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "model/number_text.h"
+#include "gradcast/text.h"
 
 namespace gradcast {
 namespace {
@@ -21,9 +21,13 @@ std::string line_and_column(std::string_view text, size_t byte) {
   return "line " + std::to_string(line) + ", column " + std::to_string(std::max<size_t>(column, 1));
 }
 
+std::string dump(const Json& value) {
+  return value.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
 // For messages: the value as the user wrote it, shortened.
 std::string shown(const Json& value) {
-  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
+  std::string text = dump(value);
   constexpr size_t kShownMax = 40;
   if (text.size() <= kShownMax) return text;
   size_t end = kShownMax;
@@ -61,21 +65,21 @@ Fields::Fields(const Json& object, std::string path, ErrorCode code)
   }
 }
 
-std::string Fields::path_of(std::string_view key) const {
-  return path_.empty() ? std::string(key) : path_ + "." + std::string(key);
-}
-
-void Fields::refuse(std::string_view key, const std::string& message) const {
+void Fields::refuse(const std::string& key, const std::string& message) const {
   throw Error(code_, path_of(key) + " " + message);
 }
 
-const Json* Fields::find(const char* key) {
+void Fields::refuse_type(const std::string& key, const Json& value, const char* expected) const {
+  refuse(key, "is " + shown(value) + "; " + expected + " is expected");
+}
+
+const Json* Fields::find(const std::string& key) {
   known_.push_back(key);
   const auto at = object_->find(key);
   return at == object_->end() || at->is_null() ? nullptr : &*at;
 }
 
-const Json& Fields::required(const char* key) {
+const Json& Fields::required(const std::string& key) {
   const Json* value = find(key);
   if (value == nullptr) {
     refuse(key, "is missing; docs/reference/file-formats.md lists the fields");
@@ -83,22 +87,24 @@ const Json& Fields::required(const char* key) {
   return *value;
 }
 
-std::string Fields::text(const char* key) {
+std::string Fields::text(const std::string& key, std::optional<std::string> otherwise) {
+  if (otherwise && find(key) == nullptr) {
+    return *otherwise;
+  }
   const Json& value = required(key);
   if (!value.is_string()) {
-    refuse(key, "is " + shown(value) + "; a text is expected");
+    refuse_type(key, value, "a text");
   }
   return value.get<std::string>();
 }
 
-std::string Fields::text(const char* key, std::string otherwise) {
-  return find(key) == nullptr ? std::move(otherwise) : text(key);
-}
-
-double Fields::number(const char* key, double min, double max) {
+double Fields::number(const std::string& key, double min, double max, std::optional<double> otherwise) {
+  if (otherwise && find(key) == nullptr) {
+    return *otherwise;
+  }
   const Json& value = required(key);
   if (!value.is_number()) {
-    refuse(key, "is " + shown(value) + "; a number is expected");
+    refuse_type(key, value, "a number");
   }
   const double number = value.get<double>();
   if (!(number >= min && number <= max)) {
@@ -107,11 +113,10 @@ double Fields::number(const char* key, double min, double max) {
   return number;
 }
 
-double Fields::number(const char* key, double min, double max, double otherwise) {
-  return find(key) == nullptr ? otherwise : number(key, min, max);
-}
-
-int64_t Fields::integer(const char* key, int64_t min, int64_t max) {
+int64_t Fields::integer(const std::string& key, int64_t min, int64_t max, std::optional<int64_t> otherwise) {
+  if (otherwise && find(key) == nullptr) {
+    return *otherwise;
+  }
   const Json& json = required(key);
   const double value = number(key, static_cast<double>(min), static_cast<double>(max));
   if (value != std::floor(value)) {
@@ -122,18 +127,6 @@ int64_t Fields::integer(const char* key, int64_t min, int64_t max) {
     refuse(key, "is " + shown(json) + "; it must be at most " + std::to_string(max));
   }
   return static_cast<int64_t>(value);
-}
-
-int64_t Fields::integer(const char* key, int64_t min, int64_t max, int64_t otherwise) {
-  return find(key) == nullptr ? otherwise : integer(key, min, max);
-}
-
-const Json& Fields::array(const char* key) {
-  const Json& value = required(key);
-  if (!value.is_array()) {
-    refuse(key, "is " + shown(value) + "; an array is expected");
-  }
-  return value;
 }
 
 void Fields::expect_version_1() {
@@ -149,7 +142,7 @@ std::string Fields::rest() const {
       rest[key] = value;
     }
   }
-  return rest.empty() ? "" : rest.dump(-1, ' ', false, Json::error_handler_t::replace);
+  return rest.empty() ? "" : dump(rest);
 }
 
 void add_rest(Json& object, const std::string& extra_json) {
@@ -169,7 +162,6 @@ Json whole_ns(double time_ns) {
 }
 
 std::string to_text(const Json& object, const char* rows) {
-  const auto dump = [](const Json& value) { return value.dump(-1, ' ', false, Json::error_handler_t::replace); };
   std::string text = "{";
   const char* separator = "\n";
   for (const auto& [key, value] : object.items()) {

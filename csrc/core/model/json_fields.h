@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,17 +28,27 @@ class Fields {
   // REQUIRES: `object` outlives this. `path` is "" at the top, else "tensors[3]". Throws if it is no object.
   Fields(const Json& object, std::string path, ErrorCode code);
 
-  // Each throws with the field's path when the field is missing (the forms without `otherwise`) or of another type or
+  // Each throws with the field's path when the field is missing (unless there is an `otherwise`) or of another type or
   // range.
-  std::string text(const char* key);
-  std::string text(const char* key, std::string otherwise);
-  double number(const char* key, double min, double max);
-  double number(const char* key, double min, double max, double otherwise);
-  int64_t integer(const char* key, int64_t min, int64_t max);
-  int64_t integer(const char* key, int64_t min, int64_t max, int64_t otherwise);
-  const Json& array(const char* key);
+  std::string text(const std::string& key, std::optional<std::string> otherwise = {});
+  double number(const std::string& key, double min, double max, std::optional<double> otherwise = {});
+  int64_t integer(const std::string& key, int64_t min, int64_t max, std::optional<int64_t> otherwise = {});
+  // An array, each element read by `read`, which is given the element and its path.
+  template <typename Value>
+  std::vector<Value> list(const std::string& key, Value (*read)(const Json&, const std::string& path)) {
+    const Json& array = required(key);
+    if (!array.is_array()) {
+      refuse_type(key, array, "an array");
+    }
+    std::vector<Value> values;
+    values.reserve(array.size());
+    for (size_t i = 0; i < array.size(); ++i) {
+      values.push_back(read(array[i], path_of(key) + "[" + std::to_string(i) + "]"));
+    }
+    return values;
+  }
   // nullptr where the field is absent or null.
-  const Json* find(const char* key);
+  const Json* find(const std::string& key);
 
   // "version" must be 1.
   void expect_version_1();
@@ -45,16 +56,17 @@ class Fields {
   // The fields that nobody asked for, as the text of a JSON object; "" if there are none.
   std::string rest() const;
 
-  std::string path_of(std::string_view key) const;
-  [[noreturn]] void refuse(std::string_view key, const std::string& message) const;
+  [[noreturn]] void refuse(const std::string& key, const std::string& message) const;
 
  private:
-  const Json& required(const char* key);
+  std::string path_of(const std::string& key) const { return path_.empty() ? key : path_ + "." + key; }
+  [[noreturn]] void refuse_type(const std::string& key, const Json& value, const char* expected) const;
+  const Json& required(const std::string& key);
 
   const Json* object_;
   std::string path_;
   ErrorCode code_;
-  std::vector<std::string> known_;  // copies: callers may build a key that does not outlive the call
+  std::vector<std::string> known_;
 };
 
 // Appends the fields of `extra_json` ("" or the text of an object) to `object`.

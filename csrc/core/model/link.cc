@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "gradcast/error.h"
-#include "model/number_text.h"
+#include "gradcast/text.h"
 
 namespace gradcast {
 namespace {
@@ -105,6 +106,77 @@ int64_t piece_capacity_bytes(const LinkPiece& piece, int64_t first_bytes, int64_
   return fits_bytes;
 }
 
+// A point of a cost's graph.
+struct Point {
+  double size_bytes;
+  double cost_ns;
+};
+
+// The ends of every piece within 1 … size_bytes_max: between them the cost is straight.
+std::vector<Point> corners(const OpCost& cost, int64_t size_bytes_max) {
+  std::vector<Point> points;
+  int64_t first_bytes = 1;
+  for (const LinkPiece& piece : cost.pieces) {
+    const int64_t last_bytes = std::min(piece.up_to_bytes, size_bytes_max);
+    if (first_bytes > last_bytes) break;
+    for (int64_t size_bytes : {first_bytes, last_bytes}) {
+      points.push_back({static_cast<double>(size_bytes), cost.cost_ns(size_bytes)});
+    }
+    if (first_bytes == last_bytes) points.pop_back();
+    first_bytes = last_bytes + 1;
+  }
+  return points;
+}
+
+double slope_between(const Point& left, const Point& right) {
+  return (right.cost_ns - left.cost_ns) / (right.size_bytes - left.size_bytes);
+}
+
+// The lower convex hull of points ascending in size: slopes rise from vertex to vertex.
+std::vector<Point> lower_hull(const std::vector<Point>& points) {
+  std::vector<Point> hull;
+  for (const Point& point : points) {
+    while (hull.size() >= 2 && slope_between(hull[hull.size() - 2], hull.back()) >= slope_between(hull.back(), point)) {
+      hull.pop_back();
+    }
+    hull.push_back(point);
+  }
+  return hull;
+}
+
+// The highest line of a slope below all points. It is lowered by a few roundings of the largest cost, so that the sum
+// alpha + beta * bytes stays below the cost in floating point as well.
+LinkLine supporting_line(const std::vector<Point>& points, double slope) {
+  double alpha_ns = std::numeric_limits<double>::infinity();
+  for (const Point& point : points)
+    alpha_ns = std::min(alpha_ns, point.cost_ns - slope * point.size_bytes);
+  const double rounding_ns = 4 * std::numeric_limits<double>::epsilon() * points.back().cost_ns;
+  return {alpha_ns - rounding_ns, slope};
+}
+
+// The steepest line through the origin below all points.
+LinkLine line_through_origin(const std::vector<Point>& points) {
+  double slope = std::numeric_limits<double>::infinity();
+  for (const Point& point : points)
+    slope = std::min(slope, point.cost_ns / point.size_bytes);
+  return {0, slope * (1 - 4 * std::numeric_limits<double>::epsilon())};
+}
+
+// Lines of the hull with the mean of each two neighbours between them: below the cost as they are, and a bound is not
+// convex in the line. On 300 random convex costs of two pieces one mean raised T* by up to 0.57 % in 4 % of the cases;
+// three means per pair gained no more.
+std::vector<LinkLine> with_means(const std::vector<LinkLine>& lines) {
+  std::vector<LinkLine> result;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    if (i > 0) {
+      result.push_back({(lines[i - 1].alpha_ns + lines[i].alpha_ns) / 2,
+                        (lines[i - 1].beta_ns_per_byte + lines[i].beta_ns_per_byte) / 2});
+    }
+    result.push_back(lines[i]);
+  }
+  return result;
+}
+
 }  // namespace
 
 const LinkPiece& OpCost::piece(int64_t size_bytes) const {
@@ -131,35 +203,43 @@ int64_t OpCost::capacity_bytes(double duration_ns) const {
 
 double OpCost::alpha_ns_min() const {
   GC_CHECK(available());
-  const auto less = [](const LinkPiece& a, const LinkPiece& b) { return a.alpha_ns < b.alpha_ns; };
-  return std::min_element(pieces.begin(), pieces.end(), less)->alpha_ns;
+  return std::ranges::min_element(pieces, {}, &LinkPiece::alpha_ns)->alpha_ns;
 }
 
 double OpCost::beta_ns_per_byte_min() const {
   GC_CHECK(available());
-  const auto less = [](const LinkPiece& a, const LinkPiece& b) { return a.beta_ns_per_byte < b.beta_ns_per_byte; };
-  return std::min_element(pieces.begin(), pieces.end(), less)->beta_ns_per_byte;
+  return std::ranges::min_element(pieces, {}, &LinkPiece::beta_ns_per_byte)->beta_ns_per_byte;
 }
 
 OpCost linear_cost(const LinkLine& line) {
   return {{{kUnboundedBytes, line.alpha_ns, line.beta_ns_per_byte}}};
 }
 
-const OpCost& LinkModel::of(Op op) const {
-  switch (op) {
-    case Op::kAllReduce:
-      return all_reduce;
-    case Op::kReduceScatter:
-      return reduce_scatter;
-    case Op::kAllGather:
-      return all_gather;
+std::vector<LinkLine> minorants(const OpCost& cost, int64_t size_bytes_max) {
+  GC_CHECK(cost.available() && size_bytes_max >= 1);
+  // The line that holds all sizes is its own best minorant, to the last bit.
+  const LinkPiece& first = cost.pieces.front();
+  if (first.up_to_bytes >= size_bytes_max) return {{first.alpha_ns, first.beta_ns_per_byte}};
+
+  GC_CHECK(size_bytes_max <= kBytesMax);  // above it a size is no longer exact as a double
+  const std::vector<Point> points = corners(cost, size_bytes_max);
+  const std::vector<Point> hull = lower_hull(points);
+  std::vector<LinkLine> lines;
+  for (size_t i = 1; i < hull.size(); ++i) {
+    const LinkLine line = supporting_line(points, std::max(0.0, slope_between(hull[i - 1], hull[i])));
+    // Steeper edges start lower still. Among lines of alpha 0 the one through the origin is the best.
+    if (line.alpha_ns < 0) {
+      lines.push_back(line_through_origin(points));
+      break;
+    }
+    lines.push_back(line);
   }
-  GC_CHECK(false && "an Op outside its enumerators");
+  return with_means(lines);
 }
 
 void check_link(const LinkModel& link) {
   if (!link.all_reduce.available()) refuse("link.all_reduce", "is missing; give it at least one piece");
-  for (Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather}) {
+  for (const Op op : kOps) {
     check_cost("link." + std::string(to_string(op)), link.of(op));
   }
   check_number("link.pack_ns_per_byte", link.pack_ns_per_byte);
@@ -167,8 +247,8 @@ void check_link(const LinkModel& link) {
 
 LinkModel scaled(const LinkModel& link, double alpha_factor, double beta_factor) {
   LinkModel result = link;
-  for (OpCost* cost : {&result.all_reduce, &result.reduce_scatter, &result.all_gather}) {
-    *cost = scaled(std::move(*cost), alpha_factor, beta_factor);
+  for (const Op op : kOps) {
+    result.of(op) = scaled(std::move(result.of(op)), alpha_factor, beta_factor);
   }
   result.pack_ns_per_byte *= beta_factor;
   return result;

@@ -72,8 +72,7 @@ struct Carried {
 
 // Throws if two ranges of `carried` (sorted here) share a byte; returns their total.
 int64_t check_disjoint(std::vector<Carried>& carried, int32_t buffer, const char* what) {
-  std::sort(carried.begin(), carried.end(),
-            [](const Carried& a, const Carried& b) { return a.range.lo_bytes < b.range.lo_bytes; });
+  std::ranges::sort(carried, {}, [](const Carried& piece) { return piece.range.lo_bytes; });
   int64_t total_bytes = 0;
   for (size_t i = 0; i < carried.size(); ++i) {
     if (i > 0 && carried[i].range.lo_bytes < carried[i - 1].range.hi_bytes) {
@@ -210,8 +209,7 @@ uint64_t hash_plan(const Plan& plan, const Profile& profile) {
   for (const Tensor& tensor : profile.tensors) {
     layout.push_back(&tensor);
   }
-  std::stable_sort(layout.begin(), layout.end(),
-                   [](const Tensor* a, const Tensor* b) { return a->buffer < b->buffer; });
+  std::ranges::stable_sort(layout, {}, &Tensor::buffer);
 
   Hasher hasher;
   hasher.add(layout.size());

@@ -1,34 +1,78 @@
+// Words, numbers and errors as people read them.
 #include "gradcast/types.h"
 
+#include <cstdio>
+#include <iterator>
 #include <string>
 
 #include "gradcast/error.h"
+#include "gradcast/text.h"
 
 namespace gradcast {
+namespace {
+
+constexpr Mode kModes[] = {Mode::kOverlap, Mode::kHook};
+
+// The one of `values` with this name. `what` and `known` are for the message.
+template <typename Enum, size_t kCount>
+Enum from_string(const Enum (&values)[kCount], std::string_view name, const char* what, const char* known) {
+  for (const Enum value : values) {
+    if (name == to_string(value)) return value;
+  }
+  throw Error(ErrorCode::kInvalidOption,
+              std::string("the ") + what + " '" + std::string(name) + "' is unknown; use " + known);
+}
+
+}  // namespace
 
 std::string_view to_string(Mode mode) {
-  switch (mode) {
-    case Mode::kOverlap:
-      return "overlap";
-    case Mode::kHook:
-      return "hook";
-  }
-  GC_CHECK(false && "a Mode outside its enumerators");
+  return mode == Mode::kOverlap ? "overlap" : "hook";
 }
 
 Op op_from_string(std::string_view name) {
-  for (Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather}) {
-    if (name == to_string(op)) return op;
-  }
-  throw Error(ErrorCode::kInvalidOption,
-              "the operation '" + std::string(name) + "' is unknown; use all_reduce, reduce_scatter or all_gather");
+  return from_string(kOps, name, "operation", "all_reduce, reduce_scatter or all_gather");
 }
 
 Mode mode_from_string(std::string_view name) {
-  for (Mode mode : {Mode::kOverlap, Mode::kHook}) {
-    if (name == to_string(mode)) return mode;
+  return from_string(kModes, name, "mode", "overlap or hook");
+}
+
+std::string_view to_string(ErrorCode code) {
+  constexpr std::string_view kNames[] = {"invalid_profile", "invalid_plan",  "invalid_link", "invalid_option",
+                                         "invalid_use",     "communication", "internal"};
+  static_assert(std::size(kNames) == static_cast<size_t>(ErrorCode::kInternal) + 1);
+  return kNames[static_cast<size_t>(code)];
+}
+
+void detail::check_failed(const char* condition, const char* file, int line) {
+  // The build's folder is nobody's business: the last part of the path names the source well enough.
+  const std::string_view path = file;
+  const std::string name(path.substr(path.find_last_of('/') + 1));
+  throw Error(ErrorCode::kInternal, "a defect of gradcast, please report it: " + std::string(condition) +
+                                        " does not hold at " + name + ":" + std::to_string(line));
+}
+
+std::string bytes_text(int64_t size_bytes) {
+  constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+  auto value = static_cast<double>(size_bytes);
+  size_t unit = 0;
+  // 999.95 would be shown as 1000.0.
+  while (value >= 999.95 && unit + 1 < std::size(kUnits)) {
+    value /= 1000;
+    ++unit;
   }
-  throw Error(ErrorCode::kInvalidOption, "the mode '" + std::string(name) + "' is unknown; use overlap or hook");
+  char text[32];
+  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", value, kUnits[unit]);
+  return text;
+}
+
+std::string number_text(double value) {
+  if (value == kTimeMaxNs) {
+    return "2^53";
+  }
+  char text[32];
+  std::snprintf(text, sizeof text, "%.10g", value);
+  return text;
 }
 
 }  // namespace gradcast

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <string>
+#include <utility>
 
 #include "cost/pieces.h"
 #include "gradcast/error.h"
@@ -121,9 +121,7 @@ class Beam {
         starts.push_back(std::max(state.time_ns, problem_.ready_ns[i]));
       }
     });
-    std::sort(starts.begin(), starts.end());
-    starts.erase(std::unique(starts.begin(), starts.end()), starts.end());
-    return starts;
+    return distinct(std::move(starts));
   }
 
   // Sizes that end a tensor, or make the block end when a tensor becomes ready or must have arrived, or fill a piece of
@@ -153,12 +151,8 @@ class Beam {
     for (int64_t& size : sizes) {
       size = size / element_bytes * element_bytes;
     }
-    std::sort(sizes.begin(), sizes.end());
-    sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
-    if (!sizes.empty() && sizes[0] <= 0) {
-      sizes.erase(sizes.begin());
-    }
-    return sizes;
+    std::erase_if(sizes, [](int64_t size) { return size <= 0; });
+    return distinct(std::move(sizes));
   }
 
   bool send(const State& from, int32_t parent, const Choice& choice, int64_t size_bytes) {

@@ -17,7 +17,7 @@ namespace {
 // to be paid.
 LinkLine cheapest_line(const LinkModel& link, bool any_op, int32_t in_flight) {
   LinkLine line{link.all_reduce.alpha_ns_min(), link.all_reduce.beta_ns_per_byte_min()};
-  if (any_op && link.reduce_scatter.available() && link.all_gather.available()) {
+  if (any_op && link.can_scatter_gather()) {
     const double gather_alpha_ns = in_flight == 1 ? link.all_gather.alpha_ns_min() : 0;
     line.alpha_ns = std::min(line.alpha_ns, link.reduce_scatter.alpha_ns_min() + gather_alpha_ns);
     line.beta_ns_per_byte = std::min(
@@ -65,7 +65,7 @@ double preemptive_ns(const Problem& problem, const LinkLine& line) {
 // betas.
 std::vector<LinkLine> chain_lines(const Problem& problem, bool any_op) {
   const LinkModel& link = problem.link;
-  if (!any_op || !link.reduce_scatter.available() || !link.all_gather.available()) {
+  if (!any_op || !link.can_scatter_gather()) {
     return minorants(link.all_reduce, problem.total_bytes);
   }
   LinkLine line = cheapest_line(link, any_op, problem.in_flight);

@@ -2,20 +2,15 @@
 
 #include <algorithm>
 #include <limits>
+#include <string>
 #include <vector>
 
+#include "cost/pieces.h"
 #include "gradcast/error.h"
 #include "planner/bisect.h"
-#include "planner/candidate.h"
-#include "planner/forecast_general.h"
-#include "planner/whole_tensors.h"
 #include "planner/window_chains.h"
 #include "planner/zigzag.h"
-#include "policies/ddp.h"
-#include "policies/dear.h"
-#include "policies/fifo.h"
-#include "policies/mgwfbp.h"
-#include "policies/online.h"
+#include "policies/published.h"
 
 namespace gradcast {
 namespace {
@@ -51,10 +46,71 @@ Candidate exact_plan(const Problem& problem, double block_tolerance) {
   }
   // dear is the one policy with other operations than all-reduce, so the one that can be faster.
   const double compute_ns = problem.backward_ns + problem.forward_ns;
-  if (fastest.iteration_ns() > compute_ns && problem.mode == Mode::kOverlap && can_scatter_gather(problem)) {
+  if (fastest.iteration_ns() > compute_ns && problem.mode == Mode::kOverlap && problem.link.can_scatter_gather()) {
     fastest.consider(dear(problem, {}));
   }
   return fastest.best();
+}
+
+// Positions [first, last) in ready order.
+struct Bucket {
+  size_t first;
+  size_t last;
+};
+
+// Buckets of whole tensors in time order that all end by `end_ns`; none if that cannot be. Filled from the last one
+// backwards, each with as many tensors of one buffer as fit between the moment its latest tensor is ready and the start
+// of the bucket after it.
+std::vector<Bucket> fill(const Problem& problem, const std::vector<int32_t>& order, double end_ns) {
+  std::vector<Bucket> buckets;
+  size_t last = order.size();
+  while (last > 0) {
+    const double ready_ns = problem.ready_ns[order[last - 1]];
+    const int32_t buffer = problem.buffer[order[last - 1]];
+    size_t first = last;
+    int64_t size_bytes = 0;
+    double cost_ns = 0;
+    while (first > 0 && problem.buffer[order[first - 1]] == buffer) {
+      const int64_t grown_bytes = size_bytes + problem.bytes[order[first - 1]];
+      const double grown_ns = problem.link.all_reduce.cost_ns(grown_bytes);
+      if (ready_ns + grown_ns > end_ns) {
+        break;
+      }
+      size_bytes = grown_bytes;
+      cost_ns = grown_ns;
+      --first;
+    }
+    if (first == last) {
+      return {};
+    }
+    buckets.push_back({first, last});
+    end_ns -= cost_ns;
+    last = first;
+  }
+  std::reverse(buckets.begin(), buckets.end());
+  return buckets;
+}
+
+// The best plan of whole tensors in ready order where the cost is linear, there is one buffer and packing is free, by
+// the same exchange as zigzag. Elsewhere a good one, or no blocks at all where filling from the end fails.
+std::vector<Block> whole_tensor_blocks(const Problem& problem) {
+  const std::vector<int32_t> order = by_ready(problem);
+  // A bucket per tensor, one after another, ends here at the latest.
+  double high_ns = problem.backward_ns;
+  for (const int32_t tensor : order) {
+    high_ns += problem.link.all_reduce.cost_ns(problem.bytes[tensor]);
+  }
+  const Bracket end_ns = bisect(0, high_ns, [&](double ns) { return !fill(problem, order, ns).empty(); });
+  std::vector<Block> blocks;
+  for (const Bucket& bucket : fill(problem, order, end_ns.accepted)) {
+    std::vector<Piece> pieces;
+    for (size_t at = bucket.first; at < bucket.last; ++at) {
+      pieces.push_back({order[at], 0, problem.bytes[order[at]]});
+    }
+    const std::string reason = "whole tensors in ready order: " + std::to_string(pieces.size());
+    blocks.push_back(joint_blocks(problem, pieces, reason).front());
+  }
+  return blocks;
 }
 
 // What DDP's buckets can express: whole tensors in the order of readiness.

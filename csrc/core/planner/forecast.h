@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "cost/candidate.h"
 #include "cost/problem.h"
 
 namespace gradcast {
@@ -32,5 +33,10 @@ struct ForecastOptions {
 
 // Throws Error{kInvalidOption} for whole_tensors in overlap mode.
 std::vector<Block> forecast(const Problem& problem, const ForecastOptions& options);
+
+// forecast where no proof applies: windows that are not nested, bent costs, several buffers, several blocks in flight.
+// Chains of enlarged and shrunk windows give plans to start from, the policies of the literature more; a local search
+// and, for a few tensors, a beam search improve them. With effort 0 neither a search nor the other policies are tried.
+Candidate general_plan(const Problem& problem, double effort, double block_tolerance);
 
 }  // namespace gradcast

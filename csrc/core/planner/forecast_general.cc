@@ -1,27 +1,19 @@
-#include "planner/forecast_general.h"
-
+// The part of forecast where no proof applies.
 #include <algorithm>
 #include <limits>
 #include <utility>
 #include <vector>
 
+#include "cost/pieces.h"
 #include "planner/beam.h"
 #include "planner/bound.h"
+#include "planner/forecast.h"
 #include "planner/local_search.h"
-#include "planner/merging.h"
 #include "planner/window_chains.h"
 #include "planner/window_filler.h"
 #include "planner/zigzag.h"
-#include "policies/bytescheduler.h"
-#include "policies/dcredit.h"
-#include "policies/ddp.h"
-#include "policies/dear.h"
-#include "policies/fifo.h"
-#include "policies/mgwfbp.h"
 #include "policies/online.h"
-#include "policies/p3.h"
-#include "policies/prophet.h"
-#include "policies/usbyte.h"
+#include "policies/published.h"
 
 namespace gradcast {
 namespace {
@@ -112,7 +104,7 @@ void consider_literature(const Problem& problem, Fastest& fastest) {
   }
   fastest.consider(dcredit(problem, {}));
   fastest.consider(usbyte(problem, {}));
-  if (problem.mode == Mode::kOverlap && can_scatter_gather(problem)) {
+  if (problem.mode == Mode::kOverlap && problem.link.can_scatter_gather()) {
     fastest.consider(dear(problem, {}));
   }
   if (!p3_is_hopeless(problem, fastest.iteration_ns())) {
@@ -175,6 +167,49 @@ void beam(const Problem& problem, double bound_ns, double effort, Fastest& faste
   options.bound_ns = bound_ns;
   options.best_ns = fastest.iteration_ns();
   fastest.consider(beam_search(problem, options));
+}
+
+// Shares of what may be lost: a merge that costs much must not spend what many cheap ones would need.
+constexpr double kShares[] = {0, 0.1, 0.25, 0.5, 1};
+
+bool can_join(const Block& a, const Block& b) {
+  return a.op == Op::kAllReduce && b.op == Op::kAllReduce && a.buffer == b.buffer;
+}
+
+Block joint(const Block& earlier, const Block& later) {
+  Block block = later;  // it waits for what the later one waits for, so its reason holds
+  block.ranges.insert(block.ranges.end(), earlier.ranges.begin(), earlier.ranges.end());
+  block.ranges = joined(std::move(block.ranges));
+  return block;
+}
+
+// The same bytes with neighbours of one buffer joined, as many as keep play's iteration time within `allowed_ns`: first
+// those that cost nothing, then those that cost more. Not the fewest that there are. Only all-reduces are joined.
+//
+// Each block costs more than its model says, now and then: a thread that has to be woken, a packet that comes late. A
+// plan that is nearly as fast with fewer blocks pays for that less often.
+std::vector<Block> merged(const Problem& problem, std::vector<Block> blocks, double allowed_ns, int64_t evaluations) {
+  const double best_ns = iteration_ns(problem, blocks);
+  for (const double share : kShares) {
+    const double limit_ns = best_ns + share * (allowed_ns - best_ns);
+    for (size_t i = 0; i + 1 < blocks.size() && evaluations > 0;) {
+      if (!can_join(blocks[i], blocks[i + 1])) {
+        ++i;
+        continue;
+      }
+      --evaluations;
+      Block earlier = std::exchange(blocks[i], joint(blocks[i], blocks[i + 1]));
+      Block later = std::move(blocks[i + 1]);
+      const auto place = blocks.begin() + static_cast<std::ptrdiff_t>(i);
+      blocks.erase(place + 1);
+      if (iteration_ns(problem, blocks) > limit_ns) {
+        *place = std::move(earlier);
+        blocks.insert(place + 1, std::move(later));
+        ++i;
+      }
+    }
+  }
+  return blocks;
 }
 
 Candidate with_fewer_blocks(const Problem& problem, const Candidate& best, double block_tolerance) {

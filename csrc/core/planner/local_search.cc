@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cost/pieces.h"
+
 namespace gradcast {
 namespace {
 
@@ -24,14 +26,12 @@ class Sequence {
 
 class Changes {
  public:
-  explicit Changes(const Problem& problem) : problem_(problem), ready_ns_(problem.ready_ns) {
-    std::sort(ready_ns_.begin(), ready_ns_.end());
-    ready_ns_.erase(std::unique(ready_ns_.begin(), ready_ns_.end()), ready_ns_.end());
-  }
+  explicit Changes(const Problem& problem) : problem_(problem), ready_ns_(distinct(problem.ready_ns)) {}
 
   // One change at a random place. `launches_ns`: when the blocks of the unchanged send windows are launched.
   void apply(std::vector<SendWindow>& send_windows, const std::vector<double>& launches_ns) {
     const size_t k = sequence_.below(send_windows.size());
+    const double launch_ns = k < launches_ns.size() ? launches_ns[k] : send_windows[k].start_ns;
     switch (sequence_.below(problem_.buffer_count() > 1 ? 8 : 6)) {
       case 0:
         return merge(send_windows, k);
@@ -40,10 +40,10 @@ class Changes {
       case 2:
         return shift(send_windows, k);
       case 3:
-        send_windows[k].start_ns = nearby_ready_ns(k < launches_ns.size() ? launches_ns[k] : send_windows[k].start_ns);
+        send_windows[k].start_ns = nearby_ready_ns(launch_ns);
         return;
       case 4:
-        return end_at_event(send_windows[k], k < launches_ns.size() ? launches_ns[k] : send_windows[k].start_ns);
+        return end_at_event(send_windows[k], launch_ns);
       case 5:
         return resize(send_windows[k]);
       case 6:

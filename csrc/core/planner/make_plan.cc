@@ -10,30 +10,24 @@
 #include "planner/bound.h"
 #include "planner/forecast.h"
 #include "policies/policy_entry.h"
-#include "policies/registry.h"
 
 namespace gradcast {
 namespace {
 
-PolicyEntry forecast_entry() {
-  return policy_entry<ForecastOptions>(
+std::vector<PolicyEntry> all_policies() {
+  std::vector<PolicyEntry> entries = {policy_entry(
       {.name = "forecast",
        .summary = "gradcast's own: splits and fuses in one plan; proven best for sequential models on a linear cost",
        .source = "docs/internals/planner.md"},
       &forecast,
-      {parameter<&ForecastOptions::block_tolerance>("block_tolerance", 0, 1,
-                                                    "share of the best iteration time to give up for fewer blocks"),
-       parameter<&ForecastOptions::uncertainty>(
-           "uncertainty", 0, 0.99,
-           "share by which link costs may be off; the plan with the smallest worst ratio within it"),
-       parameter<&ForecastOptions::effort>(
-           "effort", 0, 1000, "length of the search where no exact plan is known; 1 is about 40 ms for 1,000 tensors"),
-       parameter<&ForecastOptions::whole_tensors>(
-           "whole_tensors", 0, 1, "1: only whole tensors in ready order, which stock DDP can follow; hook mode")});
-}
-
-std::vector<PolicyEntry> all_policies() {
-  std::vector<PolicyEntry> entries = {forecast_entry()};
+      {parameter(&ForecastOptions::block_tolerance, "block_tolerance", 0, 1,
+                 "share of the best iteration time to give up for fewer blocks"),
+       parameter(&ForecastOptions::uncertainty, "uncertainty", 0, 0.99,
+                 "share by which link costs may be off; the plan with the smallest worst ratio within it"),
+       parameter(&ForecastOptions::effort, "effort", 0, 1000,
+                 "length of the search where no exact plan is known; 1 is about 40 ms for 1,000 tensors"),
+       parameter(&ForecastOptions::whole_tensors, "whole_tensors", 0, 1,
+                 "1: only whole tensors in ready order, which stock DDP can follow; hook mode")})};
   std::ranges::move(published_policies(), std::back_inserter(entries));
   return entries;
 }
@@ -44,15 +38,13 @@ const std::vector<PolicyEntry>& entries() {
 }
 
 const PolicyEntry& find_entry(const std::string& policy) {
-  std::vector<std::string> names;
   for (const PolicyEntry& entry : entries()) {
     if (entry.info.name == policy) {
       return entry;
     }
-    names.push_back(entry.info.name);
   }
   throw Error(ErrorCode::kInvalidOption,
-              "there is no policy \"" + policy + "\"; the policies are " + joined_names(names));
+              "there is no policy \"" + policy + "\"; the policies are " + joined_names(policies()));
 }
 
 void check_fits(const PolicyInfo& info, const LinkModel& link, Mode mode) {
@@ -97,7 +89,7 @@ const std::vector<PolicyInfo>& policies() {
 
 Plan make_plan(const Profile& profile, const LinkModel& link, const PolicyOptions& options) {
   const PolicyEntry& entry = find_entry(options.policy);
-  const Planner planner = entry.bind(options.parameters);
+  const auto planner = entry.bind(options.parameters);
   const Problem problem = make_problem(profile, link, options.mode, options.in_flight);
   check_fits(entry.info, link, options.mode);
 

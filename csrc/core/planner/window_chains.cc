@@ -1,7 +1,6 @@
 #include "planner/window_chains.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <string>
 
@@ -50,10 +49,12 @@ Chain chain_of(const Problem& problem, const Order& order, const OpCost& cost) {
 // The subset of `order` with most bytes whose ready times do not rise: a longest-subsequence search weighted by bytes,
 // with prefix maxima in a Fenwick tree over the ranks of ready times.
 Order heaviest_chain(const Problem& problem, const Order& order) {
-  std::vector<double> ready(order.size());
-  std::transform(order.begin(), order.end(), ready.begin(), [&](int32_t tensor) { return problem.ready_ns[tensor]; });
-  std::sort(ready.begin(), ready.end(), std::greater<>());
-  ready.erase(std::unique(ready.begin(), ready.end()), ready.end());
+  std::vector<double> ready;
+  for (const int32_t tensor : order) {
+    ready.push_back(problem.ready_ns[tensor]);
+  }
+  ready = distinct(std::move(ready));
+  std::reverse(ready.begin(), ready.end());
 
   struct Best {
     int64_t bytes = 0;
@@ -92,8 +93,7 @@ std::vector<double> quantiles(std::vector<double> times_ns) {
   for (size_t i = 1; i < kQuantiles; ++i) {
     thresholds.push_back(times_ns[i * (times_ns.size() - 1) / kQuantiles]);
   }
-  thresholds.erase(std::unique(thresholds.begin(), thresholds.end()), thresholds.end());
-  return thresholds;
+  return distinct(std::move(thresholds));
 }
 
 template <typename Keep>

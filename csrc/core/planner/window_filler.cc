@@ -127,6 +127,7 @@ void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* block
   double room_bytes = std::max(send_window.size_bytes, element_bytes);
   double ready_ns = 0;
   int64_t size_bytes = 0;
+  int64_t end_bytes = 0;  // of the last piece, in its buffer
   bool packed = false;
   pieces_.clear();
   while (!heap.empty() && room_bytes >= element_bytes) {
@@ -137,7 +138,8 @@ void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* block
     }
     // What is left of a tensor is always its tail: pieces are taken from the front.
     const int64_t from_bytes = problem_.bytes[tensor] - left_bytes_[tensor];
-    packed = packed || (!pieces_.empty() && !adjoin(pieces_.back(), tensor, from_bytes));
+    packed = packed || (!pieces_.empty() && end_bytes != problem_.offset_bytes[tensor] + from_bytes);
+    end_bytes = problem_.offset_bytes[tensor] + from_bytes + take_bytes;
     pieces_.push_back({tensor, from_bytes, from_bytes + take_bytes});
     ready_ns = std::max(ready_ns, problem_.ready_ns[tensor]);
     size_bytes += take_bytes;
@@ -150,22 +152,15 @@ void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* block
     heap.pop_back();
   }
   // As in play: the block starts when its content is ready, which may be before the send_window that it was chosen for.
-  finish(link_.launch(ready_ns, size_bytes, Op::kAllReduce, packed));
-  if (blocks != nullptr) {
-    blocks->push_back(joint_blocks(problem_, pieces_, "the most urgent bytes that are ready").front());
-  }
-}
-
-bool WindowFiller::adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const {
-  return problem_.offset_bytes[piece.tensor] + piece.to_bytes == problem_.offset_bytes[tensor] + from_bytes;
-}
-
-void WindowFiller::finish(double finish_ns) {
+  const double finish_ns = link_.launch(ready_ns, size_bytes, Op::kAllReduce, packed);
   launches_ns_.push_back(link_.launch_ns());
   for (const Piece& piece : pieces_) {
     if (left_bytes_[piece.tensor] == 0) {
       iteration_ns_ = std::max(iteration_ns_, finish_ns + problem_.forward_ns - problem_.need_ns[piece.tensor]);
     }
+  }
+  if (blocks != nullptr) {
+    blocks->push_back(joint_blocks(problem_, pieces_, "the most urgent bytes that are ready").front());
   }
 }
 

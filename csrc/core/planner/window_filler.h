@@ -52,8 +52,6 @@ class WindowFiller {
   bool nothing_available() const;
   int32_t most_urgent_buffer() const;
   void send(const SendWindow& send_window, std::vector<Block>* blocks);
-  bool adjoin(const Piece& piece, int32_t tensor, int64_t from_bytes) const;
-  void finish(double finish_ns);
 
   const Problem& problem_;
   double cheapest_bytes_;

@@ -1,43 +1,42 @@
-#include "policies/ddp.h"
-
+// ddp: the buckets of PyTorch's DistributedDataParallel, as they are after the rebuild at the end of the first
+// iteration.
+//
+// Whole tensors are put into buckets in the order in which their gradients became ready; a bucket closes as soon as
+// its size reaches its cap, so it may exceed the cap and a large tensor is never split. Each buffer (dtype and device)
+// fills buckets of its own, the first one up to `first_bytes`, the others up to `cap_bytes`.
+//
+// Source: Li et al., "PyTorch Distributed" (VLDB 2020); torch/csrc/distributed/c10d/reducer.cpp,
+// compute_bucket_assignment_by_size and rebuild_buckets.
+//
+// Launch order is bucket index order, strictly. Torch numbers the rebuilt buckets in the order in which they close;
+// those that never reach their cap come last, in the order of a hash table. Chosen here for them: the earlier complete
+// first, which is the best of the orders that torch may give. Not modelled: torch lays a bucket's bytes out in ready
+// order, so it never packs. Here a bucket whose tensors are not neighbours in the buffer has several ranges, and pays
+// for packing if the link says that packing costs anything.
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "policies/online.h"
+#include "policies/published.h"
 
 namespace gradcast {
 namespace {
 
 // One buffer's open bucket.
 struct Bucket {
-  std::vector<Range> ranges;
+  std::vector<Piece> pieces;  // in ready order
   int64_t size_bytes = 0;
   size_t last_arrival = 0;  // position of its latest tensor in ready order
   int64_t cap_bytes = 0;
 };
 
-Block closed(Bucket& bucket, int32_t buffer, const char* why) {
-  Block block;
-  block.buffer = buffer;
-  block.reason = std::to_string(bucket.ranges.size()) + " tensors, " + bytes_text(bucket.size_bytes) + ": " + why;
-  block.ranges = joined(std::move(bucket.ranges));
-  bucket.ranges.clear();
+Block closed(const Problem& problem, Bucket& bucket, const char* why) {
+  const std::string reason =
+      std::to_string(bucket.pieces.size()) + " tensors, " + bytes_text(bucket.size_bytes) + ": " + why;
+  Block block = joint_blocks(problem, bucket.pieces, reason).front();
+  bucket.pieces.clear();
   bucket.size_bytes = 0;
   return block;
-}
-
-// The buffers whose bucket is still open, by the time at which it is complete.
-std::vector<int32_t> open_buffers(const std::vector<Bucket>& buckets) {
-  std::vector<int32_t> buffers;
-  for (size_t buffer = 0; buffer < buckets.size(); ++buffer) {
-    if (!buckets[buffer].ranges.empty()) {
-      buffers.push_back(static_cast<int32_t>(buffer));
-    }
-  }
-  std::sort(buffers.begin(), buffers.end(),
-            [&](int32_t a, int32_t b) { return buckets[a].last_arrival < buckets[b].last_arrival; });
-  return buffers;
 }
 
 }  // namespace
@@ -52,16 +51,18 @@ std::vector<Block> ddp(const Problem& problem, const DdpOptions& options) {
   for (size_t at = 0; at < arrivals.size(); ++at) {
     const int32_t tensor = arrivals[at];
     Bucket& bucket = buckets[problem.buffer[tensor]];
-    bucket.ranges.push_back(problem.range_of(tensor));
+    bucket.pieces.push_back({tensor, 0, problem.bytes[tensor]});
     bucket.size_bytes += problem.bytes[tensor];
     bucket.last_arrival = at;
     if (bucket.size_bytes >= bucket.cap_bytes) {
-      blocks.push_back(closed(bucket, problem.buffer[tensor], "the bucket's cap is reached"));
+      blocks.push_back(closed(problem, bucket, "the bucket's cap is reached"));
       bucket.cap_bytes = options.cap_bytes;
     }
   }
-  for (const int32_t buffer : open_buffers(buckets)) {
-    blocks.push_back(closed(buckets[buffer], buffer, "the last bucket"));
+  std::erase_if(buckets, [](const Bucket& bucket) { return bucket.pieces.empty(); });
+  std::ranges::sort(buckets, {}, &Bucket::last_arrival);  // by the time at which each is complete
+  for (Bucket& bucket : buckets) {
+    blocks.push_back(closed(problem, bucket, "the last bucket"));
   }
   return blocks;
 }

@@ -14,7 +14,7 @@ ReadyQueue::ReadyQueue(const Problem& problem, std::span<const int32_t> arrivals
 void ReadyQueue::admit(double now_ns) {
   while (next_ready_ns() <= now_ns) {
     heap_.push_back(arrivals_[admitted_count_++]);
-    std::push_heap(heap_.begin(), heap_.end(), [this](int32_t a, int32_t b) { return below(a, b); });
+    std::push_heap(heap_.begin(), heap_.end(), below());
   }
 }
 
@@ -38,11 +38,15 @@ Piece ReadyQueue::take(int64_t size_bytes) {
   if (size_bytes < piece.size_bytes()) {
     piece.to_bytes = piece.from_bytes + size_bytes;
   } else {
-    std::pop_heap(heap_.begin(), heap_.end(), [this](int32_t a, int32_t b) { return below(a, b); });
+    std::pop_heap(heap_.begin(), heap_.end(), below());
     heap_.pop_back();
   }
   sent_bytes_[piece.tensor] = piece.to_bytes;
   return piece;
+}
+
+std::vector<int64_t> sizes_to_try(int64_t given_bytes, std::span<const int64_t> tuned_bytes) {
+  return given_bytes > 0 ? std::vector{given_bytes} : std::vector(tuned_bytes.begin(), tuned_bytes.end());
 }
 
 int64_t whole_elements_bytes(const Problem& problem, int32_t tensor, int64_t unit_bytes) {

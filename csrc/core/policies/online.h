@@ -1,4 +1,5 @@
-// What the policies of the literature share: the queue of what is ready, and limits on how finely they cut.
+// What the policies of the literature share: the queue of what is ready, the sizes that their tuners try, and limits on
+// how finely they cut.
 //
 // A policy that its paper describes as a running scheduler is played over the profile: at each instant it sees the
 // tensors that are ready by then, picks what to send, and the wire takes its time. Between two events (a tensor
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cost/candidate.h"
 #include "cost/pieces.h"
 #include "cost/problem.h"
 #include "cost/virtual_link.h"
@@ -40,7 +42,9 @@ class ReadyQueue {
   int64_t sent_bytes(int32_t tensor) const { return sent_bytes_[tensor]; }
 
  private:
-  bool below(int32_t a, int32_t b) const { return rank_.empty() ? a > b : rank_[a] > rank_[b]; }
+  auto below() const {
+    return [this](int32_t a, int32_t b) { return rank_.empty() ? a > b : rank_[a] > rank_[b]; };
+  }
 
   const Problem* problem_;
   std::span<const int32_t> arrivals_;
@@ -49,6 +53,11 @@ class ReadyQueue {
   std::vector<int32_t> heap_;
   std::vector<int64_t> sent_bytes_;
 };
+
+// ByteScheduler's untuned partition, its relatives, and one fine enough for the fastest gaps.
+inline constexpr int64_t kUnitsBytes[] = {16'000'000, 4'000'000, 1'000'000, 250'000};
+// What a tuner tries: the given size, or, where that is 0, all of `tuned_bytes`.
+std::vector<int64_t> sizes_to_try(int64_t given_bytes, std::span<const int64_t> tuned_bytes);
 
 // The unit of `unit_bytes` in whole elements of a tensor: rounded down, at least one element.
 int64_t whole_elements_bytes(const Problem& problem, int32_t tensor, int64_t unit_bytes);

@@ -1,64 +1,90 @@
-// How a policy enters the registry: its description, its function, and its parameters.
+// How a policy enters the registry: its description, its function, and its parameters, each with its name for users, its
+// range, and the field of the policy's options that it sets. The options give the defaults, the field's type the kind.
 //
 // Thread safety: pure; any thread.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "cost/problem.h"
+#include "gradcast/error.h"
 #include "gradcast/policy.h"
-#include "policies/parameter.h"
+#include "gradcast/text.h"
 
 namespace gradcast {
 
-using ParameterValues = std::map<std::string, double>;
-using Planner = std::function<std::vector<Block>(const Problem&)>;
+// The largest value of a parameter that is a size.
+inline constexpr auto kSizeMax = static_cast<double>(kBytesMax);
 
-struct PolicyDescription {
-  const char* name;
-  const char* summary;
-  const char* source;
-  bool scatter_gather = false;  // halves of all-reduces, one of them under forward: overlap mode only
+template <class Options>
+struct Parameter {
+  PolicyParameter info;
+  double min;
+  double max;
+  bool whole;  // no fractions: the field is an integer or a switch
+  std::function<void(Options&, double)> assign;
 };
+
+// The parameter that sets `field`.
+template <class Options, class Value>
+Parameter<Options> parameter(Value Options::*field, const char* name, double min, double max, const char* meaning) {
+  return {{name, static_cast<double>(Options{}.*field), meaning},
+          min,
+          max,
+          !std::is_same_v<Value, double>,
+          [field](Options& options, double value) { options.*field = static_cast<Value>(value); }};
+}
 
 struct PolicyEntry {
   PolicyInfo info;
-  // The policy with the given parameters. Throws Error{kInvalidOption}.
-  std::function<Planner(const ParameterValues&)> bind;
+  // The policy with the given parameters. Throws Error{kInvalidOption} that says which parameters and values there are.
+  std::function<std::function<std::vector<Block>(const Problem&)>(const std::map<std::string, double>&)> bind;
 };
 
-// "a, b, c".
-std::string joined_names(const std::vector<std::string>& names);
-// Throws Error{kInvalidOption} that lists the parameters the policy does have.
-[[noreturn]] void refuse_parameter(const PolicyInfo& info, const std::string& name);
+// The published policies, in the order of their publication. gradcast's own is not among them: planner/make_plan.cc adds
+// it in front.
+std::vector<PolicyEntry> published_policies();
 
-// An entry for `policy`, whose options struct gives the defaults of its parameters.
-template <class Options>
-PolicyEntry policy_entry(const PolicyDescription& description,
-                         std::vector<Block> (*policy)(const Problem&, const Options&),
-                         std::vector<Parameter<Options>> parameters = {}) {
-  PolicyInfo info;
-  info.name = description.name;
-  info.summary = description.summary;
-  info.source = description.source;
-  info.overlap_only = info.needs_scatter_gather = description.scatter_gather;
-  for (const Parameter<Options>& parameter : parameters) {
-    info.parameters.push_back({parameter.name, parameter.default_value, parameter.meaning});
+// "a, b, c": the names of policies or parameters.
+template <class Infos>
+std::string joined_names(const Infos& infos) {
+  std::string text;
+  for (const auto& info : infos) {
+    text += (text.empty() ? "" : ", ") + info.name;
   }
-  auto bind = [info, policy, parameters](const ParameterValues& values) -> Planner {
+  return text;
+}
+
+// An entry for `policy`; `info` without its parameters.
+template <class Options>
+PolicyEntry policy_entry(PolicyInfo info, std::vector<Block> (*policy)(const Problem&, const Options&),
+                         std::vector<Parameter<Options>> parameters = {}) {
+  for (const Parameter<Options>& parameter : parameters) {
+    info.parameters.push_back(parameter.info);
+  }
+  auto bind = [info, policy, parameters](const std::map<std::string, double>& values) {
     Options options;
     for (const auto& [name, value] : values) {
-      const auto named = [&name = name](const Parameter<Options>& parameter) { return name == parameter.name; };
-      const auto found = std::find_if(parameters.begin(), parameters.end(), named);
+      const auto found = std::ranges::find(parameters, name, [](const auto& parameter) { return parameter.info.name; });
       if (found == parameters.end()) {
-        refuse_parameter(info, name);
+        throw Error(ErrorCode::kInvalidOption, "policy " + info.name + " has no parameter \"" + name + "\"; " +
+                                                   (parameters.empty() ? "it has none at all, leave it out"
+                                                                       : "it has " + joined_names(info.parameters)));
       }
-      check_value(info.name, *found, value);
+      if (!(value >= found->min && value <= found->max) || (found->whole && value != std::floor(value))) {
+        throw Error(ErrorCode::kInvalidOption, "parameter " + name + " of policy " + info.name + " is " +
+                                                   number_text(value) + "; it must be a " +
+                                                   (found->whole ? "whole " : "") + "number from " +
+                                                   number_text(found->min) + " to " + number_text(found->max));
+      }
       found->assign(options, value);
     }
     return [policy, options](const Problem& problem) { return policy(problem, options); };

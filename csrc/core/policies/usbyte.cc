@@ -1,17 +1,31 @@
-#include "policies/usbyte.h"
-
+// usbyte: blocks of unequal size: what one tensor sends without a break is one operation, as long as the time until
+// the next gradient allows; a tensor that is nearly through is not interrupted.
+//
+// Phase 1 (backward): whenever the link is free before the next ready time, the tensor of the highest priority sends
+// as many units as fit until then (at least one; rounded up), and where it goes on sending its block grows. Phase 2
+// (after the last gradient): what is left of each tensor is one block, most urgent first. A local search then raises,
+// one by one, the priority of tensors that others interrupted in phase 1, and keeps what shortens the iteration.
+//
+// Source: US-Byte (IEEE TPDS 2024), algorithms 1 to 3; algorithm1, algorithm3 of the authors' code
+// (ZJU-CNLAB/US-Byte).
+//
+// Choices: where a block grows, its size is what fits between its own start and the next ready time, with one start-up
+// cost (the code counts the units before the last growth only once). The search compares predicted iteration times
+// with this library's rules. It makes at most as many trials as play two million tensors in all: profiles above 1,400
+// tensors with many interruptions get a part of it. The model has one operation at a time, whatever in_flight is. The
+// unit is ByteScheduler's tuned partition in the paper; the default 0 takes the best of kUnitsBytes,
+// before the search.
 #include <algorithm>
-#include <iterator>
 #include <limits>
-#include <string>
+#include <numeric>
 #include <utility>
 
 #include "policies/online.h"
+#include "policies/published.h"
 
 namespace gradcast {
 namespace {
 
-constexpr int64_t kUnitsBytes[] = {16'000'000, 4'000'000, 1'000'000, 250'000};
 // Tensors played in the local search: about a quarter of a second.
 constexpr int64_t kSearchTensors = 2'000'000;
 constexpr double kNever = -1;
@@ -132,16 +146,10 @@ void improve(const Problem& problem, const std::vector<int32_t>& arrivals, int64
 std::vector<Block> usbyte(const Problem& problem, const UsbyteOptions& options) {
   const std::vector<int32_t> arrivals = by_ready(problem);
   std::vector<int32_t> urgency(problem.bytes.size());
-  for (size_t i = 0; i < urgency.size(); ++i) {
-    urgency[i] = static_cast<int32_t>(i);
-  }
-
+  std::iota(urgency.begin(), urgency.end(), 0);
   Schedule best;
   int64_t best_unit_bytes = 0;
-  const std::vector<int64_t> units = options.unit_bytes > 0
-                                         ? std::vector{options.unit_bytes}
-                                         : std::vector(std::begin(kUnitsBytes), std::end(kUnitsBytes));
-  for (const int64_t unit_bytes : units) {
+  for (const int64_t unit_bytes : sizes_to_try(options.unit_bytes, kUnitsBytes)) {
     if (Schedule tried = schedule_for(problem, arrivals, urgency, unit_bytes); tried.iteration_ns < best.iteration_ns) {
       best = std::move(tried);
       best_unit_bytes = unit_bytes;

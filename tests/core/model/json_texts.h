@@ -1,16 +1,15 @@
-// What the tests of the JSON readers share: texts changed in one place by hand, or in a few at random.
+// What the tests of the JSON readers share: texts changed in one place.
 //
 // Thread safety: pure; any thread.
 #pragma once
 
 #include <gtest/gtest.h>
 
-#include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
-#include "gradcast/error.h"
-#include "tests/core/profiles.h"
+#include "tests/support/refusals.h"
 
 namespace gradcast {
 
@@ -32,22 +31,17 @@ struct BadField {
   ErrorCode code = ErrorCode::kInvalidProfile;
 };
 
-// Damages a text in a few places: bytes swapped for others that JSON knows, pieces dropped or doubled.
-inline std::string damaged(Random& random, std::string text) {
-  static constexpr std::string_view kAlphabet = "{}[]\",:0123456789.-+eEntrufals \n\\\x01\xff";
-  for (int64_t edits = random.integer(1, 4); edits > 0 && !text.empty(); --edits) {
-    const auto at = static_cast<size_t>(random.integer(0, static_cast<int64_t>(text.size()) - 1));
-    const auto size = static_cast<size_t>(random.integer(1, 12));
-    const int64_t kind = random.integer(0, 3);
-    if (kind == 0) {
-      text.erase(at, size);
-    } else if (kind == 1) {
-      text.insert(at, text.substr(static_cast<size_t>(random.integer(0, static_cast<int64_t>(at))), size));
-    } else {
-      text[at] = kAlphabet[static_cast<size_t>(random.integer(0, static_cast<int64_t>(kAlphabet.size()) - 1))];
-    }
+// Each change of `whole` is refused with the field by name, and every text that ends too early.
+template <typename Read>
+void expect_refused(const Read& read, const std::string& whole, const std::vector<BadField>& cases) {
+  for (const BadField& c : cases) {
+    SCOPED_TRACE(std::string(c.from) + " -> " + c.to);
+    expect_refused([&] { read(with(whole, c.from, c.to)); }, c.code, c.text);
   }
-  return text;
+  for (size_t size = 0; size < whole.size(); ++size) {
+    SCOPED_TRACE(size);
+    expect_refused([&] { read(whole.substr(0, size)); }, cases[0].code, "truncated");
+  }
 }
 
 }  // namespace gradcast

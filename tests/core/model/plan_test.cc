@@ -150,15 +150,6 @@ TEST(CheckPlan, RefusesAPlanWithNothingInFlight) {
   }
 }
 
-TEST(CheckPlan, RefusesThePlanOfAnotherProfile) {
-  Profile larger = two_buffers();
-  larger.tensors[2].bytes += 4;
-  EXPECT_THROW(check_plan(plan_of({block_of({{0, 16}}), kBuffer1}), larger), Error);
-  Profile smaller = two_buffers();
-  smaller.tensors[0].bytes -= 4;
-  EXPECT_THROW(check_plan(plan_of({block_of({{0, 16}}), kBuffer1}), smaller), Error);
-}
-
 TEST(CheckPlan, NoFaultIsTooSmall) {
   // Any one of a valid plan's ranges moved, dropped or doubled by one element makes it invalid.
   RandomProfileOptions profile_options;
@@ -176,27 +167,16 @@ TEST(CheckPlan, NoFaultIsTooSmall) {
     Block& block = wrong.blocks[k];
     const auto r = static_cast<size_t>(random.integer(0, static_cast<int64_t>(block.ranges.size()) - 1));
     const int64_t element_bytes = detail::buffers_of(profile)[block.buffer].element_bytes;
-    switch (random.integer(0, 6)) {
-      case 0:
-        block.ranges[r].lo_bytes += element_bytes;
-        break;
-      case 1:
-        block.ranges[r].lo_bytes -= element_bytes;
-        break;
-      case 2:
-        block.ranges[r].hi_bytes += element_bytes;
-        break;
-      case 3:
-        block.ranges[r].hi_bytes -= element_bytes;
-        break;
-      case 4:
-        wrong.blocks.erase(wrong.blocks.begin() + static_cast<int64_t>(k));
-        break;
-      case 5:
-        wrong.blocks.push_back(Block(block));
-        break;
-      default:
-        block.op = block.op == Op::kAllReduce ? kScatter : Op::kAllReduce;
+    const int64_t fault = random.integer(0, 6);
+    if (fault < 4) {
+      (fault < 2 ? block.ranges[r].lo_bytes : block.ranges[r].hi_bytes) +=
+          fault % 2 == 0 ? element_bytes : -element_bytes;
+    } else if (fault == 4) {
+      wrong.blocks.erase(wrong.blocks.begin() + static_cast<int64_t>(k));
+    } else if (fault == 5) {
+      wrong.blocks.push_back(Block(block));
+    } else {
+      block.op = block.op == Op::kAllReduce ? kScatter : Op::kAllReduce;
     }
     EXPECT_THROW(check_plan(wrong, profile), Error);
   }

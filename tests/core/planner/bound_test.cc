@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -27,24 +28,17 @@ double tolerance_ns(double time_ns) {
   return 1e-9 * time_ns;
 }
 
-TEST(Bound, WaitingToJoin) {
-  // Plain: 0 + 1 + 2 + 1. One alpha is not enough: joined or apart, 4.5 is the best.
-  const Bound result = bound(profile_of(0.5, 1, {{1, 0.5, 0}, {1, 0, 0}}), link_of(1, 1), {});
-  EXPECT_DOUBLE_EQ(result.plain_ns, 4);
-  EXPECT_NEAR(result.best_ns, 4.5, 1e-8);
-  EXPECT_TRUE(result.exact);
-}
-
-TEST(Bound, TheLastBurst) {
-  const Bound result = bound(profile_of(5, 10, {{1, 5, 0}, {10, 0, 10}}), link_of(1, 1), {});
-  EXPECT_DOUBLE_EQ(result.plain_ns, 17);
-  EXPECT_NEAR(result.best_ns, 17, 1e-8);
-}
-
-TEST(Bound, ABurstThatIsNotTheLast) {
-  const Bound result = bound(profile_of(10, 1, {{1, 10, 0}, {1, 5, 0}, {10, 0, 0}}), link_of(1, 1), {});
-  EXPECT_DOUBLE_EQ(result.plain_ns, 14);
-  EXPECT_NEAR(result.best_ns, 15, 1e-8);
+// The examples of docs/internals/planner.md: joined or apart, one alpha is not enough; the last burst; one that is not.
+TEST(Bound, KnownExamples) {
+  const auto expect_bounds = [](const Profile& profile, double plain_ns, double best_ns) {
+    const Bound result = bound(profile, link_of(1, 1), {});
+    EXPECT_DOUBLE_EQ(result.plain_ns, plain_ns);
+    EXPECT_NEAR(result.best_ns, best_ns, 1e-8);
+    EXPECT_TRUE(result.exact);
+  };
+  expect_bounds(profile_of(0.5, 1, {{1, 0.5, 0}, {1, 0, 0}}), 4, 4.5);
+  expect_bounds(profile_of(5, 10, {{1, 5, 0}, {10, 0, 10}}), 17, 17);
+  expect_bounds(profile_of(10, 1, {{1, 10, 0}, {1, 5, 0}, {10, 0, 0}}), 14, 15);
 }
 
 TEST(Bound, APiecewiseCostIsNotPutIntoTheFormula) {
@@ -58,29 +52,12 @@ TEST(Bound, APiecewiseCostIsNotPutIntoTheFormula) {
   EXPECT_FALSE(result.exact);
 }
 
-TEST(Bound, ComputeAloneWhereTheLinkIsFast) {
-  const Profile profile = profile_of(50, 30, {{1, 20, 0, 4}, {2, 10, 10, 5}});
-  for (const Mode mode : {Mode::kOverlap, Mode::kHook}) {
-    const Bound result = bound(profile, link_of(1, 0.5), {mode});
-    EXPECT_DOUBLE_EQ(result.plain_ns, 89);
-    EXPECT_DOUBLE_EQ(result.best_ns, 89);
-  }
-}
-
-TEST(Bound, UpdatesThatRunBeforeAndBehindTheRead) {
-  // One byte each, ready at 0 = B. First: 1 + 1 + both updates + forward. Second: 1 + 2 + its own update + what
-  // follows.
-  const Profile profile = profile_of(0, 2, {{1, 0, 0, 3}, {1, 0, 1, 10}});
-  EXPECT_DOUBLE_EQ(bound(profile, link_of(1, 1), {}).plain_ns, 2 + 3 + 10 + 2);
-  EXPECT_DOUBLE_EQ(bound(profile, link_of(1, 1), {Mode::kHook}).plain_ns, 3 + 3 + 10 + 2);
-}
-
 TEST(Bound, ScatterAndGatherMayBeCheaper) {
   const Profile profile = profile_of(0, 0, {{4, 0, 0}});
   LinkModel link = link_of(2, 3);
-  link.reduce_scatter.pieces = {{kUnboundedBytes, 3, 1}};
+  link.reduce_scatter = linear_cost({3, 1});
   EXPECT_DOUBLE_EQ(bound(profile, link, {Mode::kOverlap, 1, true}).plain_ns, 14) << "no all-gather, no cheaper way";
-  link.all_gather.pieces = {{kUnboundedBytes, 1, 1}};
+  link.all_gather = linear_cost({1, 1});
   EXPECT_DOUBLE_EQ(bound(profile, link, {Mode::kOverlap, 1, false}).plain_ns, 14);
   // The smaller alpha, 2 against 3 + 1, and the smaller beta, 1 + 1 against 3.
   EXPECT_DOUBLE_EQ(bound(profile, link, {Mode::kOverlap, 1, true}).plain_ns, 10);
@@ -91,8 +68,8 @@ TEST(Bound, StartUpOfAGatherHidesBehindOtherScatters) {
   // that counts both start-ups in full, 10 + 4, would be above this plan.
   const Profile profile = profile_of(0, 0, {{2, 0, 0}});
   LinkModel link = link_of(100, 100);
-  link.reduce_scatter.pieces = {{kUnboundedBytes, 5, 1}};
-  link.all_gather.pieces = {{kUnboundedBytes, 5, 1}};
+  link.reduce_scatter = linear_cost({5, 1});
+  link.all_gather = linear_cost({5, 1});
   const Plan plan = plan_of({block_of({{0, 1}}, Op::kReduceScatter), block_of({{1, 2}}, Op::kReduceScatter),
                              block_of({{0, 1}}, Op::kAllGather), block_of({{1, 2}}, Op::kAllGather)},
                             Mode::kOverlap, 3);
@@ -185,51 +162,9 @@ GridCaseOptions grid_options(Windows windows, uint64_t seed, int32_t unit_count_
 }
 
 void expect_below(const Bound& result, double reached_ns) {
+  ASSERT_LE(result.plain_ns, result.best_ns);
   ASSERT_LE(result.plain_ns, reached_ns + tolerance_ns(reached_ns));
   ASSERT_LE(result.best_ns, reached_ns + tolerance_ns(reached_ns));
-}
-
-TEST(Bound, NeverAboveTheBestPlan) {
-  for (const Windows windows : kAllWindows) {
-    for (const Mode mode : {Mode::kOverlap, Mode::kHook}) {
-      for (uint64_t seed = 1; seed <= 2500; ++seed) {
-        SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(windows) << " mode "
-                                        << to_string(mode));
-        const Profile profile = grid_case(seed, grid_options(windows, seed, 30, 5));
-        const double best_ns = exhaustive_best(profile, profile.link, {mode, kGridUnitBytes}).iteration_ns;
-        expect_below(bound(profile, profile.link, {mode}), best_ns);
-      }
-    }
-  }
-}
-
-TEST(Bound, NeverAboveTheBestPlanWherePackingCosts) {
-  for (const Windows windows : kAllWindows) {
-    for (uint64_t seed = 1; seed <= 60; ++seed) {
-      SCOPED_TRACE("seed " + std::to_string(seed));
-      GridCaseOptions options = grid_options(windows, seed, 9, 4);
-      options.packing = true;
-      const Profile profile = grid_case(seed, options);
-      for (const Mode mode : {Mode::kOverlap, Mode::kHook}) {
-        const double best_ns = exhaustive_best(profile, profile.link, {mode, kGridUnitBytes}).iteration_ns;
-        expect_below(bound(profile, profile.link, {mode}), best_ns);
-      }
-    }
-  }
-}
-
-TEST(Bound, NeverAboveTheBestPlanWithMoreInFlight) {
-  for (const Windows windows : kAllWindows) {
-    for (uint64_t seed = 1; seed <= 60; ++seed) {
-      SCOPED_TRACE("seed " + std::to_string(seed));
-      const Profile profile = grid_case(seed, grid_options(windows, seed, 8, 4));
-      const Mode mode = seed % 2 == 0 ? Mode::kOverlap : Mode::kHook;
-      for (const int32_t in_flight : {2, 3}) {
-        const double best_ns = exhaustive_best(profile, profile.link, {mode, kGridUnitBytes, in_flight}).iteration_ns;
-        expect_below(bound(profile, profile.link, {mode, in_flight}), best_ns);
-      }
-    }
-  }
 }
 
 // Links whose reduce-scatter and all-gather are sometimes cheaper than an all-reduce, sometimes only one part of them
@@ -241,21 +176,51 @@ LinkModel with_every_op(Random& random, const LinkModel& link) {
   return every;
 }
 
-TEST(Bound, NeverAboveTheBestPlanOfAnyKind) {
+// What the search is told, and how large the profiles may be for it.
+struct Kind {
+  const char* name;
+  uint64_t seeds;
+  int32_t unit_count_max;
+  int32_t tensor_count_max;
+  ExhaustiveOptions options;
+  bool packing = false;
+};
+
+void PrintTo(const Kind& kind, std::ostream* out) {
+  *out << kind.name;
+}
+
+class BoundOf : public ::testing::TestWithParam<Kind> {};
+
+TEST_P(BoundOf, IsNeverAboveTheBestPlan) {
+  const Kind& kind = GetParam();
   for (const Windows windows : kAllWindows) {
-    for (uint64_t seed = 1; seed <= 100; ++seed) {
-      SCOPED_TRACE("seed " + std::to_string(seed));
-      Profile profile = grid_case(seed, grid_options(windows, seed, 6, 3));
-      Random random(seed);
-      profile.link = with_every_op(random, profile.link);
-      const Mode mode = seed % 4 < 3 ? Mode::kOverlap : Mode::kHook;
-      const double best_ns = exhaustive_best_any_op(profile, profile.link, {mode, kGridUnitBytes}).iteration_ns;
-      const Bound result = bound(profile, profile.link, {mode, 1, true});
-      expect_below(result, best_ns);
-      EXPECT_GE(result.best_ns, result.plain_ns);
+    for (uint64_t seed = 1; seed <= kind.seeds; ++seed) {
+      SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(windows));
+      GridCaseOptions grid = grid_options(windows, seed, kind.unit_count_max, kind.tensor_count_max);
+      grid.packing = kind.packing;
+      Profile profile = grid_case(seed, grid);
+      if (kind.options.any_op) {
+        Random random(seed);
+        profile.link = with_every_op(random, profile.link);
+      }
+      ExhaustiveOptions options = kind.options;
+      options.unit_bytes = kGridUnitBytes;
+      for (const Mode mode : {Mode::kOverlap, Mode::kHook}) {
+        options.mode = mode;
+        const double best_ns = exhaustive_best(profile, profile.link, options).iteration_ns;
+        expect_below(bound(profile, profile.link, {mode, options.in_flight, options.any_op}), best_ns);
+      }
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Kinds, BoundOf,
+                         ::testing::Values(Kind{"all_reduces", 2500, 30, 5, {}}, Kind{"packing", 60, 9, 4, {}, true},
+                                           Kind{"two_in_flight", 60, 8, 4, {.in_flight = 2}},
+                                           Kind{"three_in_flight", 60, 8, 4, {.in_flight = 3}},
+                                           Kind{"any_op", 100, 6, 3, {.any_op = true}}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 TEST(Bound, NeverAboveRandomPlans) {
   for (const Windows windows : kAllWindows) {

@@ -29,7 +29,6 @@
 #include <array>
 #include <limits>
 #include <stdexcept>
-#include <utility>
 
 #include "tests/core/planner/exhaustive_grid.h"
 
@@ -92,45 +91,6 @@ class CountSearch {
       }
     }
     return plan_of(first_node_[full_state_]);
-  }
-
-  // Layer n: the states that n blocks reach with every deadline met, each with the earliest end, unless fewer blocks
-  // reach it at least as early.
-  ExhaustivePlan fewest(double lateness_ns_max) {
-    if (lateness_ns_max < grid_.backward_ns) {
-      return {};
-    }
-    lateness_ns_max_ = lateness_ns_max;
-    std::vector<double> free_ns(tail_ns_.size(), kInfinite);
-    std::vector<int32_t> layer;
-    first_node_.assign(tail_ns_.size(), -1);
-    nodes_ = {{0, grid_.backward_ns, -1, 0}};
-    layer = {0};
-    for (size_t first_of_layer = 1; !layer.empty(); first_of_layer = nodes_.size()) {
-      std::vector<int32_t> next;
-      for (const int32_t node : layer) {
-        extend(node, counts_of(nodes_[node].state), [&](const Node& way, int32_t) {
-          if (way.free_ns >= free_ns[way.state] || way.lateness_ns > lateness_ns_max_ ||
-              way.free_ns + tail_ns(way.state) > lateness_ns_max_) {
-            return;
-          }
-          free_ns[way.state] = way.free_ns;
-          int32_t& known = first_node_[way.state];
-          if (known >= static_cast<int32_t>(first_of_layer)) {
-            nodes_[known] = way;
-            return;
-          }
-          known = static_cast<int32_t>(nodes_.size());
-          next.push_back(known);
-          nodes_.push_back(way);
-        });
-      }
-      if (first_node_[full_state_] >= 0) {
-        return plan_of(first_node_[full_state_]);
-      }
-      layer = std::move(next);
-    }
-    return {};
   }
 
  private:
@@ -261,22 +221,12 @@ class CountSearch {
   double lateness_ns_max_ = 0;
 };
 
-bool needs_subsets(const Grid& grid) {
-  return grid.packing_costs || grid.in_flight > 1;
-}
-
 }  // namespace
 
 ExhaustivePlan exhaustive_best(const Profile& profile, const LinkModel& link, const ExhaustiveOptions& options) {
   const Grid grid = make_grid(profile, link, options);
-  return needs_subsets(grid) ? exhaustive_best_by_subsets(profile, link, options) : CountSearch(grid).best();
-}
-
-ExhaustivePlan exhaustive_fewest(const Profile& profile, const LinkModel& link, const ExhaustiveOptions& options,
-                                 double iteration_ns_max) {
-  const Grid grid = make_grid(profile, link, options);
-  return needs_subsets(grid) ? exhaustive_fewest_by_subsets(profile, link, options, iteration_ns_max)
-                             : CountSearch(grid).fewest(grid.lateness_ns_max(iteration_ns_max));
+  const bool by_sets = options.any_op || options.by_sets || grid.packing_costs || grid.in_flight > 1;
+  return by_sets ? best_by_sets(grid, link, options.any_op) : CountSearch(grid).best();
 }
 
 }  // namespace gradcast

@@ -62,12 +62,9 @@ Grid make_grid(const Profile& profile, const LinkModel& link, const ExhaustiveOp
   grid.forward_ns = profile.forward_ns + updates_ns;
   grid.packing_costs = link.pack_ns_per_byte > 0;
   grid.in_flight = options.in_flight;
-  grid.alpha_ns = grid.cost_ns = grid.packed_cost_ns = {0};
+  grid.cost_ns = {0};
   for (int64_t units = 1; units <= grid.unit_count; ++units) {
-    const int64_t size_bytes = units * grid.unit_bytes;
-    grid.alpha_ns.push_back(applying_piece(link.all_reduce.pieces, size_bytes).alpha_ns);
-    grid.cost_ns.push_back(grid_cost_ns(link.all_reduce.pieces, size_bytes, 0));
-    grid.packed_cost_ns.push_back(grid_cost_ns(link.all_reduce.pieces, size_bytes, link.pack_ns_per_byte));
+    grid.cost_ns.push_back(grid_cost_ns(link.all_reduce.pieces, units * grid.unit_bytes, 0));
   }
   return grid;
 }

@@ -27,10 +27,7 @@ struct Grid {
   // By unit.
   std::vector<int64_t> offset_bytes;  // in its buffer
   std::vector<int32_t> tensor;
-  // All-reduce, by units in a block: alpha of the piece that applies; alpha and bytes; with packing.
-  std::vector<double> alpha_ns;
-  std::vector<double> cost_ns;
-  std::vector<double> packed_cost_ns;
+  std::vector<double> cost_ns;  // of an all-reduce, by units in a block
 
   int32_t tensor_count() const { return static_cast<int32_t>(units.size()); }
   // The iteration ends a fixed time after the later of the end of backward and the greatest lateness, the arrival of a
@@ -47,6 +44,9 @@ const LinkPiece& applying_piece(const std::vector<LinkPiece>& pieces, int64_t si
 double grid_cost_ns(const std::vector<LinkPiece>& pieces, int64_t size_bytes, double pack_ns_per_byte);
 
 Grid make_grid(const Profile& profile, const LinkModel& link, const ExhaustiveOptions& options);
+
+// exhaustive_best() by the second search.
+ExhaustivePlan best_by_sets(const Grid& grid, const LinkModel& link, bool any_op);
 
 // A block of these units, which lie in one buffer and ascend.
 Block grid_block(const Grid& grid, const std::vector<int32_t>& units);

@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
-#include <vector>
 
 #include "gradcast/play.h"
 #include "tests/core/hand_profiles.h"
@@ -16,20 +16,30 @@ namespace {
 
 using Windows = RandomProfileOptions::Windows;
 
-double best_ns(const Profile& profile, const LinkModel& link, Mode mode = Mode::kOverlap) {
-  return exhaustive_best(profile, link, {mode, 1}).iteration_ns;
+constexpr ExhaustiveOptions kHook{Mode::kHook, 1};
+constexpr ExhaustiveOptions kAnyOp{.unit_bytes = 1, .any_op = true};
+
+double best_ns(const Profile& profile, const LinkModel& link, const ExhaustiveOptions& options = {.unit_bytes = 1}) {
+  return exhaustive_best(profile, link, options).iteration_ns;
 }
 
-TEST(Exhaustive, WaitsToJoinWhereThatIsShorter) {
+TEST(Exhaustive, KnownOptima) {
+  // Waiting to join is shorter; stopping for the last burst is; running over a burst that is not the last is.
   EXPECT_DOUBLE_EQ(best_ns(profile_of(0.5, 1, {{1, 0.5, 0}, {1, 0, 0}}), link_of(1, 1)), 4.5);
-}
-
-TEST(Exhaustive, StopsForTheLastBurst) {
   EXPECT_DOUBLE_EQ(best_ns(profile_of(5, 10, {{1, 5, 0}, {10, 0, 10}}), link_of(1, 1)), 17);
-}
-
-TEST(Exhaustive, RunsOverABurstThatIsNotTheLast) {
   EXPECT_DOUBLE_EQ(best_ns(profile_of(10, 1, {{1, 10, 0}, {1, 5, 0}, {10, 0, 0}}), link_of(1, 1)), 15);
+  // Overlap: the second tensor hides behind 6 of forward. Hook: everything, then forward.
+  const Profile tail = profile_of(2, 6, {{1, 2, 0}, {3, 2, 6}});
+  EXPECT_DOUBLE_EQ(best_ns(tail, link_of(1, 1)), 10);
+  EXPECT_DOUBLE_EQ(best_ns(tail, link_of(1, 1), kHook), 13);
+  // One block each: the first arrives at 2, is updated until 5, forward needs the second at 5: it is there.
+  const Profile updates = profile_of(0, 1, {{1, 0, 0, 3}, {2, 0, 0, 4}});
+  EXPECT_DOUBLE_EQ(best_ns(updates, link_of(1, 1)), 2 + 3 + 4 + 1);
+  EXPECT_DOUBLE_EQ(best_ns(updates, link_of(1, 1), kHook), 4 + 3 + 4 + 1);
+  // Two blocks on the cheap piece.
+  LinkModel bent;
+  bent.all_reduce.pieces = {{10, 1, 1}, {kUnboundedBytes, 5, 1}};
+  EXPECT_DOUBLE_EQ(best_ns(profile_of(0, 0, {{20, 0, 0}}), bent), 22);
 }
 
 TEST(Exhaustive, JoinsDistantRangesOnlyWhereThatIsFree) {
@@ -40,34 +50,13 @@ TEST(Exhaustive, JoinsDistantRangesOnlyWhereThatIsFree) {
   EXPECT_DOUBLE_EQ(best_ns(profile, link), 19);
 }
 
-TEST(Exhaustive, UsesTheCheapPieceTwice) {
-  LinkModel link;
-  link.all_reduce.pieces = {{10, 1, 1}, {kUnboundedBytes, 5, 1}};
-  const ExhaustivePlan plan = exhaustive_best(profile_of(0, 0, {{20, 0, 0}}), link, {Mode::kOverlap, 1});
-  EXPECT_DOUBLE_EQ(plan.iteration_ns, 22);
-  EXPECT_EQ(plan.blocks.size(), 2U);
-}
-
-TEST(Exhaustive, HookModeHasNoTails) {
-  // Overlap: the second tensor hides behind 6 of forward. Hook: everything, then forward.
-  const Profile profile = profile_of(2, 6, {{1, 2, 0}, {3, 2, 6}});
-  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(1, 1)), 10);
-  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(1, 1), Mode::kHook), 13);
-}
-
-TEST(Exhaustive, UpdatesOfTheMoreUrgentCoverTheLessUrgent) {
-  // Ready at 0 = B. One block each: the first arrives at 2, is updated until 5, forward needs the second at 5: it is
-  // there.
-  const Profile profile = profile_of(0, 1, {{1, 0, 0, 3}, {2, 0, 0, 4}});
-  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(1, 1)), 2 + 3 + 4 + 1);
-  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(1, 1), Mode::kHook), 4 + 3 + 4 + 1);
-}
-
-TEST(Exhaustive, TwoBuffersNeverShareABlock) {
+TEST(Exhaustive, TwoBuffersNeverShareABlockAndMoreInFlightHidesStartUp) {
+  // Two blocks of one: [0,4] and [4,8]; the second start-up beside the first block's bytes: 4 and 5.
   Profile profile = profile_of(0, 0, {{1, 0, 0}, {1, 0, 0}});
-  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(5, 1)), 7);
+  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(3, 1)), 5);  // joined
   profile.tensors[1].buffer = 1;
-  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(5, 1)), 12);
+  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(3, 1)), 8);
+  EXPECT_DOUBLE_EQ(best_ns(profile, link_of(3, 1), {Mode::kHook, 1, 2}), 5);
 }
 
 TEST(Exhaustive, FewestBlocksPayWithTime) {
@@ -85,6 +74,20 @@ TEST(Exhaustive, FewestBlocksPayWithTime) {
   EXPECT_EQ(fewest(27).blocks.size(), 1U);
 }
 
+TEST(Exhaustive, ScatterAndGatherWhereTheyAreCheaper) {
+  // 4 bytes ready at 0, backward ends at 6. All-reduce: from 0 to 9. Scatter from 0 to 5, gather from 5 to 8.
+  const Profile profile = profile_of(6, 0, {{4, 0, 0}});
+  LinkModel link = link_of(1, 2);
+  EXPECT_DOUBLE_EQ(exhaustive_best(profile, link, kAnyOp).iteration_ns, 9);
+  link.reduce_scatter = linear_cost({1, 1});
+  link.all_gather = linear_cost({1, 0.5});
+  const ExhaustivePlan plan = exhaustive_best(profile, link, kAnyOp);
+  EXPECT_DOUBLE_EQ(plan.iteration_ns, 8);
+  ASSERT_EQ(plan.blocks.size(), 2U);
+  EXPECT_EQ(plan.blocks[0].op, Op::kReduceScatter);
+  EXPECT_EQ(plan.blocks[1].op, Op::kAllGather);
+}
+
 TEST(Exhaustive, WholeTensorBuckets) {
   // Ready order: third, second, first. Buckets {2}{1}{0}: 2, 4, 7; {2,1}{0}: 5, 7; {2}{1,0}: 2, 8; {2,1,0}: 9.
   const Profile profile = profile_of(5, 1, {{1, 5, 0}, {1, 2, 0}, {1, 0, 0}});
@@ -100,155 +103,87 @@ TEST(Exhaustive, WholeTensorBuckets) {
   EXPECT_DOUBLE_EQ(best_whole_tensor_buckets_ns(crossed, link), 11);
 }
 
-// Every combination of windows, mode, buffers, pieces, updates; small enough for the search over sets.
-struct Sweep {
-  GridCaseOptions options;
-  Mode mode;
-};
-
-std::vector<Sweep> sweeps(int32_t unit_count_max, int32_t tensor_count_max, bool packing) {
-  std::vector<Sweep> all;
-  for (const Windows windows : {Windows::kNested, Windows::kDisturbed, Windows::kRandom}) {
-    for (const Mode mode : {Mode::kOverlap, Mode::kHook}) {
-      for (const int32_t buffer_count : {1, 2}) {
-        for (const int32_t piece_count : {1, 3}) {
-          all.push_back(
-              {{windows, tensor_count_max, unit_count_max, buffer_count, piece_count, piece_count == 3, packing},
-               mode});
-        }
-      }
+// Every combination of windows, mode, buffers and pieces, each with some seeds.
+void for_each_case(GridCaseOptions options, uint64_t seeds,
+                   const std::function<void(uint64_t seed, const Profile&, const ExhaustiveOptions&)>& check) {
+  for (int combination = 0; combination < 3 * 2 * 2 * 2; ++combination) {
+    options.windows = static_cast<Windows>(combination % 3);
+    options.buffer_count = 1 + combination / 3 % 2;
+    options.link_piece_count = combination / 6 % 2 == 0 ? 1 : 3;
+    options.updates = options.link_piece_count == 3;
+    const Mode mode = combination / 12 == 0 ? Mode::kOverlap : Mode::kHook;
+    for (uint64_t seed = 1; seed <= seeds; ++seed) {
+      SCOPED_TRACE(testing::Message() << "seed " << seed << " combination " << combination);
+      check(seed, grid_case(seed, options), {mode, kGridUnitBytes});
     }
   }
-  return all;
 }
 
 void expect_played(const Profile& profile, const ExhaustiveOptions& options, const ExhaustivePlan& found) {
-  Plan plan;
-  plan.mode = options.mode;
-  plan.in_flight = options.in_flight;
-  plan.blocks = found.blocks;
+  const Plan plan = plan_of(found.blocks, options.mode, options.in_flight);
   ASSERT_NO_THROW(check_plan(plan, profile));
   EXPECT_NEAR(play(profile, profile.link, plan).iteration_ns, found.iteration_ns, 1e-9 * found.iteration_ns);
 }
 
-TEST(Exhaustive, CountsAndSubsetsAgree) {
-  for (const Sweep& sweep : sweeps(9, 4, false)) {
-    for (uint64_t seed = 1; seed <= 40; ++seed) {
-      SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(sweep.options.windows));
-      const Profile profile = grid_case(seed, sweep.options);
-      const ExhaustiveOptions options{sweep.mode, kGridUnitBytes};
-      const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
-      const ExhaustivePlan other = exhaustive_best_by_subsets(profile, profile.link, options);
-      ASSERT_NEAR(best.iteration_ns, other.iteration_ns, 1e-9 * other.iteration_ns);
-      expect_played(profile, options, best);
-      expect_played(profile, options, other);
-      for (const double slack : {1.0 + 1e-9, 1.002, 1.05, 1.5}) {
-        const double limit_ns = slack * best.iteration_ns;
-        const ExhaustivePlan few = exhaustive_fewest(profile, profile.link, options, limit_ns);
-        const ExhaustivePlan few_other = exhaustive_fewest_by_subsets(profile, profile.link, options, limit_ns);
-        ASSERT_EQ(few.blocks.size(), few_other.blocks.size()) << "slack " << slack;
-        ASSERT_LE(few.iteration_ns, limit_ns);
-        expect_played(profile, options, few);
-        expect_played(profile, options, few_other);
-      }
-      EXPECT_TRUE(exhaustive_fewest(profile, profile.link, options, 0.999999 * best.iteration_ns).blocks.empty());
+TEST(Exhaustive, CountsAndSetsAgree) {
+  for_each_case({.tensor_count_max = 4, .unit_count_max = 9}, 40, [](uint64_t, const Profile& profile, auto options) {
+    ExhaustiveOptions by_sets = options;
+    by_sets.by_sets = true;
+    const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
+    const ExhaustivePlan other = exhaustive_best(profile, profile.link, by_sets);
+    ASSERT_NEAR(best.iteration_ns, other.iteration_ns, 1e-9 * other.iteration_ns);
+    expect_played(profile, options, best);
+    expect_played(profile, options, other);
+    size_t block_count = best.blocks.size();
+    for (const double slack : {1.0 + 1e-9, 1.002, 1.05, 1.5}) {
+      const ExhaustivePlan few = exhaustive_fewest(profile, profile.link, options, slack * best.iteration_ns);
+      expect_played(profile, options, few);
+      ASSERT_LE(few.iteration_ns, slack * best.iteration_ns);
+      ASSERT_LE(few.blocks.size(), block_count) << "slack " << slack;
+      block_count = few.blocks.size();
     }
-  }
+    EXPECT_TRUE(exhaustive_fewest(profile, profile.link, options, 0.999999 * best.iteration_ns).blocks.empty());
+  });
 }
 
 TEST(Exhaustive, PlansOnLargerGridsAreWhatPlaySays) {
-  for (const Sweep& sweep : sweeps(30, 5, false)) {
-    for (uint64_t seed = 1; seed <= 60; ++seed) {
-      SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(sweep.options.windows));
-      const Profile profile = grid_case(seed, sweep.options);
-      const ExhaustiveOptions options{sweep.mode, kGridUnitBytes};
+  for_each_case({}, 60, [](uint64_t, const Profile& profile, const ExhaustiveOptions& options) {
+    expect_played(profile, options, exhaustive_best(profile, profile.link, options));
+  });
+}
+
+TEST(Exhaustive, MoreInFlightIsNeverWorseAndPackingNeverHelps) {
+  const GridCaseOptions grid{.tensor_count_max = 3, .unit_count_max = 7, .packing = true};
+  for_each_case(grid, 10, [](uint64_t, const Profile& profile, ExhaustiveOptions options) {
+    LinkModel free = profile.link;
+    free.pack_ns_per_byte = 0;
+    double previous_ns = std::numeric_limits<double>::infinity();
+    for (options.in_flight = 1; options.in_flight <= 3; ++options.in_flight) {
       const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
       expect_played(profile, options, best);
-      const ExhaustivePlan few = exhaustive_fewest(profile, profile.link, options, 1.002 * best.iteration_ns);
+      EXPECT_LE(best.iteration_ns, previous_ns);
+      EXPECT_GE(best.iteration_ns, best_ns(profile, free, options) * (1 - 1e-12));
+      const ExhaustivePlan few = exhaustive_fewest(profile, profile.link, options, 1.01 * best.iteration_ns);
       expect_played(profile, options, few);
       EXPECT_LE(few.blocks.size(), best.blocks.size());
+      previous_ns = best.iteration_ns;
     }
-  }
-}
-
-TEST(Exhaustive, MoreInFlightHidesStartUp) {
-  // Two blocks of one: [0,4] and [4,8]; the second start-up beside the first block's bytes: 4 and 5.
-  const Profile profile = profile_of(0, 0, {{1, 0, 0}, {1, 0, 0}});
-  LinkModel link = link_of(3, 1);
-  EXPECT_DOUBLE_EQ(exhaustive_best(profile, link, {Mode::kHook, 1, 1}).iteration_ns, 5);  // joined
-  Profile apart = profile;
-  apart.tensors[1].buffer = 1;
-  EXPECT_DOUBLE_EQ(exhaustive_best(apart, link, {Mode::kHook, 1, 1}).iteration_ns, 8);
-  EXPECT_DOUBLE_EQ(exhaustive_best(apart, link, {Mode::kHook, 1, 2}).iteration_ns, 5);
-}
-
-TEST(Exhaustive, MoreInFlightIsNeverWorse) {
-  for (const Sweep& sweep : sweeps(7, 3, true)) {
-    for (uint64_t seed = 1; seed <= 10; ++seed) {
-      SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(sweep.options.windows));
-      const Profile profile = grid_case(seed, sweep.options);
-      double previous_ns = std::numeric_limits<double>::infinity();
-      for (const int32_t in_flight : {1, 2, 3}) {
-        const ExhaustiveOptions options{sweep.mode, kGridUnitBytes, in_flight};
-        const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
-        expect_played(profile, options, best);
-        EXPECT_LE(best.iteration_ns, previous_ns);
-        const ExhaustivePlan few = exhaustive_fewest(profile, profile.link, options, 1.01 * best.iteration_ns);
-        expect_played(profile, options, few);
-        EXPECT_LE(few.blocks.size(), best.blocks.size());
-        previous_ns = best.iteration_ns;
-      }
-    }
-  }
-}
-
-TEST(Exhaustive, ScatterAndGatherWhereTheyAreCheaper) {
-  // 4 bytes ready at 0, backward ends at 6. All-reduce: from 0 to 9. Scatter from 0 to 5, gather from 5 to 8.
-  const Profile profile = profile_of(6, 0, {{4, 0, 0}});
-  LinkModel link = link_of(1, 2);
-  EXPECT_DOUBLE_EQ(exhaustive_best_any_op(profile, link, {Mode::kOverlap, 1}).iteration_ns, 9);
-  link.reduce_scatter.pieces = {{kUnboundedBytes, 1, 1}};
-  link.all_gather.pieces = {{kUnboundedBytes, 1, 0.5}};
-  const ExhaustivePlan plan = exhaustive_best_any_op(profile, link, {Mode::kOverlap, 1});
-  EXPECT_DOUBLE_EQ(plan.iteration_ns, 8);
-  ASSERT_EQ(plan.blocks.size(), 2U);
-  EXPECT_EQ(plan.blocks[0].op, Op::kReduceScatter);
-  EXPECT_EQ(plan.blocks[1].op, Op::kAllGather);
+  });
 }
 
 TEST(Exhaustive, AnyOpIsNeverWorse) {
-  for (const Sweep& sweep : sweeps(6, 3, true)) {
-    for (uint64_t seed = 1; seed <= 10; ++seed) {
-      SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(sweep.options.windows));
-      Profile profile = grid_case(seed, sweep.options);
-      const ExhaustiveOptions options{sweep.mode, kGridUnitBytes};
-      const double all_reduce_ns = exhaustive_best(profile, profile.link, options).iteration_ns;
-      EXPECT_NEAR(exhaustive_best_any_op(profile, profile.link, options).iteration_ns, all_reduce_ns,
-                  1e-9 * all_reduce_ns);
-      Random random(seed);
-      profile.link.reduce_scatter = scaled(profile.link, random.uniform(0.2, 1), random.uniform(0.2, 1)).all_reduce;
-      profile.link.all_gather = scaled(profile.link, random.uniform(0.2, 1), random.uniform(0.2, 1)).all_reduce;
-      const ExhaustivePlan best = exhaustive_best_any_op(profile, profile.link, options);
-      expect_played(profile, options, best);
-      EXPECT_LE(best.iteration_ns, all_reduce_ns * (1 + 1e-12));
-    }
-  }
-}
-
-TEST(Exhaustive, PackingNeverHelps) {
-  for (const Sweep& sweep : sweeps(9, 4, true)) {
-    for (uint64_t seed = 1; seed <= 10; ++seed) {
-      SCOPED_TRACE(testing::Message() << "seed " << seed << " windows " << static_cast<int>(sweep.options.windows));
-      const Profile profile = grid_case(seed, sweep.options);
-      const ExhaustiveOptions options{sweep.mode, kGridUnitBytes};
-      const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
-      expect_played(profile, options, best);
-      LinkModel free = profile.link;
-      free.pack_ns_per_byte = 0;
-      EXPECT_GE(best.iteration_ns, exhaustive_best(profile, free, options).iteration_ns * (1 - 1e-12));
-      expect_played(profile, options, exhaustive_fewest(profile, profile.link, options, 1.002 * best.iteration_ns));
-    }
-  }
+  const GridCaseOptions grid{.tensor_count_max = 3, .unit_count_max = 6, .packing = true};
+  for_each_case(grid, 10, [](uint64_t seed, Profile profile, ExhaustiveOptions options) {
+    const double all_reduce_ns = best_ns(profile, profile.link, options);
+    options.any_op = true;
+    EXPECT_NEAR(best_ns(profile, profile.link, options), all_reduce_ns, 1e-9 * all_reduce_ns);
+    Random random(seed);
+    profile.link.reduce_scatter = scaled(profile.link, random.uniform(0.2, 1), random.uniform(0.2, 1)).all_reduce;
+    profile.link.all_gather = scaled(profile.link, random.uniform(0.2, 1), random.uniform(0.2, 1)).all_reduce;
+    const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
+    expect_played(profile, options, best);
+    EXPECT_LE(best.iteration_ns, all_reduce_ns * (1 + 1e-12));
+  });
 }
 
 }  // namespace

@@ -23,21 +23,19 @@ Chain chain_of(const Profile& profile, Mode mode = Mode::kOverlap) {
   return enlarged_chain(problem, candidate_orders(problem)[0], profile.link.all_reduce);
 }
 
-OpCost line(double alpha_ns, double beta_ns_per_byte) {
-  return {{{kUnboundedBytes, alpha_ns, beta_ns_per_byte}}};
-}
-
 // Two tensors of 1 byte, ready at 0 and 0.5, read at once: sending the first alone costs 5.0, waiting to join both 4.5.
 TEST(Zigzag, WaitsToJoinWhereThatIsFaster) {
-  const Chain chain{{0.5, 0}, {0, 0}, {1, 2}, 0.5, 1, line(1, 1)};
+  const Chain chain{{0.5, 0}, {0, 0}, {1, 2}, 0.5, 1, linear_cost({1, 1})};
   EXPECT_NEAR(optimum(chain).reached_ns, 4.5, 1e-8);
   EXPECT_EQ(zigzag(chain, 4.5, kNoLimit)->size(), 1u);
+  EXPECT_FALSE(zigzag(chain, 4.5 * (1 - 1e-6), kNoLimit).has_value());
+  EXPECT_FALSE(zigzag(chain, 4.5, 0).has_value());
 }
 
 // 10 bytes ready at 0 and read at 10, 1 byte ready at 5 and read at once: all together 23, cut so that the link is free
 // for the last byte 17.
 TEST(Zigzag, CutsALargeTensorSoThatTheLastOneDoesNotWait) {
-  const Chain chain{{5, 0}, {0, 10}, {1, 11}, 5, 10, line(1, 1)};
+  const Chain chain{{5, 0}, {0, 10}, {1, 11}, 5, 10, linear_cost({1, 1})};
   EXPECT_NEAR(optimum(chain).reached_ns, 17, 1e-7);
   const auto slots = *zigzag(chain, 17, kNoLimit);
   ASSERT_GE(slots.size(), 2u);
@@ -46,27 +44,15 @@ TEST(Zigzag, CutsALargeTensorSoThatTheLastOneDoesNotWait) {
   EXPECT_DOUBLE_EQ(slots[0].finish_ns, 5);
 }
 
-// 10 bytes ready at 0, 1 at 5, 1 at 10, all read at once: running over the burst at 5 gives 15, stopping for it 16.
-TEST(Zigzag, RunsOverABurstWhereThatIsFaster) {
-  const Chain chain{{10, 5, 0}, {0, 0, 0}, {1, 2, 12}, 10, 1, line(1, 1)};
-  EXPECT_NEAR(optimum(chain).reached_ns, 15, 1e-7);
-}
-
 TEST(Zigzag, WithoutAlphaTheOptimumIsThePlainBound) {
-  const Chain chain{{8, 5, 1}, {0, 2, 3}, {4, 9, 20}, 9, 5, line(0, 0.7)};
+  const Chain chain{{8, 5, 1}, {0, 2, 3}, {4, 9, 20}, 9, 5, linear_cost({0, 0.7})};
   EXPECT_DOUBLE_EQ(optimum(chain).reached_ns, plain_bound_ns(chain));
 }
 
 TEST(Zigzag, ALinkWithoutBetaNeedsOneAlpha) {
-  const Chain chain{{8, 1}, {0, 2}, {4, 9}, 9, 5, line(3, 0)};
+  const Chain chain{{8, 1}, {0, 2}, {4, 9}, 9, 5, linear_cost({3, 0})};
   EXPECT_NEAR(optimum(chain).reached_ns, 8 + 3 + 5, 1e-7);
   EXPECT_EQ(zigzag(chain, 16, kNoLimit)->size(), 1u);
-}
-
-TEST(Zigzag, RefusesAnIterationTimeBelowTheOptimum) {
-  const Chain chain{{0.5, 0}, {0, 0}, {1, 2}, 0.5, 1, line(1, 1)};
-  EXPECT_FALSE(zigzag(chain, 4.5 * (1 - 1e-6), kNoLimit).has_value());
-  EXPECT_FALSE(zigzag(chain, 4.5, 0).has_value());
 }
 
 // Slots follow one another in time, start no earlier than what they carry is ready, end by its deadline, and hold their
@@ -99,27 +85,10 @@ TEST(Zigzag, SlotsHoldTheirBytesInsideTheirWindows) {
   }
 }
 
-// Bytes are divisible for zigzag and units of 8 bytes for the search, so the search can only be slower, and rarely is
-// by much.
-TEST(Zigzag, OptimumIsNeverAboveExhaustiveSearch) {
-  double excess = 0;
-  const uint64_t seeds = seed_count(3000);
-  for (uint64_t seed = 0; seed < seeds; ++seed) {
-    SCOPED_TRACE(seed);
-    const Mode mode = seed % 3 == 0 ? Mode::kHook : Mode::kOverlap;
-    const Profile profile = grid_case(seed, {.updates = seed % 2 == 0});
-    const ChainOptimum best = optimum(chain_of(profile, mode));
-    const double exhaustive_ns = exhaustive_best(profile, profile.link, {mode, kGridUnitBytes}).iteration_ns;
-    ASSERT_LE(best.reached_ns, exhaustive_ns * (1 + 1e-9));
-    excess += exhaustive_ns / best.reached_ns - 1;
-  }
-  EXPECT_LT(excess / static_cast<double>(seeds), 0.005);
-}
-
 TEST(Zigzag, NeverUsesMoreBlocksThanExhaustiveSearch) {
   for (uint64_t seed = 0; seed < seed_count(1500); ++seed) {
     SCOPED_TRACE(seed);
-    const Profile profile = grid_case(seed, {.tensor_count_max = 4, .unit_count_max = 16});
+    const Profile profile = grid_case(seed, {.tensor_count_max = 4, .unit_count_max = 9});
     const double iteration_ns = exhaustive_best(profile, profile.link, {Mode::kOverlap, kGridUnitBytes}).iteration_ns;
     for (const double slack : {1.0, 1.01, 1.1}) {
       const ExhaustivePlan fewest =

@@ -2,17 +2,12 @@
 // by hand.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <limits>
 #include <string>
 
-#include "policies/dcredit.h"
 #include "policies/online.h"
-#include "policies/prophet.h"
-#include "policies/usbyte.h"
+#include "policies/published.h"
 #include "tests/core/policies/policy_cases.h"
 #include "tests/core/profiles.h"
-#include "tests/support/refusals.h"
 
 namespace gradcast {
 namespace {
@@ -122,34 +117,6 @@ TEST(Prophet, WithoutAStaircaseEveryInstantIsABurst) {
             (Shown{"0:[6,8)", "0:[2,5)", "0:[0,2)[5,6)"}));
 }
 
-TEST(Prophet, BuffersTravelApart) {
-  const Problem problem = problem_of({{2, 10, 0, 0, 0}, {4, 10, 0, 0, 1}, {4, 0, 0, 0, 1}, {4, 0, 0, 0, 0}});
-  EXPECT_EQ(shown(prophet(problem, {.partition_bytes = 4, .credit_bytes = 100})),
-            (Shown{"1:[4,8)", "0:[2,6)", "0:[0,2)", "1:[0,4)"}));
-}
-
-TEST(Prophet, TheTunerTakesTheBestCredit) {
-  for (uint64_t seed = 0; seed < 20; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    const Profile profile = random_profile(seed, {.tensor_count_min = 20, .tensor_count_max = 40, .bytes_min = 10'000});
-    const Problem problem = make_problem(profile, profile.link, Mode::kOverlap, 1);
-    double best_ns = std::numeric_limits<double>::infinity();
-    for (const int64_t credit_bytes : {1, 1'000'000, 4'000'000, 16'000'000, 64'000'000}) {
-      best_ns = std::min(best_ns, iteration_ns(problem, prophet(problem, {.credit_bytes = credit_bytes})));
-    }
-    EXPECT_EQ(iteration_ns(problem, prophet(problem, {})), best_ns);
-  }
-}
-
-TEST(Prophet, RefusesAMillionPartitions) {
-  expect_refused(
-      [] {
-        prophet(problem_of({{1'000'001, 0}}), {.partition_bytes = 1});
-      },
-      ErrorCode::kInvalidOption, "raise partition_bytes");
-  EXPECT_NO_THROW(prophet(problem_of({{1'000'001, 0}}), {.partition_bytes = 2, .credit_bytes = 1'000'000}));
-}
-
 TEST(Dcredit, FillsEachSlotWithWholeUnitsAndOneStartup) {
   const auto with_slot = [](double slot_ns) {
     return shown(dcredit(problem_of({{2, slot_ns}, {6, 0}}), {.unit_bytes = 2}));
@@ -173,20 +140,6 @@ TEST(Dcredit, ASlotTakesTheMostUrgentOfAllThatIsReady) {
             (Shown{"0:[6,8)", "0:[2,6)", "0:[0,2)", "0:[8,14)"}));
   EXPECT_EQ(shown(dcredit(problem_of({{2, 11}, {4, 4}, {8, 0}}, {.alpha_ns = 2}), {.unit_bytes = 1})),
             (Shown{"0:[6,8)", "0:[2,6)[8,9)", "0:[0,2)", "0:[9,14)"}));
-}
-
-TEST(Dcredit, TheTunerTakesTheBestUnit) {
-  for (uint64_t seed = 0; seed < 20; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    const Profile profile =
-        random_profile(seed, {.tensor_count_min = 10, .tensor_count_max = 40, .bytes_min = 1'000'000});
-    const Problem problem = make_problem(profile, profile.link, Mode::kOverlap, 1);
-    double best_ns = std::numeric_limits<double>::infinity();
-    for (const int64_t unit_bytes : {250'000, 1'000'000, 4'000'000, 16'000'000}) {
-      best_ns = std::min(best_ns, iteration_ns(problem, dcredit(problem, {.unit_bytes = unit_bytes})));
-    }
-    EXPECT_EQ(iteration_ns(problem, dcredit(problem, {})), best_ns);
-  }
 }
 
 const UsbyteOptions kWithoutSearch = {.unit_bytes = 1, .search = false};

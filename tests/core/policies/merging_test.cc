@@ -1,9 +1,7 @@
-// The policies that fuse whole tensors in ready order: fifo, ddp, mgwfbp. Blocks are worked out by hand.
+// The policies that fuse whole tensors: fifo, ddp, mgwfbp, dear. Blocks are worked out by hand.
 #include <gtest/gtest.h>
 
-#include "policies/ddp.h"
-#include "policies/fifo.h"
-#include "policies/mgwfbp.h"
+#include "policies/published.h"
 #include "tests/core/policies/policy_cases.h"
 
 namespace gradcast {
@@ -77,6 +75,30 @@ TEST(Mgwfbp, MergesWhatWaitsForTheLink) {
 TEST(Mgwfbp, AGroupSpansBuffers) {
   EXPECT_EQ(shown(mgwfbp(problem_of({{1, 10, 0, 0, 1}, {1, 1, 0, 0, 0}, {1, 1, 0, 0, 1}, {1, 1, 0, 0, 0}}), {})),
             (Shown{"0:[0,2)", "1:[1,2)", "1:[0,1)"}));
+}
+
+TEST(Dear, ScattersAsGroupsCompleteAndGathersInForwardOrder) {
+  const std::vector<Item> rows = {{2, 4}, {2, 3}, {3, 2}, {9, 1}, {1, 0}};
+  // A group may reach the size, not exceed it; a larger tensor is alone.
+  EXPECT_EQ(shown(dear(problem_of(rows), {.fusion_bytes = 4})),
+            (Shown{"rs 0:[16,17)", "rs 0:[7,16)", "rs 0:[4,7)", "rs 0:[0,4)", "ag 0:[0,4)", "ag 0:[4,7)", "ag 0:[7,16)",
+                   "ag 0:[16,17)"}));
+  EXPECT_EQ(shown(dear(problem_of(rows), {.fusion_bytes = 17})), (Shown{"rs 0:[0,17)", "ag 0:[0,17)"}));
+}
+
+TEST(Dear, AGroupIsReadyWithItsLastTensor) {
+  // The first group waits for tensor 0, which is ready after all others.
+  EXPECT_EQ(shown(dear(problem_of({{1, 9}, {1, 1}, {1, 3}, {1, 2}}), {.fusion_bytes = 2})),
+            (Shown{"rs 0:[2,4)", "rs 0:[0,2)", "ag 0:[0,2)", "ag 0:[2,4)"}));
+  // Ready together: the less urgent first.
+  EXPECT_EQ(shown(dear(problem_of({{1, 5}, {1, 5}}), {.fusion_bytes = 1})),
+            (Shown{"rs 0:[1,2)", "rs 0:[0,1)", "ag 0:[0,1)", "ag 0:[1,2)"}));
+}
+
+TEST(Dear, GroupsStayInTheirBuffer) {
+  EXPECT_EQ(shown(dear(problem_of({{1, 4, 0, 0, 1}, {1, 3, 0, 0, 0}, {1, 2, 0, 0, 1}, {1, 1, 0, 0, 0}}),
+                       {.fusion_bytes = 2})),
+            (Shown{"rs 0:[0,2)", "rs 1:[0,2)", "ag 1:[0,2)", "ag 0:[0,2)"}));
 }
 
 }  // namespace

@@ -102,19 +102,5 @@ TEST(JointBlocks, OnePerBufferInOrderOfAppearance) {
   EXPECT_EQ(shown(joint_blocks(problem, pieces, "test")), (Shown{"1:[1,3)", "0:[0,6)"}));
 }
 
-TEST(BlockCount, NamesTheParameterToRaise) {
-  EXPECT_NO_THROW(check_block_count(1e6, "slice_elements"));
-  expect_refused([] { check_block_count(1e6 + 1, "slice_elements"); }, ErrorCode::kInvalidOption,
-                 "the plan would have 1000001 blocks, above the limit of 1000000; raise slice_elements");
-}
-
-TEST(BytesText, IsShort) {
-  EXPECT_EQ(bytes_text(0), "0 B");
-  EXPECT_EQ(bytes_text(999), "999 B");
-  EXPECT_EQ(bytes_text(37'632), "37.6 kB");
-  EXPECT_EQ(bytes_text(999'960), "1.0 MB");
-  EXPECT_EQ(bytes_text(int64_t{1} << 53), "9.0 PB");
-}
-
 }  // namespace
 }  // namespace gradcast

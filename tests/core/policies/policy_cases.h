@@ -25,15 +25,10 @@ struct Case {
   int32_t in_flight = 1;
 };
 
-inline OpCost line(double alpha_ns, double beta_ns_per_byte) {
-  return {{{kUnboundedBytes, alpha_ns, beta_ns_per_byte}}};
-}
-
 inline Profile profile_of(const std::vector<Item>& items, const Case& options = {}) {
   Profile profile = profile_of(options.backward_ns, options.forward_ns, items);
-  profile.link.all_reduce = line(options.alpha_ns, options.beta_ns_per_byte);
-  profile.link.reduce_scatter = line(options.alpha_ns / 2, options.beta_ns_per_byte / 2);
-  profile.link.all_gather = line(options.alpha_ns / 2, options.beta_ns_per_byte / 2);
+  profile.link = link_of(options.alpha_ns, options.beta_ns_per_byte);
+  profile.link.reduce_scatter = profile.link.all_gather = scaled(profile.link, 0.5, 0.5).all_reduce;
   return profile;
 }
 
