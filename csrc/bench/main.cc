@@ -47,27 +47,28 @@ void say(const Group& group, const BenchOptions& options, const std::string& tex
 
 void measure_network(Group& group, const BenchOptions& options, BenchResults& results) {
   say(group, options, sweep_header());
-  for (const Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather}) {
+  for (const Op op : kOps) {
     const std::vector<SweepRow> rows = sweep(group, op, options.sweep, [&](const SweepRow& row) {
       say(group, options, sweep_line(row, group.world_size()));
     });
     results.sweep.insert(results.sweep.end(), rows.begin(), rows.end());
-    if (rows.size() >= 3) {
-      results.fits.push_back({op, fit(rows)});
+    std::vector<LinkSample> samples;
+    for (const SweepRow& row : rows) {
+      samples.push_back({row.size_bytes, row.time_ns});
+    }
+    if (samples.size() >= 3) {
+      results.fits[op] = fit_op_cost(samples);
     }
   }
 }
 
 // Rank 0's, so that all ranks plan with the same numbers.
-LinkModel link_of(Group& group, const BenchResults& results) {
+LinkModel common_link(Group& group, const BenchResults& results) {
   if (results.fits.size() < 3) {
     throw Error(ErrorCode::kInvalidOption,
                 "the schedule needs a sweep of three sizes or more to know the network's cost");
   }
-  LinkModel link;
-  link.all_reduce = results.fits[0].fit.cost;
-  link.reduce_scatter = results.fits[1].fit.cost;
-  link.all_gather = results.fits[2].fit.cost;
+  LinkModel link = link_of(results);
   link.pack_ns_per_byte = pack_ns_per_byte();
   return link_from_json(group.from_first(to_json(link)));
 }
@@ -87,7 +88,7 @@ void run(Group& group, const BenchOptions& options) {
     const double time_factor =
         options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
     profile = scaled(profile, time_factor, options.scale_size);
-    profile.link = link_of(group, results);
+    profile.link = common_link(group, results);
     results.profile = profile.name;
     results.schedule = schedule(group, profile, options.schedule, [&](int32_t round) {
       say(group, options,

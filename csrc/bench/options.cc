@@ -134,10 +134,16 @@ const std::map<std::string, Setter>& setters() {
 
 BenchOptions parse_options(int argc, char** argv) {
   BenchOptions options;
-  bool is_named[3] = {};  // sweep, schedule, overhead
-  std::vector<option> known = {{"sweep", no_argument, nullptr, 's'},    {"schedule", no_argument, nullptr, 'p'},
-                               {"overhead", no_argument, nullptr, 'o'}, {"json", no_argument, nullptr, 'j'},
-                               {"parts", no_argument, nullptr, 'b'},    {"help", no_argument, nullptr, 'h'}};
+  bool sweep = false;
+  bool schedule = false;
+  bool overhead = false;
+  const std::map<std::string, bool*> flags = {{"sweep", &sweep},         {"schedule", &schedule},
+                                              {"overhead", &overhead},   {"json", &options.json},
+                                              {"parts", &options.parts}, {"help", &options.help}};
+  std::vector<option> known;
+  for (const auto& [name, flag] : flags) {
+    known.push_back({name.c_str(), no_argument, nullptr, 0});
+  }
   for (const auto& [name, setter] : setters()) {
     known.push_back({name.c_str(), required_argument, nullptr, 0});
   }
@@ -146,42 +152,25 @@ BenchOptions parse_options(int argc, char** argv) {
   optind = 1;
   int index = 0;
   for (int found = 0; (found = getopt_long(argc, argv, ":", known.data(), &index)) != -1;) {
-    switch (found) {
-      case 's':
-        is_named[0] = true;
-        break;
-      case 'p':
-        is_named[1] = true;
-        break;
-      case 'o':
-        is_named[2] = true;
-        break;
-      case 'j':
-        options.json = true;
-        break;
-      case 'b':
-        options.parts = true;
-        break;
-      case 'h':
-        options.help = true;
-        break;
-      case 0:
-        setters().at(known[index].name)(options, known[index].name, optarg);
-        break;
-      default:
-        throw Error(ErrorCode::kInvalidOption, std::string(argv[optind - 1]) +
-                                                   (found == ':' ? " lacks its value" : " is not an option") +
-                                                   "; gradcast-bench --help lists them");
+    if (found != 0) {
+      throw Error(ErrorCode::kInvalidOption, std::string(argv[optind - 1]) +
+                                                 (found == ':' ? " lacks its value" : " is not an option") +
+                                                 "; gradcast-bench --help lists them");
+    }
+    if (const auto flag = flags.find(known[index].name); flag != flags.end()) {
+      *flag->second = true;
+    } else {
+      setters().at(known[index].name)(options, known[index].name, optarg);
     }
   }
   if (optind < argc) {
     throw Error(ErrorCode::kInvalidOption,
                 std::string("'") + argv[optind] + "' is not an option; gradcast-bench --help lists them");
   }
-  if (is_named[0] || is_named[1] || is_named[2]) {
-    options.runs_sweep = is_named[0];
-    options.runs_schedule = is_named[1];
-    options.runs_overhead = is_named[2];
+  if (sweep || schedule || overhead) {
+    options.runs_sweep = sweep;
+    options.runs_schedule = schedule;
+    options.runs_overhead = overhead;
   }
   if (options.sweep.bytes_max < options.sweep.bytes_min) {
     throw Error(ErrorCode::kInvalidOption, "--bytes-max is below --bytes-min");

@@ -24,17 +24,17 @@ std::string name_of(Op op) {
   return std::string(to_string(op));
 }
 
-std::string fit_text(const Fitted& fitted) {
-  std::string text = name_of(fitted.op) + " costs";
-  for (const LinkPiece& piece : fitted.fit.cost.pieces) {
+std::string fit_text(Op op, const LinkFit& fit) {
+  std::string text = name_of(op) + " costs";
+  for (const LinkPiece& piece : fit.cost.pieces) {
     char part[160];
     std::snprintf(part, sizeof part, " %.1f us + %.4f ns per byte", piece.alpha_ns / 1e3, piece.beta_ns_per_byte);
     text += part;
     text += piece.up_to_bytes == kUnboundedBytes ? "" : " up to " + bytes_text(piece.up_to_bytes) + ", then";
   }
   char error[96];
-  std::snprintf(error, sizeof error, "; off by %.1f %% in the median, %.1f %% at most",
-                100 * fitted.fit.relative_error_median, 100 * fitted.fit.relative_error_max);
+  std::snprintf(error, sizeof error, "; off by %.1f %% in the median, %.1f %% at most", 100 * fit.relative_error_median,
+                100 * fit.relative_error_max);
   return text + error + "\n";
 }
 
@@ -56,8 +56,8 @@ std::string sweep_line(const SweepRow& row, int32_t world_size) {
 
 std::string fits_text(const BenchResults& results) {
   std::string text;
-  for (const Fitted& fitted : results.fits) {
-    text += fit_text(fitted);
+  for (const auto& [op, fit] : results.fits) {
+    text += fit_text(op, fit);
   }
   return text;
 }
@@ -73,6 +73,14 @@ std::string schedule_table(const BenchResults& results) {
              spread, row.exposed_ns() / 1e6, row.predicted_ns / 1e6, row.bound_ns / 1e6, row.step_ns / row.bound_ns);
   }
   return text + "ms per step of " + results.profile + "; compute is played by waiting\n";
+}
+
+LinkModel link_of(const BenchResults& results) {
+  LinkModel link;
+  for (const auto& [op, fit] : results.fits) {
+    link.of(op) = fit.cost;
+  }
+  return link;
 }
 
 std::string overhead_table(const BenchResults& results) {
@@ -100,16 +108,12 @@ std::string to_json(const BenchOptions& options, const BenchResults& results) {
                              {"busbw_gb_per_s", row.bus_bandwidth(results.world_size)},
                              {"errors", row.error_count}});
   }
-  LinkModel link;
-  for (const Fitted& fitted : results.fits) {
-    (fitted.op == Op::kAllReduce   ? link.all_reduce
-     : fitted.op == Op::kAllGather ? link.all_gather
-                                   : link.reduce_scatter) = fitted.fit.cost;
-    json["fit"][name_of(fitted.op)] = {{"relative_error_median", fitted.fit.relative_error_median},
-                                       {"relative_error_max", fitted.fit.relative_error_max}};
+  for (const auto& [op, fit] : results.fits) {
+    json["fit"][name_of(op)] = {{"relative_error_median", fit.relative_error_median},
+                                {"relative_error_max", fit.relative_error_max}};
   }
-  if (link.all_reduce.available()) {
-    json["link"] = nlohmann::ordered_json::parse(to_json(link));
+  if (!results.fits.empty()) {
+    json["link"] = nlohmann::ordered_json::parse(to_json(link_of(results)));
   }
   for (const ScheduleRow& row : results.schedule) {
     json["schedule"].push_back({{"policy", row.policy},

@@ -3,6 +3,7 @@
 // Thread safety: pure; any thread.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,15 +16,10 @@
 
 namespace gradcast {
 
-struct Fitted {
-  Op op = Op::kAllReduce;
-  LinkFit fit;
-};
-
 struct BenchResults {
   int32_t world_size = 1;
   std::vector<SweepRow> sweep;
-  std::vector<Fitted> fits;
+  std::map<Op, LinkFit> fits;
   std::string profile;  // its name
   std::vector<ScheduleRow> schedule;
   std::optional<Overhead> overhead;
@@ -34,6 +30,8 @@ std::string sweep_header();
 std::string sweep_line(const SweepRow& row, int32_t world_size);
 std::string fits_text(const BenchResults& results);
 std::string schedule_table(const BenchResults& results);
+// The fitted costs as a link.
+LinkModel link_of(const BenchResults& results);
 std::string overhead_table(const BenchResults& results);
 // {"MPI": …, "CUDA": …, "NCCL": …}, each a sentence.
 std::string parts_json();

@@ -82,7 +82,7 @@ class Trainer {
     double clock_ns = static_cast<double>(begin_ns) + profile_.backward_ns;
     group_.compute_until(std::llround(clock_ns));
     if (plan_.mode == Mode::kHook) {
-      wait_for_all(clock_ns);
+      wait_for(by_ready_, clock_ns);
       clock_ns += profile_.forward_ns + updates_ns(profile_);
     } else {
       forward(clock_ns);
@@ -107,23 +107,13 @@ class Trainer {
 
   // Compute stands still only where something is missing: that this thread wakes late is not the network's doing.
   void wait_for(std::span<const int32_t> tensors, double& clock_ns) {
-    if (!engine_.wait(tensors, 0)) {
-      require(engine_.wait(tensors, kPatienceNs));
-      clock_ns = std::max(clock_ns, static_cast<double>(steady_now_ns()));
+    if (engine_.wait(tensors, 0)) {
+      return;
     }
-  }
-
-  void wait_for_all(double& clock_ns) {
-    if (!engine_.wait_all(0)) {
-      require(engine_.wait_all(kPatienceNs));
-      clock_ns = std::max(clock_ns, static_cast<double>(steady_now_ns()));
-    }
-  }
-
-  void require(bool in_time) {
-    if (!in_time) {
+    if (!engine_.wait(tensors, kPatienceNs)) {
       throw Error(ErrorCode::kCommunication, "policy " + plan_.policy + ": after 60 s " + engine_.waiting_for());
     }
+    clock_ns = std::max(clock_ns, static_cast<double>(steady_now_ns()));
   }
 
   Group& group_;
@@ -137,8 +127,8 @@ class Trainer {
 std::vector<Plan> plans_of(const Profile& profile, const ScheduleOptions& options) {
   std::vector<Plan> plans;
   for (const PolicyInfo& policy : policies()) {
-    const bool has_halves = profile.link.reduce_scatter.available() && profile.link.all_gather.available();
-    if ((policy.overlap_only && options.mode == Mode::kHook) || (policy.needs_scatter_gather && !has_halves)) {
+    if ((policy.overlap_only && options.mode == Mode::kHook) ||
+        (policy.needs_scatter_gather && !profile.link.can_scatter_gather())) {
       continue;
     }
     plans.push_back(make_plan(profile, profile.link,

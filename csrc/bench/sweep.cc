@@ -139,12 +139,4 @@ std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
   return rows;
 }
 
-LinkFit fit(const std::vector<SweepRow>& rows) {
-  std::vector<LinkSample> samples;
-  for (const SweepRow& row : rows) {
-    samples.push_back({row.size_bytes, row.time_ns});
-  }
-  return fit_op_cost(samples);
-}
-
 }  // namespace gradcast

@@ -9,7 +9,6 @@
 
 #include "bench/group.h"
 #include "gradcast/link.h"
-#include "gradcast/link_fit.h"
 #include "gradcast/types.h"
 
 namespace gradcast {
@@ -38,8 +37,5 @@ struct SweepRow {
 // has not ended after a minute.
 std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
                             const std::function<void(const SweepRow&)>& tell);
-
-// What the rows cost as alpha and beta. Throws Error{kInvalidLink} for fewer than three sizes.
-LinkFit fit(const std::vector<SweepRow>& rows);
 
 }  // namespace gradcast
