@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/capsule.h"
+#include "gradcast/error.h"
 #include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
 
@@ -18,7 +19,21 @@ namespace gradcast {
 
 // The memory of an array, which the caller keeps. Throws Error{kInvalidOption} unless it is contiguous and holds
 // float32 or float64.
-HostBuffer host_buffer_of(const pybind11::buffer_info& info);
+inline HostBuffer host_buffer_of(const pybind11::buffer_info& info) {
+  const bool is_float = info.item_type_is_equivalent_to<float>();
+  if (!is_float && !info.item_type_is_equivalent_to<double>()) {
+    throw Error(ErrorCode::kInvalidOption,
+                "a buffer holds elements of format '" + info.format + "'; this transport takes float32 and float64");
+  }
+  pybind11::ssize_t stride_bytes = info.itemsize;
+  for (pybind11::ssize_t axis = info.ndim - 1; axis >= 0; --axis) {
+    if (info.shape[axis] > 1 && info.strides[axis] != stride_bytes) {
+      throw Error(ErrorCode::kInvalidOption, "a buffer is not contiguous; give flat arrays");
+    }
+    stride_bytes *= info.shape[axis];
+  }
+  return {info.ptr, info.size * info.itemsize, is_float ? Element::kFloat32 : Element::kFloat64};
+}
 
 class HostTransport {
  public:
