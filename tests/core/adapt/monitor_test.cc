@@ -188,12 +188,16 @@ TEST(Monitor, ATrifleIsNoChange) {
   EXPECT_EQ(run(loop, 200).measure_at, -1);
 }
 
-TEST(Monitor, APlanForAnotherNetworkIsNoticed) {
-  // The network became slower between the measurement and the plan's first iterations.
-  const Told told = run({.options = {kBusyNs, kLinkNs / 2}}, 100);
-  EXPECT_GT(told.measure_at, 0);
-  EXPECT_LT(told.measure_at, 30);
-  EXPECT_DOUBLE_EQ(told.change.before_ns, kLinkNs / 2);
+TEST(Monitor, APlanForOtherTimesIsNoticed) {
+  // The network or compute became slower between the measurement and the plan's first iterations.
+  for (const Cause cause : {Cause::kNetwork, Cause::kCompute}) {
+    const bool network = cause == Cause::kNetwork;
+    const Told told = run({.options = {network ? kBusyNs : kBusyNs / 2, network ? kLinkNs / 2 : kLinkNs}}, 100);
+    EXPECT_GT(told.measure_at, 0);
+    EXPECT_LT(told.measure_at, 30);
+    EXPECT_EQ(told.change.cause, cause);
+    EXPECT_DOUBLE_EQ(told.change.before_ns, (network ? kLinkNs : kBusyNs) / 2);
+  }
 }
 
 TEST(Monitor, ASlowRankIsNamed) {

@@ -107,6 +107,7 @@ TEST(ProfileJson, RandomProfilesGoRound) {
     options.buffer_count = 1 + static_cast<int32_t>(seed % 2);
     options.link_piece_count = 1 + static_cast<int32_t>(seed % 4);
     options.updates = seed % 5 == 0;
+    options.pack_share = seed % 3 == 0 ? 0.3 : 0;
     const Profile profile = random_profile(seed, options);
     const Profile again = profile_from_json(to_json(profile));
     ASSERT_EQ(again, profile) << "seed " << seed;
@@ -181,6 +182,12 @@ TEST(ProfileJson, RefusesOtherShapes) {
   refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": 1e999"), "too large");
   refused(with(kProfile, "\"ready_ns\": 600,", "\"ready_ns\": 600"), "line 5");
   refused(with(kProfile, "\"name\": \"b\"", "\"name\": \"\xff\""), "JSON");
+  // A long value is shown by its beginning, whole characters of it.
+  std::string long_text;
+  for (int i = 0; i < 19; ++i)
+    long_text += "\u00e9";
+  refused(with(kProfile, "\"bytes\": 80", "\"bytes\": \"" + long_text + long_text + "\""),
+          "tensors[1].bytes is \"" + long_text + "\u2026; a number is expected");
   refused(kProfile + "}", "JSON");
   refused(std::string(100'000, '['), "");
   refused(with(kProfile, "\"name\": \"b\"", "\"x\": " + std::string(5000, '[') + std::string(5000, ']')), "deep");

@@ -36,6 +36,7 @@ TEST(PlanJson, ReadsEveryField) {
   expected.plain_bound_ns = 1850;
   EXPECT_EQ(plan, expected);
   EXPECT_EQ(plan_from_json(with(kPlan, "overlap", "hook")).mode, Mode::kHook);
+  EXPECT_EQ(plan_from_json(with(kPlan, ", \"reason\": \"first\"", "")).blocks[0].reason, "");
   EXPECT_EQ(plan_from_json(with(kPlan, "reduce_scatter", "all_gather")).blocks[1].op, Op::kAllGather);
 }
 
