@@ -51,7 +51,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
 
     def prepare(handle):
         live = handle._session.controller
-        live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_plain=agreed.runs_as_baseline)
+        live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
 
         def tell(step):
             live._own_facts = lambda _: facts_of(rank.index, step - 1, live.on_baseline) if step else None

@@ -15,8 +15,8 @@ LAG = 2
 REPORTS = [SimpleNamespace(facts="rank 0"), SimpleNamespace(facts="rank 1")]
 
 
-def decision(plain=False, stepped_aside=False, change=None):
-    return SimpleNamespace(plain=plain, stepped_aside=stepped_aside, change=change)
+def decision(on_baseline=False, stepped_aside=False, change=None):
+    return SimpleNamespace(on_baseline=on_baseline, stepped_aside=stepped_aside, change=change)
 
 
 def following(*decisions, on_baseline=False):
@@ -34,14 +34,14 @@ def following(*decisions, on_baseline=False):
 
 
 def test_the_monitor_hears_what_an_iteration_followed_when_its_reports_come():
-    plain = [True, False, False, False, False]
-    phase, plans, monitor = following(*map(decision, plain))
-    for _ in plain:
+    tried = [True, False, False, False, False]
+    phase, plans, monitor = following(*map(decision, tried))
+    for _ in tried:
         assert phase.begin_iteration(None, REPORTS) is phase
         phase.iteration_began()
-    followed = [False] * LAG + plain
+    followed = [False] * LAG + tried
     assert [call.args for call in monitor.on_iteration.call_args_list] == [
-        (each, ["rank 0", "rank 1"]) for each in followed[: len(plain)]
+        (each, ["rank 0", "rank 1"]) for each in followed[: len(tried)]
     ]
     assert [call.kwargs["on_baseline"] for call in plans.activate.call_args_list] == [True, False], "once per change"
 
@@ -54,7 +54,7 @@ def test_of_an_iteration_without_all_reports_the_monitor_hears_no_facts():
 
 @pytest.mark.parametrize("on_baseline", [False, True])
 def test_a_change_is_measured_again(on_baseline):
-    phase, plans, _ = following(decision(plain=on_baseline, change="the change"), on_baseline=on_baseline)
+    phase, plans, _ = following(decision(on_baseline=on_baseline, change="the change"), on_baseline=on_baseline)
     assert phase.begin_iteration(None, REPORTS) is plans.measure_again.return_value
     plans.measure_again.assert_called_once_with("the change")
     plans.activate.assert_not_called()
@@ -62,7 +62,7 @@ def test_a_change_is_measured_again(on_baseline):
 
 @pytest.mark.parametrize("is_tried_now", [False, True])
 def test_where_the_baseline_is_as_fast_it_stays_active(is_tried_now):
-    phase, plans, _ = following(decision(plain=True, stepped_aside=True), on_baseline=is_tried_now)
+    phase, plans, _ = following(decision(on_baseline=True, stepped_aside=True), on_baseline=is_tried_now)
     assert phase.begin_iteration(None, REPORTS) is phase
     assert phase.on_baseline
     plans.fall_back.assert_called_once_with()
@@ -70,7 +70,7 @@ def test_where_the_baseline_is_as_fast_it_stays_active(is_tried_now):
 
 
 def test_the_baseline_in_force_is_no_trial():
-    phase, plans, _ = following(decision(plain=True), on_baseline=True)
+    phase, plans, _ = following(decision(on_baseline=True), on_baseline=True)
     assert phase.begin_iteration(None, REPORTS) is phase
     assert phase.on_baseline
     plans.activate.assert_not_called()
