@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include "transport/common/host_memory.h"
 #include "transport/common/parts.h"
@@ -21,12 +20,12 @@ std::vector<Number> packed(const Contribution& rank) {
   return message;
 }
 
-// Where a rank's part of a message begins and ends.
+// Copies a rank's part of one message to its place in another.
 template <typename Number>
-std::pair<int64_t, int64_t> bounds(const std::vector<Number>& message, size_t rank, size_t world_size) {
+void copy_part(const std::vector<Number>& from, std::vector<Number>& to, size_t rank, size_t world_size) {
   const Part part =
-      part_of(static_cast<int32_t>(rank), static_cast<int32_t>(world_size), static_cast<int64_t>(message.size()));
-  return {part.first, part.last};
+      part_of(static_cast<int32_t>(rank), static_cast<int32_t>(world_size), static_cast<int64_t>(from.size()));
+  std::copy(from.begin() + part.first, from.begin() + part.last, to.begin() + part.first);
 }
 
 template <typename Number>
@@ -52,8 +51,7 @@ void reduce_scatter(std::span<const Contribution> ranks) {
   const std::vector<Number> sum = sum_of<Number>(ranks);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     std::vector<Number> result(sum.size(), std::numeric_limits<Number>::quiet_NaN());
-    const auto [first, last] = bounds(sum, rank, ranks.size());
-    std::copy(sum.begin() + first, sum.begin() + last, result.begin() + first);
+    copy_part(sum, result, rank, ranks.size());
     unpack(ranks[rank].buffer, ranks[rank].ranges, result.data());
   }
 }
@@ -64,8 +62,7 @@ void all_gather(std::span<const Contribution> ranks) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const std::vector<Number> message = packed<Number>(ranks[rank]);
     result.resize(message.size());
-    const auto [first, last] = bounds(message, rank, ranks.size());
-    std::copy(message.begin() + first, message.begin() + last, result.begin() + first);
+    copy_part(message, result, rank, ranks.size());
   }
   for (const Contribution& rank : ranks) {
     unpack(rank.buffer, rank.ranges, result.data());

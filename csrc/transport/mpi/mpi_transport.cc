@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <limits>
 #include <string>
 #include <thread>
@@ -12,10 +11,9 @@
 
 #include "gradcast/error.h"
 #include "gradcast/mpi.h"
-#include "platform/sync.h"
 #include "platform/thread.h"
-#include "transport/common/completion_gate.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/operation_queue.h"
 #include "transport/common/parts.h"
 
 namespace gradcast {
@@ -70,24 +68,29 @@ class MpiTransport final : public Transport {
 
   int32_t rank() const noexcept override { return rank_; }
   int32_t world_size() const noexcept override { return world_size_; }
-  void open(CompletionSink* sink) noexcept override;
-  void start(const Operation& operation) noexcept override;
-  void abort(const char* reason) noexcept override;
-  void close() noexcept override;
+  void open(CompletionSink* sink) noexcept override {
+    queue_.open(sink, [this] { run(); });
+  }
+  void start(const Operation& operation) noexcept override { queue_.start(operation); }
+  void abort(const char* reason) noexcept override { queue_.abort(reason); }
+  void close() noexcept override {
+    queue_.close();
+    free_communicator();
+  }
 
  private:
   // An operation under way. MPI uses its memory until it has ended, so a flight never moves.
   struct Flight {
     Operation operation;
+    std::vector<Range> ranges;         // the operation's
     std::vector<std::byte> message;    // several ranges, packed; empty for one, which MPI sends from where it lies
     std::vector<std::byte> part;       // this rank's part of a reduce-scatter
     std::vector<int> counts, offsets;  // elements of each rank's part, and where it begins
     MPI_Request request = MPI_REQUEST_NULL;
   };
 
-  void run() GC_EXCLUDES(mutex_);
-  void wait_for_work(int eager_polls) GC_REQUIRES(mutex_);
-  void launch(const Operation& operation);
+  void run();
+  void launch(const OperationQueue::Started& started);
   int post(Flight& flight, void* numbers, int64_t element_count);
   enum class Ended { kNo, kWell, kFailed };
   Ended test(Flight& flight);
@@ -100,26 +103,16 @@ class MpiTransport final : public Transport {
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
   const std::vector<HostBuffer> buffers_;
-  const std::vector<Extent> extents_;
   int32_t rank_ = 0;
   int32_t world_size_ = 1;
-  CompletionGate gate_;
-
-  // The thread's own.
-  std::vector<std::unique_ptr<Flight>> flights_;
-
-  Mutex mutex_;
-  CondVar changed_;
-  std::deque<Operation> started_ GC_GUARDED_BY(mutex_);  // for the thread, not yet with MPI
-  bool closing_ GC_GUARDED_BY(mutex_) = false;
-
-  std::thread thread_;
+  std::vector<std::unique_ptr<Flight>> flights_;  // the thread's own
+  OperationQueue queue_;
+  CompletionGate& gate_ = queue_.gate;
 };
 
 MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers)
-    : buffers_(std::move(buffers)), extents_(extents_of(buffers_)) {
+    : buffers_(std::move(buffers)), queue_(extents_of(buffers_)) {
   require_threads();
-  check_extents(extents_);
   require(MPI_Comm_dup(communicator, &communicator_), "make a communicator for the transport");
   // By default an MPI error ends all processes, and the user would not see our message.
   MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
@@ -130,47 +123,6 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffer
 MpiTransport::~MpiTransport() {
   abort("the transport was destroyed before this operation had finished");
   close();
-}
-
-void MpiTransport::open(CompletionSink* sink) noexcept {
-  gate_.open(sink);
-  thread_ = std::thread([this] { run(); });
-}
-
-void MpiTransport::start(const Operation& operation) noexcept {
-  if (!gate_.add(operation.ticket)) {
-    return;
-  }
-  if (const auto fault = fault_of(operation, extents_)) {
-    gate_.complete(operation.ticket, fault->c_str());
-    return;
-  }
-  {
-    MutexLock lock(mutex_);
-    started_.push_back(operation);
-  }
-  changed_.notify_one();
-}
-
-void MpiTransport::abort(const char* reason) noexcept {
-  gate_.abort(reason);
-  {
-    MutexLock lock(mutex_);  // else the thread could look before the abort and wait after the notification
-  }
-  changed_.notify_one();
-}
-
-void MpiTransport::close() noexcept {
-  gate_.close();
-  {
-    MutexLock lock(mutex_);
-    closing_ = true;
-  }
-  changed_.notify_one();
-  if (thread_.joinable()) {
-    thread_.join();
-  }
-  free_communicator();
 }
 
 // Freeing is collective, so every rank must get here. After a failure that is not sure: another rank may not have
@@ -190,21 +142,17 @@ void MpiTransport::run() {
   name_this_thread("gradcast-mpi");
   int eager_polls = 0;
   while (true) {
-    std::deque<Operation> started;
-    {
-      MutexLock lock(mutex_);
-      wait_for_work(eager_polls);
-      if (closing_ || gate_.aborted()) {
-        break;
-      }
-      std::swap(started, started_);
+    const int64_t deadline_ns = flights_.empty() ? kNever : eager_polls >= kEagerPolls ? steady_now_ns() + kPauseNs : 0;
+    const auto started = queue_.wait(deadline_ns);
+    if (queue_.is_closing() || gate_.aborted()) {
+      break;
     }
-    for (const Operation& operation : started) {
+    for (const OperationQueue::Started& each : started) {
       try {
-        launch(operation);
+        launch(each);
       } catch (const std::exception& error) {  // no memory for the message
-        const std::string what = failure_text(operation, rank_, world_size_, "MPI") + error.what();
-        gate_.complete(operation.ticket, what.c_str());
+        const std::string what = failure_text(each.operation, rank_, world_size_, "MPI") + error.what();
+        gate_.complete(each.operation.ticket, what.c_str());
       }
     }
     const size_t before_count = flights_.size();
@@ -223,19 +171,13 @@ void MpiTransport::run() {
   flights_.clear();
 }
 
-// If no operation is under way, waits until one is started or the transport closes. Otherwise waits for at most one
-// pause.
-void MpiTransport::wait_for_work(int eager_polls) {
-  const int64_t deadline_ns = flights_.empty() ? kNever : eager_polls >= kEagerPolls ? steady_now_ns() + kPauseNs : 0;
-  while (!closing_ && started_.empty() && !gate_.aborted() && steady_now_ns() < deadline_ns) {
-    changed_.wait_until(mutex_, deadline_ns);
-  }
-}
-
-void MpiTransport::launch(const Operation& operation) {
-  const HostBuffer& buffer = buffers_[operation.buffer];
+void MpiTransport::launch(const OperationQueue::Started& started) {
   auto flight = std::make_unique<Flight>();
-  flight->operation = operation;
+  flight->ranges = started.ranges;
+  flight->operation = started.operation;
+  flight->operation.ranges = flight->ranges.data();
+  const Operation& operation = flight->operation;
+  const HostBuffer& buffer = buffers_[operation.buffer];
   const int64_t message_bytes = size_bytes(operation);
   const int64_t element_count = message_bytes / element_bytes(buffer.element);
   if (element_count > std::numeric_limits<int>::max()) {
@@ -314,20 +256,16 @@ void MpiTransport::take_ended() {
 void MpiTransport::deliver(Flight& flight) {
   const Operation& operation = flight.operation;
   const HostBuffer& buffer = buffers_[operation.buffer];
-  const int64_t own_bytes = flight.counts[rank_] * element_bytes(buffer.element);
   const int64_t own_offset_bytes = flight.offsets[rank_] * element_bytes(buffer.element);
-  if (flight.message.empty()) {
-    if (operation.op == Op::kReduceScatter) {
-      const int64_t lo_bytes = operation.ranges[0].lo_bytes + own_offset_bytes;
-      const Range own{lo_bytes, lo_bytes + own_bytes};
-      unpack(buffer, {&own, 1}, flight.part.data());
-    }
-    return;
-  }
+  const int64_t own_bytes = flight.counts[rank_] * element_bytes(buffer.element);
   if (operation.op == Op::kReduceScatter) {
-    std::copy_n(flight.part.begin(), own_bytes, flight.message.begin() + own_offset_bytes);
+    auto* const message = flight.message.empty() ? static_cast<std::byte*>(buffer.data) + operation.ranges[0].lo_bytes
+                                                 : flight.message.data();
+    std::copy_n(flight.part.begin(), own_bytes, message + own_offset_bytes);
   }
-  unpack(buffer, ranges_of(operation), flight.message.data());
+  if (!flight.message.empty()) {
+    unpack(buffer, ranges_of(operation), flight.message.data());
+  }
 }
 
 }  // namespace

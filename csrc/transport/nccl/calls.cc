@@ -4,31 +4,24 @@
 
 namespace gradcast {
 
+namespace {
+
+struct ElementKind {
+  ncclDataType_t type;
+  int64_t size_bytes;
+};
+
+// By DeviceElement.
+constexpr ElementKind kElements[] = {{ncclFloat32, 4}, {ncclFloat64, 8}, {ncclFloat16, 2}, {ncclBfloat16, 2}};
+
+}  // namespace
+
 ncclDataType_t type_of(DeviceElement element) {
-  switch (element) {
-    case DeviceElement::kFloat32:
-      return ncclFloat32;
-    case DeviceElement::kFloat64:
-      return ncclFloat64;
-    case DeviceElement::kFloat16:
-      return ncclFloat16;
-    case DeviceElement::kBFloat16:
-      return ncclBfloat16;
-  }
-  return ncclFloat32;
+  return kElements[static_cast<size_t>(element)].type;
 }
 
 int64_t bytes_of(DeviceElement element) {
-  switch (element) {
-    case DeviceElement::kFloat32:
-      return 4;
-    case DeviceElement::kFloat64:
-      return 8;
-    case DeviceElement::kFloat16:
-    case DeviceElement::kBFloat16:
-      return 2;
-  }
-  return 4;
+  return kElements[static_cast<size_t>(element)].size_bytes;
 }
 
 void require(cudaError_t error, const std::string& action) {

@@ -7,7 +7,6 @@
 #include <deque>
 #include <map>
 #include <optional>
-#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -15,8 +14,8 @@
 #include "gradcast/nccl.h"
 #include "platform/sync.h"
 #include "platform/thread.h"
-#include "transport/common/completion_gate.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/operation_queue.h"
 #include "transport/common/parts.h"
 #include "transport/common/range_map.h"
 #include "transport/nccl/calls.h"
@@ -42,18 +41,19 @@ class NcclTransport final : public DeviceTransport {
 
   int32_t rank() const noexcept override { return rank_; }
   int32_t world_size() const noexcept override { return world_size_; }
-  void open(CompletionSink* sink) noexcept override;
-  void start(const Operation& operation) noexcept override;
-  void abort(const char* reason) noexcept override;
-  void close() noexcept override;
+  void open(CompletionSink* sink) noexcept override {
+    queue_.open(sink, [this] { run(); });
+  }
+  void start(const Operation& operation) noexcept override { queue_.start(operation); }
+  void abort(const char* reason) noexcept override { queue_.abort(reason); }
+  void close() noexcept override {
+    queue_.close();
+    release();
+  }
   void on_written(int32_t buffer, Range range, cudaStream_t stream) override;
   void order_behind(int32_t buffer, Range range, cudaStream_t stream) override;
 
  private:
-  struct Started {
-    Operation operation;
-    std::vector<Range> ranges;  // copied: the engine's are gone after an abort
-  };
   // An operation that is on the stream.
   struct Flight {
     int64_t ticket;
@@ -74,8 +74,7 @@ class NcclTransport final : public DeviceTransport {
   void run_half(const Operation& operation);
   void run_half(const Operation& operation, char* message, int64_t part_bytes);
   char* message_memory(size_t size_bytes);
-  void run() GC_EXCLUDES(mutex_);
-  void wait_for_work(bool is_given_up) GC_REQUIRES(mutex_);
+  void run();
   void look() noexcept;
   bool look_at(Flight& flight) noexcept;
   void check_time(const Flight& flight) noexcept;
@@ -87,9 +86,9 @@ class NcclTransport final : public DeviceTransport {
   const int32_t device_;
   const std::chrono::nanoseconds timeout_;
   const std::vector<DeviceBuffer> buffers_;
-  std::vector<Extent> extents_;
+  OperationQueue queue_;
+  CompletionGate& gate_ = queue_.gate;
   cudaStream_t stream_ = nullptr;
-  CompletionGate gate_;
   // The thread's own from open() to close().
   std::optional<Communicator> communicator_;
   std::deque<Flight> flights_;
@@ -102,14 +101,15 @@ class NcclTransport final : public DeviceTransport {
 
   Mutex ends_mutex_;
   RangeMap<SharedEvent> ends_ GC_GUARDED_BY(ends_mutex_);  // of the last operation on each byte
-
-  Mutex mutex_;
-  CondVar changed_;
-  std::deque<Started> started_ GC_GUARDED_BY(mutex_);  // for the thread, not yet on the stream
-  bool closing_ GC_GUARDED_BY(mutex_) = false;
-
-  std::thread thread_;
 };
+
+std::vector<Extent> extents_of(const std::vector<DeviceBuffer>& buffers) {
+  std::vector<Extent> extents;
+  for (const DeviceBuffer& buffer : buffers) {
+    extents.push_back({buffer.size_bytes, bytes_of(buffer.element)});
+  }
+  return extents;
+}
 
 NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_size, std::vector<DeviceBuffer> buffers,
                              const NcclOptions& options)
@@ -117,11 +117,8 @@ NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_
       world_size_(world_size),
       device_(options.device),
       timeout_(options.operation_timeout_ns),
-      buffers_(std::move(buffers)) {
-  for (const DeviceBuffer& buffer : buffers_) {
-    extents_.push_back({buffer.size_bytes, bytes_of(buffer.element)});
-  }
-  check_extents(extents_);
+      buffers_(std::move(buffers)),
+      queue_(extents_of(buffers_)) {
   int device_count = 0;
   if (cudaGetDeviceCount(&device_count) != cudaSuccess || device_ < 0 || device_ >= device_count) {
     throw Error(ErrorCode::kInvalidUse, "there is no CUDA device " + std::to_string(device_) + " here, of " +
@@ -161,31 +158,6 @@ void NcclTransport::settle(const Operation& operation) {
   } catch (const Error& error) {
     gate_.abort((failure_text(operation, rank_, world_size_, "NCCL") + error.what()).c_str());
     throw;
-  }
-}
-
-void NcclTransport::open(CompletionSink* sink) noexcept {
-  gate_.open(sink);
-  thread_ = std::thread([this] { run(); });
-}
-
-void NcclTransport::start(const Operation& operation) noexcept {
-  if (!gate_.add(operation.ticket)) {
-    return;
-  }
-  try {
-    if (const auto fault = fault_of(operation, extents_)) {
-      throw Error(ErrorCode::kInvalidUse, *fault);
-    }
-    const auto ranges = ranges_of(operation);
-    Started started{operation, {ranges.begin(), ranges.end()}};
-    {
-      MutexLock lock(mutex_);
-      started_.push_back(std::move(started));
-    }
-    changed_.notify_one();
-  } catch (const std::exception& error) {
-    gate_.complete(operation.ticket, error.what());
   }
 }
 
@@ -321,48 +293,21 @@ void NcclTransport::run() {
   wake_promptly();
   cudaSetDevice(device_);
   bool is_given_up = false;
-  MutexLock lock(mutex_);
-  while (true) {
-    wait_for_work(is_given_up);
+  do {
+    const int64_t deadline_ns = flights_.empty() ? kNever : steady_now_ns() + kPauseNs;
+    for (const OperationQueue::Started& each : queue_.wait(deadline_ns, is_given_up)) {
+      if (gate_.aborted()) break;
+      begin(each.operation);
+      look();
+    }
     if (gate_.aborted()) {
       // Also if nothing is in flight: the peers must learn of it, and work on the stream must end.
       communicator_->give_up();
       is_given_up = true;
       flights_.clear();
-      started_.clear();
-    }
-    if (started_.empty() && flights_.empty()) {
-      if (closing_) return;
-      continue;
-    }
-    std::optional<Started> next;
-    if (!started_.empty()) {
-      next = std::move(started_.front());
-      started_.pop_front();
-    }
-    lock.unlock();
-    if (next) {
-      next->operation.ranges = next->ranges.data();
-      begin(next->operation);
     }
     look();
-    lock.lock();
-  }
-}
-
-// If nothing is on the stream, waits until an operation is started, an abort, or the end. Otherwise waits for one pause
-// at most.
-void NcclTransport::wait_for_work(bool is_given_up) {
-  if (!flights_.empty()) {
-    const int64_t deadline_ns = steady_now_ns() + kPauseNs;
-    while (started_.empty() && steady_now_ns() < deadline_ns) {
-      changed_.wait_until(mutex_, deadline_ns);
-    }
-    return;
-  }
-  while (!closing_ && started_.empty() && (is_given_up || !gate_.aborted())) {
-    changed_.wait(mutex_);
-  }
+  } while (!flights_.empty() || !queue_.is_closing());
 }
 
 // Reports what has ended. The stream ends operations in order.
@@ -402,27 +347,6 @@ void NcclTransport::check_time(const Flight& flight) noexcept {
   gate_.abort((flight.what_failed + "it has not ended in " + std::to_string(ms) +
                " ms; another rank has stopped, or is slower than NcclOptions::operation_timeout_ns allows")
                   .c_str());
-}
-
-void NcclTransport::abort(const char* reason) noexcept {
-  gate_.abort(reason);
-  {
-    MutexLock lock(mutex_);  // else the thread could look before the abort and wait after the notification
-  }
-  changed_.notify_one();
-}
-
-void NcclTransport::close() noexcept {
-  gate_.close();
-  {
-    MutexLock lock(mutex_);
-    closing_ = true;
-  }
-  changed_.notify_one();
-  if (thread_.joinable()) {
-    thread_.join();
-  }
-  release();
 }
 
 void NcclTransport::release() noexcept {

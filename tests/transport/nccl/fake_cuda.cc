@@ -68,23 +68,6 @@ std::atomic<int> refusals = 0;
 std::mutex ending_mutex;
 std::vector<std::thread> ending;
 
-cudaError_t allocate(void** memory, size_t size) {
-  if (refusals > 0) {
-    --refusals;
-    return cudaErrorMemoryAllocation;
-  }
-  *memory = std::malloc(size);
-  ++allocation_count;
-  ++allocation_count_ever;
-  return cudaSuccess;
-}
-
-cudaError_t give_back(void* memory) {
-  std::free(memory);
-  --allocation_count;
-  return cudaSuccess;
-}
-
 }  // namespace
 
 namespace fake {
@@ -178,16 +161,25 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, size_t size) {
-  return allocate(memory, size);
+  if (refusals > 0) {
+    --refusals;
+    return cudaErrorMemoryAllocation;
+  }
+  *memory = std::malloc(size);
+  ++allocation_count;
+  ++allocation_count_ever;
+  return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
-  return give_back(memory);
+  std::free(memory);
+  --allocation_count;
+  return cudaSuccess;
 }
 cudaError_t cudaMallocAsync(void** memory, size_t size, cudaStream_t) {
-  return allocate(memory, size);
+  return cudaMalloc(memory, size);
 }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
-  stream->put([memory] { give_back(memory); });
+  stream->put([memory] { cudaFree(memory); });
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "gradcast/error.h"
+#include "tests/support/recording_sink.h"
 #ifdef GRADCAST_FAKE_DEVICE
 #include "tests/transport/nccl/fake_device.h"
 #endif
@@ -25,59 +26,12 @@ namespace {
 
 using namespace std::chrono_literals;
 constexpr int64_t kElements = 1000;
-constexpr auto kPatience = 20s;
 
 #ifdef GRADCAST_FAKE_DEVICE
 constexpr std::array kWorlds{1, 2, 4};
 #else
 constexpr std::array kWorlds{1};
 #endif
-
-// Notes what it is told, and lets others wait for it.
-class Sink final : public CompletionSink {
- public:
-  void began(int64_t ticket) noexcept override { note(ticket, "began"); }
-  void queued(int64_t ticket) noexcept override { note(ticket, "queued"); }
-  void complete(int64_t ticket, const char* error) noexcept override {
-    note(ticket, error == nullptr ? "done" : std::string("failed: ") + error);
-  }
-
-  bool has(int64_t ticket, const std::string& what) const {
-    const std::lock_guard lock(mutex_);
-    return std::ranges::any_of(told_, [&](const auto& each) {
-      return each.first == ticket && each.second.compare(0, what.size(), what) == 0;
-    });
-  }
-  // "done", or "failed: ..."; "nothing" where neither came in time.
-  std::string end_of(int64_t ticket) const {
-    std::unique_lock lock(mutex_);
-    std::string end = "nothing";
-    told_now_.wait_for(lock, kPatience, [&] {
-      for (const auto& [of, what] : told_) {
-        if (of == ticket && (what == "done" || what.starts_with("failed"))) end = what;
-      }
-      return end != "nothing";
-    });
-    return end;
-  }
-  bool becomes(int64_t ticket, const std::string& what) const {
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    while (!has(ticket, what) && std::chrono::steady_clock::now() < deadline)
-      std::this_thread::sleep_for(1ms);
-    return has(ticket, what);
-  }
-
- private:
-  void note(int64_t ticket, std::string what) {
-    const std::lock_guard lock(mutex_);
-    told_.emplace_back(ticket, std::move(what));
-    told_now_.notify_all();
-  }
-
-  mutable std::mutex mutex_;
-  mutable std::condition_variable told_now_;
-  std::vector<std::pair<int64_t, std::string>> told_;
-};
 
 // One rank: its gradients on the device, and a stream on which it computes.
 class Rank {
@@ -122,7 +76,7 @@ class Rank {
     return values;
   }
 
-  Sink& sink() { return sink_; }
+  RecordingSink& sink() { return sink_; }
   DeviceTransport& transport() { return *transport_; }
   cudaStream_t stream() const { return stream_; }
   float* data() const { return static_cast<float*>(memory_.get()); }
@@ -136,7 +90,7 @@ class Rank {
   const int32_t rank_;
   const std::shared_ptr<void> memory_;
   cudaStream_t stream_ = nullptr;
-  Sink sink_;
+  RecordingSink sink_;
   std::unique_ptr<DeviceTransport> transport_;
 };
 
@@ -163,8 +117,24 @@ float sum_at(int64_t i, int32_t world_size) {
   return static_cast<float>(i * world_size + 1000 * (world_size * (world_size - 1) / 2));
 }
 
-bool is_in(const std::vector<Range>& elements, int64_t i) {
-  return std::ranges::any_of(elements, [&](const Range& each) { return each.lo_bytes <= i && i < each.hi_bytes; });
+// The rank holds sums in these elements, and its own values in the others.
+void expect_sums(const Rank& rank, const std::vector<Range>& elements, int32_t world_size) {
+  const std::vector<float> found = rank.read();
+  for (int64_t i = 0; i < kElements; ++i) {
+    const bool is_summed =
+        std::ranges::any_of(elements, [&](const Range& each) { return each.lo_bytes <= i && i < each.hi_bytes; });
+    ASSERT_EQ(found[static_cast<size_t>(i)], is_summed ? sum_at(i, world_size) : rank.value(i)) << i;
+  }
+}
+
+// Of what the tests' own device has given.
+void expect_nothing_left() {
+#ifdef GRADCAST_FAKE_DEVICE
+  fake::end_streams();
+  fake::set_version(22900);
+  EXPECT_EQ(fake::communicators(), 0);
+  EXPECT_EQ(fake::allocations(), 0);
+#endif
 }
 
 class Nccl : public testing::TestWithParam<int> {
@@ -175,13 +145,9 @@ class Nccl : public testing::TestWithParam<int> {
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no CUDA device here";
 #endif
   }
-#ifdef GRADCAST_FAKE_DEVICE
   void TearDown() override {
-    fake::end_streams();
-    EXPECT_EQ(fake::communicators(), 0);
-    EXPECT_EQ(fake::allocations(), 0);
+    expect_nothing_left();
   }
-#endif
 };
 
 TEST_P(Nccl, SumsRangesWhereTheyLie) {
@@ -189,10 +155,8 @@ TEST_P(Nccl, SumsRangesWhereTheyLie) {
   on_ranks(GetParam(), [&](Rank& rank, int32_t) {
     rank.write_all();
     rank.start(0, some);
-    ASSERT_EQ(rank.sink().end_of(0), "done");
-    const std::vector<float> found = rank.read();
-    for (int64_t i = 0; i < kElements; ++i)
-      ASSERT_EQ(found[static_cast<size_t>(i)], is_in(some, i) ? sum_at(i, GetParam()) : rank.value(i)) << i;
+    ASSERT_EQ(rank.sink().end_of(0), "");
+    expect_sums(rank, some, GetParam());
   });
 }
 
@@ -204,7 +168,7 @@ TEST_P(Nccl, HalvesTogetherAreASum) {
     int64_t ticket = 0;
     for (const auto& elements : blocks) {
       rank.start(ticket, elements, Op::kReduceScatter);
-      ASSERT_EQ(rank.sink().end_of(ticket++), "done");
+      ASSERT_EQ(rank.sink().end_of(ticket++), "");
       // Only this rank's part is a sum by now.
       std::vector<int64_t> places;
       for (const Range& each : elements) {
@@ -219,13 +183,9 @@ TEST_P(Nccl, HalvesTogetherAreASum) {
         ASSERT_EQ(half[static_cast<size_t>(i)], sum_at(i, GetParam())) << i;
       }
       rank.start(ticket, elements, Op::kAllGather);
-      ASSERT_EQ(rank.sink().end_of(ticket++), "done");
+      ASSERT_EQ(rank.sink().end_of(ticket++), "");
     }
-    const std::vector<float> found = rank.read();
-    for (int64_t i = 0; i < kElements; ++i) {
-      const bool is_sent = std::ranges::any_of(blocks, [&](const auto& elements) { return is_in(elements, i); });
-      ASSERT_EQ(found[static_cast<size_t>(i)], is_sent ? sum_at(i, GetParam()) : rank.value(i)) << i;
-    }
+    expect_sums(rank, {{0, 420}, {600, 733}}, GetParam());
   });
 }
 
@@ -236,10 +196,8 @@ TEST_P(Nccl, ManyOperationsEndInTheirOrder) {
       for (int64_t block = 0; block < 10; ++block)
         rank.start(10 * step + block, {{100 * block, 100 * block + 100}});
       for (int64_t block = 0; block < 10; ++block)
-        ASSERT_EQ(rank.sink().end_of(10 * step + block), "done");
-      const std::vector<float> found = rank.read();
-      for (int64_t i = 0; i < kElements; ++i)
-        ASSERT_EQ(found[static_cast<size_t>(i)], sum_at(i, GetParam())) << i;
+        ASSERT_EQ(rank.sink().end_of(10 * step + block), "");
+      expect_sums(rank, {{0, kElements}}, GetParam());
     }
   });
 }
@@ -250,10 +208,8 @@ TEST_P(Nccl, WhatIsPutBehindAnOperationFindsItsSums) {
     rank.start(0, {{0, kElements}});
     ASSERT_TRUE(rank.sink().becomes(0, "queued"));
     rank.transport().order_behind(0, {0, kElements * 4}, rank.stream());
-    const std::vector<float> found = rank.read();  // on that stream
-    for (int64_t i = 0; i < kElements; ++i)
-      ASSERT_EQ(found[static_cast<size_t>(i)], sum_at(i, GetParam())) << i;
-    ASSERT_EQ(rank.sink().end_of(0), "done");
+    expect_sums(rank, {{0, kElements}}, GetParam());  // reads on that stream
+    ASSERT_EQ(rank.sink().end_of(0), "");
   });
 }
 
@@ -268,19 +224,9 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Nccl, testing::ValuesIn(kWorlds));
 
 #ifdef GRADCAST_FAKE_DEVICE
 
-class NcclOrder : public testing::Test {
+class NcclFake : public testing::Test {
  protected:
-  void TearDown() override { fake::end_streams(); }
-};
-
-class NcclFails : public testing::Test {
- protected:
-  void TearDown() override {
-    fake::end_streams();
-    fake::set_version(22900);
-    EXPECT_EQ(fake::communicators(), 0);
-    EXPECT_EQ(fake::allocations(), 0);
-  }
+  void TearDown() override { expect_nothing_left(); }
 };
 
 // The message of the error that connecting ends with.
@@ -293,7 +239,7 @@ std::string refusal(const std::string& id, int32_t rank, int32_t world_size, con
   return "none";
 }
 
-TEST_F(NcclOrder, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
+TEST_F(NcclFake, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
   on_ranks(2, [](Rank& rank, int32_t number) {
     fake::Place go;
     fake::put(rank.stream(), [&] {
@@ -306,21 +252,21 @@ TEST_F(NcclOrder, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
     ASSERT_TRUE(rank.sink().becomes(0, "queued"));
     std::this_thread::sleep_for(20ms);
     EXPECT_FALSE(rank.sink().has(0, "began"));
-    EXPECT_FALSE(rank.sink().has(0, "done"));
+    EXPECT_TRUE(rank.sink().await(0).empty());
     go.reach();
-    ASSERT_EQ(rank.sink().end_of(0), "done");
+    ASSERT_EQ(rank.sink().end_of(0), "");
     EXPECT_TRUE(rank.sink().has(0, "began"));
     EXPECT_EQ(rank.read()[7], sum_at(7, 2)) << number;
   });
 }
 
-TEST_F(NcclOrder, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
+TEST_F(NcclFake, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
   fake::Place late;
   fake::Place looked;
   on_ranks(2, [&](Rank& rank, int32_t number) {
     rank.write_all();
     rank.start(0, {{0, 100}});
-    ASSERT_EQ(rank.sink().end_of(0), "done");
+    ASSERT_EQ(rank.sink().end_of(0), "");
     // Rank 1's gradients come late: the operation is under way on rank 0, and ends when they have come.
     if (number == 1) fake::put(rank.stream(), [&] { late.wait(); });
     rank.transport().on_written(0, {400, 800}, rank.stream());
@@ -351,23 +297,21 @@ TEST_F(NcclOrder, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
     EXPECT_EQ(seen, sum_at(100, 2));
     cudaStreamDestroy(user);
     cudaStreamDestroy(other);
-    EXPECT_EQ(rank.sink().end_of(1), "done");
+    EXPECT_EQ(rank.sink().end_of(1), "");
   });
-  fake::end_streams();
 }
 
-TEST_F(NcclOrder, MemoryForMessagesIsKept) {
+TEST_F(NcclFake, MemoryForMessagesIsKept) {
   on_ranks(1, [](Rank& rank, int32_t) {
     rank.start(0, {{0, 100}, {200, 300}}, Op::kReduceScatter);
-    ASSERT_EQ(rank.sink().end_of(0), "done");
+    ASSERT_EQ(rank.sink().end_of(0), "");
     const int before = fake::allocations_ever();
     for (int64_t ticket = 1; ticket < 5; ++ticket) {
       rank.start(ticket, {{0, 50}, {200, 250}}, Op::kAllGather);
-      ASSERT_EQ(rank.sink().end_of(ticket), "done");
+      ASSERT_EQ(rank.sink().end_of(ticket), "");
     }
     EXPECT_EQ(fake::allocations_ever(), before);
   });
-  fake::end_streams();
 }
 
 // Rank 0 goes on alone: rank 1, which is connected with it, comes to no other operation and ends when it is done.
@@ -378,7 +322,7 @@ void on_rank_0_alone(const Action& action, NcclOptions options = {}) {
       2,
       [&](Rank& rank, int32_t number) {
         rank.start(0, {{0, 10}});
-        EXPECT_EQ(rank.sink().end_of(0), "done");
+        EXPECT_EQ(rank.sink().end_of(0), "");
         if (number == 0) {
           action(rank);
           done.reach();
@@ -390,9 +334,9 @@ void on_rank_0_alone(const Action& action, NcclOptions options = {}) {
       options);
 }
 
-TEST_F(NcclFails, ARankThatNeverComesIsGivenUpAfterTheTimeout) {
-  NcclOptions options;
-  options.operation_timeout_ns = 200'000'000;
+constexpr NcclOptions kImpatient{.operation_timeout_ns = 200'000'000};
+
+TEST_F(NcclFake, ARankThatNeverComesIsGivenUpAfterTheTimeout) {
   on_rank_0_alone(
       [](Rank& rank) {
         rank.start(1, {{0, 10}});
@@ -401,12 +345,10 @@ TEST_F(NcclFails, ARankThatNeverComesIsGivenUpAfterTheTimeout) {
         rank.start(2, {{0, 10}});
         EXPECT_EQ(rank.sink().end_of(2), end);
       },
-      options);
+      kImpatient);
 }
 
-TEST_F(NcclFails, ARankThatDoesNotComeToTheFirstOperationFailsWhatCameBefore) {
-  NcclOptions options;
-  options.operation_timeout_ns = 200'000'000;
+TEST_F(NcclFake, ARankThatDoesNotComeToTheFirstOperationFailsWhatCameBefore) {
   fake::Place given_up;
   on_ranks(
       2,
@@ -419,16 +361,16 @@ TEST_F(NcclFails, ARankThatDoesNotComeToTheFirstOperationFailsWhatCameBefore) {
         rank.start(1, {{10, 20}});
         const std::string end = rank.sink().end_of(0);
         EXPECT_TRUE(
-            end.starts_with("failed: all_reduce of 40 bytes failed on rank 0 of 2 (NCCL): NCCL could not start a "
+            end.starts_with("all_reduce of 40 bytes failed on rank 0 of 2 (NCCL): NCCL could not start a "
                             "block in time: not every rank has come"))
             << end;
         EXPECT_EQ(rank.sink().end_of(1), end);
         given_up.reach();
       },
-      options);
+      kImpatient);
 }
 
-TEST_F(NcclFails, AnAbortEndsEverythingAtOnce) {
+TEST_F(NcclFake, AnAbortEndsEverythingAtOnce) {
   const int aborts = fake::aborts();
   on_rank_0_alone([](Rank& rank) {
     rank.start(1, {{0, 10}});
@@ -436,14 +378,14 @@ TEST_F(NcclFails, AnAbortEndsEverythingAtOnce) {
     ASSERT_TRUE(rank.sink().becomes(2, "queued"));
     rank.transport().order_behind(0, {0, 80}, rank.stream());
     rank.transport().abort("enough");
-    EXPECT_EQ(rank.sink().end_of(1), "failed: enough");
-    EXPECT_EQ(rank.sink().end_of(2), "failed: enough");
+    EXPECT_EQ(rank.sink().end_of(1), "enough");
+    EXPECT_EQ(rank.sink().end_of(2), "enough");
     cudaStreamSynchronize(rank.stream());  // what was to run behind them runs
   });
   EXPECT_EQ(fake::aborts(), aborts + 2) << "the other rank cannot end well either";
 }
 
-TEST_F(NcclFails, ALostConnectionIsNamed) {
+TEST_F(NcclFake, ALostConnectionIsNamed) {
   on_rank_0_alone([](Rank& rank) {
     rank.start(1, {{0, 10}});
     ASSERT_TRUE(rank.sink().becomes(1, "queued"));
@@ -454,13 +396,13 @@ TEST_F(NcclFails, ALostConnectionIsNamed) {
   });
 }
 
-TEST_F(NcclFails, RanksThatEndTogetherEndWell) {
+TEST_F(NcclFake, RanksThatEndTogetherEndWell) {
   const auto before = std::tuple(fake::aborts(), fake::destructions());
   const std::string id = new_nccl_id();
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      Sink sink;
+      RecordingSink sink;
       NcclOptions options;
       options.device = rank;
       const auto transport = make_nccl_transport(id, rank, 2, {}, options);
@@ -474,7 +416,7 @@ TEST_F(NcclFails, RanksThatEndTogetherEndWell) {
   EXPECT_EQ(std::tuple(fake::aborts(), fake::destructions()), std::tuple(std::get<0>(before), std::get<1>(before) + 2));
 }
 
-TEST_F(NcclFails, NoMemoryForAMessageFailsThatOperationAlone) {
+TEST_F(NcclFake, NoMemoryForAMessageFailsThatOperationAlone) {
   on_ranks(1, [](Rank& rank, int32_t) {
     fake::refuse_memory(1);
     rank.start(0, {{0, 100}, {200, 301}}, Op::kReduceScatter);
@@ -483,11 +425,11 @@ TEST_F(NcclFails, NoMemoryForAMessageFailsThatOperationAlone) {
               std::string::npos)
         << end;
     rank.start(1, {{0, 100}, {200, 301}}, Op::kReduceScatter);
-    EXPECT_EQ(rank.sink().end_of(1), "done");
+    EXPECT_EQ(rank.sink().end_of(1), "");
   });
 }
 
-TEST_F(NcclFails, WhatCannotConnectSaysWhatToDo) {
+TEST_F(NcclFake, WhatCannotConnectSaysWhatToDo) {
   NcclOptions quick;
   quick.connect_timeout_ns = 100'000'000;
   const std::string id = new_nccl_id();
@@ -500,7 +442,7 @@ TEST_F(NcclFails, WhatCannotConnectSaysWhatToDo) {
             "there is no CUDA device 8 here, of 8; train on the CPU with Gloo or MPI instead");
 }
 
-TEST_F(NcclFails, TwoRanksOnOneDevice) {
+TEST_F(NcclFake, TwoRanksOnOneDevice) {
   const std::string id = new_nccl_id();
   NcclOptions quick;
   quick.connect_timeout_ns = 300'000'000;
@@ -514,14 +456,14 @@ TEST_F(NcclFails, TwoRanksOnOneDevice) {
       << second;
 }
 
-TEST_F(NcclFails, RanksWithAnotherNccl) {
+TEST_F(NcclFake, RanksWithAnotherNccl) {
   const std::string id = new_nccl_id();
   fake::set_version(22805);
   EXPECT_EQ(refusal(id, 1, 2, {}),
             "rank 1 has NCCL 2.28.5, the rank that made the id 2.29.0; install the same on all hosts");
 }
 
-TEST_F(NcclFails, MemoryThatNcclCannotGiveIsOrdinaryMemoryOfTheDevice) {
+TEST_F(NcclFake, MemoryThatNcclCannotGiveIsOrdinaryMemoryOfTheDevice) {
   fake::refuse_memory(1);
   EXPECT_NE(allocate_for_nccl(100), nullptr);
   fake::refuse_memory(2);
