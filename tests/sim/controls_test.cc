@@ -83,98 +83,68 @@ TEST(LedgerControls, GathersAndScattersAreBookedApart) {
   EXPECT_EQ(coverage.finish(), "byte 0 of buffer 0 is never reduced");
 }
 
-// --- The judge of a rank, and followers that the real one is not ---
+// --- The checker of a rank, and followers that the real one is not ---
 
-class WatchControls : public testing::Test {
- protected:
-  static FollowedPlan followed(const Plan& plan) { return {three_layers(), plan}; }
-
-  void begin(const FollowedPlan& plan, const std::vector<int32_t>& ready) {
-    watch_.begin(plan);
-    for (const int32_t tensor : ready) {
-      watch_.on_ready(tensor);
-    }
+// The rules that a follower breaks which starts these blocks, the last of them, with these gradients ready.
+std::optional<SimRule> broken_by(const Plan& plan, const std::vector<int32_t>& ready,
+                                 const std::vector<int32_t>& launches) {
+  const FollowedPlan followed(three_layers(), plan);
+  RankChecker checker;
+  checker.begin(followed);
+  for (const int32_t tensor : ready) {
+    checker.on_ready(tensor);
   }
-
-  RankChecker watch_;
-};
-
-TEST_F(WatchControls, AnIterationByTheRules) {
-  const FollowedPlan plan = followed(layer_by_layer());
-  begin(plan, {2, 1, 0});
-  for (const int32_t block : {0, 1, 2}) {
-    EXPECT_TRUE(watch_.next_may_start());
-    EXPECT_EQ(watch_.on_launch(block), std::nullopt);
-    EXPECT_FALSE(watch_.next_may_start());
-    EXPECT_EQ(watch_.oldest_unfinished(), block);
-    EXPECT_EQ(watch_.on_finish(block, {2 - block}), std::nullopt);
+  std::optional<SimRule> broken;
+  for (const int32_t block : launches) {
+    EXPECT_EQ(broken, std::nullopt);
+    broken = checker.on_launch(block);
   }
-  EXPECT_TRUE(watch_.all_finished());
+  return broken;
 }
 
-TEST_F(WatchControls, ABlockOutOfTurn) {
-  const FollowedPlan plan = followed(layer_by_layer(3));
-  begin(plan, {2, 1, 0});
-  EXPECT_EQ(watch_.on_launch(1), SimRule::kPlanOrder);
-  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(0), SimRule::kPlanOrder);
-  EXPECT_EQ(watch_.on_launch(-1), SimRule::kPlanOrder);
+TEST(CheckerControls, ABlockThatMayNotStart) {
+  const std::vector<int32_t> all = {2, 1, 0};
+  const Plan halves =
+      plan_of({block_of({{0, 60}}, Op::kReduceScatter), block_of({{0, 60}}, Op::kAllGather)}, Mode::kOverlap, 2);
+  EXPECT_EQ(broken_by(layer_by_layer(3), all, {1}), SimRule::kPlanOrder);
+  EXPECT_EQ(broken_by(layer_by_layer(3), all, {0, 0}), SimRule::kPlanOrder);
+  EXPECT_EQ(broken_by(layer_by_layer(3), all, {-1}), SimRule::kPlanOrder);
+  EXPECT_EQ(broken_by(plan_of({block_of({{0, 60}})}), all, {0, 1}), SimRule::kPlanOrder) << "after the last";
+  EXPECT_EQ(broken_by(plan_of({block_of({{5, 60}}), block_of({{0, 5}})}), {2, 1}, {0}), SimRule::kReady);
+  EXPECT_EQ(broken_by(halves, all, {0, 1}), SimRule::kReady) << "a gather before its scatter has ended";
+  EXPECT_EQ(broken_by(layer_by_layer(2), all, {0, 1, 2}), SimRule::kInFlight);
 }
 
-TEST_F(WatchControls, ABlockAfterTheLast) {
-  const FollowedPlan plan = followed(plan_of({block_of({{0, 60}})}));
-  begin(plan, {2, 1, 0});
-  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(1), SimRule::kPlanOrder);
+TEST(CheckerControls, AnEndTwiceOrBeforeTheStart) {
+  const FollowedPlan plan(three_layers(), layer_by_layer());
+  RankChecker checker;
+  checker.begin(plan);
+  for (const int32_t tensor : {2, 1, 0}) {
+    checker.on_ready(tensor);
+  }
+  EXPECT_EQ(checker.on_finish(0, {}), SimRule::kOneEnd);
+  EXPECT_EQ(checker.on_launch(0), std::nullopt);
+  EXPECT_EQ(checker.on_finish(0, {2}), std::nullopt);
+  EXPECT_EQ(checker.on_finish(0, {}), SimRule::kOneEnd);
+  EXPECT_EQ(checker.on_finish(-1, {}), SimRule::kOneEnd);
 }
 
-TEST_F(WatchControls, ABlockWithoutAllItsGradients) {
-  const FollowedPlan plan = followed(plan_of({block_of({{5, 60}}), block_of({{0, 5}})}));
-  begin(plan, {2, 1});
-  EXPECT_FALSE(watch_.next_may_start());
-  EXPECT_EQ(watch_.on_launch(0), SimRule::kReady);
-}
-
-TEST_F(WatchControls, AGatherBeforeItsScatterHasEnded) {
-  const FollowedPlan plan = followed(
-      plan_of({block_of({{0, 60}}, Op::kReduceScatter), block_of({{0, 60}}, Op::kAllGather)}, Mode::kOverlap, 2));
-  begin(plan, {2, 1, 0});
-  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(1), SimRule::kReady);
-  EXPECT_EQ(watch_.on_finish(0, {}), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(1), std::nullopt);
-}
-
-TEST_F(WatchControls, OneBlockTooManyInFlight) {
-  const FollowedPlan plan = followed(layer_by_layer(2));
-  begin(plan, {2, 1, 0});
-  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(1), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(2), SimRule::kInFlight);
-}
-
-TEST_F(WatchControls, AnEndTwiceOrBeforeTheStart) {
-  const FollowedPlan plan = followed(layer_by_layer());
-  begin(plan, {2, 1, 0});
-  EXPECT_EQ(watch_.on_finish(0, {}), SimRule::kOneEnd);
-  EXPECT_EQ(watch_.on_launch(0), std::nullopt);
-  EXPECT_EQ(watch_.on_finish(0, {2}), std::nullopt);
-  EXPECT_EQ(watch_.on_finish(0, {}), SimRule::kOneEnd);
-  EXPECT_EQ(watch_.on_finish(-1, {}), SimRule::kOneEnd);
-}
-
-TEST_F(WatchControls, ATensorTwiceTooEarlyOrNever) {
-  const FollowedPlan plan = followed(plan_of({block_of({{5, 60}}), block_of({{0, 5}})}));
+TEST(CheckerControls, ATensorTwiceTooEarlyOrNever) {
+  const FollowedPlan plan(three_layers(), plan_of({block_of({{5, 60}}), block_of({{0, 5}})}));
+  RankChecker checker;
   const auto after_first = [&](const std::vector<int32_t>& arrived) {
-    begin(plan, {2, 1, 0});
-    EXPECT_EQ(watch_.on_launch(0), std::nullopt);
-    return watch_.on_finish(0, arrived);
+    checker.begin(plan);
+    for (const int32_t tensor : {2, 1, 0}) {
+      checker.on_ready(tensor);
+    }
+    EXPECT_EQ(checker.on_launch(0), std::nullopt);
+    return checker.on_finish(0, arrived);
   };
   EXPECT_EQ(after_first({1, 2, 0}), SimRule::kArrival);
   EXPECT_EQ(after_first({1, 1}), SimRule::kArrival);
   EXPECT_EQ(after_first({1}), std::nullopt);
-  EXPECT_EQ(watch_.on_launch(1), std::nullopt);
-  EXPECT_EQ(watch_.on_finish(1, {0}), SimRule::kArrival);
+  EXPECT_EQ(checker.on_launch(1), std::nullopt);
+  EXPECT_EQ(checker.on_finish(1, {0}), SimRule::kArrival);
 }
 
 // --- Time ---

@@ -122,11 +122,7 @@ void draw_faults(Random& random, RandomScenario& drawn) {
 }  // namespace
 
 const Plan& plan_in(const SimScenario& scenario, int32_t iteration) {
-  int32_t plan = 0;
-  for (const SimPlanChange& change : scenario.changes) {
-    plan = change.iteration <= iteration ? change.plan : plan;
-  }
-  return scenario.plans[plan];
+  return scenario.plans[scenario.plan_in(iteration)];
 }
 
 RandomScenario random_scenario(uint64_t seed) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <queue>
 #include <vector>
 
 #include "gradcast/error.h"
@@ -26,30 +27,30 @@ class EventQueue {
   void push(Event event) {
     GC_CHECK(event.time_ns >= now_ns_);
     event.number = pushed_count_++;
-    heap_.push_back(event);
-    std::push_heap(heap_.begin(), heap_.end(), is_later);
-    size_peak_ = std::max(size_peak_, static_cast<int64_t>(heap_.size()));
+    events_.push(event);
+    size_peak_ = std::max(size_peak_, static_cast<int64_t>(events_.size()));
   }
 
   // REQUIRES: !empty().
   Event pop() {
-    GC_CHECK(!heap_.empty());
-    std::pop_heap(heap_.begin(), heap_.end(), is_later);
-    const Event event = heap_.back();
-    heap_.pop_back();
+    GC_CHECK(!events_.empty());
+    const Event event = events_.top();
+    events_.pop();
     now_ns_ = event.time_ns;
     return event;
   }
 
-  bool empty() const { return heap_.empty(); }
+  bool empty() const { return events_.empty(); }
   int64_t size_peak() const { return size_peak_; }
 
  private:
-  static bool is_later(const Event& a, const Event& b) {
-    return a.time_ns != b.time_ns ? a.time_ns > b.time_ns : a.number > b.number;
-  }
+  struct IsLater {
+    bool operator()(const Event& a, const Event& b) const {
+      return a.time_ns != b.time_ns ? a.time_ns > b.time_ns : a.number > b.number;
+    }
+  };
 
-  std::vector<Event> heap_;
+  std::priority_queue<Event, std::vector<Event>, IsLater> events_;
   int64_t pushed_count_ = 0;
   int64_t size_peak_ = 0;
   double now_ns_ = 0;

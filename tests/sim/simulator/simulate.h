@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "gradcast/plan.h"
@@ -47,6 +46,10 @@ struct SimFault {
   int32_t iteration = 0;
   int32_t subject = 0;
   double time_ns = 0;  // of kLeave, from the start of the first iteration
+
+  bool hits(Kind what, int32_t of_rank, int32_t in_iteration, int32_t of_subject) const {
+    return kind == what && rank == of_rank && iteration == in_iteration && subject == of_subject;
+  }
 };
 
 // From this iteration on, plans[plan] is in force.
@@ -67,6 +70,15 @@ struct SimScenario {
   SimJitter jitter;
   std::vector<SimFault> faults;
   bool keep_launches = false;  // SimRankResult.launches: of small runs, for tests and pictures
+
+  // The plan on which ranks agree for an iteration.
+  int32_t plan_in(int32_t iteration) const {
+    int32_t plan = 0;
+    for (const SimPlanChange& change : changes) {
+      plan = change.iteration <= iteration ? change.plan : plan;
+    }
+    return plan;
+  }
 };
 
 // The rules that hold in every run.
@@ -82,8 +94,6 @@ enum class SimRule {
   kEnds,           // a run has no more events than its iterations, tensors and blocks can cause
   kFollower,       // the follower's own checks
 };
-// "same_operation" and so on.
-std::string_view to_string(SimRule rule);
 
 // A broken rule. -1 if it concerns no particular rank or block.
 struct SimFinding {
@@ -145,8 +155,9 @@ struct SimResult {
   int64_t operation_peak = 0;   // operations that were open at once
 };
 
-// Throws Error: kInvalidOption for a scenario that makes no sense (the field is named), kInvalidProfile, kInvalidLink
-// (also a kind of operation of a plan that the link does not know), kInvalidPlan (a plan that no follower can follow).
+// Throws Error: kInvalidProfile, kInvalidLink (also a kind of operation of a plan that the link does not know),
+// kInvalidPlan (a plan that no follower can follow). REQUIRES: faults and changes name ranks, iterations and plans that
+// exist, and every reduce-scatter is gathered; only tests write scenarios.
 SimResult simulate(const SimScenario& scenario);
 
 }  // namespace gradcast

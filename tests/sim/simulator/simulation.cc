@@ -1,12 +1,69 @@
-// Each event goes to the follower and to the rank checker. The run stops at the first event on which they disagree.
-#include "tests/sim/simulator/simulation.h"
-
+// One run: takes events in order of time, passes them to ranks and network, and checks what they do. Each event goes to the
+// follower and to the rank checker, and the run stops at the first event on which they disagree.
 #include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "gradcast/error.h"
+#include "tests/sim/simulator/byte_coverage.h"
+#include "tests/sim/simulator/draws.h"
+#include "tests/sim/simulator/event_queue.h"
+#include "tests/sim/simulator/network.h"
+#include "tests/sim/simulator/plan_schedule.h"
+#include "tests/sim/simulator/rank.h"
 #include "tests/sim/simulator/report.h"
+#include "tests/sim/simulator/simulate.h"
 
-namespace gradcast::sim {
+namespace gradcast {
+namespace sim {
+namespace {
+
+// "same_operation" and so on.
+std::string to_string(SimRule rule) {
+  constexpr const char* kNames[] = {"same_operation", "plan_order", "start",      "ready", "in_flight",
+                                    "one_end",        "arrival",    "every_byte", "ends",  "follower"};
+  return kNames[static_cast<size_t>(rule)];
+}
+
+class Simulation {
+ public:
+  // The scenario must outlive this.
+  explicit Simulation(const SimScenario& scenario);
+
+  // To the end, once.
+  SimResult run();
+
+ private:
+  void handle(const Event& event);
+  void begin_iteration(int32_t index, double now_ns);
+  void push_next_gradient(int32_t index);
+  void on_ready(int32_t index, int32_t tensor, double now_ns);
+  void on_complete(int32_t index, int64_t operation, double now_ns);
+  void launch_all(int32_t index, double now_ns);
+  void launch(int32_t index, int32_t block, double now_ns);
+  void start(Operation& operation, int64_t index, double now_ns);
+  void tell_ranks(Operation& operation, int64_t index);
+  void end_iteration(int32_t index);
+  void leave(int32_t index, double now_ns);
+
+  bool is_hit(SimFault::Kind kind, int32_t rank, int32_t iteration, int32_t subject) const;
+  void find(SimRule rule, int32_t index, int32_t block, const std::string& what);
+  int64_t event_count_max() const;
+  void conclude();
+
+  const SimScenario& scenario_;
+  const PlanSchedule schedule_;
+  const Draws draws_;
+  EventQueue queue_;
+  Network network_;
+  ByteCoverage coverage_;
+  std::vector<Rank> ranks_;
+  std::vector<int32_t> ended_counts_;  // by iteration: ranks that have ended it
+  SimResult result_;
+};
 
 Simulation::Simulation(const SimScenario& scenario)
     : scenario_(scenario),
@@ -228,9 +285,8 @@ void Simulation::leave(int32_t index, double now_ns) {
 }
 
 bool Simulation::is_hit(SimFault::Kind kind, int32_t rank, int32_t iteration, int32_t subject) const {
-  return std::ranges::any_of(scenario_.faults, [&](const SimFault& fault) {
-    return fault.kind == kind && fault.rank == rank && fault.iteration == iteration && fault.subject == subject;
-  });
+  return std::ranges::any_of(scenario_.faults,
+                             [&](const SimFault& fault) { return fault.hits(kind, rank, iteration, subject); });
 }
 
 // Keeps the first broken rule only: later ones follow from it.
@@ -251,7 +307,7 @@ void Simulation::find(SimRule rule, int32_t index, int32_t block, const std::str
       finding.text += block_text(plan, block) + ": ";
     }
   }
-  finding.text += what + " (" + std::string(to_string(rule)) + ")";
+  finding.text += what + " (" + to_string(rule) + ")";
   result_.finding = finding;
 }
 
@@ -289,4 +345,14 @@ void Simulation::conclude() {
   }
 }
 
-}  // namespace gradcast::sim
+}  // namespace
+}  // namespace sim
+
+SimResult simulate(const SimScenario& scenario) {
+  check_profile(scenario.profile);
+  check_link(scenario.profile.link);
+  GC_CHECK(scenario.rank_count >= 1 && scenario.iteration_count >= 1 && !scenario.plans.empty());
+  return sim::Simulation(scenario).run();
+}
+
+}  // namespace gradcast
