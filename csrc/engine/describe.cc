@@ -15,18 +15,6 @@ std::string seconds_text(int64_t duration_ns) {
   return text;
 }
 
-std::string op_text(Op op) {
-  switch (op) {
-    case Op::kReduceScatter:
-      return "reduce-scatter of ";
-    case Op::kAllGather:
-      return "all-gather of ";
-    case Op::kAllReduce:
-      break;
-  }
-  return "";
-}
-
 // "layer4.conv2.weight … fc.bias": the first and the last tensor by offset.
 std::string tensors_text(const FollowedPlan& plan, int32_t block) {
   const std::vector<int32_t>& tensors = plan.block_tensors[block];
@@ -53,9 +41,10 @@ std::string missing_text(const FollowedPlan& plan, int32_t block, const Iteratio
 }  // namespace
 
 std::string block_text(const FollowedPlan& plan, int32_t block) {
-  return "block " + std::to_string(block + 1) + " of " + std::to_string(plan.block_count()) + " (" +
-         op_text(plan.plan.blocks[block].op) + tensors_text(plan, block) + ", " +
-         bytes_text(plan.plan.blocks[block].size_bytes()) + ")";
+  const Op op = plan.plan.blocks[block].op;
+  const char* half = op == Op::kAllReduce ? "" : op == Op::kReduceScatter ? "reduce-scatter of " : "all-gather of ";
+  return "block " + std::to_string(block + 1) + " of " + std::to_string(plan.block_count()) + " (" + half +
+         tensors_text(plan, block) + ", " + bytes_text(plan.plan.blocks[block].size_bytes()) + ")";
 }
 
 std::string waiting_text(const FollowedPlan& plan, const IterationRecord& record, int64_t now_ns) {

@@ -11,8 +11,6 @@
 namespace gradcast {
 namespace {
 
-constexpr size_t kNoReadyHelps = std::numeric_limits<size_t>::max();
-
 // The tensors of one buffer in the order in which they lie there.
 struct BufferTensors {
   std::vector<int64_t> end_bytes;
@@ -125,8 +123,7 @@ void Follower::on_ready(int32_t tensor) {
 
 // Looks at one block only, the next of the plan. If that one must wait, so must all behind it.
 std::optional<int32_t> Follower::next() {
-  if (!is_open() || next_block_ == plan_->block_count() || in_flight_count_ == plan_->plan.in_flight ||
-      missing_[next_block_] > 0) {
+  if (!has_room_for_next() || missing_[next_block_] > 0) {
     return std::nullopt;
   }
   states_[next_block_] = BlockState::kInFlight;
@@ -184,11 +181,8 @@ bool Follower::is_in_flight(int64_t block) const {
 
 // The engine sleeps through this many gradients, so the answer may be too small but never too large.
 size_t Follower::ready_missing_min() const {
-  if (!is_open() || next_block_ == plan_->block_count() || in_flight_count_ == plan_->plan.in_flight ||
-      plan_->plan.blocks[next_block_].op == Op::kAllGather) {
-    return kNoReadyHelps;
-  }
-  return static_cast<size_t>(missing_[next_block_]);
+  const bool helps = has_room_for_next() && plan_->plan.blocks[next_block_].op != Op::kAllGather;
+  return helps ? static_cast<size_t>(missing_[next_block_]) : std::numeric_limits<size_t>::max();
 }
 
 }  // namespace gradcast

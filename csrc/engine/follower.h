@@ -74,6 +74,11 @@ class Follower {
   const FollowedPlan& plan() const { return *plan_; }
 
  private:
+  // There is a next block, and room in flight for it.
+  bool has_room_for_next() const {
+    return is_open() && next_block_ < plan_->block_count() && in_flight_count_ < plan_->plan.in_flight;
+  }
+
   enum class BlockState : uint8_t { kWaiting, kInFlight, kQueued, kFinished };
 
   std::shared_ptr<const FollowedPlan> plan_;

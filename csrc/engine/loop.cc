@@ -88,71 +88,58 @@ void Engine::Loop::attempt_on_loop(const Action& action) {
 
 void Engine::Loop::handle_on_loop(const Event& event) {
   GC_CHECK(on_loop());
-  switch (event.kind) {
-    case Event::Kind::kBegin:
-      if (!is_draining()) {
-        follower_.begin(event.plan);
-        first_ticket_ = started_count_;
-      }
-      break;
-    case Event::Kind::kReady:
-      if (!is_draining()) {
-        follower_.on_ready(static_cast<int32_t>(event.subject));
-      }
-      break;
-    case Event::Kind::kBegan:
-      began_on_loop(event);
-      break;
-    case Event::Kind::kQueued:
-      queued_on_loop(event);
-      break;
-    case Event::Kind::kComplete:
-      complete_on_loop(event);
-      break;
+  if (event.kind == Event::Kind::kBegin || event.kind == Event::Kind::kReady) {
+    if (is_draining()) {
+      return;
+    }
+    if (event.kind == Event::Kind::kReady) {
+      follower_.on_ready(static_cast<int32_t>(event.subject));
+    } else {
+      follower_.begin(event.plan);
+      first_ticket_ = started_count_;
+    }
+    return;
+  }
+  const int64_t block = event.subject - first_ticket_;
+  const bool is_in_flight = follower_.is_in_flight(block);
+  if (event.kind == Event::Kind::kComplete) {
+    if (!is_in_flight) {
+      throw Error(ErrorCode::kInternal, "the transport completed operation " + std::to_string(event.subject) +
+                                            ", which is not in flight; please report it");
+    }
+    complete_on_loop(static_cast<int32_t>(block), event);
+  } else if (is_in_flight) {
+    progress_on_loop(static_cast<int32_t>(block), event);
   }
 }
 
-// The block counts from now on: before this the device had not written its gradients.
-void Engine::Loop::began_on_loop(const Event& event) {
+// A device has written the block's bytes, or will end it without the host.
+void Engine::Loop::progress_on_loop(int32_t block, const Event& event) {
   GC_CHECK(on_loop());
-  const int64_t block = event.subject - first_ticket_;
-  if (!follower_.is_in_flight(block)) {
-    return;
+  if (event.kind == Event::Kind::kQueued) {
+    follower_.on_queued(block);
   }
   MutexLock lock(mutex_);
-  BlockRecord& record = recorder_.current().blocks[block];
-  record.ready_ns = record.due_ns = record.launch_ns = event.time_ns;
-}
-
-void Engine::Loop::queued_on_loop(const Event& event) {
-  GC_CHECK(on_loop());
-  const int64_t block = event.subject - first_ticket_;
-  if (!follower_.is_in_flight(block)) {
-    return;
+  if (event.kind == Event::Kind::kQueued) {
+    take_progress_on_loop(block);
+  } else {
+    // The block counts from now on: before this the device had not written its gradients.
+    BlockRecord& record = recorder_.current().blocks[block];
+    record.ready_ns = record.due_ns = record.launch_ns = event.time_ns;
   }
-  follower_.on_queued(static_cast<int32_t>(block));
-  MutexLock lock(mutex_);
-  take_progress_on_loop(static_cast<int32_t>(block));
 }
 
 // Counts the block out of flight in every case, because the transport completes it exactly once.
-void Engine::Loop::complete_on_loop(const Event& event) {
+void Engine::Loop::complete_on_loop(int32_t block, const Event& event) {
   GC_CHECK(on_loop());
-  const int64_t block_index = event.subject - first_ticket_;
-  if (!follower_.is_in_flight(block_index)) {
-    throw Error(ErrorCode::kInternal, "the transport completed operation " + std::to_string(event.subject) +
-                                          ", which is not in flight; please report it");
+  if (!event.error) {
+    return finish_on_loop(block, event.time_ns);
   }
-  const auto block = static_cast<int32_t>(block_index);
-  if (event.error && !is_draining()) {
-    const std::string text = block_text(follower_.plan(), block);
-    follower_.on_finish(block);
-    fail_on_loop(ErrorCode::kCommunication, text + " failed on rank " + std::to_string(transport_.rank()) + " of " +
+  follower_.on_finish(block);
+  if (!is_draining()) {
+    fail_on_loop(ErrorCode::kCommunication, block_text(follower_.plan(), block) + " failed on rank " +
+                                                std::to_string(transport_.rank()) + " of " +
                                                 std::to_string(transport_.world_size()) + ": " + *event.error);
-  } else if (event.error) {
-    follower_.on_finish(block);
-  } else {
-    finish_on_loop(block, event.time_ns);
   }
 }
 

@@ -2,14 +2,13 @@
 // it.
 //
 // Callers and the transport post events into one bounded queue. The thread answers by starting blocks and by updating
-// the shared state, on which callers wait. loop.cc is the thread, loop_calls.cc what callers run, engine.cc the public
-// class.
+// the shared state, on which callers wait. loop.cc is the thread, loop_calls.cc what callers run, the public class
+// included.
 //
 // Invariants:
 // 1. Only the thread calls the follower and the transport's open, start and close.
 // 2. Tickets ascend: block k of the open iteration has the ticket first_ticket_ + k. A completion with any other ticket
-//    is an
-//    error of the transport.
+//    is an error of the transport.
 // 3. Once failed_ or stopping_ is set, nothing is started any more; what is in flight is drained.
 // 4. Callers see a failure only after settled_ is set: until then the transport may touch their buffers.
 // 5. Lock order: join_mutex_, then mutex_, then the queue's own.
@@ -80,9 +79,8 @@ class Engine::Loop final : public CompletionSink {
   template <typename Action>
   void attempt_on_loop(const Action& action);
   void handle_on_loop(const Event& event);
-  void began_on_loop(const Event& event) GC_EXCLUDES(mutex_);
-  void queued_on_loop(const Event& event) GC_EXCLUDES(mutex_);
-  void complete_on_loop(const Event& event);
+  void progress_on_loop(int32_t block, const Event& event) GC_EXCLUDES(mutex_);
+  void complete_on_loop(int32_t block, const Event& event);
   void finish_on_loop(int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
   void launch_on_loop();
   void record_launch_on_loop(int32_t block, int64_t launch_ns) GC_EXCLUDES(mutex_);

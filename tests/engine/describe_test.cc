@@ -15,51 +15,33 @@ FollowedPlan two_blocks() {
   return {profile, plan_of({block_of({{4'000'000, 12'400'000}}), block_of({{0, 4'000'000}})})};
 }
 
-IterationRecord nothing_yet() {
+TEST(Describe, NamesABlockByItsTensorsItsSizeAndItsHalf) {
+  EXPECT_EQ(block_text(two_blocks(), 0), "block 1 of 2 (t1 … t2, 8.4 MB)");
+  EXPECT_EQ(block_text(two_blocks(), 1), "block 2 of 2 (t0, 4.0 MB)");
+  const FollowedPlan halves(profile_of(0, 0, {{500}}),
+                            plan_of({block_of({{0, 500}}, Op::kReduceScatter), block_of({{0, 500}}, Op::kAllGather)}));
+  EXPECT_EQ(block_text(halves, 0), "block 1 of 2 (reduce-scatter of t0, 500 B)");
+  EXPECT_EQ(block_text(halves, 1), "block 2 of 2 (all-gather of t0, 500 B)");
+}
+
+TEST(Describe, AnIterationWaitsForGradientsOrForTheOldestBlockOnTheNetworkOrForNothing) {
   IterationRecord record;
   record.ready_ns.assign(3, 0);
   record.blocks.resize(2);
-  return record;
-}
-
-TEST(Sentences, ABlockIsNamedByItsTensorsAndSize) {
-  EXPECT_EQ(block_text(two_blocks(), 0), "block 1 of 2 (t1 … t2, 8.4 MB)");
-  EXPECT_EQ(block_text(two_blocks(), 1), "block 2 of 2 (t0, 4.0 MB)");
-}
-
-TEST(Sentences, HalvesOfAnAllReduceAreNamedAsSuch) {
-  const FollowedPlan plan(profile_of(0, 0, {{500}}),
-                          plan_of({block_of({{0, 500}}, Op::kReduceScatter), block_of({{0, 500}}, Op::kAllGather)}));
-  EXPECT_EQ(block_text(plan, 0), "block 1 of 2 (reduce-scatter of t0, 500 B)");
-  EXPECT_EQ(block_text(plan, 1), "block 2 of 2 (all-gather of t0, 500 B)");
-}
-
-TEST(Sentences, AnIterationWaitsForGradients) {
-  IterationRecord record = nothing_yet();
-  EXPECT_EQ(waiting_text(two_blocks(), record, 0),
-            "block 1 of 2 (t1 … t2, 8.4 MB) waits for the gradients of t1 and 1 more");
+  const auto waiting = [&](int64_t now_ns) { return waiting_text(two_blocks(), record, now_ns); };
+  EXPECT_EQ(waiting(0), "block 1 of 2 (t1 … t2, 8.4 MB) waits for the gradients of t1 and 1 more");
   record.ready_ns[1] = 5;
-  EXPECT_EQ(waiting_text(two_blocks(), record, 0), "block 1 of 2 (t1 … t2, 8.4 MB) waits for the gradient of t2");
+  EXPECT_EQ(waiting(0), "block 1 of 2 (t1 … t2, 8.4 MB) waits for the gradient of t2");
   record.ready_ns[2] = 6;
-  EXPECT_EQ(waiting_text(two_blocks(), record, 0), "block 1 of 2 (t1 … t2, 8.4 MB) is about to start");
-}
-
-TEST(Sentences, OrForTheOldestBlockOnTheNetwork) {
-  IterationRecord record = nothing_yet();
+  EXPECT_EQ(waiting(0), "block 1 of 2 (t1 … t2, 8.4 MB) is about to start");
   record.blocks[0].launch_ns = 7;
   record.blocks[1].launch_ns = 8 * kSecondNs;
-  EXPECT_EQ(waiting_text(two_blocks(), record, 7 + 31 * kSecondNs + kSecondNs / 5),
+  EXPECT_EQ(waiting(7 + 31 * kSecondNs + kSecondNs / 5),
             "block 1 of 2 (t1 … t2, 8.4 MB) is on the network since 31.2 s");
   record.blocks[0].finish_ns = 9 * kSecondNs;
-  EXPECT_EQ(waiting_text(two_blocks(), record, 10 * kSecondNs),
-            "block 2 of 2 (t0, 4.0 MB) is on the network since 2.0 s");
-}
-
-TEST(Sentences, OrForNothing) {
-  IterationRecord record = nothing_yet();
-  record.blocks[0].finish_ns = 1;
-  record.blocks[1].finish_ns = 2;
-  EXPECT_EQ(waiting_text(two_blocks(), record, 3), "");
+  EXPECT_EQ(waiting(10 * kSecondNs), "block 2 of 2 (t0, 4.0 MB) is on the network since 2.0 s");
+  record.blocks[1].finish_ns = 11 * kSecondNs;
+  EXPECT_EQ(waiting(12 * kSecondNs), "");
 }
 
 }  // namespace

@@ -7,43 +7,26 @@
 #include <thread>
 #include <vector>
 
-#include "gradcast/engine.h"
 #include "gradcast/error.h"
-#include "tests/engine/engine_ranks.h"
-#include "tests/engine/hand_transport.h"
+#include "tests/engine/hand_engine.h"
 #include "tests/support/refusals.h"
 
 namespace gradcast {
 namespace {
 
-// An engine that follows one block per tensor, the last tensor first, and has been given all gradients.
-struct Fixture {
-  Fixture(int32_t tensor_count, int32_t in_flight) : profile(float_tensors(tensor_count)), engine(transport, {}) {
-    engine.follow(profile, block_per_tensor(profile, in_flight));
-    engine.begin();
-    for (int32_t tensor = tensor_count - 1; tensor >= 0; --tensor) {
-      engine.on_ready(tensor);
-    }
-  }
-
-  Profile profile;
-  HandTransport transport;
-  Engine engine;
-};
-
 TEST(EngineOnDevice, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
-  Fixture fixture(3, 2);
+  BusyEngine fixture(3, 2);
   Engine& engine = fixture.engine;
   ASSERT_TRUE(fixture.transport.await_started(2));
-  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2}, 0, Progress::kQueued));
+  EXPECT_FALSE(engine.wait(Tensors{2}, 0, Progress::kQueued));
   fixture.transport.queued(0);
-  EXPECT_TRUE(engine.wait(std::vector<int32_t>{2}, kPatienceNs, Progress::kQueued));
-  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2}, 0)) << "the device is not there yet";
-  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2, 1}, 0, Progress::kQueued));
+  EXPECT_TRUE(engine.wait(Tensors{2}, kPatienceNs, Progress::kQueued));
+  EXPECT_FALSE(engine.wait(Tensors{2}, 0)) << "the device is not there yet";
+  EXPECT_FALSE(engine.wait(Tensors{2, 1}, 0, Progress::kQueued));
   EXPECT_TRUE(engine.arrivals(0).empty());
   EXPECT_EQ(fixture.transport.started().size(), 2U) << "it still counts as in flight";
   fixture.transport.complete(1);  // which needs no queue
-  EXPECT_TRUE(engine.wait(std::vector<int32_t>{2, 1}, kPatienceNs, Progress::kQueued));
+  EXPECT_TRUE(engine.wait(Tensors{2, 1}, kPatienceNs, Progress::kQueued));
   ASSERT_TRUE(fixture.transport.await_started(3));
   fixture.transport.queued(2);
   EXPECT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
@@ -61,32 +44,28 @@ TEST(EngineOnDevice, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
 }
 
 TEST(EngineOnDevice, SaysWhatComesAlongOnADevice) {
-  Fixture fixture(4, 3);
+  BusyEngine fixture(4, 3);
   Engine& engine = fixture.engine;
   ASSERT_TRUE(fixture.transport.await_started(3));
-  EXPECT_TRUE(engine.queued_no_later_than(std::vector<int32_t>{2}).empty());
+  EXPECT_TRUE(engine.queued_no_later_than(Tensors{2}).empty());
   for (const int64_t ticket : {0, 1, 2}) {
     fixture.transport.queued(ticket);
   }
-  ASSERT_TRUE(engine.wait(std::vector<int32_t>{1, 2, 3}, kPatienceNs, Progress::kQueued));
-  EXPECT_EQ(engine.queued_no_later_than(std::vector<int32_t>{2}), std::vector<int32_t>({2, 3}))
-      << "1 comes later than 2";
-  EXPECT_EQ(engine.queued_no_later_than(std::vector<int32_t>{3, 1}), std::vector<int32_t>({1, 2, 3}));
-  EXPECT_EQ(engine.queued_no_later_than(std::vector<int32_t>{0}), std::vector<int32_t>({1, 2, 3}))
-      << "0 is not there yet";
-  expect_refused([&] { engine.queued_no_later_than(std::vector<int32_t>{4}); }, ErrorCode::kInvalidUse,
-                 "does not exist");
+  ASSERT_TRUE(engine.wait(Tensors{1, 2, 3}, kPatienceNs, Progress::kQueued));
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{2}), Tensors({2, 3})) << "1 comes later than 2";
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{3, 1}), Tensors({1, 2, 3}));
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{0}), Tensors({1, 2, 3})) << "0 is not there yet";
+  expect_refused([&] { engine.queued_no_later_than(Tensors{4}); }, ErrorCode::kInvalidUse, "does not exist");
   for (const int64_t ticket : {0, 1, 2}) {
     fixture.transport.complete(ticket);
   }
-  ASSERT_TRUE(fixture.transport.await_started(4));
-  fixture.transport.complete(3);
+  ASSERT_TRUE(fixture.transport.finish(3));
   ASSERT_TRUE(engine.wait_all(kPatienceNs));
-  EXPECT_TRUE(engine.queued_no_later_than(std::vector<int32_t>{0}).empty()) << "all have arrived";
+  EXPECT_TRUE(engine.queued_no_later_than(Tensors{0}).empty()) << "all have arrived";
 }
 
 TEST(EngineOnDevice, WhoWaitsForADeviceHearsOfAFailure) {
-  Fixture fixture(1, 1);
+  BusyEngine fixture(1, 1);
   ASSERT_TRUE(fixture.transport.await_started(1));
   fixture.transport.queued(0);
   EXPECT_TRUE(fixture.engine.wait_all(kPatienceNs, Progress::kQueued));
@@ -97,7 +76,7 @@ TEST(EngineOnDevice, WhoWaitsForADeviceHearsOfAFailure) {
 }
 
 TEST(EngineOnDevice, WhatADeviceEndsByItselfIsNotAbortedAtTheEnd) {
-  Fixture fixture(2, 2);
+  BusyEngine fixture(2, 2);
   ASSERT_TRUE(fixture.transport.await_started(2));
   fixture.transport.queued(0);
   fixture.transport.queued(1);
@@ -114,7 +93,7 @@ TEST(EngineOnDevice, WhatADeviceEndsByItselfIsNotAbortedAtTheEnd) {
 
 TEST(EngineOnDevice, ADeviceThatDoesNotEndIsAbortedAtTheEndAllTheSame) {
   for (const bool is_all : {false, true}) {
-    Fixture fixture(2, 2);
+    BusyEngine fixture(2, 2);
     ASSERT_TRUE(fixture.transport.await_started(2));
     fixture.transport.queued(0);
     if (is_all) {

@@ -14,8 +14,7 @@
 
 #include "gradcast/error.h"
 #include "tests/engine/asleep.h"
-#include "tests/engine/engine_ranks.h"
-#include "tests/engine/hand_transport.h"
+#include "tests/engine/hand_engine.h"
 #include "tests/support/refusals.h"
 
 namespace gradcast {
@@ -37,23 +36,6 @@ std::string error_of(const std::function<void()>& action, ErrorCode code) {
 
 // --- One engine on a network completed by hand. ---
 
-struct Fixture {
-  explicit Fixture(int32_t tensor_count, int32_t in_flight = 1, Manner manner = Manner::kByHand)
-      : profile(float_tensors(tensor_count)),
-        transport(std::make_shared<HandTransport>(manner)),
-        engine(std::make_unique<Engine>(*transport, EngineOptions{})) {
-    engine->follow(profile, block_per_tensor(profile, in_flight));
-    engine->begin();
-    for (int32_t tensor = tensor_count - 1; tensor >= 0; --tensor) {
-      engine->on_ready(tensor);
-    }
-  }
-
-  Profile profile;
-  std::shared_ptr<HandTransport> transport;
-  std::unique_ptr<Engine> engine;
-};
-
 // What an engine leaves behind for a transport that breaks its promises is meant to stay; with the transport it stays
 // where a leak checker finds it.
 std::shared_ptr<HandTransport> kept_for_good(std::shared_ptr<HandTransport> transport) {
@@ -63,49 +45,43 @@ std::shared_ptr<HandTransport> kept_for_good(std::shared_ptr<HandTransport> tran
 }
 
 TEST(EngineFailure, TheFirstErrorNamesItsBlockAndIsRaisedByEveryLaterCall) {
-  Fixture fixture(3, 2);
-  ASSERT_TRUE(fixture.transport->await_started(2));
-  fixture.transport->complete(1, "the peer hung up");
+  BusyEngine fixture(3, 2);
+  ASSERT_TRUE(fixture.transport.await_started(2));
+  fixture.transport.complete(1, "the peer hung up");
   const std::string expected = "block 2 of 3 (t1, 40 B) failed on rank 2 of 5: the peer hung up";
   for (int i = 0; i < 2; ++i) {
-    EXPECT_EQ(error_of([&] { fixture.engine->wait_all(kPatienceNs); }, ErrorCode::kCommunication), expected);
-    EXPECT_EQ(error_of([&] { fixture.engine->wait(std::vector<int32_t>{0}, kPatienceNs); }, ErrorCode::kCommunication),
-              expected);
-    EXPECT_EQ(error_of([&] { fixture.engine->begin(); }, ErrorCode::kCommunication), expected);
-    EXPECT_EQ(error_of([&] { fixture.engine->follow(fixture.profile, block_per_tensor(fixture.profile)); },
-                       ErrorCode::kCommunication),
-              expected);
+    for (const std::function<void()>& call : std::vector<std::function<void()>>{
+             [&] { fixture.engine.wait_all(kPatienceNs); }, [&] { fixture.engine.wait(Tensors{0}, kPatienceNs); },
+             [&] { fixture.engine.begin(); },
+             [&] { fixture.engine.follow(fixture.profile, block_per_tensor(fixture.profile)); }}) {
+      EXPECT_EQ(error_of(call, ErrorCode::kCommunication), expected);
+    }
   }
-  EXPECT_EQ(fixture.transport->abort_reasons(), std::vector<std::string>({expected}));
-  EXPECT_EQ(fixture.transport->started().size(), 2U) << "nothing is started after a failure";
-  EXPECT_FALSE(fixture.engine->busy());
-  EXPECT_EQ(fixture.engine->waiting_for(), "");
-  fixture.engine->shutdown();
-  EXPECT_TRUE(fixture.transport->closed());
+  EXPECT_EQ(fixture.transport.abort_reasons(), std::vector<std::string>({expected}));
+  EXPECT_EQ(fixture.transport.started().size(), 2U) << "nothing is started after a failure";
+  EXPECT_FALSE(fixture.engine.busy());
+  EXPECT_EQ(fixture.engine.waiting_for(), "");
+  fixture.engine.shutdown();
+  EXPECT_TRUE(fixture.transport.closed());
 }
 
 TEST(EngineFailure, AFailureIsAbortedAlsoWhenNothingElseIsInFlight) {
-  Fixture fixture(2);
-  ASSERT_TRUE(fixture.transport->await_started(1));
-  fixture.transport->complete(0, "no route");
-  error_of([&] { fixture.engine->wait_all(kPatienceNs); }, ErrorCode::kCommunication);
-  EXPECT_EQ(fixture.transport->abort_reasons().size(), 1U);
+  BusyEngine fixture(2);
+  ASSERT_TRUE(fixture.transport.finish(0, "no route"));
+  error_of([&] { fixture.engine.wait_all(kPatienceNs); }, ErrorCode::kCommunication);
+  EXPECT_EQ(fixture.transport.abort_reasons().size(), 1U);
 }
 
 TEST(EngineFailure, WhatArrivedBeforeStaysKnownAndGradientsMayStillCome) {
-  const Profile profile = float_tensors(3);
-  HandTransport transport;
-  Engine engine(transport, {});
-  engine.follow(profile, block_per_tensor(profile));
+  HandEngine hand(3);
+  Engine& engine = hand.engine;
   engine.begin();
   engine.on_ready(2);
   engine.on_ready(1);
-  ASSERT_TRUE(transport.await_started(1));
-  transport.complete(0);
-  ASSERT_TRUE(transport.await_started(2));
-  transport.complete(1, "gone");
+  ASSERT_TRUE(hand.transport.finish(0));
+  ASSERT_TRUE(hand.transport.finish(1, "gone"));
   error_of([&] { engine.wait_all(kPatienceNs); }, ErrorCode::kCommunication);
-  EXPECT_EQ(engine.arrivals(0), std::vector<int32_t>({2}));
+  EXPECT_EQ(engine.arrivals(0), Tensors({2}));
   // Backward runs on after a failure; it hears of it where it waits.
   engine.on_ready(0);
   EXPECT_EQ(engine.timeline().front().blocks[1].finish_ns, 0);
@@ -113,52 +89,51 @@ TEST(EngineFailure, WhatArrivedBeforeStaysKnownAndGradientsMayStillCome) {
 
 TEST(EngineFailure, WaitersHearOfAFailureOnlyWhenNothingIsInFlightAnyMore) {
   // Stubborn: the abort does not complete the other operation, the test does, later.
-  Fixture fixture(2, 2, Manner::kStubborn);
-  ASSERT_TRUE(fixture.transport->await_started(2));
-  fixture.transport->complete(0, "gone");
-  EXPECT_FALSE(fixture.engine->wait_all(50'000'000)) << "the buffers are still in use";
-  fixture.transport->complete(1);
-  error_of([&] { fixture.engine->wait_all(kPatienceNs); }, ErrorCode::kCommunication);
-  EXPECT_EQ(fixture.engine->arrivals(0), std::vector<int32_t>({0})) << "what arrived meanwhile has arrived";
+  BusyEngine fixture(2, 2, Manner::kStubborn);
+  ASSERT_TRUE(fixture.transport.await_started(2));
+  fixture.transport.complete(0, "gone");
+  EXPECT_FALSE(fixture.engine.wait_all(50'000'000)) << "the buffers are still in use";
+  fixture.transport.complete(1);
+  error_of([&] { fixture.engine.wait_all(kPatienceNs); }, ErrorCode::kCommunication);
+  EXPECT_EQ(fixture.engine.arrivals(0), Tensors({0})) << "what arrived meanwhile has arrived";
 }
 
 TEST(EngineFailure, ACompletionOfWhatIsNotInFlightIsADefect) {
   for (const int64_t ticket : {0, 7, -1}) {
     SCOPED_TRACE("ticket " + std::to_string(ticket));
-    Fixture fixture(2);
-    ASSERT_TRUE(fixture.transport->await_started(1));
-    fixture.transport->complete(0);
-    ASSERT_TRUE(fixture.transport->await_started(2));
-    fixture.transport->complete(ticket);
-    const std::string error = error_of([&] { fixture.engine->wait_all(kPatienceNs); }, ErrorCode::kInternal);
+    BusyEngine fixture(2);
+    ASSERT_TRUE(fixture.transport.finish(0));
+    ASSERT_TRUE(fixture.transport.await_started(2));
+    fixture.transport.complete(ticket);
+    const std::string error = error_of([&] { fixture.engine.wait_all(kPatienceNs); }, ErrorCode::kInternal);
     EXPECT_NE(error.find("completed operation " + std::to_string(ticket)), std::string::npos) << error;
   }
 }
 
 TEST(EngineFailure, ATransportThatFloodsTheQueueIsADefectAndDoesNotKeepTheEngineAlive) {
-  Fixture fixture(2);
-  kept_for_good(fixture.transport);
-  ASSERT_TRUE(fixture.transport->await_started(1));
+  BusyEngine fixture(2);
+  kept_for_good(fixture.own_transport);
+  ASSERT_TRUE(fixture.transport.await_started(1));
   for (int i = 0; i < 10'000; ++i) {
-    fixture.transport->complete(99);
+    fixture.transport.complete(99);
   }
-  error_of([&] { fixture.engine->wait_all(kPatienceNs); }, ErrorCode::kInternal);
-  fixture.engine->shutdown();
+  error_of([&] { fixture.engine.wait_all(kPatienceNs); }, ErrorCode::kInternal);
+  fixture.engine.shutdown();
 }
 
 // --- The end. ---
 
 TEST(EngineShutdown, IsIdempotentAndLeavesTheRecordReadable) {
-  Fixture fixture(1, 1, Manner::kAtOnce);
-  ASSERT_TRUE(fixture.engine->wait_all(kPatienceNs));
-  fixture.engine->shutdown();
-  fixture.engine->shutdown();
-  EXPECT_TRUE(fixture.transport->closed());
-  EXPECT_TRUE(fixture.transport->abort_reasons().empty()) << "nothing was in flight";
-  Engine& engine = *fixture.engine;
+  BusyEngine fixture(1, 1, Manner::kAtOnce);
+  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
+  fixture.engine.shutdown();
+  fixture.engine.shutdown();
+  EXPECT_TRUE(fixture.transport.closed());
+  EXPECT_TRUE(fixture.transport.abort_reasons().empty()) << "nothing was in flight";
+  Engine& engine = fixture.engine;
   for (const std::function<void()>& call : std::vector<std::function<void()>>{
            [&] { engine.follow(fixture.profile, block_per_tensor(fixture.profile)); }, [&] { engine.begin(); },
-           [&] { engine.on_ready(0); }, [&] { engine.wait(std::vector<int32_t>{0}, 0); }, [&] { engine.wait_all(0); },
+           [&] { engine.on_ready(0); }, [&] { engine.wait(Tensors{0}, 0); }, [&] { engine.wait_all(0); },
            [&] { engine.arrivals(0); }, [&] { engine.busy(); }, [&] { engine.waiting_for(); }}) {
     expect_refused(call, ErrorCode::kInvalidUse, "the engine has been shut down");
   }
@@ -167,19 +142,19 @@ TEST(EngineShutdown, IsIdempotentAndLeavesTheRecordReadable) {
 }
 
 TEST(EngineShutdown, ByManyThreadsAtOnceEndsOnce) {
-  Fixture fixture(2, 2);
-  ASSERT_TRUE(fixture.transport->await_started(2));
+  BusyEngine fixture(2, 2);
+  ASSERT_TRUE(fixture.transport.await_started(2));
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([&] {
-      fixture.engine->shutdown();
-      EXPECT_TRUE(fixture.transport->closed()) << "shutdown returned before the end";
+      fixture.engine.shutdown();
+      EXPECT_TRUE(fixture.transport.closed()) << "shutdown returned before the end";
     });
   }
   for (std::thread& thread : threads) {
     thread.join();
   }
-  EXPECT_EQ(fixture.transport->abort_reasons(), std::vector<std::string>({"the engine was shut down"}));
+  EXPECT_EQ(fixture.transport.abort_reasons(), std::vector<std::string>({"the engine was shut down"}));
 }
 
 TEST(EngineShutdown, AnEngineThatNeverBeganEnds) {
@@ -217,31 +192,28 @@ class Waiters {
 };
 
 TEST(EngineShutdown, WaitersAreToldAlsoWhenTheEngineIsDestroyed) {
-  Fixture fixture(2);
-  ASSERT_TRUE(fixture.transport->await_started(1));
-  const Waiters waiters(*fixture.engine, 100);
-  fixture.engine.reset();
-  EXPECT_TRUE(fixture.transport->closed());
+  BusyEngine fixture(2);
+  ASSERT_TRUE(fixture.transport.await_started(1));
+  const Waiters waiters(fixture.engine, 100);
+  fixture.own_engine.reset();
+  EXPECT_TRUE(fixture.transport.closed());
 }
 
 TEST(EngineShutdown, WaitersForAGradientThatNeverComesAreToldToo) {
-  const Profile profile = float_tensors(2);
-  HandTransport transport;
-  auto engine = std::make_unique<Engine>(transport, EngineOptions{});
-  engine->follow(profile, block_per_tensor(profile));
-  engine->begin();
-  const Waiters waiters(*engine, 2);
-  engine.reset();
-  EXPECT_TRUE(transport.abort_reasons().empty());
+  HandEngine hand(2);
+  hand.engine.begin();
+  const Waiters waiters(hand.engine, 2);
+  hand.own_engine.reset();
+  EXPECT_TRUE(hand.transport.abort_reasons().empty());
 }
 
 TEST(EngineShutdown, ATransportThatHoldsOnToAnOperationIsLeftBehind) {
-  Fixture fixture(2, 2, Manner::kStubborn);
-  const std::shared_ptr<HandTransport> transport = kept_for_good(fixture.transport);
+  BusyEngine fixture(2, 2, Manner::kStubborn);
+  const std::shared_ptr<HandTransport> transport = kept_for_good(fixture.own_transport);
   ASSERT_TRUE(transport->await_started(2));
-  fixture.engine->shutdown();
+  fixture.engine.shutdown();
   EXPECT_FALSE(transport->closed()) << "close() demands that everything has completed";
-  fixture.engine.reset();
+  fixture.own_engine.reset();
   transport->complete(0);
   transport->complete(1, "late");
 }
@@ -296,7 +268,7 @@ TEST(EngineFailure, ARankThatIsLateIsWaitedForAsLongAsOneLikes) {
     ranks.engine(rank).follow(profile, block_per_tensor(profile));
     ranks.engine(rank).begin();
     ranks.give_all(rank, 0);
-    EXPECT_TRUE(ranks.engine(rank).wait(std::vector<int32_t>{1}, kPatienceNs));
+    EXPECT_TRUE(ranks.engine(rank).wait(Tensors{1}, kPatienceNs));
     EXPECT_FALSE(ranks.engine(rank).wait_all(20'000'000));
     EXPECT_TRUE(ranks.engine(rank).waiting_for().starts_with("block 2 of 2 (t0, 40 B) is on the network since "));
   });

@@ -7,15 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "gradcast/error.h"
 #include "tests/engine/asleep.h"
-#include "tests/engine/engine_ranks.h"
-#include "tests/engine/hand_transport.h"
+#include "tests/engine/hand_engine.h"
 #include "tests/support/refusals.h"
 
 namespace gradcast {
@@ -23,22 +21,9 @@ namespace {
 
 using Manner = HandTransport::Manner;
 
-// An engine that follows one block per tensor, the last tensor first.
-struct Fixture {
-  explicit Fixture(int32_t tensor_count, Manner manner = Manner::kByHand, int32_t in_flight = 1,
-                   const EngineOptions& options = {})
-      : profile(float_tensors(tensor_count)), transport(manner), engine(transport, options) {
-    engine.follow(profile, block_per_tensor(profile, in_flight));
-  }
-
-  Profile profile;
-  HandTransport transport;
-  Engine engine;
-};
-
 // In which at least one of the blocks is due and not finished.
 int64_t together_ns(std::vector<BlockRecord> blocks) {
-  std::sort(blocks.begin(), blocks.end(), [](const auto& one, const auto& other) { return one.due_ns < other.due_ns; });
+  std::ranges::sort(blocks, {}, &BlockRecord::due_ns);
   int64_t total_ns = 0;
   int64_t covered_until_ns = 0;
   for (const BlockRecord& block : blocks) {
@@ -49,58 +34,54 @@ int64_t together_ns(std::vector<BlockRecord> blocks) {
 }
 
 TEST(Engine, StartsBlocksInPlanOrderAndSaysWhatHasArrived) {
-  Fixture fixture(3);
-  Engine& engine = fixture.engine;
+  HandEngine hand(3);
+  Engine& engine = hand.engine;
   EXPECT_EQ(engine.begin(), 0);
   EXPECT_TRUE(engine.busy());
   engine.on_ready(0);
   engine.on_ready(1);
-  EXPECT_FALSE(engine.wait(std::vector<int32_t>{0}, 1'000'000));
-  EXPECT_TRUE(fixture.transport.started().empty()) << "the block of tensor 2 goes first";
+  EXPECT_FALSE(engine.wait(Tensors{0}, 1'000'000));
+  EXPECT_TRUE(hand.transport.started().empty()) << "the block of tensor 2 goes first";
+  EXPECT_EQ(engine.waiting_for(), "block 1 of 3 (t2, 40 B) waits for the gradient of t2");
   engine.on_ready(2);
-  ASSERT_TRUE(fixture.transport.await_started(1));
-  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2}, 0));
-  fixture.transport.complete(0);
-  EXPECT_TRUE(engine.wait(std::vector<int32_t>{2}, kPatienceNs));
-  EXPECT_FALSE(engine.wait(std::vector<int32_t>{2, 1}, 0));
-  EXPECT_EQ(engine.arrivals(0), std::vector<int32_t>({2}));
-  ASSERT_TRUE(fixture.transport.await_started(2));
-  fixture.transport.complete(1);
-  ASSERT_TRUE(fixture.transport.await_started(3));
-  fixture.transport.complete(2);
+  ASSERT_TRUE(hand.transport.await_started(1));
+  EXPECT_FALSE(engine.wait(Tensors{2}, 0));
+  hand.transport.complete(0);
+  EXPECT_TRUE(engine.wait(Tensors{2}, kPatienceNs));
+  EXPECT_FALSE(engine.wait(Tensors{2, 1}, 0));
+  EXPECT_EQ(engine.arrivals(0), Tensors({2}));
+  ASSERT_TRUE(hand.transport.finish(1));
+  ASSERT_TRUE(hand.transport.finish(2));
   EXPECT_TRUE(engine.wait_all(kPatienceNs));
   EXPECT_TRUE(engine.wait_all(-1));
-  EXPECT_EQ(engine.arrivals(0), std::vector<int32_t>({2, 1, 0}));
-  EXPECT_EQ(engine.arrivals(2), std::vector<int32_t>({0}));
+  EXPECT_EQ(engine.arrivals(0), Tensors({2, 1, 0}));
+  EXPECT_EQ(engine.arrivals(2), Tensors({0}));
   EXPECT_TRUE(engine.arrivals(3).empty());
   EXPECT_TRUE(engine.arrivals(300).empty());
   EXPECT_FALSE(engine.busy());
-  EXPECT_EQ(fixture.transport.started(), std::vector<int64_t>({0, 1, 2}));
+  EXPECT_EQ(engine.waiting_for(), "");
+  EXPECT_EQ(hand.transport.started(), std::vector<int64_t>({0, 1, 2}));
 }
 
 TEST(Engine, ABlockThatADeviceHasNotWrittenIsDueOnceItHas) {
-  Fixture fixture(3, Manner::kByHand, 2);
-  fixture.engine.begin();
-  for (const int32_t tensor : {2, 1, 0}) {
-    fixture.engine.on_ready(tensor);
-  }
-  ASSERT_TRUE(fixture.transport.await_started(2));
+  HandEngine hand(3, 2);
+  hand.begin_with_all();
+  ASSERT_TRUE(hand.transport.await_started(2));
   // The network is idle before each of them, though both have been handed over.
   const int64_t first_ns = Engine::now_ns();
-  fixture.transport.began(0);
-  fixture.transport.complete(0);
-  ASSERT_TRUE(fixture.engine.wait(std::vector<int32_t>{2}, kPatienceNs));
+  hand.transport.began(0);
+  hand.transport.complete(0);
+  ASSERT_TRUE(hand.engine.wait(Tensors{2}, kPatienceNs));
   const int64_t second_ns = Engine::now_ns();
-  fixture.transport.began(1);
-  fixture.transport.complete(1);
-  ASSERT_TRUE(fixture.transport.await_started(3));
-  fixture.transport.complete(2);
-  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
+  hand.transport.began(1);
+  hand.transport.complete(1);
+  ASSERT_TRUE(hand.transport.finish(2));
+  ASSERT_TRUE(hand.engine.wait_all(kPatienceNs));
   for (const int64_t ticket : {2, 1, 0, -1, 7}) {
-    fixture.transport.began(ticket);  // too late, or never started
+    hand.transport.began(ticket);  // too late, or never started
   }
-  fixture.engine.shutdown();
-  const std::vector<BlockRecord> blocks = fixture.engine.timeline().back().blocks;
+  hand.engine.shutdown();
+  const std::vector<BlockRecord> blocks = hand.engine.timeline().back().blocks;
   EXPECT_GE(blocks[0].ready_ns, first_ns);
   EXPECT_LE(blocks[0].finish_ns, second_ns);
   EXPECT_GE(blocks[1].ready_ns, second_ns);
@@ -109,79 +90,45 @@ TEST(Engine, ABlockThatADeviceHasNotWrittenIsDueOnceItHas) {
     EXPECT_EQ(block.launch_ns, block.ready_ns);
   }
   EXPECT_LT(blocks[2].ready_ns, first_ns) << "its gradient was there when the block could be sent";
-  EXPECT_EQ(fixture.engine.counters().link_ns, together_ns(blocks));
-}
-
-TEST(Engine, KeepsNoMoreInFlightThanThePlanSays) {
-  Fixture fixture(4, Manner::kByHand, 2);
-  fixture.engine.begin();
-  for (const int32_t tensor : {3, 2, 1, 0}) {
-    fixture.engine.on_ready(tensor);
-  }
-  ASSERT_TRUE(fixture.transport.await_started(2));
-  EXPECT_FALSE(fixture.engine.wait_all(1'000'000));
-  EXPECT_EQ(fixture.transport.started().size(), 2U);
-  // Blocks may end in any order.
-  fixture.transport.complete(1);
-  ASSERT_TRUE(fixture.transport.await_started(3));
-  EXPECT_TRUE(fixture.engine.wait(std::vector<int32_t>{2}, kPatienceNs));
-  EXPECT_EQ(fixture.transport.started().size(), 3U);
-  for (const int64_t ticket : {0, 2}) {
-    fixture.transport.complete(ticket);
-  }
-  ASSERT_TRUE(fixture.transport.await_started(4));
-  fixture.transport.complete(3);
-  EXPECT_TRUE(fixture.engine.wait_all(kPatienceNs));
-}
-
-TEST(Engine, TicketsAscendOverIterations) {
-  Fixture fixture(2, Manner::kAtOnce);
-  for (int64_t iteration = 0; iteration < 3; ++iteration) {
-    EXPECT_EQ(fixture.engine.begin(), iteration);
-    fixture.engine.on_ready(1);
-    fixture.engine.on_ready(0);
-    EXPECT_TRUE(fixture.engine.wait_all(kPatienceNs));
-  }
-  EXPECT_EQ(fixture.transport.started(), std::vector<int64_t>({0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(hand.engine.counters().link_ns, together_ns(blocks));
 }
 
 TEST(Engine, WrongUseIsRefused) {
   const Profile profile = float_tensors(2);
   HandTransport transport;
   Engine engine(transport, {});
-  expect_refused([&] { engine.begin(); }, ErrorCode::kInvalidUse, "call follow first");
-  expect_refused([&] { engine.wait_all(0); }, ErrorCode::kInvalidUse, "call begin first");
-  expect_refused([&] { engine.arrivals(0); }, ErrorCode::kInvalidUse, "call begin first");
+  const auto refused = [](const auto& action, const std::string& text) {
+    expect_refused(action, ErrorCode::kInvalidUse, text);
+  };
+  refused([&] { engine.begin(); }, "call follow first");
+  refused([&] { engine.wait_all(0); }, "call begin first");
+  refused([&] { engine.arrivals(0); }, "call begin first");
   EXPECT_FALSE(engine.busy());
   EXPECT_EQ(engine.waiting_for(), "");
 
   EXPECT_EQ(engine.follow(profile, block_per_tensor(profile)), 1);
-  expect_refused([&] { engine.on_ready(0); }, ErrorCode::kInvalidUse, "call begin first");
+  refused([&] { engine.on_ready(0); }, "call begin first");
   engine.begin();
   for (const int32_t tensor : {-1, 2}) {
-    expect_refused([&] { engine.on_ready(tensor); }, ErrorCode::kInvalidUse,
-                   "tensor " + std::to_string(tensor) + " does not exist; the profile has 2");
-    expect_refused([&] { engine.wait(std::vector<int32_t>{tensor}, 0); }, ErrorCode::kInvalidUse, "does not exist");
+    refused([&] { engine.on_ready(tensor); },
+            "tensor " + std::to_string(tensor) + " does not exist; the profile has 2");
+    refused([&] { engine.wait(Tensors{tensor}, 0); }, "does not exist");
   }
-  expect_refused([&] { engine.arrivals(-1); }, ErrorCode::kInvalidUse, "position -1");
+  refused([&] { engine.arrivals(-1); }, "position -1");
   engine.on_ready(0);
-  expect_refused([&] { engine.on_ready(0); }, ErrorCode::kInvalidUse,
-                 "the gradient of t0 was given twice in iteration 0");
-  expect_refused([&] { engine.begin(); }, ErrorCode::kInvalidUse, "blocks of iteration 0 are not finished");
-  expect_refused([&] { engine.follow(profile, block_per_tensor(profile)); }, ErrorCode::kInvalidUse,
-                 "blocks of iteration 0 are not finished");
+  refused([&] { engine.on_ready(0); }, "the gradient of t0 was given twice in iteration 0");
+  refused([&] { engine.begin(); }, "blocks of iteration 0 are not finished");
+  refused([&] { engine.follow(profile, block_per_tensor(profile)); }, "blocks of iteration 0 are not finished");
 }
 
 TEST(Engine, PlansAreCheckedAndCountedAndTakeEffectAtTheNextIteration) {
-  Fixture fixture(2, Manner::kAtOnce);
-  Engine& engine = fixture.engine;
-  Plan incomplete = block_per_tensor(fixture.profile);
+  HandEngine hand(2, 1, Manner::kAtOnce);
+  Engine& engine = hand.engine;
+  Plan incomplete = block_per_tensor(hand.profile);
   incomplete.blocks.pop_back();
-  expect_refused([&] { engine.follow(fixture.profile, incomplete); }, ErrorCode::kInvalidPlan, "is in no block");
+  expect_refused([&] { engine.follow(hand.profile, incomplete); }, ErrorCode::kInvalidPlan, "is in no block");
   expect_refused([&] { engine.follow(Profile{}, Plan{}); }, ErrorCode::kInvalidProfile, "tensors is empty");
-  engine.begin();
-  engine.on_ready(0);
-  engine.on_ready(1);
+  hand.begin_with_all();
   ASSERT_TRUE(engine.wait_all(kPatienceNs));
   const Profile larger = float_tensors(3);
   EXPECT_EQ(engine.follow(larger, block_per_tensor(larger)), 2);
@@ -197,6 +144,7 @@ TEST(Engine, PlansAreCheckedAndCountedAndTakeEffectAtTheNextIteration) {
   EXPECT_EQ(timeline[0].plan_version, 1);
   EXPECT_EQ(timeline[1].plan_version, 2);
   EXPECT_EQ(timeline[1].blocks.size(), 3U);
+  EXPECT_EQ(hand.transport.started(), std::vector<int64_t>({0, 1, 2, 3, 4})) << "tickets ascend over iterations";
 }
 
 TEST(Engine, OptionsOutOfRangeAreRefused) {
@@ -216,84 +164,32 @@ TEST(Engine, ItsThreadIsNamedAndALongNameIsCut) {
   }
 }
 
-TEST(Engine, SaysWhatItWaitsFor) {
-  Fixture fixture(2);
-  fixture.engine.begin();
-  EXPECT_EQ(fixture.engine.waiting_for(), "block 1 of 2 (t1, 40 B) waits for the gradient of t1");
-  fixture.engine.on_ready(1);
-  ASSERT_TRUE(fixture.transport.await_started(1));
-  EXPECT_TRUE(fixture.engine.waiting_for().starts_with("block 1 of 2 (t1, 40 B) is on the network since "));
-  fixture.transport.complete(0);
-  ASSERT_TRUE(fixture.engine.wait(std::vector<int32_t>{1}, kPatienceNs));
-  EXPECT_EQ(fixture.engine.waiting_for(), "block 2 of 2 (t0, 40 B) waits for the gradient of t0");
-  fixture.engine.on_ready(0);
-  ASSERT_TRUE(fixture.transport.await_started(2));
-  fixture.transport.complete(1);
-  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
-  EXPECT_EQ(fixture.engine.waiting_for(), "");
-}
-
-TEST(Engine, TheRecordSaysWhenThingsHappenedInTheirOrder) {
-  Fixture fixture(3, Manner::kAtOnce);
-  const int64_t begin_ns = Engine::now_ns();
-  fixture.engine.begin();
-  for (const int32_t tensor : {2, 1, 0}) {
-    fixture.engine.on_ready(tensor);
-  }
-  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
-  const int64_t end_ns = Engine::now_ns();
-  const std::vector<IterationRecord> timeline = fixture.engine.timeline();
-  ASSERT_EQ(timeline.size(), 1U);
-  const IterationRecord& record = timeline.front();
-  int64_t last_launch_ns = begin_ns;
-  for (size_t block = 0; block < 3; ++block) {
-    EXPECT_EQ(record.blocks[block].ready_ns, record.ready_ns[2 - block]);
-    EXPECT_GE(record.blocks[block].ready_ns, begin_ns);
-    EXPECT_GE(record.blocks[block].launch_ns, record.blocks[block].ready_ns);
-    EXPECT_GE(record.blocks[block].launch_ns, last_launch_ns);
-    EXPECT_GE(record.blocks[block].finish_ns, record.blocks[block].launch_ns);
-    EXPECT_LE(record.blocks[block].finish_ns, end_ns);
-    last_launch_ns = record.blocks[block].launch_ns;
-  }
-}
-
-TEST(Engine, TheNetworkIsBusyWhileABlockIsDue) {
-  for (const int32_t in_flight : {1, 3}) {
-    Fixture fixture(3, Manner::kAtOnce, in_flight);
-    int64_t covered_ns = 0;
-    for (int iteration = 0; iteration < 5; ++iteration) {
-      fixture.engine.begin();
-      for (const int32_t tensor : {2, 1, 0}) {
-        fixture.engine.on_ready(tensor);
-      }
-      ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
-      covered_ns += together_ns(fixture.engine.timeline().back().blocks);
-    }
-    EXPECT_EQ(fixture.engine.counters().link_ns, covered_ns);
-  }
-}
-
 TEST(Engine, ABlockIsDueWhenItIsReadyAndTheOneBeforeItIsOutOfItsWay) {
   for (const int32_t in_flight : {1, 2}) {
-    Fixture fixture(3, Manner::kByHand, in_flight);
-    fixture.engine.begin();
-    fixture.engine.on_ready(2);
-    fixture.engine.on_ready(1);
-    ASSERT_TRUE(fixture.transport.await_started(static_cast<size_t>(in_flight)));
-    fixture.transport.complete(0);
-    ASSERT_TRUE(fixture.transport.await_started(2));
-    fixture.transport.complete(1);
-    ASSERT_TRUE(fixture.engine.wait(std::vector<int32_t>{1}, kPatienceNs));
-    fixture.engine.on_ready(0);
-    ASSERT_TRUE(fixture.transport.await_started(3));
-    fixture.transport.complete(2);
-    ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
-    const std::vector<BlockRecord> blocks = fixture.engine.timeline().back().blocks;
+    HandEngine hand(3, in_flight);
+    const int64_t begin_ns = Engine::now_ns();
+    hand.engine.begin();
+    hand.engine.on_ready(2);
+    hand.engine.on_ready(1);
+    ASSERT_TRUE(hand.transport.await_started(static_cast<size_t>(in_flight)));
+    ASSERT_TRUE(hand.transport.finish(0));
+    ASSERT_TRUE(hand.transport.finish(1));
+    ASSERT_TRUE(hand.engine.wait(Tensors{1}, kPatienceNs));
+    hand.engine.on_ready(0);
+    ASSERT_TRUE(hand.transport.finish(2));
+    ASSERT_TRUE(hand.engine.wait_all(kPatienceNs));
+    const IterationRecord record = hand.engine.timeline().back();
+    const std::vector<BlockRecord>& blocks = record.blocks;
+    EXPECT_GE(blocks[0].ready_ns, begin_ns);
+    for (size_t block = 0; block < 3; ++block) {
+      EXPECT_EQ(blocks[block].ready_ns, record.ready_ns[2 - block]);
+      EXPECT_GE(blocks[block].finish_ns, blocks[block].launch_ns);
+    }
     EXPECT_EQ(blocks[0].due_ns, blocks[0].ready_ns);
     EXPECT_EQ(blocks[1].due_ns,
               std::max(blocks[1].ready_ns, in_flight == 1 ? blocks[0].finish_ns : blocks[0].launch_ns));
     EXPECT_EQ(blocks[2].due_ns, blocks[2].ready_ns) << "nothing was in its way";
-    EXPECT_EQ(fixture.engine.counters().link_ns, together_ns(blocks));
+    EXPECT_EQ(hand.engine.counters().link_ns, together_ns(blocks));
   }
 }
 
@@ -314,41 +210,41 @@ TEST(Engine, AGatherIsReadyWhenItsScatterHasFinished) {
   EXPECT_GE(record.blocks[1].launch_ns, record.blocks[0].finish_ns);
 }
 
-TEST(Engine, TheTimelineAndItsMemoryAreBounded) {
-  Fixture fixture(4, Manner::kAtOnce, 1, {"gradcast", 3});
-  int64_t record_bytes = 0;
-  for (int64_t iteration = 0; iteration < 20; ++iteration) {
-    fixture.engine.begin();
-    for (const int32_t tensor : {3, 2, 1, 0}) {
-      fixture.engine.on_ready(tensor);
+TEST(Engine, CountsAndKeepsABoundedTimeline) {
+  for (const int32_t in_flight : {1, 3}) {
+    HandEngine hand(4, in_flight, Manner::kAtOnce, {"gradcast", 3});
+    int64_t record_bytes = 0;
+    int64_t covered_ns = 0;
+    for (int64_t iteration = 0; iteration < 20; ++iteration) {
+      EXPECT_EQ(hand.begin_with_all(), iteration);
+      ASSERT_TRUE(hand.engine.wait_all(kPatienceNs));
+      covered_ns += together_ns(hand.engine.timeline().back().blocks);
+      const EngineCounters counters = hand.engine.counters();
+      EXPECT_EQ(counters.iterations, iteration + 1);
+      EXPECT_EQ(counters.blocks, 4 * (iteration + 1));
+      EXPECT_EQ(counters.bytes, 160 * (iteration + 1));
+      EXPECT_EQ(counters.link_ns, covered_ns);
+      record_bytes = iteration == 2 ? counters.record_bytes : record_bytes;
+      EXPECT_TRUE(iteration < 3 || counters.record_bytes == record_bytes);
     }
-    ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
-    const EngineCounters counters = fixture.engine.counters();
-    EXPECT_EQ(counters.iterations, iteration + 1);
-    EXPECT_EQ(counters.blocks, 4 * (iteration + 1));
-    EXPECT_EQ(counters.bytes, 160 * (iteration + 1));
-    record_bytes = iteration == 2 ? counters.record_bytes : record_bytes;
-    EXPECT_TRUE(iteration < 3 || counters.record_bytes == record_bytes);
+    EXPECT_GE(record_bytes, 3 * (4 * 8 + 4 * 32));
+    EXPECT_EQ(hand.engine.timeline().front().iteration, 17);
+    EXPECT_EQ(hand.engine.timeline().size(), 3U);
+    EXPECT_GT(hand.engine.counters().loop_ns, 0);
   }
-  std::vector<int64_t> iterations;
-  for (const IterationRecord& record : fixture.engine.timeline()) {
-    iterations.push_back(record.iteration);
-  }
-  EXPECT_EQ(iterations, std::vector<int64_t>({17, 18, 19}));
-  EXPECT_GT(fixture.engine.counters().loop_ns, 0);
 }
 
 TEST(Engine, WaitersOfAnIterationAreServedAlsoWhenTheNextHasBegun) {
-  Fixture fixture(1, Manner::kAtOnce);
+  HandEngine hand(1, 1, Manner::kAtOnce);
   for (int round = 0; round < 50; ++round) {
-    fixture.engine.begin();
+    hand.engine.begin();
     // Some of these wake only when the next iteration, in which nothing has arrived, is open.
     std::array<std::atomic<pid_t>, 8> ids = {};
     std::vector<std::thread> waiters;
     for (std::atomic<pid_t>& id : ids) {
       waiters.emplace_back([&] {
         id = gettid();
-        EXPECT_TRUE(fixture.engine.wait(std::vector<int32_t>{0}, kPatienceNs));
+        EXPECT_TRUE(hand.engine.wait(Tensors{0}, kPatienceNs));
       });
     }
     // One that calls wait() only then would wait for the next iteration, and rightly so.
@@ -357,14 +253,14 @@ TEST(Engine, WaitersOfAnIterationAreServedAlsoWhenTheNextHasBegun) {
         std::this_thread::yield();
       }
     }
-    fixture.engine.on_ready(0);
-    ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
-    fixture.engine.begin();
+    hand.engine.on_ready(0);
+    ASSERT_TRUE(hand.engine.wait_all(kPatienceNs));
+    hand.engine.begin();
     for (std::thread& waiter : waiters) {
       waiter.join();
     }
-    fixture.engine.on_ready(0);
-    ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs));
+    hand.engine.on_ready(0);
+    ASSERT_TRUE(hand.engine.wait_all(kPatienceNs));
   }
 }
 

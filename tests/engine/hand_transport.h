@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -34,45 +35,33 @@ class HandTransport final : public Transport {
   void open(CompletionSink* sink) noexcept override {
     std::lock_guard lock(mutex_);
     sink_ = sink;
-    pthread_getname_np(pthread_self(), thread_name_, sizeof thread_name_);
+    char name[32] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    thread_name_ = name;
   }
 
   void start(const Operation& operation) noexcept override {
-    CompletionSink* sink = nullptr;
     {
       std::lock_guard lock(mutex_);
       started_.push_back(operation.ticket);
-      sink = sink_;
-      if (manner_ != Manner::kAtOnce) {
-        open_.push_back(operation.ticket);
-      }
+      if (manner_ != Manner::kAtOnce) open_.push_back(operation.ticket);
     }
     changed_.notify_all();
-    if (manner_ == Manner::kAtOnce) {
-      sink->complete(operation.ticket, nullptr);
-    }
+    if (manner_ == Manner::kAtOnce) complete(operation.ticket);
   }
 
   void abort(const char* reason) noexcept override {
     std::vector<int64_t> open;
-    CompletionSink* sink = nullptr;
     {
       std::lock_guard lock(mutex_);
       abort_reasons_.push_back(reason);
-      sink = sink_;
-      if (manner_ != Manner::kStubborn) {
-        std::swap(open, open_);
-      }
+      if (manner_ != Manner::kStubborn) open = open_;
     }
-    for (const int64_t ticket : open) {
-      sink->complete(ticket, reason);
-    }
+    for (const int64_t ticket : open)
+      complete(ticket, reason);
   }
 
-  void close() noexcept override {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
+  void close() noexcept override { closed_ = true; }
 
   // --- For the test. ---
 
@@ -81,51 +70,43 @@ class HandTransport final : public Transport {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, std::chrono::nanoseconds(kPatienceNs), [&] { return started_.size() >= count; });
   }
-  std::vector<int64_t> started() const {
-    std::lock_guard lock(mutex_);
-    return started_;
-  }
-  void began(int64_t ticket) { sink()->began(ticket); }
-  void queued(int64_t ticket) { sink()->queued(ticket); }
+  void began(int64_t ticket) { sink_.load()->began(ticket); }
+  void queued(int64_t ticket) { sink_.load()->queued(ticket); }
   // Completes an operation that may, or may not, have been started.
   void complete(int64_t ticket, const char* error = nullptr) {
-    CompletionSink* sink = nullptr;
     {
       std::lock_guard lock(mutex_);
       std::erase(open_, ticket);
-      sink = sink_;
     }
-    sink->complete(ticket, error);
+    sink_.load()->complete(ticket, error);
   }
-  std::vector<std::string> abort_reasons() const {
-    std::lock_guard lock(mutex_);
-    return abort_reasons_;
+  // Completes an operation once it is started, of tickets that count from 0; returns whether it was.
+  bool finish(int64_t ticket, const char* error = nullptr) {
+    const bool is_started = await_started(static_cast<size_t>(ticket) + 1);
+    complete(ticket, error);
+    return is_started;
   }
+  std::vector<int64_t> started() const { return copy_of(started_); }
+  std::vector<std::string> abort_reasons() const { return copy_of(abort_reasons_); }
   // Of the thread that runs the transport.
-  std::string thread_name() const {
-    std::lock_guard lock(mutex_);
-    return thread_name_;
-  }
-  bool closed() const {
-    std::lock_guard lock(mutex_);
-    return closed_;
-  }
+  std::string thread_name() const { return copy_of(thread_name_); }
+  bool closed() const { return closed_; }
 
  private:
-  CompletionSink* sink() const {
+  template <typename Value>
+  Value copy_of(const Value& value) const {
     std::lock_guard lock(mutex_);
-    return sink_;
+    return value;
   }
 
   const Manner manner_;
+  std::atomic<CompletionSink*> sink_ = nullptr;
+  std::atomic<bool> closed_ = false;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  CompletionSink* sink_ = nullptr;
-  std::vector<int64_t> started_;
-  std::vector<int64_t> open_;
+  std::vector<int64_t> started_, open_;
   std::vector<std::string> abort_reasons_;
-  char thread_name_[32] = "";
-  bool closed_ = false;
+  std::string thread_name_;
 };
 
 }  // namespace gradcast

@@ -104,9 +104,7 @@ LAYERS = {
     "tests/transport/inproc": Layer(
         TRANSPORT, ("gtest/",), own=("csrc/transport/common", "tests/core", "tests/support")
     ),
-    "tests/transport/mpi": Layer(
-        TRANSPORT, ("gtest/", "mpi.h", "pybind11/"), own=("tests/bindings", "tests/support")
-    ),
+    "tests/transport/mpi": Layer(TRANSPORT, ("gtest/", "mpi.h", "pybind11/"), own=("tests/bindings", "tests/support")),
     "tests/transport/nccl": Layer(TRANSPORT, ("gtest/", "nccl.h", "cuda_runtime"), own=("tests/support",)),
     "tests/training": Layer(
         TRANSPORT,

@@ -23,28 +23,13 @@ struct Script {
 
 class ScriptedWorld::Scripts {
  public:
-  void delay(int32_t rank, int64_t operation_index, int64_t delay_ns) {
-    const std::lock_guard lock(mutex_);
-    scripts_[{rank, operation_index}].delay = std::chrono::nanoseconds(delay_ns);
-  }
-  void fail(int32_t rank, int64_t operation_index, const std::string& message) {
-    const std::lock_guard lock(mutex_);
-    scripts_[{rank, operation_index}].fault = message;
-  }
-  Script find(int32_t rank, int64_t operation_index) const {
-    const std::lock_guard lock(mutex_);
-    const auto found = scripts_.find({rank, operation_index});
-    return found == scripts_.end() ? Script{} : found->second;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::pair<int32_t, int64_t>, Script> scripts_;  // by rank and operation
+  std::mutex mutex;
+  std::map<std::pair<int32_t, int64_t>, Script> of;  // by rank and operation
 };
 
 class ScriptedWorld::RankTransport final : public Transport {
  public:
-  RankTransport(std::shared_ptr<const Scripts> scripts, std::unique_ptr<Transport> inner)
+  RankTransport(std::shared_ptr<Scripts> scripts, std::unique_ptr<Transport> inner)
       : scripts_(std::move(scripts)), inner_(std::move(inner)), thread_([this] { run(); }) {}
   ~RankTransport() override { stop(); }
 
@@ -60,7 +45,7 @@ class ScriptedWorld::RankTransport final : public Transport {
     {
       // Under the lock, so that this operation cannot overtake one that the thread is handing on.
       const std::lock_guard lock(mutex_);
-      Script script = scripts_->find(rank(), started_count_++);
+      Script script = next_script();
       if (aborted_ || (held_.empty() && script.delay.count() == 0 && !script.fault)) {
         inner_->start(operation);
         return;
@@ -99,6 +84,12 @@ class ScriptedWorld::RankTransport final : public Transport {
     bool completed = false;
   };
 
+  Script next_script() {
+    const std::lock_guard lock(scripts_->mutex);
+    const auto found = scripts_->of.find({rank(), started_count_++});
+    return found == scripts_->of.end() ? Script{} : found->second;
+  }
+
   void run() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
@@ -128,7 +119,7 @@ class ScriptedWorld::RankTransport final : public Transport {
     }
   }
 
-  const std::shared_ptr<const Scripts> scripts_;
+  const std::shared_ptr<Scripts> scripts_;
   const std::unique_ptr<Transport> inner_;
   CompletionSink* sink_ = nullptr;
 
@@ -151,11 +142,13 @@ std::unique_ptr<Transport> ScriptedWorld::transport(int32_t rank, std::vector<Ho
 }
 
 void ScriptedWorld::delay(int32_t rank, int64_t operation_index, int64_t delay_ns) {
-  scripts_->delay(rank, operation_index, delay_ns);
+  const std::lock_guard lock(scripts_->mutex);
+  scripts_->of[{rank, operation_index}].delay = std::chrono::nanoseconds(delay_ns);
 }
 
 void ScriptedWorld::fail(int32_t rank, int64_t operation_index, const std::string& message) {
-  scripts_->fail(rank, operation_index, message);
+  const std::lock_guard lock(scripts_->mutex);
+  scripts_->of[{rank, operation_index}].fault = message;
 }
 
 }  // namespace gradcast
