@@ -97,17 +97,17 @@ needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="gradcast-bench is n
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [str(BENCH), *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        [str(BENCH), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
-def check_results(text: str, transport: str, world_size: int) -> None:
-    results = json.loads(text)
+def results_of(*arguments: str) -> dict:
+    ended = bench("--json", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def check_results(results: dict, transport: str, world_size: int) -> None:
     assert (results["version"], results["kind"]) == (1, "gradcast-bench")
     assert (results["transport"], results["world_size"]) == (transport, world_size)
     assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [1024, 4096, 16384, 65536]
@@ -127,9 +127,7 @@ def check_results(text: str, transport: str, world_size: int) -> None:
 
 @needs_bench
 def test_bench_between_threads():
-    ended = bench("--ranks", "3", "--json", *QUICK)
-    assert ended.returncode == 0, ended.stderr
-    check_results(ended.stdout, "inproc", 3)
+    check_results(results_of("--ranks", "3", *QUICK), "inproc", 3)
 
 
 @pytest.mark.slow
@@ -138,7 +136,7 @@ def test_bench_between_threads():
 def test_bench_between_processes():
     ended = mpirun(4, str(BENCH), "--transport", "mpi", "--json", *QUICK)
     assert ended.returncode == 0, ended.stderr
-    check_results(ended.stdout, "mpi", 4)
+    check_results(json.loads(ended.stdout), "mpi", 4)
 
 
 @needs_bench
@@ -161,37 +159,30 @@ def test_bench_prints_tables():
 
 @needs_bench
 def test_bench_runs_the_part_that_is_named():
-    ended = bench("--overhead", "--json")
-    assert ended.returncode == 0, ended.stderr
-    assert not {"sweep", "schedule"} & set(json.loads(ended.stdout))
+    assert not {"sweep", "schedule"} & set(results_of("--overhead"))
 
 
 @needs_bench
 def test_bench_takes_the_cost_of_an_emulated_network_apart():
     """200 us and 8 ns per byte; a busy machine adds to that, never takes away."""
-    ended = bench("--ranks", "2", "--sweep", "--json", "--alpha-us", "200", "--gbit", "1", "--bytes-max", "1M")
-    piece = json.loads(ended.stdout)["link"]["all_reduce"][-1]
-    assert piece["beta_ns_per_byte"] > 7
-    for row in json.loads(ended.stdout)["sweep"]:
+    results = results_of("--ranks", "2", "--sweep", "--alpha-us", "200", "--gbit", "1", "--bytes-max", "1M")
+    assert results["link"]["all_reduce"][-1]["beta_ns_per_byte"] > 7
+    for row in results["sweep"]:
         assert row["time_ns"] >= 200e3 + 8 * row["size_bytes"]
 
 
 @needs_bench
 def test_bench_sweeps_each_size_once_and_tells_of_few():
     """8, 9.6 and 11.5 bytes are two and three elements."""
-    ended = bench("--ranks", "2", "--sweep", "--json", "--bytes-min", "8", "--bytes-max", "12", "--factor", "1.2")
-    assert ended.returncode == 0, ended.stderr
-    sizes = [row["size_bytes"] for row in json.loads(ended.stdout)["sweep"] if row["op"] == "all_reduce"]
-    assert sizes == [8, 12]
+    results = results_of("--ranks", "2", "--sweep", "--bytes-min", "8", "--bytes-max", "12", "--factor", "1.2")
+    assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [8, 12]
 
 
 @needs_bench
 def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
     (tmp_path / "resnet18").mkdir()
     monkeypatch.chdir(tmp_path)
-    ended = bench("--ranks", "2", "--profile", "resnet18", "--json", *QUICK)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["schedule"]
+    assert results_of("--ranks", "2", "--profile", "resnet18", *QUICK)["schedule"]
 
 
 @needs_bench

@@ -58,6 +58,15 @@ def succeed(driver: "_testing.TransportDriver", *tickets: int) -> None:
         assert error == "", f"operation {ticket}: {'no completion' if error is None else error}"
 
 
+def carry(rank: Rank, array: np.ndarray, *operations: list[tuple[int, int]], op: str = "all_reduce") -> None:
+    """Carries out operations over ranges of elements, all started before the first is waited for."""
+    driver = rank.drive(array)
+    for ticket, elements in enumerate(operations):
+        driver.start(ticket, [(array.itemsize * lo, array.itemsize * hi) for lo, hi in elements], op=op)
+    succeed(driver, *range(len(operations)))
+    driver.close()
+
+
 # --- Sums ---
 
 
@@ -67,44 +76,21 @@ def knows_its_place(rank: Rank) -> None:
     driver.close()
 
 
-def sums_one_range_in_place_and_nothing_else(rank: Rank) -> None:
-    array, expected = rank.values(100), rank.values(100)
-    expected[10:60] = rank.sums(100)[10:60]
-    driver = rank.drive(array)
-    driver.start(0, [(40, 240)])
-    succeed(driver, 0)
-    np.testing.assert_array_equal(array, expected)
-    driver.close()
+def sums_its_ranges_and_nothing_else(rank: Rank) -> None:
+    """One range in place, and several in one message."""
+    for elements in ([(10, 60)], [(0, 1), (7, 30), (31, 32), (90, 100)]):
+        array, expected = rank.values(100), rank.values(100)
+        for lo, hi in elements:
+            expected[lo:hi] = rank.sums(100)[lo:hi]
+        carry(rank, array, elements)
+        np.testing.assert_array_equal(array, expected)
 
 
-def sums_several_ranges_in_one_message(rank: Rank) -> None:
-    array, expected = rank.values(100), rank.values(100)
-    for lo, hi in ((0, 1), (7, 30), (31, 32), (90, 100)):
-        expected[lo:hi] = rank.sums(100)[lo:hi]
-    driver = rank.drive(array)
-    driver.start(0, [(0, 4), (28, 120), (124, 128), (360, 400)])
-    succeed(driver, 0)
-    np.testing.assert_array_equal(array, expected)
-    driver.close()
-
-
-def sums_a_single_element(rank: Rank) -> None:
-    array = rank.values(1)
-    driver = rank.drive(array)
-    driver.start(0, [(0, 4)])
-    succeed(driver, 0)
-    np.testing.assert_array_equal(array, rank.sums(1))
-    driver.close()
-
-
-def sums_a_large_buffer(rank: Rank) -> None:
-    count = 4 << 20  # 16 MiB
-    array = rank.values(count)
-    driver = rank.drive(array)
-    driver.start(0, [(0, 4 * count)])
-    succeed(driver, 0)
-    np.testing.assert_array_equal(array, rank.sums(count))
-    driver.close()
+def sums_a_single_element_and_a_large_buffer(rank: Rank) -> None:
+    for count in (1, 4 << 20):  # 16 MiB
+        array = rank.values(count)
+        carry(rank, array, [(0, count)])
+        np.testing.assert_array_equal(array, rank.sums(count))
 
 
 def keeps_buffers_and_their_types_apart(rank: Rank) -> None:
@@ -132,18 +118,13 @@ def takes_what_is_in_the_buffer_at_the_start(rank: Rank) -> None:
 
 
 def carries_many_in_flight(rank: Rank) -> None:
-    """Small and large ones mixed, in place and packed, all started before the first is waited for."""
+    """Small and large ones mixed, in place and packed."""
     count = 40_000
     array = rank.values(count)
-    driver = rank.drive(array)
     edges = [0, 1, 2, 500, 510, 20_000, 20_001, 39_000, count]
-    blocks = [[(4 * lo, 4 * hi)] for lo, hi in itertools.pairwise(edges)]
-    blocks = [blocks[0] + blocks[2], blocks[1], blocks[3], blocks[4] + blocks[6], blocks[5], blocks[7]]
-    for ticket, ranges in enumerate(blocks):
-        driver.start(ticket, ranges)
-    succeed(driver, *range(len(blocks)))
+    blocks = [[pair] for pair in itertools.pairwise(edges)]
+    carry(rank, array, blocks[0] + blocks[2], blocks[1], blocks[3], blocks[4] + blocks[6], blocks[5], blocks[7])
     np.testing.assert_array_equal(array, rank.sums(count))
-    driver.close()
 
 
 def completes_each_operation_once(rank: Rank) -> None:
@@ -168,14 +149,11 @@ def part_of(rank: Rank, count: int) -> slice:
 def scatters_each_rank_its_part_of_the_sum(rank: Rank) -> None:
     for count in (1, rank.world_size, rank.world_size + 1, 100, 101, 1003):
         array = rank.values(count + 2)
-        driver = rank.drive(array)
-        driver.start(0, [(4, 4 * count + 4)], op="reduce_scatter")
-        succeed(driver, 0)
+        carry(rank, array, [(1, count + 1)], op="reduce_scatter")
         own = part_of(rank, count)
         inside, sums = array[1:-1], rank.sums(count + 2)[1:-1]
         np.testing.assert_array_equal(inside[own], sums[own])
         np.testing.assert_array_equal(array[[0, -1]], rank.values(count + 2)[[0, -1]])
-        driver.close()
 
 
 def gathers_the_parts(rank: Rank) -> None:
@@ -183,26 +161,17 @@ def gathers_the_parts(rank: Rank) -> None:
         whole = np.arange(count, dtype="float32")
         array = np.full(count, -1, "float32")
         array[part_of(rank, count)] = whole[part_of(rank, count)]
-        driver = rank.drive(array)
-        driver.start(0, [(0, 4 * count)], op="all_gather")
-        succeed(driver, 0)
+        carry(rank, array, [(0, count)], op="all_gather")
         np.testing.assert_array_equal(array, whole)
-        driver.close()
 
 
 def scatter_and_gather_make_an_all_reduce(rank: Rank) -> None:
-    for ranges in ([(0, 4)], [(0, 400)], [(0, 4), (8, 20), (24, 404)], [(4, 8), (396, 400)]):
+    for elements in ([(0, 1)], [(0, 100)], [(0, 1), (2, 5), (6, 101)], [(1, 2), (99, 100)]):
         array, whole = rank.values(101), rank.values(101)
-        driver, other = rank.drive(array), rank.drive(whole)
-        driver.start(0, ranges, op="reduce_scatter")
-        succeed(driver, 0)
-        driver.start(1, ranges, op="all_gather")
-        other.start(0, ranges)
-        succeed(driver, 1)
-        succeed(other, 0)
+        carry(rank, array, elements, op="reduce_scatter")
+        carry(rank, array, elements, op="all_gather")
+        carry(rank, whole, elements)
         np.testing.assert_array_equal(array, whole)
-        driver.close()
-        other.close()
 
 
 # --- Refusals, lateness, aborts, the end ---
@@ -287,10 +256,8 @@ def lives_as_long_as_its_capsule(rank: Rank) -> None:
 
 _ALONE: list[Case] = [
     knows_its_place,
-    sums_one_range_in_place_and_nothing_else,
-    sums_several_ranges_in_one_message,
-    sums_a_single_element,
-    sums_a_large_buffer,
+    sums_its_ranges_and_nothing_else,
+    sums_a_single_element_and_a_large_buffer,
     keeps_buffers_and_their_types_apart,
     takes_what_is_in_the_buffer_at_the_start,
     carries_many_in_flight,

@@ -32,8 +32,12 @@ class C10dRank(Rank):
     def transport(self, buffers: Sequence[np.ndarray]) -> object:
         return self.transport_of([torch.from_numpy(buffer) for buffer in buffers])
 
-    def transport_of(self, tensors: Sequence[torch.Tensor]) -> object:
-        return extension.load().Transport(dist.new_group(timeout=TIMEOUT, backend="gloo"), tensors, self.wire)
+    def transport_of(self, tensors: Sequence[torch.Tensor], wire: str = "") -> object:
+        group = dist.new_group(timeout=TIMEOUT, backend="gloo")
+        return extension.load().Transport(group, tensors, wire or self.wire)
+
+    def drive_of(self, tensors: Sequence[torch.Tensor], wire: str = "") -> _testing.TransportDriver:
+        return _testing.TransportDriver(self.transport_of(tensors, wire))
 
     def barrier(self) -> None:
         dist.barrier()
@@ -52,7 +56,7 @@ class Fp16Rank(C10dRank):
 def sums_every_floating_type(rank: C10dRank) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         tensor = torch.full((33,), rank.rank + 1.0, dtype=dtype)
-        driver = _testing.TransportDriver(rank.transport_of([tensor]))
+        driver = rank.drive_of([tensor])
         size_bytes = tensor.element_size()
         driver.start(0, [(0, 30 * size_bytes), (31 * size_bytes, 33 * size_bytes)])
         succeed(driver, 0)
@@ -65,7 +69,7 @@ def sums_every_floating_type(rank: C10dRank) -> None:
 def leaves_the_version_counter_alone(rank: C10dRank) -> None:
     """Autograd's count of changes to a gradient is about the user's changes."""
     flat = torch.ones(10)
-    driver = _testing.TransportDriver(rank.transport_of([flat]))
+    driver = rank.drive_of([flat])
     before = flat[2:4]._version
     driver.start(0, [(0, 20), (24, 40)])
     driver.start(1, [(0, 40)])
@@ -91,7 +95,7 @@ def says_what_it_does_not_take(rank: C10dRank) -> None:
 
 def passes_on_what_the_backend_says(rank: C10dRank) -> None:
     tensor = torch.zeros(4, dtype=torch.int16)
-    driver = _testing.TransportDriver(rank.transport_of([tensor]))
+    driver = rank.drive_of([tensor])
     driver.start(0, [(0, 8)])
     error = driver.wait(0, LIMIT_NS)
     assert error is not None
@@ -119,7 +123,7 @@ def adds_up_in_fp32_what_travels_in_16_bits(rank: C10dRank) -> None:
             terms = [numbers_of_all_magnitudes(each, count) for each in range(rank.world_size)]
             expected = rounded_once_there_and_once_back(terms, dtype)
             tensor = terms[rank.rank].clone()
-            driver = _testing.TransportDriver(transport(rank, [tensor], wire))
+            driver = rank.drive_of([tensor], wire)
             third = count // 3
             blocks = [[(0, 4 * count)]]
             if third > 0:
@@ -142,7 +146,7 @@ def carries_what_is_not_finite(rank: C10dRank) -> None:
     values = torch.tensor([1e5, 65504.0, float("inf"), float("nan"), -1e5, 3e38, 1.0])
     for wire, dtype in WIRES.items():
         tensor = values.clone()
-        driver = _testing.TransportDriver(transport(rank, [tensor], wire))
+        driver = rank.drive_of([tensor], wire)
         driver.start(0, [(0, 28)])
         succeed(driver, 0)
         expected = rounded_once_there_and_once_back([values] * rank.world_size, dtype)
@@ -155,13 +159,11 @@ def carries_what_is_not_finite(rank: C10dRank) -> None:
 def casts_fp32_alone(rank: C10dRank) -> None:
     """Other types travel as they are, in one order with what is cast."""
     single, double = torch.full((4096,), 0.1), torch.full((4096,), 0.1, dtype=torch.float64)
-    driver = _testing.TransportDriver(transport(rank, [single, double], "bf16"))
+    driver = rank.drive_of([single, double], "bf16")
     for ticket in range(8):
-        driver.start(
-            ticket,
-            [(ticket // 2 * 4096 * (1 + ticket % 2), (ticket // 2 + 1) * 4096 * (1 + ticket % 2))],
-            buffer=ticket % 2,
-        )
+        quarter_bytes = 4096 * (1 + ticket % 2)
+        lo_bytes = ticket // 2 * quarter_bytes
+        driver.start(ticket, [(lo_bytes, lo_bytes + quarter_bytes)], buffer=ticket % 2)
     succeed(driver, *range(8))
     terms = [torch.full((4096,), 0.1)] * rank.world_size
     assert torch.equal(single, rounded_once_there_and_once_back(terms, torch.bfloat16))
@@ -171,11 +173,7 @@ def casts_fp32_alone(rank: C10dRank) -> None:
 
 def knows_its_wire_formats(rank: C10dRank) -> None:
     with pytest.raises(gradcast.Error, match="'int8'; one of fp32, bf16, fp16"):
-        transport(rank, [torch.zeros(2)], "int8")
-
-
-def transport(rank: C10dRank, tensors: Sequence[torch.Tensor], wire: str) -> object:
-    return extension.load().Transport(dist.new_group(timeout=TIMEOUT, backend="gloo"), tensors, wire)
+        rank.transport_of([torch.zeros(2)], "int8")
 
 
 TORCH_CASES: list[Case] = [
@@ -251,10 +249,7 @@ def outlives_the_default_group(rank: C10dRank) -> None:
     say("works")
 
 
-PROGRAMS = {
-    program.__name__: program
-    for program in (conformance, peer_dies, leaves_with_an_operation_in_flight, outlives_the_default_group)
-}
+PROGRAMS = (conformance, peer_dies, leaves_with_an_operation_in_flight, outlives_the_default_group)
 
 
 def say(text: str) -> None:
@@ -268,7 +263,7 @@ def main(program: str, store: str, rank: str, world_size: str) -> None:
     )
     name, _, wire = program.partition("+")
     kind = {"": C10dRank, "fp16": Fp16Rank}[wire]
-    PROGRAMS[name](kind(int(rank), int(world_size)))
+    {each.__name__: each for each in PROGRAMS}[name](kind(int(rank), int(world_size)))
 
 
 if __name__ == "__main__":
