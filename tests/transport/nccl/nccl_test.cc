@@ -213,8 +213,11 @@ TEST_P(Nccl, WhatIsPutBehindAnOperationFindsItsSums) {
   });
 }
 
-TEST_P(Nccl, RefusesBuffersThatDoNotExist) {
+TEST_P(Nccl, RefusesBuffersAndBytesThatDoNotExist) {
   on_ranks(GetParam(), [&](Rank& rank, int32_t) {
+    rank.start(0, {{0, kElements + 1}});
+    EXPECT_NE(rank.sink().end_of(0).find("are not ascending whole elements of a buffer of 4000 bytes"),
+              std::string::npos);
     EXPECT_THROW(rank.transport().on_written(1, {0, 4}, rank.stream()), Error);
     EXPECT_THROW(rank.transport().order_behind(-1, {0, 4}, rank.stream()), Error);
   });
