@@ -11,28 +11,35 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace gradcast {
 
 void bind_link(pybind11::module_& module);
-void bind_link_fit(pybind11::module_& module);
-void bind_networks(pybind11::module_& module);
 void bind_profile(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
-void bind_play(pybind11::module_& module);
-void bind_bound(pybind11::module_& module);
-void bind_policy(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_monitor(pybind11::module_& module);
 
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 
-// A read-only attribute that shows a vector as a tuple.
-template <typename Class, typename Owner, typename Element>
-void def_tuple(Class& bound_class, const char* name, std::vector<Element> Owner::*member) {
-  bound_class.def_property_readonly(
-      name, [member](const Owner& owner) { return pybind11::tuple(pybind11::cast(owner.*member)); });
+// Read-only attributes, given as name, member, name, member, and so on; a vector becomes a tuple. Returns the names.
+template <typename Class>
+std::vector<std::string> def_fields(Class&) {
+  return {};
+}
+template <typename Class, typename Owner, typename Value, typename... More>
+std::vector<std::string> def_fields(Class& bound_class, const char* name, Value Owner::*member, More... more) {
+  if constexpr (requires(Value value) { value.push_back(value.front()); } && !std::is_same_v<Value, std::string>) {
+    bound_class.def_property_readonly(
+        name, [member](const Owner& owner) { return pybind11::tuple(pybind11::cast(owner.*member)); });
+  } else {
+    bound_class.def_readonly(name, member);
+  }
+  std::vector<std::string> names = def_fields(bound_class, more...);
+  names.insert(names.begin(), name);
+  return names;
 }
 
 // How Python shows the object: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it
@@ -49,6 +56,14 @@ void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
     }
     return pybind11::type::of(self).attr("__name__").template cast<std::string>() + "(" + text + ")";
   });
+}
+
+// A class of such attributes alone, which Python also shows by them.
+template <typename Record, typename... Fields>
+pybind11::class_<Record> def_record(pybind11::module_& module, const char* name, Fields... fields) {
+  pybind11::class_<Record> bound_class(module, name);
+  def_repr(bound_class, def_fields(bound_class, fields...));
+  return bound_class;
 }
 
 }  // namespace gradcast

@@ -1,19 +1,29 @@
 // Transports cross from one Python module to another in a capsule, whose name is the version of the interface.
 //
-// make_capsule() is all that a module needs that only makes transports, so it stands here, without a source file.
-//
 // Thread safety: any thread that holds the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <string>
+
+#include "gradcast/error.h"
 #include "gradcast/transport.h"
 
 namespace gradcast {
 
 // The transport inside a capsule, or inside the attribute `capsule` of an object. Borrowed: keep the object.
 // Throws Error{kInvalidOption} for anything else.
-Transport& transport_of(const pybind11::object& object);
+inline Transport& transport_of(const pybind11::object& object) {
+  const bool is_capsule = PyCapsule_CheckExact(object.ptr()) != 0;
+  const pybind11::object capsule = is_capsule ? object : pybind11::getattr(object, "capsule", pybind11::none());
+  if (PyCapsule_IsValid(capsule.ptr(), kTransportCapsule) == 0) {
+    throw Error(ErrorCode::kInvalidOption,
+                "the transport is a " + std::string(pybind11::str(pybind11::type::of(object).attr("__name__"))) +
+                    "; give a transport of this version of gradcast (its capsule is called " + kTransportCapsule + ")");
+  }
+  return *static_cast<Transport*>(PyCapsule_GetPointer(capsule.ptr(), kTransportCapsule));
+}
 
 // A capsule for a transport that `owner` keeps alive; the capsule keeps the owner.
 inline pybind11::object make_capsule(Transport& transport, const pybind11::object& owner) {

@@ -2,7 +2,6 @@
 //
 // No call holds the GIL while it waits, and none that is hot gives it back: on_ready costs less than giving it back
 // would.
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,34 +15,26 @@ namespace py = pybind11;
 namespace gradcast {
 namespace {
 
-// An engine and the Python object that its transport lives in.
-class BoundEngine {
+struct TransportOwner {
+  py::object transport;
+};
+
+// An engine and the Python object that its transport lives in, which is released after it.
+class BoundEngine : private TransportOwner, public Engine {
  public:
-  BoundEngine(py::object transport, std::string thread_name, int32_t timeline_iterations)
-      : transport_(std::move(transport)),
-        engine_(std::make_unique<Engine>(transport_of(transport_),
-                                         EngineOptions{std::move(thread_name), timeline_iterations})) {}
+  BoundEngine(py::object owner, std::string thread_name, int32_t timeline_iterations)
+      : TransportOwner{std::move(owner)},
+        Engine(transport_of(transport), EngineOptions{std::move(thread_name), timeline_iterations}) {}
+  ~BoundEngine() { shutdown(); }
 
   // Ending a thread takes a moment, and whoever that thread waits for may need the GIL.
-  ~BoundEngine() {
-    const py::gil_scoped_release released;
-    engine_.reset();
-  }
-
   void shutdown() {
     {
       const py::gil_scoped_release released;
-      engine_->shutdown();
+      Engine::shutdown();
     }
-    transport_ = py::none();
+    transport = py::none();
   }
-
-  Engine& operator*() { return *engine_; }
-  Engine* operator->() { return engine_.get(); }
-
- private:
-  py::object transport_;  // released after the engine, which uses what it holds
-  std::unique_ptr<Engine> engine_;
 };
 
 // What has arrived already is the usual case, and is answered without giving the GIL back: other Python threads would
@@ -65,36 +56,23 @@ Progress until(bool queued) {
 }
 
 bool wait(BoundEngine& engine, const std::vector<int32_t>& tensors, int64_t timeout_ns, bool queued) {
-  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine->wait(tensors, time_ns, until(queued)); });
+  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine.wait(tensors, time_ns, until(queued)); });
 }
 
 bool wait_all(BoundEngine& engine, int64_t timeout_ns, bool queued) {
-  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine->wait_all(time_ns, until(queued)); });
+  return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine.wait_all(time_ns, until(queued)); });
 }
 
 void bind_records(py::module_& module) {
-  py::class_<BlockRecord> block(module, "BlockRecord");
-  block.def_readonly("ready_ns", &BlockRecord::ready_ns)
-      .def_readonly("due_ns", &BlockRecord::due_ns)
-      .def_readonly("launch_ns", &BlockRecord::launch_ns)
-      .def_readonly("finish_ns", &BlockRecord::finish_ns);
-  def_repr(block, {"ready_ns", "due_ns", "launch_ns", "finish_ns"});
-
-  py::class_<IterationRecord> iteration(module, "IterationRecord");
-  iteration.def_readonly("iteration", &IterationRecord::iteration)
-      .def_readonly("plan_version", &IterationRecord::plan_version);
-  def_tuple(iteration, "ready_ns", &IterationRecord::ready_ns);
-  def_tuple(iteration, "blocks", &IterationRecord::blocks);
-  def_repr(iteration, {"iteration", "plan_version", "ready_ns", "blocks"});
-
-  py::class_<EngineCounters> counters(module, "EngineCounters");
-  counters.def_readonly("iterations", &EngineCounters::iterations)
-      .def_readonly("blocks", &EngineCounters::blocks)
-      .def_readonly("bytes", &EngineCounters::bytes)
-      .def_readonly("link_ns", &EngineCounters::link_ns)
-      .def_readonly("loop_ns", &EngineCounters::loop_ns)
-      .def_readonly("record_bytes", &EngineCounters::record_bytes);
-  def_repr(counters, {"iterations", "blocks", "bytes", "link_ns", "loop_ns", "record_bytes"});
+  def_record<BlockRecord>(module, "BlockRecord", "ready_ns", &BlockRecord::ready_ns, "due_ns", &BlockRecord::due_ns,
+                          "launch_ns", &BlockRecord::launch_ns, "finish_ns", &BlockRecord::finish_ns);
+  def_record<IterationRecord>(module, "IterationRecord", "iteration", &IterationRecord::iteration, "plan_version",
+                              &IterationRecord::plan_version, "ready_ns", &IterationRecord::ready_ns, "blocks",
+                              &IterationRecord::blocks);
+  def_record<EngineCounters>(module, "EngineCounters", "iterations", &EngineCounters::iterations, "blocks",
+                             &EngineCounters::blocks, "bytes", &EngineCounters::bytes, "link_ns",
+                             &EngineCounters::link_ns, "loop_ns", &EngineCounters::loop_ns, "record_bytes",
+                             &EngineCounters::record_bytes);
 }
 
 }  // namespace
@@ -105,28 +83,20 @@ void bind_engine(py::module_& module) {
       .def(py::init<py::object, std::string, int32_t>(), py::arg("transport"), py::kw_only(),
            py::arg("thread_name") = EngineOptions{}.thread_name,
            py::arg("timeline_iterations") = EngineOptions{}.timeline_iterations)
-      .def(
-          "follow",
-          [](BoundEngine& engine, const Profile& profile, const Plan& plan) { return engine->follow(profile, plan); },
-          py::arg("profile"), py::arg("plan"), ReleaseGil())
-      .def("begin", [](BoundEngine& engine) { return engine->begin(); })
-      .def(
-          "on_ready", [](BoundEngine& engine, int32_t tensor) { engine->on_ready(tensor); }, py::arg("tensor"))
+      .def("follow", &Engine::follow, py::arg("profile"), py::arg("plan"), ReleaseGil())
+      .def("begin", &Engine::begin)
+      .def("on_ready", &Engine::on_ready, py::arg("tensor"))
       .def("wait", &wait, py::arg("tensors"), py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def("wait_all", &wait_all, py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def(
           "queued_no_later_than",
-          [](BoundEngine& engine, const std::vector<int32_t>& tensors) {
-            return engine->queued_no_later_than(tensors);
-          },
+          [](BoundEngine& engine, const std::vector<int32_t>& tensors) { return engine.queued_no_later_than(tensors); },
           py::arg("tensors"))
-      .def(
-          "arrivals", [](BoundEngine& engine, int64_t position) { return engine->arrivals(position); },
-          py::arg("position") = 0)
-      .def_property_readonly("busy", [](BoundEngine& engine) { return engine->busy(); })
-      .def("waiting_for", [](BoundEngine& engine) { return engine->waiting_for(); })
-      .def("timeline", [](BoundEngine& engine) { return py::tuple(py::cast(engine->timeline())); })
-      .def("counters", [](BoundEngine& engine) { return engine->counters(); })
+      .def("arrivals", &Engine::arrivals, py::arg("position") = 0)
+      .def_property_readonly("busy", &Engine::busy)
+      .def("waiting_for", &Engine::waiting_for)
+      .def("timeline", [](BoundEngine& engine) { return py::tuple(py::cast(engine.timeline())); })
+      .def("counters", &Engine::counters)
       .def("shutdown", &BoundEngine::shutdown)
       .def_static("now_ns", &Engine::now_ns);
 }

@@ -31,13 +31,8 @@ PYBIND11_MODULE(_core, module) {
     }
   });
   gradcast::bind_link(module);
-  gradcast::bind_link_fit(module);
-  gradcast::bind_networks(module);
   gradcast::bind_profile(module);
   gradcast::bind_plan(module);
-  gradcast::bind_play(module);
-  gradcast::bind_bound(module);
-  gradcast::bind_policy(module);
   gradcast::bind_engine(module);
   gradcast::bind_monitor(module);
 }

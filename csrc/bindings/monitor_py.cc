@@ -18,36 +18,22 @@ const char* name_of(Cause cause) {
 }  // namespace
 
 void bind_monitor(py::module_& module) {
-  py::class_<RankFacts> facts(module, "RankFacts");
-  facts
+  def_record<RankFacts>(module, "RankFacts", "step_ns", &RankFacts::step_ns, "busy_ns", &RankFacts::busy_ns, "link_ns",
+                        &RankFacts::link_ns)
       .def(py::init([](double step_ns, double busy_ns, double link_ns) {
              return RankFacts{step_ns, busy_ns, link_ns};
            }),
-           py::kw_only(), py::arg("step_ns"), py::arg("busy_ns"), py::arg("link_ns"))
-      .def_readonly("step_ns", &RankFacts::step_ns)
-      .def_readonly("busy_ns", &RankFacts::busy_ns)
-      .def_readonly("link_ns", &RankFacts::link_ns);
-  def_repr(facts, {"step_ns", "busy_ns", "link_ns"});
+           py::kw_only(), py::arg("step_ns"), py::arg("busy_ns"), py::arg("link_ns"));
 
   py::class_<Change> change(module, "Change");
-  change.def_property_readonly("cause", [](const Change& self) { return name_of(self.cause); })
-      .def_readonly("rank", &Change::rank)
-      .def_readonly("before_ns", &Change::before_ns)
-      .def_readonly("after_ns", &Change::after_ns);
+  change.def_property_readonly("cause", [](const Change& self) { return name_of(self.cause); });
+  def_fields(change, "rank", &Change::rank, "before_ns", &Change::before_ns, "after_ns", &Change::after_ns);
   def_repr(change, {"cause", "rank", "before_ns", "after_ns"});
 
-  py::class_<Decision> decision(module, "Decision");
-  decision.def_readonly("on_baseline", &Decision::on_baseline)
-      .def_readonly("stepped_aside", &Decision::stepped_aside)
-      .def_readonly("change", &Decision::change);
-  def_repr(decision, {"on_baseline", "stepped_aside", "change"});
-
-  py::class_<Comparison> comparison(module, "Comparison");
-  comparison.def_readonly("plan_ns", &Comparison::plan_ns)
-      .def_readonly("baseline_ns", &Comparison::baseline_ns)
-      .def_readonly("baseline_count", &Comparison::baseline_count)
-      .def_readonly("noise", &Comparison::noise);
-  def_repr(comparison, {"plan_ns", "baseline_ns", "baseline_count", "noise"});
+  def_record<Decision>(module, "Decision", "on_baseline", &Decision::on_baseline, "stepped_aside",
+                       &Decision::stepped_aside, "change", &Decision::change);
+  def_record<Comparison>(module, "Comparison", "plan_ns", &Comparison::plan_ns, "baseline_ns", &Comparison::baseline_ns,
+                         "baseline_count", &Comparison::baseline_count, "noise", &Comparison::noise);
 
   py::class_<Monitor>(module, "Monitor")
       .def(py::init([](int32_t rank_count, double busy_ns, double link_ns, bool has_baseline, bool begins_on_baseline,

@@ -1,12 +1,16 @@
-// Plans for Python.
+// Plans for Python: what they are, how they are made, what they cost, and the bounds below them.
 #include <pybind11/operators.h>
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "gradcast/bound.h"
 #include "gradcast/plan.h"
+#include "gradcast/play.h"
+#include "gradcast/policy.h"
 
 namespace py = pybind11;
 
@@ -43,6 +47,65 @@ Plan make_hand_plan(std::vector<Block> blocks, std::string policy, const std::st
   return plan;
 }
 
+// From Python any plan may meet any profile, so play's precondition is checked here.
+Timeline checked_play(const Profile& profile, const LinkModel& link, const Plan& plan) {
+  check_plan(plan, profile);
+  return play(profile, link, plan);
+}
+
+Bound bound_of(const Profile& profile, const LinkModel& link, const std::string& mode, int32_t in_flight, bool any_op) {
+  return bound(profile, link, {mode_from_string(mode), in_flight, any_op});
+}
+
+Plan plan_with(const Profile& profile, const LinkModel& link, std::string policy, const std::string& mode,
+               int32_t in_flight, std::map<std::string, double> parameters) {
+  return make_plan(profile, link, {std::move(policy), mode_from_string(mode), in_flight, std::move(parameters)});
+}
+
+void bind_costs(py::module_& module) {
+  def_record<BlockTimes>(module, "BlockTimes", "ready_ns", &BlockTimes::ready_ns, "launch_ns", &BlockTimes::launch_ns,
+                         "finish_ns", &BlockTimes::finish_ns);
+  def_record<TensorTimes>(module, "TensorTimes", "arrival_ns", &TensorTimes::arrival_ns, "read_ns",
+                          &TensorTimes::read_ns, "wait_ns", &TensorTimes::wait_ns);
+  auto timeline = def_record<Timeline>(module, "Timeline", "forward_start_ns", &Timeline::forward_start_ns,
+                                       "iteration_ns", &Timeline::iteration_ns, "exposed_ns", &Timeline::exposed_ns);
+  def_fields(timeline, "blocks", &Timeline::blocks, "tensors", &Timeline::tensors);
+  module.def(
+      "play", &checked_play, py::arg("profile"), py::arg("link"), py::arg("plan"), ReleaseGil(),
+      "What happens when the plan is followed: when each block is launched and finished, when forward waits, and\n"
+      "how long the iteration takes (ns from the start of backward). Raises gradcast.Error if the plan does not\n"
+      "fit the profile or the link lacks one of its operations.");
+
+  def_record<Bound>(module, "Bound", "plain_ns", &Bound::plain_ns, "best_ns", &Bound::best_ns, "exact", &Bound::exact);
+  module.def(
+      "bound", &bound_of, py::arg("profile"), py::arg("link"), py::kw_only(), py::arg("mode") = "overlap",
+      py::arg("in_flight") = 1, py::arg("any_op") = false, ReleaseGil(),
+      "Iteration times (ns) that no plan of this mode and in_flight can beat. any_op: over plans with every kind of\n"
+      "operation that the link has, instead of plans of all-reduces alone.");
+}
+
+void bind_policies(py::module_& module) {
+  def_record<PolicyParameter>(module, "PolicyParameter", "name", &PolicyParameter::name, "default_value",
+                              &PolicyParameter::default_value, "meaning", &PolicyParameter::meaning);
+  auto info = def_record<PolicyInfo>(module, "PolicyInfo", "name", &PolicyInfo::name, "summary", &PolicyInfo::summary);
+  def_fields(info, "parameters", &PolicyInfo::parameters, "source", &PolicyInfo::source, "overlap_only",
+             &PolicyInfo::overlap_only, "needs_scatter_gather", &PolicyInfo::needs_scatter_gather);
+
+  module.attr("DEFAULT_POLICY") = std::string(kDefaultPolicy);
+  module.def(
+      "policies", [] { return py::tuple(py::cast(policies())); },
+      "Every policy with its source and parameters, the default one first.");
+  module.def(
+      "make_plan", &plan_with, py::arg("profile"), py::arg("link"), py::kw_only(),
+      py::arg("policy") = std::string(kDefaultPolicy), py::arg("mode") = "overlap", py::arg("in_flight") = 1,
+      py::arg("parameters") = std::map<std::string, double>{}, ReleaseGil(),
+      "Plans one iteration of the profile on the link. Returns a checked plan with its predicted time and bounds\n"
+      "(ns from the start of backward to the end of the next forward).\n\n"
+      "mode: \"overlap\" (gradients travel under the next forward too) or \"hook\" (all arrive before it).\n"
+      "in_flight: blocks between launch and finish at the same time. parameters: of the policy, by name; see\n"
+      "policies(). Raises gradcast.Error.");
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
@@ -51,32 +114,29 @@ void bind_plan(py::module_& module) {
       .def(py::init(&make_block), py::kw_only(), py::arg("ranges"), py::arg("op") = "all_reduce", py::arg("buffer") = 0,
            py::arg("reason") = "")
       .def_property_readonly("op", [](const Block& block) { return to_string(block.op); })
-      .def_readonly("buffer", &Block::buffer)
       .def_property_readonly("ranges", &ranges_of)
       .def_property_readonly("size_bytes", &Block::size_bytes)
-      .def_readonly("start_ns", &Block::start_ns)
-      .def_readonly("finish_ns", &Block::finish_ns)
-      .def_readonly("reason", &Block::reason)
       .def(py::self == py::self);
+  def_fields(block, "buffer", &Block::buffer, "start_ns", &Block::start_ns, "finish_ns", &Block::finish_ns, "reason",
+             &Block::reason);
   def_repr(block, {"op", "buffer", "ranges", "start_ns", "finish_ns", "reason"});
 
   py::class_<Plan> plan(module, "Plan");
-  def_tuple(plan, "blocks", &Plan::blocks);
+  def_fields(plan, "policy", &Plan::policy, "in_flight", &Plan::in_flight, "predicted_ns", &Plan::predicted_ns,
+             "bound_ns", &Plan::bound_ns, "plain_bound_ns", &Plan::plain_bound_ns, "blocks", &Plan::blocks);
   def_repr(plan, {"policy", "mode", "in_flight", "predicted_ns", "bound_ns", "blocks"});
   plan.def(py::init(&make_hand_plan), py::kw_only(), py::arg("blocks"), py::arg("policy") = "by hand",
            py::arg("mode") = "overlap", py::arg("in_flight") = 1)
-      .def_readonly("policy", &Plan::policy)
       .def_property_readonly("mode", [](const Plan& self) { return to_string(self.mode); })
-      .def_readonly("in_flight", &Plan::in_flight)
-      .def_readonly("predicted_ns", &Plan::predicted_ns)
-      .def_readonly("bound_ns", &Plan::bound_ns)
-      .def_readonly("plain_bound_ns", &Plan::plain_bound_ns)
       .def_static("from_json", &plan_from_json, py::arg("text"), ReleaseGil())
       .def(
           "to_json", [](const Plan& self) { return to_json(self); }, ReleaseGil())
       .def("check", &check_plan, py::arg("profile"), ReleaseGil())
       .def("hash", &hash_plan, py::arg("profile"), ReleaseGil())
       .def(py::self == py::self);
+
+  bind_costs(module);
+  bind_policies(module);
 }
 
 }  // namespace gradcast

@@ -53,30 +53,17 @@ Profile from_layer_table(const std::string& csv, std::string name, double scale,
 }  // namespace
 
 void bind_profile(py::module_& module) {
-  py::class_<Tensor> tensor(module, "Tensor");
-  tensor
+  def_record<Tensor>(module, "Tensor", "name", &Tensor::name, "bytes", &Tensor::bytes, "ready_ns", &Tensor::ready_ns,
+                     "need_ns", &Tensor::need_ns, "update_ns", &Tensor::update_ns, "buffer", &Tensor::buffer,
+                     "element_bytes", &Tensor::element_bytes)
       .def(py::init(&make_tensor), py::kw_only(), py::arg("name"), py::arg("bytes"), py::arg("ready_ns"),
            py::arg("need_ns"), py::arg("update_ns") = 0.0, py::arg("buffer") = 0, py::arg("element_bytes") = 4)
-      .def_readonly("name", &Tensor::name)
-      .def_readonly("bytes", &Tensor::bytes)
-      .def_readonly("buffer", &Tensor::buffer)
-      .def_readonly("element_bytes", &Tensor::element_bytes)
-      .def_readonly("ready_ns", &Tensor::ready_ns)
-      .def_readonly("need_ns", &Tensor::need_ns)
-      .def_readonly("update_ns", &Tensor::update_ns)
       .def(py::self == py::self);
-  def_repr(tensor, {"name", "bytes", "ready_ns", "need_ns", "update_ns", "buffer", "element_bytes"});
 
-  py::class_<Profile> profile(module, "Profile");
-  def_tuple(profile, "tensors", &Profile::tensors);
-  def_repr(profile, {"name", "world_size", "forward_ns", "backward_ns", "tensors"});
-  profile
+  def_record<Profile>(module, "Profile", "name", &Profile::name, "world_size", &Profile::world_size, "forward_ns",
+                      &Profile::forward_ns, "backward_ns", &Profile::backward_ns, "tensors", &Profile::tensors)
       .def(py::init(&make_profile), py::kw_only(), py::arg("name"), py::arg("forward_ns"), py::arg("backward_ns"),
            py::arg("tensors"), py::arg("world_size") = 1, py::arg("link") = py::none())
-      .def_readonly("name", &Profile::name)
-      .def_readonly("world_size", &Profile::world_size)
-      .def_readonly("forward_ns", &Profile::forward_ns)
-      .def_readonly("backward_ns", &Profile::backward_ns)
       .def_property_readonly("link", &link_of)
       .def_static("from_json", &profile_from_json, py::arg("text"), ReleaseGil())
       .def_static("from_layer_table", &from_layer_table, py::kw_only(), py::arg("csv"), py::arg("name") = "profile",
