@@ -2,9 +2,9 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/util/Exception.h>
 
 #include <functional>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -78,8 +78,10 @@ struct C10dTransport::Flight {
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
                              const std::string& wire)
     : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()), wire_(wire_of(wire)) {
-  for (const at::Tensor& tensor : buffers)
+  for (const at::Tensor& tensor : buffers) {
     buffers_.push_back(make_buffer(tensor));
+    extents_.push_back({static_cast<int64_t>(tensor.nbytes()), static_cast<int64_t>(tensor.element_size())});
+  }
   if (wire_) wire_worker_ = std::make_shared<WireWorker>(*group_, *wire_);
 }
 
@@ -148,21 +150,22 @@ bool C10dTransport::is_cast(const Operation& operation, const Buffer& buffer) co
 // Three ways to the end: with a wire format on the host the wire worker ends the operation; on a device the waiting
 // thread of the stream does; otherwise the callback of the backend's future does.
 void C10dTransport::launch(const Operation& operation) {
+  if (const auto fault = fault_of(operation, extents_)) throw std::invalid_argument(*fault);
   const Buffer& buffer = buffer_at(operation.buffer);
+  const std::span<const Range> ranges = ranges_of(operation);
   c10::OptionalStreamGuard guard;
   if (buffer.stream != nullptr) {
     bool is_waiting = false;
-    for (int32_t i = 0; i < operation.range_count; ++i) {
-      is_waiting = buffer.stream->wait_for_writes(operation.buffer, operation.ranges[i]) || is_waiting;
+    for (const Range& range : ranges) {
+      is_waiting = buffer.stream->wait_for_writes(operation.buffer, range) || is_waiting;
     }
     if (is_waiting) Flight::watch_beginning(*buffer.stream, gate_, operation.ticket);
     guard.reset_stream(buffer.stream->stream());
   }
-  const RangeViews views(buffer.tensor, operation.ranges, operation.range_count);
-  const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
-  const auto flight =
-      std::make_shared<Flight>(operation.ticket, operation.buffer, ranges, what_failed(operation, buffer),
-                               buffer.backend == "nccl", gate_, Collective{});
+  const RangeViews views(buffer.tensor, ranges);
+  const auto flight = std::make_shared<Flight>(
+      operation.ticket, operation.buffer, std::vector<Range>(ranges.begin(), ranges.end()),
+      failure_text(operation, rank_, world_size_, buffer.backend), buffer.backend == "nccl", gate_, Collective{});
   if (buffer.stream != nullptr && is_cast(operation, buffer)) {
     flight->collective = start_wire_all_reduce_on_stream(*group_, views, *wire_);
   } else if (is_cast(operation, buffer)) {
@@ -187,14 +190,6 @@ void C10dTransport::launch(const Operation& operation) {
         }
       },
       /*uses_future=*/false);
-}
-
-std::string C10dTransport::what_failed(const Operation& operation, const Buffer& buffer) const {
-  int64_t size_bytes = 0;
-  for (int32_t i = 0; i < operation.range_count; ++i)
-    size_bytes += operation.ranges[i].size_bytes();
-  return std::string(to_string(operation.op)) + " of " + std::to_string(size_bytes) + " bytes failed on rank " +
-         std::to_string(rank_) + " of " + std::to_string(world_size_) + " (" + buffer.backend + "): ";
 }
 
 // Completes everything first, then tells the backend: a backend's abort may block, and the engine must not wait for it.
@@ -232,14 +227,14 @@ void C10dTransport::close() noexcept {
   group_.reset();
 }
 
-void C10dTransport::on_written(int32_t buffer, Range range) {
+void C10dTransport::on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
   const Buffer& written = buffer_at(buffer);
-  if (written.stream != nullptr) written.stream->on_written(buffer, range);
+  if (written.stream != nullptr) written.stream->on_written(buffer, {lo_bytes, hi_bytes});
 }
 
-void C10dTransport::order_behind(int32_t buffer, Range range) {
+void C10dTransport::order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
   const Buffer& used = buffer_at(buffer);
-  if (used.stream != nullptr) used.stream->order_behind(buffer, range);
+  if (used.stream != nullptr) used.stream->order_behind(buffer, {lo_bytes, hi_bytes});
 }
 
 void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {

@@ -26,6 +26,7 @@
 
 #include "gradcast/transport.h"
 #include "transport/common/completion_gate.h"
+#include "transport/common/host_memory.h"
 #include "transport/torch/device_stream.h"
 #include "transport/torch/wire_worker.h"
 
@@ -49,10 +50,10 @@ class C10dTransport final : public Transport {
 
   // CUDA: the calling thread's current stream has been given the kernels that write this range; operations that are
   // started later wait for them. CPU: does nothing. Throws std::invalid_argument for an unknown buffer.
-  void on_written(int32_t buffer, Range range);
+  void on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes);
   // CUDA: orders the calling thread's current stream behind the operations on this range that have been reported as
   // queued. CPU: does nothing. Throws as above.
-  void order_behind(int32_t buffer, Range range);
+  void order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes);
 
   // Blocks of this buffer are carried from and into `tensor` from now on. Throws std::invalid_argument unless it has as
   // many elements of the same type on the same device, and as the constructor does. REQUIRES: nothing is in flight.
@@ -71,13 +72,13 @@ class C10dTransport final : public Transport {
   const Buffer& buffer_at(int32_t index) const;
   bool is_cast(const Operation& operation, const Buffer& buffer) const;
   void launch(const Operation& operation);
-  std::string what_failed(const Operation& operation, const Buffer& buffer) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;  // until close()
   const int32_t rank_;
   const int32_t world_size_;
   const std::optional<c10::ScalarType> wire_;
   std::vector<Buffer> buffers_;
+  std::vector<Extent> extents_;              // of the buffers
   std::shared_ptr<WireWorker> wire_worker_;  // nullptr without a wire format
   const std::shared_ptr<CompletionGate> gate_ = std::make_shared<CompletionGate>();
 };

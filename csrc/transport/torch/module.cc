@@ -137,19 +137,11 @@ PYBIND11_MODULE(_c10d, module) {
       .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32")
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<C10dTransport&>(), self); })
+      .def("on_written", &C10dTransport::on_written, py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
+           WithoutGil(), "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
       .def(
-          "on_written",
-          [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-            transport.on_written(buffer, {lo_bytes, hi_bytes});
-          },
-          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
-          "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
-      .def(
-          "order_behind",
-          [](C10dTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-            transport.order_behind(buffer, {lo_bytes, hi_bytes});
-          },
-          py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"), WithoutGil(),
+          "order_behind", &C10dTransport::order_behind, py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
+          WithoutGil(),
           "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
           "as the engine has called it queued.")
       .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
 #include "transport/torch/cast.h"
 
@@ -24,31 +22,13 @@ void copy(const at::Tensor& target, const at::Tensor& source) {
   }
 }
 
-std::string text(const Range& range) {
-  return "[" + std::to_string(range.lo_bytes) + ", " + std::to_string(range.hi_bytes) + ")";
-}
-
 }  // namespace
 
-RangeViews::RangeViews(const at::Tensor& buffer, const Range* ranges, int32_t range_count) {
-  const int64_t element_bytes = static_cast<int64_t>(buffer.element_size());
-  if (range_count < 1) throw std::invalid_argument("an operation needs at least one range of bytes");
-  views_.reserve(static_cast<size_t>(range_count));
-  int64_t end_bytes = 0;
-  for (int32_t i = 0; i < range_count; ++i) {
-    const Range& range = ranges[i];
-    if (range.lo_bytes < end_bytes || range.hi_bytes <= range.lo_bytes ||
-        range.hi_bytes > static_cast<int64_t>(buffer.nbytes())) {
-      throw std::invalid_argument("the bytes " + text(range) + " are not in order, or outside of a buffer of " +
-                                  std::to_string(buffer.nbytes()) + " bytes");
-    }
-    if (range.lo_bytes % element_bytes != 0 || range.hi_bytes % element_bytes != 0) {
-      throw std::invalid_argument("the bytes " + text(range) + " cut an element of " + std::to_string(element_bytes) +
-                                  " bytes");
-    }
+RangeViews::RangeViews(const at::Tensor& buffer, std::span<const Range> ranges) {
+  const auto element_bytes = static_cast<int64_t>(buffer.element_size());
+  for (const Range& range : ranges) {
     views_.push_back(buffer.narrow(0, range.lo_bytes / element_bytes, range.size_bytes() / element_bytes));
     element_count_ += views_.back().numel();
-    end_bytes = range.hi_bytes;
   }
 }
 

@@ -6,16 +6,17 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
-#include "gradcast/transport.h"
+#include "gradcast/types.h"
 
 namespace gradcast {
 
 class RangeViews {
  public:
-  // Throws std::invalid_argument for ranges that are not ascending, outside of the buffer, or not of whole elements.
-  RangeViews(const at::Tensor& buffer, const Range* ranges, int32_t range_count);
+  // REQUIRES: fault_of() (transport/common/host_memory.h) finds nothing.
+  RangeViews(const at::Tensor& buffer, std::span<const Range> ranges);
 
   int64_t element_count() const { return element_count_; }
   // True for a single range. It travels where it lies; several ranges have to be packed.

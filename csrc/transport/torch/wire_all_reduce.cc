@@ -90,29 +90,25 @@ void WireAllReduce::abort() noexcept {
   }
 }
 
-// Messages carry bytes, because not every backend knows 16-bit numbers.
 void WireAllReduce::receive(Works& works, const at::Tensor& numbers, int from, int tag) {
-  if (numbers.numel() == 0) return;
-  std::vector<at::Tensor> message = {numbers.view(at::kByte)};
-  MutexLock lock(group_.mutex);
-  auto work = group_.group.recv(message, from, tag);
-  lock.unlock();
-  keep(works, std::move(work));
+  message(works, numbers, [&](auto& bytes) { return group_.group.recv(bytes, from, tag); });
 }
 
 void WireAllReduce::send(const at::Tensor& numbers, int to, int tag) {
-  if (numbers.numel() == 0) return;
-  std::vector<at::Tensor> message = {numbers.view(at::kByte)};
-  MutexLock lock(group_.mutex);
-  auto work = group_.group.send(message, to, tag);
-  lock.unlock();
-  keep(sent_, std::move(work));
+  message(sent_, numbers, [&](auto& bytes) { return group_.group.send(bytes, to, tag); });
 }
 
-// An abort that came between the call and this line has not seen the work, so it is repeated here.
-void WireAllReduce::keep(Works& works, c10::intrusive_ptr<c10d::Work> work) {
+// Messages carry bytes, because not every backend knows 16-bit numbers.
+template <typename Start>
+void WireAllReduce::message(Works& works, const at::Tensor& numbers, const Start& start) {
+  if (numbers.numel() == 0) return;
+  std::vector<at::Tensor> bytes = {numbers.view(at::kByte)};
+  MutexLock group_lock(group_.mutex);
+  auto work = start(bytes);
+  group_lock.unlock();
   MutexLock lock(mutex_);
   works.push_back(std::move(work));
+  // An abort that came between the call and this line has not seen the work, so it is repeated here.
   if (aborted_) throw std::runtime_error("the operation was given up");
 }
 

@@ -59,7 +59,8 @@ class WireAllReduce {
   void add_up(Adder& adder);
   void receive(Works& works, const at::Tensor& numbers, int from, int tag);
   void send(const at::Tensor& numbers, int to, int tag);
-  void keep(Works& works, c10::intrusive_ptr<c10d::Work> work) GC_EXCLUDES(mutex_);
+  template <typename Start>
+  void message(Works& works, const at::Tensor& numbers, const Start& start) GC_EXCLUDES(mutex_);
   static void wait(const Works& works);
 
   SharedGroup& group_;

@@ -24,7 +24,7 @@ def device(tmp_path_factory):
         name="device_stream_check",
         sources=[
             str(Path(__file__).parents[1] / "device_stream_check.cc"),
-            *(str(root / f"csrc/transport/torch/{name}.cc") for name in ("device_stream", "exception_text")),
+            str(root / "csrc/transport/torch/device_stream.cc"),
         ],
         extra_include_paths=[str(root / folder) for folder in ("csrc", "include")],
         extra_cflags=["-std=c++20", "-O1"],

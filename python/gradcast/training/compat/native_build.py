@@ -16,6 +16,7 @@ MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # The headers of other folders that csrc/transport/torch includes; a test compares this list with the sources.
 HEADERS = (
     "include/gradcast/error.h",
+    "include/gradcast/host_buffer.h",
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
     "csrc/bindings/capsule.h",
@@ -23,6 +24,7 @@ HEADERS = (
     "csrc/platform/sync.h",
     "csrc/platform/thread.h",
     "csrc/transport/common/completion_gate.h",
+    "csrc/transport/common/host_memory.h",
     "csrc/transport/common/parts.h",
     "csrc/transport/common/range_map.h",
 )
