@@ -1,5 +1,6 @@
-// Rule 0 in simulation: thousands of scenarios from seeds, each held against what must come of it, which is said without a
-// look at the simulator: from its plans and its trouble alone. 10,000 seeds usually, a million in `make test-long`.
+// Rule 0 in simulation: thousands of scenarios from seeds, each held against what must come of it, which is said
+// without a look at the simulator: from its plans and its trouble alone. 10,000 seeds usually, a million in
+// `make test-long`.
 //
 // A failure names its seed: GRADCAST_SIM_SEED=123 build/tests/sim_test --gtest_filter='*Seeds*' runs seed 123 alone and
 // prints what happens in it.

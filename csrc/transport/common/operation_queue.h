@@ -1,5 +1,5 @@
-// The operations that a transport has been given and its own thread has not begun: for libraries whose calls all have to
-// come from one thread, and may block there.
+// The operations that a transport has been given and its own thread has not begun: for libraries whose calls all have
+// to come from one thread, and may block there.
 //
 // Thread safety: any thread; wait() from the transport's own.
 #pragma once

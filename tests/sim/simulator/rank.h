@@ -72,8 +72,8 @@ class Backward {
   size_t next_ = 0;
 };
 
-// The forward pass: how far it has come, and when it ends. It waits for nothing but tensors, so it is computed when they
-// arrive and needs no events of its own. The same arithmetic as in csrc/core/cost/play.cc, one arrival at a time, and
+// The forward pass: how far it has come, and when it ends. It waits for nothing but tensors, so it is computed when
+// they arrive and needs no events of its own. The same arithmetic as in csrc/core/cost/play.cc, one arrival at a time, and
 // written a second time on purpose.
 class Forward {
  public:

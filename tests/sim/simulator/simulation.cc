@@ -1,5 +1,5 @@
-// One run: takes events in order of time, passes them to ranks and network, and checks what they do. Each event goes to the
-// follower and to the rank checker, and the run stops at the first event on which they disagree.
+// One run: takes events in order of time, passes them to ranks and network, and checks what they do. Each event goes to
+// the follower and to the rank checker, and the run stops at the first event on which they disagree.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
