@@ -1,104 +1,156 @@
-"""Predicts published training throughput and says how far off it is: ``python benchmarks/replay``.
+"""Predicts published training throughput and says how far off it is: ``python -m benchmarks.replay``.
 
 docs/evaluation/predictions.md explains the method and holds these tables.
 """
 
 import argparse
-import dataclasses
-import functools
-import json
-import re
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-from results import Replay, Result, group_errors, mean_absolute_error, tested
-from tables import Table, all_tables
+from tabulate import tabulate
 
+from benchmarks.pages import refresh
+from benchmarks.replay.fit import BERT, FIT_MODELS, RESNET, TARGET, Replay, Result, Scaled, mean_error
+from benchmarks.replay.predict import METHODS, Parameters
 
-def block(table: Table) -> str:
-    """The table between the marks by which the page is kept up to date."""
-    return f"<!-- replay:{table.key} -->\n{table.text('github')}\n<!-- /replay:{table.key} -->"
-
-
-def _constant(text: str, _match: re.Match[str]) -> str:
-    return text
-
-
-def refreshed(page: str, tables: list[Table]) -> str:
-    """The page with its tables replaced. Tables without marks in it are left out."""
-    for table in tables:
-        pattern = rf"<!-- replay:{table.key} -->\n.*?<!-- /replay:{table.key} -->"
-        # As a function, since a plain replacement would have its backslashes read.
-        page = re.sub(pattern, functools.partial(_constant, block(table)), page, flags=re.DOTALL)
-    return page
+_NOT_MODELLED = "ByteScheduler-A2A"  # was limited by its program, not by the network
+_RESULT_HEADERS = ["model", "method", "GPUs", "measured/s", "± %", "predicted/s", "error %", "cell"]
+_PARAMETER_HEADERS = ["wire Gbit/s", "start-up at 8 GPUs us", "update ps/byte"]
+_ERROR_HEADER = "mean absolute error %"
 
 
-def _cell_json(result: Result) -> dict[str, object]:
-    return {
-        **dataclasses.asdict(result.cell),
-        "predicted_samples_per_s": result.predicted_samples_per_s,
-        "error": result.error,
-        "fitted": result.fitted,
-    }
+def _table(headers: list[str], rows: list[list[str]], align: str) -> str:
+    """``align``: one letter per column, l or r."""
+    columns = [{"l": "left", "r": "right"}[letter] for letter in align]
+    return tabulate(rows, headers, tablefmt="github", colalign=columns, disable_numparse=True)
 
 
-def as_json(replay: Replay) -> dict[str, object]:
-    fits = [("both", replay.both, replay.main_results)]
-    fits += [(crossing.fit.name, crossing.fit, crossing.results) for crossing in replay.crossings]
-    return {
-        "version": 1,
-        "fits": [
-            {
-                "fitted_on": name,
-                "parameters": dataclasses.asdict(fit.parameters),
-                "at_limit": list(fit.at_limit),
-                "fitted_cells": len(fit.cells),
-                "mean_absolute_error": mean_absolute_error(tested(results)),
-                "cells": [_cell_json(result) for result in results],
-            }
-            for name, fit, results in fits
-        ],
-        "groups": [
-            {"by": kind, "group": name, "mean_absolute_error": value, "cells": count}
-            for kind, name, value, count in group_errors(replay.main_results)
-        ],
-        "scheduler": [
-            {
-                "fitted_on": model,
-                "scheduler_ns": parameters.scheduler_ns,
-                "cells": [_cell_json(result) for result in results],
-            }
-            for model, parameters, results in replay.scheduler_crossings
-        ],
-        "variants": [
-            {
-                "choice": variant.name,
-                "parameters": dataclasses.asdict(variant.parameters),
-                "mean_absolute_error": mean_absolute_error(tested(variant.results)),
-            }
-            for variant in replay.variants
-        ],
-        "third_model": [_cell_json(result) for result in replay.third_model],
-    }
+def _percent(value: float) -> str:
+    # A cell that a fit meets is off by rounding alone, whose sign means nothing.
+    return "0.0" if abs(value) < 0.0005 else f"{100 * value:+.1f}"
+
+
+def _mean(results: Iterable[Result]) -> str:
+    return f"{100 * mean_error(results):.1f}"
+
+
+def _without_bytescheduler(results: Iterable[Result]) -> list[Result]:
+    return [result for result in results if result.cell.method != _NOT_MODELLED]
+
+
+def groups(replay: Replay) -> str:
+    results = replay.results(replay.both)
+    tested = [result for result in results if result.tested]
+
+    def by(kind: str, key: Callable[[Result], object], names: Iterable[object]) -> list[tuple[str, str, list[Result]]]:
+        return [(kind, str(name), [result for result in tested if key(result) == name]) for name in names]
+
+    rows = [
+        *by("method", lambda result: result.cell.method, METHODS),
+        *by("model", lambda result: result.cell.model, FIT_MODELS),
+        *by("GPUs", lambda result: result.cell.worker_count, (4, 8, 16, 32)),
+        ("all", "all", tested),
+        ("all", "all but ByteScheduler", _without_bytescheduler(tested)),
+        ("no model", "all", [result for result in replay.baseline() if result.tested]),
+        ("another model", "BERT-Large", [result for result in results if result.cell.model not in FIT_MODELS]),
+    ]
+    text = [[kind, name, str(len(group)), _mean(group)] for kind, name, group in rows]
+    return _table(["by", "group", "cells", _ERROR_HEADER], text, "llrr")
+
+
+def _parameter_cells(parameters: Parameters) -> list[str]:
+    return [
+        f"{8 * parameters.wire_bytes_per_s / 1e9:.2f}",
+        f"{parameters.operation_ns / 1e3:.0f}",
+        f"{1e3 * parameters.update_ns_per_byte:.1f}",
+    ]
+
+
+def fits(replay: Replay) -> str:
+    tested = [result for result in replay.results(replay.both) if result.tested]
+    rows = [["both models", *_parameter_cells(replay.both), "all other cells", _mean(tested)]]
+    for model, other in ((RESNET, BERT), (BERT, RESNET)):
+        parameters = replay.from_one(model)
+        results = [result for result in replay.results(parameters) if result.cell.model == other]
+        rows.append([model, *_parameter_cells(parameters), f"{other}, all {len(results)}", _mean(results)])
+    return _table(["fitted on", *_PARAMETER_HEADERS, "tested on", _ERROR_HEADER], rows, "lrrrlr")
+
+
+def cells(replay: Replay) -> str:
+    rows = []
+    for result in replay.results(replay.both):
+        cell = result.cell
+        rows.append(
+            [
+                cell.model,
+                cell.method,
+                str(cell.worker_count),
+                f"{cell.samples_per_s:.1f}",
+                f"{100 * cell.stddev / cell.samples_per_s:.1f}",
+                f"{result.samples_per_s:.1f}",
+                _percent(result.error),
+                "fitted" if result.fitted else "tested",
+            ]
+        )
+    return _table(_RESULT_HEADERS, rows, "llrrrrrl")
+
+
+def variants(replay: Replay) -> str:
+    rows = []
+    for name, parameters, results in (
+        ("the prediction", replay.both, replay.results(replay.both)),
+        *replay.variants(),
+    ):
+        tested = [result for result in results if result.tested]
+        rows.append([name, *_parameter_cells(parameters), _mean(tested), _mean(_without_bytescheduler(tested))])
+    return _table(["choice", *_PARAMETER_HEADERS, _ERROR_HEADER, "without ByteScheduler %"], rows, "lrrrrr")
+
+
+def scaling(replay: Replay) -> str:
+    """The cells of 32 GPUs from those of 8 and 16, and what fewer would have said."""
+
+    def inside(results: Iterable[Scaled]) -> str:
+        found = [result.inside for result in results]
+        return f"{sum(found)} of {len(found)}"
+
+    results = replay.scaled()
+    rows = [
+        [
+            result.cell.model,
+            result.cell.method,
+            f"{result.cell.samples_per_s:.1f}",
+            f"{result.samples_per_s:.1f}",
+            f"{result.slowest:.0f} to {result.fastest:.0f}",
+            _percent(result.error),
+            "yes" if result.inside else "no",
+        ]
+        for result in results
+    ]
+    for name, group in (("", results), ("all but ByteScheduler", _without_bytescheduler(results))):
+        rows.append(["mean absolute", name, "", "", "", _mean(group), inside(group)])
+    headers = ["model", "method", "measured/s", "predicted/s", "band", "error %", "in the band"]
+    far, near = (replay.scaled((8,), target) for target in (TARGET, 16))
+    return (
+        f"{_table(headers, rows, 'llrrrrr')}\n\n"
+        f"The bands, which are about the network only, miss {sum(not result.inside for result in results)} cells. "
+        f"Known on 8 GPUs alone, 32 are off by {_mean(far)} % and {inside(far)} are in the band, 16 by {_mean(near)} % "
+        f"and {inside(near)}."
+    )
+
+
+TABLES = {f"replay:{table.__name__}": table for table in (groups, fits, cells, variants, scaling)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python benchmarks/replay", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--refresh", metavar="PAGE", help="renew the tables in docs/evaluation/predictions.md")
     args = parser.parse_args(arguments)
     replay = Replay()
-    if args.json:
-        print(json.dumps(as_json(replay), indent=2))
-        return 0
-    tables = all_tables(replay)
-    if args.refresh:
-        page = Path(args.refresh)
-        page.write_text(refreshed(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-        return 0
-    for table in tables:
-        print(f"{table.title}\n\n{table.text('simple')}\n")
-    print("Rows of parameter-server methods in the published table are left out: only all-reduces are modelled.")
+    for mark, table in TABLES.items():
+        if args.refresh:
+            refresh(args.refresh, mark, table(replay))
+        else:
+            print(f"{table(replay)}\n")
     return 0
 
 

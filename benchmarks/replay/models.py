@@ -81,7 +81,7 @@ def _resnet_tensors(layer: str, size_bytes: int) -> tuple[tuple[str, int], ...]:
     return (("weight", size_bytes),)
 
 
-def resnet50(forward_share: float | None = None) -> Model:
+def resnet50() -> Model:
     """ResNet-50 from the bundled layer table: measured layer by layer at batch size 128, both passes."""
     text = (resources.files("gradcast") / "data" / "layers_resnet50.csv").read_text(encoding="utf-8")
     layers = []
@@ -95,10 +95,8 @@ def resnet50(forward_share: float | None = None) -> Model:
                 tensors=tuple((f"{row['order']}.{kind}", size_bytes) for kind, size_bytes in tensors),
             )
         )
-    if forward_share is None:
-        forward = sum(layer.forward_work for layer in layers)
-        forward_share = forward / (forward + sum(layer.backward_work for layer in layers))
-    return Model("ResNet-50", tuple(layers), forward_share, SGD_PASSES)
+    forward, backward = (sum(getattr(layer, name) for layer in layers) for name in ("forward_work", "backward_work"))
+    return Model("ResNet-50", tuple(layers), forward / (forward + backward), SGD_PASSES)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One iteration of one cell, from a layer shape and a few named parameters.
+"""The published cells, and the time of one iteration of each, from a layer shape and a few named parameters.
 
 Each method is the policy of the C++ core, set as the published runs had it, and played on a modelled network:
 
@@ -9,15 +9,19 @@ Each method is the policy of the C++ core, set as the published runs had it, and
 - ByteScheduler-A2A: ``bytescheduler`` in overlap mode with a partition of 4 and a credit of 16 million parameters.
 """
 
-import dataclasses
+import csv
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from cells import Cell
-from models import Model
+from benchmarks.replay.models import Model
+from gradcast import Block, LinkModel, Plan, Profile, _core, make_plan, play
 
-from gradcast import Block, LinkModel, LinkPiece, Plan, Profile, Tensor, Timeline, _core, make_plan, play
-
+DATA = Path(__file__).resolve().parent / "data" / "throughput.csv"
+# All-reduce methods. The table's other three go through a parameter server, which nothing here models.
+METHODS = ("WFBP-A2A", "MG-WFBP", "BSP-A2A", "ByteScheduler-A2A")
 # 10 Gbit/s, nothing taken off: with the payload of 1,500-byte frames (94 % of it) BERT-Base on 8 GPUs is out of reach
 # even if an operation starts for free.
 LINE_RATE_BYTES_PER_S = 1e10 / 8
@@ -32,6 +36,52 @@ _MGWFBP_ALPHA_FACTOR = {32: 3.0}
 
 
 @dataclass(frozen=True)
+class Cell:
+    model: str
+    method: str
+    worker_count: int
+    batch_size: int  # samples per GPU
+    samples_per_s: float  # of all GPUs together
+    stddev: float  # of five runs, samples/s
+    single_samples_per_s: float  # of one GPU alone
+
+    @property
+    def iteration_ns(self) -> float:
+        return self.samples_per_s_at(self.samples_per_s)
+
+    @property
+    def compute_ns(self) -> float:
+        """One iteration of one GPU alone."""
+        return 1e9 * self.batch_size / self.single_samples_per_s
+
+    def samples_per_s_at(self, iteration_ns: float) -> float:
+        """Samples per second at this time of an iteration, and the other way round."""
+        return 1e9 * self.batch_size * self.worker_count / iteration_ns
+
+
+def load_cells() -> list[Cell]:
+    """The all-reduce cells, in the order of the file."""
+    with DATA.open(newline="", encoding="utf-8") as file:
+        return [
+            Cell(
+                model=row["model"],
+                method=row["method"],
+                worker_count=int(row["gpus"]),
+                batch_size=int(row["batch_per_gpu"]),
+                samples_per_s=float(row["samples_per_s"]),
+                stddev=float(row["stddev"]),
+                single_samples_per_s=float(row["samples_per_s_1gpu"]),
+            )
+            for row in csv.DictReader(file)
+            if row["method"] in METHODS
+        ]
+
+
+def find(cells: Iterable[Cell], model: str, method: str, worker_count: int) -> Cell:
+    return next(c for c in cells if (c.model, c.method, c.worker_count) == (model, method, worker_count))
+
+
+@dataclass(frozen=True)
 class Parameters:
     """What the replay does not know. Everything else is published or comes from the layer shape."""
 
@@ -42,75 +92,50 @@ class Parameters:
     operation_ns: float = 0.0
     # Optimizer step that one GPU hides and several do not, per byte of the optimizer's memory traffic.
     update_ns_per_byte: float = 0.0
-    # Slowdown of compute under communication: while the link is busy, compute advances at 1 / (1 + contention).
-    contention: float = 0.0
-    # ByteScheduler's own work per operation, on the link.
-    scheduler_ns: float = 0.0
-
-    def replace(self, **changes: float) -> "Parameters":
-        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Choices that are not fitted. The defaults are the prediction; the rest is for the table of what they matter."""
+    """Choices that are not fitted. The defaults are the prediction; the rest shows what each choice is worth."""
 
     growth: str = "ring"  # how the start-up cost grows from 8 GPUs to more: a key of GROWTHS
     fused_bsp: bool = True
-    mgwfbp_plans_with: str = "program"  # "program": the constants of the run; "network": the modelled network
+    mgwfbp_knows_network: bool = False  # plans with the modelled network, not with the constants of the run
 
 
-def _published_alpha_ns(worker_count: int) -> float:
-    return _core.network(_PUBLISHED_NAMES[worker_count]).link.all_reduce.pieces[0].alpha_ns
-
+PREDICTION = Assumptions()
 
 # Start-up cost at P GPUs in any unit; only ratios count.
 GROWTHS = {
     "ring": lambda count: float(count - 1),
-    "tree": lambda count: math.log2(count),
+    "tree": math.log2,
     "nodes": lambda count: float(count // GPUS_PER_NODE - 1),
-    "published": _published_alpha_ns,
+    "published": lambda count: _published(count).all_reduce.pieces[0].alpha_ns,
     "constant": lambda count: 1.0,
 }
 
 
-def network(parameters: Parameters, worker_count: int, assumptions: Assumptions | None = None) -> LinkModel:
-    """What an all-reduce costs. One node is the published PCIe line: the fitted cells of 4 GPUs do not determine it."""
+def _published(worker_count: int) -> LinkModel:
+    return _core.network(_PUBLISHED_NAMES[worker_count]).link
+
+
+def network(parameters: Parameters, worker_count: int, growth: str = "ring") -> LinkModel:
+    """What an all-reduce costs. One node is the published PCIe line: no parameter describes it."""
     if worker_count <= GPUS_PER_NODE:
-        return _core.network("pcie-4").link
-    growth = GROWTHS[(assumptions or Assumptions()).growth]
-    hop_count = 2 * (worker_count - 1)
-    alpha_ns = parameters.operation_ns * growth(worker_count) / growth(BASE_WORKER_COUNT)
-    hop = _core.Hop(latency_ns=alpha_ns / hop_count, bandwidth_bytes_per_s=parameters.wire_bytes_per_s)
+        return _published(GPUS_PER_NODE)
+    grown = GROWTHS[growth](worker_count) / GROWTHS[growth](BASE_WORKER_COUNT)
+    latency_ns = parameters.operation_ns * grown / (2 * (worker_count - 1))
+    hop = _core.Hop(latency_ns=latency_ns, bandwidth_bytes_per_s=parameters.wire_bytes_per_s)
     return _core.ring_link(hop, worker_count)
-
-
-def _with_alpha(link: LinkModel, *, factor: float = 1.0, more_ns: float = 0.0) -> LinkModel:
-    return LinkModel(
-        all_reduce=[
-            LinkPiece(
-                alpha_ns=piece.alpha_ns * factor + more_ns,
-                beta_ns_per_byte=piece.beta_ns_per_byte,
-                up_to_bytes=piece.up_to_bytes,
-            )
-            for piece in link.all_reduce.pieces
-        ]
-    )
-
-
-def _mgwfbp_planning_link(worker_count: int) -> LinkModel:
-    link = _core.network(_PUBLISHED_NAMES[worker_count]).link
-    return _with_alpha(link, factor=_MGWFBP_ALPHA_FACTOR.get(worker_count, 1.0))
 
 
 def _plan(profile: Profile, link: LinkModel, cell: Cell, assumptions: Assumptions) -> Plan:
     if cell.method == "WFBP-A2A":
         return make_plan(profile, link, policy="fifo", mode="hook")
     if cell.method == "MG-WFBP":
-        known = assumptions.mgwfbp_plans_with == "program"
-        return make_plan(
-            profile, _mgwfbp_planning_link(cell.worker_count) if known else link, policy="mgwfbp", mode="hook"
-        )
+        if not assumptions.mgwfbp_knows_network:
+            link = _published(cell.worker_count).scaled(_MGWFBP_ALPHA_FACTOR.get(cell.worker_count, 1.0), 1.0)
+        return make_plan(profile, link, policy="mgwfbp", mode="hook")
     if cell.method == "ByteScheduler-A2A":
         return make_plan(profile, link, policy="bytescheduler", mode="overlap", parameters=BYTESCHEDULER)
     return _bsp_plan(profile, assumptions.fused_bsp)
@@ -118,79 +143,15 @@ def _plan(profile: Profile, link: LinkModel, cell: Cell, assumptions: Assumption
 
 def _bsp_plan(profile: Profile, fused: bool) -> Plan:
     """Everything after backward. Unfused, the block that is ready last goes first, and the others queue behind it."""
-    total_bytes = sum(tensor.bytes for tensor in profile.tensors)
-    if fused:
-        return Plan(blocks=[Block(ranges=[(0, total_bytes)])], policy="bsp", mode="hook")
-    blocks, low = [], 0
+    ends = [0]
     for tensor in profile.tensors:
-        blocks.append(Block(ranges=[(low, low + tensor.bytes)]))
-        low += tensor.bytes
-    return Plan(blocks=blocks, policy="bsp", mode="hook")
+        ends.append(ends[-1] + tensor.bytes)
+    spans = [(0, ends[-1])] if fused else list(itertools.pairwise(ends))
+    return Plan(blocks=[Block(ranges=[span]) for span in spans], policy="bsp", mode="hook")
 
 
-def _stretched(profile: Profile, backward_factor: float, forward_factor: float) -> Profile:
-    return Profile(
-        name=profile.name,
-        forward_ns=profile.forward_ns * forward_factor,
-        backward_ns=profile.backward_ns * backward_factor,
-        tensors=[
-            Tensor(
-                name=tensor.name,
-                bytes=tensor.bytes,
-                ready_ns=tensor.ready_ns * backward_factor,
-                need_ns=tensor.need_ns * forward_factor,
-                update_ns=tensor.update_ns,
-            )
-            for tensor in profile.tensors
-        ],
-    )
-
-
-def _busy_ns(timeline: Timeline, low_ns: float, high_ns: float) -> float:
-    """How long the link works between two times. Blocks do not overlap: one is in flight."""
-    return sum(max(0.0, min(block.finish_ns, high_ns) - max(block.launch_ns, low_ns)) for block in timeline.blocks)
-
-
-def _play_contended(profile: Profile, link: LinkModel, plan: Plan, contention: float) -> float:
-    """Plays with compute stretched by the communication that runs beside it, spread evenly over each pass.
-
-    Stretch and overlap determine each other. More stretch means more overlap, which the link's work limits, so the
-    repetition rises to a fixed point.
-    """
-    # In d of time beside the link, compute advances d / (1 + c): it loses d * c / (1 + c).
-    lost = contention / (1 + contention)
-    played, timeline = profile, play(profile, link, plan)
-    for _ in range(100):
-        end_ns = timeline.iteration_ns
-        backward_busy_ns = _busy_ns(timeline, 0.0, played.backward_ns)
-        forward_busy_ns = _busy_ns(timeline, played.backward_ns, end_ns) if plan.mode == "overlap" else 0.0
-        # Where forward stands still, nothing can be slowed.
-        forward_busy_ns = min(forward_busy_ns, played.forward_ns)
-        played = _stretched(
-            profile,
-            1 + lost * backward_busy_ns / profile.backward_ns,
-            1 + lost * forward_busy_ns / profile.forward_ns,
-        )
-        timeline = play(played, link, plan)
-        if abs(timeline.iteration_ns - end_ns) < 1e-9 * end_ns:
-            break
-    return timeline.iteration_ns
-
-
-def iteration_ns(model: Model, cell: Cell, parameters: Parameters, assumptions: Assumptions | None = None) -> float:
+def iteration_ns(model: Model, cell: Cell, parameters: Parameters, assumptions: Assumptions = PREDICTION) -> float:
     """The predicted time of one iteration of the cell, ns."""
-    assumptions = assumptions or Assumptions()
     profile = model.profile(cell.compute_ns, update_ns_per_byte=parameters.update_ns_per_byte)
-    link = network(parameters, cell.worker_count, assumptions)
-    if cell.method == "ByteScheduler-A2A":
-        link = _with_alpha(link, more_ns=parameters.scheduler_ns)
-    plan = _plan(profile, link, cell, assumptions)
-    if parameters.contention == 0:
-        return play(profile, link, plan).iteration_ns
-    return _play_contended(profile, link, plan, parameters.contention)
-
-
-def error(model: Model, cell: Cell, parameters: Parameters, assumptions: Assumptions | None = None) -> float:
-    """Predicted over measured samples per second, less 1."""
-    predicted = cell.samples_per_s_at(iteration_ns(model, cell, parameters, assumptions))
-    return predicted / cell.samples_per_s - 1
+    link = network(parameters, cell.worker_count, assumptions.growth)
+    return play(profile, link, _plan(profile, link, cell, assumptions)).iteration_ns

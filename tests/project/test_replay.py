@@ -4,127 +4,84 @@ Whether the predictions are good is for the page to say; here they only have to 
 """
 
 import dataclasses
-import json
+import itertools
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from conftest import ROOT
+
 pytestmark = pytest.mark.slow
 
-REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"
-PAGE = REPLAY.parents[1] / "docs" / "evaluation" / "predictions.md"
+PAGE = ROOT / "docs" / "evaluation" / "predictions.md"
 
 
 @pytest.fixture(scope="module")
-def modules():
-    """The modules of benchmarks/replay, which is a program and no package."""
-    sys.path.insert(0, str(REPLAY))
+def program():
+    """The modules of benchmarks/replay, which is no part of the package."""
+    sys.path.insert(0, str(ROOT))
     try:
-        import cells
-        import fit
-        import models
-        import predict
-        import results
-        import tables
+        from benchmarks.replay import __main__, fit, predict
     finally:
-        sys.path.remove(str(REPLAY))
-    from types import SimpleNamespace
-
-    return SimpleNamespace(cells=cells, fit=fit, models=models, predict=predict, results=results, tables=tables)
+        sys.path.remove(str(ROOT))
+    return SimpleNamespace(main=__main__, fit=fit, predict=predict)
 
 
 @pytest.fixture(scope="module")
-def program(modules):
-    """The command itself, without starting another process."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("replay_main", REPLAY / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def replay(program):
+    return program.fit.Replay()
 
 
-@pytest.fixture(scope="module")
-def replay(modules):
-    return modules.results.Replay()
-
-
-def synthetic_cells(modules, replay, parameters):
-    """The published cells with what the model itself predicts in place of what was measured."""
+def changed(replay, factor, is_changed):
+    """The published cells with some of them faster by a factor."""
     return [
-        dataclasses.replace(result.cell, samples_per_s=result.predicted_samples_per_s)
-        for result in replay.results(parameters)
+        dataclasses.replace(cell, samples_per_s=factor * cell.samples_per_s) if is_changed(cell) else cell
+        for cell in replay.cells
     ]
 
 
-def test_fit_of_both_models_recovers_the_parameters(modules, replay):
-    truth = modules.predict.Parameters(wire_bytes_per_s=1.1e9, operation_ns=400e3, update_ns_per_byte=0.004)
-    cells = synthetic_cells(modules, replay, truth)
-    found = modules.fit.fit_both(replay.models, cells).parameters
+def test_fits_recover_known_parameters(program, replay):
+    """With what the model itself predicts in place of what was measured."""
+    truth = program.predict.Parameters(wire_bytes_per_s=1.1e9, operation_ns=400e3, update_ns_per_byte=0.004)
+
+    def refitted(parameters):
+        found = replay.results(parameters)
+        return program.fit.Replay([dataclasses.replace(r.cell, samples_per_s=r.samples_per_s) for r in found])
+
     for name, expected in dataclasses.asdict(truth).items():
-        assert getattr(found, name) == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+        assert getattr(refitted(truth).both, name) == pytest.approx(expected, rel=1e-4), name
+    at_line_rate = dataclasses.replace(truth, wire_bytes_per_s=program.predict.LINE_RATE_BYTES_PER_S)
+    found = refitted(at_line_rate).from_one("BERT-Base")
+    assert found.operation_ns == pytest.approx(400e3, rel=1e-4)
+    assert found.update_ns_per_byte == pytest.approx(0.004, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("model", "spare", "value"), [("ResNet-50", "contention", 0.5), ("BERT-Base", "update_ns_per_byte", 0.008)]
-)
-def test_fit_of_one_model_recovers_the_parameters(modules, replay, model, spare, value):
-    truth = modules.predict.Parameters(operation_ns=300e3).replace(**{spare: value})
-    fit = modules.fit.fit_one(replay.models, synthetic_cells(modules, replay, truth), model, spare)
-    assert fit.parameters.operation_ns == pytest.approx(300e3, rel=1e-4)
-    assert getattr(fit.parameters, spare) == pytest.approx(value, rel=1e-4)
-    assert set(fit.fitted) == {"operation_ns", spare}
-
-
-def test_fit_sees_only_the_cells_that_it_may(modules, replay):
+def test_fits_see_only_the_cells_that_they_may(program, replay):
     """Every other cell changed: the parameters stay."""
-    changed = [
-        cell if modules.cells.may_fit(cell) else dataclasses.replace(cell, samples_per_s=cell.samples_per_s / 3)
-        for cell in replay.cells
-    ]
-    assert modules.fit.fit_both(replay.models, changed).parameters == replay.both.parameters
-    assert {(cell.method, cell.worker_count) for cell in replay.both.cells} == {("WFBP-A2A", 4), ("WFBP-A2A", 8)}
+    fitted = {result.cell for result in replay.results(replay.both) if result.fitted}
+    assert {(cell.method, cell.worker_count) for cell in fitted} == {("WFBP-A2A", 4), ("WFBP-A2A", 8)}
+    other = program.fit.Replay(changed(replay, 1 / 3, lambda cell: cell not in fitted))
+    assert other.both == replay.both
+    for model in program.fit.FIT_MODELS:
+        other = program.fit.Replay(changed(replay, 1 / 3, lambda cell, model=model: cell.model != model))
+        assert other.from_one(model) == replay.from_one(model)
 
 
-@pytest.mark.parametrize("model", ["ResNet-50", "BERT-Base"])
-def test_fit_of_one_model_does_not_see_the_other(modules, replay, model):
-    changed = [
-        cell if cell.model == model else dataclasses.replace(cell, samples_per_s=cell.samples_per_s / 3)
-        for cell in replay.cells
-    ]
-    before = modules.fit.fit_one(replay.models, replay.cells, model, "update_ns_per_byte")
-    assert modules.fit.fit_one(replay.models, changed, model, "update_ns_per_byte").parameters == before.parameters
+def test_a_cell_out_of_reach_leaves_its_parameter_at_the_limit(program, replay):
+    """WFBP on 4 GPUs faster than one GPU would be: no update explains that; or far slower than any."""
+    for factor, limit in ((10, 0), (1e-3, 1)):
+        other = program.fit.Replay(changed(replay, factor, lambda cell: cell.worker_count == 4))
+        assert other.update.update_ns_per_byte == limit == program.fit.RANGES["update_ns_per_byte"][limit]
 
 
-def test_a_cell_out_of_reach_leaves_its_parameter_at_the_limit(modules, replay):
-    """WFBP on 4 GPUs faster than one GPU would be: no slowdown explains that."""
-    fast = [
-        dataclasses.replace(cell, samples_per_s=10 * cell.samples_per_s) if cell.worker_count == 4 else cell
-        for cell in replay.cells
-    ]
-    fit = modules.fit.fit_one(replay.models, fast, "ResNet-50", "contention")
-    assert fit.parameters.contention == 0
-    assert fit.at_limit == ("contention",)
-    # And slower than if compute stood still beside all of its traffic.
-    slow = [dataclasses.replace(cell, samples_per_s=cell.samples_per_s / 3) for cell in replay.cells]
-    fit = modules.fit.fit_one(replay.models, slow, "ResNet-50", "contention")
-    assert fit.parameters.contention == modules.fit.RANGES["contention"][1]
-    assert "contention" in fit.at_limit
-
-
-def test_every_all_reduce_cell_is_predicted_once(modules, replay):
-    keys = [(r.cell.model, r.cell.method, r.cell.worker_count) for r in replay.main_results]
-    wanted = {
-        (model, method, count)
-        for model in modules.cells.MODELS
-        for method in modules.cells.METHODS
-        for count in modules.cells.WORKER_COUNTS
-    }
-    assert len(keys) == len(wanted) == 32
-    assert set(keys) == wanted
-    assert sum(result.fitted for result in replay.main_results) == 4
-    assert len(replay.third_model) == 16
+def test_every_all_reduce_cell_is_predicted_once(program, replay):
+    results = replay.results(replay.both)
+    keys = [(r.cell.model, r.cell.method, r.cell.worker_count) for r in results]
+    models = (*program.fit.FIT_MODELS, "BERT-Large")
+    assert sorted(keys) == sorted(itertools.product(models, program.predict.METHODS, (4, 8, 16, 32)))
+    assert sum(result.fitted for result in results) == 4
+    assert sum(result.tested for result in results) == 28
 
 
 @pytest.mark.parametrize(
@@ -141,42 +98,49 @@ def test_layer_shapes(replay, name, tensor_count, megabytes):
     assert profile.tensors[0].ready_ns == pytest.approx(profile.backward_ns)
 
 
-def test_contention_only_ever_slows(modules, replay):
-    parameters = modules.predict.Parameters(operation_ns=300e3)
-    for cell in replay.cells:
-        model = replay.models[cell.model]
-        times = [
-            modules.predict.iteration_ns(model, cell, parameters.replace(contention=contention))
-            for contention in (0.0, 0.2, 1.0)
-        ]
-        assert times == sorted(times), cell
+def test_32_gpus_are_predicted_from_4_to_16(program, replay):
+    """By gradcast.scaling, and on its links by the replay; neither sees what it predicts."""
+    results = replay.scaled()
+    assert len(results) == 8
+    assert {result.cell.worker_count for result in results} == {32}
+    assert program.fit.mean_error(results) <= 0.10
+    assert all(result.slowest <= result.samples_per_s <= result.fastest for result in results)
+    unseen = program.fit.Replay(changed(replay, 1 / 3, lambda cell: cell.worker_count == 32)).scaled()
+    assert [result.samples_per_s for result in unseen] == [result.samples_per_s for result in results]
+    # Were the network of 16 GPUs as slow as this, the cells of 32 would be missed.
+    slow = program.fit.Replay(changed(replay, 1 / 3, lambda cell: cell.worker_count == 16))
+    assert program.fit.mean_error(slow.scaled()) > 0.10
 
 
-def test_the_page_shows_what_the_program_computes(modules, program, replay):
+def test_the_band_and_the_replay_agree_on_what_both_can_do(replay):
+    known = replay.known_network((8, 16))
+    cells = [result.cell for result in replay.scaled() if result.cell.method == "WFBP-A2A"]
+    assert len(cells) == 2
+    for cell in cells:
+        found = [replay.by_band(cell, known), replay.by_replay(cell, known)]
+        speeds = [(result.slowest, result.samples_per_s, result.fastest) for result in found]
+        assert speeds[0] == pytest.approx(speeds[1])
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_the_link_meets_the_cells_that_it_comes_from(replay, count):
+    errors = [each.error for each in replay.scaled((count,), count) if each.cell.method == "WFBP-A2A"]
+    assert errors == pytest.approx([0, 0], abs=1e-3)
+
+
+def test_the_page_shows_what_the_program_computes(program, replay):
     page = PAGE.read_text(encoding="utf-8")
-    for table in modules.tables.all_tables(replay):
-        assert program.block(table) in page, f"{table.key}: run `python benchmarks/replay --refresh {PAGE}`"
+    for mark, table in program.main.TABLES.items():
+        text = f"<!-- {mark} -->\n{table(replay)}\n<!-- /{mark} -->"
+        assert text in page, f"{mark}: run `python -m benchmarks.replay --refresh {PAGE.relative_to(ROOT)}`"
 
 
-def test_refresh_mends_a_page(modules, program, replay, tmp_path, monkeypatch):
+def test_a_page_is_refreshed(program, replay, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program.main, "Replay", lambda: replay)
+    monkeypatch.setattr(program.main, "TABLES", {"replay:fits": program.main.fits})
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- replay:bsp -->\nold\n<!-- /replay:bsp -->\nafter\n")
-    monkeypatch.setattr(program, "Replay", lambda: replay)
-    assert program.main(["--refresh", str(page)]) == 0
-    text = page.read_text()
-    assert "old" not in text
-    assert text.startswith("before\n<!-- replay:bsp -->\n|")
-    assert text.endswith("<!-- /replay:bsp -->\nafter\n")
-
-
-def test_json_agrees_with_the_table(program, replay, capsys, monkeypatch):
-    monkeypatch.setattr(program, "Replay", lambda: replay)
-    assert program.main(["--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    first = printed["fits"][0]
-    assert first["fitted_on"] == "both"
-    assert len(first["cells"]) == 32
-    for cell, result in zip(first["cells"], replay.main_results, strict=True):
-        assert cell["error"] == pytest.approx(result.error)
-    assert program.main([]) == 0
-    assert "parameter-server methods" in capsys.readouterr().out
+    page.write_text("before\n<!-- replay:fits -->\nold\n<!-- /replay:fits -->\nafter\n")
+    assert program.main.main(["--refresh", str(page)]) == 0
+    assert program.main.main([]) == 0
+    table = capsys.readouterr().out.strip()
+    assert page.read_text() == f"before\n<!-- replay:fits -->\n{table}\n<!-- /replay:fits -->\nafter\n"

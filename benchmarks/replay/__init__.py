@@ -1,0 +1,1 @@
+"""Published training throughput, predicted; docs/evaluation/predictions.md explains it and holds its tables."""
