@@ -26,13 +26,14 @@ from gradcast.lab import Network, run_workers
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.program import run_program
 from gradcast.lab.settings import Settings
+from gradcast.palette import CURVES
 from gradcast.training.options import WIRES
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
 
 _LEARNING_RATE = 0.2  # with which this model learns most in some hundred steps
 _MEAN_STEPS = 20  # losses of single batches jump
 _TIMEOUT_S = 3600.0
-_COLOURS = {"fp32": "#000000", "bf16": "#0072B2", "fp16": "#E69F00"}
+_COLOURS = dict(zip(WIRES, CURVES, strict=False))
 
 
 class Copy:
@@ -164,7 +165,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(path: str, facts: dict[str, Any]) -> None:
     """Above the losses, below how far they are from those of fp32: the curves alone lie on one another."""
-    from gradcast.plots.canvas import plt, save
+    from gradcast.plots.canvas import draw_grid, plt, save
 
     figure, (above, below) = plt.subplots(2, figsize=(8, 5.4), sharex=True, height_ratios=(2, 1), layout="constrained")
     plain = running_means(facts["fp32"]["losses"])
@@ -178,7 +179,7 @@ def draw(path: str, facts: dict[str, Any]) -> None:
     below.set_ylabel("from fp32, %")
     below.set_xlabel("step")
     for axes in (above, below):
-        axes.grid(color="#e5e5e5", linewidth=0.6)
+        draw_grid(axes)
     above.legend(frameon=False)
     save(figure, path)
 

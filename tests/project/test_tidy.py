@@ -80,6 +80,11 @@ def test_python_modules_say_what_they_are():
         assert path.read_text().startswith('"""'), path
 
 
+def test_plots_have_the_colours_of_the_palette():
+    for path in (ROOT / "python/gradcast/plots").glob("*.py"):
+        assert not re.findall(r'"#[0-9a-fA-F]{6}"', path.read_text()), f"{path}: colours belong in palette.py"
+
+
 def test_links_in_documents_lead_somewhere():
     for path in files():
         if path.suffix != ".md":

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from gradcast.plots.canvas import bare, plt, save
+from gradcast.palette import CHANGED, CURVES, INK
+from gradcast.plots.canvas import bare, legend_below, plt, save
 
-_STEP, _PREDICTED, _MEASURING, _CHANGED, _TRIED = "#0072B2", "#222222", "#E69F00", "#f1dede", "#D55E00"
+_STEP, _MEASURING, _TRIED = CURVES[0], CURVES[1], CURVES[5]
 
 
 def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, description: str, title: str) -> None:
@@ -14,7 +15,7 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
     top_ms = 1.18 * sorted(times_ms)[-1 - len(times_ms) // 100]
     axes.set_xlim(0, len(steps))
     axes.set_ylim(0, top_ms)
-    axes.axvspan(changed.start, changed.stop, color=_CHANGED, linewidth=0, label=description)
+    axes.axvspan(changed.start, changed.stop, color=CHANGED, linewidth=0, label=description)
     for start, stop in _runs(steps, "measuring"):
         axes.axvspan(start, stop, ymax=0.03, color=_MEASURING, linewidth=0, label=_once(axes, "measures"))
     for start, stop in _plans(steps):
@@ -22,14 +23,14 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
         axes.plot(
             [start, stop],
             [predicted_ms] * 2,
-            color=_PREDICTED,
+            color=INK,
             linestyle="--",
             label=_once(axes, "predicted by the plan"),
         )
         as_ddp = ", as DDP" if steps[start]["runs_as_ddp"] else ""
         place = (start + 0.5, 0.93 * top_ms)
         axes.annotate(f"plan {steps[start]['version']}{as_ddp}", place, fontsize=8.5)
-        axes.axvline(start, color=_PREDICTED, linewidth=0.6, linestyle=":")
+        axes.axvline(start, color=INK, linewidth=0.6, linestyle=":")
     axes.plot(numbers, times_ms, color=_STEP, marker=".", markersize=3, linewidth=0.9, label="step, measured")
     tried = [s for s in steps if s["tries_ddp"]]
     axes.plot(
@@ -45,7 +46,7 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
     axes.set_title(title, fontsize=10, loc="left")
     bare(axes)
     axes.spines["left"].set_visible(True)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    legend_below(figure)
     save(figure, path)
 
 

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 from gradcast import _core
-from gradcast.plots.canvas import bare, plt, save
+from gradcast.palette import CURVES, INK
+from gradcast.plots.canvas import Bar, bare, draw_grid, draw_steps, plt, save
 
-_COLOURS = {"all_reduce": "#0072B2", "reduce_scatter": "#E69F00", "all_gather": "#009E73"}
-_OWN, _OTHER, _COMPUTE, _LINE = "#0072B2", "#CC79A7", "#b9c0c9", "#222222"
+_COLOURS = dict(zip(("all_reduce", "reduce_scatter", "all_gather"), CURVES, strict=False))
 _POINTS_OF_A_LINE = 200
 
 
@@ -50,28 +50,22 @@ def _draw_sweep(axes: Any, results: dict[str, Any]) -> None:
     axes.set_xlabel("bytes of an operation")
     axes.set_ylabel("µs: mean, range, and the fitted line")
     axes.legend(frameon=False, fontsize=9)
-    axes.grid(visible=True, alpha=0.2)
+    draw_grid(axes)
     bare(axes)
 
 
 def _draw_schedule(axes: Any, results: dict[str, Any]) -> None:
     rows = results["schedule"]
-    compute_ms = rows[0]["compute_ns"] / 1e6
+    bars = []
     for place, row in enumerate(rows):
-        step_ms = row["step_ns"] / 1e6
-        axes.barh(place, step_ms, 0.66, color=_OWN if place == 0 else _OTHER)
-        axes.barh(place, compute_ms, 0.66, color=_COMPUTE)
-        axes.plot([row["low_ns"] / 1e6, row["high_ns"] / 1e6], [place, place], color=_LINE, linewidth=1.4)
-        axes.plot(row["predicted_ns"] / 1e6, place, "|", color="white", markersize=13, markeredgewidth=3)
-        axes.plot(row["predicted_ns"] / 1e6, place, "|", color=_LINE, markersize=12, markeredgewidth=1.4)
-        axes.text(max(step_ms, row["high_ns"] / 1e6) * 1.01, place, f"{step_ms:.1f}", va="center", fontsize=8.5)
-    axes.axvline(rows[0]["bound_ns"] / 1e6, color=_LINE, linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(rows)), [row["policy"] for row in rows])
-    axes.set_ylim(len(rows) - 0.45, -0.55)
-    axes.set_xlim(0, 1.12 * max(row["high_ns"] for row in rows) / 1e6)
-    axes.set_xlabel("ms per step (grey: compute; |: predicted; dashed: the bound)")
+        step_ms, low_ms, high_ms = (row[key] / 1e6 for key in ("step_ns", "low_ns", "high_ns"))
+        bars.append(Bar(row["policy"], step_ms, low_ms, high_ms, f"{step_ms:.1f}", own=place == 0))
+    draw_steps(axes, bars, compute_ms=rows[0]["compute_ns"] / 1e6, bound_ms=rows[0]["bound_ns"] / 1e6)
+    for place, row in enumerate(rows):
+        for colour, length, width in (("white", 13, 3), (INK, 12, 1.4)):
+            axes.plot(row["predicted_ns"] / 1e6, place, "|", color=colour, markersize=length, markeredgewidth=width)
+    axes.set_xlabel("ms per step: compute and what communication adds; |: predicted; dashed: the bound")
     axes.set_title(f"{results['profile']}, {results['mode']} mode", fontsize=10, loc="left")
-    bare(axes)
 
 
 def _geometric(first: int, last: int) -> list[int]:

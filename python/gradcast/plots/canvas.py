@@ -1,14 +1,47 @@
 """What all plots share."""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from gradcast.errors import Error
+from gradcast.palette import COMPUTE, GRID, INK, WAIT
 
-__all__ = ["bare", "plt", "save"]
+__all__ = ["Bar", "bare", "draw_grid", "draw_steps", "legend_below", "plt", "save"]
 
 _DPI = 150
+_BAR = 0.68  # height
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A measured step: what compute takes alone, and what communication adds."""
+
+    name: str
+    step_ms: float
+    low_ms: float
+    high_ms: float
+    label: str
+    own: bool = False  # by gradcast's planner, for a bold name
+
+
+def draw_steps(axes: Any, bars: Sequence[Bar], *, compute_ms: float, bound_ms: float) -> None:
+    """The bars from the top, each with its range, and the lower bound as a dashed line."""
+    end_ms = max(bar.high_ms for bar in bars)
+    axes.set_xlim(0, 1.17 * end_ms)  # room for the labels at the right
+    axes.set_ylim(len(bars) - 0.45, -0.55)
+    for place, bar in enumerate(bars):
+        axes.barh(place, bar.step_ms, _BAR, color=WAIT)
+        axes.barh(place, min(bar.step_ms, compute_ms), _BAR, color=COMPUTE)
+        axes.plot([bar.low_ms, bar.high_ms], [place, place], color=INK, linewidth=1.4, solid_capstyle="butt")
+        axes.text(max(bar.high_ms, bar.step_ms) + 0.008 * end_ms, place, bar.label, va="center", fontsize=8.5)
+    axes.axvline(bound_ms, color=INK, linestyle="--", linewidth=1.2)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    for label, bar in zip(axes.get_yticklabels(), bars, strict=True):
+        label.set_fontweight("bold" if bar.own else "normal")
+    bare(axes)
 
 
 def bare(axes: Any) -> None:
@@ -16,6 +49,17 @@ def bare(axes: Any) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
+
+
+def draw_grid(axes: Any) -> None:
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def legend_below(figure: Any, handles: Iterable[Any] | None = None) -> None:
+    """``handles``: with their labels; None for those of all axes."""
+    found = None if handles is None else list(handles)
+    figure.legend(handles=found, loc="outside lower center", ncols=len(found or range(6)), frameon=False, fontsize=9)
 
 
 def save(figure: Any, path: str) -> None:

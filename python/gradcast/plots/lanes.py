@@ -9,19 +9,15 @@ import bisect
 from typing import Any
 
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Patch
 
 from gradcast import _core
 from gradcast.comparison.compare import Comparison, has_other_ops, same_bound
-from gradcast.plots.canvas import bare, plt, save
+from gradcast.palette import BACKWARD, FAINT, FORWARD, INK, NETWORK_SHADES, WAIT
+from gradcast.plots.canvas import bare, legend_below, plt, save
 
-_BACKWARD = "#b9c0c9"
-_FORWARD = "#7fb6a2"
-_WAIT = "#d1495b"
-_BOUND = "#222222"
-_NEED_COLOURS = "viridis"
-_HATCH_COLOUR = "#888888"
+_NEED_COLOURS = LinearSegmentedColormap.from_list("first use", NETWORK_SHADES)
 _HATCHES = {"reduce_scatter": "////", "all_gather": "...."}  # all-reduces have no hatch
 _LANE_HEIGHT = 0.8
 _LANE_GAP = 0.08
@@ -107,9 +103,9 @@ def _draw_lanes(
     backward_ms = profile.backward_ns / 1e6
     forward_and_waits_ms = timeline.iteration_ns / 1e6 - backward_ms
     upper = (y + _LANE_HEIGHT + _LANE_GAP, _LANE_HEIGHT)
-    axes.broken_barh([(0, backward_ms)], upper, facecolor=_BACKWARD)
-    axes.broken_barh([(backward_ms, forward_and_waits_ms)], upper, facecolor=_FORWARD)
-    axes.broken_barh(_waits(profile, plan, timeline), upper, facecolor=_WAIT)
+    axes.broken_barh([(0, backward_ms)], upper, facecolor=BACKWARD)
+    axes.broken_barh([(backward_ms, forward_and_waits_ms)], upper, facecolor=FORWARD)
+    axes.broken_barh(_waits(profile, plan, timeline), upper, facecolor=WAIT)
 
     lower = (y, _LANE_HEIGHT)
     spans = _wire_spans(timeline)
@@ -132,7 +128,7 @@ def _draw_hatches(axes: Any, lane: tuple[float, float], plan: _core.Plan, spans:
     for op, hatch in _HATCHES.items():
         chosen = [span for span, block in zip(spans, plan.blocks, strict=True) if block.op == op]
         if chosen:
-            axes.broken_barh(chosen, lane, facecolor="none", edgecolor=_HATCH_COLOUR, hatch=hatch, linewidth=0)
+            axes.broken_barh(chosen, lane, facecolor="none", edgecolor=FAINT, hatch=hatch, linewidth=0)
 
 
 def _wire_spans(timeline: _core.Timeline) -> list[_Span]:
@@ -193,7 +189,7 @@ def _label_blocks(
 
 
 def _draw_bound(axes: Any, bound_ns: float) -> None:
-    axes.axvline(bound_ns / 1e6, color=_BOUND, linestyle="--", linewidth=1.2)
+    axes.axvline(bound_ns / 1e6, color=INK, linestyle="--", linewidth=1.2)
 
 
 def _draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], schedules: str) -> None:
@@ -205,16 +201,16 @@ def _draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], 
     bar.set_label(meaning, fontsize=8)
     bar.ax.tick_params(labelsize=8)
     handles = [
-        Patch(facecolor=_BACKWARD, label="backward"),
-        Patch(facecolor=_FORWARD, label="forward"),
-        Patch(facecolor=_WAIT, label="forward waits"),
+        Patch(facecolor=BACKWARD, label="backward"),
+        Patch(facecolor=FORWARD, label="forward"),
+        Patch(facecolor=WAIT, label="forward waits"),
     ]
     ops = {block.op for plan in plans for block in plan.blocks}
     handles += [
-        Patch(facecolor="white", edgecolor=_HATCH_COLOUR, hatch=hatch, label=op.replace("_", "-"))
+        Patch(facecolor="white", edgecolor=FAINT, hatch=hatch, label=op.replace("_", "-"))
         for op, hatch in _HATCHES.items()
         if op in ops
     ]
     label = f"no {schedules} can end earlier"
-    handles.append(plt.Line2D([], [], color=_BOUND, linestyle="--", linewidth=1.2, label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    handles.append(plt.Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label=label))
+    legend_below(figure, handles)

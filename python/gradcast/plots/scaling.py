@@ -3,12 +3,12 @@
 from typing import Any
 
 from gradcast.comparison.compare import ratio
-from gradcast.plots.canvas import plt, save
+from gradcast.palette import CURVES, FAINT
+from gradcast.plots.canvas import draw_grid, plt, save
 from gradcast.scaling.estimate import MEASURED, Band, Point
 from gradcast.scaling.growth import ALGORITHMS
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart.
-_COLOURS = dict(zip(ALGORITHMS, ["#0072B2", "#E69F00", "#009E73"], strict=True))
+_COLOURS = dict(zip(ALGORITHMS, CURVES, strict=False))
 _HEADROOM = 1.05
 _FACES = {"measured": "full", "fitted": "left", "extrapolated": "none"}
 
@@ -72,7 +72,7 @@ def _draw_efficiencies(axes: Any, curves: dict[str, list[Point]], knee: int | No
         ]
         _draw_curve(axes, algorithm, points, values)
     if knee is not None:
-        axes.axvline(knee, color="#555555", linewidth=0.8, linestyle="--")
+        axes.axvline(knee, color=FAINT, linewidth=0.8, linestyle="--")
         axes.annotate(
             f"knee: {knee}", (knee, 0.04), xycoords=("data", "axes fraction"), xytext=(-4, 0),
             textcoords="offset points", ha="right", fontsize=8,
@@ -91,8 +91,7 @@ def _style(axes: Any, curves: dict[str, list[Point]]) -> None:
     shown = workers[:: 1 + len(workers) // 8]
     axes.set_xticks(shown, [str(count) for count in shown])
     axes.minorticks_off()
-    axes.grid(color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
+    draw_grid(axes)
 
 
 def _key(algorithms: list[str], band: Band) -> list[Any]:
@@ -100,7 +99,5 @@ def _key(algorithms: list[str], band: Band) -> list[Any]:
     lines = [plt.Line2D([], [], color=_COLOURS[name], linewidth=1.6, label=name) for name in algorithms]
     found = {point.basis for point in band.points}
     return lines + [
-        plt.Line2D([], [], color="#555555", **_marker(basis), label=f"costs {basis}")
-        for basis in _FACES
-        if basis in found
+        plt.Line2D([], [], color=FAINT, **_marker(basis), label=f"costs {basis}") for basis in _FACES if basis in found
     ]

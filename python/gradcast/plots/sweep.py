@@ -4,10 +4,10 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.compare import BASELINE
-from gradcast.plots.canvas import plt, save
+from gradcast.palette import CURVES
+from gradcast.plots.canvas import draw_grid, plt, save
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart; markers distinguish repeated colours.
-_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
+# Markers distinguish repeated colours.
 _MARKERS = ["o", "s", "^", "v", "D", "P", "X", "<", ">", "*"]
 _LOWEST_SPEEDUP = 0.5
 _MARGIN = 0.04
@@ -61,8 +61,8 @@ def _draw_panel(axes: Any, rows: list[dict[str, Any]], policies: list[str]) -> N
         own = policy == _core.DEFAULT_POLICY
         axes.plot(
             *zip(*points, strict=True),
-            color=_COLOURS[index % len(_COLOURS)],
-            linestyle="-" if index < len(_COLOURS) else "--",
+            color=CURVES[index % len(CURVES)],
+            linestyle="-" if index < len(CURVES) else "--",
             marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,
             linewidth=2.6 if own else 1.2,
@@ -73,6 +73,5 @@ def _draw_panel(axes: Any, rows: list[dict[str, Any]], policies: list[str]) -> N
     axes.set_xscale("log")
     axes.set_xticks(bandwidths, [f"{value:g}" for value in bandwidths])
     axes.minorticks_off()
-    axes.grid(color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
+    draw_grid(axes)
     axes.set_xlabel("Gbit/s")

@@ -1,10 +1,15 @@
 """The page's style: light, dark and on paper.
 
-Colours of parts are the same in light and dark. They are light enough for dark text and distinguishable, beside their
-labels, with any kind of colour vision. All other colours are variables that the colour scheme sets.
+Colours of parts (gradcast/palette.py) are the same in light and dark. All other colours are variables that the colour
+scheme sets.
 """
 
-CSS = """
+from gradcast.palette import NETWORK, PARTS
+
+_PARTS = {**{f"p-{part}": colour for part, colour in PARTS.items()}, "block": NETWORK}
+CSS = (
+    "\n".join(f".{name} {{ --p: {colour}; }}" for name, colour in _PARTS.items())
+    + """
 :root {
   --page: #ffffff; --card: #f5f7f9; --ink: #16202a; --soft: #5a6875; --line: #dde3e8; --accent: #1f6fb2;
   --band: #1f6fb21f; --warm: #c0392b;
@@ -66,10 +71,6 @@ svg text:is(.s0, .s1, .s2, .s3) { fill: var(--c); }
 svg circle[class^="s"] { fill: var(--page); stroke: var(--c); stroke-width: 2; }
 svg circle[class^="s"].measured { fill: var(--c); }
 svg circle[class^="s"].extrapolated { stroke-opacity: .55; }
-.p-forward { --p: #7cc6a6; } .p-backward { --p: #93b6e0; } .p-update { --p: #bba7e0; } .p-launch { --p: #e3a8cf; }
-.p-loop { --p: #d8cfae; } .p-data_storage { --p: #d9ad5c; } .p-data_cpu { --p: #f0d683; }
-.p-interconnect { --p: #f3b07a; }
-.p-network { --p: #ea8160; } .p-waiting { --p: #d9688d; } .p-rest { --p: #b6bec6; } .block { --p: #ee9a7d; }
 .predicted-bar { --p: #a9c9ea; } .measured-bar { --p: #5f9fd6; } .floor-bar { --p: #cdd5dc; }
 .h0 { --p: var(--h0); } .h1 { --p: var(--h1); } .h2 { --p: var(--h2); }
 .h3 { --p: var(--h3); } .h4 { --p: var(--h4); } .h5 { --p: var(--h5); }
@@ -115,3 +116,4 @@ details caption { display: none; }
   details summary, details.long { display: none; } details caption { display: table-caption; }
 }
 """
+)
