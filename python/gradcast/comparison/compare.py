@@ -35,11 +35,14 @@ class PolicyResult:
 
     plan: _core.Plan
     speedup_over_ddp: float
-    other_ops: bool  # the plan uses reduce-scatter and all-gather, see has_other_ops
 
     @property
     def policy(self) -> str:
         return self.plan.policy
+
+    @property
+    def other_ops(self) -> bool:
+        return has_other_ops(self.plan)
 
     @property
     def ratio_to_bound(self) -> float:
@@ -110,18 +113,15 @@ def compare(
             skipped[name] = reason
             continue
         try:
-            plan = (
-                ddp if name == BASELINE else _core.make_plan(profile, link, policy=name, mode=mode, in_flight=in_flight)
-            )
+            plan = _core.make_plan(profile, link, policy=name, mode=mode, in_flight=in_flight)
         except Error as error:
             if error.code == "internal":
                 raise
             skipped[name] = str(error)
             continue
-        rows.append(PolicyResult(plan, ratio(ddp.predicted_ns, plan.predicted_ns), has_other_ops(plan)))
+        rows.append(PolicyResult(plan, ratio(ddp.predicted_ns, plan.predicted_ns)))
     scatter_gather = has_scatter_gather(link)
     bound = _core.bound(profile, link, mode=mode, in_flight=in_flight, any_op=mode == "overlap" and scatter_gather)
-    overlap_bound = _core.bound(profile, link, in_flight=in_flight, any_op=scatter_gather)
     # Of plans that are equal to a microsecond the one with fewer blocks comes first: it is cheaper to follow.
     rows.sort(key=lambda row: (round(row.plan.predicted_ns / 1e3), len(row.plan.blocks)))
     return Comparison(
@@ -129,7 +129,7 @@ def compare(
         link_ns=link.all_reduce.cost_ns(total_bytes(profile)),
         bound=bound,
         all_reduce_bound=_core.bound(profile, link, mode=mode, in_flight=in_flight),
-        overlap_bound_ns=overlap_bound.best_ns,
+        overlap_bound_ns=_core.bound(profile, link, in_flight=in_flight, any_op=scatter_gather).best_ns,
         rows=rows,
         ddp=ddp,
         skipped=skipped,

@@ -1,13 +1,13 @@
 """``gradcast dev lab adapt``: conditions change while hosts train, and change back. Shows how gradcast adapts."""
 
 import dataclasses
-import json
 import os
 import statistics
 import threading
 from typing import IO, Any
 
 from gradcast.lab.hosts import Network
+from gradcast.lab.settings import Sent
 from gradcast.lab.workers import run_for_result
 
 # What changes during the middle third of the steps.
@@ -22,7 +22,7 @@ CHANGE, CHANGE_BACK = b"+", b"-"  # requests of rank 0
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptSettings:
+class AdaptSettings(Sent):
     model: str
     profile: str  # the stand-in's profile as JSON
     rates_bits_per_s: tuple[float, ...]
@@ -42,14 +42,6 @@ class AdaptSettings:
     @property
     def description(self) -> str:
         return SCENARIOS[self.scenario].format(factor=self.factor)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "AdaptSettings":
-        fields = json.loads(text)
-        return AdaptSettings(**{**fields, "rates_bits_per_s": tuple(fields["rates_bits_per_s"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +84,8 @@ def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[s
 
 
 def phases(results: dict[str, Any], settings: AdaptSettings) -> list[Phase]:
-    return [_phase(results["steps"], at, end) for at, end in _spans(settings)]
-
-
-def _spans(settings: AdaptSettings) -> list[tuple[int, int]]:
-    return [(settings.changes_at, settings.returns_at), (settings.returns_at, settings.steps)]
+    spans = ((settings.changes_at, settings.returns_at), (settings.returns_at, settings.steps))
+    return [_phase(results["steps"], *span) for span in spans]
 
 
 def _phase(steps: list[dict[str, Any]], change_step: int, end: int) -> Phase:

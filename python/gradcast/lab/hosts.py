@@ -13,10 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
+from pathlib import Path
 
 from gradcast.lab.errors import LabError
-from gradcast.lab.owner import is_gone, own_name
 from gradcast.lab.program import uninterrupted
 
 _PREFIX = "gradcast-lab"
@@ -37,6 +36,8 @@ _QUEUE_BYTES = 4 * 1024 * 1024
 _COMMAND_TIMEOUT_S = 20
 _TUN_PATH = "/dev/net/tun"
 _END_TIMEOUT_S = 5.0
+
+_STATE, _START = 0, 19  # fields after the program's name in /proc/<pid>/stat
 
 _serial = itertools.count()
 
@@ -132,9 +133,7 @@ class Network:
     def __enter__(self) -> "Network":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -234,3 +233,24 @@ def _run(*command: str) -> str:
             "make network namespaces and limit their links? Many containers do not"
         )
     return done.stdout
+
+
+def own_name() -> str:
+    """``<pid>-<start time>``: a later process with the same number has another name."""
+    pid = os.getpid()
+    return f"{pid}-{_process_fields(pid)[_START]}"
+
+
+def is_gone(name: str) -> bool:
+    """Whether the process with this ``own_name()`` has ended."""
+    pid, _, start = name.partition("-")
+    try:
+        fields = _process_fields(int(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[_STATE] in "ZX" or fields[_START] != start
+
+
+def _process_fields(pid: int) -> list[str]:
+    # The program's name may contain spaces and brackets, so the fields start after the last bracket.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

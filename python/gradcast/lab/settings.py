@@ -2,13 +2,26 @@
 
 import dataclasses
 import json
+from typing import Any
 
 # Programs of examples/ whose models are trained as they are, without a stand-in.
 REAL_MODELS = ("digits", "char_gpt")
 
 
+class Sent:
+    """Settings that workers receive as JSON."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Any:
+        fields = json.loads(text).items()
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields})
+
+
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Sent):
     model: str  # a real model's name, or that of the stand-in's profile
     profile: str | None  # the stand-in's profile as JSON; None for a real model
     rates_bits_per_s: tuple[float, ...]  # of each host's link
@@ -28,12 +41,3 @@ class Settings:
     @property
     def stand_in(self) -> bool:
         return self.profile is not None
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Settings":
-        fields = json.loads(text)
-        lists = {name: tuple(fields[name]) for name in ("rates_bits_per_s", "names")}
-        return Settings(**{**fields, **lists})

@@ -1,6 +1,5 @@
 """Trains one model in one variant, step by step, and times each step."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,7 +34,8 @@ class Trainer:
             own = dist.new_group()
             self._model = DistributedDataParallel(module, process_group=own, **_bucket_options(variant))
         elif variant.by_gradcast:
-            options = _options(variant, variant.in_flight or in_flight)
+            policy = {} if variant.policy is None else {"policy": variant.policy}
+            options = gradcast.Options(in_flight=variant.in_flight or in_flight, adapt=variant.adapt, **policy)
             self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
@@ -78,12 +78,3 @@ def _bucket_options(variant: Variant) -> dict[str, Any]:
         # Documented as whole numbers, but DDP multiplies them by 2^20 and rounds to bytes, so any number works.
         return {"bucket_cap_mb_list": list(variant.caps_mib)}
     return {"bucket_cap_mb": variant.caps_mib[0]} if variant.caps_mib else {}
-
-
-def _options(variant: Variant, in_flight: int) -> gradcast.Options:
-    fields: dict[str, Any] = {"in_flight": in_flight}
-    if variant.policy is not None:
-        fields["policy"] = variant.policy
-    if not variant.adapt and any(field.name == "adapt" for field in dataclasses.fields(gradcast.Options)):
-        fields["adapt"] = False
-    return gradcast.Options(**fields)

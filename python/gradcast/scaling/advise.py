@@ -152,7 +152,7 @@ def _machine_rows(
         rows.append(_on_demand(machine, points[count], request.training))
         if machine.spot is None:
             continue
-        row = _on_spot(machine, machine.spot, points[count], request)
+        row = _on_spot(rows[-1], machine.spot, points[count], request)
         if row.hours < math.inf:
             rows.append(row)
         else:
@@ -226,30 +226,28 @@ def _on_demand(machine: Machine, point: Point, training: Training) -> ClusterOpt
     )
 
 
-def _on_spot(machine: Machine, spot: Spot, point: Point, request: Request) -> ClusterOption:
-    """With the shortest step nine of ten trainings take longer than ``low_hours``, with the longest step
-    they take less than ``high_hours``. The range is widened to hold the mean, which a few long trainings may move."""
-    count = point.workers // machine.workers
+def _on_spot(row: ClusterOption, spot: Spot, point: Point, request: Request) -> ClusterOption:
+    """``row``: the same cluster without revocations.
+
+    With the shortest step nine of ten trainings take longer than ``low_hours``, with the longest step less than
+    ``high_hours``. The range is widened to hold the mean, which a few long trainings may move.
+    """
 
     def work_s(step_ns: float) -> float:
         return 3600 * _hours(step_ns, point.workers, request.training)
 
     def runs_s(step_ns: float) -> list[float]:
-        return simulate_s(work_s(step_ns), count, spot, run_count=request.run_count, seed=request.seed)
+        return simulate_s(work_s(step_ns), row.machines, spot, run_count=request.run_count, seed=request.seed)
 
     usual_s = runs_s(point.step_ns)
     hours = mean_s(usual_s, work_s(point.step_ns), spot) / 3600
     sure_hours = max(hours, quantile(usual_s, _CONFIDENCE) / 3600)
-    return ClusterOption(
-        machine=machine.name,
-        machines=count,
-        workers=point.workers,
+    return dataclasses.replace(
+        row,
         spot=True,
-        step_ns=point.step_ns,
         hours=hours,
         low_hours=min(hours, quantile(runs_s(point.low_ns), 1 - _CONFIDENCE) / 3600),
         high_hours=max(sure_hours, quantile(runs_s(point.high_ns), _CONFIDENCE) / 3600),
         sure_hours=sure_hours,
-        price_per_hour=count * spot.price_per_hour,
-        basis=_basis(point),
+        price_per_hour=row.machines * spot.price_per_hour,
     )
