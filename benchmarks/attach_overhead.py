@@ -1,6 +1,6 @@
 """What gradcast itself costs a training step: per gradient, and with one worker, where there is nothing to send.
 
-    python benchmarks/attach_overhead.py [--rounds 7] [--json]
+    python benchmarks/attach_overhead.py [--rounds 7]
 
 Per gradient: the hook, the engine's event and the pending mark, without the copy into the buffer, which DDP has to make
 too (shown beside it). One worker: a model of 150 tensors, plain and attached in turns, step by step; the ratio of their
@@ -8,7 +8,6 @@ median steps, during the warm-up, when stamps are taken, and after it.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -133,29 +132,17 @@ def round_ratios() -> dict[str, float]:
     }
 
 
-def one_worker(rounds: int) -> dict[str, dict[str, float]]:
-    ratios = [round_ratios() for _ in range(rounds)]
-    by_name = {name: [ratio[name] for ratio in ratios] for name in ratios[0]}
-    return {
-        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        for name, values in by_name.items()
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="how often plain and attached take turns (default: 7)")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     whole_us, copy_us = hook_us()
-    result = {"hook_us": whole_us - copy_us, "copy_us": copy_us, "one_worker": one_worker(args.rounds)}
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(f"per gradient: {result['hook_us']:.2f} us, beside {copy_us:.2f} us for the copy into the buffer")
-    for name, ratio in result["one_worker"].items():
-        print(f"one worker, {name}: {ratio['median']:.4f} x plain ({ratio['min']:.4f} to {ratio['max']:.4f})")
+    print(f"per gradient: {whole_us - copy_us:.2f} us, beside {copy_us:.2f} us for the copy into the buffer")
+    rounds = [round_ratios() for _ in range(args.rounds)]
+    for name in rounds[0]:
+        ratios = [ratio[name] for ratio in rounds]
+        print(f"one worker, {name}: {statistics.median(ratios):.4f} x plain ({min(ratios):.4f} to {max(ratios):.4f})")
 
 
 if __name__ == "__main__":

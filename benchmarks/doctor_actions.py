@@ -6,7 +6,6 @@ overlap mode, 16 bits on the wire, another bucket size, two batches a step, data
     python -m benchmarks.doctor_actions [--refresh docs/evaluation/tables.md]
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -18,7 +17,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.doctor_causes import SCRIPT, TIMEOUT_S
-from benchmarks.pages import refresh
+from benchmarks.pages import append, parser_of, read_record, show
 from gradcast.lab.hosts import Network
 from gradcast.lab.workers import run_workers
 
@@ -95,24 +94,18 @@ def rows_of(name: str) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", default="benchmarks/results/doctor_actions.jsonl", metavar="JSONL")
+    parser = parser_of(__doc__, "doctor_actions.jsonl")
     parser.add_argument("--only", choices=list(SITUATIONS), help="this situation alone")
-    parser.add_argument("--refresh", metavar="PAGE", help="renew the table of this Markdown page")
     args = parser.parse_args()
-    record = Path(args.record)
-    rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    rows = read_record(args.record)
     for name in [args.only] if args.only else SITUATIONS:
         if name not in {row[0] for row in rows}:
             new = rows_of(name)
             rows += new
-            with record.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in new)
+            for row in new:
+                append(args.record, row)
     headers = ["situation", "verdict", "action", "predicted", "measured", "off", "ms before", "ms after"]
-    text = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-    print(text)
-    if args.refresh:
-        refresh(args.refresh, MARK, text)
+    show(tabulate(rows, headers, tablefmt="github", disable_numparse=True), MARK, args.refresh)
     return 0
 
 

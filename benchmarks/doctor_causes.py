@@ -6,7 +6,6 @@ the case without any: what the cause's own part has gained, by what was injected
     python -m benchmarks.doctor_causes [--only link,read+link] [--refresh docs/evaluation/tables.md]
 """
 
-import argparse
 import itertools
 import json
 import statistics
@@ -19,7 +18,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.pages import commit, refresh
+from benchmarks.pages import append, commit, parser_of, read_record, show
 from gradcast.diagnosis.analyze.step_breakdown import TRAFFIC
 from gradcast.lab.hosts import Network
 from gradcast.lab.workers import run_workers
@@ -200,31 +199,24 @@ def name_of(causes: list[Cause]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", default="benchmarks/results/doctor_causes.jsonl", metavar="JSONL")
+    parser = parser_of(__doc__, "doctor_causes.jsonl")
     parser.add_argument("--only", help="these and the case without any, also where the record has them: link,read+link")
     parser.add_argument("--table", action="store_true", help="only the table of what the record has")
-    parser.add_argument("--refresh", metavar="PAGE", help="renew the table of this Markdown page")
     args = parser.parse_args()
-    record = Path(args.record)
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    missing = [] if args.table else cases(args.only)
-    for causes in missing:
+    lines = read_record(args.record)
+    for causes in [] if args.table else cases(args.only):
         name = name_of(causes)
         has_it = not args.only and name in {line["name"] for line in lines}
         if {cause.name for cause in causes} in _EXCLUDED or has_it:
             continue
         lines.append(kept(name, diagnose(causes)))
+        append(args.record, lines[-1])
         print(f"{name}: {lines[-1]['step_ms']:.1f} ms, {lines[-1]['verdict']}", file=sys.stderr, flush=True)
-        with record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
     headers = ["injected", "part", "expected ms", "found ms", "off", "step ms", "rest", "verdict", "recovered"]
     rows = rows_of(lines)
     text = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
     text += f"\n\n{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} recovered. {rests_of(lines)}"
-    print(text)
-    if args.refresh:
-        refresh(args.refresh, MARK, text)
+    show(text, MARK, args.refresh)
     return 0
 
 

@@ -4,9 +4,9 @@ Each cell is one run of ``gradcast dev lab train`` on this machine, with a timed
 model on the CPU, and becomes one JSON line of the record. Cells that the record has already are left out, so that an
 interrupted grid goes on where it was.
 
-    python -m benchmarks.lab_grid run --record benchmarks/results/lab.jsonl
-    python -m benchmarks.lab_grid table --record benchmarks/results/lab.jsonl --refresh docs/evaluation/tables.md
-    python -m benchmarks.lab_grid compare --record new.jsonl --with benchmarks/results/lab.jsonl
+    python -m benchmarks.lab_grid --run
+    python -m benchmarks.lab_grid --refresh docs/evaluation/tables.md
+    python -m benchmarks.lab_grid --run --record new.jsonl --compare benchmarks/results/lab.jsonl
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.pages import commit, refresh
+from benchmarks.pages import append, commit, parser_of, read_record, show
 from gradcast.comparison.compare import total_bytes
 from gradcast.files import load_profile
 
@@ -121,27 +121,23 @@ def cells() -> list[Cell]:
 
 def run(args: argparse.Namespace) -> None:
     """The cells that are missing in the record, one after the other."""
-    record = Path(args.record)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    done = {line["cell"] for line in read_lines(record)} if record.exists() else set()
+    done = {line["cell"] for line in read_record(args.record)}
     missing = [cell for cell in cells() if cell.key not in done and _is_asked_for(cell, args)]
     for number, cell in enumerate(missing):
         arguments = cell.arguments()
         print(f"{number + 1} of {len(missing)}: gradcast {' '.join(arguments)}", flush=True)
-        tries = [line for line in _tries(cell, arguments, record) if _is_settled(line)]
+        tries = [line for line in _tries(cell, arguments) if _is_settled(line)]
         if not tries:
             print("  left out; run it again", flush=True)
             continue
-        line = min(tries, key=_unsteadiness)
-        with record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append(args.record, min(tries, key=_unsteadiness))
 
 
-def _tries(cell: Cell, arguments: list[str], record: Path) -> Iterator[dict[str, Any]]:
+def _tries(cell: Cell, arguments: list[str]) -> Iterator[dict[str, Any]]:
     for _ in range(TRIES):
         finished = subprocess.run(["gradcast", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False)
         if finished.returncode != 0:
-            sys.exit(f"the cell failed with exit code {finished.returncode}; the others are in {record}")
+            sys.exit(f"the cell failed with exit code {finished.returncode}; run the rest again")
         line = _line(cell, arguments, json.loads(finished.stdout))
         print(_words(line), flush=True)
         yield line
@@ -192,12 +188,6 @@ def _line(cell: Cell, arguments: list[str], result: dict[str, Any]) -> dict[str,
     }
 
 
-def read_lines(record: Path) -> list[dict[str, Any]]:
-    if not record.exists():
-        sys.exit(f"there is no record {record}; make one with `python -m benchmarks.lab_grid run --record {record}`")
-    return [json.loads(text) for text in record.read_text(encoding="utf-8").splitlines() if text.strip()]
-
-
 def row_of(line: dict[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in line["rows"] if row["name"] == name)
 
@@ -210,16 +200,12 @@ def _words(line: dict[str, Any]) -> str:
     )
 
 
-def table(args: argparse.Namespace) -> None:
+def table(lines: list[dict[str, Any]]) -> str:
     order = [cell.key for cell in cells()]
-    lines = sorted(read_lines(Path(args.record)), key=lambda line: order.index(line["cell"]))
+    lines = sorted(lines, key=lambda line: order.index(line["cell"]))
     stand_ins, real = ([line for line in lines if bool(line["ratio"]) is wanted] for wanted in (True, False))
     tables = [_hosts_table(stand_ins, hosts) for hosts in sorted({line["hosts"] for line in stand_ins})]
-    text = "\n\n".join([_summary(stand_ins), *tables, *_full_table(stand_ins), *_real_table(real)])
-    if args.refresh is None:
-        print(text)
-        return
-    refresh(args.refresh, MARK, text)
+    return "\n\n".join([_summary(stand_ins), *tables, *_full_table(stand_ins), *_real_table(real)])
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
@@ -309,40 +295,34 @@ def _full_table(lines: list[dict[str, Any]]) -> list[str]:
     return [f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
 
 
-def compare(args: argparse.Namespace) -> None:
-    """Another record of the same cells: what has become slower or faster, as ratios to the best DDP of the same run."""
-    old = {line["cell"]: line for line in read_lines(Path(args.other))}
+def comparison(lines: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
+    """What has become slower or faster in the same cells, as ratios to the best DDP of the same run."""
+    old = {line["cell"]: line for line in earlier}
     rows = []
-    for line in read_lines(Path(args.record)):
-        if line["cell"] not in old:
-            continue
-        for name in ("hook", "overlap"):
+    for line in lines:
+        for name in ("hook", "overlap") if line["cell"] in old else ():
             new_ratio, old_ratio = (row_of(each, name)["ratio_to_best_ddp"] for each in (line, old[line["cell"]]))
             rows.append(
                 [line["cell"], name, f"{old_ratio:.2f}", f"{new_ratio:.2f}", f"{new_ratio / old_ratio - 1:+.1%}"]
             )
-    print(tabulate(rows, ["cell", "", "x best ddp, before", "now", "change"], disable_numparse=True))
+    return tabulate(rows, ["cell", "", "x best ddp, before", "now", "change"], disable_numparse=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    for action in (run, table, compare):
-        each = actions.add_parser(action.__name__, description=action.__doc__)
-        each.add_argument("--record", default="benchmarks/results/lab.jsonl", metavar="JSONL")
-        each.set_defaults(action=action)
-        if action is run:
-            each.add_argument("--hosts", type=int, choices=list(COMPUTE_MS), help="only the cells with so many")
-            each.add_argument("--model", choices=[*MODELS, *REAL_CELLS], help="only the cells of this one")
-            each.add_argument(
-                "--ratio", type=float, choices=[0, *RATIOS], help="only the cells with this one; 0: real models"
-            )
-        elif action is table:
-            each.add_argument("--refresh", metavar="PAGE", help="renew the tables of this Markdown page")
-        else:
-            each.add_argument("--with", dest="other", required=True, metavar="JSONL", help="the earlier record")
+    parser = parser_of(__doc__, "lab.jsonl")
+    parser.add_argument("--run", action="store_true", help="measure the cells that are missing in the record")
+    parser.add_argument("--hosts", type=int, choices=list(COMPUTE_MS), help="run only the cells with so many")
+    parser.add_argument("--model", choices=[*MODELS, *REAL_CELLS], help="run only the cells of this one")
+    parser.add_argument("--ratio", type=float, choices=[0, *RATIOS], help="run only these cells; 0: real models")
+    parser.add_argument("--compare", type=Path, metavar="JSONL", help="with this earlier record, instead of the tables")
     args = parser.parse_args()
-    args.action(args)
+    if args.run:
+        run(args)
+    lines = read_record(args.record)
+    if args.compare:
+        print(comparison(lines, read_record(args.compare)))
+    else:
+        show(table(lines), MARK, args.refresh)
     return 0
 
 

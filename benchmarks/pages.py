@@ -1,8 +1,38 @@
-"""Tables that programs write into the project's pages, and the commit whose numbers they are."""
+"""What programs that fill the project's pages share: a record of runs, one JSON value a line, and tables in pages."""
 
+import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def parser_of(doc: str, record: str | None = None) -> argparse.ArgumentParser:
+    """A parser with ``--refresh`` and, with the name of a record in results/, ``--record``. ``doc``: its help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--refresh", metavar="PAGE", help="renew the tables between the marks of this Markdown page")
+    if record is not None:
+        parser.add_argument("--record", type=Path, default=RESULTS / record, metavar="JSONL")
+    return parser
+
+
+def read_record(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def append(path: Path, value: Any) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def show(text: str, mark: str, page: str | None) -> None:
+    """Prints the text, and puts it into the page if there is one."""
+    print(text)
+    if page is not None:
+        refresh(page, mark, text)
 
 
 def refresh(path: str, mark: str, text: str) -> None:

@@ -4,12 +4,11 @@ Times are predictions of ``play``; a cell is the iteration time over the bound o
 and in brackets over the plain bound. Run: python -m benchmarks.policy_tables [--refresh docs/evaluation/tables.md]
 """
 
-import argparse
 import sys
 
 from tabulate import tabulate
 
-from benchmarks.pages import refresh
+from benchmarks.pages import parser_of, show
 from gradcast import _core
 from gradcast.comparison.compare import Comparison, compare
 from gradcast.files import load_profile
@@ -54,14 +53,9 @@ def table(name: str, mode: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--refresh", metavar="PAGE", help="renew the tables between the marks of this Markdown page")
-    args = parser.parse_args()
+    args = parser_of(__doc__).parse_args()
     text = "\n\n".join(table(name, mode) for mode in ("overlap", "hook") for name in PROFILES)
-    if not args.refresh:
-        print(text)
-        return 0
-    refresh(args.refresh, MARK, text)
+    show(text, MARK, args.refresh)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What it costs to look: what `attach` always keeps of every step, and the doctor's watch over ordinary steps.
 
-    python -m benchmarks.watching_overhead [--rounds 15] [--json]
+    python -m benchmarks.watching_overhead [--rounds 15]
 
 Always on, per step and rank: the note of one's own step, those of all ranks taken out of the gradients' buffer, and
 where the group lost its time from them (``stats()["exposed"]``); for several numbers of ranks, since a rank reads what
@@ -9,7 +9,6 @@ it, in turns; and how many microseconds a step is longer by.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -100,20 +99,14 @@ def watched_us(rounds: int) -> tuple[float, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="how often plain and watched take turns (default: 15)")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    always = {rank_count: always_on_us(rank_count) for rank_count in _RANKS}
-    step_us, more_us = watched_us(args.rounds)
-    watch = {"step": step_us, "median": statistics.median(more_us), "min": min(more_us), "max": max(more_us)}
-    if args.json:
-        print(json.dumps({"always_on_us": always, "watched_us": watch}))
-        return
-    rows = [[count, f"{value:.0f}"] for count, value in always.items()]
+    rows = [[count, f"{always_on_us(count):.0f}"] for count in _RANKS]
     print(tabulate(rows, headers=["ranks", "always on, us per step"]))
+    step_us, more_us = watched_us(args.rounds)
     print(
-        f"\nthe doctor's watch: {watch['median']:.0f} us per step ({watch['min']:.0f} to {watch['max']:.0f}), beside "
-        f"{step_us:.0f} us for a step of {2 * _LAYERS} tensors"
+        f"\nthe doctor's watch: {statistics.median(more_us):.0f} us per step ({min(more_us):.0f} to "
+        f"{max(more_us):.0f}), beside {step_us:.0f} us for a step of {2 * _LAYERS} tensors"
     )
 
 

@@ -1,6 +1,6 @@
 """What a wire format saves and what it costs: step times and losses of one model that is trained with each of them.
 
-    python benchmarks/wire_formats.py [--hosts 2] [--rate 100mbit] [--rounds 60] [-o losses.png] [--json]
+    python -m benchmarks.wire_formats [--hosts 2] [--rate 100mbit] [--rounds 60] [-o losses.png]
 
 The small GPT of examples/char_gpt.py, with SGD, in overlap mode on hosts with slow links (root, iproute2). One copy
 per wire format, from the same parameters and on the same texts, the copies in turns, so that whatever else the machine
@@ -11,7 +11,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from tabulate import tabulate
 
 import gradcast
 from gradcast import _core
-from gradcast.lab import Network, run_workers
+from gradcast.lab import Network
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.program import run_program
 from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
 from gradcast.palette import CURVES
 from gradcast.training.options import WIRES
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
@@ -101,18 +101,11 @@ def predicted_ms(wire: str, plain: Copy) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with Network(args.hosts, args.rate) as network, tempfile.TemporaryFile() as file:
-        command = [__file__, "--worker", f"/dev/fd/{file.fileno()}"]
-        run_workers(
-            [*command, "--rounds", str(args.rounds), "--steps", str(args.steps)],
-            args.hosts,
-            timeout_s=_TIMEOUT_S,
-            network=network,
-            output=sys.stderr,
-            inherited=[file],
+    arguments = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--worker"]
+    with Network(args.hosts, args.rate) as network:
+        return run_for_result(
+            "benchmarks.wire_formats", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
         )
-        file.seek(0)
-        return json.load(file)
 
 
 def row(wire: str, facts: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
@@ -138,15 +131,9 @@ def running_means(losses: list[float]) -> list[float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     head = [
-        "wire",
-        "MB per step",
-        "ms per step",
-        "80 % of steps",
-        "predicted ms",
-        "speed-up",
-        "loss at the end",
+        "wire", "MB per step", "ms per step", "80 % of steps", "predicted ms", "speed-up", "loss at the end",
         "largest difference",
-    ]
+    ]  # fmt: skip
     lines = [
         [
             each["wire"],
@@ -191,7 +178,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60, help="turns of each wire format (default: 60)")
     parser.add_argument("--steps", type=int, default=5, help="per turn (default: 5)")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw the losses")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rounds * args.steps < _MEAN_STEPS:
@@ -201,11 +187,8 @@ def main() -> int:
         return 0
     facts = measure(args)
     rows = [row(wire, each, facts["fp32"]) for wire, each in facts.items()]
-    if args.json:
-        print(json.dumps({"rows": rows, "facts": facts}))
-    else:
-        print(f"{args.hosts} hosts, {format_bandwidth(args.rate)}, {len(facts['fp32']['losses'])} steps of each")
-        print(table(rows))
+    print(f"{args.hosts} hosts, {format_bandwidth(args.rate)}, {len(facts['fp32']['losses'])} steps of each")
+    print(table(rows))
     if args.output:
         draw(args.output, facts)
     return 0
