@@ -1,5 +1,7 @@
 """The closing sentence says what limits the training, and that scheduling cannot help where it cannot."""
 
+import pytest
+
 import gradcast
 from gradcast import _core
 from gradcast.comparison.compare import compare
@@ -11,32 +13,32 @@ def sentence(profile, bandwidth_gbit_per_s, policies=("forecast", "ddp"), worker
     return verdict(compare(profile, _core.ring_link(hop, workers), policies, **options))
 
 
-def resnet50():
-    return gradcast.load_profile("resnet50", 0.5)
+NETWORK = "The network is the limit: no schedule can go below "
+COMPUTE = "Compute is the limit: it takes 222 ms alone, and all traffic can hide behind it;"
+HOPELESS = "Scheduling cannot help here: DDP is within"
+FEWER_BYTES = "times as long as compute: fewer bytes or a faster network would save more."
 
 
-def test_where_the_network_is_the_limit():
-    text = sentence(resnet50(), 5)
-    assert text.startswith("The network is the limit: no schedule can go below ")
-    assert "forecast reaches" in text
-    assert "DDP" in text
-    assert text.endswith("Scheduling saves at most 24 % of DDP's time.")
-
-
-def test_where_the_network_is_so_slow_that_only_fewer_bytes_help():
-    text = sentence(resnet50(), 1)
-    assert "times as long as compute: fewer bytes or a faster network would save more." in text
-
-
-def test_where_compute_is_the_limit():
-    text = sentence(resnet50(), 10)
-    assert text.startswith("Compute is the limit: it takes 222 ms alone, and all traffic can hide behind it;")
-    assert text.endswith("Scheduling saves at most 6.5 % of DDP's time.")
-
-
-def test_where_scheduling_cannot_help():
-    assert "Scheduling cannot help here: DDP is within" in sentence(resnet50(), 400)
-    assert "Scheduling cannot help here: DDP is within" in sentence(resnet50(), 10, workers=1)
+@pytest.mark.parametrize(
+    ("gbit_per_s", "options", "parts"),
+    [
+        (5, {}, [NETWORK, "forecast reaches", "DDP", "Scheduling saves at most 24 % of DDP's time."]),
+        (1, {}, [NETWORK, FEWER_BYTES]),
+        (10, {}, [COMPUTE, "Scheduling saves at most 6.5 % of DDP's time."]),
+        (400, {}, ["Compute is the limit", HOPELESS]),
+        (10, {"workers": 1}, ["Compute is the limit", HOPELESS]),
+        # Hook mode has a sentence of its own bound.
+        (5, {"mode": "hook"}, [NETWORK, "In overlap mode a schedule could come down to 289 ms."]),
+        # The best shown may be DDP itself.
+        (5, {"policies": ("ddp", "fifo")}, [NETWORK, "DDP 381 ms is the best of these"]),
+    ],
+)
+def test_what_limits_a_training_and_what_scheduling_gains(gbit_per_s, options, parts):
+    text = sentence(gradcast.load_profile("resnet50", 0.5), gbit_per_s, **options)
+    assert text.startswith(parts[0])
+    assert [part for part in parts if part not in text] == []
+    # Only the bound over all kinds of operation is compared with that of all-reduces.
+    assert "with all-reduces alone" not in text or options.get("mode") != "hook"
 
 
 def test_where_the_wire_is_busy_from_beginning_to_end():
@@ -48,18 +50,6 @@ def test_where_the_wire_is_busy_from_beginning_to_end():
     assert "The network is the limit" in text
     assert "Scheduling cannot help here" in text
     assert "Fewer bytes" in text
-
-
-def test_hook_mode_has_a_sentence_of_its_own_bound():
-    text = sentence(resnet50(), 5, mode="hook")
-    assert text.startswith("The network is the limit")
-    assert "with all-reduces alone" not in text
-    assert text.endswith("In overlap mode a schedule could come down to 289 ms.")
-
-
-def test_the_best_shown_may_be_ddp_itself():
-    text = sentence(resnet50(), 5, policies=("ddp", "fifo"))
-    assert "DDP 381 ms is the best of these" in text
 
 
 def test_a_policy_that_fails_is_named_not_dropped():

@@ -93,17 +93,8 @@ LOAD = "from gradcast.training.compat import extension; print(extension.load()._
 def test_an_install_that_sees_torch_brings_the_part_for_it(tmp_path):
     """Without build isolation; what it built is used without a compiler and without a cache."""
     torch = pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-build-isolation",
-        "--no-deps",
-        "--target",
-        tmp_path / "site",
-    ]
-    subprocess.run([*command, unpacked(tmp_path)], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target"]
+    subprocess.run([*install, tmp_path / "site", unpacked(tmp_path)], check=True)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PATH": "", "GRADCAST_CACHE_DIR": "/nowhere"}
     load = [sys.executable, "-c", LOAD]
     result = subprocess.run(load, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)

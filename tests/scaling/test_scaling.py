@@ -21,6 +21,11 @@ def line(alpha_ns, beta_ns_per_byte):
     return _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
 
 
+def grown(*known, spread=growth.SPREAD, algorithm="ring"):
+    """A network with known (workers, link)."""
+    return Growth(Network("n", known, algorithm), spread)
+
+
 def costs(link):
     return growth.alpha_ns(link), growth.beta_ns_per_byte(link)
 
@@ -50,8 +55,7 @@ def halves(world_size, link):
 @pytest.mark.parametrize("count", [2, 3, 16, 4096])
 def test_a_formula_turned_round_is_the_formula(measured, wanted, count):
     formula = {"ring": _core.ring_link, "tree": _core.tree_link}
-    network = Network("n", ((4, formula[measured](HOP, 4)),), algorithm=measured)
-    found = Growth(network).estimate(wanted, count).link
+    found = grown((4, formula[measured](HOP, 4)), algorithm=measured).estimate(wanted, count).link
     assert costs(found) == pytest.approx(costs(formula[wanted](HOP, count)))
 
 
@@ -65,12 +69,12 @@ def test_hierarchical_is_the_formula():
 
 def test_the_band_of_one_measurement_by_hand():
     """600 us in 6 steps are 100 us each; 8 workers have 14 in a ring, 6 in a tree; or they are no steps at all."""
-    network = Network("n", ((4, line(600e3, 1.2)),))
-    ring = Growth(network, spread=0.1).estimate("ring", 8)
+    known = grown((4, line(600e3, 1.2)), spread=0.1)
+    ring = known.estimate("ring", 8)
     assert costs(ring.link) == pytest.approx((1400e3, 1.4))
     assert costs(ring.low) == pytest.approx((0.9 * 600e3, 0.9 * 1.4))
     assert costs(ring.high) == pytest.approx((1.1 * 1400e3, 1.1 * 1.4))
-    tree = Growth(network, spread=0.1).estimate("tree", 8)
+    tree = known.estimate("tree", 8)
     assert costs(tree.link) == pytest.approx((600e3, 1.4))
     # Had the 600 us been the 4 steps of a tree, a hop would take 150 us.
     assert costs(tree.high) == pytest.approx((1.1 * 900e3, 1.1 * 1.4))
@@ -78,7 +82,7 @@ def test_the_band_of_one_measurement_by_hand():
 
 def test_a_measured_number_of_workers_keeps_its_link():
     link = line(600e3, 1.2)
-    found = Growth(Network("n", ((4, link),)), spread=0.05).estimate("ring", 4)
+    found = grown((4, link), spread=0.05).estimate("ring", 4)
     assert found.basis == "measured"
     assert costs(found.link) == costs(link)
     assert costs(found.low) == pytest.approx((0.95 * 600e3, 0.95 * 1.2))
@@ -97,8 +101,7 @@ def test_breakpoints_are_kept():
         _core.LinkPiece(alpha_ns=100e3, beta_ns_per_byte=3, up_to_bytes=10_000),
         _core.LinkPiece(alpha_ns=120e3, beta_ns_per_byte=1.5),
     ]
-    network = Network("n", ((4, _core.LinkModel(all_reduce=pieces)),))
-    found = Growth(network).estimate("ring", 16).link.all_reduce.pieces
+    found = grown((4, _core.LinkModel(all_reduce=pieces))).estimate("ring", 16).link.all_reduce.pieces
     assert [piece.up_to_bytes for piece in found] == [10_000, None]
     assert [piece.alpha_ns for piece in found] == pytest.approx([500e3, 600e3])
     assert [piece.beta_ns_per_byte for piece in found] == pytest.approx([3.75, 1.875])
@@ -111,21 +114,20 @@ def test_the_nearest_measurement_lends_its_breakpoints_and_of_two_as_near_the_la
             all_reduce=[first, _core.LinkPiece(alpha_ns=1e5, beta_ns_per_byte=growth.byte_share(count))]
         )
 
-    grown = Growth(Network("n", ((2, two_pieces(2, 2_000)), (8, two_pieces(8, 8_000)))))
-    ends = {count: grown.estimate("ring", count).link.all_reduce.pieces[0].up_to_bytes for count in (3, 4, 64)}
+    known = grown((2, two_pieces(2, 2_000)), (8, two_pieces(8, 8_000)))
+    ends = {count: known.estimate("ring", count).link.all_reduce.pieces[0].up_to_bytes for count in (3, 4, 64)}
     assert ends == {3: 2_000, 4: 8_000, 64: 8_000}
 
 
 def test_a_start_up_of_nothing_at_the_nearest_measurement_is_none_elsewhere():
-    grown = Growth(Network("n", ((4, line(600e3, 1.5)), (8, line(0, 1.75)))), spread=0.1)
-    found = grown.estimate("ring", 16)
+    found = grown((4, line(600e3, 1.5)), (8, line(0, 1.75)), spread=0.1).estimate("ring", 16)
     assert costs(found.link) == pytest.approx((3000e3, growth.byte_share(16)))
     assert costs(found.low)[0] < 0.9 * 3000e3 < costs(found.link)[0] < costs(found.high)[0]
 
 
 def test_blocks_of_one_size_and_of_several_are_not_put_together():
     with pytest.raises(gradcast.Error, match="no cost per byte on 2 workers") as caught:
-        Growth(Network("n", ((2, line(10e6, 0)), (8, line(700e3, 1.75)))))
+        grown((2, line(10e6, 0)), (8, line(700e3, 1.75)))
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -146,8 +148,7 @@ def test_hierarchical_keeps_the_breakpoints_and_the_packing_of_both():
 
 def test_blocks_of_one_size_grow_as_their_bytes():
     """A link of which all is start-up: 2 workers send each byte once, many of them twice."""
-    network = Network("n", ((2, line(10e6, 0)),))
-    found = Growth(network, spread=0).estimate("ring", 4)
+    found = grown((2, line(10e6, 0)), spread=0).estimate("ring", 4)
     assert growth.alpha_ns(found.link) == pytest.approx(15e6)
     assert growth.alpha_ns(found.low) == pytest.approx(10e6)
     assert growth.alpha_ns(found.high) == pytest.approx(30e6)
@@ -160,20 +161,19 @@ def test_several_measurements_tell_steps_from_the_rest():
     known = tuple((count, line(300e3 + 2 * (count - 1) * 50e3, growth.byte_share(count))) for count in (2, 4, 8))
     found = growth.fit_start_up("ring", [(count, growth.alpha_ns(link)) for count, link in known])
     assert (found.fixed_ns, found.hop_ns) == pytest.approx((300e3, 50e3))
-    network = Network("n", known)
-    estimate = Growth(network, spread=0.02).estimate("ring", 64)
+    estimate = grown(*known, spread=0.02).estimate("ring", 64)
     assert costs(estimate.link) == pytest.approx((300e3 + 126 * 50e3, growth.byte_share(64)))
     # That nothing grows, or all as a tree's steps, is ruled out now.
     assert 0.95 * (300e3 + 126 * 50e3) < costs(estimate.low)[0] < 0.98 * (300e3 + 126 * 50e3)
     # Measurements that may be off by 10 % still allow a tree, but not that nothing grows.
-    low_ns = costs(Growth(network, spread=0.1).estimate("ring", 64).low)[0]
+    low_ns = costs(grown(*known, spread=0.1).estimate("ring", 64).low)[0]
     assert 0.9 * 1000e3 < low_ns < 0.8 * (300e3 + 126 * 50e3)
 
 
 def test_the_band_of_two_measurements_by_hand():
     """400 us in 2 steps, 800 us in 6: 100 us a step. Either may be off by a tenth, and the slope by three of them."""
-    network = Network("n", ((2, line(400e3, 1.0)), (8, line(800e3, 1.75))), algorithm="tree")
-    found = Growth(network, spread=0.1).estimate("tree", 64)
+    known = ((2, line(400e3, 1.0)), (8, line(800e3, 1.75)))
+    found = grown(*known, spread=0.1, algorithm="tree").estimate("tree", 64)
     assert growth.alpha_ns(found.link) == pytest.approx(400e3 + 10 * 100e3)
     assert growth.alpha_ns(found.low) == pytest.approx(440e3 + 10 * 70e3)
     assert growth.alpha_ns(found.high) == pytest.approx(360e3 + 10 * 130e3)
@@ -182,9 +182,8 @@ def test_the_band_of_two_measurements_by_hand():
 def test_the_published_start_up_costs_are_in_the_bands_of_the_smaller_ones():
     costs_of = growth.published("10gbe").costs
     for known in (1, 2, 3):
-        grown = Growth(Network("n", costs_of[:known]))
         for count, link in costs_of[known:]:
-            found = grown.estimate("ring", count)
+            found = grown(*costs_of[:known]).estimate("ring", count)
             assert growth.alpha_ns(found.low) <= growth.alpha_ns(link) <= growth.alpha_ns(found.high)
 
 
@@ -203,7 +202,7 @@ def test_the_corners_of_a_fit_are_all_that_matter():
 def test_a_way_to_grow_that_fits_better_than_the_rings_is_allowed():
     """Nearly a tree's steps, of 100 us: off by less than the ring's fit, by more than the spread."""
     known = ((4, line(400e3, 1.5)), (8, line(600e3, 1.75)), (16, line(820e3, 1.875)))
-    found = Growth(Network("n", known), spread=0.0).estimate("ring", 1024)
+    found = grown(*known, spread=0.0).estimate("ring", 1024)
     assert 1500e3 < growth.alpha_ns(found.low) < 2000e3
     assert growth.alpha_ns(found.link) > 10_000e3
 
@@ -211,22 +210,19 @@ def test_a_way_to_grow_that_fits_better_than_the_rings_is_allowed():
 def test_measurements_that_disagree_widen_the_band():
     """Wires of 1 and 2 ns per byte: the mean is a third away from either."""
     known = ((2, line(100e3, growth.byte_share(2))), (4, line(300e3, 2 * growth.byte_share(4))))
-    found = Growth(Network("n", known), spread=0.1).estimate("ring", 16)
+    found = grown(*known, spread=0.1).estimate("ring", 16)
     betas = [growth.beta_ns_per_byte(link) / growth.byte_share(16) for link in (found.low, found.link, found.high)]
     assert betas == pytest.approx([1.0, 1.5, 2.0])
 
 
-@pytest.mark.parametrize("alphas", [(400e3, 300e3, 200e3), (100e3, 100e3, 100e3)])
-def test_a_start_up_that_does_not_grow_has_no_steps(alphas):
+@pytest.mark.parametrize(
+    ("alphas", "is_fixed"),
+    [((400e3, 300e3, 200e3), True), ((100e3, 100e3, 100e3), True), ((100e3, 900e3, 2500e3), False)],
+)
+def test_a_start_up_that_does_not_grow_has_no_steps_and_one_that_outgrows_them_is_all_steps(alphas, is_fixed):
     found = growth.fit_start_up("ring", list(zip((2, 4, 8), alphas, strict=True)))
-    assert found.hop_ns == 0
-    assert min(alphas) <= found.fixed_ns <= max(alphas)
-
-
-def test_a_start_up_that_grows_faster_than_its_steps_is_all_steps():
-    found = growth.fit_start_up("ring", [(2, 100e3), (4, 900e3)])
-    assert found.fixed_ns == 0
-    assert found.hop_ns > 0
+    assert (found.hop_ns == 0, found.fixed_ns == 0) == (is_fixed, not is_fixed)
+    assert not is_fixed or min(alphas) <= found.fixed_ns <= max(alphas)
 
 
 def test_what_each_point_rests_on():
@@ -237,17 +233,17 @@ def test_what_each_point_rests_on():
     assert cluster.estimate("tree", 4).basis == "extrapolated"
 
 
-def test_a_published_family_has_all_its_numbers_of_workers():
-    assert [count for count, _ in growth.published("10gbe").costs] == [8, 16, 32, 64]
-    assert [count for count, _ in growth.published("10gbe-16").costs] == [16]
+def test_published_networks():
+    """A family has all its numbers of workers but those that were scaled from others, which are not measured."""
+
+    def counts(name):
+        return [count for count, _ in growth.published(name).costs]
+
+    assert [counts(name) for name in ("10gbe", "10gbe-16", "56gbib")] == [[8, 16, 32, 64], [16], [8, 16]]
+    for count, basis in ((32, "extrapolated"), (16, "measured")):
+        assert Growth(growth.published(f"56gbib-{count}")).estimate("ring", count).basis == basis
     with pytest.raises(gradcast.Error, match="carrier-pigeon"):
         growth.published("carrier-pigeon")
-
-
-def test_what_was_published_as_scaled_is_not_measured():
-    assert [count for count, _ in growth.published("56gbib").costs] == [8, 16]
-    assert Growth(growth.published("56gbib-32")).estimate("ring", 32).basis == "extrapolated"
-    assert Growth(growth.published("56gbib-16")).estimate("ring", 16).basis == "measured"
 
 
 def test_only_known_algorithms_were_measured():
