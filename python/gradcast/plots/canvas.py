@@ -51,7 +51,12 @@ def bare(axes: Any) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def draw_grid(axes: Any) -> None:
+def draw_grid(axes: Any, ticks: Sequence[float] = ()) -> None:
+    """``ticks``: the only ticks of the x axis, which is logarithmic."""
+    if ticks:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
 

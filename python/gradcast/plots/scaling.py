@@ -86,12 +86,7 @@ def _ends(point: Point) -> tuple[float, float, float]:
 
 def _style(axes: Any, curves: dict[str, list[Point]]) -> None:
     workers = sorted({point.workers for points in curves.values() for point in points})
-    axes.set_xscale("log", base=2)
-    # More labels would overlap.
-    shown = workers[:: 1 + len(workers) // 8]
-    axes.set_xticks(shown, [str(count) for count in shown])
-    axes.minorticks_off()
-    draw_grid(axes)
+    draw_grid(axes, workers[:: 1 + len(workers) // 8])  # more labels would overlap
 
 
 def _key(algorithms: list[str], band: Band) -> list[Any]:

@@ -69,9 +69,5 @@ def _draw_panel(axes: Any, rows: list[dict[str, Any]], policies: list[str]) -> N
             zorder=4 if own else 3,
             label=policy,
         )
-    bandwidths = sorted({row["bandwidth_gbit_per_s"] for row in rows})
-    axes.set_xscale("log")
-    axes.set_xticks(bandwidths, [f"{value:g}" for value in bandwidths])
-    axes.minorticks_off()
-    draw_grid(axes)
+    draw_grid(axes, sorted({row["bandwidth_gbit_per_s"] for row in rows}))
     axes.set_xlabel("Gbit/s")
