@@ -16,10 +16,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.doctor_causes import SCRIPT, TIMEOUT_S
+from benchmarks.doctor_causes import run_script
 from benchmarks.pages import append, parser_of, read_record, show
 from gradcast.lab.hosts import Network
-from gradcast.lab.workers import run_workers
 
 MARK = "doctor actions"
 HOSTS = 2
@@ -43,23 +42,18 @@ TAKEN: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
-def run(rate_bits_per_s: float, before: list[str], arguments: list[str], folder: str) -> None:
-    with Network(HOSTS, rate_bits_per_s) as network, open(Path(folder) / "said", "w") as said:
-        run_workers([*before, str(SCRIPT), *arguments], HOSTS, timeout_s=TIMEOUT_S, network=network, output=said)
-
-
 def diagnose(rate_bits_per_s: float, wrong: tuple[str, ...]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Network(HOSTS, rate_bits_per_s) as network:
         before = ["-m", "gradcast", "doctor", "--no-network", "--duration", "40s", "-o", folder]
-        run(rate_bits_per_s, before, [*USUAL, *wrong, "--steps", "40"], folder)
+        run_script(network, HOSTS, before, [*USUAL, *wrong, "--steps", "40"])
         return json.loads((Path(folder) / "doctor.json").read_text())
 
 
 def measure(rate_bits_per_s: float, arguments: tuple[str, ...], batches: int) -> float:
     """ms per batch."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Network(HOSTS, rate_bits_per_s) as network:
         took = Path(folder) / "took"
-        run(rate_bits_per_s, [], [*arguments, "--steps", str(STEPS * batches), "--took", str(took)], folder)
+        run_script(network, HOSTS, [], [*arguments, "--steps", str(STEPS * batches), "--took", str(took)])
         return statistics.median(json.loads(took.read_text())["steps"][LEFT_OUT:]) / batches
 
 

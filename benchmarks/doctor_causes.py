@@ -8,10 +8,12 @@ the case without any: what the cause's own part has gained, by what was injected
 
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,13 @@ class Nodes(Network):
             self._shape(self._namespace(host), "lo", rate_bits_per_s)
 
 
+def run_script(network: Network, ranks: int, before: list[str], arguments: Iterable[str]) -> None:
+    """``before``: what the script is an argument of."""
+    with open(os.devnull, "w") as nowhere:
+        command = [*before, str(SCRIPT), *arguments]
+        run_workers(command, ranks, timeout_s=TIMEOUT_S, network=network, output=nowhere)
+
+
 def diagnose(causes: list[Cause]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Nodes(RANKS // RANKS_PER_NODE, FAST_BITS_PER_S) as network:
         for cause in causes:
@@ -98,14 +107,7 @@ def diagnose(causes: list[Cause]) -> dict[str, Any]:
         options = ("--no-network", "--no-trial", "--steps", str(WATCHED_STEPS), "--duration", "40s", "-o", folder)
         took = str(Path(folder) / "took")
         arguments = [*USUAL, "--took", took, *(word for cause in causes for word in cause.arguments)]
-        with open(Path(folder) / "said", "w") as said:
-            run_workers(
-                ["-m", "gradcast", "doctor", *options, str(SCRIPT), *arguments],
-                RANKS,
-                timeout_s=TIMEOUT_S,
-                network=network,
-                output=said,
-            )
+        run_script(network, RANKS, ["-m", "gradcast", "doctor", *options], arguments)
         return json.loads((Path(folder) / "doctor.json").read_text()) | {"took": json.loads(Path(took).read_text())}
 
 

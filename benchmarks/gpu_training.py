@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from gradcast.intervals import busy_periods_ns
 
 LAYERS = 12
 # After so many gradcast follows its plan: 3 of them measure, 9 hold the plan against what it takes.
@@ -97,17 +98,13 @@ def together_ms(events: Iterable[dict[str, Any]]) -> float:
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in spans:
             spans[event["cat"]].append((event["ts"], event["ts"] + event["dur"], event["args"].get("stream")))
-    overlaps = sorted(
+    overlaps = (
         (max(begin, first), min(end, last))
         for begin, end, stream in spans["gpu_memcpy"]
         for first, last, other in spans["kernel"]
         if stream != other and max(begin, first) < min(end, last)
     )
-    total_us, until = 0.0, float("-inf")
-    for begin, end in overlaps:
-        total_us += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total_us / 1e3
+    return sum(busy_periods_ns(overlaps)) / 1e3  # here in us
 
 
 def main() -> int:

@@ -1,6 +1,5 @@
 """The variants that ``gradcast dev lab train`` compares: ways of sending gradients, and their names."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gradcast import _core
@@ -93,15 +92,6 @@ def scaled(each: Variant, factor: float) -> Variant:
     if each.mode != "ddp" or factor == 1:
         return each
     return replace(each, caps_mib=tuple(factor * cap for cap in each.caps_mib or TORCH_CAPS_MIB))
-
-
-def ddp_variants(caps_mib: Iterable[float]) -> list[Variant]:
-    return [variant(f"ddp:{cap:g}") for cap in caps_mib]
-
-
-def bucket_list(caps_mib: Iterable[float]) -> Variant:
-    """DDP with a list of bucket sizes in MiB."""
-    return Variant(DDP_MGWFBP, "ddp", caps_mib=tuple(caps_mib))
 
 
 def _cap_mib(name: str, text: str) -> float:

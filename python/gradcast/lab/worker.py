@@ -27,8 +27,6 @@ from gradcast.lab.variants import (
     DDP_MGWFBP,
     DDP_NEAR,
     Variant,
-    bucket_list,
-    ddp_variants,
     scaled,
     variant,
 )
@@ -155,10 +153,9 @@ class Training:
 
 def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]:
     if name == DDP_NEAR:
-        near = ddp_variants(predictions.near_best_caps_mib(profile, factor))
-        return [scaled(each, factor) for each in near]
+        return [scaled(variant(f"ddp:{cap}"), factor) for cap in predictions.near_best_caps_mib(profile, factor)]
     if name == DDP_MGWFBP:
-        return [bucket_list(predictions.mgwfbp_caps_mib(profile))]
+        return [Variant(name, "ddp", caps_mib=tuple(predictions.mgwfbp_caps_mib(profile)))]
     return [scaled(variant(name), factor)]
 
 

@@ -70,14 +70,7 @@ def run_workers(
 
 
 def run_for_result(
-    module: str,
-    arguments: Sequence[str],
-    worker_count: int,
-    *,
-    timeout_s: float,
-    network: Network | None = None,
-    output: IO[str] | None = None,
-    inherited: Sequence[IO[bytes]] = (),
+    module: str, arguments: Sequence[str], worker_count: int, *, inherited: Sequence[IO[bytes]] = (), **options: Any
 ) -> Any:
     """Runs ``python -m module arguments RESULTS`` like ``run_workers``. Returns the JSON that rank 0 wrote to the file
     RESULTS."""
@@ -85,10 +78,8 @@ def run_for_result(
         run_workers(
             ["-m", module, *arguments, f"/dev/fd/{file.fileno()}"],
             worker_count,
-            timeout_s=timeout_s,
-            network=network,
-            output=output,
             inherited=[file, *inherited],
+            **options,
         )
         file.seek(0)
         return json.load(file)
