@@ -23,6 +23,7 @@ _TERMINATE_S = 3.0
 _LAST_LINES = 12
 _LAST_BYTES = 8192
 _PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # loaded before any fork
 
 
 @dataclass
@@ -56,12 +57,16 @@ def run_workers(
             if network:
                 command = network.command(rank, command)
             log = tempfile.TemporaryFile()  # noqa: SIM115, closed by _end
-            process = _start(
+            # With a session of its own, Ctrl-C reaches only this program, which ends its workers in order.
+            process = subprocess.Popen(
                 command,
-                environment={**os.environ, **_environment(rank, worker_count, network, port)},
-                output=(output or sys.stdout) if rank == 0 else log,
-                errors=errors if rank == 0 and errors is not None else log,
-                inherited=inherited,
+                env={**os.environ, **_environment(rank, worker_count, network, port)},
+                stdin=subprocess.DEVNULL,
+                stdout=(output or sys.stdout) if rank == 0 else log,
+                stderr=errors if rank == 0 and errors is not None else log,
+                pass_fds=[file.fileno() for file in inherited],
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
             workers.append(_Worker(rank, process, log))
         _wait(workers, timeout_s)
@@ -105,31 +110,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(
-    command: list[str],
-    *,
-    environment: dict[str, str],
-    output: IO[Any],
-    errors: IO[Any],
-    inherited: Sequence[IO[bytes]],
-) -> subprocess.Popen[bytes]:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-    def die_with_parent() -> None:
-        if prctl:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    # With a session of its own, Ctrl-C reaches only the program that started it, which ends its workers in order.
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        pass_fds=[file.fileno() for file in inherited],
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
+def _die_with_parent() -> None:
+    if _PRCTL:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(workers: list[_Worker], timeout_s: float) -> None:
