@@ -83,9 +83,10 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
     skipped: dict[str, str] = {}
     for network in networks:
         cluster = Cluster(network, options.nodes, options.spread)
+        known = [count for count, _ in network.costs] if network.measured else []
         # The network's own algorithm comes first: the knee belongs to it.
         for algorithm in sorted(options.algorithms, key=lambda name: name != network.algorithm):
-            for workers in _counts(options.workers, network):
+            for workers in sorted({*options.workers, *known}):
                 reason = cluster.why_not(algorithm, workers)
                 if reason is not None:
                     skipped[f"{network.name}, {algorithm}"] = reason
@@ -94,13 +95,15 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
     if not points:
         raise Error(f"no number of workers can be predicted: {'; '.join(dict.fromkeys(skipped.values()))}")
     first = [p for p in points if (p.network, p.algorithm) == (points[0].network, points[0].algorithm)]
-    alone_ns = min(compute_ns(each) for each in given)
-    steps = _with_one(alone_ns, [(p.workers, p.step_ns) for p in first])
+    alone = [] if first[0].workers == 1 else [(1, min(compute_ns(each) for each in given))]
+    steps, expensive, cheap = (
+        [*alone, *((p.workers, getattr(p, name)) for p in first)] for name in ("step_ns", "high_ns", "low_ns")
+    )
     return Band(
         points=tuple(points),
         knee=knee(steps),
-        knee_low=knee(_with_one(alone_ns, [(p.workers, p.high_ns) for p in first])),
-        knee_high=knee(_with_one(alone_ns, [(p.workers, p.low_ns) for p in first])),
+        knee_low=knee(expensive),
+        knee_high=knee(cheap),
         unpaid=unpaid(steps),
         worth_trying=worth_trying(first, knee(steps)),
         skipped=skipped,
@@ -127,10 +130,6 @@ def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring")
             )
         costs[profile.world_size] = profile.link
     return Network(MEASURED, tuple(sorted(costs.items(), key=lambda cost: cost[0])), algorithm)
-
-
-def _with_one(alone_ns: float, steps: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return steps if steps[0][0] == 1 else [(1, alone_ns), *steps]
 
 
 def _pays(fewer: tuple[int, float], more: tuple[int, float]) -> bool:
@@ -210,12 +209,6 @@ def _check(profiles: Sequence[_core.Profile], options: Options) -> None:
             raise Error(f"there is no algorithm {algorithm}; there are {', '.join(ALGORITHMS)}")
     if not options.workers or not options.algorithms:
         raise Error("nothing can be predicted without a number of workers and an algorithm; give at least one of each")
-
-
-def _counts(workers: Sequence[int], network: Network) -> list[int]:
-    """The numbers of workers that are asked for, and those that were measured."""
-    known = [count for count, _ in network.costs] if network.measured else []
-    return sorted({*workers, *known})
 
 
 def _point(
