@@ -1,5 +1,7 @@
 """Plot of ``gradcast dev lab adapt``: the time of each step, with the plans in force and the change."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from gradcast.palette import CHANGED, CURVES, INK
@@ -16,9 +18,10 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
     axes.set_xlim(0, len(steps))
     axes.set_ylim(0, top_ms)
     axes.axvspan(changed.start, changed.stop, color=CHANGED, linewidth=0, label=description)
-    for start, stop in _runs(steps, "measuring"):
+    for start, stop in _spans(steps, lambda step: step["measuring"] or None):
         axes.axvspan(start, stop, ymax=0.03, color=_MEASURING, linewidth=0, label=_once(axes, "measures"))
-    for start, stop in _plans(steps):
+    # Warm-ups have plans, too, which nobody predicts.
+    for start, stop in _spans(steps, lambda step: None if step["measuring"] else step["version"]):
         predicted_ms = steps[start]["predicted_ms"]
         axes.plot(
             [start, stop],
@@ -55,24 +58,7 @@ def _once(axes: Any, label: str) -> str | None:
     return None if label in axes.get_legend_handles_labels()[1] else label
 
 
-def _runs(steps: list[dict[str, Any]], key: str) -> list[tuple[int, int]]:
-    """Spans of consecutive steps in which ``key`` is true."""
-    spans: list[tuple[int, int]] = []
-    for step in steps:
-        if step[key]:
-            start = spans.pop()[0] if spans and spans[-1][1] == step["step"] else step["step"]
-            spans.append((start, step["step"] + 1))
-    return spans
-
-
-def _plans(steps: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Spans of the plans, without those of warm-ups."""
-    spans: list[tuple[int, int]] = []
-    for step in steps:
-        if step["measuring"]:
-            continue
-        if spans and spans[-1][1] == step["step"] and steps[spans[-1][0]]["version"] == step["version"]:
-            spans[-1] = (spans[-1][0], step["step"] + 1)
-        else:
-            spans.append((step["step"], step["step"] + 1))
-    return spans
+def _spans(steps: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> list[tuple[int, int]]:
+    """Spans of consecutive steps with the same key, without those whose key is None."""
+    groups = [(value, list(group)) for value, group in itertools.groupby(steps, key)]
+    return [(group[0]["step"], group[-1]["step"] + 1) for value, group in groups if value is not None]

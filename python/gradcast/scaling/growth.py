@@ -262,19 +262,17 @@ class Cluster:
 
     def why_not(self, algorithm: str, worker_count: int) -> str | None:
         """Why there is no estimate, or None if there is one."""
+        inside = worker_count <= self._per_node
+        hierarchical = algorithm == "hierarchical" and not inside
         if worker_count == 1:
             return None
-        if worker_count <= self._per_node and self._inside is None:
-            return "the costs of the network inside a node are not known"
-        if worker_count > self._per_node and self._between is None:
+        if not inside and self._between is None:
             return "the costs of the network between nodes are not known"
-        if algorithm != "hierarchical" or worker_count <= self._per_node:
-            return None
-        if self._per_node == 1:
+        if hierarchical and self._per_node == 1:
             return "a hierarchical all-reduce needs nodes of several workers"
-        if self._inside is None:
+        if (inside or hierarchical) and self._inside is None:
             return "the costs of the network inside a node are not known"
-        if worker_count % self._per_node:
+        if hierarchical and worker_count % self._per_node:
             return f"{worker_count} workers do not fill nodes of {self._per_node} workers"
         return None
 
