@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
@@ -11,14 +10,6 @@ from gradcast.files import scaled_profile
 from gradcast.lab.variants import DDP_MGWFBP, TORCH_CAPS_MIB, Variant
 
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Lower bounds of the step time, ms. ``plain_ms``: if only one operation paid its start-up cost."""
-
-    plain_ms: float
-    best_ms: float
 
 
 def with_sizes(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
@@ -60,12 +51,11 @@ def mgwfbp_caps_mib(profile: _core.Profile) -> list[float]:
     return [block.size_bytes / _MIB for block in _mgwfbp_plan(profile).blocks]
 
 
-def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) -> Bounds:
-    """The bounds of the profile with its compute scaled to ``step_ms``, a measured step without communication."""
+def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) -> _core.Bound:
+    """Lower bounds with the profile's compute scaled to ``step_ms``, a measured step without communication."""
     rescaled = scaled_profile(profile, 1e6 * step_ms / compute_ns(profile))
     assert rescaled.link is not None
-    bound = _core.bound(rescaled, rescaled.link, mode="hook" if mode == "hook" else "overlap", in_flight=in_flight)
-    return Bounds(bound.plain_ns / 1e6, bound.best_ns / 1e6)
+    return _core.bound(rescaled, rescaled.link, mode=mode, in_flight=in_flight)
 
 
 def _mgwfbp_plan(profile: _core.Profile) -> _core.Plan:

@@ -38,7 +38,7 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
     cells = [_cells(row) for row in table.rows]
     text = tabulate(cells, _HEADERS, tablefmt="simple", stralign="right", colalign=("left",), disable_numparse=True)
     counted = settings.rounds * (settings.steps - 1)
-    bounds = table.bounds
+    best, hook = table.bounds["overlap"], table.bounds["hook"]
     notes = (
         f"{describe_model(settings, parameter_bytes)}, {describe_network(settings)}.\n"
         f"ms per step: the median of {counted} steps on rank 0, from {settings.rounds} rounds of all in turns.\n"
@@ -46,9 +46,9 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
         "DDP's are buckets. predicted: before these steps, from the profile and the link that gradcast measured then.\n"
         "replayed: by the same model, with the compute and the network time of these steps. cores busy: share of this\n"
         "machine, which runs all hosts. difference: largest relative difference of a parameter on any rank.\n"
-        f"bound: no schedule can take less than {bounds['overlap'].best_ms:.1f} ms on this link ("
-        f"{bounds['overlap'].plain_ms:.1f} ms if only one\noperation paid its start-up cost); without overlap with "
-        f"the next forward pass, as in DDP, none less than {bounds['hook'].best_ms:.1f} ms."
+        f"bound: no schedule can take less than {best.best_ns / 1e6:.1f} ms on this link ("
+        f"{best.plain_ns / 1e6:.1f} ms if only one\noperation paid its start-up cost); without overlap with "
+        f"the next forward pass, as in DDP, none less than {hook.best_ns / 1e6:.1f} ms."
     )
     if settings.scale_size != 1:
         factor = f"{settings.scale_size:g}"

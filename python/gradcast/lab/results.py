@@ -8,7 +8,6 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.lab import predictions
-from gradcast.lab.predictions import Bounds
 from gradcast.lab.settings import Settings
 from gradcast.lab.variants import COMPUTE, Variant, variant
 
@@ -48,7 +47,7 @@ class VariantResult:
 @dataclass(frozen=True)
 class Table:
     rows: list[VariantResult]
-    bounds: dict[str, Bounds]  # by mode
+    bounds: dict[str, _core.Bound]  # by mode
     tolerance: float
 
     @property
@@ -61,7 +60,7 @@ class Table:
 
     @property
     def bound_ms(self) -> float:
-        return self.bounds["overlap"].best_ms
+        return self.bounds["overlap"].best_ns / 1e6
 
     def row(self, name: str) -> VariantResult:
         return next(row for row in self.rows if row.name == name)
@@ -96,7 +95,7 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
             high_ms=tenths[-1],
             steps_ms=steps_ms[name],
             ratio_to_best_ddp=best_ddp_ms / ms,
-            ratio_to_bound=ms / bounds["overlap"].best_ms,
+            ratio_to_bound=1e6 * ms / bounds["overlap"].best_ns,
             exposed_ms=None if name == COMPUTE else ms - medians_ms[COMPUTE],
             blocks=facts["blocks"],
             predicted_ms=predicted_ms,
@@ -130,7 +129,8 @@ def as_json(table: Table, results: dict[str, Any], settings: Settings) -> dict[s
         "profile": results["profile"],
         "compute_ms": table.compute_ms,
         "bounds_ms": {
-            mode: {"plain": bounds.plain_ms, "best": bounds.best_ms} for mode, bounds in table.bounds.items()
+            mode: {"plain": bounds.plain_ns / 1e6, "best": bounds.best_ns / 1e6}
+            for mode, bounds in table.bounds.items()
         },
         "best_ddp": table.best_ddp.name,
         "tolerance": table.tolerance,
