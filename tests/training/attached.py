@@ -1,18 +1,24 @@
 """A module under gradcast with nothing around it, for tests of what is refused."""
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
 import gradcast
 from training.needs import torch
+
+
+def attach(module, optimizer, mode="overlap", **options) -> gradcast.Handle:
+    """In hook mode without the optimizer. ``options``: beside a short warm-up and one plan for good."""
+    options = {"adapt": False, "warmup_steps": 3} | options
+    return gradcast.attach(module, optimizer if mode == "overlap" else None, options=gradcast.Options(**options))
 
 
 class Attached:
     def __init__(self, module, mode="overlap", **options):
         self.module = module
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        self.handle = gradcast.attach(
-            module,
-            self.optimizer if mode == "overlap" else None,
-            options=gradcast.Options(adapt=False, warmup_steps=3, **options),
-        )
+        self.handle = attach(module, self.optimizer, mode, **options)
 
     def step(self, *inputs):
         self.optimizer.zero_grad()
@@ -26,3 +32,22 @@ def error_of(function):
     except gradcast.Error as error:
         return error.code, str(error)
     return None, "no error"
+
+
+def not_refused(function: Callable, *words: str, code: str = "invalid_use") -> list[str]:
+    """What is wrong with the Error that the function has to raise: its code, or words that its sentence lacks."""
+    found, message = error_of(function)
+    return [] if found == code and all(word in message for word in words) else [f"{found}: {message}"]
+
+
+@contextlib.contextmanager
+def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What gradcast logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("gradcast").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("gradcast").removeHandler(handler)

@@ -20,6 +20,20 @@ def at_address(parameter):
     return torch.frombuffer(memory, dtype=torch.float32).view(parameter.shape)
 
 
+class ReadsMemory(torch.autograd.Function):
+    """x W^T with the values of W taken from its address: no operation on W itself is seen."""
+
+    @staticmethod
+    def forward(context, value, weight, memory):
+        context.save_for_backward(value, memory)
+        return value @ memory.T
+
+    @staticmethod
+    def backward(context, gradient):
+        value, memory = context.saved_tensors
+        return gradient @ memory, gradient.T @ value, None
+
+
 class ConvNet(nn.Module):
     """Batch norm: buffers that follow the data, of which rank 0's are everybody's."""
 
@@ -168,9 +182,10 @@ class Task:
         shape = inputs.shape if inputs.dtype == torch.int64 else inputs.shape[:1]
         return inputs, torch.randint(self.classes, shape, generator=generator)
 
-    def loss(self, module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def loss(self, module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], *arguments) -> torch.Tensor:
+        """``arguments``: of the module's forward behind the inputs."""
         inputs, targets = batch
-        return functional.cross_entropy(module(inputs).flatten(0, -2), targets.flatten())
+        return functional.cross_entropy(module(inputs, *arguments).flatten(0, -2), targets.flatten())
 
 
 def _vectors(generator: torch.Generator, rows: int) -> torch.Tensor:
@@ -201,3 +216,8 @@ TASKS = {
     "functional": Task(Functional, _vectors),
     "odd": Task(Odd, _vectors),
 }
+
+
+def task_of(model: str | Callable[[], nn.Module]) -> Task:
+    """The task of this name, or that of the plain model with a module that the test makes."""
+    return TASKS[model] if isinstance(model, str) else Task(model, _vectors)

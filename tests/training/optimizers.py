@@ -22,10 +22,10 @@ class Recipe:
             self.scheduler.step()
 
 
-def two_halves(module: nn.Module) -> list[torch.optim.Optimizer]:
+def two_halves(module: nn.Module, second: type[torch.optim.Optimizer] = torch.optim.SGD) -> list[torch.optim.Optimizer]:
     """One optimizer for the first four parameters, one for the others."""
     parameters = list(module.parameters())
-    return [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.SGD(parameters[4:], lr=0.1)]
+    return [torch.optim.SGD(parameters[:4], lr=0.1), second(parameters[4:], lr=0.01)]
 
 
 def make(name: str | Callable[[nn.Module], Recipe], module: nn.Module) -> Recipe:

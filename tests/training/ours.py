@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import gradcast
 from training import optimizers
-from training.models import TASKS, Task
+from training.models import task_of
 from training.needs import torch
 
 nn = torch.nn
@@ -29,7 +29,7 @@ class Ours:
 
     def __init__(
         self,
-        task_name: str,
+        model: str | Callable,
         optimizer_name: str | Callable,
         rank: int,
         *,
@@ -38,7 +38,7 @@ class Ours:
         ddp_options: dict | None = None,
         **options,
     ) -> None:
-        self.task: Task = TASKS[task_name]
+        self.task = task_of(model)
         self.rank = rank
         self.bare = self.task.module(seed=rank)
         self.module: nn.Module = self.bare

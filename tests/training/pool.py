@@ -5,6 +5,8 @@ first ranks of the pool. After a failure of any kind the processes are replaced:
 next one.
 """
 
+import functools
+import inspect
 import os
 import signal
 import subprocess
@@ -161,3 +163,25 @@ class Pool:
         for worker in self.workers:
             worker.end()
         self.workers = []
+
+
+def on_ranks(world_size: int, **limits: float) -> Callable:
+    """Makes a test of a function of one rank: it runs on each, and returns what is wrong there, which has to be nothing.
+
+    ``limits``: as for ``Pool.run``. The test's arguments are those of the function behind ``rank``.
+    """
+
+    def test_of(function: Callable) -> Callable:
+        rank, *arguments = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def test(ranks: Pool, **given: object) -> None:
+            found = ranks.run(world_size, function, *(given[each.name] for each in arguments), **limits)
+            for index, wrong in enumerate(found):
+                assert not wrong, f"rank {index}: {wrong}"
+
+        test.__signature__ = inspect.Signature([rank.replace(name="ranks"), *arguments])
+        test.on_rank = function
+        return test
+
+    return test_of

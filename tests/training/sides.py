@@ -42,6 +42,11 @@ class Side:
         self.attach(module, optimizer, process_group, **options)
         return module
 
+    def called(self, module: nn.Module, optimizer: torch.optim.Optimizer, **options) -> nn.Module:
+        """Attaches, and returns what the loop calls: the module itself, or with DDP its wrapper."""
+        self.attach(module, optimizer, **options)
+        return DDP(module) if self.name == "ddp" else module
+
     def batch(self, number: int) -> torch.Tensor:
         return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank))
 
@@ -69,12 +74,12 @@ class Side:
         return self.result(module)
 
 
-def differences(rank, program: Callable[[Side], object], mode: str) -> list[str]:
-    """What ``program`` returns with gradcast, compared bit for bit with what it returns with DDP."""
-    theirs = program(Side("ddp", rank.index))
+def differences(rank, program: Callable[..., object], mode: str, *arguments) -> list[str]:
+    """What ``program(side, *arguments)`` returns with gradcast, compared bit for bit with what it returns with DDP."""
+    theirs = program(Side("ddp", rank.index), *arguments)
     side = Side(mode, rank.index)
     try:
-        return compare.trees(program(side), theirs)
+        return compare.trees(program(side, *arguments), theirs)
     finally:
         for handle in side.handles:
             handle.detach()

@@ -5,10 +5,9 @@ has looked. Whoever reads a parameter then sees a stale value, unless gradcast m
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from training import compare, optimizers
-from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
 
@@ -25,19 +24,32 @@ def _bytes_of(place: tuple[int, int]) -> bytes:
 
 
 class Twins:
-    def __init__(self, rank, task_name: str = "plain", optimizer_name="adam plain", **options) -> None:
+    """``model``: a task's name, or a function that makes a module for the plain task. ``optimizer``: as for ``make``."""
+
+    def __init__(self, rank, model="plain", optimizer="adam plain", *, find_unused=False, **options) -> None:
         assert rank.size == 2, "with more ranks the twins differ by rounding"
         self.rank = rank
-        self.task = TASKS[task_name]
-        self.ours = Ours(task_name, optimizer_name, rank.index, **options)
-        self.theirs = nn.parallel.DistributedDataParallel(self.task.module(seed=rank.index))
-        self.recipe = optimizers.make(optimizer_name, self.theirs.module)
+        self.ours = Ours(model, optimizer, rank.index, **options)
+        self.task = self.ours.task
+        self._bare = self.task.module(seed=rank.index)
+        self._ddp_options = {"find_unused_parameters": find_unused}
+        self.wrap()
+        self.recipe = optimizers.make(optimizer, self._bare)
         self.steps = 0
         self.signals = 0
+
+    def wrap(self) -> None:
+        """DDP needs a new wrapper where the parameters have changed."""
+        self.theirs = nn.parallel.DistributedDataParallel(self._bare, **self._ddp_options)
 
     @property
     def handle(self):
         return self.ours.handle
+
+    @property
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        """DDP's, then gradcast's."""
+        return self._bare, self.ours.bare
 
     def batch(self):
         return self.task.batch(self.rank.index, self.steps)
@@ -45,25 +57,31 @@ class Twins:
     def each(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer, nn.Module], ...]:
         """(module, optimizer, module that runs forward) of DDP's side, then of gradcast's."""
         return (
-            (self.theirs.module, self.recipe.optimizer, self.theirs),
+            (self._bare, self.recipe.optimizer, self.theirs),
             (self.ours.bare, self.ours.optimizer, self.ours.module),
         )
 
-    def step(self, between: Callable | None = None) -> None:
-        """One step on both sides; ``between(module, optimizer)`` runs after backward."""
-        for module, optimizer, forward in self.each():
-            optimizer.zero_grad()
-            self.task.loss(forward, self.batch()).backward()
+    def rounds(self, count: int) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer, nn.Module]]:
+        """The number of each step, with ``each``: who loops over this takes that step on one side."""
+        for number in range(count):
+            for side in self.each():
+                yield number, *side
+            self.after_step()
+
+    def step(self, between: Callable | None = None, *arguments, set_to_none=True) -> None:
+        """One step on both sides; ``between(module, optimizer)`` runs after backward. ``arguments``: of forward."""
+        for _, module, optimizer, forward in self.rounds(1):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            self.task.loss(forward, self.batch(), *arguments).backward()
             if between is not None:
                 between(module, optimizer)
             optimizer.step()
-        self._after_step()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
         self.recipe.after_step()
         self.ours.recipe.after_step()
         self.steps += 1
@@ -74,7 +92,9 @@ class Twins:
         if self.steps <= self.ours.warmup_steps:
             self.step()
             return
-        self._their_step()
+        self.recipe.optimizer.zero_grad()
+        self.task.loss(self.theirs, self.batch()).backward()
+        self.recipe.optimizer.step()
         self.ours.optimizer.zero_grad()
         loss = self.task.loss(self.ours.module, self.batch())
         places = _places(self.ours.bare)
@@ -88,17 +108,13 @@ class Twins:
             moved = sum(_bytes_of(place) != old for place, old in zip(places, before, strict=True))
             assert moved == 0, f"{moved} parameters were updated without the other rank's gradients"
             self.rank.signal(f"looked{self.signals}")
-        self._after_step()
-
-    def _their_step(self) -> None:
-        self.recipe.optimizer.zero_grad()
-        self.task.loss(self.theirs, self.batch()).backward()
-        self.recipe.optimizer.step()
+        self.after_step()
 
     def differences(self) -> list[str]:
         """Of everything, after a flush."""
         self.handle.flush()
-        found = compare.modules(self.ours.bare, self.theirs.module)
+        gradients = ({name: p.grad for name, p in module.named_parameters()} for module in reversed(self.modules))
+        found = compare.modules(self.ours.bare, self._bare) + compare.trees(*gradients, "gradient")
         return found + compare.optimizers(self.ours.optimizer, self.recipe.optimizer)
 
     def end(self) -> list[str]:

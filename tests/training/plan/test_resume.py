@@ -165,7 +165,7 @@ def loaded_before_the_step(rank):
             elif number == 1:
                 twins.handle.load_state_dict(state)
             optimizer.step()
-        twins._after_step()
+        twins.after_step()
     return twins.differences(), moved
 
 

@@ -7,6 +7,7 @@ from training import compare, optimizers
 from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
+from training.pool import on_ranks
 from training.step.test_graph_changes import USES, Branches
 from training.twins import Twins
 
@@ -21,14 +22,12 @@ def clip(module):
 def clipped(rank, task, optimizer, max_norm):
     twins = Twins(rank, task, optimizer, max_grad_norm=max_norm)
     norms, found = [], []
-    for number in range(10):
-        for module, step, forward in twins.each():
-            step.zero_grad()
-            twins.task.loss(forward, twins.batch()).backward()
-            if module is twins.theirs.module:
-                norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-            step.step()
-        twins._after_step()
+    for number, module, step, forward in twins.rounds(10):
+        step.zero_grad()
+        twins.task.loss(forward, twins.batch()).backward()
+        if module is twins.theirs.module:
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        step.step()
         if number % 4 == 3:
             twins.handle.flush()
             norms.append((norm.item(), twins.handle.stats()["grad_norm"]))
@@ -52,7 +51,8 @@ def test_it_equals_torch(ranks, task, optimizer, max_norm):
         assert update_calls == 1, "the step was not taken at once, but in one part, later"
 
 
-def clipped_with_unused(rank):
+@on_ranks(2)
+def test_with_parameters_that_a_step_does_not_use(rank):
     """The norm leaves out what nobody has used."""
     torch.manual_seed(0)
     theirs = Branches()
@@ -75,11 +75,6 @@ def clipped_with_unused(rank):
     return compare.modules(ours, theirs) + compare.optimizers(recipes[1].optimizer, recipes[0].optimizer)
 
 
-def test_with_parameters_that_a_step_does_not_use(ranks):
-    for found in ranks.run(2, clipped_with_unused):
-        assert found == []
-
-
 def clipped_with_scaler(rank, unscale):
     twins = Twins(rank, "plain", "sgd fused", max_grad_norm=MAX_NORM)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
@@ -93,7 +88,7 @@ def clipped_with_scaler(rank, unscale):
                 clip(module)
             scaler.step(optimizer)
             scaler.update()
-        twins._after_step()
+        twins.after_step()
     return twins.differences()
 
 
@@ -152,17 +147,15 @@ def test_hook_mode_refuses_it(ranks):
 def replaced(rank, how):
     """The user puts other gradients into the place of some that have arrived, or takes one away."""
     twins = Twins(rank, "plain", "adam plain", max_grad_norm=MAX_NORM)
-    for number in range(9):
-        for module, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            twins.task.loss(forward, twins.batch()).backward()
-            if number % 2:
-                weight = module[2].weight
-                weight.grad = weight.grad * 3 if how == "replaced" else None
-            if module is twins.theirs.module:
-                clip(module)
-            optimizer.step()
-        twins._after_step()
+    for number, module, optimizer, forward in twins.rounds(9):
+        optimizer.zero_grad()
+        twins.task.loss(forward, twins.batch()).backward()
+        if number % 2:
+            weight = module[2].weight
+            weight.grad = weight.grad * 3 if how == "replaced" else None
+        if module is twins.theirs.module:
+            clip(module)
+        optimizer.step()
     return twins.differences()
 
 

@@ -8,6 +8,7 @@ import pytest
 import gradcast
 from training.attached import error_of
 from training.needs import torch
+from training.pool import on_ranks
 from training.sides import Side, differences, net
 
 nn = torch.nn
@@ -130,10 +131,6 @@ def interrupted(side):
     return side.result(module)
 
 
-def run_interrupted(rank):
+@on_ranks(2)
+def test_ctrl_c_leaves_no_update_half_done(rank):
     return differences(rank, interrupted, "overlap")
-
-
-def test_ctrl_c_leaves_no_update_half_done(ranks):
-    for found in ranks.run(2, run_interrupted):
-        assert found == []

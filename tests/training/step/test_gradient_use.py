@@ -12,6 +12,7 @@ from training.attached import Attached, error_of
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
+from training.pool import on_ranks
 from training.sides import DDP, differences
 from training.twins import Twins
 
@@ -48,12 +49,10 @@ def step_hooks(rank, name, set_to_none):
     twins = Twins(rank, "plain", "adam foreach")
     for _, optimizer, _ in twins.each():
         HOOKS[name](optimizer)
-    for _ in range(8):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad(set_to_none=set_to_none)
-            twins.task.loss(forward, twins.batch()).backward()
-            optimizer.step()
-        twins._after_step()
+    for _, _, optimizer, forward in twins.rounds(8):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        twins.task.loss(forward, twins.batch()).backward()
+        optimizer.step()
     calls = [getattr(optimizer, "calls", 8) for _, optimizer, _ in twins.each()]
     return twins.differences(), calls
 
@@ -66,33 +65,28 @@ def test_step_hooks_see_and_change_what_the_step_uses(ranks, name, set_to_none):
         assert calls == [8, 8]
 
 
-def swap_memory(rank, mode, when):
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_gradients_that_are_given_other_memory(rank, mode, when):
     """``grad.data = …`` gives a gradient other memory, which is not the buffer's."""
     twins = Twins(rank, "plain", "adam plain", mode=mode)
-    for number in range(10):
-        for module, optimizer, forward in twins.each():
-            optimizer.zero_grad(set_to_none=number % 4 == 3)
-            if when == "before backward" and number in (2, 6):
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.data = parameter.grad.data.clone()
-            twins.task.loss(forward, twins.batch()).backward()
-            if when == "after backward" and number in (2, 6):
-                for parameter in module.parameters():
-                    parameter.grad.data = parameter.grad.data.clamp(-1e-3, 1e-3)
-            optimizer.step()
-        twins._after_step()
+    for number, module, optimizer, forward in twins.rounds(10):
+        optimizer.zero_grad(set_to_none=number % 4 == 3)
+        if when == "before backward" and number in (2, 6):
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.clone()
+        twins.task.loss(forward, twins.batch()).backward()
+        if when == "after backward" and number in (2, 6):
+            for parameter in module.parameters():
+                parameter.grad.data = parameter.grad.data.clamp(-1e-3, 1e-3)
+        optimizer.step()
     return twins.differences()
 
 
-@pytest.mark.parametrize("when", ["before backward", "after backward"])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_gradients_that_are_given_other_memory(ranks, mode, when):
-    for found in ranks.run(2, swap_memory, mode, when):
-        assert found == []
-
-
-def add_without_sync(rank):
+@on_ranks(2)
+def test_a_pass_without_sync_after_one_with(rank):
     """A pass that stays here after one that travels: DDP adds this rank's own gradient to the average."""
     twins = Twins(rank, "plain", "sgd foreach")
     for _ in range(8):
@@ -104,13 +98,8 @@ def add_without_sync(rank):
             with no_sync():
                 twins.task.loss(forward, twins.task.batch(5, twins.steps)).backward()
             optimizer.step()
-        twins._after_step()
+        twins.after_step()
     return twins.differences()
-
-
-def test_a_pass_without_sync_after_one_with(ranks):
-    for found in ranks.run(2, add_without_sync):
-        assert found == []
 
 
 def skip_on_one_rank(rank, mode):
@@ -174,7 +163,8 @@ def test_waiting_for_gradients_that_the_loop_reads_is_no_compute(ranks, mode):
     assert busy_ms < 0.5e3 * SLOW_S
 
 
-def disjoint_parts(rank):
+@on_ranks(2)
+def test_parts_of_a_model_by_turns(rank):
     """Two losses of two halves of the module, each with its own forward, before one step."""
     torch.manual_seed(0)
     theirs = nn.ModuleList([nn.Linear(12, 10), nn.Linear(12, 10)])
@@ -207,11 +197,6 @@ def disjoint_parts(rank):
     return compare.modules(modules[1], modules[0])
 
 
-def test_parts_of_a_model_by_turns(ranks):
-    for found in ranks.run(2, disjoint_parts):
-        assert found == []
-
-
 def other_buffer_object(rank):
     """A module that puts a new tensor into the place of a buffer, as vector quantization does."""
 
@@ -242,26 +227,20 @@ def test_buffers_that_a_module_replaces(ranks):
     assert ranks.run(2, other_buffer_object) == [[6.0] * 3, [7.0] * 3]
 
 
-def two_forwards_with_buffers(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_two_forward_passes_of_a_module_with_batch_norm(rank, mode):
+    """With DDP this needs broadcast_buffers=False: what it sends before the second one backward still needs."""
     twins = Twins(rank, "convnet", "adam plain", mode=mode)
     twins.theirs.broadcast_buffers = False
-    for _ in range(6):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            losses = [twins.task.loss(forward, twins.task.batch(rank.index, twins.steps + part)) for part in (0, 50)]
-            sum(losses).backward()
-            optimizer.step()
-        twins._after_step()
+    for _, _, optimizer, forward in twins.rounds(6):
+        optimizer.zero_grad()
+        losses = [twins.task.loss(forward, twins.task.batch(rank.index, twins.steps + part)) for part in (0, 50)]
+        sum(losses).backward()
+        optimizer.step()
     twins.handle.flush()
     parameters = [dict(module.named_parameters()) for module, _, _ in twins.each()]
     return compare.trees(parameters[1], parameters[0])
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_two_forward_passes_of_a_module_with_batch_norm(ranks, mode):
-    """With DDP this needs broadcast_buffers=False: what it sends before the second one backward still needs."""
-    for found in ranks.run(2, two_forwards_with_buffers, mode):
-        assert found == []
 
 
 def train_with_a_pass_left_out(side):
@@ -284,17 +263,14 @@ def train_with_a_pass_left_out(side):
     return seen
 
 
-def with_a_pass_left_out(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_buffers_are_sent_before_each_forward_pass(rank, mode):
     return differences(rank, train_with_a_pass_left_out, mode)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_buffers_are_sent_before_each_forward_pass(ranks, mode):
-    for found in ranks.run(2, with_a_pass_left_out, mode):
-        assert found == []
-
-
-def step_again(rank):
+@on_ranks(2)
+def test_a_second_step_of_one_optimizer(rank):
     """Two optimizers; one takes a second step with the same gradients, which are then zeroed in place."""
     task = TASKS["plain"]
     sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
@@ -315,12 +291,8 @@ def step_again(rank):
     return compare.modules(sides[1][0], sides[0][0])
 
 
-def test_a_second_step_of_one_optimizer(ranks):
-    for found in ranks.run(2, step_again):
-        assert found == []
-
-
-def state_from_a_thread(rank):
+@on_ranks(2)
+def test_a_thread_that_flushes_in_the_middle_of_backward(rank):
     """A thread asks for the optimizer's state while backward runs, on one rank only."""
     twins = Twins(rank, "plain", "adam plain")
     middle = twins.ours.bare[4]
@@ -337,11 +309,6 @@ def state_from_a_thread(rank):
         if hook is not None:
             hook.remove()
     return twins.differences()
-
-
-def test_a_thread_that_flushes_in_the_middle_of_backward(ranks):
-    for found in ranks.run(2, state_from_a_thread):
-        assert found == []
 
 
 def again_without_optimizer(rank):

@@ -10,6 +10,7 @@ from training import compare, optimizers
 from training.attached import error_of
 from training.models import TASKS
 from training.needs import torch
+from training.pool import on_ranks
 from training.sides import DDP, differences
 
 nn = torch.nn
@@ -86,7 +87,12 @@ USES = [
 ]
 
 
-def unused(rank, mode, optimizer, set_to_none):
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd foreach", "adamw fused"])
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_parameters_that_a_step_does_not_use(rank, mode, optimizer, set_to_none):
+    """The optimizers decay weights: a parameter that no rank has used must not be updated, with zeros neither."""
     sides = Sides(rank, mode, optimizer)
     found = []
     for number in range(4 * len(USES)):
@@ -94,15 +100,6 @@ def unused(rank, mode, optimizer, set_to_none):
         if number % 7 == 6:
             found += sides.differences()
     return found + sides.differences()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("optimizer", ["sgd foreach", "adamw fused"])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_parameters_that_a_step_does_not_use(ranks, mode, optimizer, set_to_none):
-    """The optimizers decay weights: a parameter that no rank has used must not be updated, with zeros neither."""
-    for found in ranks.run(2, unused, mode, optimizer, set_to_none):
-        assert found == []
 
 
 def unused_three(rank):
@@ -119,7 +116,9 @@ def test_unused_on_two_ranks_of_three(ranks):
         assert largest < 1e-6
 
 
-def frozen_later(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_parameters_that_are_frozen_for_a_while(rank, mode):
     sides = Sides(rank, mode)
     for number in range(12):
         if number in (5, 8):
@@ -127,12 +126,6 @@ def frozen_later(rank, mode):
                 module.left.requires_grad_(number == 8)
         sides.step(number)
     return sides.differences()
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_parameters_that_are_frozen_for_a_while(ranks, mode):
-    for found in ranks.run(2, frozen_later, mode):
-        assert found == []
 
 
 def thawed_later(rank, mode):
@@ -163,7 +156,9 @@ def test_parameters_that_are_thawed_later(ranks, mode):
         assert steps == 12
 
 
-def added_later(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_parameters_that_are_added_later(rank, mode):
     sides = Sides(rank, mode)
     for number in range(12):
         if number == 5:
@@ -174,12 +169,6 @@ def added_later(rank, mode):
             sides.wrap()
         sides.step(number, ("left", "more") if number >= 5 else ("left", "right"))
     return sides.differences()
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_parameters_that_are_added_later(ranks, mode):
-    for found in ranks.run(2, added_later, mode):
-        assert found == []
 
 
 def replaced_later(rank):
@@ -197,7 +186,9 @@ def test_a_parameter_without_optimizer_is_named(ranks):
         assert "head.weight" in message or "not in the module" in message
 
 
-def accumulated_before_unused(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_use_in_an_earlier_micro_batch_counts(rank, mode):
     """Used in the first micro-batch, which stays here, but not in the last: DDP counts it as used."""
     sides = Sides(rank, mode)
     contexts = (sides.ddp.no_sync, sides.handle.no_sync)
@@ -212,12 +203,8 @@ def accumulated_before_unused(rank, mode):
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_use_in_an_earlier_micro_batch_counts(ranks, mode):
-    for found in ranks.run(2, accumulated_before_unused, mode):
-        assert found == []
-
-
-def caught_failure(rank, mode):
+@on_ranks(2)
+def test_a_failure_in_backward_that_all_ranks_catch(rank, mode):
     """All ranks fail in the middle of backward, catch it and go on with the next batch."""
     from training.bomb import Bomb
 
@@ -234,12 +221,6 @@ def caught_failure(rank, mode):
         else:
             sides.step(number)
     return found + sides.differences()
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_failure_in_backward_that_all_ranks_catch(ranks, mode):
-    for found in ranks.run(2, caught_failure, mode):
-        assert found == []
 
 
 def swap_what_has_no_parameters(rank):
@@ -332,7 +313,8 @@ class Other(nn.Module):
         return nn.functional.cross_entropy(self.branches(inputs, use), targets)
 
 
-def train_by_a_method(rank):
+@on_ranks(2)
+def test_a_module_that_is_trained_by_another_method_than_forward(rank):
     """In a third of the steps one branch is not used, and its gradient of the step before comes late."""
     sides = Sides(rank, "overlap", make=Other)
     exchange = sides.handle._session.exchange
@@ -360,11 +342,6 @@ def train_by_a_method(rank):
                         parameter.grad /= 2
             recipe.optimizer.step()
     return sides.differences()
-
-
-def test_a_module_that_is_trained_by_another_method_than_forward(ranks):
-    for found in ranks.run(2, train_by_a_method):
-        assert found == []
 
 
 class FirstOnly(torch.autograd.Function):
@@ -397,11 +374,7 @@ def train_without_gradient(side):
     return side.trained(ddp, module, optimizer)
 
 
-def without_gradient(rank, mode):
-    return differences(rank, train_without_gradient, mode)
-
-
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_function_that_returns_no_gradient_leaves_its_parameter_unused(ranks, mode):
-    for found in ranks.run(2, without_gradient, mode):
-        assert found == []
+@on_ranks(2)
+def test_a_function_that_returns_no_gradient_leaves_its_parameter_unused(rank, mode):
+    return differences(rank, train_without_gradient, mode)

@@ -10,30 +10,26 @@ from training import compare
 from training.models import TASKS
 from training.needs import torch
 from training.optimizers import Recipe
+from training.pool import on_ranks
 from training.sides import DDP, differences, net
 from training.twins import Twins
 
 
-def change_after_step(rank, optimizer_name):
-    twins = Twins(rank, "plain", optimizer_name)
+@pytest.mark.parametrize("optimizer", ["sgd foreach", "adam plain", "adamw fused"])
+@on_ranks(2)
+def test_hyper_parameters_changed_after_step_are_for_the_next_step(rank, optimizer):
+    twins = Twins(rank, "plain", optimizer)
     for number in range(8):
         twins.pending_step()
         for _, optimizer, _ in twins.each():
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5 if number % 2 else 3.0
                 group["weight_decay"] = 0.1 * number
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    return twins.differences()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd foreach", "adam plain", "adamw fused"])
-def test_hyper_parameters_changed_after_step_are_for_the_next_step(ranks, optimizer):
-    for found in ranks.run(2, change_after_step, optimizer):
-        assert found == []
-
-
-def tensor_learning_rate(rank):
+@on_ranks(2)
+def test_a_learning_rate_that_is_a_tensor_is_fixed_by_value(rank):
     """A learning rate that is a tensor, changed in place right after the step."""
     twins = Twins(rank, "plain", "adam foreach")
     for _, optimizer, _ in twins.each():
@@ -43,17 +39,14 @@ def tensor_learning_rate(rank):
         twins.pending_step()
         for _, optimizer, _ in twins.each():
             optimizer.param_groups[0]["lr"].mul_(0.5 if number % 2 else 1.5)
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    return twins.differences()
 
 
-def test_a_learning_rate_that_is_a_tensor_is_fixed_by_value(ranks):
-    for found in ranks.run(2, tensor_learning_rate):
-        assert found == []
-
-
-def schedule(rank, when, name):
+@pytest.mark.parametrize("name", ["one_cycle", "lambda"])
+@pytest.mark.parametrize("when", ["before the first step", "later"])
+@on_ranks(2)
+def test_a_scheduler_made_after_attach(rank, when, name):
+    """The one made before attach is in test_equality.py (AdamW)."""
     twins = Twins(rank, "plain", "adam plain")
     twins.train(0 if when == "before the first step" else 4)
     makers = {
@@ -69,14 +62,6 @@ def schedule(rank, when, name):
     found = twins.differences() + ([] if rates[0] == rates[1] else [f"learning rates {rates}"])
     twins.handle.detach()
     return found
-
-
-@pytest.mark.parametrize("name", ["one_cycle", "lambda"])
-@pytest.mark.parametrize("when", ["before the first step", "later"])
-def test_a_scheduler_made_after_attach(ranks, when, name):
-    """The one made before attach is in test_equality.py (AdamW)."""
-    for found in ranks.run(2, schedule, when, name):
-        assert found == []
 
 
 def scheduler_warnings(rank):
@@ -97,17 +82,15 @@ def test_schedulers_do_not_warn(ranks):
 def closures(rank):
     twins = Twins(rank, "plain", "sgd foreach")
     values = []
-    for _ in range(6):
-        for _, optimizer, forward in twins.each():
+    for _, _, optimizer, forward in twins.rounds(6):
 
-            def closure(optimizer=optimizer, forward=forward):
-                optimizer.zero_grad()
-                loss = twins.task.loss(forward, twins.batch())
-                loss.backward()
-                return loss
+        def closure(optimizer=optimizer, forward=forward):
+            optimizer.zero_grad()
+            loss = twins.task.loss(forward, twins.batch())
+            loss.backward()
+            return loss
 
-            values.append(optimizer.step(closure).item())
-        twins._after_step()
+        values.append(optimizer.step(closure).item())
     found = twins.differences() + compare.trees(values[1::2], values[0::2], "returned loss")
     twins.handle.detach()
     return found
@@ -158,17 +141,18 @@ def hooks_of_the_base_class(side):
     return side.trained(called, module, optimizer), calls
 
 
-def run_hooks_of_the_base_class(rank):
+@on_ranks(2)
+def test_hooks_run_as_often_where_a_step_calls_that_of_its_base_class(rank):
     return differences(rank, hooks_of_the_base_class, "overlap")
 
 
-def test_hooks_run_as_often_where_a_step_calls_that_of_its_base_class(ranks):
-    for found in ranks.run(2, run_hooks_of_the_base_class):
-        assert found == []
-
-
-def scaled(rank, optimizer_name, unscale, overflow_at):
-    twins = Twins(rank, "plain", optimizer_name)
+@pytest.mark.parametrize("overflow_at", [None, 5])
+@pytest.mark.parametrize(
+    ("optimizer", "unscale"), [("sgd foreach", False), ("adam plain", True), ("adam fused", False)]
+)
+@on_ranks(2)
+def test_a_gradient_scaler(rank, optimizer, unscale, overflow_at):
+    twins = Twins(rank, "plain", optimizer)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)]
     for number in range(8):
         for scaler, (module, optimizer, forward) in zip(scalers, twins.each(), strict=True):
@@ -180,22 +164,14 @@ def scaled(rank, optimizer_name, unscale, overflow_at):
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
-        twins._after_step()
+        twins.after_step()
     found = twins.differences() + compare.trees(scalers[1].state_dict(), scalers[0].state_dict(), "scaler")
     twins.handle.detach()
     return found
 
 
-@pytest.mark.parametrize("overflow_at", [None, 5])
-@pytest.mark.parametrize(
-    ("optimizer", "unscale"), [("sgd foreach", False), ("adam plain", True), ("adam fused", False)]
-)
-def test_a_gradient_scaler(ranks, optimizer, unscale, overflow_at):
-    for found in ranks.run(2, scaled, optimizer, unscale, overflow_at):
-        assert found == []
-
-
-def load_optimizer(rank):
+@on_ranks(2)
+def test_loading_a_checkpoint_in_the_middle_of_training(rank):
     """A checkpoint is loaded while a step is pending; what was pending is gone, as it would be without gradcast."""
     twins = Twins(rank, "plain", "adam plain")
     twins.train(3)
@@ -210,17 +186,11 @@ def load_optimizer(rank):
         optimizer.load_state_dict(state)
     found = twins.differences()
     twins.train(3)
-    found += twins.differences()
-    twins.handle.detach()
-    return found
+    return found + twins.differences()
 
 
-def test_loading_a_checkpoint_in_the_middle_of_training(ranks):
-    for found in ranks.run(2, load_optimizer):
-        assert found == []
-
-
-def two_optimizers(rank):
+@on_ranks(2)
+def test_two_optimizers_share_a_module(rank):
     """One optimizer for each half of the model, given to attach as a list."""
     task = TASKS["plain"]
     sides = []
@@ -245,11 +215,6 @@ def two_optimizers(rank):
     return found
 
 
-def test_two_optimizers_share_a_module(ranks):
-    for found in ranks.run(2, two_optimizers):
-        assert found == []
-
-
 def train_beside_integers(side):
     """As a quantized layer's zero points: a parameter that is not trained and cannot be."""
     module = net()
@@ -262,13 +227,9 @@ def train_beside_integers(side):
     return side.trained(ddp, module, optimizer)
 
 
-def beside_integers(rank):
+@on_ranks(2)
+def test_a_frozen_parameter_of_integers(rank):
     return differences(rank, train_beside_integers, "overlap")
-
-
-def test_a_frozen_parameter_of_integers(ranks):
-    for found in ranks.run(2, beside_integers):
-        assert found == []
 
 
 def maximizing(module):
@@ -276,7 +237,8 @@ def maximizing(module):
     return Recipe(torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, maximize=True, weight_decay=0.01))
 
 
-def by_hand(rank):
+@on_ranks(2)
+def test_settings_that_change_right_after_the_step(rank):
     twins = Twins(rank, "plain", maximizing)
     for number in range(10):
         twins.step()
@@ -284,8 +246,3 @@ def by_hand(rank):
             optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
             optimizer.param_groups[0]["momentum"] = 0.5 + 0.04 * number
     return twins.differences()
-
-
-def test_settings_that_change_right_after_the_step(ranks):
-    for found in ranks.run(2, by_hand):
-        assert found == []

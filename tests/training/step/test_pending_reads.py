@@ -12,6 +12,7 @@ import pytest
 
 from training import compare
 from training.needs import torch
+from training.pool import on_ranks
 from training.twins import Twins
 
 
@@ -86,7 +87,9 @@ READS = {
 }
 
 
-def read_while_pending(rank, name):
+@pytest.mark.parametrize("name", READS)
+@on_ranks(2)
+def test_a_read_sees_the_finished_value(rank, name):
     twins = Twins(rank)
     twins.train(4)
     twins.pending_step()
@@ -95,18 +98,14 @@ def read_while_pending(rank, name):
     del values  # whoever holds a parameter's memory gets its update inside of step()
     twins.train(2)
     twins.pending_step()
-    found += twins.differences()
-    twins.handle.detach()
-    return found
+    return found + twins.differences()
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_read_sees_the_finished_value(ranks, name):
-    for found in ranks.run(2, read_while_pending, name):
-        assert found == []
-
-
-def forward_while_pending(rank, task, mode):
+@pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("eval", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", ["transformer", "recurrent", "functional", "convnet"])
+@on_ranks(2)
+def test_a_forward_in_any_form_reads_finished_weights(rank, task, mode):
+    """Attention and LSTM hand weights to functions; no hook of a module sees that."""
     twins = Twins(rank, task)
     twins.train(4)
     twins.pending_step()
@@ -120,14 +119,4 @@ def forward_while_pending(rank, task, mode):
             values.append((forward if mode == "train" else module)(inputs).detach())
         module.train()
     found = compare.trees(values[1], values[0])
-    found += twins.differences()
-    twins.handle.detach()
-    return found
-
-
-@pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("eval", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("task", ["transformer", "recurrent", "functional", "convnet"])
-def test_a_forward_in_any_form_reads_finished_weights(ranks, task, mode):
-    """Attention and LSTM hand weights to functions; no hook of a module sees that."""
-    for found in ranks.run(2, forward_while_pending, task, mode):
-        assert found == []
+    return found + twins.differences()

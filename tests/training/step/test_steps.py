@@ -6,6 +6,7 @@ import pytest
 
 from training import compare
 from training.needs import torch
+from training.pool import on_ranks
 from training.twins import Twins
 
 
@@ -60,7 +61,9 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def change_between(rank, name):
+@pytest.mark.parametrize("name", [change.__name__ for change in CHANGES])
+@on_ranks(2)
+def test_gradients_can_be_read_and_changed_before_the_step(rank, name):
     twins = Twins(rank, "plain", "sgd foreach")
     change = {function.__name__: function for function in CHANGES}[name]
     for _ in range(5):
@@ -69,18 +72,11 @@ def change_between(rank, name):
     for _ in range(2):
         twins.step()
         twins.step(change)
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    return twins.differences()
 
 
-@pytest.mark.parametrize("name", [change.__name__ for change in CHANGES])
-def test_gradients_can_be_read_and_changed_before_the_step(ranks, name):
-    for found in ranks.run(2, change_between, name):
-        assert found == []
-
-
-def zero_in_each_way(rank):
+@on_ranks(2)
+def test_every_form_of_zeroing_gradients_works_and_forms_mix(rank):
     twins = Twins(rank, "plain", "adam plain")
     forms = [
         lambda module, optimizer: optimizer.zero_grad(),
@@ -91,26 +87,20 @@ def zero_in_each_way(rank):
         lambda module, optimizer: [p.grad.zero_() for p in module.parameters()],
         lambda module, optimizer: torch._foreach_zero_([p.grad for p in module.parameters()]),
     ]
-    for number in range(3 * len(forms)):
-        for module, optimizer, forward in twins.each():
-            if number:
-                forms[number % len(forms)](module, optimizer)
-            twins.task.loss(forward, twins.batch()).backward()
-            optimizer.step()
-        twins._after_step()
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    for number, module, optimizer, forward in twins.rounds(3 * len(forms)):
+        if number:
+            forms[number % len(forms)](module, optimizer)
+        twins.task.loss(forward, twins.batch()).backward()
+        optimizer.step()
+    return twins.differences()
 
 
-def test_every_form_of_zeroing_gradients_works_and_forms_mix(ranks):
-    for found in ranks.run(2, zero_in_each_way):
-        assert found == []
-
-
-def zero_after_step(rank, set_to_none, optimizer_name):
+@pytest.mark.parametrize("optimizer", ["adam plain", "adam foreach", "sgd fused"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_zeroing_right_after_the_step_does_not_zero_what_travels(rank, set_to_none, optimizer):
     """The order of many loops: backward, step, zero_grad; so the gradients are pending when they are zeroed."""
-    twins = Twins(rank, "plain", optimizer_name)
+    twins = Twins(rank, "plain", optimizer)
     for _ in range(6):
         twins.pending_step()
         for _, optimizer, _ in twins.each():
@@ -122,78 +112,47 @@ def zero_after_step(rank, set_to_none, optimizer_name):
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["adam plain", "adam foreach", "sgd fused"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zeroing_right_after_the_step_does_not_zero_what_travels(ranks, set_to_none, optimizer):
-    for found in ranks.run(2, zero_after_step, set_to_none, optimizer):
-        assert found == []
-
-
-def accumulate(rank, way, mode):
-    """Three backward passes to a step, the first two of them without communication."""
-    twins = Twins(rank, "convnet", "adam plain", mode=mode, wrap=way == "ddp")
-    for number in range(6):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            quiet = (
-                forward.no_sync
-                if isinstance(forward, torch.nn.parallel.DistributedDataParallel)
-                else twins.handle.no_sync
-            )
-            for part in range(3):
-                with quiet() if part < 2 else contextlib.nullcontext():
-                    twins.task.loss(forward, twins.task.batch(twins.rank.index, 3 * number + part)).backward()
-            optimizer.step()
-        twins._after_step()
-    found = twins.differences()
-    twins.handle.detach()
-    return found
-
-
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize("way", ["handle", "ddp"])
-def test_gradients_accumulate_without_communication(ranks, way, mode):
-    for found in ranks.run(2, accumulate, way, mode):
-        assert found == []
+@on_ranks(2)
+def test_gradients_accumulate_without_communication(rank, way, mode):
+    """Three backward passes to a step, the first two of them without communication."""
+    twins = Twins(rank, "convnet", "adam plain", mode=mode, wrap=way == "ddp")
+    for number, _, optimizer, forward in twins.rounds(6):
+        optimizer.zero_grad()
+        quiet = (
+            forward.no_sync if isinstance(forward, torch.nn.parallel.DistributedDataParallel) else twins.handle.no_sync
+        )
+        for part in range(3):
+            with quiet() if part < 2 else contextlib.nullcontext():
+                twins.task.loss(forward, twins.task.batch(twins.rank.index, 3 * number + part)).backward()
+        optimizer.step()
+    return twins.differences()
 
 
-def accumulate_with_communication(rank):
-    """Two backward passes to a step and no no_sync(): DDP reduces the sum of what was reduced and what came new."""
+@on_ranks(2)
+def test_gradients_accumulate_with_communication(rank):
+    """In hook mode; for overlap mode see test_misuse.py. Two backward passes to a step and no no_sync(): DDP reduces
+    the sum of what was reduced and what came new."""
     twins = Twins(rank, "plain", "sgd foreach", mode="hook")
-    for number in range(6):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            for part in range(2):
-                twins.task.loss(forward, twins.task.batch(twins.rank.index, 2 * number + part)).backward()
-            optimizer.step()
-        twins._after_step()
-    found = twins.differences()
-    twins.handle.detach()
-    return found
+    for number, _, optimizer, forward in twins.rounds(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            twins.task.loss(forward, twins.task.batch(twins.rank.index, 2 * number + part)).backward()
+        optimizer.step()
+    return twins.differences()
 
 
-def test_gradients_accumulate_with_communication(ranks):
-    """In hook mode; for overlap mode see test_misuse.py."""
-    for found in ranks.run(2, accumulate_with_communication):
-        assert found == []
-
-
-def several_losses(rank):
+@on_ranks(2)
+def test_two_forwards_before_one_backward(rank):
     """One backward over the sum of two forwards: each parameter's gradient comes once, though it is used twice."""
     twins = Twins(rank, "plain", "adam plain")
-    for number in range(6):
-        for _, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            first = twins.task.loss(forward, twins.task.batch(twins.rank.index, number))
-            second = twins.task.loss(forward, twins.task.batch(twins.rank.index, number + 100))
-            (first + second).backward()
-            optimizer.step()
-        twins._after_step()
+    for number, _, optimizer, forward in twins.rounds(6):
+        optimizer.zero_grad()
+        first = twins.task.loss(forward, twins.task.batch(twins.rank.index, number))
+        second = twins.task.loss(forward, twins.task.batch(twins.rank.index, number + 100))
+        (first + second).backward()
+        optimizer.step()
     found = compare.modules(twins.ours.bare, twins.theirs.module) + twins.differences()
     twins.handle.detach()
     return found
-
-
-def test_two_forwards_before_one_backward(ranks):
-    for found in ranks.run(2, several_losses):
-        assert found == []

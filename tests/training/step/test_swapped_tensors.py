@@ -7,6 +7,7 @@ import pytest
 import gradcast
 from training.models import TASKS
 from training.needs import torch
+from training.pool import on_ranks
 from training.sides import DDP, differences, net
 
 nn = torch.nn
@@ -36,15 +37,11 @@ CONVERSIONS = {
 }
 
 
-def run_converted(rank, name, mode):
-    return differences(rank, lambda side: converted(side, CONVERSIONS[name]), mode)
-
-
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_another_dtype_in_mid_run(ranks, name, mode):
-    for found in ranks.run(2, run_converted, name, mode):
-        assert found == []
+@on_ranks(2)
+def test_another_dtype_in_mid_run(rank, name, mode):
+    return differences(rank, lambda side: converted(side, CONVERSIONS[name]), mode)
 
 
 def traced(side):
@@ -61,14 +58,10 @@ def traced(side):
     return outputs, side.result(module)
 
 
-def run_traced(rank, mode):
-    return differences(rank, traced, mode)
-
-
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_module_is_traced_after_a_step(ranks, mode):
-    for found in ranks.run(2, run_traced, mode):
-        assert found == []
+@on_ranks(2)
+def test_a_module_is_traced_after_a_step(rank, mode):
+    return differences(rank, traced, mode)
 
 
 def other_tensors(side, kind, ranks):
@@ -94,16 +87,12 @@ def other_tensors(side, kind, ranks):
     return seen, side.result(module)
 
 
-def run_other_tensors(rank, kind, ranks, mode):
-    return differences(rank, lambda side: other_tensors(side, kind, ranks), mode)
-
-
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize("ranks_that_do", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("kind", ["constants", "leaves", "parameters"])
-def test_functional_call_with_other_tensors(ranks, kind, ranks_that_do, mode):
-    for found in ranks.run(2, run_other_tensors, kind, ranks_that_do, mode):
-        assert found == []
+@on_ranks(2)
+def test_functional_call_with_other_tensors(rank, kind, ranks_that_do, mode):
+    return differences(rank, lambda side: other_tensors(side, kind, ranks_that_do), mode)
 
 
 def assigned_state(rank, mode):

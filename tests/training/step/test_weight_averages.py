@@ -4,10 +4,13 @@ import pytest
 
 from training import compare
 from training.needs import torch
+from training.pool import on_ranks
 from training.twins import Twins
 
 
-def averages(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_averages_of_the_weights(rank, mode):
     """EMA by swa_utils after each step, evaluated in between, and batch norm statistics of the average at the end."""
     twins = Twins(rank, "convnet", "adamw foreach", mode=mode)
     decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -27,13 +30,8 @@ def averages(rank, mode):
     return found + twins.differences()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_averages_of_the_weights(ranks, mode):
-    for found in ranks.run(2, averages, mode):
-        assert found == []
-
-
-def swa(rank):
+@on_ranks(2)
+def test_stochastic_weight_averaging(rank):
     """SWALR and AveragedModel in their documented order."""
     twins = Twins(rank, "plain", "sgd fused")
     models = [torch.optim.swa_utils.AveragedModel(module) for module, _, _ in twins.each()]
@@ -45,8 +43,3 @@ def swa(rank):
                 model.update_parameters(module)
                 scheduler.step()
     return compare.modules(models[1].module, models[0].module) + twins.differences()
-
-
-def test_stochastic_weight_averaging(ranks):
-    for found in ranks.run(2, swa):
-        assert found == []

@@ -15,6 +15,7 @@ from training import compare, optimizers
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
+from training.pool import on_ranks
 from training.step.test_graph_changes import Branches
 
 default_hooks = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -91,7 +92,9 @@ def test_the_bits_of_the_reference_on_every_rank(ranks, case):
         assert found == []
 
 
-def beside_the_hook_of_ddp(rank, mode):
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@on_ranks(2)
+def test_two_ranks_have_the_bits_of_ddps_bf16_hook(rank, mode):
     ours = Ours("transformer", "adam plain", rank.index, mode=mode, wire="bf16")
     theirs = nn.parallel.DistributedDataParallel(TASKS["transformer"].module(seed=0))
     theirs.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -104,12 +107,6 @@ def beside_the_hook_of_ddp(rank, mode):
         recipe.after_step()
     ours.handle.flush()
     return compare.modules(ours.bare, theirs.module)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_two_ranks_have_the_bits_of_ddps_bf16_hook(ranks, mode):
-    for found in ranks.run(2, beside_the_hook_of_ddp, mode):
-        assert found == []
 
 
 def other_branches(rank, mode, wire):
