@@ -13,8 +13,8 @@ from gradcast.errors import Error
 from gradcast.files import plan_hash
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 from gradcast.training.ranks.group import Group
-from gradcast.training.step.active_plan import ActivePlan
 from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.gradient_exchange import ActivePlan
 
 STATE_VERSION = 1  # of handle.state_dict()
 

@@ -84,9 +84,8 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Norm of each gradient, by the kernels that torch's clipping uses: those of a GPU take many tensors at once, and
     sum in their own order."""
     found: dict[int, torch.Tensor] = {}
-    for kind in {(each.device, each.dtype) for each in gradients}:
-        alike = [i for i, each in enumerate(gradients) if (each.device, each.dtype) == kind]
-        found |= dict(zip(alike, torch._foreach_norm([gradients[i] for i in alike]), strict=True))
+    for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
+        found |= zip(indices, torch._foreach_norm(alike), strict=True)
     return [found[i] for i in range(len(gradients))]
 
 

@@ -48,7 +48,7 @@ class _ResolvingCall:
         self._parameters = list(module.parameters())
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        pending.resolve((self._parameters,))
+        pending.resolve(self._parameters)
         return self.call(*arguments, **named)
 
 
@@ -58,4 +58,4 @@ def _is_graphed(module: nn.Module) -> bool:
 
 
 def _resolve_parameters(module: nn.Module, _: Any) -> None:
-    pending.resolve((list(module.parameters()),))
+    pending.resolve(list(module.parameters()))

@@ -183,6 +183,8 @@ class GradientBuffers(GradientSizes):
                 flat.zero_()
         layout = []
         offsets = [0] * len(self.flats)
+        self._members = [[] for _ in self.flats]
+        flags: list[list[int]] = [[] for _ in self.flats]
         for index in order:
             parameter, buffer = self._parameters[index], self.buffer_of[index]
             lo, size = offsets[buffer], parameter.numel()
@@ -194,12 +196,10 @@ class GradientBuffers(GradientSizes):
             width = parameter.element_size()
             ends_bytes = (lo + size) * width, end * width
             layout.append(GradientRange(self._names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
+            self._members[buffer].append(index)
+            flags[buffer].append(lo + size)
         self.addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(layout)
-        self._members = [[index for index in order if self.buffer_of[index] == b] for b in range(len(self.flats))]
-        flags: list[list[int]] = [[] for _ in self.flats]
-        for where in layout:
-            flags[where.buffer].append(where.hi_bytes // where.dtype.itemsize)
         self._flag_offsets = [torch.tensor(at, device=flat.device) for at, flat in zip(flags, self.flats, strict=True)]
         for index, gradient in moving.items():
             self.views[index].copy_(gradient)
@@ -245,12 +245,8 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
     """A view with a storage of its own over the buffer's memory: its owner count shows whether the program keeps it."""
     width = flat.element_size()
     memory = flat.untyped_storage()[offset * width : (offset + parameter.numel()) * width]
-    strides = parameter.stride() if _is_dense(parameter) else _contiguous_strides(parameter)
+    strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.size(), device="meta").stride()
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(memory, 0, parameter.size(), strides)
-
-
-def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.size(), device="meta").stride()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ Thread safety: ``ready`` from any thread; everything else from the training thre
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -18,11 +19,19 @@ from gradcast.training.compat import extension
 from gradcast.training.options import WIRES, Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.stall_watchdog import StallWatchdog
-from gradcast.training.step.active_plan import ActivePlan
 from gradcast.training.step.gradient_buffers import GradientBuffers
 
 # Python checks for Ctrl-C between two slices.
 _WAIT_SLICE_NS = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivePlan:
+    """``profile`` lists the tensors in the order of the buffers. Tensor k is the gradient of parameter ``order[k]``."""
+
+    profile: _core.Profile
+    plan: _core.Plan
+    order: tuple[int, ...]
 
 
 class GradientExchange:

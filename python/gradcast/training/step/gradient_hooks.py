@@ -22,7 +22,6 @@ from gradcast.training.compat import extension
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
-from gradcast.training.step.nested_tensors import tensors_in
 from gradcast.training.step.parameter_state import (
     LocallyUnused,
     ParameterState,
@@ -141,7 +140,7 @@ class GradientHooks:
             if gradients is not None:
                 gradients._on_backward_start()
 
-        with_graph = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        with_graph = [tensor for tensor in pending.tensors_in(output) if tensor.grad_fn is not None]
         for tensor in with_graph:
             tensor.register_hook(hook)
         if with_graph:

@@ -15,7 +15,6 @@ import torch
 from torch.optim import Optimizer
 
 from gradcast.training.step import pending
-from gradcast.training.step.nested_tensors import tensors_in
 from gradcast.training.step.parameter_state import ParameterState
 
 
@@ -73,7 +72,7 @@ class OptimizerStateGuard:
             self._optimizer.state = GuardedState(held, self._before_access)
         for state in states:
             entry = dict.get(self._optimizer.state, state.parameter)
-            tensors = list(tensors_in(entry)) if entry else []
+            tensors = list(pending.tensors_in(entry)) if entry else []
             self._tensors[state.index] = tensors
             for tensor in tensors:
                 self._states.setdefault(id(tensor), []).append(state)

@@ -118,9 +118,14 @@ class OptimizerSteps:
             self.stream.move_to_caller()
         self.stream.follow_caller()
         with self.stream.entered():
-            return self._take_gradients(number, owner, synchronous)
+            self._take_gradients(number, owner, synchronous)
+        self._stepped.add(number)
+        if len(self._stepped) < len(self._optimizers):
+            return False
+        self._stepped.clear()
+        return True
 
-    def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> bool:
+    def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> None:
         self._refuse_after_failure()
         optimizer = self._optimizers[number]
         if self._clipping is not None and getattr(optimizer, "grad_scale", None) is not None:
@@ -136,11 +141,6 @@ class OptimizerSteps:
             self._step_now(number, reason)
         else:
             self._defer(number, owner)
-        self._stepped.add(number)
-        if len(self._stepped) < len(self._optimizers):
-            return False
-        self._stepped.clear()
-        return True
 
     @property
     def grad_norm(self) -> float | None:
@@ -148,10 +148,11 @@ class OptimizerSteps:
         norm = None if self._clipping is None else self._clipping.total_norm
         return None if norm is None else norm.item()
 
-    def complete_updates(self, states: Sequence[ParameterState]) -> None:
+    def complete_updates(self, due: Sequence[ParameterState]) -> None:
         """Waits for the gradients of these parameters and updates them, together with all others that have arrived."""
-        with self.stream.entered():
-            self._complete_updates(states)
+        if due:
+            with self.stream.entered():
+                self._complete_updates(due)
 
     def _complete_updates(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
@@ -175,14 +176,10 @@ class OptimizerSteps:
 
     def complete_updates_of(self, number: int) -> None:
         """Completes all updates of one optimizer that are due."""
-        due = [state for state in self._states_of[number] if state.is_update_due]
-        if due:
-            self.complete_updates(due)
+        self.complete_updates([state for state in self._states_of[number] if state.is_update_due])
 
     def complete_all_updates(self) -> None:
-        due = self.due
-        if due:
-            self.complete_updates(due)
+        self.complete_updates(self.due)
 
     def _clip(self, as_they_are: bool = False) -> None:
         """Clips once per step. ``as_they_are``: what ``.grad`` holds now, which the program may have replaced."""
@@ -221,7 +218,7 @@ class OptimizerSteps:
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip(as_they_are=True)
-        partial_step.run_without_hooks(self._optimizers[number])
+        self._interceptions[number].run_whole()
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _warn_once(self, sentence: str) -> None:

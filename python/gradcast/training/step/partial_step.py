@@ -125,21 +125,6 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def run_pre_hooks(optimizer: Optimizer) -> None:
-    for hook in [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]:
-        hook(optimizer, (optimizer,), {})
-
-
-def run_without_hooks(optimizer: Optimizer) -> None:
-    """Runs a whole step."""
-    step_without_hooks(optimizer)(optimizer)
-
-
-def run_post_hooks(optimizer: Optimizer) -> None:
-    for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
-        hook(optimizer, (optimizer,), {})
-
-
 def require_own_step(optimizer: Optimizer) -> None:
     """Raises Error(invalid_use) if ``optimizer.step`` was replaced by anything but an LR scheduler."""
     replaced = optimizer.__dict__.get("step")
@@ -169,13 +154,15 @@ class StepInterception:
             if not self._active:
                 return type(self_).step(self_, closure) if closure is not None else type(self_).step(self_)
             self_._opt_called = True
-            run_pre_hooks(self_)
+            for hook in [*_global_optimizer_pre_hooks.values(), *self_._optimizer_step_pre_hooks.values()]:
+                hook(self_, (self_,), {})
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             on_step()
-            run_post_hooks(self_)
+            for hook in [*self_._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+                hook(self_, (self_,), {})
             return loss
 
         # An LR scheduler checks this attribute. Without it, it would wrap (or warn about) the replaced step.
@@ -190,7 +177,7 @@ class StepInterception:
 
     def run_whole(self) -> None:
         """Runs the optimizer's own step on all parameters."""
-        run_without_hooks(self._optimizer)
+        step_without_hooks(self._optimizer)(self._optimizer)
 
     def flush_before_state(self, flush: Callable[[], None]) -> None:
         """Calls ``flush`` before state_dict() and load_state_dict(), so that the state is that of a completed step."""

@@ -61,7 +61,7 @@ class _Trial:
         for group in optimizer.param_groups:
             members = []
             for parameter in _some([each for each in group["params"] if each.is_floating_point()]):
-                members.append(_stand_in(parameter, generator))
+                members.append(torch.nn.Parameter(_random(_shrunk(parameter.detach()), generator)))
                 memo[id(parameter)] = members[-1]
                 if parameter in optimizer.state:
                     state[members[-1]] = {key: _shrunk(value) for key, value in optimizer.state[parameter].items()}
@@ -118,10 +118,6 @@ def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
             by_dimensions.setdefault(parameter.dim(), []).append(parameter)
     count = max(2, _MAX_PER_GROUP // max(1, len(by_dimensions)))
     return [parameter for alike in by_dimensions.values() for parameter in alike[:count]]
-
-
-def _stand_in(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.nn.Parameter(_random(_shrunk(parameter.detach()), generator))
 
 
 def _shrunk(value: Any) -> Any:

@@ -13,11 +13,12 @@ Thread safety: any thread; an owner serializes its own work.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -91,11 +92,11 @@ class _Pending:
 
     # These two look at type(self) before they read a value.
     def __deepcopy__(self, memo: dict) -> Any:
-        resolve((self,))
+        resolve(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        resolve((self,))
+        resolve(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -122,10 +123,10 @@ def is_pending(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _Pending) and id(tensor) in _owners
 
 
-def resolve(values: Iterable[Any]) -> None:
-    """Finishes every pending tensor in ``values``, at any depth of lists, tuples, sets and dicts."""
+def resolve(values: Any) -> None:
+    """Finishes every pending tensor in ``values``, at any depth."""
     by_owner: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
-    for tensor in _pending_in(values):
+    for tensor in tensors_in(values):
         owner = _owner_of(tensor)
         if owner is not None:
             by_owner.setdefault(id(owner), (owner, []))[1].append(tensor)
@@ -154,7 +155,7 @@ def _zero(tensors: Any) -> Any:
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         owner = _owner_of(tensor)
         if owner is None or not owner.zero_later(tensor):
-            resolve((tensor,))
+            resolve(tensor)
             tensor.zero_()
     return tensors if isinstance(tensors, torch.Tensor) else None
 
@@ -186,16 +187,18 @@ def _owner_of(tensor: torch.Tensor) -> Owner | None:
     return owner
 
 
-def _pending_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    found = []
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if isinstance(value, _Pending):
-            if id(value) in _owners:
-                found.append(value)
-        elif isinstance(value, list | tuple | set | frozenset):
-            stack.extend(value)
-        elif isinstance(value, dict):
-            stack.extend(value.values())
-    return found
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors at any depth of lists, tuples, sets, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, dict):
+        parts: Any = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = getattr(value, "__dict__", {}).values()
+    else:
+        return
+    for part in parts:
+        yield from tensors_in(part)
