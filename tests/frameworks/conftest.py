@@ -38,3 +38,9 @@ def trainings(tmp_path_factory):
         return told[module]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def told(request, trainings):
+    """What the cases of this file's MODULE told."""
+    return trainings(request.module.MODULE)

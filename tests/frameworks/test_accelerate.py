@@ -10,11 +10,6 @@ MODULE = "frameworks.accelerate_cases"
 DEFERRED = {"plain": 8, "accumulated": 2, "clipped": 0, "scaler": 0}
 
 
-@pytest.fixture(scope="module")
-def told(trainings):
-    return trainings(MODULE)
-
-
 @pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize("way", ["registered", "hook", "overlap", "inner"])
 def test_prepared_objects_give_the_numbers_of_ddp(told, kind, way):

@@ -10,11 +10,6 @@ MODULE = "frameworks.lightning_cases"
 DEFERRED = {"plain": 9, "accumulated": 3, "manual": 9, "clipped": 0}
 
 
-@pytest.fixture(scope="module")
-def told(trainings):
-    return trainings(MODULE)
-
-
 @pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize("way", ["hook", "overlap"])
 def test_the_callback_gives_the_numbers_of_ddp(told, kind, way):

@@ -15,11 +15,6 @@ NORM = "max_grad_norm"
 DEFERRED = {"plain": 7, "accumulated": 7, "bf16": 7, "clipped": 0}
 
 
-@pytest.fixture(scope="module")
-def told(trainings):
-    return trainings(MODULE)
-
-
 @pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize("way", ["hook", "overlap"])
 def test_the_callback_gives_the_numbers_of_ddp(told, kind, way):

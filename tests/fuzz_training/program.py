@@ -76,38 +76,32 @@ class Program:
     @property
     def tags(self) -> set[str]:
         """What parts and features may not go with."""
-        tags = {tag for use in self.uses for tag in use.feature.tags}
-        tags |= {"compiled"} if "compiled" in self.wrapper else set()
-        tags |= {"ddp_given"} if self.wrapper not in ("none", "compiled") else set()
-        tags |= {"many_ranks"} if self.ranks > 2 else set()
-        tags |= {"static"} if "static_graph" in self.ddp_options else set()
-        tags |= {"accumulation"} if self.micro_batches > 1 else set()
-        tags |= {"scaler"} if self.stepping in ("scaler", "unscaled") else set()
-        tags |= {"autocast"} if self.autocast else set()
-        tags |= {"several"} if self.groups == "several" else set()
-        tags |= {"keeps"} if self.optimizer == "previous" else set()
-        tags |= {"no_decay"} if self.optimizer in ("asgd", "previous") else set()
-        parts = set(self.parts)
-        tags |= {"mixed"} if parts & {"double", "half"} else set()
-        tags |= {"half"} if "half" in parts else set()
-        tags |= {"lstm"} if "lstm" in parts else set()
-        tags |= {"reentrant"} if "reentrant" in parts else set()
-        tags |= {"checkpoint"} if "checkpoint" in parts else set()
-        tags |= {"attention"} if "attention" in parts else set()
-        tags |= {"function"} if "function" in parts else set()
-        tags |= {"strided"} if "strided" in parts else set()
-        tags |= {"dynamic"} if parts & {"in some steps", "on one rank"} else set()
-        tags |= {"deepcopy_fails", "weight_norm"} if "weight norm" in parts else set()
-        tags |= {"unused"} if self.needs_unused else set()
-        tags |= {"alias"} if any("alias" in use.name for use in self.uses) else set()
-        tags |= {"new_data"} if any(use.name == "new data" for use in self.uses) else set()
-        tags |= {"traced"} if any(use.name == "a traced copy" for use in self.uses) else set()
-        tags |= (
-            {"hooks_after"}
-            if any(" after" in use.name or use.name.startswith("accumulation") for use in self.uses)
-            else set()
-        )
-        return tags
+        names, parts = [use.name for use in self.uses], set(self.parts)
+        settings = {
+            "compiled": "compiled" in self.wrapper,
+            "ddp_given": self.wrapper not in ("none", "compiled"),
+            "many_ranks": self.ranks > 2,
+            "static": "static_graph" in self.ddp_options,
+            "accumulation": self.micro_batches > 1,
+            "scaler": self.stepping in ("scaler", "unscaled"),
+            "autocast": self.autocast,
+            "several": self.groups == "several",
+            "keeps": self.optimizer == "previous",
+            "no_decay": self.optimizer in ("asgd", "previous"),
+            "mixed": bool(parts & {"double", "half"}),
+            "dynamic": bool(parts & {"in some steps", "on one rank"}),
+            "deepcopy_fails": "weight norm" in parts,
+            "weight_norm": "weight norm" in parts,
+            "unused": self.needs_unused,
+            "alias": any("alias" in name for name in names),
+            "new_data": "new data" in names,
+            "traced": "a traced copy" in names,
+            "hooks_after": any(" after" in name or name.startswith("accumulation") for name in names),
+        }
+        tags = {tag for use in self.uses for tag in use.feature.tags} | {
+            tag for tag, is_set in settings.items() if is_set
+        }
+        return tags | parts & {"half", "lstm", "reentrant", "checkpoint", "attention", "function", "strided"}
 
     @property
     def needs_unused(self) -> bool:
@@ -230,7 +224,6 @@ def _wrapping(program: Program) -> str:
     compiled = "torch.compile(model, backend='eager')"
     settings = [f"adapt={program.adapt}", "warmup_steps=3"]
     settings += ["compare_every=2"] if "compares" in program.tags else []
-    settings += ["max_grad_norm=0.5"] if program.max_grad_norm else []
     chosen = "optimizers if side == 'overlap' else None"
     lines = ["def wrap():"]
     if wrapped is None:
@@ -253,15 +246,10 @@ def _wrapping(program: Program) -> str:
         *(_FROM_FIRST if wrapped is None else []),
         "        return None",
     ]
+    lines += [f"    settings = dict({', '.join(settings)})"]
     if program.max_grad_norm:
-        settings_hook = ", ".join(each for each in settings if "norm" not in each)
-        lines += [
-            f"    settings = dict({', '.join(settings)}) if side == 'overlap' else dict({settings_hook})",
-            "    options = gradcast.Options(**settings)",
-            f"    attached = gradcast.attach(called, {chosen}, options=options)",
-        ]
-    else:
-        lines += [f"    attached = gradcast.attach(called, {chosen}, options=gradcast.Options({', '.join(settings)}))"]
+        lines += ["    if side == 'overlap':", "        settings['max_grad_norm'] = 0.5"]
+    lines += [f"    attached = gradcast.attach(called, {chosen}, options=gradcast.Options(**settings))"]
     if program.pinned:
         lines += [f"    pin(attached, {program.seed})"]
     lines += ["    return attached", "", "called = wrap()"]

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 
 import gradcast
+from training import compare
 from training.needs import torch
 
 SIDES = ("hook", "overlap")
@@ -99,44 +100,10 @@ def _forget_attachments() -> None:
 
 
 def _differences(ours: dict, theirs: dict, rank) -> list[str]:
+    # What a bare module's forward does to buffers on other ranks, between two broadcasts, is each rank's own.
+    buffers = ["buffers"] if rank.index == 0 else []
+    tolerance = 0.0 if rank.size == 2 else _MANY_RANKS
     found: list[str] = []
-    for name in ("parameters", "gradients", "buffers", "state", "seen", "kept", "random"):
-        # What a bare module's forward does to buffers on other ranks, between two broadcasts, is each rank's own.
-        if name == "buffers" and rank.index > 0:
-            continue
-        _compare(name, ours[name], theirs[name], rank.size == 2, found)
+    for name in ("parameters", "gradients", *buffers, "state", "seen", "kept", "random"):
+        found += compare.trees(ours[name], theirs[name], name, tolerance=tolerance, nan_equal=True)
     return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
-
-
-def _compare(name: str, ours, theirs, exact: bool, found: list[str]) -> None:
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        difference = _difference(ours, theirs, exact)
-        if difference:
-            found.append(f"{name}: {difference}")
-    elif isinstance(ours, dict) and isinstance(theirs, dict):
-        if ours.keys() != theirs.keys():
-            found.append(f"{name}: keys {sorted(map(str, ours))} against {sorted(map(str, theirs))}")
-            return
-        for key in ours:
-            _compare(f"{name}.{key}", ours[key], theirs[key], exact, found)
-    elif isinstance(ours, list) and isinstance(theirs, list):
-        if len(ours) != len(theirs):
-            found.append(f"{name}: {len(ours)} against {len(theirs)} entries")
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            _compare(f"{name}[{index}]", one, other, exact, found)
-    elif type(ours) is not type(theirs) or ours != theirs:
-        found.append(f"{name}: {ours!r} against {theirs!r}")
-
-
-def _difference(ours: torch.Tensor, theirs: torch.Tensor, exact: bool) -> str | None:
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return f"{ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
-    ours, theirs = ours.double(), theirs.double()
-    if torch.equal(ours.isnan(), theirs.isnan()):
-        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
-    if torch.equal(ours, theirs):
-        return None
-    largest = (ours - theirs).abs().max().item()
-    if not exact and largest <= _MANY_RANKS * max(1.0, theirs.abs().max().item()):
-        return None
-    return f"differs by {largest:.3g}"

@@ -7,49 +7,49 @@ from training.needs import torch
 nn = torch.nn
 
 
-def difference(name: str, ours, theirs) -> list[str]:
-    """One sentence where two values differ in type, shape or any bit (a zero's sign apart); nothing may be NaN."""
+def difference(name: str, ours, theirs, tolerance: float = 0.0, nan_equal: bool = False) -> list[str]:
+    """One sentence where two values differ in type, shape or any bit (a zero's sign apart).
+
+    ``tolerance``: so much may tensors differ, relative to the largest value (at least 1). ``nan_equal``: NaN is NaN.
+    """
     if isinstance(ours, torch.Tensor) != isinstance(theirs, torch.Tensor):
         return [f"{name}: {type(ours).__name__} against {type(theirs).__name__}"]
     if not isinstance(ours, torch.Tensor):
         return [] if ours == theirs else [f"{name}: {ours} against {theirs}"]
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return [f"{name}: {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"]
+    if nan_equal and torch.equal(ours.isnan(), theirs.isnan()):
+        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
     if torch.equal(ours, theirs):
         return []
-    distance = (ours.double() - theirs.double()).abs()
-    return [
-        f"{name}: differs in {int((ours != theirs).sum())} of {ours.numel()} elements by up to {distance.max():.3g}"
-    ]
+    largest = (ours.double() - theirs.double()).abs().max()
+    if tolerance and largest <= tolerance * max(1.0, theirs.double().abs().max()):
+        return []
+    return [f"{name}: differs in {int((ours != theirs).sum())} of {ours.numel()} elements by up to {largest:.3g}"]
 
 
-def _tree(name: str, ours, theirs) -> list[str]:
+def trees(ours, theirs, name: str = "value", **how) -> list[str]:
+    """Compares nested dicts, lists and tensors. ``how``: as for ``difference``."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         if set(ours) != set(theirs):
             return [f"{name}: keys {sorted(map(str, ours))} against {sorted(map(str, theirs))}"]
-        return [found for key in ours for found in _tree(f"{name}.{key}", ours[key], theirs[key])]
-    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        return [found for key in ours for found in trees(ours[key], theirs[key], f"{name}.{key}", **how)]
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         if len(ours) != len(theirs):
             return [f"{name}: {len(ours)} against {len(theirs)} entries"]
-        return [
-            found for i, pair in enumerate(zip(ours, theirs, strict=True)) for found in _tree(f"{name}[{i}]", *pair)
-        ]
-    return difference(name, ours, theirs)
-
-
-def trees(ours, theirs, name: str = "value") -> list[str]:
-    """Compares nested dicts, lists and tensors."""
-    return _tree(name, ours, theirs)
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [found for i, pair in pairs for found in trees(*pair, f"{name}[{i}]", **how)]
+    return difference(name, ours, theirs, **how)
 
 
 def modules(ours: nn.Module, theirs: nn.Module) -> list[str]:
     """Parameters and buffers, by name."""
-    return _tree("module", ours.state_dict(), theirs.state_dict())
+    return trees(ours.state_dict(), theirs.state_dict(), "module")
 
 
 def optimizers(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> list[str]:
     """State and groups, by the order of the parameters."""
-    return _tree("optimizer", ours.state_dict(), theirs.state_dict())
+    return trees(ours.state_dict(), theirs.state_dict(), "optimizer")
 
 
 def largest(ours: nn.Module, theirs: nn.Module) -> float:

@@ -164,6 +164,22 @@ class Odd(nn.Module):
         return torch.tanh(x @ self.columns) @ self.gaps
 
 
+class Branches(nn.Module):
+    """``use`` names the branches that a pass goes through; the trunk is always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(12, 12)
+        self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x, use=("left", "right")):
+        x = torch.tanh(self.trunk(x))
+        for name in use:
+            x = x + torch.tanh(getattr(self, name)(x))
+        return self.head(x)
+
+
 @dataclass(frozen=True)
 class Task:
     make: Callable[[], nn.Module]

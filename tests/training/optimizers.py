@@ -47,3 +47,54 @@ def make(name: str | Callable[[nn.Module], Recipe], module: nn.Module) -> Recipe
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-2}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, **forms)
     return Recipe(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20))
+
+
+class CountsInGroup(torch.optim.Optimizer):
+    """Keeps its count of steps in the group, where a step in parts must not count more than once."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "count": 0, "decay": torch.tensor(1.0)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["decay"].mul_(0.9)
+            for parameter in group["params"]:
+                mean = self.state[parameter].get("mean", torch.zeros_like(parameter)) * 0.5 + parameter.grad
+                self.state[parameter]["mean"] = mean
+                parameter.add_(mean, alpha=-group["lr"] / group["count"] * float(group["decay"]))
+
+
+class OwnStep(torch.optim.SGD):
+    """Does something of its own before and after the step that it inherits."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.5)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.sign_()
+        return super().step(closure)
+
+
+# Optimizers that treat parameters one by one.
+KINDS = {
+    "sgd_nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
+    "adam_amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True, maximize=True),
+    "adamw_capturable_rate": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-2),
+    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=1e-2),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, lr_decay=0.1),
+    "adagrad_fused": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, fused=True),
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, centered=True),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-3),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2, t0=3),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "counts_in_its_group": CountsInGroup,
+    "own_step": OwnStep,
+}

@@ -10,10 +10,6 @@ from training.needs import torch
 nn = torch.nn
 
 
-def element_bytes(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()
-
-
 def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blocks: Sequence, world_size: int) -> None:
     """Replaces every gradient by its mean over the ranks: scaled, then summed block after block.
 
@@ -22,7 +18,7 @@ def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blo
     buffers = _flat_buffers(layout)
     views = {}
     for place in layout:
-        size = element_bytes(place.dtype)
+        size = place.dtype.itemsize
         parameter = parameters[place.name]
         assert place.hi_bytes - place.lo_bytes == parameter.numel() * size, place
         # In the order of dimensions in which autograd makes it (channels last, say), as DDP does.
@@ -43,9 +39,7 @@ def _flat_buffers(layout: Sequence) -> dict[int, torch.Tensor]:
         # With what lies behind each gradient and travels, too.
         ends[place.buffer] = max(ends.get(place.buffer, 0), place.end_bytes)
         types[place.buffer] = place.dtype
-    return {
-        buffer: torch.zeros(end // element_bytes(types[buffer]), dtype=types[buffer]) for buffer, end in ends.items()
-    }
+    return {buffer: torch.zeros(end // types[buffer].itemsize, dtype=types[buffer]) for buffer, end in ends.items()}
 
 
 def _all_reduce(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:

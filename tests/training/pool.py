@@ -166,7 +166,7 @@ class Pool:
 
 
 def on_ranks(world_size: int, **limits: float) -> Callable:
-    """Makes a test of a function of one rank: it runs on each, and returns what is wrong there, which has to be nothing.
+    """Makes a test of a function of one rank. It runs on each and returns what is wrong there, which has to be nothing.
 
     ``limits``: as for ``Pool.run``. The test's arguments are those of the function behind ``rank``.
     """

@@ -45,7 +45,7 @@ def test_two_ranks_bit_for_bit(ranks, task, optimizer, ddp_options, block_bytes)
 
 
 def test_three_ranks_within_rounding(ranks):
-    """See test_against_ddp.py for the tolerance."""
+    """Stock DDP with other buckets differs from stock DDP by up to 2.4e-7 here."""
     for _, largest, count in ranks.run(3, train_hooked, "transformer", "sgd foreach", {}, 1000):
         assert largest < 2e-6
         assert count == 1

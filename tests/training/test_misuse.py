@@ -2,27 +2,14 @@
 
 import pytest
 
-from training.attached import Attached, error_of
-from training.models import at_address
+from training.attached import Attached, error_of, not_refused
+from training.models import ReadsMemory, at_address
 from training.needs import torch
 from training.ours import Ours
+from training.pool import on_ranks
 from training.twins import Twins
 
 nn = torch.nn
-
-
-class ReadsAlias(torch.autograd.Function):
-    """x W^T with the values of W taken from its address: no operation on W itself is seen."""
-
-    @staticmethod
-    def forward(ctx, x, weight, alias):
-        ctx.save_for_backward(x, alias)
-        return x @ alias.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, alias = ctx.saved_tensors
-        return gradient @ alias, gradient.T @ x, None
 
 
 def stale_read(rank, first_gradient):
@@ -48,7 +35,7 @@ def stale_read(rank, first_gradient):
         attached.handle.flush()
         return None
     attached.step(torch.ones(2, 4))
-    hidden = ReadsAlias.apply(torch.ones(2, 4), weight, alias)
+    hidden = ReadsMemory.apply(torch.ones(2, 4), weight, alias)
     loss = (module[1](hidden) if first_gradient == "another's" else hidden).sum()
     rank.signal("forward")
     return error_of(loss.backward)
@@ -62,7 +49,8 @@ def test_a_stale_read_raises_when_its_gradient_comes(ranks, first_gradient):
     assert "flush()" in message
 
 
-def backward_twice(rank):
+@on_ranks(2)
+def test_a_second_backward_is_refused(rank):
     """In overlap mode, past the module's own forward, so that nobody sees the second pass begin.
 
     The first pass's gradients cannot have arrived: rank 1 has not even begun.
@@ -79,30 +67,14 @@ def backward_twice(rank):
                 values = layer(values)
             nn.functional.cross_entropy(values, targets).backward()
 
-    answer = error_of(two_passes)
+    found = not_refused(two_passes, "no_sync")
     rank.signal("refused")
-    return answer
+    return found
 
 
-def test_a_second_backward_is_refused(ranks):
-    for code, message in ranks.run(2, backward_twice):
-        assert code == "invalid_use", message
-        assert "no_sync" in message
-
-
-def use_after_detach(rank):
+@on_ranks(2)
+def test_a_detached_handle_refuses_what_it_cannot_do(rank):
     ours = Ours("plain", "sgd plain", rank.index)
     ours.train(range(3))
     ours.handle.detach()
-
-    def enter():
-        with ours.handle.no_sync():
-            pass
-
-    return error_of(enter)
-
-
-def test_a_detached_handle_refuses_what_it_cannot_do(ranks):
-    for code, message in ranks.run(2, use_after_detach):
-        assert code == "invalid_use", message
-        assert "detached" in message
+    return not_refused(lambda: ours.handle.no_sync().__enter__(), "detached")

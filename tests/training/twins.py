@@ -24,10 +24,9 @@ def _bytes_of(place: tuple[int, int]) -> bytes:
 
 
 class Twins:
-    """``model``: a task's name, or a function that makes a module for the plain task. ``optimizer``: as for ``make``."""
+    """``model``: a task's name, or a function that makes a module for the plain task."""
 
     def __init__(self, rank, model="plain", optimizer="adam plain", *, find_unused=False, **options) -> None:
-        assert rank.size == 2, "with more ranks the twins differ by rounding"
         self.rank = rank
         self.ours = Ours(model, optimizer, rank.index, **options)
         self.task = self.ours.task
@@ -68,7 +67,11 @@ class Twins:
                 yield number, *side
             self.after_step()
 
-    def step(self, between: Callable | None = None, *arguments, set_to_none=True) -> None:
+    def no_sync(self, module: nn.Module):
+        """Of the side that this bare module belongs to."""
+        return self.theirs.no_sync() if module is self._bare else self.handle.no_sync()
+
+    def step(self, *arguments, between: Callable | None = None, set_to_none=True) -> None:
         """One step on both sides; ``between(module, optimizer)`` runs after backward. ``arguments``: of forward."""
         for _, module, optimizer, forward in self.rounds(1):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -112,6 +115,7 @@ class Twins:
 
     def differences(self) -> list[str]:
         """Of everything, after a flush."""
+        assert self.rank.size == 2, "with more ranks the twins differ by rounding"
         self.handle.flush()
         gradients = ({name: p.grad for name, p in module.named_parameters()} for module in reversed(self.modules))
         found = compare.modules(self.ours.bare, self._bare) + compare.trees(*gradients, "gradient")

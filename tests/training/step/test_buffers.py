@@ -2,9 +2,10 @@
 
 import pytest
 
-import gradcast
 from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, REPORT_ELEMENTS, GradientBuffers
 from training.needs import torch
+from training.pool import on_ranks
+from training.twins import Twins
 
 nn = torch.nn
 
@@ -56,18 +57,18 @@ class Reversed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.last, self.first = nn.Linear(4, 2, bias=False), nn.Linear(4, 4, bias=False)
+        self.last, self.first = nn.Linear(12, 10, bias=False), nn.Linear(12, 12, bias=False)
 
     def forward(self, value):
         return self.last(self.first(value))
 
 
-def train(rank, set_to_none):
-    """By layout: how many gradients moved. And whether the last ones are DDP's."""
-    torch.manual_seed(0)
-    module = Reversed()
-    handle = gradcast.attach(module, options=gradcast.Options(warmup_steps=3, adapt=False))
-    buffers, moved = handle._session.buffers, []
+@pytest.mark.parametrize(("set_to_none", "expected"), [(True, 0), (False, 2)])
+@on_ranks(2)
+def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(rank, set_to_none, expected):
+    """It changes where backward begins, and memory is fullest there."""
+    twins = Twins(rank, Reversed, "sgd plain", mode="hook")
+    buffers, moved = twins.handle._session.buffers, []
     moving = buffers._moving
 
     def counted(kept):
@@ -77,19 +78,6 @@ def train(rank, set_to_none):
 
     buffers._moving = counted
     for _ in range(6):
-        module.zero_grad(set_to_none=set_to_none)
-        module(torch.ones(2, 4) * (rank.index + 1)).sum().backward()
-    one = [parameter.grad.clone() for parameter in module.parameters()]
-    handle.detach()
-    expected = nn.parallel.DistributedDataParallel(module)
-    module.zero_grad()
-    expected(torch.ones(2, 4) * (rank.index + 1)).sum().backward()
-    return moved, all(torch.equal(a, p.grad) for a, p in zip(one, module.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(("set_to_none", "moved"), [(True, 0), (False, 2)])
-def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(ranks, set_to_none, moved):
-    """It changes where backward begins, and memory is fullest there."""
-    for counts, right in ranks.run(2, train, set_to_none):
-        assert right
-        assert counts[0] == moved, "the layout of the plan"
+        twins.step(set_to_none=set_to_none)
+    assert moved[0] == expected, "the layout of the plan"
+    return twins.differences()

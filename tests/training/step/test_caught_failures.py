@@ -6,36 +6,37 @@ from unittest import mock
 
 import pytest
 
+from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from training.attached import error_of
 from training.bomb import Bomb
 from training.needs import torch
 from training.pool import on_ranks
-from training.step.test_graph_changes import Sides
+from training.step.test_graph_changes import branches
 
 # Where each rank fails: gradients come from the head down, so that they have some of them, others than each other.
 PLACES = ("trunk", "left")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def fail(sides, number, place, run=lambda backward: backward()):
+def fail(twins, place, run=lambda backward: backward()):
     """On gradcast's side only: stock DDP raises in the next forward pass."""
-    forward, module, optimizer = sides.each()[1]
+    _, (module, optimizer, forward) = twins.each()
     optimizer.zero_grad()
     hook = getattr(module, place).register_forward_hook(lambda *call: Bomb.apply(call[2]))
     with pytest.raises(RuntimeError, match="in backward"):
-        run(sides.loss(forward, number).backward)
+        run(twins.task.loss(forward, twins.batch()).backward)
     hook.remove()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 @on_ranks(2)
 def test_what_all_ranks_skip_leaves_nothing_behind(rank, mode):
-    sides = Sides(rank, mode)
+    twins = branches(rank, mode)
     for number in range(10):
         if number in (1, 6):
-            fail(sides, number, PLACES[rank.index])
+            fail(twins, PLACES[rank.index])
         else:
-            sides.step(number)
-    return sides.differences()
+            twins.step()
+    return twins.differences()
 
 
 def as_on_a_device(backward):
@@ -44,44 +45,39 @@ def as_on_a_device(backward):
         threads.submit(backward).result()
 
 
-def step_after_a_failure(rank, run=lambda backward: backward()):
-    """As a loop that logs the error and goes on: what has no gradient is not updated, on any rank."""
-    sides = Sides(rank, "overlap")
-    for number in range(6):
-        sides.step(number)
-    before = {name: p.detach().clone() for name, p in sides.modules[1].named_parameters()}
-    fail(sides, 6, "left", run)
-    sides.each()[1][2].step()
-    sides.handle.flush()
-    return {name: bool((p != before[name]).any()) for name, p in sides.modules[1].named_parameters()}
-
-
 @pytest.mark.parametrize("where", [(), (as_on_a_device,)], ids=["host", "as on a device"])
-def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(ranks, where):
-    for updated in ranks.run(2, step_after_a_failure, *where):
-        assert updated["head.weight"]
-        assert not updated["trunk.weight"]
-        assert not updated["left.weight"]
+@on_ranks(2)
+def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(rank, where):
+    """As a loop that logs the error and goes on: what has no gradient is not updated, on any rank."""
+    twins = branches(rank)
+    twins.train(6)
+    before = {name: p.detach().clone() for name, p in twins.modules[1].named_parameters()}
+    fail(twins, "left", *where)
+    twins.ours.optimizer.step()
+    twins.handle.flush()
+    updated = {name: bool((p != before[name]).any()) for name, p in twins.modules[1].named_parameters()}
+    expected = {"head.weight": True, "trunk.weight": False, "left.weight": False}
+    return {name: each for name, each in updated.items() if expected.get(name, each) != each}
 
 
 def fail_alone(rank, mode):
-    sides = Sides(rank, mode)
-    _, module, optimizer = sides.each()[1]
+    twins = branches(rank, mode)
+    _, (module, optimizer, _) = twins.each()
 
-    def train(number):
-        optimizer.zero_grad()
-        sides.loss(module, number).backward()
-        optimizer.step()
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            twins.task.loss(module, twins.batch()).backward()
+            optimizer.step()
 
-    for number in range(7):
-        train(number)
+    train(7)
     if rank.index == 1:
-        fail(sides, 7, "trunk")
+        fail(twins, "trunk")
     else:
-        train(7)  # waits for what rank 1 brings with its next pass
-    failure = error_of(lambda: [train(number) for number in (8, 9, 10)])
+        train(1)  # waits for what rank 1 brings with its next pass
+    failure = error_of(lambda: train(3))
     if rank.index == 0:  # the other one would wait for it
-        sides.handle.detach()
+        twins.handle.detach()
     return failure
 
 
@@ -93,36 +89,29 @@ def test_where_one_rank_fails_alone_the_others_do_not_train_on(ranks, mode):
     assert other[0] == "communication"
 
 
-def test_the_sum_of_usage_flags_shows_a_failure_in_every_dtype():
-    from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
-
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        buffers = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)], 2)
-        buffers.flag_all_used()
-        assert buffers.any_rank_failed().tolist() == [0.0]
-        other = GradientBuffers(["a", "b"], [torch.zeros(3, dtype=dtype), torch.zeros(5, dtype=dtype)], 2)
-        other.flag_all_used()
-        other.flag_failed(0)
-        for mine, theirs in zip(buffers.flats, other.flats, strict=True):
-            mine += theirs
-        assert buffers.any_rank_failed().tolist() == [1.0]
-        assert buffers.usage([0, 1]) == [Usage.FAILED, Usage.USED]
+def flags(dtype, world_size=2):
+    buffers = GradientBuffers(["a", "b", "c"], [torch.zeros(3, dtype=dtype)] * 3, world_size)
+    buffers.flag_all_used()
+    return buffers
 
 
-def test_the_sum_of_usage_flags_distinguishes_frozen_from_unused_in_every_dtype():
-    """However many ranks there are."""
-    from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_of_usage_flags_shows_a_failure(dtype):
+    buffers, other = flags(dtype), flags(dtype)
+    assert buffers.any_rank_failed().tolist() == [0.0]
+    other.flag_failed(0)
+    buffers.flats[0] += other.flats[0]
+    assert buffers.any_rank_failed().tolist() == [1.0]
+    assert buffers.usage([0, 1, 2]) == [Usage.FAILED, Usage.USED, Usage.USED]
 
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        for world_size in (2, 8, 4096, 16384):
-            buffers = GradientBuffers(["a", "b", "c"], [torch.zeros(2, dtype=dtype)] * 3, world_size)
-            buffers.flag_all_used()
-            for index in range(3):
-                buffers.flag_unused(index, frozen=index == 0)
-            for flat in buffers.flats:
-                flat *= world_size  # every rank says the same
-            assert buffers.usage([0, 1, 2]) == [Usage.FROZEN, Usage.UNUSED, Usage.UNUSED]
-            one_used = GradientBuffers(["a", "b", "c"], [torch.zeros(2, dtype=dtype)] * 3, world_size)
-            one_used.flag_all_used()
-            one_used.flats[0] += buffers.flats[0]
-            assert one_used.usage([0, 1, 2]) == [Usage.USED] * 3
+
+@pytest.mark.parametrize("world_size", [2, 8, 4096, 16384])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_of_usage_flags_distinguishes_frozen_from_unused(dtype, world_size):
+    buffers, one_used = flags(dtype, world_size), flags(dtype, world_size)
+    for index in range(3):
+        buffers.flag_unused(index, frozen=index == 0)
+    buffers.flats[0] *= world_size  # every rank says the same
+    assert buffers.usage([0, 1, 2]) == [Usage.FROZEN, Usage.UNUSED, Usage.UNUSED]
+    one_used.flats[0] += buffers.flats[0]
+    assert one_used.usage([0, 1, 2]) == [Usage.USED] * 3

@@ -11,9 +11,11 @@ import pytest
 import gradcast
 from gradcast.training import comm_hook
 from training import compare
+from training.attached import attach
 from training.bomb import Bomb
 from training.models import TASKS
 from training.needs import torch
+from training.pool import on_ranks
 
 nn = torch.nn
 dist = torch.distributed
@@ -39,8 +41,7 @@ def train(rank, task_name, mode):
     theirs = nn.parallel.DistributedDataParallel(task.module(seed=rank.index).to("cuda"), device_ids=[0])
     ours = task.module(seed=rank.index).to("cuda")
     sgds = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in (theirs, ours)]
-    options = gradcast.Options(adapt=False, warmup_steps=3)
-    handle = gradcast.attach(ours, sgds[1] if mode == "overlap" else None, options=options)
+    handle = attach(ours, sgds[1], mode)
     for number in range(STEPS):
         batch = on_device(task.batch(rank.index, number))
         for module, sgd in zip((theirs, ours), sgds, strict=True):
@@ -53,7 +54,6 @@ def train(rank, task_name, mode):
     return compare.modules(ours, theirs.module), stats["policy"]
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize("task", TASKS)
 def test_equal_to_ddp(ranks, task, mode):
     for found, policy in ranks.run(2, train, task, mode):
@@ -112,8 +112,7 @@ def clipped(rank):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)).to("cuda")
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        options = gradcast.Options(adapt=False, warmup_steps=3, max_grad_norm=0.5 if own else None)
-        handle = gradcast.attach(module, sgd, options=options)
+        handle = attach(module, sgd, max_grad_norm=0.5 if own else None)
         for number in range(STEPS):
             torch.manual_seed(number)
             sgd.zero_grad()
@@ -148,7 +147,7 @@ def step_after_a_failure(rank):
     """As a loop that logs the error and goes on. The gradients' hooks have run on a thread of autograd's."""
     module = Fragile().to("cuda")
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
+    handle = attach(module, sgd)
     batch = torch.ones(4, 8, device="cuda")
     for _ in range(6):
         sgd.zero_grad()
@@ -184,7 +183,7 @@ class LateGradient(torch.autograd.Function):
 
 def train_late(rank):
     module = nn.Linear(8, 8).to("cuda")
-    handle = gradcast.attach(module, options=gradcast.Options(adapt=False, warmup_steps=3))
+    handle = attach(module, None, "hook")
     times = []
     for _ in range(5):
         value = LateGradient.apply(module(torch.ones(4, 8, device="cuda"))).sum()
@@ -208,7 +207,8 @@ def test_a_block_is_launched_when_the_device_has_its_gradients(ranks):
                 assert launch_us > 0.5 * step_us, "while the device was busy nothing was on the network"
 
 
-def capture(rank):
+@on_ranks(2)
+def test_a_graph_that_would_leave_the_traffic_out_is_refused(rank):
     module = nn.Linear(8, 8).to("cuda")
     handle = gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=0.1))
     batch = torch.ones(4, 8, device="cuda")
@@ -216,8 +216,3 @@ def capture(rank):
     handle.flush()  # a capture would refuse the questions that other threads ask the device meanwhile
     with pytest.raises(gradcast.Error, match="captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         module(batch).sum().backward()
-    return True
-
-
-def test_a_graph_that_would_leave_the_traffic_out_is_refused(ranks):
-    assert all(ranks.run(2, capture))

@@ -30,7 +30,7 @@ from training.plain import PlainLoop
 
 STEPS = 30
 # Slices small enough that these small models are cut.
-SMALL_SLICES = {"slice_elements": 300}
+CUT = {"policy": "p3", "policy_parameters": {"slice_elements": 300}}
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,16 @@ class Case:
 
 CASES = [
     Case("convnet", "sgd foreach", 2, "overlap"),
-    Case("convnet", "adamw fused", 3, "overlap", True, {"policy": "p3", "policy_parameters": SMALL_SLICES}),
+    Case("convnet", "adamw fused", 3, "overlap", True, CUT),
     Case("convnet_last", "adam plain", 4, "hook", False, {"policy": "fifo"}),
-    Case("transformer", "adam fused", 4, "overlap", False, {"policy": "p3", "policy_parameters": SMALL_SLICES}),
+    Case("transformer", "adam fused", 4, "overlap", False, CUT),
     Case("transformer", "adamw foreach", 2, "hook", True),
     Case("transformer", "sgd plain", 3, "overlap", False, {"policy": "bytescheduler", "in_flight": 2}),
-    Case("mixed64", "adam foreach", 3, "hook", False, {"policy": "p3", "policy_parameters": SMALL_SLICES}),
+    Case("mixed64", "adam foreach", 3, "hook", False, CUT),
     Case("mixed64", "adamw plain", 4, "overlap"),
     Case("mixed16", "adam fused", 2, "overlap", False, {"policy": "fifo"}),
     Case("mixed16", "sgd foreach", 3, "hook", True),
-    Case(
-        "recurrent",
-        "sgd fused",
-        2,
-        "overlap",
-        False,
-        {"policy": "p3", "policy_parameters": SMALL_SLICES, "in_flight": 3},
-    ),
+    Case("recurrent", "sgd fused", 2, "overlap", False, CUT | {"in_flight": 3}),
     Case("odd", "adam plain", 3, "overlap", False, {"policy": "p3", "policy_parameters": {"slice_elements": 50}}),
 ]
 
@@ -83,8 +76,10 @@ def train_both(rank, case, steps):
         losses.append((loss, expected))
     ours.handle.flush()
     found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
+    stats = ours.handle.stats()
     ours.handle.detach()
     return {
+        "stats": stats,
         "differences": found,
         "first_wrong_step": next((step for step, (ours, theirs) in enumerate(losses) if ours != theirs), None),
         "versions": [followed.plan_version for followed in ours.followed],

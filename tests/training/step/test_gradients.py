@@ -8,6 +8,8 @@ on where the element lies in its message. Every order of adding W numbers with u
 
 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), so two orders differ by at most twice that.
 Addition has no error of underflow. u is 2^-24 for float32, 2^-53 for float64 and 2^-8 for bfloat16.
+
+That whole trainings equal DDP's follows: the updates are those of the plain loop (test_equality.py).
 """
 
 import copy

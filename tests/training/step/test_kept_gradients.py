@@ -3,7 +3,8 @@
 import pytest
 
 from training.needs import torch
-from training.sides import DDP, differences, net
+from training.pool import on_ranks
+from training.sides import DDP, Side, differences, net
 
 nn = torch.nn
 
@@ -94,21 +95,14 @@ PROGRAMS = {name: lambda side, name=name: keep(side, name) for name in WAYS}
 PROGRAMS |= {"after step()": keep_after_step, "an optimizer's state": previous, "zeroed in place": zeroed_in_place}
 
 
-def run(rank, name, mode):
-    return differences(rank, PROGRAMS[name], mode)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_kept_stays_what_it_was(ranks, name, mode):
-    for found in ranks.run(2, run, name, mode):
-        assert found == []
+@on_ranks(2)
+def test_what_is_kept_stays_what_it_was(rank, name, mode):
+    return differences(rank, PROGRAMS[name], mode)
 
 
 def addresses(rank, mode, program):
     """Of each parameter's gradient, step by step, while ``program`` looks at them between backward and step()."""
-    from training.sides import Side
-
     module = net()
     side = Side(mode, rank.index)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -127,7 +121,6 @@ def addresses(rank, mode, program):
     return found
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize(("program", "moving"), [("nothing kept", None), ("a loop variable", 5), ("one kept", 2)])
 def test_only_what_is_kept_gets_memory_of_its_own(ranks, mode, program, moving):
     """A variable that is left over costs the one gradient that it refers to: new memory for it in each step."""

@@ -4,40 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from training import compare, optimizers
+from training import optimizers
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
-from training.plain import PlainLoop
+from training.step.test_equality import Case, train_both
 
-STEPS = 6
 LARGE_BYTES = 5120 * 5120 * 4
 
 
-def train_large(rank):
-    ours = Ours("large", "sgd fused", rank.index)
-    reference = TASKS["large"].module(seed=0)
-    plain = PlainLoop(reference, optimizers.make("sgd fused", reference), rank.size)
-    task = TASKS["large"]
-    for step in range(STEPS):
-        ours.step(step)
-        followed = ours.followed[-1]
-        batch = task.batch(rank.index, step)
-        plain.step(lambda module, batch=batch: task.loss(module, batch), followed.layout, followed.blocks)
-    ours.handle.flush()
-    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
-    stats = ours.handle.stats()
-    ours.handle.detach()
-    return found, stats, followed.policy
-
-
 def test_a_large_tensor_is_equal_bit_for_bit(ranks):
-    for found, stats, policy in ranks.run(2, train_large, timeout_s=120):
-        assert found == []
-        assert policy == "forecast"
-        assert stats["bytes"] > LARGE_BYTES
-        assert stats["packed_bytes"] == 0
-        assert stats["record_bytes"] < 0.01 * stats["gradient_buffer_bytes"]
+    for result in ranks.run(2, train_both, Case("large", "sgd fused", 2, "overlap"), 8, timeout_s=120):
+        assert result["differences"] == []
+        assert result["policies"][-1] == "forecast"
+        assert result["stats"]["bytes"] > LARGE_BYTES
+        assert result["stats"]["packed_bytes"] == 0
+        assert result["stats"]["record_bytes"] < 0.01 * result["stats"]["gradient_buffer_bytes"]
 
 
 def peak_growth(train):

@@ -13,7 +13,9 @@ import gradcast
 from gradcast.training.compat import extension
 from gradcast.training.step import gradient_exchange
 from training import _late_device
+from training.attached import Attached, attach
 from training.needs import torch
+from training.pool import on_ranks
 from training.step.test_equality import CASES, train_both
 
 nn = torch.nn
@@ -61,42 +63,34 @@ def test_equal_to_the_same_reductions(ranks, case):
         assert waited_count > 0, "the host was never ahead of the device"
 
 
-def flush_late(rank):
-    with late_device(300_000):
-        module = nn.Linear(8, 8)
-        handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
-    module(torch.ones(4, 8)).sum().backward()
-    handle.flush()
-    travels = handle._diagnostics().blocks_travelling
-    handle.detach()
-    return travels
-
-
-def test_after_flush_nothing_travels(ranks):
+@on_ranks(2)
+def test_after_flush_nothing_travels(rank):
     """A device's memory may go then, and the process group."""
-    assert ranks.run(2, flush_late) == [False, False]
+    with late_device(300_000):
+        attached = Attached(nn.Linear(8, 8), "hook")
+    attached.step(torch.ones(4, 8))
+    attached.handle.flush()
+    return attached.handle._diagnostics().blocks_travelling
 
 
-def train_marked(rank):
-    with late_device() as transports:
-        module = nn.Linear(8, 8)
-        handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
-    for _ in range(3):
-        module(torch.ones(4, 8)).sum().backward()
-    (flat,) = handle._session.buffers.flats
-    handle.detach()
-    return transports[0].written_count(0, 0, flat.numel() * flat.element_size())
-
-
-def test_every_block_starts_behind_the_usage_flags(ranks):
+@on_ranks(2)
+def test_every_block_starts_behind_the_usage_flags(rank):
     """They are written all over the buffer where backward begins, and a gradient perhaps on another stream."""
-    assert ranks.run(2, train_marked) == [3, 3]
+    with late_device() as transports:
+        attached = Attached(nn.Linear(8, 8), "hook")
+    for _ in range(3):
+        attached.step(torch.ones(4, 8))
+    (flat,) = attached.handle._session.buffers.flats
+    attached.handle.detach()
+    return transports[0].written_count(0, 0, flat.nbytes) - 3
 
 
-def fail_late(rank, next_use):
+@pytest.mark.parametrize("next_use", ["flush", "backward"])
+@on_ranks(2)
+def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(rank, next_use):
     with late_device(400_000) as transports:
         module = nn.Linear(8, 8, bias=False)
-        handle = gradcast.attach(module, options=gradcast.Options(adapt=False))
+        handle = attach(module, None, "hook")
     module(torch.ones(4, 8)).sum().backward()
     handle.flush()
     transports[0].fail()
@@ -106,30 +100,14 @@ def fail_late(rank, next_use):
         time.sleep(0.01)  # whether that has been known for long makes no difference
     with pytest.raises(gradcast.Error, match="the cable is gone"):
         handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()
-    return True
 
 
-@pytest.mark.parametrize("next_use", ["flush", "backward"])
-def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(ranks, next_use):
-    assert all(ranks.run(2, fail_late, next_use))
-
-
-def train_one_block(rank):
+@on_ranks(2)
+def test_what_comes_in_one_block_is_updated_in_one_call(rank):
     with late_device():
         module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        options = gradcast.Options(
-            adapt=False, warmup_steps=3, policy="ddp", policy_parameters={"first_bytes": 1 << 20}
-        )
-        handle = gradcast.attach(module, sgd, options=options)
+        attached = Attached(module, policy="ddp", policy_parameters={"first_bytes": 1 << 20})
     for _ in range(8):
-        module(torch.ones(4, 8)).sum().backward()
-        sgd.step()
-    handle.flush()
-    blocks, update_calls = len(handle.plan.blocks), handle.stats()["update_calls"]
-    handle.detach()
-    return blocks, update_calls
-
-
-def test_what_comes_in_one_block_is_updated_in_one_call(ranks):
-    assert ranks.run(2, train_one_block) == [(1, 1)] * 2
+        attached.step(torch.ones(4, 8))
+    attached.handle.flush()
+    assert (len(attached.handle.plan.blocks), attached.handle.stats()["update_calls"]) == (1, 1)

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 
-from training import compare
 from training.needs import torch
 from training.pool import on_ranks
 from training.twins import Twins
@@ -61,17 +60,13 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [change.__name__ for change in CHANGES])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @on_ranks(2)
-def test_gradients_can_be_read_and_changed_before_the_step(rank, name):
+def test_gradients_can_be_read_and_changed_before_the_step(rank, change):
+    """In every step, and then in every other one, so that plain and changed steps follow each other."""
     twins = Twins(rank, "plain", "sgd foreach")
-    change = {function.__name__: function for function in CHANGES}[name]
-    for _ in range(5):
-        twins.step(change)
-    # Every other step only, so that plain and changed steps follow each other.
-    for _ in range(2):
-        twins.step()
-        twins.step(change)
+    for changes in (True, True, True, True, True, False, True, False, True):
+        twins.step(between=change if changes else None)
     return twins.differences()
 
 
@@ -103,56 +98,22 @@ def test_zeroing_right_after_the_step_does_not_zero_what_travels(rank, set_to_no
     twins = Twins(rank, "plain", optimizer)
     for _ in range(6):
         twins.pending_step()
-        for _, optimizer, _ in twins.each():
-            optimizer.zero_grad(set_to_none=set_to_none)
-    found = twins.differences()
-    for module, _, _ in twins.each():
-        found += [f"{n}.grad is left" for n, p in module.named_parameters() if p.grad is not None and p.grad.any()]
-    twins.handle.detach()
-    return found
+        for _, each, _ in twins.each():
+            each.zero_grad(set_to_none=set_to_none)
+    left = [n for m in twins.modules for n, p in m.named_parameters() if p.grad is not None and p.grad.any()]
+    return twins.differences() + left
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-@pytest.mark.parametrize("way", ["handle", "ddp"])
+@pytest.mark.parametrize("wrap", [False, True])
 @on_ranks(2)
-def test_gradients_accumulate_without_communication(rank, way, mode):
+def test_gradients_accumulate_without_communication(rank, wrap, mode):
     """Three backward passes to a step, the first two of them without communication."""
-    twins = Twins(rank, "convnet", "adam plain", mode=mode, wrap=way == "ddp")
-    for number, _, optimizer, forward in twins.rounds(6):
+    twins = Twins(rank, "convnet", "adam plain", mode=mode, wrap=wrap)
+    for number, module, optimizer, forward in twins.rounds(6):
         optimizer.zero_grad()
-        quiet = (
-            forward.no_sync if isinstance(forward, torch.nn.parallel.DistributedDataParallel) else twins.handle.no_sync
-        )
         for part in range(3):
-            with quiet() if part < 2 else contextlib.nullcontext():
-                twins.task.loss(forward, twins.task.batch(twins.rank.index, 3 * number + part)).backward()
+            quiet = forward.no_sync() if wrap else twins.no_sync(module)
+            with quiet if part < 2 else contextlib.nullcontext():
+                twins.task.loss(forward, twins.task.batch(rank.index, 3 * number + part)).backward()
         optimizer.step()
     return twins.differences()
-
-
-@on_ranks(2)
-def test_gradients_accumulate_with_communication(rank):
-    """In hook mode; for overlap mode see test_misuse.py. Two backward passes to a step and no no_sync(): DDP reduces
-    the sum of what was reduced and what came new."""
-    twins = Twins(rank, "plain", "sgd foreach", mode="hook")
-    for number, _, optimizer, forward in twins.rounds(6):
-        optimizer.zero_grad()
-        for part in range(2):
-            twins.task.loss(forward, twins.task.batch(twins.rank.index, 2 * number + part)).backward()
-        optimizer.step()
-    return twins.differences()
-
-
-@on_ranks(2)
-def test_two_forwards_before_one_backward(rank):
-    """One backward over the sum of two forwards: each parameter's gradient comes once, though it is used twice."""
-    twins = Twins(rank, "plain", "adam plain")
-    for number, _, optimizer, forward in twins.rounds(6):
-        optimizer.zero_grad()
-        first = twins.task.loss(forward, twins.task.batch(twins.rank.index, number))
-        second = twins.task.loss(forward, twins.task.batch(twins.rank.index, number + 100))
-        (first + second).backward()
-        optimizer.step()
-    found = compare.modules(twins.ours.bare, twins.theirs.module) + twins.differences()
-    twins.handle.detach()
-    return found

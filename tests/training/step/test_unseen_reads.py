@@ -1,31 +1,13 @@
 """Parameters that forward reads without a call that could be seen, as C++ extensions do: forward waits for them."""
 
-import logging
 import time
 
-import pytest
-
-import gradcast
 from training import compare
-from training.models import at_address
+from training.attached import attach, heard
+from training.models import ReadsMemory, at_address
 from training.needs import torch
 
 nn = torch.nn
-
-
-class ReadsMemory(torch.autograd.Function):
-    """x W^T with the values of W taken from its address: no operation on W itself is seen."""
-
-    @staticmethod
-    def forward(context, value, weight, memory):
-        context.save_for_backward(value)
-        context.memory = memory
-        return value @ memory.T
-
-    @staticmethod
-    def backward(context, gradient):
-        (value,) = context.saved_tensors
-        return gradient @ context.memory, gradient.T @ value, None
 
 
 class Extension(nn.Module):
@@ -51,15 +33,6 @@ class Model(nn.Module):
 UNSEEN = ["layers.0.weight", "layers.4.weight"]
 
 
-class Heard(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def steps(rank, numbers, model, bare, sgd):
     for number in numbers:
         torch.manual_seed(10 * number + rank.index)
@@ -79,34 +52,30 @@ def made():
 
 
 def attached(model, sgd, mode):
-    options = gradcast.Options(adapt=False, warmup_steps=3, policy="p3", policy_parameters={"slice_elements": 150})
-    return gradcast.attach(model, sgd if mode == "overlap" else None, options=options)
+    return attach(model, sgd, mode, policy="p3", policy_parameters={"slice_elements": 150})
 
 
 def train(rank, mode):
-    heard = Heard()
-    logging.getLogger("gradcast").addHandler(heard)
     (bare, their_sgd), (first, first_sgd), (second, second_sgd) = made(), made(), made()
     steps(rank, range(16), nn.parallel.DistributedDataParallel(bare), bare, their_sgd)
-    handle = attached(first, first_sgd, mode)
-    steps(rank, range(10), first, first, first_sgd)
-    handle.flush()
-    needs_ns = {tensor.name: tensor.need_ns for tensor in handle.profile.tensors}
-    state = handle.state_dict()
-    handle.detach()
-    # Another program goes on, without a warm-up.
-    second.load_state_dict(first.state_dict())
-    second_sgd.load_state_dict(first_sgd.state_dict())
-    handle = attached(second, second_sgd, mode)
-    handle.load_state_dict(state)
-    steps(rank, range(10, 16), second, second, second_sgd)
-    handle.detach()
-    logging.getLogger("gradcast").removeHandler(heard)
-    said = [line for line in heard.lines if "does not see" in line]
+    with heard() as lines:
+        handle = attached(first, first_sgd, mode)
+        steps(rank, range(10), first, first, first_sgd)
+        handle.flush()
+        needs_ns = {tensor.name: tensor.need_ns for tensor in handle.profile.tensors}
+        state = handle.state_dict()
+        handle.detach()
+        # Another program goes on, without a warm-up.
+        second.load_state_dict(first.state_dict())
+        second_sgd.load_state_dict(first_sgd.state_dict())
+        handle = attached(second, second_sgd, mode)
+        handle.load_state_dict(state)
+        steps(rank, range(10, 16), second, second, second_sgd)
+        handle.detach()
+    said = [line for line in lines if "does not see" in line]
     return compare.modules(second, bare), state["unseen_reads"], needs_ns, said
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_forward_waits_for_what_it_reads_unseen(ranks, mode):
     results = ranks.run(2, train, mode)
     for rank, (different, unseen, needs_ns, said) in enumerate(results):

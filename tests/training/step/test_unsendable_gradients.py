@@ -1,9 +1,8 @@
 """Gradients that gradcast cannot send: sparse, or with a graph of their own. The error names the parameter."""
 
-import pytest
-
-from training.attached import Attached, error_of
+from training.attached import Attached, not_refused
 from training.needs import torch
+from training.pool import on_ranks
 
 nn = torch.nn
 
@@ -18,34 +17,14 @@ class Sparse(nn.Module):
         return self.head(self.table(tokens))
 
 
-def sparse_gradient(rank, mode):
+@on_ranks(2)
+def test_sparse_gradients_are_refused(rank, mode):
     """Known at attach, where the module says so; at the latest with the first gradient."""
-
-    def train():
-        attached = Attached(Sparse(), mode)
-        attached.step(torch.tensor([1, 2, 3]))
-
-    return error_of(train)
+    return not_refused(lambda: Attached(Sparse(), mode).step(torch.tensor([1, 2, 3])), "table.weight", "sparse")
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_sparse_gradients_are_refused(ranks, mode):
-    for code, message in ranks.run(2, sparse_gradient, mode):
-        assert code == "invalid_use", message
-        assert "table.weight" in message
-        assert "sparse" in message
-
-
-def create_graph(rank):
-    def train():
-        attached = Attached(nn.Linear(4, 1))
-        attached.module(torch.ones(2, 4)).pow(2).sum().backward(create_graph=True)
-        attached.optimizer.step()
-
-    return error_of(train)
-
-
-def test_gradients_with_a_graph_of_their_own_are_refused(ranks):
-    for code, message in ranks.run(2, create_graph):
-        assert code == "invalid_use", message
-        assert "weight" in message or "bias" in message
+@on_ranks(2)
+def test_gradients_with_a_graph_of_their_own_are_refused(rank):
+    attached = Attached(nn.Linear(4, 1, bias=False))
+    loss = attached.module(torch.ones(2, 4)).pow(2).sum()
+    return not_refused(lambda: loss.backward(create_graph=True), "weight", "create_graph")

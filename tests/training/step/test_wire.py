@@ -5,18 +5,18 @@ ranks there are.
 """
 
 import math
-from dataclasses import dataclass, field
 
 import pytest
 
 import gradcast
 from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 from training import compare, optimizers
-from training.models import TASKS
+from training.attached import attach
+from training.models import TASKS, Branches
 from training.needs import torch
 from training.ours import Ours
 from training.pool import on_ranks
-from training.step.test_graph_changes import Branches
+from training.step.test_equality import CUT, Case
 
 default_hooks = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 nn = torch.nn
@@ -40,34 +40,19 @@ def average(parameters, wire, world_size):
             parameter.grad = term
 
 
-@dataclass(frozen=True)
-class Case:
-    wire: str
-    task: str
-    optimizer: str
-    world_size: int
-    mode: str
-    wrap: bool = False
-    options: dict = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.wire}-{self.task}-{self.optimizer.replace(' ', '_')}-{self.world_size}-{self.mode}"
-
-
-CUT = {"policy": "p3", "policy_parameters": {"slice_elements": 300}}
 CASES = [
-    Case("bf16", "transformer", "adam fused", 2, "overlap", False, {"adapt": True}),
-    Case("fp16", "transformer", "sgd plain", 3, "overlap", False, CUT | {"in_flight": 2}),
-    Case("bf16", "convnet", "adamw fused", 4, "hook", True, CUT),
-    Case("fp16", "convnet_last", "adam plain", 4, "overlap", True),
-    Case("fp16", "mixed64", "adam foreach", 2, "hook", False, CUT | {"in_flight": 3}),
-    Case("bf16", "odd", "adam plain", 3, "overlap", False, {"policy": "fifo", "adapt": True}),
-    Case("bf16", "plain", "sgd plain", 3, "overlap", False, {"max_grad_norm": 0.1}),
+    ("bf16", Case("transformer", "adam fused", 2, "overlap", False, {"adapt": True})),
+    ("fp16", Case("transformer", "sgd plain", 3, "overlap", False, CUT | {"in_flight": 2})),
+    ("bf16", Case("convnet", "adamw fused", 4, "hook", True, CUT)),
+    ("fp16", Case("convnet_last", "adam plain", 4, "overlap", True)),
+    ("fp16", Case("mixed64", "adam foreach", 2, "hook", False, CUT | {"in_flight": 3})),
+    ("bf16", Case("odd", "adam plain", 3, "overlap", False, {"policy": "fifo", "adapt": True})),
+    ("bf16", Case("plain", "sgd plain", 3, "overlap", False, {"max_grad_norm": 0.1})),
 ]
 
 
-def train_both(rank, case):
-    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, wire=case.wire, **case.options)
+def train_both(rank, wire, case):
+    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, wire=wire, **case.options)
     task = TASKS[case.task]
     reference = task.module(seed=0)
     recipe = optimizers.make(case.optimizer, reference)
@@ -77,7 +62,7 @@ def train_both(rank, case):
             torch.distributed.broadcast(buffer, 0)
         recipe.optimizer.zero_grad()
         task.loss(reference, task.batch(rank.index, number)).backward()
-        average(reference.parameters(), case.wire, rank.size)
+        average(reference.parameters(), wire, rank.size)
         if "max_grad_norm" in case.options:
             nn.utils.clip_grad_norm_(reference.parameters(), case.options["max_grad_norm"])
         recipe.optimizer.step()
@@ -86,13 +71,12 @@ def train_both(rank, case):
     return compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_bits_of_the_reference_on_every_rank(ranks, case):
-    for found in ranks.run(case.world_size, train_both, case):
+@pytest.mark.parametrize(("wire", "case"), CASES, ids=str)
+def test_the_bits_of_the_reference_on_every_rank(ranks, wire, case):
+    for found in ranks.run(case.world_size, train_both, wire, case):
         assert found == []
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 @on_ranks(2)
 def test_two_ranks_have_the_bits_of_ddps_bf16_hook(rank, mode):
     ours = Ours("transformer", "adam plain", rank.index, mode=mode, wire="bf16")
@@ -114,8 +98,7 @@ def other_branches(rank, mode, wire):
     torch.manual_seed(0)
     module = Branches()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    options = gradcast.Options(adapt=False, warmup_steps=3, policy="fifo", wire=wire)
-    handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=options)
+    handle = attach(module, sgd, mode, policy="fifo", wire=wire)
     for number in range(10):
         handle.flush()
         before = module.right.weight.detach().clone()
@@ -135,29 +118,19 @@ def test_marks_travel_in_a_wire_format(ranks, mode, wire, world_size):
     assert len(set(ranks.run(world_size, other_branches, mode, wire))) == 1
 
 
-def huge_gradients(rank, wire):
-    """Of hook mode, so that gradients can be looked at after backward; and what DDP's own hook makes of them."""
-    gradients = []
-    for side in ("ours", "theirs"):
-        module = nn.Linear(4, 1, bias=False)
-        with torch.no_grad():
-            module.weight.fill_(1.0)
-        if side == "ours":
-            forward = module
-            gradcast.attach(module, options=gradcast.Options(warmup_steps=3, wire=wire))
-        else:
-            forward = nn.parallel.DistributedDataParallel(module)
-            forward.register_comm_hook(None, getattr(default_hooks, f"{wire}_compress_hook"))
+@pytest.mark.parametrize("wire", DTYPES)
+@on_ranks(2)
+def test_what_the_format_cannot_hold_arrives_as_with_ddps_hook(rank, wire):
+    """In hook mode, so that gradients can be looked at after backward."""
+    modules = [nn.Linear(4, 1, bias=False) for _ in range(2)]
+    theirs = nn.parallel.DistributedDataParallel(modules[0])
+    theirs.register_comm_hook(None, getattr(default_hooks, f"{wire}_compress_hook"))
+    attach(modules[1], None, "hook", wire=wire)
+    for forward in (theirs, modules[1]):
         forward(torch.tensor([[1e6, -1e6, 1.0, float("nan")]])).backward()
-        gradients.append(module.weight.grad.flatten().tolist())
-    return gradients
-
-
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_what_the_format_cannot_hold_arrives_as_with_ddps_hook(ranks, wire):
-    for ours, theirs in ranks.run(2, huge_gradients, wire):
-        assert str(ours) == str(theirs)
-        assert abs(ours[0]) == (float("inf") if wire == "fp16" else pytest.approx(1e6, rel=1 / 256))
+    expected, found = (module.weight.grad.flatten().tolist() for module in modules)
+    assert abs(found[0]) == (float("inf") if wire == "fp16" else pytest.approx(1e6, rel=1 / 256))
+    return compare.trees(str(found), str(expected), "gradient")
 
 
 def scaled_too_far(rank, mode):
@@ -178,7 +151,6 @@ def scaled_too_far(rank, mode):
     return scales, changed, compare.digest(ours.bare)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_a_scaler_skips_what_fp16_cannot_hold(ranks, mode):
     results = ranks.run(2, scaled_too_far, mode)
     assert results[0] == results[1]
@@ -215,27 +187,23 @@ def test_training_converges_as_with_fp32(ranks, wire):
     assert last == pytest.approx(expected, rel=0.02)
 
 
-def plan_of(rank, folder):
-    ours = Ours("plain", "sgd plain", rank.index, policy="p3", policy_parameters={"slice_elements": 50})
-    ours.train(range(4))
+def ranges(handle):
+    return [(block.buffer, tuple(block.ranges)) for block in handle.plan.blocks]
+
+
+@on_ranks(2)
+def test_a_plan_made_without_is_followed_in_a_wire_format(rank, tmp_path):
+    first = Ours("plain", "sgd plain", rank.index, policy="p3", policy_parameters={"slice_elements": 50})
+    first.train(range(4))
+    path = f"{tmp_path}/plan.json"
     if rank.index == 0:
-        ours.handle.save_plan(f"{folder}/plan.json")
-    return [(block.buffer, tuple(block.ranges)) for block in ours.handle.plan.blocks]
-
-
-def follow(rank, folder):
-    ours = Ours("plain", "sgd plain", rank.index, plan=f"{folder}/plan.json", wire="bf16")
+        first.handle.save_plan(path)
+    torch.distributed.barrier()
+    ours = Ours("plain", "sgd plain", rank.index, plan=path, wire="bf16")
     ours.train(range(4))
     stats = ours.handle.stats()
-    return [(block.buffer, tuple(block.ranges)) for block in ours.handle.plan.blocks], stats
-
-
-def test_a_plan_made_without_is_followed_in_a_wire_format(ranks, tmp_path):
-    (blocks, *_) = ranks.run(2, plan_of, str(tmp_path))
-    for followed, stats in ranks.run(2, follow, str(tmp_path)):
-        assert followed == blocks
-        assert stats["wire"] == "bf16"
-        assert stats["wire_bytes"] == stats["bytes"] / 2
+    assert (stats["wire"], stats["wire_bytes"]) == ("bf16", stats["bytes"] / 2)
+    return compare.trees(ranges(ours.handle), ranges(first.handle), "blocks")
 
 
 def stats_of_mixed_types(rank):
@@ -254,22 +222,6 @@ def test_statistics_tell_what_travels(ranks):
         assert plain["wire_bytes"] == plain["bytes"] == cast["bytes"]
         # The notes are in one of the buffers, too.
         assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + REPORT_ELEMENTS))
-
-
-def other_wire(rank):
-    module = nn.Linear(3, 3)
-    try:
-        gradcast.attach(module, options=gradcast.Options(wire="bf16" if rank.index else "fp32"))
-    except gradcast.Error as error:
-        torch.distributed.barrier()
-        return error.code, str(error)
-    return None, "it was accepted"
-
-
-def test_another_wire_format_on_one_rank_raises_on_all(ranks):
-    for code, message in ranks.run(2, other_wire):
-        assert code == "invalid_use"
-        assert message == "options.wire is fp32 on rank 0 and bf16 on rank 1; give all ranks the same"
 
 
 @pytest.mark.parametrize("wire", ["int8", "FP16", None, torch.bfloat16, ["bf16"]])
