@@ -56,6 +56,8 @@ class NormClipping:
         """Computes the norms of gradients that have arrived; they may still be pending."""
         # If this rank has not used a parameter, whether another rank has is not known yet.
         missing = [state for state in states if state.index not in self._norms and state.locally_unused is None]
+        if not missing:
+            return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             norms = _norms([state.update_grad.detach() for state in missing])
         self._norms |= {state.index: norm for state, norm in zip(missing, norms, strict=True)}
