@@ -110,7 +110,7 @@ class Program:
     @property
     def is_coherent(self) -> bool:
         tags = self.tags
-        excluded = {each for part in self.modules for each in part.without}
+        excluded = {each for part in self.modules for each in part.without.split()}
         excluded |= {each for use in self.uses for each in use.feature.without}
         if excluded & tags:
             return False

@@ -1,22 +1,7 @@
 """30 steps with gradcast equal a plain loop that reduces the same blocks, bit for bit.
 
-The cases cover each model, kind and form of optimizer, number of ranks, mode, way to wrap, and kind of plan:
-
-    model         optimizer           ranks  mode     module  plan
-    ------------  ------------------  -----  -------  ------  ------------------------------------------
-    convnet       SGD momentum        2      overlap  bare    forecast
-    convnet       AdamW groups fused  3      overlap  DDP     p3: cuts every tensor
-    convnet_last  Adam                4      hook     bare    fifo: a block per tensor; channels last
-    transformer   Adam fused          4      overlap  bare    p3
-    transformer   AdamW groups        2      hook     DDP     forecast
-    transformer   SGD momentum        3      overlap  bare    bytescheduler, two blocks in flight
-    mixed64       Adam                3      hook     bare    p3
-    mixed64       AdamW groups        4      overlap  bare    forecast
-    mixed16       Adam fused          2      overlap  bare    fifo
-    mixed16       SGD momentum        3      hook     DDP     forecast
-    recurrent     SGD momentum        2      overlap  bare    p3, three blocks in flight
-    odd           Adam                3      overlap  bare    p3; a number, columns, gaps
-    large         SGD momentum        2      overlap  bare    forecast; in test_large.py
+The cases cover each model, kind and form of optimizer, number of ranks, mode, way to wrap, and kind of plan. The model
+with one large tensor is in test_large.py.
 """
 
 from dataclasses import dataclass, field

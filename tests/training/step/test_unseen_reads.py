@@ -1,4 +1,5 @@
-"""Parameters that forward reads without a call that could be seen, as C++ extensions do: forward waits for them."""
+"""Parameters that forward reads without a call that could be seen: as C++ extensions do, for which forward waits, and
+as CUDA graphs do, which are known."""
 
 import time
 
@@ -85,3 +86,44 @@ def test_forward_waits_for_what_it_reads_unseen(ranks, mode):
         assert needs_ns["layers.2.weight"] > 0
         assert len(said) == (2 if mode == "overlap" and rank == 0 else 0), "by each handle"
         assert all(line.startswith("forward reads layers.0.weight, layers.4.weight in a way") for line in said)
+
+
+def graphed(module):
+    """As torch.cuda.make_graphed_callables leaves a module."""
+    memory = torch.from_numpy(module.weight.detach().numpy())
+
+    def new_fwd(value):
+        return ReadsMemory.apply(value, module.weight, memory)
+
+    new_fwd.__module__ = torch.cuda.make_graphed_callables.__module__
+    module.forward = new_fwd
+    return module
+
+
+def layers():
+    return nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(16, 16, bias=False), nn.Tanh())])
+
+
+def train_graphed(rank, mode):
+    torch.manual_seed(0)
+    theirs, ours = nn.parallel.DistributedDataParallel(layers()), layers()
+    ours.load_state_dict(theirs.module.state_dict())
+    for number in (0, 4):
+        graphed(ours[number])
+    sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (theirs, ours)]
+    handle = attach(ours, sgds[1], mode, policy="p3", policy_parameters={"slice_elements": 150})
+    for number in range(12):
+        torch.manual_seed(10 * number + rank.index)
+        batch = torch.randn(8, 16)
+        for module, sgd in zip((theirs, ours), sgds, strict=True):
+            sgd.zero_grad()
+            module(batch).square().sum().backward()
+            sgd.step()
+    unseen = handle.state_dict()["unseen_reads"]
+    handle.detach()
+    return compare.modules(ours, theirs.module), unseen
+
+
+def test_graphed_modules_read_what_has_been_updated(ranks, mode):
+    """Each module's read is known: nothing has to be waited for before forward begins."""
+    assert ranks.run(2, train_graphed, mode) == [([], [])] * 2
