@@ -5,11 +5,13 @@ update cannot have run yet, on the side of DDP at the same step. Afterwards both
 """
 
 import copy
+import dataclasses
 import io
 import pickle
 
 import pytest
 
+from gradcast.training.step import pending
 from training import compare
 from training.needs import torch
 from training.pool import on_ranks
@@ -116,3 +118,15 @@ def test_a_forward_in_any_form_reads_finished_weights(rank, task, mode):
         module.train()
     found = compare.trees(values[1], values[0])
     return found + twins.differences()
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    first: object
+    second: object
+
+
+def test_tensors_are_found_at_any_depth():
+    one, two, three = torch.ones(3).unbind()
+    found = pending.tensors_in([{"a": one}, Output(two, (4, {three}))])
+    assert [id(each) for each in found] == [id(one), id(two), id(three)]

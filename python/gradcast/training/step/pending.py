@@ -197,7 +197,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple | set | frozenset):
         parts = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = getattr(value, "__dict__", {}).values()
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     else:
         return
     for part in parts:
