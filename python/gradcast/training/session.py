@@ -93,7 +93,7 @@ class Session(TrainingSession):
             self.exchange,
             self._gradients,
             self.trace,
-            tells=group.rank == 0,
+            warn_once=self._warn_once,
             max_norm=options.max_grad_norm,
         )
         # No update can run before the norm of all gradients is known, so all are needed before forward reads anything.

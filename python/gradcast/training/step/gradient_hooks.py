@@ -12,7 +12,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,15 +63,15 @@ class Listener(pending.Owner, Protocol):
 
 
 class GradientHook:
-    """Hook behind the accumulation of one parameter's gradient. A parameter must not keep its session alive."""
+    """Hook of autograd's that calls a method while its object lives: a tensor must not keep its session alive."""
 
-    def __init__(self, gradients: "GradientHooks", state: ParameterState) -> None:
-        self._gradients, self._state = weakref.ref(gradients), state
+    def __init__(self, method: Callable[..., None], *arguments: Any) -> None:
+        self._method, self._arguments = weakref.WeakMethod(method), arguments
 
     def __call__(self, _: torch.Tensor) -> None:
-        gradients = self._gradients()
-        if gradients is not None:
-            gradients._on_gradient(self._state)
+        method = self._method()
+        if method is not None:
+            method(*self._arguments)
 
 
 class GradientHooks:
@@ -106,7 +106,7 @@ class GradientHooks:
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
-        hooks = [_hooked(state.parameter, GradientHook(self, state)) for state in self._states]
+        hooks = [_hooked(state.parameter, GradientHook(self._on_gradient, state)) for state in self._states]
         self._hook_ids = [hook.id for hook in hooks]
         return hooks
 
@@ -133,13 +133,7 @@ class GradientHooks:
             self._forward_thread = threading.get_ident()
         for state in self._hooked_by_program:
             state.forward_version = None if state.is_update_due else state.parameter._version
-        me = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            gradients = me()
-            if gradients is not None:
-                gradients._on_backward_start()
-
+        hook = GradientHook(self._on_backward_start)
         with_graph = [tensor for tensor in pending.tensors_in(output) if tensor.grad_fn is not None]
         for tensor in with_graph:
             tensor.register_hook(hook)

@@ -4,7 +4,6 @@ Thread safety: under the session's lock.
 """
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,8 +22,6 @@ from gradcast.training.step.optimizer_state import OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.update_stream import UpdateStream
 
-_log = logging.getLogger("gradcast")
-
 
 class OptimizerSteps:
     """The steps of all optimizers of a session.
@@ -41,11 +38,10 @@ class OptimizerSteps:
         exchange: GradientExchange,
         gradients: GradientHooks,
         trace: StepTrace,
-        tells: bool,
+        warn_once: Callable[[str], None],
         max_norm: float | None,
     ) -> None:
-        """``tells``: this rank warns the user; one rank is enough. ``max_norm``: gradients are clipped to it before the
-        first update."""
+        """``max_norm``: gradients are clipped to it before the first update."""
         self._optimizers = list(optimizers)
         self._states = states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
@@ -57,8 +53,7 @@ class OptimizerSteps:
         self._guards: list[OptimizerStateGuard] = []
         self.stream = UpdateStream(buffers.flats[0].device)
         self._clipping = None if max_norm is None else NormClipping(states, max_norm)
-        self._tells = tells
-        self._told: set[str] = set()
+        self._warn_once = warn_once
         self._failure: Error | None = None  # of an update; parameters are wrong since
 
     def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
@@ -220,11 +215,6 @@ class OptimizerSteps:
         self._clip(as_they_are=True)
         self._interceptions[number].run_whole()
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
-
-    def _warn_once(self, sentence: str) -> None:
-        if sentence not in self._told and self._tells:
-            self._told.add(sentence)
-            _log.warning("%s", sentence)
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
         """Leaves all updates of this optimizer due."""
