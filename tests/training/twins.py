@@ -14,15 +14,6 @@ from training.ours import Ours
 nn = torch.nn
 
 
-def _places(module: nn.Module) -> list[tuple[int, int]]:
-    """The one way to look that cannot be made to wait, nor is seen: addresses taken while values were finished."""
-    return [(parameter.data_ptr(), parameter.nbytes) for parameter in module.parameters()]
-
-
-def _bytes_of(place: tuple[int, int]) -> bytes:
-    return ctypes.string_at(*place)
-
-
 class Twins:
     """``model``: a task's name, or a function that makes a module for the plain task."""
 
@@ -100,15 +91,16 @@ class Twins:
         self.recipe.optimizer.step()
         self.ours.optimizer.zero_grad()
         loss = self.task.loss(self.ours.module, self.batch())
-        places = _places(self.ours.bare)
-        before = [_bytes_of(place) for place in places]
+        # The one way to look that cannot be made to wait, nor is seen: addresses taken while values are finished.
+        places = [(parameter.data_ptr(), parameter.nbytes) for parameter in self.ours.bare.parameters()]
+        before = [ctypes.string_at(*place) for place in places]
         self.signals += 1
         if self.rank.index != 0:
             self.rank.wait_for(f"looked{self.signals}")
         loss.backward()
         self.ours.optimizer.step()
         if self.rank.index == 0:
-            moved = sum(_bytes_of(place) != old for place, old in zip(places, before, strict=True))
+            moved = sum(ctypes.string_at(*place) != old for place, old in zip(places, before, strict=True))
             assert moved == 0, f"{moved} parameters were updated without the other rank's gradients"
             self.rank.signal(f"looked{self.signals}")
         self.after_step()

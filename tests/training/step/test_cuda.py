@@ -24,44 +24,32 @@ STEPS = 12
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
 
-def on_device(value):
-    if torch.is_tensor(value):
-        return value.to("cuda")
-    if isinstance(value, dict):
-        return {key: on_device(each) for key, each in value.items()}
-    return type(value)(on_device(each) for each in value) if isinstance(value, list | tuple) else value
-
-
-def train(rank, task_name, mode):
+@pytest.mark.parametrize("task", TASKS)
+@on_ranks(2)
+def test_equal_to_ddp(rank, task, mode):
     # The same sums in the same order for both.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
-    task = TASKS[task_name]
+    task = TASKS[task]
     theirs = nn.parallel.DistributedDataParallel(task.module(seed=rank.index).to("cuda"), device_ids=[0])
     ours = task.module(seed=rank.index).to("cuda")
     sgds = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in (theirs, ours)]
     handle = attach(ours, sgds[1], mode)
     for number in range(STEPS):
-        batch = on_device(task.batch(rank.index, number))
+        batch = [each.to("cuda") for each in task.batch(rank.index, number)]
         for module, sgd in zip((theirs, ours), sgds, strict=True):
             sgd.zero_grad()
             task.loss(module, batch).backward()
             sgd.step()
     handle.flush()
-    stats = handle.stats()
+    assert handle.stats()["policy"] == "forecast"
     handle.detach()
-    return compare.modules(ours, theirs.module), stats["policy"]
+    return compare.modules(ours, theirs.module)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_equal_to_ddp(ranks, task, mode):
-    for found, policy in ranks.run(2, train, task, mode):
-        assert found == []
-        assert policy == "forecast"
-
-
-def by_comm_hook(rank):
+@on_ranks(2)
+def test_the_comm_hook_gives_ddps_gradients(rank):
     """DDP with torch's average and with gradcast's hook, backward on a stream of its own."""
     modules = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to("cuda") for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
@@ -74,12 +62,7 @@ def by_comm_hook(rank):
     with torch.cuda.stream(stream):
         for ddp in (theirs, ours):
             ddp(batch).square().mean().backward()
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        return all(torch.equal(mine.grad, other.grad) for mine, other in pairs)
-
-
-def test_the_comm_hook_gives_ddps_gradients(ranks):
-    assert all(ranks.run(2, by_comm_hook))
+        return compare.trees(*([p.grad for p in ddp.parameters()] for ddp in (ours, theirs)), "gradients")
 
 
 def behind_nccl(rank):
@@ -105,8 +88,9 @@ def test_who_waits_for_the_comm_hook_waits_for_nccl(ranks):
     assert ranks.run(1, behind_nccl) == [1]
 
 
-def clipped(rank):
-    """How torch's norm of all gradients compares with the one that is taken as they arrive."""
+@on_ranks(2)
+def test_clipping_gives_torchs_norm_within_rounding(rank):
+    """The kernel that takes the norms as gradients arrive adds in another order at other places."""
     norms = []
     for own in (True, False):
         torch.manual_seed(0)
@@ -124,12 +108,7 @@ def clipped(rank):
         handle.flush()
         norms.append(handle.stats()["grad_norm"] if own else norm.item())
         handle.detach()
-    return norms
-
-
-def test_clipping_gives_torchs_norm_within_rounding(ranks):
-    for own, torchs in ranks.run(2, clipped):
-        assert own == pytest.approx(torchs, rel=1e-6)  # the kernel adds in another order at other places
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 class Fragile(nn.Module):
@@ -143,7 +122,8 @@ class Fragile(nn.Module):
         return self.last(Bomb.apply(hidden) if self.broken else hidden)
 
 
-def step_after_a_failure(rank):
+@on_ranks(2)
+def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(rank):
     """As a loop that logs the error and goes on. The gradients' hooks have run on a thread of autograd's."""
     module = Fragile().to("cuda")
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -161,11 +141,8 @@ def step_after_a_failure(rank):
         module(batch).square().sum().backward()
     sgd.step()
     handle.flush()
-    return {name for name, each in module.named_parameters() if not torch.equal(each, before[name])}
-
-
-def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(ranks):
-    assert ranks.run(2, step_after_a_failure) == [{"last.weight", "last.bias"}] * 2
+    changed = {name for name, each in module.named_parameters() if not torch.equal(each, before[name])}
+    return changed ^ {"last.weight", "last.bias"}
 
 
 class LateGradient(torch.autograd.Function):
