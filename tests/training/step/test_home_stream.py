@@ -74,6 +74,7 @@ def test_a_step_on_another_stream_is_before_its_updates(streams, stream):
 def test_the_update_stream_moves_with_the_step_and_is_ordered_behind_the_old_one(streams, stream):
     with streams.on(streams.b):
         stream.on_parameter_read()
+        assert stream.read_elsewhere
         stream.move_to_caller()
         assert not stream.read_elsewhere, "everything may be on one stream from now on"
         stream.follow_caller()
@@ -82,12 +83,6 @@ def test_the_update_stream_moves_with_the_step_and_is_ordered_behind_the_old_one
     with stream.entered():
         assert streams.current is streams.b
     assert streams.a.behind == ["b"]
-
-
-def test_a_parameter_that_is_read_elsewhere_is_noticed(streams, stream):
-    with streams.on(streams.b):
-        stream.on_parameter_read()
-    assert stream.read_elsewhere
 
 
 def test_nothing_is_known_before_the_first_step(streams):
