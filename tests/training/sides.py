@@ -42,11 +42,6 @@ class Side:
         self.attach(module, optimizer, process_group, **options)
         return module
 
-    def called(self, module: nn.Module, optimizer: torch.optim.Optimizer, **options) -> nn.Module:
-        """Attaches, and returns what the loop calls: the module itself, or with DDP its wrapper."""
-        self.attach(module, optimizer, **options)
-        return DDP(module) if self.name == "ddp" else module
-
     def batch(self, number: int) -> torch.Tensor:
         return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank))
 
