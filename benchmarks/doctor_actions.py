@@ -3,7 +3,7 @@
 Trains tests/doctor/train.py in the laboratory, lets ``gradcast doctor`` diagnose it, and then runs it with each action:
 overlap mode, 16 bits on the wire, another bucket size, two batches a step, data that is there, no slow rank.
 
-    python -m benchmarks.doctor_actions [--refresh docs/evaluation/tables.md]
+    python -m benchmarks.doctor_actions [--refresh benchmarks/results/tables.md]
 """
 
 import json

@@ -3,7 +3,7 @@
 Each case trains tests/doctor/train.py on two nodes of two ranks each, with a known cause or two, and is held against
 the case without any: what the cause's own part has gained, by what was injected or, for links, by what the step has.
 
-    python -m benchmarks.doctor_causes [--only link,read+link] [--refresh docs/evaluation/tables.md]
+    python -m benchmarks.doctor_causes [--only link,read+link] [--refresh benchmarks/results/tables.md]
 """
 
 import itertools

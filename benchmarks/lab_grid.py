@@ -1,11 +1,11 @@
-"""The speed of gradcast beside stock DDP over models, hosts and networks: the tables of docs/evaluation/tables.md.
+"""The speed of gradcast beside stock DDP over models, hosts and networks: the tables of benchmarks/results/tables.md.
 
 Each cell is one run of ``gradcast dev lab train`` on this machine, with a timed stand-in for an accelerator or a real
 model on the CPU, and becomes one JSON line of the record. Cells that the record has already are left out, so that an
 interrupted grid goes on where it was.
 
     python -m benchmarks.lab_grid --run
-    python -m benchmarks.lab_grid --refresh docs/evaluation/tables.md
+    python -m benchmarks.lab_grid --refresh benchmarks/results/tables.md
     python -m benchmarks.lab_grid --run --record new.jsonl --compare benchmarks/results/lab.jsonl
 """
 

@@ -1,7 +1,7 @@
-"""Every policy on the bundled profiles over a grid of networks: the tables of docs/evaluation/tables.md.
+"""Every policy on the bundled profiles over a grid of networks: the tables of benchmarks/results/tables.md.
 
 Times are predictions of ``play``; a cell is the iteration time over the bound of the policy's own kinds of operation,
-and in brackets over the plain bound. Run: python -m benchmarks.policy_tables [--refresh docs/evaluation/tables.md]
+and in brackets over the plain bound. Run: python -m benchmarks.policy_tables [--refresh benchmarks/results/tables.md]
 """
 
 import sys

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.lines import Line2D
 
+from gradcast.palette import CURVES, FAINT
 from gradcast.plots.canvas import plt, save
 
 _RECORD = Path(__file__).parent / "results" / "lab.jsonl"
@@ -39,7 +40,7 @@ def main() -> None:
     save(figure, output)
 
 
-_MODES = {"hook": ("#9aa3ad", "hook mode"), "overlap": ("#3d6fa5", "overlap mode")}
+_MODES = {"hook": (CURVES[1], "hook mode"), "overlap": (CURVES[0], "overlap mode")}
 
 
 def communication_ms(cell: dict[str, Any]) -> float:
@@ -65,7 +66,7 @@ def _legend() -> list[Line2D]:
 
     shapes = {"o": "6 models as stand-ins", "v": "BERT, GPT-2 as stand-ins", "D": "real models on busy cores"}
     colours = [entry("s", colour, label) for colour, label in reversed(_MODES.values())]
-    return [*colours, *(entry(marker, "#666666", label) for marker, label in shapes.items())]
+    return [*colours, *(entry(marker, FAINT, label) for marker, label in shapes.items())]
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from matplotlib.patches import Patch
 
 from benchmarks.demo.lanes import BACKWARD, FORWARD, UPDATE, WAIT, Block, Lanes, Span
 from benchmarks.demo.results import MODES, SHOWN, Row
+from gradcast import palette
 from gradcast.plots.canvas import bare, plt, save
 
-_COLOURS = {BACKWARD: "#b9c0c9", FORWARD: "#7fb6a2", UPDATE: "#8d6a9f", WAIT: "#d1495b"}
-_LINK = "#3d6fa5"
+_COLOURS = {BACKWARD: palette.BACKWARD, FORWARD: palette.FORWARD, UPDATE: palette.UPDATE, WAIT: palette.WAIT}
 _NAMES = {
     BACKWARD: "backward",
     FORWARD: "forward of the next step",
@@ -33,21 +33,21 @@ def draw(path: str, steps: list[tuple[str, Lanes]], table: list[Row], subtitle: 
     _draw_medians(upper, table, subtitle)
     _draw_steps(lower, steps)
     handles = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in _NAMES]
-    handles.append(Patch(facecolor=_LINK, label="gradients on the network (MB)"))
+    handles.append(Patch(facecolor=palette.NETWORK, label="gradients on the network (MB)"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     save(figure, path)
 
 
 def _draw_medians(axes: Any, table: list[Row], subtitle: str) -> None:
     for place, row in enumerate(reversed(table)):
-        colour = _LINK if row.mode == SHOWN else "#b9c0c9"
+        colour = palette.CURVES[0] if row.mode == SHOWN else palette.GRID
         axes.barh(place, row.step_ms, color=colour, height=0.6)
         spread = [[row.step_ms - row.low_ms], [row.high_ms - row.step_ms]]
         axes.errorbar(row.step_ms, place, xerr=spread, color="black", capsize=3, linewidth=1)
         axes.text(1, place, f"{row.step_ms:.0f} ms", va="center", color="white" if row.mode == SHOWN else "black")
     axes.set_yticks(range(len(table)), [MODES[row.mode] for row in reversed(table)])
     axes.set_xlabel("ms per step: median, and the range of 80 % of the steps")
-    axes.set_title(subtitle, fontsize=9.5, loc="left", color="#444444")
+    axes.set_title(subtitle, fontsize=9.5, loc="left", color=palette.FAINT)
     bare(axes)
 
 
@@ -83,11 +83,11 @@ def _draw_link(axes: Any, y: float, blocks: list[Block]) -> None:
             low = y + _LANE - (place + 1) * height
             seam = 1.0 if length_ms > _SEAM_SHARE * width_ms else 0
             span = [(block.start_ms, length_ms)]
-            axes.broken_barh(span, (low, height), facecolor=_LINK, edgecolor="white", linewidth=seam)
+            axes.broken_barh(span, (low, height), facecolor=palette.NETWORK, edgecolor="white", linewidth=seam)
             if length_ms > _LABEL_SHARE * width_ms and height > _LABEL_HEIGHT:
                 middle = (block.start_ms + length_ms / 2, low + height / 2)
                 text = f"{block.size_bytes / 1e6:.2f}"
-                axes.text(*middle, text, ha="center", va="center", fontsize=9 if height > 0.5 else 7, color="white")
+                axes.text(*middle, text, ha="center", va="center", fontsize=9 if height > 0.5 else 7)
 
 
 def sharing(blocks: list[Block]) -> list[list[Block]]:
