@@ -180,7 +180,7 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     """The DDP baseline: DDP's buckets with the best sizes for this profile. REQUIRES: the profile has a link.
 
     Among nearly equal sizes those that make the fewest buckets are taken. They are compared with one bucket in flight:
-    with more, `play` hides the start-up cost of one behind another, and busy hosts do not (benchmarks/results/tables.md).
+    with more, `play` hides the start-up cost of one behind another, and busy hosts do not.
     """
     candidates = [(ddp_baseline.plan(profile, caps, in_flight=1), caps) for caps in ddp_baseline.TUNED_CAPS_BYTES]
     near_ns = (1 + _BASELINE_TOLERANCE) * min(plan.predicted_ns for plan, _ in candidates)
