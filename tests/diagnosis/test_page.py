@@ -283,7 +283,7 @@ def test_report_with_everything_else(run, run_folder, tmp_path):
 
 def test_report_says_what_is_wrong(run, run_folder, tmp_path, run_fields):
     assert "doctor.json is missing" in run("report", tmp_path).err
-    assert "cannot be read" in run("report", tmp_path / "nowhere").err
+    assert "does not exist" in run("report", tmp_path / "nowhere").err
     (run_folder / "trace.json.gz").unlink()
     assert "has no trace" in run("report", run_folder, "--hta", tmp_path / "hta").err
     for fields, words in (
