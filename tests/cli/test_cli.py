@@ -510,3 +510,9 @@ def test_no_standard_output_at_all():
     process = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
     assert process.returncode == 3
     assert process.stderr == "gradcast: error: cannot write to the standard output: it is closed\n"
+
+
+def test_estimated_times_are_called_so(run):
+    assert "estimated and not measured" in run("simulate", "bert_base", "--bandwidth", "10gbit", "--workers", "8").out
+    measured = run("simulate", "vgg16", "--scale", "0.5", "--bandwidth", "10gbit", "--workers", "8").out
+    assert "estimated" not in measured

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns, total_bytes
 from gradcast.errors import Error
-from gradcast.files import bundled_profiles, load_profile
+from gradcast.files import ESTIMATED_PROFILES, bundled_profiles, load_profile
 from gradcast.scaling.growth import MEASURED_ALGORITHMS, SPREAD
 from gradcast.units import (
     format_ms,
@@ -173,10 +173,11 @@ def profile_name(profile: _core.Profile, scale: float) -> str:
 
 
 def describe_profile(profile: _core.Profile, scale: float = 1.0) -> str:
+    is_estimate = profile.name in ESTIMATED_PROFILES and profile.backward_ns == 2 * profile.forward_ns
     return (
         f"{profile_name(profile, scale)}: {len(profile.tensors)} tensors, {format_size(total_bytes(profile))}; "
         f"backward {format_ms(profile.backward_ns)} + forward {format_ms(profile.forward_ns)} = "
-        f"{format_ms(compute_ns(profile))} of compute"
+        f"{format_ms(compute_ns(profile))} of compute" + (", estimated and not measured" if is_estimate else "")
     )
 
 

@@ -63,7 +63,7 @@ def _extension() -> str:
 
 def _bench() -> dict[str, str]:
     if not bench.PROGRAM.exists():
-        return {"gradcast-bench": "not built; pip install -v gradcast shows why"}
+        return {"gradcast-bench": "not built; in the source tree `pip install -v .` shows why"}
     done = subprocess.run([bench.PROGRAM, "--parts"], capture_output=True, text=True, check=False, timeout=60)
     if done.returncode != 0:  # a library that it was built with is missing
         return {"gradcast-bench": f"cannot run: {done.stderr.strip()}"}

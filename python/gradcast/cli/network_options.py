@@ -37,7 +37,11 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--network", "NAMES", names, list_of(str), action="extend")
     option(group, "--link", "JSON", "file with a link model, for instance from `gradcast dev link fit`")
     option(
-        group, "--bandwidth", "LIST", "bandwidth of a worker's connection: 10gbit or 1gbit,25gbit", list_of(BANDWIDTH)
+        group,
+        "--bandwidth",
+        "LIST",
+        "bandwidth of each worker's own connection: 10gbit or 1gbit,25gbit",
+        list_of(BANDWIDTH),
     )
     counts = "number of workers: 8 or 2,8,64 (default: the profile's world size)"
     option(group, "--workers", "LIST", counts, list_of(whole_number(1, WORKERS_MAX)))
