@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from gradcast import _core
-from gradcast.palette import CURVES, INK
+from gradcast.palette import CURVES
 from gradcast.plots.canvas import Bar, bare, draw_grid, draw_steps, plt, save
+from gradcast.units import format_time
 
 _COLOURS = dict(zip(("all_reduce", "reduce_scatter", "all_gather"), CURVES, strict=False))
 _POINTS_OF_A_LINE = 200
@@ -47,8 +48,10 @@ def _draw_sweep(axes: Any, results: dict[str, Any]) -> None:
             axes.plot(points, [cost.cost_ns(size) / 1e3 for size in points], color=colour, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("bytes of an operation")
-    axes.set_ylabel("µs: mean, range, and the fitted line")
+    axes.xaxis.set_major_formatter(_binary_size)
+    axes.yaxis.set_major_formatter(lambda time_us, _: format_time(1e3 * time_us))
+    axes.set_xlabel("size of an operation")
+    axes.set_ylabel("time: mean, range, and the fitted line")
     axes.legend(frameon=False, fontsize=9)
     draw_grid(axes)
     bare(axes)
@@ -59,13 +62,18 @@ def _draw_schedule(axes: Any, results: dict[str, Any]) -> None:
     bars = []
     for place, row in enumerate(rows):
         step_ms, low_ms, high_ms = (row[key] / 1e6 for key in ("step_ns", "low_ns", "high_ns"))
-        bars.append(Bar(row["policy"], step_ms, low_ms, high_ms, f"{step_ms:.1f}", own=place == 0))
+        predicted_ms = row["predicted_ns"] / 1e6
+        bars.append(Bar(row["policy"], step_ms, low_ms, high_ms, f"{step_ms:.1f}", place == 0, predicted_ms))
     draw_steps(axes, bars, compute_ms=rows[0]["compute_ns"] / 1e6, bound_ms=rows[0]["bound_ns"] / 1e6)
-    for place, row in enumerate(rows):
-        for colour, length, width in (("white", 13, 3), (INK, 12, 1.4)):
-            axes.plot(row["predicted_ns"] / 1e6, place, "|", color=colour, markersize=length, markeredgewidth=width)
-    axes.set_xlabel("ms per step: compute and what communication adds; |: predicted; dashed: the bound")
+    axes.set_xlabel("ms per step: compute, and what communication adds\n| predicted    - - lower bound")
     axes.set_title(f"{results['profile']}, {results['mode']} mode", fontsize=10, loc="left")
+
+
+def _binary_size(size_bytes: float, _: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:g} {name}"
+    return f"{size_bytes:g} B"
 
 
 def _geometric(first: int, last: int) -> list[int]:

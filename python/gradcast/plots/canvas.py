@@ -25,18 +25,23 @@ class Bar:
     high_ms: float
     label: str
     own: bool = False  # by gradcast's planner, for a bold name
+    predicted_ms: float | None = None
 
 
 def draw_steps(axes: Any, bars: Sequence[Bar], *, compute_ms: float, bound_ms: float) -> None:
     """The bars from the top, each with its range, and the lower bound as a dashed line."""
-    end_ms = max(bar.high_ms for bar in bars)
+    ends_ms = [max(bar.high_ms, bar.step_ms, bar.predicted_ms or 0) for bar in bars]
+    end_ms = max(ends_ms)
     axes.set_xlim(0, 1.17 * end_ms)  # room for the labels at the right
     axes.set_ylim(len(bars) - 0.45, -0.55)
     for place, bar in enumerate(bars):
         axes.barh(place, bar.step_ms, _BAR, color=WAIT)
         axes.barh(place, min(bar.step_ms, compute_ms), _BAR, color=COMPUTE)
         axes.plot([bar.low_ms, bar.high_ms], [place, place], color=INK, linewidth=1.4, solid_capstyle="butt")
-        axes.text(max(bar.high_ms, bar.step_ms) + 0.008 * end_ms, place, bar.label, va="center", fontsize=8.5)
+        if bar.predicted_ms is not None:
+            for colour, length, width in (("white", 13, 3), (INK, 12, 1.4)):
+                axes.plot(bar.predicted_ms, place, "|", color=colour, markersize=length, markeredgewidth=width)
+        axes.text(ends_ms[place] + 0.012 * end_ms, place, bar.label, va="center", fontsize=8.5)
     axes.axvline(bound_ms, color=INK, linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
     for label, bar in zip(axes.get_yticklabels(), bars, strict=True):
