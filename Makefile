@@ -159,7 +159,7 @@ wheels: $(VENV)/wheels.stamp
 	  CMAKE_ARGS='-DGRADCAST_MPI=OFF -DGRADCAST_CUDA=OFF' $$python -m pip wheel --quiet --no-deps --wheel-dir $(BUILD)/wheels . \
 	    </dev/null || exit 1; \
 	done; \
-	$(VENV)/wheels/bin/auditwheel repair --wheel-dir dist $(BUILD)/wheels/*.whl && ls dist
+	PATH=$(CURDIR)/$(VENV)/wheels/bin:$$PATH auditwheel repair --wheel-dir dist $(BUILD)/wheels/*.whl && ls dist
 
 .PHONY: benchmark
 benchmark: all
