@@ -125,7 +125,7 @@ def kept(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def gained_ms(part: str, usual: dict[str, Any], found: dict[str, Any]) -> float:
-    """Of traffic both parts together: what is hidden behind the slower kind costs nothing by itself."""
+    """Milliseconds that a part has gained. Both parts of traffic count together: one hides the other."""
     counted = TRAFFIC if part in TRAFFIC else (part,)
     return sum(found["parts"][each] - usual["parts"][each] for each in counted)
 

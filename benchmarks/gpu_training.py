@@ -93,7 +93,7 @@ def traced(training: Training, batches: Iterable[torch.Tensor], path: str) -> fl
 
 
 def together_ms(events: Iterable[dict[str, Any]]) -> float:
-    """Of a Chrome trace: how long some copy runs while a kernel does, on another stream."""
+    """How long, in a Chrome trace, a copy runs while a kernel runs on another stream."""
     spans: dict[str, list[tuple[float, float, Any]]] = {"kernel": [], "gpu_memcpy": []}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in spans:

@@ -155,7 +155,7 @@ def _is_settled(line: dict[str, Any]) -> bool:
 
 
 def _unsteadiness(line: dict[str, Any]) -> float:
-    """Of compute alone, with which no network interferes: the longest of 80 % of the steps over the shortest."""
+    """The longest of 80 % of the steps over the shortest, of compute alone, with which no network interferes."""
     alone = row_of(line, "alone")
     return alone["high_ms"] / alone["low_ms"]
 

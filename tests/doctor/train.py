@@ -150,7 +150,7 @@ def main():
 
 
 def digest(model, optimizer):
-    """Of every bit that training has left."""
+    """A hash of every bit that training has left."""
     found = hashlib.sha256()
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]

@@ -88,7 +88,7 @@ class HandTransport final : public Transport {
   }
   std::vector<int64_t> started() const { return copy_of(started_); }
   std::vector<std::string> abort_reasons() const { return copy_of(abort_reasons_); }
-  // Of the thread that runs the transport.
+  // The name of the thread that runs the transport.
   std::string thread_name() const { return copy_of(thread_name_); }
   bool closed() const { return closed_; }
 

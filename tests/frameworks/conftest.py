@@ -7,7 +7,7 @@ class Told(dict):
     """By case, what both ranks told."""
 
     def digests(self, case: str) -> set[str]:
-        """Of the parameters: one, where the ranks agree."""
+        """The digests of the ranks' parameters: a single one if the ranks agree."""
         return {rank["digest"] for rank in self[case]}
 
 

@@ -343,7 +343,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def rank(package: str, module: str) -> int:
-    """Of the folder that the module lies in."""
+    """The place, in the package's order of layers, of the folder that the module lies in."""
     first = module.removeprefix(package + ".").split(".")[0]
     return ORDERS[package].index(first) if first in ORDERS[package] else 0
 

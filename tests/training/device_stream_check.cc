@@ -64,7 +64,7 @@ class FakeDevice {
 
 FakeDevice fake;
 thread_local c10::StreamId current_stream = 0;
-// Of a thread that has said nothing it is device 0. Calls for another device go back to it, and it takes memory.
+// Device 0 in a thread that has chosen none. Calls for another device go back to it, and it takes memory.
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int> calls_from_device_0 = 0;
 

@@ -101,7 +101,7 @@ def destroys_group(side: str, mode: str) -> None:
 
 
 def leaves_groups_open(way: str) -> None:
-    """Of the doctor's kind: tells how many threads of Gloo there are while they are in use, and at the end."""
+    """Leaves groups open as the doctor does, and tells how many threads of Gloo there are in use and at the end."""
 
     def tell_threads() -> None:
         names = []

@@ -59,7 +59,7 @@ class Twins:
             self.after_step()
 
     def no_sync(self, module: nn.Module):
-        """Of the side that this bare module belongs to."""
+        """The ``no_sync`` of the side that this bare module belongs to."""
         return self.theirs.no_sync() if module is self._bare else self.handle.no_sync()
 
     def step(self, *arguments, between: Callable | None = None, set_to_none=True) -> None:
@@ -106,7 +106,7 @@ class Twins:
         self.after_step()
 
     def differences(self) -> list[str]:
-        """Of everything, after a flush."""
+        """What differs between the twins after a flush."""
         assert self.rank.size == 2, "with more ranks the twins differ by rounding"
         self.handle.flush()
         gradients = ({name: p.grad for name, p in module.named_parameters()} for module in reversed(self.modules))

@@ -11,7 +11,7 @@ nn = torch.nn
 
 
 def parameters():
-    """Of sizes that no alignment fits, two dtypes."""
+    """Parameters of two dtypes, of sizes that no alignment fits."""
     shapes = {"a": (3,), "b": (7, 5), "c": (8,), "d": (2, 3, 1), "e": (31,)}
     dtypes = {"b": torch.bfloat16, "e": torch.bfloat16}
     return {name: torch.zeros(shape, dtype=dtypes.get(name, torch.float32)) for name, shape in shapes.items()}

@@ -23,7 +23,7 @@ namespace gradcast {
 namespace {
 
 constexpr int64_t kHourNs = 3'600'000'000'000;
-// Of an operation; it outlives every one.
+// The range of every operation here. It outlives them all.
 const std::vector<Range> kRange = {{0, 8}};
 using Completions = RecordingSink::Completions;
 

@@ -68,7 +68,7 @@ class MpiTest : public testing::Test {
     transport_ = make_mpi_transport(MPI_COMM_WORLD, {{numbers_.data(), 400, Element::kFloat32}});
   }
 
-  // Of two ranges, so that MPI works on memory of the transport's.
+  // Starts an all-reduce of two ranges, so that MPI works on memory of the transport's.
   std::string all_reduce() {
     transport_->start({0, Op::kAllReduce, 0, ranges_, 2});
     return sink_.end_of(0);

@@ -52,7 +52,7 @@ void refuse_memory(int calls);
 
 int version();
 void set_version(int version);  // of NCCL, from now on
-// Of every communicator of this rank, as if a connection had been lost.
+// Breaks every communicator of this rank, as if a connection had been lost.
 void break_connections(int rank);
 // Communicators that are neither destroyed nor aborted, and the number of those that were aborted, or destroyed.
 int communicators();

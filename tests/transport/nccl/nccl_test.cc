@@ -127,7 +127,7 @@ void expect_sums(const Rank& rank, const std::vector<Range>& elements, int32_t w
   }
 }
 
-// Of what the tests' own device has given.
+// Nothing that the tests' own device has given is still in use.
 void expect_nothing_left() {
 #ifdef GRADCAST_FAKE_DEVICE
   fake::end_streams();

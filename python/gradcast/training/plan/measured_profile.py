@@ -73,7 +73,7 @@ def unseen_reads(ranks: Sequence[Measurement]) -> set[int]:
 
 
 def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
-    """Of all ranks together."""
+    """The warm-up's samples, step by step, each of all ranks together."""
     steps = zip(*(rank.blocks for rank in ranks), strict=True)
     return [sample for step in steps for sample in network_cost.combined(step)]
 
