@@ -102,7 +102,7 @@ def test_what_is_kept_stays_what_it_was(rank, name, mode):
 
 
 def addresses(rank, mode, program):
-    """Where each parameter's gradient lies, step by step, while ``program`` looks at them between backward and step()."""
+    """Where each gradient lies, step by step, while ``program`` looks at them between backward and step()."""
     module = net()
     side = Side(mode, rank.index)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
