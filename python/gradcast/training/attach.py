@@ -34,9 +34,8 @@ def attach(
     """Lets the module's gradients travel by a plan. Collective over the workers; call it before the training loop.
 
     ``module``: a bare module, or one with a DistributedDataParallel around it, which may lie inside torch.compile() or
-    a framework's wrapper. All trainable parameters must be on one device (docs/reference/guarantees.md lists what
-    is accepted). A bare module gets rank 0's parameters and buffers now, and its buffers before each training forward
-    pass, as with DDP.
+    a framework's wrapper. All trainable parameters must be on one device; the guarantees list what is accepted. A bare
+    module gets rank 0's parameters and buffers now, and its buffers before each training forward pass, as with DDP.
     ``optimizer``: one, or a list of all that update the module; a framework's wrapper around one is accepted. With it,
     gradcast works in overlap mode: gradients of a step travel while the next forward pass runs, and each parameter is
     updated before it is read. Without it, in hook mode: all gradients have arrived when backward ends, as with DDP.
