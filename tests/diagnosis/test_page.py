@@ -18,6 +18,7 @@ from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.errors import Error
+from gradcast.units import format_size
 
 SECTIONS = [
     "actions", "lint", "step-time", "timeline", "prediction", "ranks", "bandwidth", "plans", "scaling", "network",
@@ -425,5 +426,5 @@ def test_it_prints_on_a_few_pages_with_nothing_cut_and_tables_unfolded(browser, 
     assert 12 <= len(samples) <= 20
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     for sample in samples:
-        assert f"{values.size(sample['bytes'])} {values.ms(sample['ms'])}" in lines
+        assert f"{format_size(sample['bytes'])} {values.ms(sample['ms'])}" in lines
     assert "Bandwidth per step" not in printed

@@ -150,7 +150,7 @@ def test_what_ranks_wait_inside_of_forward_is_not_their_own_work(buffers):
     others = WAITED_MS + SLOW_MS if buffers else WAITED_MS
     assert waits == [others, others, WAITED_MS, others]
     # In the picture the row of the slow one stands out.
-    classes = [line.split('class="')[1][:2] for line in heat_map.draw(found).split("<rect")[1:]]
+    classes = [line.split('class="')[1][:2] for line in str(heat_map.draw(found)).split("<rect")[1:]]
     rows = [set(classes[rank * STEPS : (rank + 1) * STEPS]) for rank in range(4)]
     assert rows == [{"h0"}, {"h0"}, {"h4" if buffers else "h0"}, {"h0"}]
 

@@ -15,7 +15,7 @@ import pytest
 import gradcast
 from diagnosis import doctor_runs
 from gradcast import _core
-from gradcast.diagnosis.trace import clocks, lanes
+from gradcast.diagnosis.trace import clocks
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.diagnosis.trace.clocks import ClockOffset, Ping
@@ -186,7 +186,7 @@ def test_a_hundred_steps_of_eight_ranks_are_less_than_a_megabyte(tmp_path):
 
 def test_a_wait_that_seems_to_outlast_forward_is_cut():
     spans = [Span("forward", 0, 10 * MS), Span("wait", 8 * MS, 10 * MS + 7000), Span("backward", 11 * MS, 12 * MS)]
-    assert lanes.nested(spans) == [spans[0], Span("wait", 8 * MS, 10 * MS), spans[2]]
+    assert merged_trace.nested(spans) == [spans[0], Span("wait", 8 * MS, 10 * MS), spans[2]]
 
 
 def test_a_handle_without_a_plan_has_an_empty_trace():

@@ -10,11 +10,10 @@ together get lanes of their own ("link 2"), because events of one lane must nest
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from gradcast.diagnosis.trace.clocks import Clock
-from gradcast.diagnosis.trace.lanes import in_lanes, nested
 
 # Shorter spans are left out. Checking whether something has arrived takes some microseconds at every parameter that is
 # read; these checks cannot be seen beside steps of milliseconds, and would be most of the events.
@@ -22,6 +21,7 @@ _SHORTEST_NS = 20_000
 _STEPS, _COMPUTE, _LINK = 0, 1, 2
 
 _Event = dict[str, Any]
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
@@ -157,6 +157,35 @@ def _waited_for(spans: Sequence[Span], blocks: Sequence[BlockSpan]) -> list[tupl
         if span.kind == "wait" and last >= 0 and ends_ns[last] > span.start_ns:
             found.append((span, finished[last]))
     return found
+
+
+def in_lanes(items: Sequence[T], ends: Callable[[T], tuple[float, float]]) -> list[list[T]]:
+    """Distributes the items over as few lanes as possible without overlap; each goes to the first free lane."""
+    lanes: list[list[T]] = []
+    for item in sorted(items, key=ends):
+        start = ends(item)[0]
+        free = next((lane for lane in lanes if ends(lane[-1])[1] <= start), None)
+        if free is None:
+            lanes.append([item])
+        else:
+            free.append(item)
+    return lanes
+
+
+def nested(spans: Sequence[Span]) -> list[Span]:
+    """Cuts spans so that each lies inside or outside of every other.
+
+    Clocks are read one after the other, so a wait inside forward may seem to end some microseconds after it.
+    """
+    open_ends: list[float] = []
+    cut = []
+    for span in sorted(spans, key=lambda each: (each.start_ns, -each.end_ns)):
+        while open_ends and open_ends[-1] <= span.start_ns:
+            open_ends.pop()
+        end_ns = min(span.end_ns, open_ends[-1]) if open_ends else span.end_ns
+        open_ends.append(end_ns)
+        cut.append(span._replace(end_ns=end_ns))
+    return cut
 
 
 class _Events:

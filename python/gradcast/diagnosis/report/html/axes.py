@@ -1,4 +1,4 @@
-"""Scales, ticks and other shared parts of SVG figures.
+"""Figures: their frame, scales, axes and marks.
 
 Figures are drawn 960 wide and scale with the page, so that text stays legible on a laptop and on paper.
 """
@@ -17,7 +17,7 @@ LETTER = 6.6  # approximate width of a letter in a figure
 class Scale:
     """Maps values to positions; logarithmically if ``log``."""
 
-    def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
+    def __init__(self, low: float, high: float, start: float = LEFT, end: float = WIDTH - RIGHT, log: bool = False):
         self._log = log
         self._low, self._high = self._value(low), self._value(high)
         if self._high <= self._low:
@@ -44,55 +44,56 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def svg(height: float, label: str, *children: Any, width: float = WIDTH) -> Markup:
+def figure(height: float, label: str, caption: Any, *drawn: Any) -> Markup:
     """``label`` is the text that a screen reader reads."""
-    return element(
-        "svg",
-        element("title", label),
-        *children,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-        aria_label=label,
-    )
+    return element("figure", svg(height, label, *drawn), element("figcaption", caption))
 
 
-def text(x: float, y: float, words: Any, anchor: str = "start", class_: str | None = None) -> Markup:
-    return element("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, class_=class_)
+def svg(height: float, label: str, *drawn: Any, width: float = WIDTH) -> Markup:
+    size = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width:g} {height:g}"}
+    return element("svg", element("title", label), *drawn, **size, role="img", aria_label=label)
 
 
-def bottom_axis(scale: Scale, values: Sequence[float], y: float, top: float, unit: str) -> list[Markup]:
-    """Draws vertical grid lines, numbers below them, and the unit at the end."""
-    marks = [element("line", x1=scale(value), x2=scale(value), y1=top, y2=y, class_="grid") for value in values]
-    marks += [text(scale(value), y + 16, words, "middle", "tick") for value, words in numbers(values)]
-    return [*marks, text(WIDTH - RIGHT, y + 34, unit, "end", "tick")]
+def text(x: float, y: float, words: Any, anchor: str | None = None, class_: str | None = None) -> Markup:
+    return element("text", words, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def numbers(values: Sequence[float]) -> list[tuple[float, str]]:
+    """Returns values with their texts, as axes take them."""
+    return [(value, f"{value:g}") for value in values]
+
+
+def below(x: Scale, across: Sequence[tuple[float, Any]], y: float, unit: str) -> list[Markup]:
+    """Draws texts below a figure, and the unit at the end. ``across`` are values with their texts."""
+    made = [text(x(value), y + 16, words, "middle", "tick") for value, words in across]
+    return [*made, text(x.end, y + 34, unit, "end", "tick")]
+
+
+def bottom_axis(x: Scale, values: Sequence[float], y: float, top: float, unit: str) -> list[Markup]:
+    """Draws vertical grid lines with numbers below them."""
+    lines = [line(x(value), top, x(value), y, "grid") for value in values]
+    return [*lines, *below(x, numbers(values), y, unit)]
 
 
 def frame(
     x: Scale, y: Scale, across: Sequence[tuple[float, Any]], upwards: Sequence[tuple[float, Any]], unit: str
 ) -> list[Markup]:
-    """Draws horizontal grid lines with their texts, texts below the figure, and the unit of ``x`` at its end.
-    ``across`` and ``upwards`` are values with their texts.
-    """
-    made = []
-    for value, words in upwards:
-        made.append(element("line", x1=x.start, x2=x.end, y1=y(value), y2=y(value), class_="grid"))
-        made.append(text(x.start - 8, y(value) + 4, words, "end", "tick"))
-    made += [text(x(value), y.start + 16, words, "middle", "tick") for value, words in across]
-    return [*made, text(x.end, y.start + 36, unit, "end", "tick")]
+    """Draws horizontal grid lines with their texts, and what is ``below``."""
+    lines = [line(x.start, y(value), x.end, y(value), "grid") for value, _ in upwards]
+    names = [text(x.start - 8, y(value) + 4, words, "end", "tick") for value, words in upwards]
+    return [*lines, *names, *below(x, across, y.start, unit)]
 
 
-def numbers(values: Sequence[float]) -> list[tuple[float, str]]:
-    """Returns values with their texts."""
-    return [(value, f"{value:g}") for value in values]
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def curve(points: Sequence[tuple[float, float]], class_: str, shape: str = "polyline") -> Markup:
+    return element(shape, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
 
 
 def bar(x: float, y: float, width: float, height: float, tooltip: str, class_: str) -> Markup:
     return element("rect", element("title", tooltip), x=x, y=y, width=max(width, 0.5), height=height, class_=class_)
-
-
-def line(points: Sequence[tuple[float, float]], class_: str, shape: str = "polyline") -> Markup:
-    return element(shape, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
 
 
 def dot(x: float, y: float, tooltip: str, class_: str, radius: float = 4.0) -> Markup:

@@ -5,34 +5,30 @@ from typing import Any
 
 from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import WIDTH, Scale, ticks
-from gradcast.diagnosis.report.html.markup import Markup, element
+from gradcast.diagnosis.report.html.markup import Markup
 
 _HEIGHT = 330.0
 _BAND = 0.05
 # The scatter plot of blocks is left of this, the bars of the step right of it.
 _MIDDLE = 470.0
 
+_Pairs = list[tuple[int, float, float]]
 
-def draw(run: dict[str, Any]) -> Markup:
-    heading = "Predicted and measured"
-    prediction = run.get("prediction")
-    if not prediction:
-        why = "No step followed a plan in this run, so there is nothing to compare predictions with."
-        return components.untried(run, "prediction", heading, why)
-    pairs = block_pairs(run)
-    left = _scatter(pairs) if pairs else []
+
+def draw(run: dict[str, Any]) -> list[Markup]:
+    pairs, bars = block_pairs(run), _bars(run)
     label = (
         "Left: measured against predicted time of each block. Right: the step now, predicted, measured, and its floor."
     )
-    picture = axes.svg(_HEIGHT, label, left, _bars(run, prediction))
-    off = [measured / predicted - 1 for _, predicted, measured in pairs if predicted > 0]
     now_ms = run["step"]["ms"]
-    rows = [[name, values.ms(value), values.times(now_ms / value)] for name, value, _ in rows_of(run, prediction)]
-    table = components.table(["step", "time", "speedup"], rows, "lrr", "The step as a whole")
-    return components.section("prediction", heading, components.figure(picture, _caption(prediction, off)), table)
+    rows = [[name, values.ms(value), values.times(now_ms / value)] for name, value, _ in bars]
+    return [
+        axes.figure(_HEIGHT, label, _caption(run["prediction"], pairs), _scatter(pairs), _drawn_bars(bars)),
+        components.table(["step", "time", "speedup"], rows, "lrr", "The step as a whole"),
+    ]
 
 
-def block_pairs(run: dict[str, Any]) -> list[tuple[int, float, float]]:
+def block_pairs(run: dict[str, Any]) -> _Pairs:
     """Returns number, predicted and measured time of each block, as in gradcast.training.measure.network_cost.
 
     A block's measured time runs from when it was due to its end. It is the mean over the ranks; but if gradients of
@@ -60,51 +56,55 @@ def _over_ranks(ranks: list[tuple[float, bool]]) -> float:
     return sum(times) / len(times) if all(back_to_back for _, back_to_back in ranks) else min(times)
 
 
-def _scatter(pairs: list[tuple[int, float, float]]) -> list[Markup]:
+def _scatter(pairs: _Pairs) -> list[Markup]:
+    if not pairs:
+        return []
     most = max(max(predicted, measured) for _, predicted, measured in pairs) * 1.08 or 1
     x, y = Scale(0, most, 70, _MIDDLE - 30), Scale(0, most, _HEIGHT - 50, 16)
     marks = axes.numbers(ticks(0, most, 5))
-    made = [
-        *axes.frame(x, y, marks, marks, "predicted ms of a block"),
-        axes.text(70, 10, "measured ms", "start", "tick"),
-    ]
     ends = [(0, 0), (most / (1 + _BAND), most), (most, most), (most, most * (1 - _BAND))]
-    made.append(axes.line([(x(a), y(b)) for a, b in ends], "band", "polygon"))
-    made.append(element("line", x1=x(0), y1=y(0), x2=x(most), y2=y(most), class_="diagonal"))
+    drawn = [
+        *axes.frame(x, y, marks, marks, "predicted ms of a block"),
+        axes.text(70, 10, "measured ms", class_="tick"),
+        axes.curve([(x(a), y(b)) for a, b in ends], "band", "polygon"),
+        axes.line(x(0), y(0), x(most), y(most), "diagonal"),
+    ]
     for number, predicted, measured in pairs:
         words = f"block {number}: predicted {values.ms(predicted)}, measured {values.ms(measured)}"
-        made.append(axes.dot(x(predicted), y(measured), words, "measured"))
-    return made
+        drawn.append(axes.dot(x(predicted), y(measured), words, "measured"))
+    return drawn
 
 
-def rows_of(run: dict[str, Any], prediction: dict[str, Any]) -> list[tuple[str, float, str]]:
+def _bars(run: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """Returns name, ms and class of each bar."""
+    prediction = run["prediction"]
     mode = prediction.get("mode") or "plan"
-    rows = [
+    bars = [
         ("step now", run["step"]["ms"], "p-rest"),
         (f"{mode} mode, predicted", prediction.get("predicted_ms"), "predicted-bar"),
         (f"{mode} mode, measured", prediction.get("measured_ms"), "measured-bar"),
         ("floor", run.get("floor_ms"), "floor-bar"),
     ]
-    return [row for row in rows if row[1]]
+    return [bar for bar in bars if bar[1]]
 
 
-def _bars(run: dict[str, Any], prediction: dict[str, Any]) -> list[Markup]:
-    rows = rows_of(run, prediction)
-    scale = Scale(0, max(value for _, value, _ in rows), _MIDDLE + 20, WIDTH - 90)
-    made = []
-    for index, (name, value, class_) in enumerate(rows):
+def _drawn_bars(bars: list[tuple[str, float, str]]) -> list[Markup]:
+    scale = Scale(0, max(value for _, value, _ in bars), _MIDDLE + 20, WIDTH - 90)
+    drawn = []
+    for index, (name, value, class_) in enumerate(bars):
         y = 26 + index * 66
-        made.append(axes.text(scale(0), y, name, "start", "name"))
-        made.append(axes.bar(scale(0), y + 8, scale(value) - scale(0), 24, f"{name}: {values.ms(value)}", class_))
-        made.append(axes.text(scale(value) + 8, y + 25, values.ms(value), "start", "shown"))
-    return made
+        drawn.append(axes.text(scale(0), y, name, class_="name"))
+        drawn.append(axes.bar(scale(0), y + 8, scale(value) - scale(0), 24, f"{name}: {values.ms(value)}", class_))
+        drawn.append(axes.text(scale(value) + 8, y + 25, values.ms(value), class_="shown"))
+    return drawn
 
 
-def _caption(prediction: dict[str, Any], off: list[float]) -> str:
+def _caption(prediction: dict[str, Any], pairs: _Pairs) -> str:
     caption = ""
     if prediction.get("predicted_ms") and prediction.get("measured_ms"):
         more = prediction["measured_ms"] / prediction["predicted_ms"] - 1
         caption = f"The step took {100 * abs(more):.1f} % {'longer' if more >= 0 else 'less'} than predicted. "
+    off = [measured / predicted - 1 for _, predicted, measured in pairs if predicted > 0]
     if not off:
         return caption + "There are no predictions of single blocks."
     within = sum(abs(each) <= _BAND for each in off)

@@ -1,16 +1,13 @@
 """Formats values for the page: always with a unit, and a dash for unknown values."""
 
-from gradcast.units import format_bandwidth, format_percent, format_size
+from gradcast.units import format_bandwidth, format_percent
 
 UNKNOWN = "–"  # noqa: RUF001
 
 
 def ms(value: float | None, unit: bool = True) -> str:
     """Formats with about three significant digits: 412 ms, 41.2 ms, 4.12 ms."""
-    if value is None:
-        return UNKNOWN
-    text = _rounded(value, value)
-    return f"{text} ms" if unit else text
+    return UNKNOWN if value is None else _rounded(value, value) + (" ms" if unit else "")
 
 
 def ms_range(low: float | None, high: float | None) -> str:
@@ -35,16 +32,12 @@ def percent(fraction: float | None) -> str:
     return f"-{text}" if fraction < 0 and float(text.split()[0]) else text
 
 
-def size(size_bytes: float | None) -> str:
-    return UNKNOWN if size_bytes is None else format_size(size_bytes)
-
-
 def rate(gbit_per_s: float | None) -> str:
     return UNKNOWN if gbit_per_s is None else format_bandwidth(1e9 * gbit_per_s)
 
 
-def times(factor: float | None) -> str:
-    return UNKNOWN if factor is None else f"{factor:.2f}×"  # noqa: RUF001
+def times(factor: float) -> str:
+    return f"{factor:.2f}×"  # noqa: RUF001
 
 
 def plural(count: int, noun: str) -> str:
