@@ -7,6 +7,7 @@ import pytest
 
 from diagnosis import doctor_runs
 from gradcast import _core
+from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze import lint_costs, result
 from gradcast.diagnosis.analyze.measurements import option_costs
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
@@ -30,34 +31,32 @@ def facts(registered=REGISTERED, **changes):
     return doctor_runs.setup(parameter_bytes=dict.fromkeys(registered, 4 * MIB), **{"caps_bytes": CAPS, **changes})
 
 
+EVEN, AT_THE_END = (40, 30, 20, 10), (40, 40, 40, 40)
+ORDER, LATE, BUCKET = "parameter_order", "gradients_at_the_end", "late_first_bucket"
+
+
 @pytest.mark.parametrize(
-    ("ready_ms", "setup", "expected"),
+    ("ready_ms", "setup", "interface_gain", "expected"),
     [
-        # The last gradient is ready at 40 ms and takes 10; then forward.
-        ((40, 30, 20, 10), facts(rebuilt=False), {"now": 70, "used": 70}),
-        # All four go after backward, 10 ms each; with what other mistakes would cost, the order stays.
-        (
-            (40, 30, 20, 10),
-            facts(REGISTERED[::-1], rebuilt=False),
-            {"now": 100, "used": 70, "even": 100, "best_buckets": 100},
-        ),
-        ((40, 30, 20, 10), facts(REGISTERED[::-1]), {"now": 70}),
-        ((40, 40, 40, 40), facts(), {"now": 100, "even": 70}),
-        ((40, 30, 20, 10), facts(caps_bytes=(64 * MIB, 64 * MIB)), {"now": 100, "best_buckets": 70}),
+        # The last gradient is ready at 40 ms and takes 10; then forward: 70 ms.
+        (EVEN, facts(rebuilt=False), None, {ORDER: 0}),
+        # All four go after backward, 10 ms each: 100 ms; with what other mistakes would cost, the order stays.
+        (EVEN, facts(REGISTERED[::-1], rebuilt=False), None, {ORDER: 30, LATE: 0, BUCKET: 0}),
+        (EVEN, facts(REGISTERED[::-1]), None, {BUCKET: 0}),
+        (AT_THE_END, facts(), None, {LATE: 30, "whole_graph_compiled": 30}),
+        (EVEN, facts(caps_bytes=(64 * MIB, 64 * MIB)), None, {BUCKET: 30}),
+        # With a better interface the last of them takes 5 ms, not 10, wherever DDP's buckets come from.
+        (EVEN, facts(rebuilt=True), 2.0, {"interface": 5}),
+        (EVEN, facts(rebuilt=False), 2.0, {"interface": 5}),
     ],
 )
-def test_a_mistake_costs_what_would_be_hidden_without_it(ready_ms, setup, expected):
-    costs = lint_costs.predictions(profile(ready_ms), setup)
-    assert {name: getattr(costs, f"{name}_ms") for name in expected} == pytest.approx(expected)
-    assert costs.interface_ms is None
-    assert costs.best_cap_mib <= 4
-
-
-def test_a_better_interface_makes_what_travels_shorter():
-    # The last of them takes 5 ms, not 10, wherever DDP's buckets come from.
-    for rebuilt in (True, False):
-        costs = lint_costs.predictions(profile(), facts(rebuilt=rebuilt), 2.0)
-        assert costs.interface_ms == pytest.approx(65)
+def test_a_mistake_costs_what_would_be_hidden_without_it(ready_ms, setup, interface_gain, expected):
+    layout, costs = lint_costs.predicted(profile(ready_ms), setup, 200, interface_gain)
+    assert {key: costs[key].value for key in expected} == pytest.approx(expected, abs=1e-9)
+    # A prediction is off by a hundredth of the step.
+    assert all(each.value - each.low == each.high - each.value == pytest.approx(2) for each in costs.values())
+    assert ("interface" in costs) == (interface_gain is not None)
+    assert layout.best_cap_mib <= 4
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,8 @@ def test_registered_as_it_is_used_a_real_model_costs_what_the_policy_says():
     """The buckets made here are those of the core's ddp policy, so the predictions agree."""
     known = doctor_runs.with_link(doctor_runs.scene(8, "bert_base"))
     laid_out = lint_costs.buckets(known, [], (MIB, 25 * MIB), rebuilt=True)
-    costs = lint_costs.predictions(known, doctor_runs.setup())
-    assert lint_costs.laid_out_ms(known, laid_out) == pytest.approx(costs.now_ms, rel=1e-3)
+    ddp_ms = ddp_baseline.plan(known, (MIB, 25 * MIB)).predicted_ns / 1e6
+    assert lint_costs.laid_out_ms(known, laid_out) == pytest.approx(ddp_ms, rel=1e-3)
 
 
 # --- From what the ranks have measured to the lint ---

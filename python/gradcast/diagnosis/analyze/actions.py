@@ -19,8 +19,6 @@ _MS = 1e6
 # Casting is not included, so 16 bits halve the cost per byte at best.
 _WIRE_COST = 0.5
 _PASSES = ("forward", "backward", "launch")
-# Of an action: its key, its title, and how to do it.
-_Texts = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -99,31 +97,44 @@ def overlap_left_out(situation: Situation) -> str | None:
 
 
 def _by_profile(situation: Situation) -> Iterator[Action]:
-    mode, given = situation.mode, "model" if situation.mode == "hook" else "model, optimizer"
-    title = "hook mode (planned blocks that overlap with backward only)"
-    yield _planned(situation, ("hook", title, "gradcast.attach(model)"), "hook")
+    profile, mode = situation.profile, situation.mode
+
+    def by_play(key: str, title: str, how: str, iteration_ns: Callable[[_core.LinkModel], float]) -> Action:
+        """``iteration_ns`` returns the time of an iteration with the action, on a given link."""
+        usual_ns = _ddp_ns(situation)
+        times_ms = []
+        for factor in (1.0, *situation.spread):
+            link = profile.link.scaled(factor, factor)
+            # On a more expensive network the present step would be longer, too.
+            changes_ns = (_ddp_ns(situation, link) - usual_ns, iteration_ns(link) - usual_ns)
+            times_ms.append([situation.step_ms + change_ns / _MS for change_ns in changes_ns])
+        return _action(situation, key, title, how, times_ms)
+
+    def planned(key: str, title: str, how: str, mode: str, byte_cost: float = 1.0) -> Action:
+        """A plan of gradcast for a link on which bytes cost ``byte_cost`` times as much."""
+        plan = _core.make_plan(profile, profile.link.scaled(1, byte_cost), mode=mode)
+        return by_play(key, title, how, lambda link: _core.play(profile, link.scaled(1, byte_cost), plan).iteration_ns)
+
+    yield planned(
+        "hook", "hook mode (planned blocks that overlap with backward only)", "gradcast.attach(model)", "hook"
+    )
     caps = {cap: _ddp_ns(situation, caps_bytes=ddp_baseline.same_caps(cap)) for cap in ddp_baseline.SWEPT_CAPS_MIB}
     best = min(caps, key=lambda cap: caps[cap])
     how = f"DistributedDataParallel(model, bucket_cap_mb={best})"
-    yield _by_play(
-        situation,
-        ("bucket", "a different bucket size in DDP", how),
-        lambda link: _ddp_ns(situation, link, ddp_baseline.same_caps(best)),
-    )
+    best_bytes = ddp_baseline.same_caps(best)
+    yield by_play("bucket", "a different bucket size in DDP", how, lambda link: _ddp_ns(situation, link, best_bytes))
     if mode == "overlap":
-        yield _planned(situation, ("overlap", "overlap mode", "gradcast.attach(model, optimizer)"), mode)
+        yield planned("overlap", "overlap mode", "gradcast.attach(model, optimizer)", mode)
     if situation.setup.is_fp32:
+        given = "model" if mode == "hook" else "model, optimizer"
         how = f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))'
-        yield _planned(situation, ("wire", f"{mode} mode with bf16 on the wire (lossy)", how), mode, _WIRE_COST)
+        yield planned("wire", f"{mode} mode with bf16 on the wire (lossy)", how, mode, _WIRE_COST)
     if situation.streams_gain is not None:
         # Each operation uses one connection, so DDP gains from as many as it has operations in flight.
         gain = min(situation.streams_gain, ddp_baseline.IN_FLIGHT)
         how = "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0, with the name of your interface four times"
-        yield _by_play(
-            situation,
-            ("connections", "four connections per peer", how),
-            lambda link: _ddp_ns(situation, link.scaled(1, 1 / gain)),
-        )
+        title = "four connections per peer"
+        yield by_play("connections", title, how, lambda link: _ddp_ns(situation, link.scaled(1, 1 / gain)))
 
 
 def _ddp_ns(
@@ -133,69 +144,60 @@ def _ddp_ns(
     return ddp_baseline.plan(situation.profile, caps_bytes or situation.setup.caps_bytes, link).predicted_ns
 
 
-def _by_play(situation: Situation, texts: _Texts, iteration_ns: Callable[[_core.LinkModel], float]) -> Action:
-    """Predicts an action. ``iteration_ns`` returns the time of an iteration with the action, on a given link."""
-    usual_ns = _ddp_ns(situation)
-    gains, after_ms = [], []
-    for factor in (1.0, *situation.spread):
-        link = situation.profile.link.scaled(factor, factor)
-        # On a more expensive network the present step would be longer, too.
-        now_ms = situation.step_ms + (_ddp_ns(situation, link) - usual_ns) / _MS
-        after_ms.append(_with_passes(situation, situation.step_ms + (iteration_ns(link) - usual_ns) / _MS))
-        gains.append(now_ms / after_ms[-1])
-    return Action(*texts, gains[0], min(gains), max(gains), after_ms[0])
-
-
-def _planned(situation: Situation, texts: _Texts, mode: str, byte_cost: float = 1.0) -> Action:
-    """Predicts a plan of gradcast for a link on which bytes cost ``byte_cost`` times as much."""
-    profile = situation.profile
-    plan = _core.make_plan(profile, profile.link.scaled(1, byte_cost), mode=mode)
-    return _by_play(situation, texts, lambda link: _core.play(profile, link.scaled(1, byte_cost), plan).iteration_ns)
-
-
 # --- Actions that remove part of a step ---
 
 
 def _by_parts(situation: Situation) -> Iterator[Action]:
+    def removing(key: str, title: str, how: str, gone: Estimate) -> Action:
+        """``gone`` is the removed ms per step. What is below 0 counts as 0."""
+        times_ms = [(situation.step_ms, situation.step_ms - max(0.0, ms)) for ms in (gone.value, gone.low, gone.high)]
+        passes = ("forward", "backward") if key == "launch" else _PASSES
+        return _action(situation, key, title, how, times_ms, passes)
+
+    found = situation.breakdown
     how = "DataLoader(num_workers=…, prefetch_factor=…), or faster storage"
-    texts = ("loader", "a data loader that is never waited for", how)
-    yield _by_part(situation, texts, _own_work_ms(situation, DATA))
+    yield removing("loader", "a data loader that is never waited for", how, _own_work(found, DATA))
     how = "compile the layers (block.compile()), use a fused optimizer (fused=True) or larger batches"
-    yield _by_part(situation, ("launch", "no launch overhead", how), _own_work_ms(situation, ("launch",)))
-    texts = ("straggler", "no rank slower than the others", "examine the slowest rank, or train without its host")
-    yield _by_part(situation, texts, _range(situation.breakdown.parts["waiting"]))
+    yield removing("launch", "no launch overhead", how, _own_work(found, ("launch",)))
+    how = "examine the slowest rank, or train without its host"
+    yield removing("straggler", "no rank slower than the others", how, found.parts["waiting"])
     how = "with model.no_sync(): around every other backward pass; step() after two"
-    texts = ("accumulate", "gradient accumulation over 2 batches (doubles the batch size)", how)
-    yield _by_part(situation, texts, _half_of_sending_ms(situation))
+    title = "gradient accumulation over 2 batches (doubles the batch size)"
+    yield removing("accumulate", title, how, _half_of_sending(found))
 
 
-def _own_work_ms(situation: Situation, parts: Sequence[str]) -> list[float]:
-    """Returns the ms, and their range, by which a step gets shorter without these parts of every rank's own work.
+def _own_work(found: Breakdown, parts: Sequence[str]) -> Estimate:
+    """Returns the ms by which a step gets shorter without these parts of every rank's own work.
 
     A slow loader on one rank delays all ranks; but if another rank computes for longer, it delays none.
     """
-    found = situation.breakdown
     now_ms, without_ms = (synchronized_ms(found.ranks, found.sync_phases, left_out) for left_out in ((), parts))
+    gone_ms = now_ms - without_ms
     below_ms = sum(found.parts[part].value - found.parts[part].low for part in parts)
     above_ms = sum(found.parts[part].high - found.parts[part].value for part in parts)
-    gone_ms = now_ms - without_ms
-    return [gone_ms, gone_ms - below_ms, gone_ms + above_ms]
+    return Estimate(gone_ms, gone_ms - below_ms, gone_ms + above_ms)
 
 
-def _half_of_sending_ms(situation: Situation) -> list[float]:
-    unsent = ("forward", "backward", "launch", "loop", "data_storage", "data_cpu", "waiting")
-    unsent_ms = sum(max(0.0, situation.breakdown.parts[part].value) for part in unsent)
-    return [(step_ms - unsent_ms) / 2 for step_ms in _range(situation.breakdown.step)]
+def _half_of_sending(found: Breakdown) -> Estimate:
+    unsent_ms = sum(max(0.0, found.parts[part].value) for part in (*_PASSES, "loop", *DATA, "waiting"))
+    return Estimate(*((step_ms - unsent_ms) / 2 for step_ms in (found.step.value, found.step.low, found.step.high)))
 
 
-def _by_part(situation: Situation, texts: _Texts, gone_ms: Sequence[float]) -> Action:
-    """Predicts an action that removes time. ``gone_ms`` is the removed time per step: its value and the ends of its
-    range. What is below 0 counts as 0.
-    """
-    passes = ("forward", "backward") if texts[0] == "launch" else _PASSES
-    after_ms = [_with_passes(situation, situation.step_ms - max(0.0, gone), passes) for gone in gone_ms]
-    gains = [situation.step_ms / after for after in after_ms]
-    return Action(*texts, gains[0], min(gains), max(gains), after_ms[0])
+# --- Both ---
+
+
+def _action(
+    situation: Situation,
+    key: str,
+    title: str,
+    how: str,
+    times_ms: Sequence[Sequence[float]],
+    passes: Sequence[str] = _PASSES,
+) -> Action:
+    """``times_ms`` are the step now and with the action: as predicted, and at both ends of the range."""
+    after_ms = [_with_passes(situation, after, passes) for _, after in times_ms]
+    gains = [now / after for (now, _), after in zip(times_ms, after_ms, strict=True)]
+    return Action(key, title, how, gains[0], min(gains), max(gains), after_ms[0])
 
 
 def _with_passes(situation: Situation, after_ms: float, passes: Sequence[str] = _PASSES) -> float:
@@ -206,7 +208,3 @@ def _with_passes(situation: Situation, after_ms: float, passes: Sequence[str] = 
     """
     passes_ms = sum(situation.breakdown.parts[part].value for part in passes)
     return max(after_ms, min(situation.step_ms, passes_ms))
-
-
-def _range(each: Estimate) -> tuple[float, float, float]:
-    return each.value, each.low, each.high

@@ -1,7 +1,5 @@
 """The verdict: what limits this training, in one word and one sentence."""
 
-from dataclasses import dataclass
-
 from gradcast.diagnosis.analyze.lint import Mistake
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, TRAFFIC, Breakdown
 from gradcast.diagnosis.runs import STAGE_WORDS
@@ -12,39 +10,41 @@ _LIMITING_SHARE = 0.05
 _COSTLY_SHARE = 0.10
 
 
-@dataclass(frozen=True)
-class Bottleneck:
-    """``kind`` is compute-bound, bandwidth-bound, latency-bound, straggler, data-bound, or misconfigured."""
-
-    kind: str
-    sentence: str
-
-
-def bottleneck(found: Breakdown, *, latency_share: float | None = None, mistake: Mistake | None = None) -> Bottleneck:
-    """Names the bottleneck.
+def bottleneck(
+    found: Breakdown, *, latency_share: float | None = None, mistake: Mistake | None = None
+) -> tuple[str, str]:
+    """Returns the bottleneck and a sentence about it: compute-bound, bandwidth-bound, latency-bound, straggler,
+    data-bound, or misconfigured.
 
     ``latency_share`` is the share of communication time that goes into starting operations; None if unknown.
     ``mistake`` is the costliest misconfiguration.
     """
     step_ms = found.step.value
     if mistake is not None and (mistake.cost_ms or 0.0) >= _COSTLY_SHARE * step_ms:
-        return Bottleneck("misconfigured", f"{mistake.title}: {mistake.cost_ms:.0f} of {step_ms:.0f} ms per step.")
+        return "misconfigured", f"{mistake.title}: {mistake.cost_ms:.0f} of {step_ms:.0f} ms per step."
     groups = {"communication": TRAFFIC, "data": DATA, "waiting": ("waiting",)}
     lost_ms = {name: sum(max(0.0, found.parts[part].value) for part in parts) for name, parts in groups.items()}
     if sum(lost_ms.values()) < _LIMITING_SHARE * step_ms:
-        return _compute_bound(found)
+        return "compute-bound", _compute_bound(found)
     largest = max(lost_ms, key=lambda name: lost_ms[name])
     share, ms = f"{lost_ms[largest] / step_ms:.0%} of the step", f"{lost_ms[largest]:.0f}"
-    if largest == "communication":
-        return _network_bound(found, f"{share}, {ms} of {step_ms:.0f} ms,", latency_share)
     if largest == "data":
         is_storage = found.parts["data_storage"].value > found.parts["data_cpu"].value
         cause = "reading it from storage" if is_storage else "preparing it on the CPU"
-        return Bottleneck("data-bound", f"{share}, {ms} ms, is waiting for data, mostly {cause}.")
-    return Bottleneck("straggler", f"{share}, {ms} ms, is waiting for {_waited_for(found)}.")
+        return "data-bound", f"{share}, {ms} ms, is waiting for data, mostly {cause}."
+    if largest == "waiting":
+        return "straggler", f"{share}, {ms} ms, is waiting for {_waited_for(found)}."
+    where = "nodes"
+    if found.parts["interconnect"].value > found.parts["network"].value:
+        where = "the devices of a node"
+    text = f"{share}, {ms} of {step_ms:.0f} ms, is exposed communication between {where}"
+    if latency_share is None or latency_share <= 0.5:
+        return "bandwidth-bound", f"{text}."
+    text += f", and {latency_share:.0%} of communication time goes into starting operations: fewer, larger "
+    return "latency-bound", text + "operations can help; more bandwidth does not."
 
 
-def _compute_bound(found: Breakdown) -> Bottleneck:
+def _compute_bound(found: Breakdown) -> str:
     step_ms = found.step.value
     computing = sum(found.parts[part].value for part in COMPUTE) / step_ms
     launch, loop = (found.parts[part].value / step_ms for part in ("launch", "loop"))
@@ -56,19 +56,7 @@ def _compute_bound(found: Breakdown) -> Bottleneck:
         text += f", launch overhead (Python and the framework) another {launch:.0%}"
     if loop > _LIMITING_SHARE:
         text += f", the loop's own work (the loss, logging, data not from a DataLoader) another {loop:.0%}"
-    return Bottleneck("compute-bound", f"{text}; data loading, network and slow ranks cost almost nothing.")
-
-
-def _network_bound(found: Breakdown, share: str, latency_share: float | None) -> Bottleneck:
-    inside = found.parts["interconnect"].value > found.parts["network"].value
-    text = f"{share} is exposed communication {'between the devices of a node' if inside else 'between nodes'}"
-    if latency_share is None or latency_share <= 0.5:
-        return Bottleneck("bandwidth-bound", f"{text}.")
-    return Bottleneck(
-        "latency-bound",
-        f"{text}, and {latency_share:.0%} of communication time goes into starting operations: fewer, larger "
-        "operations can help; more bandwidth does not.",
-    )
+    return f"{text}; data loading, network and slow ranks cost almost nothing."
 
 
 def _waited_for(found: Breakdown) -> str:

@@ -6,43 +6,44 @@ from dataclasses import dataclass
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
+from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 
 # Candidate caps of all buckets if DDP's first bucket is late; smaller ones than torch's default.
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
+# Share of the step; predictions by `play` are not more accurate than this.
+_ERROR = 0.01
 _MS = 1e6
 
 
 @dataclass(frozen=True)
-class Predictions:
-    """When gradients become ready, how DDP lays out its buckets, and its predicted step, now and with each fix.
+class Layout:
+    """When gradients become ready, and how DDP lays out its buckets.
 
     ``buckets`` are in the order in which they are sent, as indices into ``ready_ms``, which is from the start of
-    backward.
+    backward. ``best_cap_mib`` is the bucket size with the shortest predicted step.
     """
 
     ready_ms: Sequence[float]
     backward_ms: float
     buckets: Sequence[Sequence[int]]
-    now_ms: float
-    even_ms: float  # with gradients that become ready evenly during backward
-    best_buckets_ms: float  # with the best bucket size, which is best_cap_mib
     best_cap_mib: int
-    used_ms: float  # with parameters registered in the order of use
-    interface_ms: float | None  # over the fastest network interface; None if that is the present one
 
 
-def predictions(profile: _core.Profile, setup: TrainingSetup, interface_gain: float | None = None) -> Predictions:
-    """Predicts DDP's step as it is and with each fix. ``profile`` has a link.
+def predicted(
+    profile: _core.Profile, setup: TrainingSetup, step_ms: float, interface_gain: float | None = None
+) -> tuple[Layout, dict[str, Estimate]]:
+    """Returns DDP's layout, and by mistake what it costs: how much shorter the step is predicted to be without it.
 
-    ``interface_gain`` is how many times the bytes the better interface carries; None if there is none. Whether DDP
-    rebuilds its buckets is the same with and without each mistake.
+    ``profile`` has a link. ``step_ms`` is the measured step. ``interface_gain`` is how many times the bytes the better
+    interface carries; None if there is none. Whether DDP rebuilds its buckets is the same with and without each
+    mistake.
     """
     registered, caps_bytes, rebuilt = list(setup.parameter_bytes), setup.caps_bytes, setup.rebuilt
 
-    def step_ms(
-        of: _core.Profile,
-        caps: tuple[int, int],
+    def ddp_ms(
+        of: _core.Profile = profile,
+        caps: tuple[int, int] = caps_bytes,
         names: Sequence[str] = registered,
         link: _core.LinkModel | None = None,
     ) -> float:
@@ -50,26 +51,26 @@ def predictions(profile: _core.Profile, setup: TrainingSetup, interface_gain: fl
             return ddp_baseline.plan(of, caps, link).predicted_ns / _MS
         return laid_out_ms(of, buckets(of, names, caps, rebuilt=False), link)
 
-    best_cap = min(_CAPS_MIB, key=lambda cap: step_ms(profile, ddp_baseline.same_caps(cap)))
-    now_ms = step_ms(profile, caps_bytes)
-    faster = interface_gain and profile.link.scaled(1, 1 / interface_gain)
-    return Predictions(
-        ready_ms=[tensor.ready_ns / _MS for tensor in profile.tensors],
-        backward_ms=profile.backward_ns / _MS,
-        buckets=buckets(profile, registered, caps_bytes, rebuilt=rebuilt),
-        now_ms=now_ms,
-        even_ms=step_ms(_with_even_gradients(profile), caps_bytes),
-        best_buckets_ms=min(now_ms, step_ms(profile, ddp_baseline.same_caps(best_cap))),
-        best_cap_mib=best_cap,
-        used_ms=step_ms(profile, caps_bytes, _by_ready(profile)[::-1]),
-        interface_ms=faster and step_ms(profile, caps_bytes, link=faster),
-    )
+    by_cap = {cap: ddp_ms(caps=ddp_baseline.same_caps(cap)) for cap in _CAPS_MIB}
+    best_cap = min(by_cap, key=lambda cap: by_cap[cap])
+    now_ms, even_ms = ddp_ms(), ddp_ms(_with_even_gradients(profile))
+    without_ms = {
+        "whole_graph_compiled": even_ms,
+        "gradients_at_the_end": even_ms,
+        "late_first_bucket": min(now_ms, by_cap[best_cap]),
+        "parameter_order": ddp_ms(names=_by_ready(profile)[::-1]),
+    }
+    if interface_gain is not None:
+        without_ms["interface"] = ddp_ms(link=profile.link.scaled(1, 1 / interface_gain))
+    error_ms = _ERROR * step_ms
+    costs_ms = {key: now_ms - ms for key, ms in without_ms.items()}
+    laid_out = buckets(profile, registered, caps_bytes, rebuilt=rebuilt)
+    layout = Layout([each.ready_ns / _MS for each in profile.tensors], profile.backward_ns / _MS, laid_out, best_cap)
+    return layout, {key: Estimate(ms, ms - error_ms, ms + error_ms) for key, ms in costs_ms.items()}
 
 
 def _with_even_gradients(profile: _core.Profile) -> _core.Profile:
-    """Lets gradients become ready evenly over backward, the least urgent first: about what compiling layer by layer
-    gives.
-    """
+    """Gradients become ready evenly over backward, the least urgent first, about as with layers compiled one by one."""
     fields = json.loads(profile.to_json())
     for index, tensor in enumerate(fields["tensors"]):
         tensor["ready_ns"] = round(profile.backward_ns * (1 - index / len(profile.tensors)))

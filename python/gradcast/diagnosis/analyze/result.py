@@ -39,7 +39,9 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     )
     listed = [action for action in actions.actions(situation) if not (launch_unknown and action.key == "launch")]
     mistakes = lint_of(ranks, setup, found.step.value, profile)
-    verdict = bottleneck(found, latency_share=_latency_share(profile, setup), mistake=mistakes[0] if mistakes else None)
+    kind, sentence = bottleneck(
+        found, latency_share=_latency_share(profile, setup), mistake=mistakes[0] if mistakes else None
+    )
     nodes = [[each.rank for each in steps if each.node == node] for node in sorted({each.node for each in steps})]
     return {
         "kind": KIND,
@@ -66,7 +68,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         **_breakdown_fields(found, steps, known_parts),
         "launching_untold": launch_unknown,
         "overlap_left_out": actions.overlap_left_out(situation),
-        "verdict": asdict(verdict),
+        "verdict": {"kind": kind, "sentence": sentence},
         "floor_ms": actions.floor_ms(situation),
         "actions": [asdict(action) for action in listed],
         "hopeless": actions.hopeless(situation, listed),
@@ -151,16 +153,13 @@ def lint_of(
     network = ranks[0].network or {"findings": [], "alternatives": []}
     # How many times the bytes of the chosen interface the fastest other one carries between the same hosts.
     gains = [each["gbit_per_s"] / each["chosen_gbit_per_s"] for each in network["alternatives"]]
-    return lint.mistakes(
-        lint.Evidence(
-            setup=setup,
-            step_ms=step_ms,
-            hosts=environment.hosts([each.steps.host for each in ranks], [each.process for each in ranks]),
-            costs=option_costs(ranks),
-            network_findings={each["key"]: each["sentence"] for each in network["findings"]},
-            predictions=profile and lint_costs.predictions(profile, setup, max(gains, default=None)),
-        )
-    )
+    layout, costs = None, option_costs(ranks)
+    if profile is not None:
+        layout, predicted = lint_costs.predicted(profile, setup, step_ms, max(gains, default=None))
+        costs |= predicted
+    hosts = environment.hosts([each.steps.host for each in ranks], [each.process for each in ranks])
+    findings = {each["key"]: each["sentence"] for each in network["findings"]}
+    return lint.mistakes(lint.Evidence(setup, hosts, costs, findings, layout))
 
 
 def _trial_fields(ranks: Sequence[RankMeasurements], profile: _core.Profile | None) -> dict[str, Any]:
