@@ -10,7 +10,8 @@ import pytest
 
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.network import interfaces, pair_rounds
-from gradcast.diagnosis.network.findings import NetworkHost, NetworkMeasurements, Pair, findings
+from gradcast.diagnosis.network.findings import NetworkMeasurements, Pair, findings
+from gradcast.diagnosis.network.hosts import HostInterfaces
 from gradcast.diagnosis.network.interfaces import Chosen, Interface
 from gradcast.diagnosis.network.tcp import ReceivedRates, bits_per_s
 from gradcast.errors import Error
@@ -19,15 +20,18 @@ G = 1e9
 MS = 1e6
 
 
-def host(index, **changes):
-    return NetworkHost(**{"label": f"host{index}", "interface": "eth0", **changes})
+def host(index, interface="eth0", *, others=(), connections=1, unmeasured=(), **properties):
+    """``others`` are physical interfaces besides the chosen one, ``properties`` those of the chosen one."""
+    known = [Interface(interface, ("10.0.0.1",), **properties), *(Interface(name, ("10.1.0.1",)) for name in others)]
+    chosen = Chosen(interface, "10.0.0.1", connections, unmeasured)
+    return HostInterfaces((f"host{index}", ""), chosen, tuple(known), name=f"host{index}")
 
 
 def network(rates, *, several=1.0, gloo=0.9, latency_us=60.0, **changes):
     """``rates`` are those of one TCP stream by pair, in Gbit/s; several streams and Gloo are multiples of them."""
-    pairs = [Pair(a, b, latency_us, rate * G, several * rate * G, gloo * rate * G) for (a, b), rate in rates.items()]
+    pairs = [Pair(a, b, latency_us, rate, several * rate, gloo * rate) for (a, b), rate in rates.items()]
     hosts = changes.pop("hosts", [host(index) for index in range(1 + max(max(pair) for pair in rates))])
-    return NetworkMeasurements(hosts, pairs, **changes)
+    return NetworkMeasurements(dict(enumerate(hosts)), pairs, **changes)
 
 
 def all_pairs(rate_of_host):
@@ -119,17 +123,17 @@ def card(mbit_per_s):
             [("link_rate", LINK), ("unmeasured_interface", "over eth0 only; Gloo also uses ib0")],
         ),
         (
-            network(all_pairs([0.94] * 3), alternatives={"ib0": 9.4 * G}),
+            network(all_pairs([0.94] * 3), alternatives={"ib0": 9.4}),
             [("slow_interface", "set GLOO_SOCKET_IFNAME=ib0 on all hosts")],
         ),
         (
-            network(all_pairs([0.94] * 3), alternatives={"ib0": 9.4 * G}, backend="nccl"),
+            network(all_pairs([0.94] * 3), alternatives={"ib0": 9.4}, backend="nccl"),
             [("slow_interface", "NCCL_SOCKET_IFNAME=ib0"), ("other_backend", OTHER)],
         ),
-        (network(all_pairs([0.94] * 3), alternatives={"ib0": 1.2 * G}), [("link_rate", "")]),
+        (network(all_pairs([0.94] * 3), alternatives={"ib0": 1.2}), [("link_rate", "")]),
         (pair_of(DOCKER, {}), [("link_rate", "")]),
         (
-            pair_of(DOCKER | {"physical_others": ("eth0",)}, {}),
+            pair_of(DOCKER | {"others": ("eth0",)}, {}),
             [("virtual_interface", "set GLOO_SOCKET_IFNAME=eth0")],
         ),
         # A pair is held against its slower card.
@@ -156,7 +160,7 @@ def test_the_findings(measured, expected):
     found = findings(measured)
     assert [each.key for each in found] == [key for key, _ in expected]
     for each, (_, words) in zip(found, expected, strict=True):
-        assert words in each.sentence
+        assert words in each.sentence.replace(" (10.0.0.1)", "")  # the address of every host here
 
 
 # --- Rates ---
@@ -222,12 +226,12 @@ def test_a_pair_is_as_fast_as_its_slower_direction():
     pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
 
     pair = pairs._pair(ReceivedRates(1 * G, 8 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 3, 5)
-    assert pair == Pair(3, 5, latency_us=30.0, tcp_bits_per_s=1 * G, streams_bits_per_s=4 * G)
+    assert pair == Pair(3, 5, latency_us=30.0, tcp_gbit_per_s=1, tcp_streams_gbit_per_s=4)
     directions = [line(50, 1.0, starts=2), line(70, 4.0, starts=2)]
     for given in (directions, directions[::-1]):
         found = pairs.with_gloo(pair, given)
         assert (found.alpha_us, found.beta_ns_per_byte) == (pytest.approx(70), pytest.approx(4.0))
-        assert found.gloo_bits_per_s == pytest.approx(8 * G * (1 << 20) / (140e3 + 4.0 * (1 << 20)))
+        assert found.gloo_gbit_per_s == pytest.approx(8 * (1 << 20) / (140e3 + 4.0 * (1 << 20)))
 
 
 def test_a_message_takes_what_the_largest_ones_took():
@@ -238,7 +242,7 @@ def test_a_message_takes_what_the_largest_ones_took():
     samples = [(size, 1e6 * ms) for size, times in took_ms.items() for ms in times]
     found = pairs.with_gloo(Pair(0, 1), [samples, samples])
     assert found.beta_ns_per_byte == pytest.approx((48.5e6 - 0.15e6) / (179_123 - 1024))
-    assert found.gloo_bits_per_s == pytest.approx(8e9 * 179_123 / 48.5e6)
+    assert found.gloo_gbit_per_s == pytest.approx(8 * 179_123 / 48.5e6)
     assert found.alpha_us == 0, "the small ones took no longer than their bytes"
 
 
@@ -246,19 +250,17 @@ def test_a_pair_without_a_rate_says_why():
     pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
 
     pair = pairs._pair(ReceivedRates(0.0, 4 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 0, 1)
-    assert pair.tcp_bits_per_s is None
-    assert pair.streams_bits_per_s == 4 * G
+    assert pair.tcp_gbit_per_s is None
+    assert pair.tcp_streams_gbit_per_s == 4
     assert pair.fault == "too few bytes arrived to compute a rate"
     assert pairs._pair("refused", "no answer", 0, 1).fault == "no answer"
     assert pairs._pair("refused", ReceivedRates(0.0, 0.0), 0, 1).fault == "refused"
 
 
-@pytest.mark.parametrize(
-    ("latency_us", "rate", "seconds"), [(50, 1 * G, 0.05), (5000, 1 * G, 0.3), (100_000, 0.1 * G, 2.0)]
-)
+@pytest.mark.parametrize(("latency_us", "rate", "seconds"), [(50, 1, 0.05), (5000, 1, 0.3), (100_000, 0.1, 2.0)])
 def test_a_message_is_as_long_as_tcp_needs_at_the_latency(latency_us, rate, seconds):
     pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
-    assert pairs.gloo_bytes(Pair(0, 1, latency_us, rate)) == pytest.approx(seconds * rate / 8)
+    assert pairs.gloo_bytes(Pair(0, 1, latency_us, rate)) == pytest.approx(seconds * rate * G / 8)
 
 
 # --- Other interfaces ---
@@ -279,7 +281,7 @@ def test_an_interface_on_which_nobody_can_listen_is_none(monkeypatch):
     monkeypatch.setattr(check.tcp, "Listener", refuse)
     known = [*KNOWN[:2], Interface("eth1", ("10.2.0.1",))]
     places = [place("x", "a", known), place("y", "b", known)]
-    found = check._Network(TwoRanks(), places, ["a", "b"], b"token", lambda _: None)
+    found = check._Network(TwoRanks(), places, b"token", lambda _: None)
     assert check._rate_over(found, (0, 1), "eth1") is None
 
 

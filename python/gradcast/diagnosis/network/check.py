@@ -18,7 +18,7 @@ from gradcast.diagnosis.network import findings as network_findings
 from gradcast.diagnosis.network import hosts as network_hosts
 from gradcast.diagnosis.network import pair_rounds, tcp
 from gradcast.diagnosis.network import pairs as network_pairs
-from gradcast.diagnosis.network.findings import NetworkMeasurements, Pair
+from gradcast.diagnosis.network.findings import STREAMS, NetworkMeasurements, Pair
 from gradcast.diagnosis.network.hosts import HostInterfaces
 from gradcast.diagnosis.network.pairs import PairEndpoints, Progress, Rounds
 from gradcast.errors import Error
@@ -48,11 +48,11 @@ def check(
         return None
     control = _control(group)
     network_pairs.barrier(control, "network check")
-    by_rank: list[HostInterfaces] = control.gather(network_hosts.own_interfaces())
+    gathered: list[HostInterfaces] = control.gather(network_hosts.own_interfaces())
+    names = network_hosts.names([each.host for each in gathered])
     network = _Network(
         control,
-        by_rank,
-        network_hosts.names([each.host for each in by_rank]),
+        [dataclasses.replace(each, name=name) for each, name in zip(gathered, names, strict=True)],
         control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
         progress if progress is not None and group.rank == 0 else lambda _: None,
     )
@@ -61,17 +61,16 @@ def check(
 
 @dataclasses.dataclass(frozen=True)
 class _Network:
-    """What all parts of the check need. ``interfaces`` and ``hosts`` are by rank."""
+    """What all parts of the check need. ``hosts`` are by rank."""
 
     control: Group
-    interfaces: Sequence[HostInterfaces]
-    hosts: Sequence[str]
+    hosts: Sequence[HostInterfaces]
     token: bytes
     report: Progress
 
 
 def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
-    hosts = network_hosts.ranks_by_host(network.hosts)
+    hosts = network_hosts.ranks_by_host([each.name for each in network.hosts])
     # Ranks of one host have no network between them; one pair shows what Gloo costs there.
     ranks = [members[0] for members in hosts] if len(hosts) > 1 else hosts[0][:2]
     rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in pair_rounds.rounds(len(ranks))]
@@ -82,28 +81,25 @@ def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
     network_pairs.barrier(network.control, "network check, all-reduce")
     samples = network_collective.samples(network.control, _COLLECTIVE_SHARE * seconds)
     measured = NetworkMeasurements(
-        hosts=[network_hosts.described(network.interfaces[rank], network.hosts[rank]) for rank in ranks],
-        pairs=[dataclasses.replace(pair, a=ranks.index(pair.a), b=ranks.index(pair.b)) for pair in pairs],
-        backend=backend,
-        streams=network_pairs.STREAMS,
-        one_host=len(hosts) == 1,
-        alternatives=alternatives,
+        {rank: network.hosts[rank] for rank in ranks}, pairs, backend, len(hosts) == 1, alternatives
     )
     return {
-        "interfaces": [each.chosen.interface for each in network.interfaces],
+        "interfaces": [each.chosen.interface for each in network.hosts],
         "collective": network_collective.fitted(samples, network.control.world_size),
         "pairs": [_as_json(pair) for pair in pairs],
         "alternatives": [
-            {
-                "interface": name,
-                "gbit_per_s": _gbit(bits_per_s),
-                "chosen_gbit_per_s": _gbit(pairs[0].tcp_bits_per_s),
-            }
-            for name, bits_per_s in alternatives.items()
+            {"interface": name, "gbit_per_s": rate, "chosen_gbit_per_s": pairs[0].tcp_gbit_per_s}
+            for name, rate in alternatives.items()
         ],
-        "connections": measured.hosts[0].connections,
+        "connections": network.hosts[ranks[0]].chosen.connections,
         "findings": [dataclasses.asdict(found) for found in network_findings.findings(measured)],
     }
+
+
+def _as_json(pair: Pair) -> dict[str, Any]:
+    fields = dataclasses.asdict(pair) | {"streams": STREAMS}
+    del fields["fault"]  # is in a finding
+    return fields
 
 
 def _control(group: Group) -> Group:
@@ -116,7 +112,7 @@ def _control(group: Group) -> Group:
 def _over_tcp(network: _Network, rounds: Rounds, seconds: float) -> list[Pair]:
     each_s = _TCP_SHARE * seconds / (len(rounds) * _MEASUREMENTS * _OVERHEAD)
     each_s = min(max(each_s, _MEASUREMENT_S[0]), _MEASUREMENT_S[1])
-    own = network.interfaces[network.control.rank].chosen.address
+    own = network.hosts[network.control.rank].chosen.address
     with _listening(network, own) as ends:
         return network_pairs.measured_over_tcp(ends, rounds, each_s, network.report)
 
@@ -136,8 +132,7 @@ def _listening(network: _Network, address: str, timeout_s: float | None = None) 
         gathered = control.gather((listener.address if listener else None, fault))
         if faults := [each for _, each in gathered if each]:
             raise Error(f"network check: {'; '.join(faults)}", "communication")
-        both = zip(network.hosts, network.interfaces, strict=True)
-        labels = [f"rank {rank} ({host}, {own.chosen.address})" for rank, (host, own) in enumerate(both)]
+        labels = [f"rank {rank} ({own.name}, {own.chosen.address})" for rank, own in enumerate(network.hosts)]
         yield PairEndpoints(control, listener, [each for each, _ in gathered], network.token, labels)
     finally:
         if listener:
@@ -145,12 +140,12 @@ def _listening(network: _Network, address: str, timeout_s: float | None = None) 
 
 
 def _alternatives(network: _Network, pair: Pair) -> dict[str, float]:
-    """Measures other interfaces that both hosts of the pair have under one name. Returns bits per second."""
+    """Measures other interfaces that both hosts of the pair have under one name. Returns Gbit/s."""
     ends = (pair.a, pair.b)
-    if pair.tcp_bits_per_s is None or network.hosts[pair.a] == network.hosts[pair.b]:
+    if pair.tcp_gbit_per_s is None or network.hosts[pair.a].name == network.hosts[pair.b].name:
         return {}
     found = {}
-    for name in network_hosts.common_alternatives([network.interfaces[rank] for rank in ends], _ALTERNATIVES_MAX):
+    for name in network_hosts.common_alternatives([network.hosts[rank] for rank in ends], _ALTERNATIVES_MAX):
         network.report(f"raw TCP over {name}")
         if rate := _rate_over(network, ends, name):
             found[name] = rate
@@ -158,32 +153,14 @@ def _alternatives(network: _Network, pair: Pair) -> dict[str, float]:
 
 
 def _rate_over(network: _Network, pair: tuple[int, int], name: str) -> float | None:
-    """Returns bits per second, or None on all ranks if the two hosts cannot reach each other over this interface."""
+    """Returns Gbit/s, or None on all ranks if the two hosts cannot reach each other over this interface."""
     rank = network.control.rank
-    own = network.interfaces[rank]
+    own = network.hosts[rank]
     address = own.chosen.address
     if rank == pair[0]:
         address = next(each.addresses[0] for each in own.others() if each.name == name)
     try:
         with _listening(network, address, network_pairs.TRY_TIMEOUT_S) as ends:
-            return network.control.gather(network_pairs.one_way_bits_per_s(ends, pair))[pair[0]]
+            return network.control.gather(network_pairs.one_way_gbit_per_s(ends, pair))[pair[0]]
     except Error:
         return None
-
-
-def _as_json(pair: Pair) -> dict[str, Any]:
-    return {
-        "a": pair.a,
-        "b": pair.b,
-        "latency_us": pair.latency_us,
-        "tcp_gbit_per_s": _gbit(pair.tcp_bits_per_s),
-        "tcp_streams_gbit_per_s": _gbit(pair.streams_bits_per_s),
-        "streams": network_pairs.STREAMS,
-        "gloo_gbit_per_s": _gbit(pair.gloo_bits_per_s),
-        "alpha_us": pair.alpha_us,
-        "beta_ns_per_byte": pair.beta_ns_per_byte,
-    }
-
-
-def _gbit(bits_per_s: float | None) -> float | None:
-    return None if bits_per_s is None else bits_per_s / 1e9

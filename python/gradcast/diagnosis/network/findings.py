@@ -7,8 +7,10 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from gradcast.diagnosis.network.hosts import HostInterfaces
 from gradcast.units import format_bandwidth, format_time
 
+STREAMS = 4  # that "several" means
 # Measurements of a quarter of a second vary by a few per cent; acting on a finding should gain more than that. Several
 # streams gain a quarter only if one is held back: by its window, or by a limit per connection, as clouds have it.
 SEVERAL_STREAMS_GAIN = 1.25
@@ -33,54 +35,46 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class NetworkHost:
-    label: str  # names the host in sentences
-    interface: str
-    speed_mbit_per_s: int | None = None  # nominal speed of the chosen interface; None if unknown
-    physical: bool = True
-    physical_others: tuple[str, ...] = ()  # other hardware interfaces that are up and have an address
-    connections: int = 1  # of Gloo to each other rank
-    unmeasured: tuple[str, ...] = ()  # interfaces that Gloo uses besides the chosen one
-
-
-@dataclasses.dataclass(frozen=True)
 class Pair:
-    """What was measured between two hosts.
+    """What was measured between two hosts; the field names are those of doctor.json.
 
-    ``a`` and ``b`` are indices of hosts. A rate is that of the slower direction; None if it could not be measured, and
-    then ``fault`` says why. ``alpha_us`` and ``beta_ns_per_byte`` are the cost of a message over Gloo.
+    ``a`` and ``b`` are ranks, one of each host. A rate is that of the slower direction; None if it could not be
+    measured, and then ``fault`` says why. ``alpha_us`` and ``beta_ns_per_byte`` are the cost of a message over Gloo.
     """
 
     a: int
     b: int
     latency_us: float | None = None
-    tcp_bits_per_s: float | None = None
-    streams_bits_per_s: float | None = None
-    gloo_bits_per_s: float | None = None
+    tcp_gbit_per_s: float | None = None
+    tcp_streams_gbit_per_s: float | None = None
+    gloo_gbit_per_s: float | None = None
     alpha_us: float | None = None
     beta_ns_per_byte: float | None = None
     fault: str | None = None
 
     @property
-    def best_tcp_bits_per_s(self) -> float | None:
-        return max((rate for rate in (self.tcp_bits_per_s, self.streams_bits_per_s) if rate), default=None)
+    def best_tcp_gbit_per_s(self) -> float | None:
+        return max((rate for rate in (self.tcp_gbit_per_s, self.tcp_streams_gbit_per_s) if rate), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkMeasurements:
-    """What the check measured. ``hosts`` are those of the pairs.
+    """What the check measured. ``hosts`` are those of the pairs, by rank.
 
     With one host there is a pair of its ranks, which is not judged, because no network is between them. ``backend``
-    carries the training's gradients. ``streams`` is the number of streams that "several" means. ``alternatives`` are
-    other interfaces, with their rates between the hosts of the first pair.
+    carries the training's gradients. ``alternatives`` are other interfaces, with their Gbit/s between the hosts of the
+    first pair.
     """
 
-    hosts: Sequence[NetworkHost]
+    hosts: Mapping[int, HostInterfaces]
     pairs: Sequence[Pair]
     backend: str = "gloo"
-    streams: int = 4
     one_host: bool = False
     alternatives: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def first(self) -> HostInterfaces:
+        return self.hosts[self.pairs[0].a]
 
     @property
     def is_gloo(self) -> bool:
@@ -98,7 +92,7 @@ class NetworkMeasurements:
         """The rate of each host in its best pair: only a slow link of its own slows all of its pairs."""
         best: dict[int, float] = {}
         for pair in self.pairs:
-            if rate := pair.best_tcp_bits_per_s:
+            if rate := pair.best_tcp_gbit_per_s:
                 for host in (pair.a, pair.b):
                     best[host] = max(best.get(host, 0.0), rate)
         return best
@@ -126,21 +120,23 @@ def _unmeasured(measured: NetworkMeasurements) -> Iterator[Finding]:
 
 
 def _interface(measured: NetworkMeasurements) -> Iterator[Finding]:
-    chosen = measured.pairs[0].tcp_bits_per_s or 0.0
+    chosen = measured.pairs[0].tcp_gbit_per_s or 0.0
     better, rate = max(measured.alternatives.items(), key=lambda each: each[1], default=(None, 0.0))
-    virtual = next((each for each in measured.hosts if not each.physical and each.physical_others), None)
+    virtual = next(
+        (each for each in measured.hosts.values() if not each.interface.physical and each.physical_others), None
+    )
     if better is not None and rate >= FASTER_INTERFACE_GAIN * chosen:
         yield Finding(
             "slow_interface",
-            f"The chosen interface {measured.hosts[0].interface} reaches {format_bandwidth(chosen)}; {better} also "
-            f"connects the hosts and reaches {format_bandwidth(rate)}: set {measured.variable}={better} on all hosts",
+            f"The chosen interface {measured.first.chosen.interface} reaches {_rate(chosen)}; {better} also "
+            f"connects the hosts and reaches {_rate(rate)}: set {measured.variable}={better} on all hosts",
         )
     elif virtual is not None:
         yield Finding(
             "virtual_interface",
-            f"{virtual.label} uses {virtual.interface}, a virtual interface (container, bridge or tunnel), although it "
-            f"has {' and '.join(virtual.physical_others)}. Software handles its packets, which costs a core and speed. "
-            "If the hosts reach each other over the physical interface, set "
+            f"{virtual.label} uses {virtual.chosen.interface}, a virtual interface (container, bridge or tunnel), "
+            f"although it has {' and '.join(virtual.physical_others)}. Software handles its packets, which costs a core "
+            "and speed. If the hosts reach each other over the physical interface, set "
             f"{measured.variable}={virtual.physical_others[0]}",
         )
 
@@ -154,15 +150,15 @@ def _slow_hosts(measured: NetworkMeasurements) -> Iterator[Finding]:
         host
         for pair in measured.pairs
         for host, other in ((pair.a, pair.b), (pair.b, pair.a))
-        if pair.best_tcp_bits_per_s and host in suspects and other not in suspects
+        if pair.best_tcp_gbit_per_s and host in suspects and other not in suspects
     }
     for host in sorted(slow):
         yield Finding(
             "slow_host",
-            f"{measured.hosts[host].label} reaches {format_bandwidth(best[host])} at best, the other hosts "
-            f"{format_bandwidth(_usual(best))}: every all-reduce waits for it. Check its link (`ethtool "
-            f"{measured.hosts[host].interface}`: speed, duplex, errors), its switch port and other traffic on them, or "
-            "train without this host",
+            f"{measured.hosts[host].label} reaches {_rate(best[host])} at best, the other hosts "
+            f"{_rate(_usual(best))}: every all-reduce waits for it. Check its link (`ethtool "
+            f"{measured.hosts[host].chosen.interface}`: speed, duplex, errors), its switch port and other traffic on "
+            "them, or train without this host",
         )
     if suspects - slow:
         yield Finding(
@@ -177,31 +173,32 @@ def _slow_pairs(measured: NetworkMeasurements) -> Iterator[Finding]:
     """Finds slow pairs of hosts that are not slow themselves."""
     best, suspects = measured.best_by_host, _suspects(measured)
     for pair in measured.pairs:
-        rate = pair.best_tcp_bits_per_s
+        rate = pair.best_tcp_gbit_per_s
         if rate is None or suspects & {pair.a, pair.b}:
             continue
         usual = min(best[pair.a], best[pair.b])
         if rate < SLOW_SHARE * usual:
             yield Finding(
                 "slow_pair",
-                f"{measured.names(pair)} reach {format_bandwidth(rate)} with each other, but {format_bandwidth(usual)} "
+                f"{measured.names(pair)} reach {_rate(rate)} with each other, but {_rate(usual)} "
                 "with others: the path between them is slow (a switch or route that only they share, or other traffic "
                 "on it). Number the ranks so that these hosts are not neighbours: a ring sends between neighbours only",
             )
 
 
 def _one_connection(measured: NetworkMeasurements) -> Iterator[Finding]:
-    rates = [(pair.tcp_bits_per_s, pair.streams_bits_per_s) for pair in measured.pairs]
+    rates = [(pair.tcp_gbit_per_s, pair.tcp_streams_gbit_per_s) for pair in measured.pairs]
     known = [(one, several) for one, several in rates if one and several]
-    host, count = measured.hosts[0], measured.streams
-    if not known or not measured.is_gloo or host.connections >= count:
+    host, count = measured.first, STREAMS
+    if not known or not measured.is_gloo or host.chosen.connections >= count:
         return
     one, several = map(statistics.median, zip(*known, strict=True))
     if several >= SEVERAL_STREAMS_GAIN * one:
+        names = ",".join([host.chosen.interface] * count)
         yield Finding(
             "one_connection",
-            f"One TCP connection reaches {format_bandwidth(one)}, {count} reach {format_bandwidth(several)}, and Gloo "
-            f"has {host.connections} between two ranks: set GLOO_SOCKET_IFNAME={','.join([host.interface] * count)}, "
+            f"One TCP connection reaches {_rate(one)}, {count} reach {_rate(several)}, and Gloo has "
+            f"{host.chosen.connections} between two ranks: set GLOO_SOCKET_IFNAME={names}, "
             f"which gives it {count}. Each operation uses one connection, so more help only with several operations in "
             f"flight: DDP's buckets, or gradcast.Options(in_flight={count}). If the TCP window is the limit, larger "
             "net.ipv4.tcp_rmem and tcp_wmem help each connection",
@@ -211,11 +208,11 @@ def _one_connection(measured: NetworkMeasurements) -> Iterator[Finding]:
 def _gloo(measured: NetworkMeasurements) -> Iterator[Finding]:
     share, pair = _gloo_share(measured)
     if pair is not None and share < GLOO_SHARE_LOW:
-        interface = measured.hosts[0].interface
+        interface = measured.first.chosen.interface
         yield Finding(
             "gloo_below_tcp",
-            f"Gloo reaches {share:.0%} of raw TCP ({format_bandwidth(pair.gloo_bits_per_s or 0.0)} of "
-            f"{format_bandwidth(pair.tcp_bits_per_s or 0.0)} between {measured.names(pair)}): the limit is not the "
+            f"Gloo reaches {share:.0%} of raw TCP ({_rate(pair.gloo_gbit_per_s or 0.0)} of "
+            f"{_rate(pair.tcp_gbit_per_s or 0.0)} between {measured.names(pair)}): the limit is not the "
             "link but Gloo's one thread per interface. Leave a core for it (lower OMP_NUM_THREADS), name the interface "
             f"twice (GLOO_SOCKET_IFNAME={interface},{interface}) to get a second thread, and use nccl for tensors on "
             "GPUs",
@@ -226,26 +223,27 @@ def _nominal(measured: NetworkMeasurements) -> Iterator[Finding]:
     """Compares each pair with the slower of its two cards, and each host by its best pair."""
     best: dict[int, tuple[float, Pair]] = {}
     for pair in measured.pairs:
-        nominal = _slower_card(measured, pair).speed_mbit_per_s
-        if nominal and (rate := pair.best_tcp_bits_per_s):
+        nominal = _slower_card(measured, pair).interface.speed_mbit_per_s
+        if nominal and (rate := pair.best_tcp_gbit_per_s):
             for host in (pair.a, pair.b):
-                best[host] = max(best.get(host, (0.0, pair)), (rate / (1e6 * nominal), pair), key=lambda each: each[0])
+                best[host] = max(best.get(host, (0.0, pair)), (rate / (1e-3 * nominal), pair), key=lambda each: each[0])
     share, pair = min(best.values(), key=lambda each: each[0], default=(1.0, None))
     if pair is not None and share < NOMINAL_SHARE:
         host = _slower_card(measured, pair)
+        name = host.chosen.interface
         yield Finding(
             "below_nominal",
-            f"{host.interface} of {host.label} is a {format_bandwidth(1e6 * (host.speed_mbit_per_s or 0))} link, but "
-            f"TCP reaches {format_bandwidth(pair.best_tcp_bits_per_s or 0.0)} between {measured.names(pair)}: a slower "
+            f"{name} of {host.label} is a {_rate(1e-3 * (host.interface.speed_mbit_per_s or 0))} link, but TCP "
+            f"reaches {_rate(pair.best_tcp_gbit_per_s or 0.0)} between {measured.names(pair)}: a slower "
             "link on the path, other traffic, a limit of the cloud's machine type, or the CPU is the limit. Compare "
-            f"with `iperf3 -P 8`; large frames (`ip link set {host.interface} mtu 9000`, on all hosts and switches) "
+            f"with `iperf3 -P 8`; large frames (`ip link set {name} mtu 9000`, on all hosts and switches) "
             "relieve the CPU",
         )
 
 
-def _slower_card(measured: NetworkMeasurements, pair: Pair) -> NetworkHost:
+def _slower_card(measured: NetworkMeasurements, pair: Pair) -> HostInterfaces:
     """Returns the host with the slower card; one of unknown speed may be the slower one."""
-    return min((measured.hosts[pair.a], measured.hosts[pair.b]), key=lambda each: each.speed_mbit_per_s or 0)
+    return min((measured.hosts[pair.a], measured.hosts[pair.b]), key=lambda each: each.interface.speed_mbit_per_s or 0)
 
 
 def _latency(measured: NetworkMeasurements) -> Iterator[Finding]:
@@ -266,7 +264,7 @@ def _link_rate(measured: NetworkMeasurements) -> Iterator[Finding]:
     share, pair = _gloo_share(measured)
     if pair is None:
         return
-    rate = format_bandwidth(statistics.median(measured.best_by_host.values()))
+    rate = _rate(statistics.median(measured.best_by_host.values()))
     if share < GLOO_SHARE_GOOD:
         yield Finding(
             "link_and_gloo",
@@ -284,12 +282,12 @@ def _link_rate(measured: NetworkMeasurements) -> Iterator[Finding]:
 
 
 def _unmeasured_interfaces(measured: NetworkMeasurements) -> Iterator[Finding]:
-    host = next((each for each in measured.hosts if each.unmeasured), None)
+    host = next((each for each in measured.hosts.values() if each.chosen.others), None)
     if host is not None:
         yield Finding(
             "unmeasured_interface",
-            f"TCP was measured over {host.interface} only; Gloo also uses {' and '.join(host.unmeasured)} in turn, "
-            "because GLOO_SOCKET_IFNAME names them",
+            f"TCP was measured over {host.chosen.interface} only; Gloo also uses {' and '.join(host.chosen.others)} in "
+            "turn, because GLOO_SOCKET_IFNAME names them",
         )
 
 
@@ -306,9 +304,9 @@ def _other_backend(measured: NetworkMeasurements) -> Iterator[Finding]:
 def _gloo_share(measured: NetworkMeasurements) -> tuple[float, Pair | None]:
     """Returns the median share of raw TCP that Gloo reaches, and the pair that has it; no pair for another backend."""
     shares = [
-        (pair.gloo_bits_per_s / pair.tcp_bits_per_s, index)
+        (pair.gloo_gbit_per_s / pair.tcp_gbit_per_s, index)
         for index, pair in enumerate(measured.pairs)
-        if pair.gloo_bits_per_s and pair.tcp_bits_per_s and measured.is_gloo
+        if pair.gloo_gbit_per_s and pair.tcp_gbit_per_s and measured.is_gloo
     ]
     if not shares:
         return 0.0, None
@@ -324,3 +322,7 @@ def _suspects(measured: NetworkMeasurements) -> set[int]:
     """Hosts that seem slow. With two hosts there is no telling which one it is."""
     best = measured.best_by_host
     return {host for host, rate in best.items() if len(best) > 2 and rate < SLOW_SHARE * _usual(best)}
+
+
+def _rate(gbit_per_s: float) -> str:
+    return format_bandwidth(1e9 * gbit_per_s)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradcast.diagnosis.network import interfaces
-from gradcast.diagnosis.network.findings import NetworkHost
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/net")
@@ -22,6 +21,12 @@ class HostInterfaces:
     host: Identity
     chosen: interfaces.Chosen
     known: tuple[interfaces.Interface, ...]
+    name: str = ""  # of the host, as ``names`` has it
+
+    @property
+    def label(self) -> str:
+        """Names the host in sentences."""
+        return f"{self.name} ({self.chosen.address})"
 
     @property
     def interface(self) -> interfaces.Interface:
@@ -38,6 +43,10 @@ class HostInterfaces:
             for each in usable
         ]
         return [each for each in reachable if each.addresses]
+
+    @property
+    def physical_others(self) -> list[str]:
+        return [each.name for each in self.others() if each.physical]
 
 
 def own_interfaces() -> HostInterfaces:
@@ -71,20 +80,6 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
     return list(found.values())
-
-
-def described(own: HostInterfaces, name: str) -> NetworkHost:
-    """Summarizes a host for the findings."""
-    used = own.interface
-    return NetworkHost(
-        label=f"{name} ({own.chosen.address})",
-        interface=used.name,
-        speed_mbit_per_s=used.speed_mbit_per_s,
-        physical=used.physical,
-        physical_others=tuple(each.name for each in own.others() if each.physical),
-        connections=own.chosen.connections,
-        unmeasured=own.chosen.others,
-    )
 
 
 def common_alternatives(hosts: Sequence[HostInterfaces], count_max: int) -> list[str]:

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from gradcast.diagnosis.network import tcp
-from gradcast.diagnosis.network.findings import Pair
+from gradcast.diagnosis.network.findings import STREAMS, Pair
 from gradcast.errors import Error, first_line
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
 
-STREAMS = 4
 # For one stream over another interface, and the timeout of its connection: many such networks connect no hosts.
 _TRY_S = 0.2
 TRY_TIMEOUT_S = 1.5
@@ -27,8 +26,8 @@ _GLOO_BYTES = (64 << 10, 256 << 20)
 # the first bytes through at once.
 _GLOO_SMALL_BYTES = 1 << 10
 _GLOO_MESSAGES = 3
-# Assumed if TCP could not be measured: 10 Mbit/s.
-_UNKNOWN_BITS_PER_S = 10e6
+# Assumed if TCP could not be measured.
+_UNKNOWN_GBIT_PER_S = 0.01
 
 Rounds = Sequence[Sequence[tuple[int, int]]]
 Progress = Callable[[str], None]
@@ -85,7 +84,7 @@ def measured_over_gloo(group: Group, rounds: Rounds, pairs: Sequence[Pair], prog
 def gloo_bytes(pair: Pair) -> int:
     """Returns the size of the largest message of a pair."""
     seconds = tcp.long_enough_s(_GLOO_MESSAGE_S, 2e-6 * (pair.latency_us or 0.0))
-    size = int(seconds * (pair.tcp_bits_per_s or _UNKNOWN_BITS_PER_S) / 8)
+    size = int(seconds * 1e9 * (pair.tcp_gbit_per_s or _UNKNOWN_GBIT_PER_S) / 8)
     return min(max(size, _GLOO_BYTES[0]), _GLOO_BYTES[1])
 
 
@@ -93,12 +92,12 @@ def with_gloo(pair: Pair, directions: Sequence[Samples]) -> Pair:
     """Adds Gloo's rate and cost. ``directions`` are the samples of each side's messages; the slower direction
     counts.
     """
-    bits_per_s, alpha_us, beta = min(map(_line, directions))
-    return dataclasses.replace(pair, gloo_bits_per_s=bits_per_s, alpha_us=alpha_us, beta_ns_per_byte=beta)
+    gbit_per_s, alpha_us, beta = min(map(_line, directions))
+    return dataclasses.replace(pair, gloo_gbit_per_s=gbit_per_s, alpha_us=alpha_us, beta_ns_per_byte=beta)
 
 
 def _line(samples: Samples) -> tuple[float, float, float]:
-    """Returns the largest message's bits per second, and the cost of a message: start-up us, and ns per byte.
+    """Returns the largest message's Gbit/s, and the cost of a message: start-up us, and ns per byte.
 
     The line goes through the smallest and the largest size. A sample holds a message and its reply, which takes as long
     as a message takes to start; hence the half.
@@ -109,10 +108,10 @@ def _line(samples: Samples) -> tuple[float, float, float]:
         statistics.median(time_ns for size, time_ns in samples if size == each) for each in (small, large)
     )
     beta = max(0.0, large_ns - small_ns) / (large - small)
-    return 8e9 * large / large_ns, max(0.0, small_ns - beta * small) / 2 / 1e3, beta
+    return 8 * large / large_ns, max(0.0, small_ns - beta * small) / 2 / 1e3, beta
 
 
-def one_way_bits_per_s(ends: PairEndpoints, pair: tuple[int, int]) -> float | None:
+def one_way_gbit_per_s(ends: PairEndpoints, pair: tuple[int, int]) -> float | None:
     """Returns the rate of one stream from the second of the pair to the first; None if it fails, and on all other
     ranks.
     """
@@ -120,7 +119,7 @@ def one_way_bits_per_s(ends: PairEndpoints, pair: tuple[int, int]) -> float | No
     token = tcp.pair_token(ends.token, pair)
     try:
         if ends.group.rank == first:
-            return tcp.answer_one_way(ends.listener, token, ends.labels[second])
+            return tcp.answer_one_way(ends.listener, token, ends.labels[second]) / 1e9
         if ends.group.rank == second:
             tcp.measure_one_way(ends.addresses[first], token, _TRY_S, ends.labels[first], TRY_TIMEOUT_S)
     except Error:
@@ -153,7 +152,7 @@ def _pair(a_found: tcp.ReceivedRates | str, b_found: tcp.ReceivedRates | str, a:
     one = min(a_found.one_bits_per_s, b_found.one_bits_per_s)
     several = min(a_found.several_bits_per_s, b_found.several_bits_per_s)
     fault = None if one and several else "too few bytes arrived to compute a rate"
-    return Pair(a, b, b_found.latency_us, one or None, several or None, fault=fault)
+    return Pair(a, b, b_found.latency_us, one / 1e9 or None, several / 1e9 or None, fault=fault)
 
 
 def _messages(group: Group, pair: tuple[int, int], size_bytes: int) -> Samples:
