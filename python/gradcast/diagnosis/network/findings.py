@@ -135,8 +135,8 @@ def _interface(measured: NetworkMeasurements) -> Iterator[Finding]:
         yield Finding(
             "virtual_interface",
             f"{virtual.label} uses {virtual.chosen.interface}, a virtual interface (container, bridge or tunnel), "
-            f"although it has {' and '.join(virtual.physical_others)}. Software handles its packets, which costs a core "
-            "and speed. If the hosts reach each other over the physical interface, set "
+            f"although it has {' and '.join(virtual.physical_others)}. Software handles its packets, which costs a "
+            "core and speed. If the hosts reach each other over the physical interface, set "
             f"{measured.variable}={virtual.physical_others[0]}",
         )
 
