@@ -119,10 +119,10 @@ class Prober:
         return times
 
 
-def computing(usual_ms=()):
+def computing():
     """Makes five steps, and returns what is told of them."""
     slow = Prober(Slow())
-    found = launch_overhead.computing_ms(slow, slow.module, torch.device("cpu"), dict(usual_ms))
+    found = launch_overhead.computing_ms(slow, slow.module, torch.device("cpu"), {})
     assert slow.made == 5
     return found
 
@@ -135,12 +135,6 @@ def test_python_between_operations_is_no_computing():
     assert min(found["backward"]) >= 40
     assert min(found["update"]) < 300
     assert torch.autograd._profiler_enabled() is torch.autograd.profiler._is_profiler_enabled is False
-
-
-@pytest.mark.slow
-def test_steps_that_are_no_longer_than_usual_lose_nothing():
-    plenty = dict.fromkeys(("forward", "backward", "update"), 1e6)
-    assert min(computing(plenty)["backward"]) >= 40
 
 
 def profiler(**more):

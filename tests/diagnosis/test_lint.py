@@ -155,13 +155,12 @@ def test_the_tightest_limit_of_the_control_groups_counts(tmp_path):
     assert environment.quota(tmp_path, "0::/job/step") == 1.5
 
 
-def test_the_first_version_of_control_groups(tmp_path):
+@pytest.mark.parametrize(("quota_us", "cores"), [(200_000, 2), (-1, None)])
+def test_the_first_version_of_control_groups(tmp_path, quota_us, cores):
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert environment.quota(tmp_path, "4:cpu:/job") == 2
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert environment.quota(tmp_path, "4:cpu:/job") is None
+    for name, value in (("quota", quota_us), ("period", 100_000)):
+        (tmp_path / "cpu" / f"cpu.cfs_{name}_us").write_text(f"{value}\n")
+    assert environment.quota(tmp_path, "4:cpu:/job") == cores
 
 
 def test_only_variables_that_the_lint_needs_are_read(monkeypatch):
@@ -172,9 +171,5 @@ def test_only_variables_that_the_lint_needs_are_read(monkeypatch):
     assert own.variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "3"}
     assert own.cores
     assert own.threads >= 1
-
-
-@pytest.mark.skipif(not Path("/proc/self/ns/cgroup").exists(), reason="only Linux has namespaces of control groups")
-def test_containers_that_see_their_own_group_as_the_root_are_told_apart():
-    pytest.importorskip("torch")
-    assert environment.own_process().cgroup.startswith("cgroup:[")
+    if Path("/proc/self/ns/cgroup").exists():  # tells containers apart that see their own group as the root
+        assert own.cgroup.startswith("cgroup:[")

@@ -194,6 +194,11 @@ def test_the_rate_of_what_arrived(streams, seconds, expected):
 # --- From samples to what is told ---
 
 
+@pytest.fixture
+def pairs():
+    return pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
+
+
 def line(alpha_us, beta_ns_per_byte, sizes=(1 << 10, 1 << 17, 1 << 20), starts=1):
     """Bytes and ns of messages; each sample pays ``starts`` start-ups."""
     return [(size, 1e3 * starts * alpha_us + beta_ns_per_byte * size) for size in sizes for _ in range(3)]
@@ -222,9 +227,7 @@ def test_an_all_reduce_took_what_the_last_rank_to_join_saw(monkeypatch):
     assert collective.samples(TwoRanks(), 0.0)[:2] == [(1024, 2.0 * G), (1024, 1.0 * G)]
 
 
-def test_a_pair_is_as_fast_as_its_slower_direction():
-    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
-
+def test_a_pair_is_as_fast_as_its_slower_direction(pairs):
     pair = pairs._pair(ReceivedRates(1 * G, 8 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 3, 5)
     assert pair == Pair(3, 5, latency_us=30.0, tcp_gbit_per_s=1, tcp_streams_gbit_per_s=4)
     directions = [line(50, 1.0, starts=2), line(70, 4.0, starts=2)]
@@ -234,10 +237,8 @@ def test_a_pair_is_as_fast_as_its_slower_direction():
         assert found.gloo_gbit_per_s == pytest.approx(8 * (1 << 20) / (140e3 + 4.0 * (1 << 20)))
 
 
-def test_a_message_takes_what_the_largest_ones_took():
+def test_a_message_takes_what_the_largest_ones_took(pairs):
     """Neither smaller messages, which a token bucket lets through at once, nor a disturbed one affect the result."""
-    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
-
     took_ms = {1024: (5.7, 0.15, 0.15), 22_390: (5.1, 4.5, 4.5), 179_123: (48.5, 48.6, 48.5)}
     samples = [(size, 1e6 * ms) for size, times in took_ms.items() for ms in times]
     found = pairs.with_gloo(Pair(0, 1), [samples, samples])
@@ -246,9 +247,7 @@ def test_a_message_takes_what_the_largest_ones_took():
     assert found.alpha_us == 0, "the small ones took no longer than their bytes"
 
 
-def test_a_pair_without_a_rate_says_why():
-    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
-
+def test_a_pair_without_a_rate_says_why(pairs):
     pair = pairs._pair(ReceivedRates(0.0, 4 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 0, 1)
     assert pair.tcp_gbit_per_s is None
     assert pair.tcp_streams_gbit_per_s == 4
@@ -258,8 +257,7 @@ def test_a_pair_without_a_rate_says_why():
 
 
 @pytest.mark.parametrize(("latency_us", "rate", "seconds"), [(50, 1, 0.05), (5000, 1, 0.3), (100_000, 0.1, 2.0)])
-def test_a_message_is_as_long_as_tcp_needs_at_the_latency(latency_us, rate, seconds):
-    pairs = pytest.importorskip("gradcast.diagnosis.network.pairs", exc_type=ImportError)
+def test_a_message_is_as_long_as_tcp_needs_at_the_latency(pairs, latency_us, rate, seconds):
     assert pairs.gloo_bytes(Pair(0, 1, latency_us, rate)) == pytest.approx(seconds * rate * G / 8)
 
 

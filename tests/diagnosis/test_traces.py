@@ -119,13 +119,11 @@ def test_every_step_and_block_is_there_once(ranks, merged):
     assert steps == {f"ProfilerStep#{number}": 4 for number in range(10)}
 
 
-def test_names_of_tensors_stand_there_once_beside_the_table():
-    names = [f"layer{index}.weight" for index in range(3)]
-    blocks = [(step, index, 0, step * 9 + index, step * 9 + index + 1) for step in range(5) for index in range(3)]
-    ranks = [recorded(rank, blocks=blocks, tensors=names) for rank in range(4)]
-    merged = merged_trace.merge(ranks)
+def test_names_of_tensors_stand_there_once_beside_the_table(ranks, merged):
     assert merged["gradcast"]["blocks"] == ranks[0].table
-    assert json.dumps(merged).count("layer1.weight") == 2
+    name = ranks[0].table[1]["tensors"][0]
+    shared = sum(line["tensors"].count(name) for line in ranks[0].table)
+    assert json.dumps(merged).count(f'"{name}"') == 2 * shared
 
 
 def test_ranks_that_number_their_tables_differently_agree():
@@ -273,15 +271,6 @@ def test_what_forward_waits_is_no_kernel():
     assert [(event["cat"], event["ts"], event["dur"]) for event in waits] == [
         ("user_annotation", 12_000, 8_000), ("user_annotation", 25_000, 5_000),
     ]  # fmt: skip
-
-
-def test_kernels_are_the_work_of_a_rank(ranks, merged):
-    for rank in ranks:
-        kernels = [each for each in kernels_of(trace_files.of_rank(merged, rank.rank)) if "nccl" not in each[0]]
-        in_order = sorted(kernels, key=lambda each: each[1])
-        assert all(before[2] <= after[1] for before, after in itertools.pairwise(in_order)), "none holds another"
-        work_ns = sum(end - start for start, end in work_of(rank))
-        assert sum(end - start for _, start, end in kernels) == pytest.approx(work_ns / 1e3, rel=1e-3)
 
 
 # --- The real package ---

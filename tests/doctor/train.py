@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+LAYERS = 8
 WIDTH = 256  # of a layer: 262 kB of gradients
 
 
@@ -75,7 +76,6 @@ class Items(Dataset):
 def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--layer-ms", type=float, default=2.0)
     parser.add_argument("--python-ms", type=float, default=0.0, help="of a step, between operations")
     parser.add_argument("--batch", type=int, default=4)
@@ -90,7 +90,6 @@ def parse():
     )
     parser.add_argument("--bucket-mib", type=float, help="of DDP")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per step")
-    parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--state", help="a file for rank 0's digest of the final state")
     parser.add_argument("--took", help="a file for what rank 0 has read and prepared, and its steps, ms")
     return parser.parse_args()
@@ -104,7 +103,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(args.layer_ms, args.python_ms / args.layers) for _ in range(args.layers)))
+    model = nn.Sequential(*(Layer(args.layer_ms, args.python_ms / LAYERS) for _ in range(LAYERS)))
     if rank == args.slow_rank:
         model[3].ms += args.slow_ms / 3
     ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mib)
@@ -118,12 +117,8 @@ def main():
         no_sync = gradcast.attach(ddp, given, options=options).no_sync
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7)
     slow_data = args.only_rank in (-1, rank)
-    items = Items(
-        args.steps * args.batch,
-        args.batch,
-        args.read_ms if slow_data else 0.0,
-        args.prepare_ms if slow_data else 0.0,
-    )
+    delays_ms = (args.read_ms, args.prepare_ms) if slow_data else (0.0, 0.0)
+    items = Items(args.steps * args.batch, args.batch, *delays_ms)
     torch.manual_seed(rank)
     stamps = []
     loader = DataLoader(items, batch_size=args.batch, shuffle=True, num_workers=args.workers)
@@ -146,7 +141,6 @@ def main():
             per_step = {"read": items.read_ms / args.steps, "prepare": items.prepared_ms / args.steps}
             json.dump(per_step | {"steps": steps}, file)
     dist.destroy_process_group()
-    raise SystemExit(args.exit_code)
 
 
 def digest(model, optimizer):
