@@ -97,10 +97,9 @@ def test_who_sends_waits_until_all_has_been_received():
 def test_connections_of_others_are_not_measured_and_do_not_take_all_the_time(listener, monkeypatch):
     """Two say nothing, one is a stranger's, and one is of a pair that was given up."""
     monkeypatch.setattr(tcp, "TIMEOUT_S", 3.0)
-    where = (listener.address.host, listener.address.port)
     late, next_one = (tcp.pair_token(TOKEN, (0, other)) for other in (1, 2))
     with contextlib.ExitStack() as stack:
-        _, _, stranger = (stack.enter_context(socket.create_connection(where)) for _ in range(3))
+        _, _, stranger = (stack.enter_context(socket.create_connection(listener.address)) for _ in range(3))
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: anybody.example\r\n\r\n")
         stack.enter_context(tcp._connected(listener.address, late, 1, SECONDS, "rank 0"))
         answering = InThread(tcp.answer_one_way, listener, next_one, "rank 2")
@@ -115,10 +114,10 @@ def test_who_never_comes_is_named(listener, monkeypatch):
 
 
 def test_who_does_not_listen_is_named(listener):
-    address = listener.address
+    host, port = listener.address
     listener.close()
-    with pytest.raises(Error, match=rf"raw TCP with rank 7: cannot connect to {address.host}, port {address.port}"):
-        tcp.measure(address, TOKEN, streams=2, seconds=SECONDS, whom="rank 7")
+    with pytest.raises(Error, match=rf"raw TCP with rank 7: cannot connect to {host}, port {port}"):
+        tcp.measure((host, port), TOKEN, streams=2, seconds=SECONDS, whom="rank 7")
 
 
 def test_who_accepts_and_says_nothing_is_named(listener, monkeypatch):

@@ -40,18 +40,7 @@ _COUNTED_FROM, _COUNTED_TO = 0.4, 0.9
 
 # The time in seconds, and how many bytes have arrived since the record before.
 Record = tuple[float, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class ListenAddress:
-    """The address on which a rank listens."""
-
-    host: str
-    port: int
-
-    @property
-    def family(self) -> socket.AddressFamily:
-        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+ListenAddress = tuple[str, int]  # host and port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +70,10 @@ class Listener:
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server(_with_scope(host, 0), family=family, backlog=64)
+            self._socket = socket.create_server((_with_scope(host), 0), family=family, backlog=64)
         except OSError as error:
             raise Error(f"cannot listen on {host}: {error.strerror or error}", "communication") from None
-        self.address = ListenAddress(host, self._socket.getsockname()[1])
+        self.address: ListenAddress = (host, self._socket.getsockname()[1])
 
     @contextlib.contextmanager
     def accepted(self, token: bytes, count: int, whom: str) -> Iterator[tuple[Sequence[socket.socket], float]]:
@@ -175,11 +164,9 @@ def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
 # --- Connections ---
 
 
-def _with_scope(host: str, port: int) -> tuple:
-    """A link-local address needs its interface, whose number differs between hosts."""
-    if not is_link_local(host):
-        return (host, port)
-    return (host, port, 0, socket.if_nametoindex(chosen(interfaces()).interface))
+def _with_scope(host: str) -> str:
+    """A link-local address needs the interface, whose name may differ between hosts."""
+    return f"{host}%{chosen(interfaces()).interface}" if is_link_local(host) else host
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
@@ -196,11 +183,10 @@ def _connected(
 ) -> Iterator[Sequence[socket.socket]]:
     connections: list[socket.socket] = []
     with _closed(connections):
-        with _naming(whom, f"cannot connect to {address.host}, port {address.port}"):
+        host, port = address
+        with _naming(whom, f"cannot connect to {host}, port {port}"):
             for _ in range(count):
-                connections.append(socket.socket(address.family, socket.SOCK_STREAM))
-                connections[-1].settimeout(timeout_s or TIMEOUT_S)
-                connections[-1].connect(_with_scope(address.host, address.port))
+                connections.append(socket.create_connection((_with_scope(host), port), timeout_s or TIMEOUT_S))
                 _prepared(connections[-1]).sendall(_HELLO.pack(token, seconds))
         yield connections
 
