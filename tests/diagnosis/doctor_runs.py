@@ -17,7 +17,7 @@ from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSe
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.observe.environment import Process
 from gradcast.diagnosis.trace import merged as merged_trace
-from gradcast.diagnosis.trace.clocks import Clock
+from gradcast.diagnosis.trace.merged import Clock
 
 MS = 1e6
 FINDING = (

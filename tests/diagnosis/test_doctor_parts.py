@@ -1,5 +1,6 @@
-"""Parts of the doctor: the snapshot, the timer of loaders, and recorded steps."""
+"""Parts of the doctor: the snapshot, the timer of loaders, recorded steps, and clocks."""
 
+import random
 import time
 
 import pytest
@@ -10,7 +11,8 @@ from training.needs import torch
 from gradcast.diagnosis.observe import recorded_step
 from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.observer import Observer
-from gradcast.diagnosis.probe import prober
+from gradcast.diagnosis.probe import clock_sync, prober
+from gradcast.diagnosis.probe.clock_sync import ClockOffset, Ping
 from gradcast.diagnosis.probe.snapshot import Snapshot
 
 nn = torch.nn
@@ -149,3 +151,32 @@ def test_a_recorded_step_makes_the_gradients_that_the_step_made():
 def test_the_doctor_runs_as_many_steps_of_each_kind_as_it_observed(observed_steps, affordable_steps, rounds):
     assert prober.WARMUP_STEPS_PER_TURN + prober.STEPS_PER_TURN == 8
     assert prober.round_count(3, observed_steps, affordable_steps) == rounds
+
+
+def test_the_quickest_exchange_tells_the_offset():
+    pings = [Ping(0, 5_000_900, 2_000), Ping(10_000, 5_010_100, 10_200), Ping(20_000, 5_029_000, 30_000)]
+    offset = clock_sync.clock_offset(pings)
+    assert offset == ClockOffset(offset_ns=5_000_000, error_ns=100, at_ns=5_010_100)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_true_offset_is_within_the_error(seed):
+    """This holds however unequal the two ways are, and however long queues were."""
+    dice, true_ns = random.Random(seed), 1_700_000_000_123_456_789
+    pings = []
+    for start_ns in range(0, 10_000_000, 1_000_000):
+        there_ns, back_ns = (int(20_000 + dice.expovariate(1 / 80_000)) for _ in range(2))
+        pings.append(Ping(start_ns, start_ns + there_ns + true_ns, start_ns + there_ns + back_ns))
+    offset = clock_sync.clock_offset(pings)
+    assert abs(offset.offset_ns - true_ns) <= offset.error_ns + 300  # doubles of this size are 256 ns apart
+    assert offset.error_ns == min(received - sent for sent, _, received in pings) / 2
+
+
+def test_a_clock_that_drifts():
+    first, second = ClockOffset(1000, 50, 0), ClockOffset(1000 + 20_000, 50, 10**9)
+    clock = clock_sync.clock_between(first, second)
+    assert clock.aligned(10**9) == 10**9 - 21_000
+    assert clock.aligned(10**9 // 2) == 10**9 // 2 - 11_000
+    # Within the errors it is noise: the better one counts, everywhere.
+    noise = clock_sync.clock_between(ClockOffset(1000, 50, 0), ClockOffset(1040, 10, 10**9))
+    assert (noise.offset_ns, noise.drift) == (1040, 0)

@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from gradcast.diagnosis.network import tcp
+from gradcast.diagnosis.network import interfaces, tcp
 from gradcast.errors import Error
 from gradcast.lab import LabError, Network, run_workers
 
@@ -92,6 +92,18 @@ def test_who_sends_waits_until_all_has_been_received():
     receiving_end.close()
     sending.result()
     sending_end.close()
+
+
+def test_a_link_local_address_is_reached_through_its_interface(monkeypatch):
+    known = [(each.name, address) for each in interfaces.interfaces() for address in each.addresses]
+    name, address = next((each for each in known if interfaces.is_link_local(each[1])), (None, None))
+    if name is None:
+        pytest.skip("no interface of this machine has a link-local address")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    with contextlib.closing(tcp.Listener(address)) as made:
+        answering = InThread(tcp.answer_one_way, made, TOKEN, "rank 1")
+        tcp.measure_one_way(made.address, TOKEN, 0.05, "rank 0")
+        assert answering.result() > 0
 
 
 def test_connections_of_others_are_not_measured_and_do_not_take_all_the_time(listener, monkeypatch):

@@ -1,4 +1,4 @@
-"""The merged trace of all ranks: clocks, structure, size, and compatibility with other tools."""
+"""The merged trace of all ranks: structure, size, and compatibility with other tools."""
 
 import importlib.util
 import itertools
@@ -15,46 +15,12 @@ import pytest
 import gradcast
 from diagnosis import doctor_runs
 from gradcast import _core
-from gradcast.diagnosis.trace import clocks
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.diagnosis.trace import merged as merged_trace
-from gradcast.diagnosis.trace.clocks import ClockOffset, Ping
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
 from gradcast.errors import Error
 
 MS = 1_000_000
-
-
-# --- Clocks ---
-
-
-def test_the_quickest_exchange_tells_the_offset():
-    pings = [Ping(0, 5_000_900, 2_000), Ping(10_000, 5_010_100, 10_200), Ping(20_000, 5_029_000, 30_000)]
-    offset = clocks.clock_offset(pings)
-    assert offset == ClockOffset(offset_ns=5_000_000, error_ns=100, at_ns=5_010_100)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_true_offset_is_within_the_error(seed):
-    """This holds however unequal the two ways are, and however long queues were."""
-    dice, true_ns = random.Random(seed), 1_700_000_000_123_456_789
-    pings = []
-    for start_ns in range(0, 10 * MS, MS):
-        there_ns, back_ns = (int(20_000 + dice.expovariate(1 / 80_000)) for _ in range(2))
-        pings.append(Ping(start_ns, start_ns + there_ns + true_ns, start_ns + there_ns + back_ns))
-    offset = clocks.clock_offset(pings)
-    assert abs(offset.offset_ns - true_ns) <= offset.error_ns + 300  # doubles of this size are 256 ns apart
-    assert offset.error_ns == min(received - sent for sent, _, received in pings) / 2
-
-
-def test_a_clock_that_drifts():
-    first, second = ClockOffset(1000, 50, 0), ClockOffset(1000 + 20_000, 50, 10**9)
-    clock = clocks.clock_between(first, second)
-    assert clock.aligned(10**9) == 10**9 - 21_000
-    assert clock.aligned(10**9 // 2) == 10**9 // 2 - 11_000
-    # Within the errors it is noise: the better one counts, everywhere.
-    noise = clocks.clock_between(ClockOffset(1000, 50, 0), ClockOffset(1040, 10, 10**9))
-    assert (noise.offset_ns, noise.drift) == (1040, 0)
 
 
 # --- The merged trace ---

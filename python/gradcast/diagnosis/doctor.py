@@ -30,8 +30,7 @@ from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.probe import clock_sync, launch_overhead, layer_times, prober, trial
 from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.probe.snapshot import Snapshot
-from gradcast.diagnosis.trace.clocks import Clock, clock_between
-from gradcast.diagnosis.trace.merged import merge
+from gradcast.diagnosis.trace.merged import Clock, merge
 from gradcast.errors import Error
 from gradcast.training.ranks.group import Group, backend_of, lasting_group
 
@@ -205,7 +204,7 @@ class Doctor:
         refused = next((each for each in group.gather(tried.error) if each is not None), None)
         if refused is not None:  # possibly by one rank only
             tried = trial.Trial(error=refused)
-        return tried, [clock_between(*each) for each in zip(before, clock_sync.offsets(group), strict=True)]
+        return tried, [clock_sync.clock_between(*each) for each in zip(before, clock_sync.offsets(group), strict=True)]
 
     def _batch_ms(self) -> tuple[float, float] | None:
         """Returns the ms that reading and preparing one batch took, or None if no loader worker was seen."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradcast.diagnosis.analyze.estimates import Estimate, estimate
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.observe import environment
-from gradcast.diagnosis.trace.clocks import Clock
-from gradcast.diagnosis.trace.merged import RankTrace
+from gradcast.diagnosis.trace.merged import Clock, RankTrace
 
 if TYPE_CHECKING:  # needs torch, which this module does not
     from gradcast.diagnosis.probe.trial import Trial

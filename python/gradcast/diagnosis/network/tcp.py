@@ -68,9 +68,10 @@ class Listener:
 
     def __init__(self, host: str, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((_with_scope(host), 0), family=family, backlog=64)
+            # Resolved first, because only that understands a scope.
+            family, *_, address = socket.getaddrinfo(_with_scope(host), 0, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.create_server(address, family=family, backlog=64)
         except OSError as error:
             raise Error(f"cannot listen on {host}: {error.strerror or error}", "communication") from None
         self.address: ListenAddress = (host, self._socket.getsockname()[1])

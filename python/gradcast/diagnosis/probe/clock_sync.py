@@ -1,14 +1,42 @@
-"""Measures how far the ranks' clocks are apart, with messages back and forth."""
+"""Measures how far the ranks' clocks are apart, with messages back and forth.
+
+Nothing is assumed about how long a message takes, except that it takes some time each way: the other clock was read
+between sending and receiving. The shorter the round trip, the smaller this uncertainty. So the shortest one counts and
+the others are dropped, as NTP does; an average would include queueing delays.
+"""
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from gradcast.diagnosis.trace.clocks import ClockOffset, Ping, clock_offset
+from gradcast.diagnosis.trace.merged import Clock
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
 
 _PINGS = 12
+
+
+class Ping(NamedTuple):
+    """One exchange. The asking rank's clock gives ``sent_ns`` and ``received_ns``, the answering rank's
+    ``answered_ns``.
+    """
+
+    sent_ns: int
+    answered_ns: int
+    received_ns: int
+
+
+class ClockOffset(NamedTuple):
+    """``offset_ns`` is how far the answering clock is ahead at ``at_ns`` on that clock.
+
+    The error is at most ``error_ns``, however unequal the two ways were.
+    """
+
+    offset_ns: float
+    error_ns: float
+    at_ns: int
 
 
 def offsets(group: Group) -> list[ClockOffset]:
@@ -25,19 +53,41 @@ def offsets(group: Group) -> list[ClockOffset]:
 
 
 def _exchange_pings(group: Group, rank: int) -> list[Ping]:
-    c10d, limit_s = extension.load(), group.timeout_s
-    answer = torch.zeros(1, dtype=torch.int64, device="cpu")
+    c10d, answer = extension.load(), torch.zeros(1, dtype=torch.int64, device="cpu")
     found = []
     for _ in range(_PINGS):
         sent_ns = time.perf_counter_ns()
-        c10d.send(group.own, answer, rank, limit_s)
-        c10d.receive(group.own, answer, rank, limit_s)
+        c10d.send(group.own, answer, rank, group.timeout_s)
+        c10d.receive(group.own, answer, rank, group.timeout_s)
         found.append(Ping(sent_ns, int(answer.item()), time.perf_counter_ns()))
     return found
 
 
 def _answer_pings(group: Group) -> None:
-    c10d, limit_s = extension.load(), group.timeout_s
+    c10d, question = extension.load(), torch.zeros(1, dtype=torch.int64, device="cpu")
     for _ in range(_PINGS):
-        c10d.receive(group.own, torch.zeros(1, dtype=torch.int64, device="cpu"), 0, limit_s)
-        c10d.send(group.own, torch.tensor([time.perf_counter_ns()], device="cpu"), 0, limit_s)
+        c10d.receive(group.own, question, 0, group.timeout_s)
+        c10d.send(group.own, torch.tensor([time.perf_counter_ns()], device="cpu"), 0, group.timeout_s)
+
+
+def clock_offset(pings: Sequence[Ping]) -> ClockOffset:
+    """Returns the offset of the answering rank to rank 0, which began the exchanges. Ten suffice on a quiet network."""
+    best = min(pings, key=lambda ping: ping.received_ns - ping.sent_ns)
+    # Subtract first: a time in ns has more digits than a double.
+    after_ns = best.answered_ns - best.sent_ns
+    round_ns = best.received_ns - best.sent_ns
+    return ClockOffset(after_ns - round_ns / 2, round_ns / 2, best.answered_ns)
+
+
+def clock_between(first: ClockOffset, second: ClockOffset) -> Clock:
+    """Returns a clock from comparisons before and after a run; it is assumed to drift evenly in between.
+
+    If the two offsets differ by less than their errors, the difference is noise, not drift: the more accurate one
+    counts.
+    """
+    passed_ns = second.at_ns - first.at_ns
+    gained_ns = second.offset_ns - first.offset_ns
+    if passed_ns <= 0 or abs(gained_ns) <= first.error_ns + second.error_ns:
+        better = min(first, second, key=lambda offset: offset.error_ns)
+        return Clock(better.offset_ns, 0.0, better.at_ns)
+    return Clock(first.offset_ns, gained_ns / passed_ns, first.at_ns)

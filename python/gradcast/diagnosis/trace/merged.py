@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from gradcast.diagnosis.trace.clocks import Clock
-
 # Shorter spans are left out. Checking whether something has arrived takes some microseconds at every parameter that is
 # read; these checks cannot be seen beside steps of milliseconds, and would be most of the events.
 _SHORTEST_NS = 20_000
@@ -22,6 +20,18 @@ _STEPS, _COMPUTE, _LINK = 0, 1, 2
 
 _Event = dict[str, Any]
 T = TypeVar("T")
+
+
+class Clock(NamedTuple):
+    """Maps a rank's own clock to rank 0's. ``drift`` is the ns that it gains on rank 0's per ns of its own."""
+
+    offset_ns: float = 0.0
+    drift: float = 0.0
+    at_ns: int = 0
+
+    def aligned(self, own_ns: int) -> int:
+        """Converts a time of the rank's own clock to rank 0's clock."""
+        return round(own_ns - self.offset_ns - self.drift * (own_ns - self.at_ns))
 
 
 class Step(NamedTuple):
