@@ -51,6 +51,13 @@ def system_file(path: Path) -> str:
         return ""
 
 
+def make_folder(path: str | Path) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error(f"cannot create the folder {path}: {_reason(error)}", "environment") from None
+
+
 def write_text(path: str, text: str, what: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")

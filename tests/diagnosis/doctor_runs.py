@@ -42,7 +42,7 @@ def setup(**changes):
 
 def measured(steps, **changes):
     """What one rank measured, without a trial and a network check. ``steps`` are its RankSteps."""
-    process = Process({}, 1, frozenset(range(4)), None, "a")
+    process = Process(None, 1, frozenset(range(4)), None, "a")
     usual = RankMeasurements(
         steps, options={}, trial=None, clocks=[], network=None, launch_unknown=None, probe_steps=32, process=process
     )
@@ -152,22 +152,18 @@ def _rank_trace(now, played, rank, step_count, dice):
         def at(ns, start=start, factor=factor):
             return round(start + ns * factor + dice.uniform(0, 2e5))
 
-        backward_ns, last_ns = now.model.backward_ns, played.iteration_ns
-        wait_ns = max(times.finish_ns for times in played.blocks)
-        ends = [at(backward_ns), at(max(wait_ns, backward_ns + 3e5)), at(last_ns + 1e6)]
-        trace.spans += [
-            merged_trace.Span("backward", at(0), ends[0]),
-            merged_trace.Span("wait", ends[0], ends[1]),
-            merged_trace.Span("forward", ends[1], ends[2]),
-        ]
+        backward, forward = at(now.model.backward_ns), at(played.forward_start_ns + 3e5)
+        end = at(played.iteration_ns + 1e6)
         # Inside of forward, as in overlap mode: a wait, and the update of what has arrived.
-        inside = [ends[1] + round(share * (ends[2] - ends[1])) for share in (0.3, 0.4, 0.45)]
-        trace.spans += [merged_trace.Span("wait", *inside[:2]), merged_trace.Span("update", *inside[1:])]
-        trace.steps.append(merged_trace.Step(number, start, ends[2] + 500_000))
+        wait, update, rest = (forward + round(share * (end - forward)) for share in (0.3, 0.4, 0.45))
+        spans = [("backward", start, backward), ("wait", backward, forward), ("forward", forward, end)]
+        spans += [("wait", wait, update), ("update", update, rest)]
+        trace.spans += [merged_trace.Span(*span) for span in spans]
+        trace.steps.append(merged_trace.Step(number, start, end + 500_000))
         for index, times in enumerate(played.blocks):
             ready, launch, finish = at(times.ready_ns), at(times.launch_ns) + 200_000, at(times.finish_ns)
             trace.blocks.append(merged_trace.BlockSpan(number, index, index, ready, launch, max(finish, launch + 1000)))
-        start = ends[2] + 500_000
+        start = end + 500_000
     return trace
 
 

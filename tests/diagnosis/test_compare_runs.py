@@ -111,10 +111,3 @@ def test_a_run_that_is_none(run, paths, tmp_path):
     assert "doctor.json is missing; run `gradcast doctor` first" in result.err
     (tmp_path / "plan.json").write_text("{}")
     assert "was not written by gradcast doctor" in run("compare", paths[0], tmp_path / "plan.json").err
-
-
-@pytest.mark.parametrize("command", ["compare", "report"])
-def test_the_help_has_an_example(run, command):
-    out = run(command, "--help").out
-    assert f"example:\n  gradcast {command} " in out
-    assert "--json" in out

@@ -1,13 +1,13 @@
 """Parts of the doctor: the snapshot, the timer of loaders, recorded steps, and clocks."""
 
 import random
-import time
 
 import pytest
 
 from training.needs import torch
 
 # isort: split
+from doctor.train import Items
 from gradcast.diagnosis.observe import recorded_step
 from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.observer import Observer
@@ -68,26 +68,11 @@ def test_a_snapshot_keeps_learning_rates_at_zero_and_gradients_of_other_modules(
     assert torch.equal(head.weight.grad, gradient)
 
 
-class Items(torch.utils.data.Dataset):
-    def __init__(self, read_s, prepare_s):
-        self.read_s, self.prepare_s = read_s, prepare_s
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        time.sleep(self.read_s)
-        end = time.thread_time() + self.prepare_s
-        while time.thread_time() < end:
-            pass
-        return torch.zeros(1)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
     watch = LoaderTimer()
     try:
-        batches = list(torch.utils.data.DataLoader(Items(0.02, 0.005), batch_size=2, num_workers=workers))
+        batches = list(torch.utils.data.DataLoader(Items(12, 2, 40, 10), batch_size=2, num_workers=workers))
     finally:
         watch.close()
     reading_ms, preparing_ms, count = watch.totals_ms()
@@ -98,7 +83,7 @@ def test_reading_and_preparing_are_told_apart_in_a_loaders_workers(workers):
     assert 0.9 * 12 * 20 <= reading_ms < 12 * (20 + 5), "preparing is no part of it"
     assert preparing_ms >= 0.9 * 12 * 5
     before = watch.totals_ms()
-    list(torch.utils.data.DataLoader(Items(0, 0), batch_size=2))
+    list(torch.utils.data.DataLoader(Items(12, 2, 0, 0), batch_size=2))
     assert watch.totals_ms() == before, "it looks no longer"
 
 
@@ -126,7 +111,7 @@ def test_a_recorded_step_makes_the_gradients_that_the_step_made():
     wanted = [parameter.grad.clone() for parameter in net.parameters()]
     observer.close()
     loader.close()
-    (passes,) = observer.recorded_steps[-1].by_backward
+    (passes,) = recorded_step.by_backward(observer.recorded_steps[-1])
     sgd.zero_grad()
     list(recorded_step.replay(net, passes))
     assert all(torch.equal(one, p.grad) for one, p in zip(wanted, net.parameters(), strict=True))

@@ -10,6 +10,7 @@ import pytest
 from training.needs import torch
 
 # isort: split
+from doctor.train import Waits
 from gradcast.diagnosis.probe import launch_overhead, prober
 from gradcast.diagnosis.probe.launch_overhead import Interval, busy_intervals, by_stage
 
@@ -62,19 +63,6 @@ def test_what_recording_costs_is_that_of_a_step_not_of_a_pass():
     assert found["forward"] == [pytest.approx(20 - 10 * 18 / 20)]
 
 
-class Waits(torch.autograd.Function):
-    @staticmethod
-    def forward(context, value, seconds):
-        context.seconds = seconds
-        time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        time.sleep(2 * context.seconds)
-        return gradient, None
-
-
 class Slow(nn.Module):
     """Operations take 20 ms in forward and 40 in backward; Python between them takes 300 ms in forward."""
 
@@ -84,7 +72,7 @@ class Slow(nn.Module):
 
     def forward(self, value):
         time.sleep(0.3)
-        return Waits.apply(self.linear(value), 0.02)
+        return Waits.apply(self.linear(value), 20)
 
 
 class Optimizer(torch.optim.SGD):

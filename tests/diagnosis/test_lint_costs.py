@@ -1,7 +1,6 @@
 """The cost of misconfigurations, by `play` and from measurements of the ranks."""
 
 import dataclasses
-import types
 
 import pytest
 
@@ -127,26 +126,8 @@ def test_an_option_costs_what_the_slowest_ranks_differ_by():
     assert 2 < cost.low <= 5 <= cost.high < 8
 
 
-def test_the_order_of_registration_costs_only_where_ddp_keeps_it():
-    found = linted(two_ranks(), known=profile())
-    assert found["parameter_order"].cost_ms == pytest.approx(30)
-    assert "parameter_order" not in linted(two_ranks(), dataclasses.replace(MISTAKEN, rebuilt=True), profile())
-
-
-@pytest.mark.parametrize(
-    ("static_graph", "find_unused_parameters", "rebuilds"),
-    [(False, False, True), (False, True, False), (True, False, True), (True, True, True)],
-)
-def test_ddp_lays_its_buckets_out_anew_unless_it_looks_for_unused_parameters(
-    static_graph, find_unused_parameters, rebuilds
-):
-    doctor = pytest.importorskip("gradcast.diagnosis.doctor", exc_type=ImportError)
-    ddp = types.SimpleNamespace(static_graph=static_graph, find_unused_parameters=find_unused_parameters)
-    assert doctor._rebuilds_buckets(ddp) is rebuilds
-
-
 def test_every_host_and_every_rank_is_looked_at():
-    process = dataclasses.replace(two_ranks()[0].process, threads=16, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    process = dataclasses.replace(two_ranks()[0].process, threads=16, cuda_connections="1")
     found = linted(two_ranks(second={"process": process}))
     assert found["threads"].title.startswith("on b, 16 threads compute on 4 cores")
     assert "on b:" in found["cuda_connections"].title

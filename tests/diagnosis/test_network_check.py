@@ -119,10 +119,18 @@ def test_connections_of_others_are_not_measured_and_do_not_take_all_the_time(lis
         assert answering.result() > 0
 
 
-def test_who_never_comes_is_named(listener, monkeypatch):
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        (lambda end: tcp.answer(end, TOKEN, streams=2, whom="rank 7"), "waited 0.3 s for connections"),
+        # The kernel accepts, and nobody answers.
+        (lambda end: tcp.measure(end.address, TOKEN, streams=2, seconds=SECONDS, whom="rank 7"), "small messages"),
+    ],
+)
+def test_who_never_comes_or_says_nothing_is_named(listener, monkeypatch, measure, words):
     monkeypatch.setattr(tcp, "TIMEOUT_S", 0.3)
-    with pytest.raises(Error, match=r"raw TCP with rank 7: waited 0.3 s for connections: no response"):
-        tcp.answer(listener, TOKEN, streams=2, whom="rank 7")
+    with pytest.raises(Error, match=f"raw TCP with rank 7: {words}: no response"):
+        measure(listener)
 
 
 def test_who_does_not_listen_is_named(listener):
@@ -130,12 +138,6 @@ def test_who_does_not_listen_is_named(listener):
     listener.close()
     with pytest.raises(Error, match=rf"raw TCP with rank 7: cannot connect to {host}, port {port}"):
         tcp.measure((host, port), TOKEN, streams=2, seconds=SECONDS, whom="rank 7")
-
-
-def test_who_accepts_and_says_nothing_is_named(listener, monkeypatch):
-    monkeypatch.setattr(tcp, "TIMEOUT_S", 0.3)  # the kernel accepts, nobody answers
-    with pytest.raises(Error, match=r"raw TCP with rank 7: small messages: no response"):
-        tcp.measure(listener.address, TOKEN, streams=2, seconds=SECONDS, whom="rank 7")
 
 
 def test_who_goes_in_the_middle_is_named(listener, monkeypatch):

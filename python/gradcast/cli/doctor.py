@@ -41,10 +41,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     common.require_torch("gradcast doctor")
     from gradcast.diagnosis import script
-    from gradcast.diagnosis.doctor import Settings
     from gradcast.diagnosis.outcome import Outcome
 
-    settings = Settings(steps=args.steps, seconds=args.duration, network=not args.no_network, trial=not args.no_trial)
+    options = {"steps": args.steps, "seconds": args.duration}
+    options |= {"network": not args.no_network, "trial": not args.no_trial}
     rank = int(os.environ.get("RANK", "0"))
     outcome = Outcome(args.output, rank=rank, script=args.script, as_json=args.json, ends=args.stop)
-    script.run(args.script, args.arguments, settings, outcome)
+    script.run(args.script, args.arguments, outcome, **options)

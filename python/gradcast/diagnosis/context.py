@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.diagnosis.doctor import Doctor, Settings
+from gradcast.diagnosis.doctor import Doctor
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
@@ -37,10 +37,13 @@ def doctor(
     """
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     optimizers = [unwrapped_optimizer(each) for each in given]
-    settings = Settings(steps=steps, seconds=seconds, network=network, trial=trial)
+    if not isinstance(steps, int) or steps < 5:
+        raise Error(f"steps is {steps!r}; it must be a whole number of at least 5", "invalid_option")
+    if not seconds > 0:
+        raise Error(f"seconds is {seconds!r}; it must be a number above 0", "invalid_option")
     _check(model, optimizers)
     outcome = Outcome(output, rank=dist.get_rank())
-    running = Doctor(settings, outcome)
+    running = Doctor(outcome, steps=steps, seconds=seconds, network=network, trial=trial)
     running.watch(model, optimizers)
     try:
         yield outcome

@@ -9,7 +9,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,34 +41,20 @@ _TIMEOUT = timedelta(minutes=5)
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for. Raises Error for values that make no sense.
+class Doctor:
+    """Runs one diagnosis and hands it to ``outcome``. If the diagnosis fails, the training still goes on.
 
     ``steps`` is the number of ordinary steps that count. The probes take about ``seconds``: 1 to 4 rounds of each kind
-    of step, or more rounds until as many steps are probed as were observed.
+    of step, or more rounds until as many steps are probed as were observed. ``network`` and ``trial``: whether the
+    network is checked and gradcast is tried.
     """
 
-    steps: int = 20
-    seconds: float = 60.0
-    network: bool = True
-    trial: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 5:
-            raise Error(f"steps is {self.steps!r}; it must be a whole number of at least 5", "invalid_option")
-        if not self.seconds > 0:
-            raise Error(f"seconds is {self.seconds!r}; it must be a number above 0", "invalid_option")
-
-
-class Doctor:
-    """Runs one diagnosis and hands it to ``outcome``. If the diagnosis fails, the training still goes on."""
-
-    def __init__(self, settings: Settings, outcome: Outcome) -> None:
-        self._settings, self._outcome = settings, outcome
+    def __init__(self, outcome: Outcome, *, steps: int, seconds: float, network: bool, trial: bool) -> None:
+        self._steps, self._seconds, self._network, self._trial = steps, seconds, network, trial
+        self._outcome = outcome
         self._loader = LoaderTimer()
         self.observer: Observer | None = None  # set when a module is observed
-        self.needed_steps = WARMUP_STEPS + settings.steps
+        self.needed_steps = WARMUP_STEPS + steps
         self.done = False
 
     def watch(self, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
@@ -100,10 +85,10 @@ class Doctor:
             why_nothing = _describe(error)
         finally:
             self.close()
-        if why_nothing is None:
-            self._outcome.finish()
-        else:
+        if why_nothing is not None:
             self._outcome.fail(why_nothing)
+        elif self._outcome.ends:
+            raise SystemExit(0)
 
     def _diagnose(self) -> str | None:
         """Returns None, or why rank 0 could not analyze the measurements. The return value is the same on all ranks."""
@@ -111,7 +96,7 @@ class Doctor:
         everybody = lasting_group(ranks, _TIMEOUT, "gloo", "doctor")
         group = Group(rank, len(ranks), self._ddp.process_group, everybody, _TIMEOUT.total_seconds())
         progress: Progress = _print_progress if rank == 0 else lambda _: None
-        progress(f"observed {self._settings.steps} ordinary steps; now probing with the same batches")
+        progress(f"observed {self._steps} ordinary steps; now probing with the same batches")
         searches = self._ddp.find_unused_parameters or self._ddp.static_graph
         if searches and not all(group.gather(self.observer.all_used)):
             raise Error(
@@ -163,7 +148,7 @@ class Doctor:
         pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = self._try_gradcast(group, probes, [self._ddp, *wrappers.values()], pause_ms, progress)
         network = None
-        if self._settings.network:
+        if self._network:
             progress("measuring the network between the hosts")
             network = network_check.check(group, progress, device_type=self._ddp.device.type)
         return RankMeasurements(
@@ -196,7 +181,7 @@ class Doctor:
         progress: Progress,
     ) -> tuple[trial.Trial | None, list[Clock]]:
         """Returns this rank's trial, and on rank 0 the clocks of all ranks during it."""
-        if not self._settings.trial:
+        if not self._trial:
             return None, []
         progress("trying gradcast for a few steps")
         before = clock_sync.offsets(group)
@@ -215,7 +200,7 @@ class Doctor:
     def _rounds(self, group: Group, ordinary: Sequence[dict[str, float]], kind_count: int) -> int:
         """Returns the number of rounds, the same on every rank."""
         step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
-        return prober.round_count(kind_count, self._settings.steps, self._settings.seconds / step_s)
+        return prober.round_count(kind_count, self._steps, self._seconds / step_s)
 
     def _group_of(self, members: Sequence[int]) -> Any:
         everyone = self._ranks()
@@ -237,7 +222,7 @@ class Doctor:
             is_fp32=any(p.dtype == torch.float32 for p in ddp.module.parameters()),
             compiled=ddp.module._compiled_call_impl is not None or hasattr(ddp.module, "_orig_mod"),
             find_unused_parameters=ddp.find_unused_parameters,
-            rebuilt=_rebuilds_buckets(ddp),
+            rebuilt=ddp.static_graph or not ddp.find_unused_parameters,
             broadcast_buffers=ddp.broadcast_buffers,
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
             warmup_steps=WARMUP_STEPS,
@@ -271,11 +256,6 @@ def _fitting_threads(hosts: Sequence[str], rank: int, processes: Sequence[enviro
     if all(host.fitting_threads is None for host in found.values()):
         return None
     return found[hosts[rank]].fitting_threads or processes[rank].threads
-
-
-def _rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP rebuilds its buckets after the first step, in the order in which gradients became ready."""
-    return ddp.static_graph or not ddp.find_unused_parameters
 
 
 def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:

@@ -9,31 +9,26 @@ from gradcast.atomic import write_atomically
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.runs import RESULT, TRACE
 from gradcast.diagnosis.trace import files as trace_files
-from gradcast.errors import Error
-from gradcast.files import check_writable
+from gradcast.files import check_writable, make_folder
 
 
 class Outcome:
     """The result of one diagnosis, or the reason why there is none. Rank 0 writes and prints.
 
     ``script`` is the script's name, for doctor.json. ``as_json`` prints doctor.json instead of the text.
-    ``ends`` ends the program with exit code 0 after the diagnosis.
+    ``ends``: the doctor ends the program with exit code 0 after the diagnosis, on every rank.
     """
 
     def __init__(
         self, folder: str, *, rank: int, script: str | None = None, as_json: bool = False, ends: bool = False
     ) -> None:
         self._folder, self._rank, self._script = Path(folder), rank, script
-        self._as_json, self._ends = as_json, ends
+        self._as_json, self.ends = as_json, ends
         self.result: dict[str, Any] | None = None
         self.why_nothing: str | None = None
         if rank != 0:
             return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise Error(f"cannot create the folder {folder}: {reason}", "environment") from None
+        make_folder(folder)
         check_writable(str(self._folder / RESULT), "result")
 
     def save(self, result: dict[str, Any], trace: dict[str, Any] | None) -> None:
@@ -47,11 +42,6 @@ class Outcome:
         (self._folder / TRACE).unlink(missing_ok=True)
         if trace is not None:
             trace_files.save(trace, self._folder / TRACE)
-
-    def finish(self) -> None:
-        """Ends the program if that was asked for. Every rank calls this after the diagnosis."""
-        if self._ends:
-            raise SystemExit(0)
 
     def fail(self, why: str) -> None:
         """Records why there is no diagnosis, and prints it on rank 0. The exit code remains the script's."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcast.diagnosis.doctor import Doctor, Settings
+from gradcast.diagnosis.doctor import Doctor
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
@@ -66,15 +66,17 @@ class TrainingFinder:
                 return
 
 
-def run(path: str, arguments: Sequence[str], settings: Settings, outcome: Outcome) -> None:
-    """Runs ``path`` as ``python path arguments`` would. Raises SystemExit with the script's own exit code, if any."""
+def run(path: str, arguments: Sequence[str], outcome: Outcome, **options: Any) -> None:
+    """Runs ``path`` as ``python path arguments`` would. ``options`` are the doctor's. Raises SystemExit with the
+    script's own exit code, if any.
+    """
     if not Path(path).is_file():
         raise Error(f"the script {path} does not exist; write `gradcast doctor train.py --its-own-options`")
     # The baseline is the script without gradcast, even if it attaches gradcast itself.
     os.environ[DISABLE_VARIABLE] = "1"
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    doctor = Doctor(settings, outcome)
+    doctor = Doctor(outcome, **options)
     finder = TrainingFinder(doctor)
     try:
         runpy.run_path(path, run_name="__main__")

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import numpy
+
 from gradcast import _core
 from gradcast.palette import CURVES
 from gradcast.plots.canvas import Bar, bare, draw_grid, draw_steps, plt, save
@@ -44,8 +46,8 @@ def _draw_sweep(axes: Any, results: dict[str, Any]) -> None:
         )
         cost = getattr(link, op, None)
         if cost is not None and cost.pieces:
-            points = _geometric(sizes[0], sizes[-1])
-            axes.plot(points, [cost.cost_ns(size) / 1e3 for size in points], color=colour, linewidth=1)
+            points = numpy.geomspace(sizes[0], sizes[-1], _POINTS_OF_A_LINE).round()
+            axes.plot(points, [cost.cost_ns(int(size)) / 1e3 for size in points], color=colour, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(_binary_size)
@@ -74,8 +76,3 @@ def _binary_size(size_bytes: float, _: int) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:g} {name}"
     return f"{size_bytes:g} B"
-
-
-def _geometric(first: int, last: int) -> list[int]:
-    ratio = (last / first) ** (1 / (_POINTS_OF_A_LINE - 1))
-    return [round(first * ratio**step) for step in range(_POINTS_OF_A_LINE)]

@@ -1,5 +1,6 @@
 """Step time and efficiency against the number of workers, with the band of each curve; one column per network."""
 
+from collections.abc import Callable
 from typing import Any
 
 from gradcast.comparison.compare import ratio
@@ -22,12 +23,14 @@ def draw_scaling(path: str, band: Band, *, title: str) -> None:
     )
     for column, network in enumerate(networks):
         own = {algorithm: points for (name, algorithm), points in curves.items() if name == network}
-        _draw_steps(panels[0][column], own)
-        _draw_efficiencies(panels[1][column], own, band.knee if column == 0 else None)
+        _draw_curves(panels[0][column], own, _steps_ms)
+        _draw_curves(panels[1][column], own, _efficiencies)
         panels[0][column].set_title("the measured network" if network == MEASURED else network, fontsize=10)
         panels[1][column].set_xlabel("workers")
     panels[0][0].set_ylabel("step, ms")
     panels[1][0].set_ylabel("efficiency, %")
+    if band.knee is not None:
+        _draw_knee(panels[1][0], band.knee)
     # After all columns are drawn, since they share these axes.
     panels[0][0].set_ylim(0, _HEADROOM * max(point.high_ns / 1e6 for point in band.points))
     panels[1][0].set_ylim(0, 100 * _HEADROOM)
@@ -37,15 +40,20 @@ def draw_scaling(path: str, band: Band, *, title: str) -> None:
     save(figure, path)
 
 
-def _draw_curve(axes: Any, algorithm: str, points: list[Point], values: list[tuple[float, float, float]]) -> None:
-    """``values``: (low, middle, high) of each point."""
-    workers = [point.workers for point in points]
-    low, middle, high = zip(*values, strict=True)
-    colour = _COLOURS[algorithm]
-    axes.fill_between(workers, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(workers, middle, color=colour, linewidth=1.6, zorder=3)
-    for point, value in zip(points, middle, strict=True):
-        axes.plot(point.workers, value, color=colour, **_marker(point.basis), zorder=4)
+def _draw_curves(
+    axes: Any, curves: dict[str, list[Point]], values: Callable[[Point], tuple[float, float, float]]
+) -> None:
+    """``values`` returns (low, middle, high) of a point."""
+    for algorithm, points in curves.items():
+        workers = [point.workers for point in points]
+        low, middle, high = zip(*map(values, points), strict=True)
+        colour = _COLOURS[algorithm]
+        axes.fill_between(workers, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(workers, middle, color=colour, linewidth=1.6, zorder=3)
+        for point, value in zip(points, middle, strict=True):
+            axes.plot(point.workers, value, color=colour, **_marker(point.basis), zorder=4)
+    workers = sorted({point.workers for points in curves.values() for point in points})
+    draw_grid(axes, workers[:: 1 + len(workers) // 8])  # more labels would overlap
 
 
 def _marker(basis: str) -> dict[str, Any]:
@@ -58,35 +66,24 @@ def _marker(basis: str) -> dict[str, Any]:
     } | ({"markerfacecolor": "white"} if basis == "extrapolated" else {})
 
 
-def _draw_steps(axes: Any, curves: dict[str, list[Point]]) -> None:
-    for algorithm, points in curves.items():
-        values = [(point.low_ns / 1e6, point.step_ns / 1e6, point.high_ns / 1e6) for point in points]
-        _draw_curve(axes, algorithm, points, values)
-    _style(axes, curves)
+def _steps_ms(point: Point) -> tuple[float, float, float]:
+    return point.low_ns / 1e6, point.step_ns / 1e6, point.high_ns / 1e6
 
 
-def _draw_efficiencies(axes: Any, curves: dict[str, list[Point]], knee: int | None) -> None:
-    for algorithm, points in curves.items():
-        values = [
-            tuple(100 * point.efficiency * ratio(point.step_ns, end_ns) for end_ns in _ends(point)) for point in points
-        ]
-        _draw_curve(axes, algorithm, points, values)
-    if knee is not None:
-        axes.axvline(knee, color=FAINT, linewidth=0.8, linestyle="--")
-        axes.annotate(
-            f"knee: {knee}", (knee, 0.04), xycoords=("data", "axes fraction"), xytext=(-4, 0),
-            textcoords="offset points", ha="right", fontsize=8,
-        )  # fmt: skip
-    _style(axes, curves)
+def _efficiencies(point: Point) -> tuple[float, float, float]:
+    """In percent: an efficiency is low at the long end of the step's interval."""
+    low, middle, high = (
+        100 * point.efficiency * ratio(point.step_ns, end_ns) for end_ns in (point.high_ns, point.step_ns, point.low_ns)
+    )
+    return low, middle, high
 
 
-def _ends(point: Point) -> tuple[float, float, float]:
-    return point.high_ns, point.step_ns, point.low_ns
-
-
-def _style(axes: Any, curves: dict[str, list[Point]]) -> None:
-    workers = sorted({point.workers for points in curves.values() for point in points})
-    draw_grid(axes, workers[:: 1 + len(workers) // 8])  # more labels would overlap
+def _draw_knee(axes: Any, knee: int) -> None:
+    axes.axvline(knee, color=FAINT, linewidth=0.8, linestyle="--")
+    axes.annotate(
+        f"knee: {knee}", (knee, 0.04), xycoords=("data", "axes fraction"), xytext=(-4, 0),
+        textcoords="offset points", ha="right", fontsize=8,
+    )  # fmt: skip
 
 
 def _key(algorithms: list[str], band: Band) -> list[Any]:

@@ -129,7 +129,7 @@ def _interface(evidence: Evidence) -> _Found:
 
 
 def _connections(evidence: Evidence) -> _Found:
-    limited = [host for host in evidence.hosts if any(each.get(CONNECTIONS_VARIABLE) == "1" for each in host.variables)]
+    limited = [host for host in evidence.hosts if "1" in host.cuda_connections]
     if evidence.setup.device == "cuda" and limited:
         title = f"{CONNECTIONS_VARIABLE}=1 on {limited[0].name}: all streams share one queue to the GPU, so "
         remedy = f"unset {CONNECTIONS_VARIABLE} (only Megatron's tensor parallelism needs it)"

@@ -22,7 +22,7 @@ long a batch takes to read and to prepare (``cached_wait``).
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcast.comparison.compare import NOTICEABLE_GAIN
@@ -82,34 +82,29 @@ class RankSteps:
         return {part: self.own(part) for part in OWN}
 
     def own(self, part: str) -> float:
-        return self._value(part, *self._samples(part))
+        function, samples = self._measured(part)
+        return function(*map(statistics.median, samples))
 
     def own_estimate(self, part: str) -> Estimate:
-        return estimate(lambda *drawn: self._value(part, *drawn), *self._samples(part))
+        function, samples = self._measured(part)
+        return estimate(lambda *drawn: function(*map(statistics.median, drawn)), *samples)
 
-    def _samples(self, part: str) -> list[Sequence[float]]:
-        """Returns the samples that a part is computed from."""
-        alone = self.probes["alone"]
+    def _measured(self, part: str) -> tuple[Callable[..., float], list[Sequence[float]]]:
+        """Returns samples, and how the part is computed from their medians."""
+        alone, computing = self.probes["alone"], self.computing
         if part in COMPUTE:
-            return [alone[part], self.computing[part]]
+            return min, [alone[part], computing[part]]
         if part == "launch":
-            return [samples for stage in COMPUTE for samples in (alone[stage], self.computing[stage])]
-        return [self.normal["loop" if part == "loop" else "loader"]]
-
-    def _value(self, part: str, *samples: Sequence[float]) -> float:
-        """Computes the part from the samples' medians."""
-        medians = [statistics.median(each) for each in samples]
-        if part in COMPUTE:
-            return min(medians)
-        if part == "launch":
-            pairs = zip(medians[::2], medians[1::2], strict=True)
-            return sum(max(0.0, stage - computing) for stage, computing in pairs)
-        (ms,) = medians
+            samples = [alone[stage] for stage in COMPUTE] + [computing[stage] for stage in COMPUTE]
+            return lambda *ms: sum(max(0.0, ms[i] - ms[i + len(COMPUTE)]) for i in range(len(COMPUTE))), samples
         if part == "loop":
-            return ms
+            return float, [self.normal["loop"]]
+
+        def prepared(ms: float) -> float:
+            return ms if self.batch_ms is None else cached_wait(ms, *self.batch_ms, self.loader_workers)
+
         # The wait for a batch is split into reading and preparing.
-        prepared_ms = ms if self.batch_ms is None else cached_wait(ms, *self.batch_ms, self.loader_workers)
-        return prepared_ms if part == "data_cpu" else ms - prepared_ms
+        return prepared if part == "data_cpu" else lambda ms: ms - prepared(ms), [self.normal["loader"]]
 
 
 @dataclass(frozen=True)

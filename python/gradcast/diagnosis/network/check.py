@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from gradcast.diagnosis.network import collective as network_collective
 from gradcast.diagnosis.network import findings as network_findings
 from gradcast.diagnosis.network import hosts as network_hosts
-from gradcast.diagnosis.network import pair_rounds, tcp
 from gradcast.diagnosis.network import pairs as network_pairs
+from gradcast.diagnosis.network import tcp
 from gradcast.diagnosis.network.findings import STREAMS, NetworkMeasurements, Pair
-from gradcast.diagnosis.network.hosts import HostInterfaces
-from gradcast.diagnosis.network.pairs import PairEndpoints, Progress, Rounds
+from gradcast.diagnosis.network.hosts import HostInterfaces, Rounds
+from gradcast.diagnosis.network.pairs import Network, Progress
 from gradcast.errors import Error
 from gradcast.training.ranks.group import Group, backend_of, lasting_group
 
@@ -31,7 +31,6 @@ _MEASUREMENTS, _OVERHEAD = 4, 1.5
 _MEASUREMENT_S = (0.06, 0.25)
 # A rank that has not arrived after this time is gone. Far longer than the longest round.
 _TIMEOUT_S = 60.0
-_ALTERNATIVES_MAX = 2
 
 
 def check(
@@ -50,7 +49,7 @@ def check(
     network_pairs.barrier(control, "network check")
     gathered: list[HostInterfaces] = control.gather(network_hosts.own_interfaces())
     names = network_hosts.names([each.host for each in gathered])
-    network = _Network(
+    network = Network(
         control,
         [dataclasses.replace(each, name=name) for each, name in zip(gathered, names, strict=True)],
         control.from_first(secrets.token_bytes(tcp.TOKEN_BYTES)),
@@ -59,33 +58,23 @@ def check(
     return _checked(network, backend_of(group.shared, device_type), seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Network:
-    """What all parts of the check need. ``hosts`` are by rank."""
-
-    control: Group
-    hosts: Sequence[HostInterfaces]
-    token: bytes
-    report: Progress
-
-
-def _checked(network: _Network, backend: str, seconds: float) -> dict[str, Any]:
+def _checked(network: Network, backend: str, seconds: float) -> dict[str, Any]:
     hosts = network_hosts.ranks_by_host([each.name for each in network.hosts])
     # Ranks of one host have no network between them; one pair shows what Gloo costs there.
     ranks = [members[0] for members in hosts] if len(hosts) > 1 else hosts[0][:2]
-    rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in pair_rounds.rounds(len(ranks))]
+    rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in network_hosts.rounds(len(ranks))]
     pairs = _over_tcp(network, rounds, seconds)
     alternatives = _alternatives(network, pairs[0])
-    pairs = network_pairs.measured_over_gloo(network.control, rounds, pairs, network.report)
+    pairs = network_pairs.measured_over_gloo(network, rounds, pairs)
     network.report("all-reduce of 1 KiB and more")
-    network_pairs.barrier(network.control, "network check, all-reduce")
-    samples = network_collective.samples(network.control, _COLLECTIVE_SHARE * seconds)
+    network_pairs.barrier(network.group, "network check, all-reduce")
+    samples = network_collective.samples(network.group, _COLLECTIVE_SHARE * seconds)
     measured = NetworkMeasurements(
         {rank: network.hosts[rank] for rank in ranks}, pairs, backend, len(hosts) == 1, alternatives
     )
     return {
         "interfaces": [each.chosen.interface for each in network.hosts],
-        "collective": network_collective.fitted(samples, network.control.world_size),
+        "collective": network_collective.fitted(samples, network.group.world_size),
         "pairs": [_as_json(pair) for pair in pairs],
         "alternatives": [
             {"interface": name, "gbit_per_s": rate, "chosen_gbit_per_s": pairs[0].tcp_gbit_per_s}
@@ -109,58 +98,56 @@ def _control(group: Group) -> Group:
     return Group(group.rank, group.world_size, group.shared, own, _TIMEOUT_S)
 
 
-def _over_tcp(network: _Network, rounds: Rounds, seconds: float) -> list[Pair]:
+def _over_tcp(network: Network, rounds: Rounds, seconds: float) -> list[Pair]:
     each_s = _TCP_SHARE * seconds / (len(rounds) * _MEASUREMENTS * _OVERHEAD)
     each_s = min(max(each_s, _MEASUREMENT_S[0]), _MEASUREMENT_S[1])
-    own = network.hosts[network.control.rank].chosen.address
-    with _listening(network, own) as ends:
-        return network_pairs.measured_over_tcp(ends, rounds, each_s, network.report)
+    own = network.hosts[network.group.rank].chosen.address
+    with _listening(network, own) as listening:
+        return network_pairs.measured_over_tcp(listening, rounds, each_s)
 
 
 @contextlib.contextmanager
-def _listening(network: _Network, address: str, timeout_s: float | None = None) -> Iterator[PairEndpoints]:
+def _listening(network: Network, address: str, timeout_s: float | None = None) -> Iterator[Network]:
     """Listens on ``address`` on every rank. Raises on all ranks if one rank cannot, because no rank would connect to
     it.
     """
-    control = network.control
     listener, fault = None, None
     try:
         listener = tcp.Listener(address, timeout_s)
     except Error as error:
-        fault = f"rank {control.rank}: {error}"
+        fault = f"rank {network.group.rank}: {error}"
     try:
-        gathered = control.gather((listener.address if listener else None, fault))
+        gathered = network.group.gather((listener.address if listener else None, fault))
         if faults := [each for _, each in gathered if each]:
             raise Error(f"network check: {'; '.join(faults)}", "communication")
-        labels = [f"rank {rank} ({own.name}, {own.chosen.address})" for rank, own in enumerate(network.hosts)]
-        yield PairEndpoints(control, listener, [each for each, _ in gathered], network.token, labels)
+        yield dataclasses.replace(network, listener=listener, addresses=[each for each, _ in gathered])
     finally:
         if listener:
             listener.close()
 
 
-def _alternatives(network: _Network, pair: Pair) -> dict[str, float]:
+def _alternatives(network: Network, pair: Pair) -> dict[str, float]:
     """Measures other interfaces that both hosts of the pair have under one name. Returns Gbit/s."""
     ends = (pair.a, pair.b)
     if pair.tcp_gbit_per_s is None or network.hosts[pair.a].name == network.hosts[pair.b].name:
         return {}
     found = {}
-    for name in network_hosts.common_alternatives([network.hosts[rank] for rank in ends], _ALTERNATIVES_MAX):
+    for name in network_hosts.common_alternatives([network.hosts[rank] for rank in ends]):
         network.report(f"raw TCP over {name}")
         if rate := _rate_over(network, ends, name):
             found[name] = rate
     return found
 
 
-def _rate_over(network: _Network, pair: tuple[int, int], name: str) -> float | None:
+def _rate_over(network: Network, pair: tuple[int, int], name: str) -> float | None:
     """Returns Gbit/s, or None on all ranks if the two hosts cannot reach each other over this interface."""
-    rank = network.control.rank
+    rank = network.group.rank
     own = network.hosts[rank]
     address = own.chosen.address
     if rank == pair[0]:
         address = next(each.addresses[0] for each in own.others() if each.name == name)
     try:
-        with _listening(network, address, network_pairs.TRY_TIMEOUT_S) as ends:
-            return network.control.gather(network_pairs.one_way_gbit_per_s(ends, pair))[pair[0]]
+        with _listening(network, address, network_pairs.TRY_TIMEOUT_S) as listening:
+            return network.group.gather(network_pairs.one_way_gbit_per_s(listening, pair))[pair[0]]
     except Error:
         return None

@@ -1,4 +1,4 @@
-"""The ranks' hosts: what each rank knows of its own host, and which ranks share one."""
+"""The ranks' hosts: what each rank knows of its own host, which ranks share one, and which pairs are measured."""
 
 import dataclasses
 import os
@@ -10,8 +10,16 @@ from gradcast.diagnosis.network import interfaces
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/net")
+# All pairs of 8 hosts are 28, in 7 rounds. All pairs of 64 would be 2016, in 63.
+ALL_PAIRS_HOSTS_MAX = 8
+# Pairs of the first host with this many others, besides the ring: a distant pair differs from neighbours in one rack.
+_SAMPLE = 6
+
+_ALTERNATIVES_MAX = 2
 # A hostname, and a text that is equal for ranks that share a network stack.
 Identity = tuple[str, str]
+# Pairs that are measured at the same time share no host, so no two of them share a link.
+Rounds = list[list[tuple[int, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,7 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
     return list(found.values())
 
 
-def common_alternatives(hosts: Sequence[HostInterfaces], count_max: int) -> list[str]:
+def common_alternatives(hosts: Sequence[HostInterfaces]) -> list[str]:
     """Lists interfaces that all of these hosts could use instead, the highest nominal speed first.
 
     Interfaces with the same address on several hosts, such as docker0, are left out: the address leads to the own host.
@@ -92,4 +100,40 @@ def common_alternatives(hosts: Sequence[HostInterfaces], count_max: int) -> list
         same_name = [other for host in hosts for other in host.others() if other.name == each.name]
         if len({other.addresses[0] for other in same_name}) == len(hosts):
             speeds[each.name] = each.speed_mbit_per_s or 0
-    return sorted(speeds, key=lambda name: -speeds[name])[:count_max]
+    return sorted(speeds, key=lambda name: -speeds[name])[:_ALTERNATIVES_MAX]
+
+
+def rounds(host_count: int) -> Rounds:
+    """Returns the rounds. With three hosts or more, every host is in at least two pairs. The lower host comes first
+    in each pair.
+    """
+    if host_count < 2:
+        return []
+    if host_count <= ALL_PAIRS_HOSTS_MAX:
+        return _tournament(host_count)
+    return [*_ring(host_count), *([pair] for pair in _sample(host_count))]
+
+
+def _tournament(host_count: int) -> Rounds:
+    """Pairs each host with each other once (the circle method of round-robin tournaments)."""
+    circle = list(range(host_count + host_count % 2))  # an odd number gets a dummy; its partner pauses
+    found = []
+    for _ in range(len(circle) - 1):
+        meeting = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        found.append(sorted((min(pair), max(pair)) for pair in meeting if max(pair) < host_count))
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def _ring(host_count: int) -> Rounds:
+    even = [(host, host + 1) for host in range(0, host_count - 1, 2)]
+    odd = [(host, host + 1) for host in range(1, host_count - 1, 2)]
+    last = (0, host_count - 1)
+    # With an odd number of hosts, the pair that closes the ring shares a host with either round.
+    return [even, odd, [last]] if host_count % 2 else [even, [last, *odd]]
+
+
+def _sample(host_count: int) -> list[tuple[int, int]]:
+    step = (host_count - 3) / (_SAMPLE + 1)
+    others = {round(1 + step * (index + 1)) for index in range(_SAMPLE)}
+    return [(0, other) for other in sorted(others) if 1 < other < host_count - 1]

@@ -49,13 +49,9 @@ class Chosen:
     others: tuple[str, ...] = ()  # interfaces that the variable names besides the first
 
 
-def interfaces(system: Path = _SYSTEM) -> list[Interface]:
+def interfaces() -> list[Interface]:
     ipv4, ipv6 = _ipv4_addresses(), _ipv6_addresses()
-    found = []
-    for _, name in socket.if_nameindex():
-        addresses = [*ipv4.get(name, []), *ipv6.get(name, [])]
-        found.append(described(name, addresses, system))
-    return found
+    return [described(name, [*ipv4.get(name, []), *ipv6.get(name, [])]) for _, name in socket.if_nameindex()]
 
 
 def described(name: str, addresses: Sequence[str], system: Path = _SYSTEM) -> Interface:

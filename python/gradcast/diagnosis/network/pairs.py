@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradcast.diagnosis.network import tcp
 from gradcast.diagnosis.network.findings import STREAMS, Pair
+from gradcast.diagnosis.network.hosts import HostInterfaces, Rounds
 from gradcast.errors import Error, first_line
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group
@@ -29,21 +30,25 @@ _GLOO_MESSAGES = 3
 # Assumed if TCP could not be measured.
 _UNKNOWN_GBIT_PER_S = 0.01
 
-Rounds = Sequence[Sequence[tuple[int, int]]]
 Progress = Callable[[str], None]
 # Bytes, and ns until the reply.
 Samples = list[tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class PairEndpoints:
-    """What both ranks of a pair need to know: where each rank listens, and its label in messages."""
+class Network:
+    """What all parts of the check need. ``hosts``, and the ``addresses`` on which they listen, are by rank."""
 
-    group: Group
-    listener: tcp.Listener
-    addresses: Sequence[tcp.ListenAddress]
+    group: Group  # over Gloo, for the check alone
+    hosts: Sequence[HostInterfaces]
     token: bytes
-    labels: Sequence[str]
+    report: Progress
+    listener: tcp.Listener | None = None
+    addresses: Sequence[tcp.ListenAddress] = ()
+
+    def label(self, rank: int) -> str:
+        """Names a rank in messages."""
+        return f"rank {rank} ({self.hosts[rank].name}, {self.hosts[rank].chosen.address})"
 
 
 def barrier(group: Group, what: str) -> None:
@@ -56,28 +61,28 @@ def barrier(group: Group, what: str) -> None:
         ) from None
 
 
-def measured_over_tcp(ends: PairEndpoints, rounds: Rounds, seconds: float, progress: Progress) -> list[Pair]:
+def measured_over_tcp(network: Network, rounds: Rounds, seconds: float) -> list[Pair]:
     """Returns all pairs, the same on every rank. A pair that fails has a fault; the others go on."""
     own: dict[tuple[int, int], tcp.ReceivedRates | str] = {}
-    for pair in _own_pairs(ends.group, rounds, "raw TCP", progress):
+    for pair in _own_pairs(network, rounds, "raw TCP"):
         try:
-            own[pair] = _measure(ends, pair, seconds)
+            own[pair] = _measure(network, pair, seconds)
         except Error as error:
             own[pair] = str(error)
-    everybody = ends.group.gather(own)
+    everybody = network.group.gather(own)
     return [
         _pair(everybody[a][a, b], everybody[b][a, b], a, b) for a, b in sorted(pair for each in rounds for pair in each)
     ]
 
 
-def measured_over_gloo(group: Group, rounds: Rounds, pairs: Sequence[Pair], progress: Progress) -> list[Pair]:
+def measured_over_gloo(network: Network, rounds: Rounds, pairs: Sequence[Pair]) -> list[Pair]:
     """Adds Gloo's rates to ``pairs``. Messages go in one direction at a time, as over TCP."""
     over_tcp = {(pair.a, pair.b): pair for pair in pairs}
     own: dict[tuple[int, int], Samples] = {}
-    for pair in _own_pairs(group, rounds, "Gloo", progress):
+    for pair in _own_pairs(network, rounds, "Gloo"):
         sizes = (_GLOO_SMALL_BYTES, gloo_bytes(over_tcp[pair]))
-        own[pair] = [sample for size in sizes for sample in _messages(group, pair, size)]
-    everybody = group.gather(own)
+        own[pair] = [sample for size in sizes for sample in _messages(network.group, pair, size)]
+    everybody = network.group.gather(own)
     return [with_gloo(pair, [everybody[rank][pair.a, pair.b] for rank in (pair.a, pair.b)]) for pair in pairs]
 
 
@@ -111,38 +116,38 @@ def _line(samples: Samples) -> tuple[float, float, float]:
     return 8 * large / large_ns, max(0.0, small_ns - beta * small) / 2 / 1e3, beta
 
 
-def one_way_gbit_per_s(ends: PairEndpoints, pair: tuple[int, int]) -> float | None:
+def one_way_gbit_per_s(network: Network, pair: tuple[int, int]) -> float | None:
     """Returns the rate of one stream from the second of the pair to the first; None if it fails, and on all other
     ranks.
     """
     first, second = pair
-    token = tcp.pair_token(ends.token, pair)
+    token = tcp.pair_token(network.token, pair)
     try:
-        if ends.group.rank == first:
-            return tcp.answer_one_way(ends.listener, token, ends.labels[second]) / 1e9
-        if ends.group.rank == second:
-            tcp.measure_one_way(ends.addresses[first], token, _TRY_S, ends.labels[first], TRY_TIMEOUT_S)
+        if network.group.rank == first:
+            return tcp.answer_one_way(network.listener, token, network.label(second)) / 1e9
+        if network.group.rank == second:
+            tcp.measure_one_way(network.addresses[first], token, _TRY_S, network.label(first), TRY_TIMEOUT_S)
     except Error:
         return None
     return None
 
 
-def _own_pairs(group: Group, rounds: Rounds, what: str, progress: Progress) -> Iterator[tuple[int, int]]:
+def _own_pairs(network: Network, rounds: Rounds, what: str) -> Iterator[tuple[int, int]]:
     """Yields this rank's pairs, each when all ranks have reached its round."""
     for index, pairs in enumerate(rounds):
         what_round = f"{what}, round {index + 1} of {len(rounds)}"
-        barrier(group, f"network check, {what_round}")
-        progress(f"{what_round}: " + ", ".join(f"{a}-{b}" for a, b in pairs[:4]))
-        yield from (pair for pair in pairs if group.rank in pair)
+        barrier(network.group, f"network check, {what_round}")
+        network.report(f"{what_round}: " + ", ".join(f"{a}-{b}" for a, b in pairs[:4]))
+        yield from (pair for pair in pairs if network.group.rank in pair)
 
 
-def _measure(ends: PairEndpoints, pair: tuple[int, int], seconds: float) -> tcp.ReceivedRates:
+def _measure(network: Network, pair: tuple[int, int], seconds: float) -> tcp.ReceivedRates:
     """The higher rank connects to the lower one."""
     first, second = pair
-    token = tcp.pair_token(ends.token, pair)
-    if ends.group.rank == first:
-        return tcp.answer(ends.listener, token, streams=STREAMS, whom=ends.labels[second])
-    return tcp.measure(ends.addresses[first], token, streams=STREAMS, seconds=seconds, whom=ends.labels[first])
+    token = tcp.pair_token(network.token, pair)
+    if network.group.rank == first:
+        return tcp.answer(network.listener, token, streams=STREAMS, whom=network.label(second))
+    return tcp.measure(network.addresses[first], token, streams=STREAMS, seconds=seconds, whom=network.label(first))
 
 
 def _pair(a_found: tcp.ReceivedRates | str, b_found: tcp.ReceivedRates | str, a: int, b: int) -> Pair:

@@ -1,16 +1,14 @@
-"""What ``lint`` needs to know of a process and its host: variables, threads, and the cores that it may use."""
+"""What ``lint`` needs to know of a process and its host: a variable, threads, and the cores that it may use."""
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradcast.files import system_file
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-# Only these are read: an environment may hold secrets, and what is read travels between ranks and into files.
-VARIABLES = (CONNECTIONS_VARIABLE,)
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 # Containers on one host each see their own group as the root; this tells them apart.
@@ -19,7 +17,7 @@ _NAMESPACE = Path("/proc/self/ns/cgroup")
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    variables: Mapping[str, str]
+    cuda_connections: str | None  # value of CONNECTIONS_VARIABLE
     threads: int  # that torch computes with
     cores: frozenset[int]  # numbers of the cores that the process may run on
     quota: float | None  # cores' worth of time that the control group has; None means no limit
@@ -34,7 +32,7 @@ class HostCpu:
     threads: int
     cores: int
     ranks: int
-    variables: Sequence[Mapping[str, str]] = ()  # of each rank's process
+    cuda_connections: Sequence[str | None] = ()  # of each rank's process
 
     @property
     def fitting_threads(self) -> int | None:
@@ -48,7 +46,7 @@ def own_process() -> Process:
     import torch
 
     return Process(
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        cuda_connections=os.environ.get(CONNECTIONS_VARIABLE),
         threads=torch.get_num_threads(),
         cores=_affinity(),
         quota=quota(_CGROUPS, system_file(_OWN_CGROUP)),
@@ -67,7 +65,7 @@ def hosts(names: Sequence[str], processes: Sequence[Process]) -> list[HostCpu]:
             threads=sum(process.threads for process in own),
             cores=usable_cores(own),
             ranks=len(own),
-            variables=[process.variables for process in own],
+            cuda_connections=[process.cuda_connections for process in own],
         )
         for name, own in by_host.items()
     ]

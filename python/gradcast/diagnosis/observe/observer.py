@@ -96,7 +96,7 @@ class Observer:
         for handle in self._output_handles:
             handle.remove()
         self._output_handles = []
-        self._recorded = RecordedStep()
+        self._recorded: RecordedStep = []
         self._used.clear()
         self._start_ns = time.perf_counter_ns()
         self._loader.waited_ns = 0
@@ -117,7 +117,7 @@ class Observer:
         if opened is None:
             return
         self._ns["forward"] += time.perf_counter_ns() - self._forward_start_ns
-        self._recorded.passes.append(opened)
+        self._recorded.append(opened)
         for index, tensor in enumerate(outputs_of(output)):
             if tensor is not None:
                 hook = functools.partial(self._on_output_gradient, opened, index)
@@ -168,7 +168,7 @@ class Observer:
         if not is_main:
             return
         self.optimizer_steps += 1
-        if self._recorded.used:
+        if any(each.gradients for each in self._recorded):
             self._end_step(end_ns - self._start_ns)
             self._step_ended()
         else:

@@ -32,19 +32,13 @@ class RecordedPass:
     backward: int = 0  # number of its backward pass within the step, from 1
 
 
-@dataclasses.dataclass
-class RecordedStep:
-    passes: list[RecordedPass] = dataclasses.field(default_factory=list)
+RecordedStep = list[RecordedPass]
 
-    @property
-    def used(self) -> list[RecordedPass]:
-        """The forward passes that a backward pass reached."""
-        return [each for each in self.passes if each.gradients]
 
-    @property
-    def by_backward(self) -> list[list[RecordedPass]]:
-        """The forward passes of each backward pass; one backward pass may end several."""
-        return [list(group) for _, group in itertools.groupby(self.used, key=lambda each: each.backward)]
+def by_backward(step: RecordedStep) -> list[list[RecordedPass]]:
+    """Returns the forward passes of each backward pass, which may end several. Others reached no backward pass."""
+    used = (each for each in step if each.gradients)
+    return [list(group) for _, group in itertools.groupby(used, key=lambda each: each.backward)]
 
 
 def begin_pass(

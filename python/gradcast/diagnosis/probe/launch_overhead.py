@@ -80,9 +80,14 @@ def _failure_of(action: Callable[[], None]) -> str | None:
 
 def _from_events(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu: bool) -> dict[str, list[float]] | str:
     events = [event for event in events if not event.is_async]
-    marks = [(event.name.removeprefix(STAGE_MARK), _span(event)) for event in events if _is_mark(event)]
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    marks = [(e.name.removeprefix(STAGE_MARK), _span(e)) for e in on_host if e.name.startswith(STAGE_MARK)]
     marks.sort(key=lambda mark: mark[1].begin_ns)
-    operations = [_span(event) for event in events if (_is_kernel if on_gpu else _is_operation)(event)]
+    if on_gpu:
+        found = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    else:
+        found = [e for e in events if e.scope in _OPERATION_SCOPES and not e.name.startswith(_NO_OPERATIONS)]
+    operations = [_span(event) for event in found]
     if not marks or not operations:
         return f"torch's profiler has recorded no {'kernels' if marks and on_gpu else 'operations'}"
     # On a GPU, recording a launch on the host does not make the kernel longer.
@@ -148,18 +153,6 @@ def _computing_ms(
 
 def _span(event: Any) -> Interval:
     return Interval(event.time_range.start * 1e3, event.time_range.end * 1e3)  # the profiler reports microseconds
-
-
-def _is_mark(event: Any) -> bool:
-    return event.device_type == DeviceType.CPU and event.name.startswith(STAGE_MARK)
-
-
-def _is_kernel(event: Any) -> bool:
-    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
-
-
-def _is_operation(event: Any) -> bool:
-    return event.scope in _OPERATION_SCOPES and not event.name.startswith(_NO_OPERATIONS)
 
 
 @contextlib.contextmanager

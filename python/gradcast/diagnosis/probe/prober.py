@@ -87,22 +87,19 @@ class Prober:
         "threads" computes with ``threads`` threads. Returns the wrappers by name, and ms by name and stage.
         """
 
-        def threads_for(name: str) -> contextlib.AbstractContextManager:
-            return _computing_with(threads) if name == "threads" else contextlib.nullcontext()
-
         wrappers = {}
         for name, make in makers.items():
             progress(f"warm-up steps: {name}")
             # With a static graph, DDP counts in its first steps every gradient that arrives, also those of other
             # wrappers' steps. So one wrapper makes its first steps before the next one exists.
             wrappers[name] = make()
-            with threads_for(name):
+            with _computing_with(threads if name == "threads" else None):
                 self.steps(wrappers[name], _WARMUP_STEPS)
         found: dict[str, dict[str, list]] = {name: collections.defaultdict(list) for name in wrappers}
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
             for name, wrapper in wrappers.items():
-                with threads_for(name):
+                with _computing_with(threads if name == "threads" else None):
                     made = self.turn(wrapper)
                 for times in made[WARMUP_STEPS_PER_TURN:]:
                     for stage, ms in times.items():
@@ -125,7 +122,7 @@ class Prober:
         times = dict.fromkeys(("forward", "backward", "update"), 0.0)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        for passes in next(self._recorded_steps).by_backward:
+        for passes in recorded_step.by_backward(next(self._recorded_steps)):
             replayed = recorded_step.replay(model, passes)
             with self._stage("forward", times):
                 next(replayed)
@@ -153,9 +150,10 @@ class Prober:
 
 
 @contextlib.contextmanager
-def _computing_with(threads: int) -> Iterator[None]:
+def _computing_with(threads: int | None) -> Iterator[None]:
+    """None changes nothing."""
     usual = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or usual)
     try:
         yield
     finally:

@@ -10,10 +10,11 @@ optimizers are disabled.
 """
 
 import copy
+import functools
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Snapshot:
         # The dictionaries are replaced, not emptied, because torch may be iterating over the old ones.
         self._hooks = [(optimizers_module, name, getattr(optimizers_module, name)) for name in _GLOBAL_HOOKS]
         self._hooks += [(each, name, getattr(each, name)) for each in optimizers for name in _OWN_HOOKS]
-        self._random = _random_states()
+        self._random_restorers = _random_restorers()
         for owner, name, _ in self._hooks:
             setattr(owner, name, OrderedDict())
         for each, _ in self._gradients:
@@ -63,7 +64,8 @@ class Snapshot:
             each.restore()
         for owner, name, hooks in self._hooks:
             setattr(owner, name, hooks)
-        _set_random_states(self._random)
+        for put_back in self._random_restorers:
+            put_back()
 
 
 class _Contents:
@@ -101,19 +103,11 @@ def _restore_tensor(tensor: torch.Tensor, kept: torch.Tensor) -> None:
         tensor.copy_(kept)
 
 
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+def _random_restorers() -> list[Callable[[], None]]:
+    """Returns what sets all random generators back to their present states."""
+    pairs = [(random.setstate, random.getstate), (torch.set_rng_state, torch.get_rng_state)]
     if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
+        pairs.append((sys.modules["numpy"].random.set_state, sys.modules["numpy"].random.get_state))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        pairs.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all))
+    return [functools.partial(put_back, state()) for put_back, state in pairs]

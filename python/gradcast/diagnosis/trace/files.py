@@ -12,6 +12,7 @@ from typing import Any
 
 from gradcast.atomic import write_atomically
 from gradcast.errors import Error
+from gradcast.files import make_folder
 
 # HTA recognizes communication by the names of NCCL kernels, whatever the backend, and tells work from waiting by the
 # stream of an event.
@@ -57,11 +58,7 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     """Writes one ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``. Raises
     Error.
     """
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise Error(f"cannot create the folder {folder}: {reason}", "environment") from None
+    make_folder(folder)
     ranks = sorted({event["pid"] for event in trace["traceEvents"]})
     paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks]
     for rank, path in zip(ranks, paths, strict=True):
