@@ -45,8 +45,7 @@ def draw_plan(
     axes.set_xlim(0, 1.02 * max(end_ms, 1e-6))  # never an empty axis
     axes.set_ylim(-0.1, 2 * _LANE_HEIGHT + _LANE_GAP + 0.1)
     colours = _need_colours(profile)
-    _draw_lanes(axes, 0, profile, plan, timeline, colours)
-    _label_blocks(axes, 0, profile, plan, timeline, colours)
+    _label_blocks(axes, plan, *_draw_lanes(axes, 0, profile, plan, timeline, colours))
     _draw_bound(axes, bound_ns)
     middles = [_LANE_HEIGHT / 2, 1.5 * _LANE_HEIGHT + _LANE_GAP]
     axes.set_yticks(middles, ["link\n(blocks, MB)", "compute"])
@@ -99,7 +98,8 @@ def draw_comparison(
 
 def _draw_lanes(
     axes: Any, y: float, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, colours: Any
-) -> None:
+) -> tuple[list[_Span], list[Any]]:
+    """Returns when each block is on the wire, and its colour."""
     backward_ms = profile.backward_ns / 1e6
     forward_and_waits_ms = timeline.iteration_ns / 1e6 - backward_ms
     upper = (y + _LANE_HEIGHT + _LANE_GAP, _LANE_HEIGHT)
@@ -120,15 +120,12 @@ def _draw_lanes(
             edgecolors="white" if seamed else "none",
             linewidth=_SEAM_POINTS if seamed else 0,
         )
-    _draw_hatches(axes, lower, plan, spans)
-
-
-def _draw_hatches(axes: Any, lane: tuple[float, float], plan: _core.Plan, spans: list[_Span]) -> None:
-    """Hatches over the colours distinguish reduce-scatters and all-gathers."""
+    # Hatches over the colours distinguish reduce-scatters and all-gathers.
     for op, hatch in _HATCHES.items():
-        chosen = [span for span, block in zip(spans, plan.blocks, strict=True) if block.op == op]
-        if chosen:
-            axes.broken_barh(chosen, lane, facecolor="none", edgecolor=FAINT, hatch=hatch, linewidth=0)
+        hatched = [span for span, block in zip(spans, plan.blocks, strict=True) if block.op == op]
+        if hatched:
+            axes.broken_barh(hatched, lower, facecolor="none", edgecolor=FAINT, hatch=hatch, linewidth=0)
+    return spans, shades
 
 
 def _wire_spans(timeline: _core.Timeline) -> list[_Span]:
@@ -166,26 +163,14 @@ def _need_colours(profile: _core.Profile) -> ScalarMappable:
     return ScalarMappable(Normalize(0, last_ms if last_ms > 0 else 1), cmap=_NEED_COLOURS)
 
 
-def _label_blocks(
-    axes: Any, y: float, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, colours: Any
-) -> None:
+def _label_blocks(axes: Any, plan: _core.Plan, spans: list[_Span], shades: list[Any]) -> None:
     """Writes the size into each block that is wide enough."""
     room_ms = _LABEL_SHARE * axes.get_xlim()[1]
-    needs_ms = _block_needs_ms(profile, plan)
-    for block, (start_ms, length_ms), need_ms in zip(plan.blocks, _wire_spans(timeline), needs_ms, strict=True):
-        if length_ms < room_ms:
-            continue
-        red, green, blue, _ = colours.to_rgba(need_ms)
-        bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
-        axes.text(
-            start_ms + length_ms / 2,
-            y + _LANE_HEIGHT / 2,
-            f"{block.size_bytes / 1e6:.1f}",
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="black" if bright else "white",
-        )
+    for block, (start_ms, length_ms), (red, green, blue, _) in zip(plan.blocks, spans, shades, strict=True):
+        if length_ms >= room_ms:
+            bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
+            place, words = (start_ms + length_ms / 2, _LANE_HEIGHT / 2), f"{block.size_bytes / 1e6:.1f}"
+            axes.text(*place, words, ha="center", va="center", fontsize=8, color="black" if bright else "white")
 
 
 def _draw_bound(axes: Any, bound_ns: float) -> None:
