@@ -75,21 +75,18 @@ class Items(Dataset):
 
 def parse():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--layer-ms", type=float, default=2.0)
-    parser.add_argument("--python-ms", type=float, default=0.0, help="of a step, between operations")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--read-ms", type=float, default=0.0)
-    parser.add_argument("--prepare-ms", type=float, default=0.0)
-    parser.add_argument("--slow-rank", type=int, default=-1, help="its layer 3 takes --slow-ms more a step")
-    parser.add_argument("--slow-ms", type=float, default=0.0)
-    parser.add_argument("--only-rank", type=int, default=-1, help="the data is slow on this rank alone")
+    # python-ms: of a step, between operations. Layer 3 of slow-rank takes slow-ms more a step. With an only-rank, the
+    # data is slow on that rank alone. accumulate: batches per step.
+    defaults = {
+        "steps": 40, "batch": 4, "accumulate": 1, "workers": 0, "layer-ms": 2.0, "python-ms": 0.0, "read-ms": 0.0,
+        "prepare-ms": 0.0, "slow-rank": -1, "slow-ms": 0.0, "only-rank": -1,
+    }  # fmt: skip
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument(
         "--mode", choices=["ddp", "hook", "overlap", "wire"], default="ddp", help="wire: overlap mode in bf16"
     )
     parser.add_argument("--bucket-mib", type=float, help="of DDP")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches per step")
     parser.add_argument("--state", help="a file for rank 0's digest of the final state")
     parser.add_argument("--took", help="a file for what rank 0 has read and prepared, and its steps, ms")
     return parser.parse_args()
