@@ -434,6 +434,7 @@ def test_samples_may_be_written_short(run, price_path):
 def test_the_bundled_prices_say_that_they_are_a_sample(run):
     out = run("advise", "resnet50", "--steps", "1000").out
     assert "Prices of 2021-12-27 in USD, from the bundled sample" in out
+    assert prices.sample_path() in "".join(run("advise", "--help").out.split())
 
 
 def test_ddp_is_never_faster(run, price_path):

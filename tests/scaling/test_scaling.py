@@ -423,6 +423,9 @@ def test_the_command_in_json(run, paths):
     fields = json.loads(result.out)
     found = scaling.band([gradcast.load_profile(str(path)) for path in paths], scaling.Options(workers=(4,)))
     assert [point["step_ms"] for point in fields["points"]] == [point.step_ns / 1e6 for point in found.points]
+    for fields_of, point in zip(fields["points"], found.points, strict=True):
+        assert fields_of["speedup_over_ddp"] == point.ddp_ns / point.step_ns
+        assert fields_of["all_reduce_bound_ms"] == point.bound_ns / 1e6
     assert fields["knee_workers"] == found.knee
     assert "hierarchical" in next(iter(fields["skipped"]))
 

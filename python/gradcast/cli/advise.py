@@ -51,7 +51,9 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     common.option(group, "--time-limit", "TIME", time_limit, common.DURATION)
     budget = "find the fastest cluster that costs at most this: 500, in the currency of the prices"
     common.option(group, "--budget", "MONEY", budget, common.argument(_money))
-    common.option(group, "--prices", "FILE", "file with machines and prices (default: a bundled, outdated sample)")
+    sample = sample_path().replace("%", "%%")  # argparse fills in % marks
+    prices = f"file with machines and prices (default: a bundled, outdated sample, {sample})"
+    common.option(group, "--prices", "FILE", prices)
     common.renamed(group, cost="--budget")
 
 

@@ -84,10 +84,7 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
     """Returns the networks that the options describe, in the order of a table; or else the profile's own link."""
     derived = given(args, *_DERIVED)
     if derived and args.bandwidth is None:
-        sources = given(args, "network", "link")
-        why = (
-            f"{sources[0]} has its own costs; leave out {derived[0]}" if sources else f"{derived[0]} needs --bandwidth"
-        )
+        why = _without_bandwidth(args, derived[0])
         raise Error(f"{why}, or predict other numbers of workers with `gradcast simulate --scaling`")
     found = [Network(named.link, f"{named.name} ({named.summary})") for named in _published(args.network or [])]
     if args.link is not None:
@@ -100,6 +97,16 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
         return found
     words = f", {args.wire} on the wire"
     return [replace(each, link=each.link.scaled(1, 0.5), description=each.description + words) for each in found]
+
+
+def _without_bandwidth(args: argparse.Namespace, option_: str) -> str:
+    """What to do about an option of derived networks that was given without --bandwidth."""
+    if not (sources := given(args, "network", "link")):
+        return f"{option_} needs --bandwidth"
+    known = [named.name for named in _core.networks()]
+    meant = [f"{name}-{count}" for name in args.network or [] for count in args.workers or []]
+    names = ",".join(name for name in meant if name in known)
+    return f"{sources[0]} has its own costs; leave out {option_}" + (f" and write --network {names}" if names else "")
 
 
 def _published(names: list[str]) -> list[_core.NamedNetwork]:

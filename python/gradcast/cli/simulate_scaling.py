@@ -101,8 +101,11 @@ def _print(args: argparse.Namespace, profiles: list[_core.Profile], found: Band)
     print(common.describe_profile(profiles[0], args.scale))
     for (network, algorithm), points in found.curves().items():
         print(f"\n{network}, {algorithm}:\n")
-        headers = ["workers", "step ms", "band ms", "DDP ms", "bound ms", "efficiency", "x one worker", "costs"]
-        common.print_table([_cells(point) for point in points], headers, "rrrrrrrl")
+        headers = [
+            "workers", "step ms", "band ms", "DDP ms", "speed-up\nover ddp", "all-reduce\nbound ms", "efficiency",
+            "x one\nworker", "costs",
+        ]  # fmt: skip
+        common.print_table([_cells(point) for point in points], headers, "rrrrrrrrl")
     print()
     for curve, reason in found.skipped.items():
         print(f"{curve}: some points are missing, because {reason}.")
@@ -117,6 +120,7 @@ def _cells(point: Point) -> list[str]:
         f"{point.step_ns / 1e6:.1f}",
         f"{point.low_ns / 1e6:.1f} to {point.high_ns / 1e6:.1f}",
         f"{point.ddp_ns / 1e6:.1f}",
+        f"{point.speedup_over_ddp:.2f} x",
         f"{point.bound_ns / 1e6:.1f}",
         format_percent(point.efficiency),
         f"{point.throughput:.1f}",
@@ -164,7 +168,8 @@ def _as_json(args: argparse.Namespace, profiles: list[_core.Profile], found: Ban
     scaling = as_json(found)
     for point, fields in zip(found.points, scaling["points"], strict=True):
         fields["ddp_ms"] = point.ddp_ns / 1e6
-        fields["bound_ms"] = point.bound_ns / 1e6
+        fields["speedup_over_ddp"] = point.speedup_over_ddp
+        fields["all_reduce_bound_ms"] = point.bound_ns / 1e6
     return {
         "profiles": [profile.name for profile in profiles],
         "scale": args.scale,

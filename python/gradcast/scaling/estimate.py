@@ -54,6 +54,10 @@ class Point:
         """Throughput in units of one worker without communication."""
         return self.workers * self.efficiency
 
+    @property
+    def speedup_over_ddp(self) -> float:
+        return ratio(self.ddp_ns, self.step_ns)
+
 
 @dataclass(frozen=True)
 class Band:
