@@ -1,10 +1,10 @@
-"""The C++ core. Times are nanoseconds (``_ns``), sizes bytes; every object is a value that does not change.
+"""The C++ core. Times are nanoseconds (``_ns``), sizes bytes; objects are values that do not change, but for Engine and Monitor.
 
 Functions raise ``gradcast.Error`` with a sentence about what is wrong and what to do.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, final
+from typing import Final, Literal, final
 
 Op = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Mode = Literal["overlap", "hook"]
@@ -17,21 +17,16 @@ class LinkPiece:
     """One line of a cost, ``alpha + beta * bytes``, up to a size (None: without end)."""
 
     def __init__(self, *, alpha_ns: float, beta_ns_per_byte: float, up_to_bytes: int | None = None) -> None: ...
-    @property
-    def alpha_ns(self) -> float: ...
-    @property
-    def beta_ns_per_byte(self) -> float: ...
-    @property
-    def up_to_bytes(self) -> int | None: ...
+    alpha_ns: Final[float]
+    beta_ns_per_byte: Final[float]
+    up_to_bytes: Final[int | None]
 
 @final
 class OpCost:
     """What one kind of operation costs, by size."""
 
-    @property
-    def pieces(self) -> tuple[LinkPiece, ...]: ...
-    @property
-    def available(self) -> bool: ...
+    pieces: Final[tuple[LinkPiece, ...]]
+    available: Final[bool]
     def cost_ns(self, size_bytes: int) -> float: ...
     def capacity_bytes(self, duration_ns: float) -> int:
         """The most bytes that an operation of this duration carries."""
@@ -51,14 +46,10 @@ class LinkModel:
         all_gather: Sequence[LinkPiece] = ...,
         pack_ns_per_byte: float = 0.0,
     ) -> None: ...
-    @property
-    def all_reduce(self) -> OpCost: ...
-    @property
-    def reduce_scatter(self) -> OpCost: ...
-    @property
-    def all_gather(self) -> OpCost: ...
-    @property
-    def pack_ns_per_byte(self) -> float: ...
+    all_reduce: Final[OpCost]
+    reduce_scatter: Final[OpCost]
+    all_gather: Final[OpCost]
+    pack_ns_per_byte: Final[float]
     def scaled(self, alpha_factor: float, beta_factor: float) -> LinkModel:
         """The link with every alpha and every beta multiplied."""
 
@@ -68,12 +59,9 @@ class LinkModel:
 
 @final
 class LinkFit:
-    @property
-    def cost(self) -> OpCost: ...
-    @property
-    def relative_error_median(self) -> float: ...
-    @property
-    def relative_error_max(self) -> float: ...
+    cost: Final[OpCost]
+    relative_error_median: Final[float]
+    relative_error_max: Final[float]
 
 def fit_op_cost(
     samples: Sequence[tuple[int, float]],
@@ -88,25 +76,18 @@ class Hop:
     """One connection, full duplex."""
 
     def __init__(self, *, latency_ns: float, bandwidth_bytes_per_s: float) -> None: ...
-    @property
-    def latency_ns(self) -> float: ...
-    @property
-    def bandwidth_bytes_per_s(self) -> float: ...
+    latency_ns: Final[float]
+    bandwidth_bytes_per_s: Final[float]
 
 @final
 class NamedNetwork:
     """A published cost of a real network."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def link(self) -> LinkModel: ...
+    name: Final[str]
+    summary: Final[str]
+    source: Final[str]
+    world_size: Final[int]
+    link: Final[LinkModel]
 
 def ring_link(hop: Hop, worker_count: int) -> LinkModel: ...
 def tree_link(hop: Hop, worker_count: int) -> LinkModel: ...
@@ -129,20 +110,13 @@ class Tensor:
         buffer: int = 0,
         element_bytes: int = 4,
     ) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def buffer(self) -> int: ...
-    @property
-    def element_bytes(self) -> int: ...
-    @property
-    def ready_ns(self) -> float: ...
-    @property
-    def need_ns(self) -> float: ...
-    @property
-    def update_ns(self) -> float: ...
+    name: Final[str]
+    bytes: Final[int]
+    buffer: Final[int]
+    element_bytes: Final[int]
+    ready_ns: Final[float]
+    need_ns: Final[float]
+    update_ns: Final[float]
 
 @final
 class Profile:
@@ -158,18 +132,12 @@ class Profile:
         world_size: int = 1,
         link: LinkModel | None = None,
     ) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def forward_ns(self) -> float: ...
-    @property
-    def backward_ns(self) -> float: ...
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-    @property
-    def link(self) -> LinkModel | None: ...
+    name: Final[str]
+    world_size: Final[int]
+    forward_ns: Final[float]
+    backward_ns: Final[float]
+    tensors: Final[tuple[Tensor, ...]]
+    link: Final[LinkModel | None]
     @staticmethod
     def from_json(text: str) -> Profile: ...
     @staticmethod
@@ -185,20 +153,13 @@ class Block:
     def __init__(
         self, *, ranges: Sequence[tuple[int, int]], op: Op = "all_reduce", buffer: int = 0, reason: str = ""
     ) -> None: ...
-    @property
-    def op(self) -> Op: ...
-    @property
-    def buffer(self) -> int: ...
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def start_ns(self) -> float: ...
-    @property
-    def finish_ns(self) -> float: ...
-    @property
-    def reason(self) -> str: ...
+    op: Final[Op]
+    buffer: Final[int]
+    ranges: Final[tuple[tuple[int, int], ...]]
+    size_bytes: Final[int]
+    start_ns: Final[float]
+    finish_ns: Final[float]
+    reason: Final[str]
 
 @final
 class Plan:
@@ -207,20 +168,13 @@ class Plan:
     def __init__(
         self, *, blocks: Sequence[Block], policy: str = "by hand", mode: Mode = "overlap", in_flight: int = 1
     ) -> None: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def mode(self) -> Mode: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def blocks(self) -> tuple[Block, ...]: ...
-    @property
-    def predicted_ns(self) -> float: ...
-    @property
-    def bound_ns(self) -> float: ...
-    @property
-    def plain_bound_ns(self) -> float: ...
+    policy: Final[str]
+    mode: Final[Mode]
+    in_flight: Final[int]
+    blocks: Final[tuple[Block, ...]]
+    predicted_ns: Final[float]
+    bound_ns: Final[float]
+    plain_bound_ns: Final[float]
     @staticmethod
     def from_json(text: str) -> Plan: ...
     def to_json(self) -> str: ...
@@ -232,36 +186,25 @@ class Plan:
 
 @final
 class BlockTimes:
-    @property
-    def ready_ns(self) -> float: ...
-    @property
-    def launch_ns(self) -> float: ...
-    @property
-    def finish_ns(self) -> float: ...
+    ready_ns: Final[float]
+    launch_ns: Final[float]
+    finish_ns: Final[float]
 
 @final
 class TensorTimes:
-    @property
-    def arrival_ns(self) -> float: ...
-    @property
-    def read_ns(self) -> float: ...
-    @property
-    def wait_ns(self) -> float: ...
+    arrival_ns: Final[float]
+    read_ns: Final[float]
+    wait_ns: Final[float]
 
 @final
 class Timeline:
     """What happens when a plan is followed; times from the start of backward."""
 
-    @property
-    def blocks(self) -> tuple[BlockTimes, ...]: ...
-    @property
-    def tensors(self) -> tuple[TensorTimes, ...]: ...
-    @property
-    def forward_start_ns(self) -> float: ...
-    @property
-    def iteration_ns(self) -> float: ...
-    @property
-    def exposed_ns(self) -> float: ...
+    blocks: Final[tuple[BlockTimes, ...]]
+    tensors: Final[tuple[TensorTimes, ...]]
+    forward_start_ns: Final[float]
+    iteration_ns: Final[float]
+    exposed_ns: Final[float]
 
 def play(profile: Profile, link: LinkModel, plan: Plan) -> Timeline:
     """What happens when the plan is followed: when each block is launched and finished, when forward waits, and how
@@ -271,12 +214,9 @@ def play(profile: Profile, link: LinkModel, plan: Plan) -> Timeline:
 class Bound:
     """Lower bounds of the iteration time over all plans."""
 
-    @property
-    def plain_ns(self) -> float: ...
-    @property
-    def best_ns(self) -> float: ...
-    @property
-    def exact(self) -> bool: ...
+    plain_ns: Final[float]
+    best_ns: Final[float]
+    exact: Final[bool]
 
 def bound(
     profile: Profile, link: LinkModel, *, mode: Mode = "overlap", in_flight: int = 1, any_op: bool = False
@@ -286,27 +226,18 @@ def bound(
 
 @final
 class PolicyParameter:
-    @property
-    def name(self) -> str: ...
-    @property
-    def default_value(self) -> float: ...
-    @property
-    def meaning(self) -> str: ...
+    name: Final[str]
+    default_value: Final[float]
+    meaning: Final[str]
 
 @final
 class PolicyInfo:
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def parameters(self) -> tuple[PolicyParameter, ...]: ...
-    @property
-    def overlap_only(self) -> bool: ...
-    @property
-    def needs_scatter_gather(self) -> bool: ...
+    name: Final[str]
+    summary: Final[str]
+    source: Final[str]
+    parameters: Final[tuple[PolicyParameter, ...]]
+    overlap_only: Final[bool]
+    needs_scatter_gather: Final[bool]
 
 def policies() -> tuple[PolicyInfo, ...]:
     """Every policy with its source and parameters, the default one first."""
@@ -330,49 +261,29 @@ def make_plan(
 class BlockRecord:
     """Times of the clock of ``Engine.now_ns``; 0 for what has not happened."""
 
-    @property
-    def ready_ns(self) -> int:
-        """Everything that it waits for existed: its gradients, or for an all-gather the sums of its reduce-scatter."""
-
-    @property
-    def due_ns(self) -> int:
-        """It was ready and no block before it was in its way."""
-
-    @property
-    def launch_ns(self) -> int: ...
-    @property
-    def finish_ns(self) -> int: ...
+    # When everything that it waits for existed: its gradients, or for an all-gather the sums of its reduce-scatter.
+    ready_ns: Final[int]
+    due_ns: Final[int]  # it was ready and no block before it was in its way
+    launch_ns: Final[int]
+    finish_ns: Final[int]
 
 @final
 class IterationRecord:
     """What happened in one iteration: when each gradient existed, and what each block did."""
 
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def plan_version(self) -> int: ...
-    @property
-    def ready_ns(self) -> tuple[int, ...]: ...
-    @property
-    def blocks(self) -> tuple[BlockRecord, ...]: ...
+    iteration: Final[int]
+    plan_version: Final[int]
+    ready_ns: Final[tuple[int, ...]]
+    blocks: Final[tuple[BlockRecord, ...]]
 
 @final
 class EngineCounters:
-    @property
-    def iterations(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def link_ns(self) -> int:
-        """In which at least one block was due and not finished."""
-    @property
-    def loop_ns(self) -> int:
-        """The engine thread's own work: without waiting, and without the transport's part."""
-
-    @property
-    def record_bytes(self) -> int: ...
+    iterations: Final[int]
+    blocks: Final[int]
+    bytes: Final[int]
+    link_ns: Final[int]  # in which at least one block was due and not finished
+    loop_ns: Final[int]  # the engine thread's own work: without waiting, and without the transport's part
+    record_bytes: Final[int]
 
 @final
 class Engine:
@@ -424,49 +335,35 @@ class RankFacts:
     """What one rank saw of one iteration, ns; ``busy_ns``: not waiting for gradients."""
 
     def __init__(self, *, step_ns: float, busy_ns: float, link_ns: float) -> None: ...
-    @property
-    def step_ns(self) -> float: ...
-    @property
-    def busy_ns(self) -> float: ...
-    @property
-    def link_ns(self) -> float: ...
+    step_ns: Final[float]
+    busy_ns: Final[float]
+    link_ns: Final[float]
 
 @final
 class Change:
     """``cause``: "compute" or "network"; ``rank``: whose compute has changed, -1 for most ranks' or the network."""
 
-    @property
-    def cause(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def before_ns(self) -> float: ...
-    @property
-    def after_ns(self) -> float: ...
+    cause: Final[str]
+    rank: Final[int]
+    before_ns: Final[float]
+    after_ns: Final[float]
 
 @final
 class Decision:
     """``change``: why to measure again; None: not."""
 
-    @property
-    def on_baseline(self) -> bool: ...
-    @property
-    def stepped_aside(self) -> bool: ...
-    @property
-    def change(self) -> Change | None: ...
+    on_baseline: Final[bool]
+    stepped_aside: Final[bool]
+    change: Final[Change | None]
 
 @final
 class Comparison:
     """Medians of iterations with the plan and with the baseline; ``noise`` of their ratio: two standard errors."""
 
-    @property
-    def plan_ns(self) -> float: ...
-    @property
-    def baseline_ns(self) -> float: ...
-    @property
-    def baseline_count(self) -> int: ...
-    @property
-    def noise(self) -> float: ...
+    plan_ns: Final[float]
+    baseline_ns: Final[float]
+    baseline_count: Final[int]
+    noise: Final[float]
 
 @final
 class Monitor:

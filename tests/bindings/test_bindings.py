@@ -190,7 +190,9 @@ def stub_members():
             names.add(node.target.id)
         elif isinstance(node, ast.ClassDef):
             names.add(node.name)
-            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+            methods = {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
+            attributes = {member.target.id for member in node.body if isinstance(member, ast.AnnAssign)}
+            names |= {f"{node.name}.{member}" for member in methods | attributes}
     return {name for name in names if not name.endswith(".__init__")}
 
 

@@ -173,7 +173,10 @@ R = "resnet50"
         (["simulate", R, "--workers", "8"], ["--bandwidth"]),
         (["simulate", R, "--network", "nope"], ["nope", "10gbe-8"]),
         (["simulate", R, "--network", "10gbe-8", "--workers", "8"], ["leave out --workers, or predict"]),
-        (["simulate", R, "--network", "10gbe", "--workers", "8,9,16"], ["--workers and write --network 10gbe-8,10gbe-16"]),
+        (
+            ["simulate", R, "--network", "10gbe", "--workers", "8,9,16"],
+            ["--workers and write --network 10gbe-8,10gbe-16"],
+        ),
         (["dev", "plan", R, "--network", "10gbe-8", *NETWORK], ["2 networks", "takes one"]),
         (["dev", "plan", R, "--bandwidth", "1gbit,2gbit", "--workers", "2,4"], ["4 networks", "takes one"]),
         (["simulate", R, "vgg16", *NETWORK], ["several profiles only work with --scaling"]),
