@@ -57,9 +57,10 @@ def measure(rate_bits_per_s: float, arguments: tuple[str, ...], batches: int) ->
         return statistics.median(json.loads(took.read_text())["steps"][LEFT_OUT:]) / batches
 
 
-def taken(action: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+def taken(action: dict[str, Any]) -> tuple[tuple[str, ...], int] | None:
+    """None for what no argument of the script changes: launch overhead, connections per peer."""
     if action["key"] != "bucket":
-        return TAKEN[action["key"]]
+        return TAKEN.get(action["key"])
     return ("--bucket-mib", re.search(r"bucket_cap_mb=(\d+)", action["how"])[1]), 1
 
 
@@ -69,6 +70,8 @@ def rows_of(name: str) -> list[list[str]]:
     usual_ms = measure(rate_bits_per_s, (*USUAL, *wrong), 1)
     rows = []
     for action in result["actions"]:
+        if taken(action) is None:
+            continue
         arguments, batches = taken(action)
         took_ms = measure(rate_bits_per_s, (*USUAL, *wrong, *arguments), batches)
         rows.append(

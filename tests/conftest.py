@@ -1,6 +1,7 @@
 """What all tests share: the command line in this process, small profiles, and the pool of ranks."""
 
 import json
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,25 @@ def run(capsys):
         return SimpleNamespace(code=code, out=captured.out, err=captured.err)
 
     return run_cli
+
+
+@pytest.fixture
+def refused(run):
+    """refused(arguments, *words) -> the result: the command ends with one sentence that has these words."""
+
+    def refused_cli(arguments, *words, code=2):
+        result = run(*arguments)
+        assert (result.code, result.out) == (code, "")
+        assert len(result.err.strip().splitlines()) == 1, result.err
+        assert result.err.startswith("gradcast: error: ")
+        # Neither Python's nor C++'s insides: no traces, types, addresses, or source files.
+        inside = r"Traceback|\.py\b|\.cc\b|\.h:|std::|nlohmann|gradcast::|0x[0-9a-f]{6}|NoneType"
+        assert not re.search(inside, result.err)
+        for word in words:
+            assert word in result.err
+        return result
+
+    return refused_cli
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The C++ core. Times are nanoseconds (``_ns``), sizes bytes; objects are values that do not change, but for Engine and Monitor.
+"""The C++ core. Times are nanoseconds (``_ns``), sizes bytes. All but Engine and Monitor are values that do not change.
 
 Functions raise ``gradcast.Error`` with a sentence about what is wrong and what to do.
 """

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_check.sh runs on a GPU, as far as it can be tried without one."""
+"""What benchmarks/gpu_check.sh runs on a GPU, as far as it can be tried without one; which actions are measured."""
 
 import os
 import subprocess
@@ -34,6 +34,15 @@ def test_time_in_which_the_device_copies_and_computes_counts_once():
         {"ph": "M", "name": "process_name"},
     ]
     assert together_ms(events) == pytest.approx(0.6)
+
+
+def test_actions_that_the_script_cannot_take_are_left_out():
+    from benchmarks.doctor_actions import taken
+
+    how = "DistributedDataParallel(model, bucket_cap_mb=8)"
+    assert taken({"key": "bucket", "how": how}) == (("--bucket-mib", "8"), 1)
+    assert taken({"key": "accumulate"}) == (("--accumulate", "2"), 2)
+    assert taken({"key": "launch"}) is taken({"key": "connections"}) is None
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from gradcast.cli import common
+from gradcast.cli.network_options import given
 from gradcast.errors import Error
-from gradcast.scaling.advise import Advice, ClusterOption, Request, Training, advise
+from gradcast.scaling.advise import Advice, ClusterOption, Request, advise
 from gradcast.scaling.growth import ALGORITHMS, SPREAD
 from gradcast.scaling.prices import Prices, load_prices, sample_path
 from gradcast.units import parse_positive
 
-_EXAMPLE = "gradcast advise resnet50 --samples 1.28M --epochs 90 --batch 128 --time-limit 4h --prices prices.toml"
 _FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "which machines to rent for a training, and how many",
         "Finds the cheapest cluster within a time, the fastest within a budget, and all between them that are worth "
         "their price. Steps are predicted, from measured costs of the network if there are any.",
-        _EXAMPLE,
+        "gradcast advise resnet50 --samples 1.28M --epochs 90 --batch 128 --time-limit 4h --prices prices.toml",
     )
     common.add_profile_argument(parser, several=True)
     _add_training_options(parser)
@@ -91,13 +91,11 @@ def run(args: argparse.Namespace) -> None:
     profiles = common.profiles_from(args)
     prices = load_prices(args.prices or sample_path())
     request = Request(
-        training=_training(args, profiles[0].world_size),
+        worker_steps=_worker_steps(args, profiles[0].world_size),
         measured_on=args.measured_on,
         measured_algorithm=args.measured_algorithm or Request.measured_algorithm,
         algorithm=args.algorithm,
         policy=args.policy,
-        # With DDP all gradients arrive before the next forward pass.
-        mode="hook" if args.policy == "ddp" else "overlap",
         spread=SPREAD if args.uncertainty is None else args.uncertainty,
         run_count=args.runs,
         seed=args.seed,
@@ -109,19 +107,18 @@ def run(args: argparse.Namespace) -> None:
         _print(args, prices, found)
 
 
-def _training(args: argparse.Namespace, worker_count: int) -> Training:
+def _worker_steps(args: argparse.Namespace, worker_count: int) -> float:
     if args.steps is not None:
-        for option in ("samples", "epochs", "batch"):
-            if getattr(args, option) is not None:
-                raise Error(f"--steps gives the length of the training; leave out --{option}")
-        return Training.of_steps(args.steps, worker_count)
+        if others := given(args, "samples", "epochs", "batch"):
+            raise Error(f"--steps gives the length of the training; leave out {others[0]}")
+        return float(args.steps) * worker_count
     if args.samples is None:
         raise Error(
             "the length of the training is missing; give --samples 1.28M --epochs 90 --batch 128, or --steps 450000"
         )
     if args.batch is None:
         raise Error("--batch is missing; give the number of samples per worker and step of the profile")
-    return Training.of_samples(args.samples * (args.epochs or 1), args.batch)
+    return args.samples * (args.epochs or 1) / args.batch
 
 
 def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:

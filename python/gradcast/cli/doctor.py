@@ -6,7 +6,6 @@ from typing import Any
 
 from gradcast.cli import common
 
-_EXAMPLE = "torchrun --nproc-per-node 2 -m gradcast doctor train.py --epochs 3"
 _STEPS_MAX = 100_000
 
 
@@ -18,7 +17,7 @@ def add_parser(commands: Any) -> None:
         "Runs your unchanged script and observes its steps. Then it pauses the training once and runs its own "
         "steps: with less communication, without data loading, with gradcast. Afterwards it restores the state bit "
         "for bit.",
-        _EXAMPLE,
+        "torchrun --nproc-per-node 2 -m gradcast doctor train.py --epochs 3",
     )
     steps = "number of ordinary steps to observe after 5 warm-up steps"
     common.option(parser, "--steps", "N", steps, common.whole_number(5, _STEPS_MAX), "20")

@@ -10,8 +10,6 @@ from gradcast import __version__, bench
 from gradcast.cli import common
 from gradcast.errors import Error
 
-_EXAMPLE = "gradcast info"
-
 
 def add_parser(commands: Any) -> None:
     parser = common.command(
@@ -19,7 +17,7 @@ def add_parser(commands: Any) -> None:
         "info",
         "show what this installation consists of",
         "Lists versions, the extension for torch, and the parts of gradcast-bench: MPI, CUDA, NCCL.",
-        _EXAMPLE,
+        "gradcast info",
     )
     common.add_json_option(parser)
     parser.set_defaults(run=run)

@@ -10,44 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcast import _core
+from gradcast.comparison.compare import BASELINE
 from gradcast.errors import Error
 from gradcast.files import scaled_profile
 from gradcast.scaling.estimate import Band, Options, Point, band, measured_network
 from gradcast.scaling.growth import SPREAD, Network, Nodes, from_hop, hop
-from gradcast.scaling.prices import Machine, Prices
-from gradcast.scaling.spot import ABANDONED_FACTOR, Spot, mean_s, quantile, simulate_s
+from gradcast.scaling.prices import Machine, Prices, Spot
+from gradcast.scaling.spot import ABANDONED_FACTOR, mean_s, quantile, simulate_s
 
 # A spot training that is recommended for a time ends within it nine times out of ten.
 _CONFIDENCE = 0.9
-_INSIDE = "inside"
 PREDICTED, ON_MEASURED = "predicted", "predicted on measured costs"
 
 
 @dataclass(frozen=True)
-class Training:
-    """A training's length. ``worker_steps``: number of batches, of all workers together."""
-
-    worker_steps: float
-
-    @staticmethod
-    def of_samples(sample_count: float, batch_size: int) -> "Training":
-        """``batch_size``: of one worker, as it was profiled."""
-        return Training(sample_count / batch_size)
-
-    @staticmethod
-    def of_steps(step_count: int, worker_count: int) -> "Training":
-        """The samples of ``step_count`` steps of ``worker_count`` workers."""
-        return Training(float(step_count) * worker_count)
-
-
-@dataclass(frozen=True)
 class Request:
-    training: Training
+    worker_steps: float  # length of the training: number of batches, of all workers together
     measured_on: str | None = None  # the machine on which the profiles were measured
     measured_algorithm: str = "ring"  # that the library used then
     algorithm: str = "ring"
     policy: str = _core.DEFAULT_POLICY
-    mode: str = "overlap"
     spread: float = SPREAD
     run_count: int = 300  # simulated trainings of each spot cluster
     seed: int = 1
@@ -149,7 +131,7 @@ def _machine_rows(
             # With one network and one algorithm there is one reason for all missing points.
             skipped[_cluster(machine.name, count, False)] = next(iter(found.skipped.values()))
             continue
-        rows.append(_on_demand(machine, points[count], request.training))
+        rows.append(_on_demand(machine, points[count], request))
         if machine.spot is None:
             continue
         row = _on_spot(rows[-1], machine.spot, points[count], request)
@@ -169,7 +151,8 @@ def _band(profiles: Sequence[_core.Profile], machine: Machine, request: Request,
         nodes=nodes,
         spread=request.spread,
         policy=request.policy,
-        mode=request.mode,
+        # With DDP all gradients arrive before the next forward pass.
+        mode="hook" if request.policy == BASELINE else "overlap",
     )
     return band([scaled_profile(profile, 1 / machine.speed) for profile in profiles], options)
 
@@ -183,33 +166,23 @@ def _network(measured: Sequence[_core.Profile], machine: Machine, request: Reque
     inner = [profile for profile in linked if profile.world_size <= machine.workers]
     outer = [profile for profile in linked if profile.world_size > machine.workers]
     algorithm = request.measured_algorithm
-    inside = measured_network(inner, algorithm) if inner else _inside(machine)
-    between = measured_network(outer, algorithm) if outer else _between(machine)
-    return between, Nodes(machine.workers, inside)
-
-
-def _between(machine: Machine) -> Network:
     # A single machine needs no network, so any rate will do.
-    bandwidth_bits_per_s = machine.bandwidth_bits_per_s or 1e9
-    return from_hop(machine.name, hop(bandwidth_bits_per_s, machine.latency_ns), 2 * machine.workers)
-
-
-def _inside(machine: Machine) -> Network | None:
+    outside_hop = hop(machine.bandwidth_bits_per_s or 1e9, machine.latency_ns)
+    between = measured_network(outer, algorithm) if outer else from_hop(machine.name, outside_hop, 2 * machine.workers)
+    if inner:
+        return between, Nodes(machine.workers, measured_network(inner, algorithm))
     if machine.intra_bandwidth_bits_per_s is None:
-        return None
-    return from_hop(_INSIDE, hop(machine.intra_bandwidth_bits_per_s, machine.intra_latency_ns), 2)
+        return between, Nodes(machine.workers)
+    inside_hop = hop(machine.intra_bandwidth_bits_per_s, machine.intra_latency_ns)
+    return between, Nodes(machine.workers, from_hop("inside", inside_hop))
 
 
-def _hours(step_ns: float, workers: int, training: Training) -> float:
-    return math.ceil(training.worker_steps / workers) * step_ns / 3600e9
+def _hours(step_ns: float, workers: int, request: Request) -> float:
+    return math.ceil(request.worker_steps / workers) * step_ns / 3600e9
 
 
-def _basis(point: Point) -> str:
-    return ON_MEASURED if point.basis == "measured" else PREDICTED
-
-
-def _on_demand(machine: Machine, point: Point, training: Training) -> ClusterOption:
-    low, hours, high = (_hours(ns, point.workers, training) for ns in (point.low_ns, point.step_ns, point.high_ns))
+def _on_demand(machine: Machine, point: Point, request: Request) -> ClusterOption:
+    low, hours, high = (_hours(ns, point.workers, request) for ns in (point.low_ns, point.step_ns, point.high_ns))
     count = point.workers // machine.workers
     return ClusterOption(
         machine=machine.name,
@@ -222,7 +195,7 @@ def _on_demand(machine: Machine, point: Point, training: Training) -> ClusterOpt
         high_hours=high,
         sure_hours=hours,
         price_per_hour=count * machine.price_per_hour,
-        basis=_basis(point),
+        basis=ON_MEASURED if point.basis == "measured" else PREDICTED,
     )
 
 
@@ -234,7 +207,7 @@ def _on_spot(row: ClusterOption, spot: Spot, point: Point, request: Request) -> 
     """
 
     def work_s(step_ns: float) -> float:
-        return 3600 * _hours(step_ns, point.workers, request.training)
+        return 3600 * _hours(step_ns, point.workers, request)
 
     def runs_s(step_ns: float) -> list[float]:
         return simulate_s(work_s(step_ns), row.machines, spot, run_count=request.run_count, seed=request.seed)

@@ -20,7 +20,6 @@ MEASURED_ALGORITHMS = ("ring", "tree")  # that a library may have used when cost
 SPREAD = 0.1
 # Other ways in which a start-up cost may grow: not at all, or, if all measured blocks had one size, with their bytes.
 _CONSTANT, _BYTES = "constant", "bytes"
-_FREE = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=0, beta_ns_per_byte=0)])
 # Published networks whose costs per byte were scaled from another number of workers (docs/reference/networks.md).
 _SCALED = ("56gbib-32", "56gbib-64")
 
@@ -69,6 +68,10 @@ class Estimate:
     link: _core.LinkModel
     high: _core.LinkModel
     basis: str  # "measured", "fitted" or "extrapolated"
+
+
+_FREE = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=0, beta_ns_per_byte=0)])
+_ALONE = Estimate(_FREE, _FREE, _FREE, "extrapolated")  # one worker sends nothing
 
 
 @dataclass(frozen=True)
@@ -129,17 +132,13 @@ def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tupl
             yield [(count, value * max(factor, 0.0)) for (count, value), factor in zip(known, factors, strict=True)]
 
 
-def _all_reduce_only(link: _core.LinkModel) -> _core.LinkModel:
-    """Without other operations, which measured and hierarchical links do not have. With them, a formula's link would
-    allow plans that those do not."""
-    return _core.LinkModel(all_reduce=link.all_reduce.pieces, pack_ns_per_byte=link.pack_ns_per_byte)
-
-
 def _scaled(link: _core.LinkModel, to_alpha_ns: float, to_beta_ns_per_byte: float) -> _core.LinkModel:
-    """The link with other costs. REQUIRES: a cost per byte of 0 stays 0."""
+    """The link with other costs and all-reduces only: measured and hierarchical links have no other operations, so
+    a formula's link would allow plans that those do not. REQUIRES: a cost per byte of 0 stays 0."""
     alpha, beta = alpha_ns(link), beta_ns_per_byte(link)
     factors = (to_alpha_ns / alpha if alpha > 0 else 1.0, to_beta_ns_per_byte / beta if beta > 0 else 1.0)
-    scaled = _all_reduce_only(link).scaled(*factors)
+    only = _core.LinkModel(all_reduce=link.all_reduce.pieces, pack_ns_per_byte=link.pack_ns_per_byte)
+    scaled = only.scaled(*factors)
     # A start-up cost of 0 cannot be scaled, so the new one is added.
     return scaled if alpha > 0 else _sum(scaled, _line(to_alpha_ns, 0.0))
 
@@ -189,9 +188,7 @@ class Growth:
         self._wire_error = max((abs(share / self._wire_ns_per_byte - 1) for share in shares if share > 0), default=0.0)
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
-        """The link if each worker is a node of its own."""
-        if worker_count == 1:
-            return Estimate(_FREE, _FREE, _FREE, "extrapolated")
+        """The link if each worker is a node of its own. REQUIRES: more than one worker."""
         basis = self._basis(algorithm, worker_count)
         if basis == "measured":
             link = self._costs[worker_count]
@@ -278,24 +275,17 @@ class Cluster:
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
         """REQUIRES: why_not is None."""
+        if worker_count == 1:
+            return _ALONE
         if worker_count <= self._per_node:
-            if self._inside is None:
-                return Estimate(_FREE, _FREE, _FREE, "extrapolated")  # one worker
             # Inside one node a hierarchical all-reduce is a ring.
             return self._inside.estimate("ring" if algorithm == "hierarchical" else algorithm, worker_count)
         if algorithm == "hierarchical":
-            return self._hierarchical(worker_count // self._per_node)
+            outer = self._between.estimate("hierarchical", worker_count // self._per_node)
+            inner = self._inside.estimate("ring", self._per_node)
+            sums = (_sum(outer.low, inner.low), _sum(outer.link, inner.link), _sum(outer.high, inner.high))
+            return Estimate(*sums, "extrapolated")
         return self._between.estimate(algorithm, worker_count)
-
-    def _hierarchical(self, node_count: int) -> Estimate:
-        inside = self._inside.estimate("ring", self._per_node)
-        between = self._between.estimate("hierarchical", node_count)
-        return Estimate(
-            low=_sum(between.low, inside.low),
-            link=_sum(between.link, inside.link),
-            high=_sum(between.high, inside.high),
-            basis="extrapolated",
-        )
 
 
 def published(name: str, algorithm: str = "ring") -> Network:

@@ -1,5 +1,6 @@
 """The price file of ``gradcast advise``: machines, their prices and their connections (docs/guide/scaling.md)."""
 
+import dataclasses
 import datetime
 import importlib
 import json
@@ -7,143 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gradcast.errors import Error
 from gradcast.files import read_text
-from gradcast.scaling.spot import Spot
 from gradcast.units import parse_bandwidth_bits_per_s, parse_duration_s, parse_time_ns
 
-VERSION = 1
 _MACHINES_MAX = 100_000
-
-
-@dataclass(frozen=True)
-class Machine:
-    name: str
-    workers: int
-    price_per_hour: float
-    speed: float = 1.0  # of one worker, compared with the one that was profiled
-    bandwidth_bits_per_s: float | None = None  # of the machine's connection
-    latency_ns: float = 50e3  # of a hop between machines
-    intra_bandwidth_bits_per_s: float | None = None  # of one worker's connection inside
-    intra_latency_ns: float = 5e3
-    max_machines: int = 64
-    spot: Spot | None = None
-
-
-@dataclass(frozen=True)
-class Prices:
-    path: str
-    date: str
-    currency: str
-    machines: tuple[Machine, ...]
-
-
-def sample_path() -> str:
-    return str(resources.files("gradcast") / "data" / "prices_sample.toml")
-
-
-def load_prices(path: str) -> Prices:
-    """Loads a TOML file, or a JSON file with the same fields if its name ends with .json."""
-    fields = _Fields(_read(path), f"{path}: ")
-    fields.take("version", _whole(VERSION, VERSION))
-    date, currency = fields.take("date", _text), fields.take("currency", _text)
-    fields.take("source", _text, "")
-    tables = fields.take("machine", _tables)
-    fields.end()
-    machines = tuple(_machine(_Fields(table, f"{path}: machine[{index}]: ")) for index, table in enumerate(tables))
-    names = [machine.name for machine in machines]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise Error(f"{path}: two machines are called {twice}; give each its own name")
-    return Prices(path, date, currency, machines)
-
-
-def _read(path: str) -> dict[str, Any]:
-    text = read_text(path, "price file")
-    is_json = Path(path).suffix.lower() == ".json"
-    try:
-        value = json.loads(text) if is_json else _toml().loads(text)
-    except (ValueError, RecursionError) as error:  # both parsers' syntax errors are ValueErrors
-        raise Error(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}") from None
-    if not isinstance(value, dict):
-        raise Error(f"{path}: a price file is an object with the field machine; see the bundled sample {sample_path()}")
-    return value
-
-
-def _toml() -> Any:
-    for name in ("tomllib", "tomli"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-    raise Error(
-        "reading TOML needs Python 3.11 or newer, or `pip install tomli`; or write the prices as .json", "environment"
-    )
-
-
-class _Fields:
-    """Takes the fields of a table one by one, and finds those that are left over."""
-
-    def __init__(self, fields: dict[str, Any], where: str) -> None:
-        self._fields = dict(fields)
-        self._where = where
-
-    def take(self, name: str, convert: Callable[[Any], Any], *default: Any) -> Any:
-        if name not in self._fields:
-            if default:
-                return default[0]
-            self.refuse(f"{name} is missing")
-        try:
-            return convert(self._fields.pop(name))
-        except Error as error:
-            self.refuse(f"{name}: {error}")
-
-    def end(self) -> None:
-        if self._fields:
-            self.refuse(f"there is no field {next(iter(self._fields))}; docs/guide/scaling.md lists the fields")
-
-    def refuse(self, sentence: str) -> NoReturn:
-        raise Error(f"{self._where}{sentence}") from None
-
-
-def _machine(fields: _Fields) -> Machine:
-    machine = Machine(
-        name=fields.take("name", _text),
-        workers=fields.take("workers", _whole(1, 1024)),
-        price_per_hour=fields.take("price_per_hour", _number(0)),
-        speed=fields.take("speed", _number(1e-6), Machine.speed),
-        bandwidth_bits_per_s=fields.take("bandwidth", _bandwidth, None),
-        latency_ns=fields.take("latency", _time_ns, Machine.latency_ns),
-        intra_bandwidth_bits_per_s=fields.take("intra_bandwidth", _bandwidth, None),
-        intra_latency_ns=fields.take("intra_latency", _time_ns, Machine.intra_latency_ns),
-        max_machines=fields.take("max_machines", _whole(1, _MACHINES_MAX), Machine.max_machines),
-        spot=fields.take("spot", lambda table: _spot(_Fields(_table(table), "")), None),
-    )
-    fields.end()
-    if machine.max_machines > 1 and machine.bandwidth_bits_per_s is None:
-        fields.refuse("bandwidth is missing; give it, or max_machines = 1")
-    if machine.workers > 1 and machine.intra_bandwidth_bits_per_s is None:
-        fields.refuse(
-            f"intra_bandwidth is missing: the connection of each of the {machine.workers} workers to the others"
-        )
-    return machine
-
-
-def _spot(fields: _Fields) -> Spot:
-    spot = Spot(
-        price_per_hour=fields.take("price_per_hour", _number(0)),
-        revocations_per_hour=fields.take("revocations_per_hour", _number(0)),
-        checkpoint_interval_s=fields.take("checkpoint_interval", _duration_s),
-        checkpoint_cost_s=fields.take("checkpoint_cost", _duration_s),
-        restart_s=fields.take("restart_time", _duration_s),
-        shape=fields.take("weibull_shape", _number(0.1), Spot.shape),
-    )
-    fields.end()
-    if spot.checkpoint_interval_s == 0:
-        fields.refuse("checkpoint_interval is 0; write for instance 30min")
-    return spot
 
 
 def _text(value: Any) -> str:
@@ -151,18 +22,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, (str, datetime.date)) or not str(value):
         raise Error(f"{value!r} is not text")
     return str(value)
-
-
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise Error("it must be a table")
-    return value
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
-        raise Error("there must be at least one [[machine]]")
-    return value
 
 
 def _whole(low: int, high: int) -> Callable[[Any], int]:
@@ -195,3 +54,130 @@ def _quantity(parse: Callable[[str], float], example: str) -> Callable[[Any], fl
 _bandwidth = _quantity(parse_bandwidth_bits_per_s, '"10gbit"')
 _time_ns = _quantity(parse_time_ns, '"50us"')
 _duration_s = _quantity(parse_duration_s, '"30min"')
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        raise Error("there must be at least one [[machine]]")
+    return value
+
+
+def _spot(value: Any) -> "Spot":
+    if not isinstance(value, dict):
+        raise Error("it must be a table")
+    spot = _from_table(Spot, value, "")
+    if spot.checkpoint_interval_s == 0:
+        raise Error("checkpoint_interval is 0; write for instance 30min")
+    return spot
+
+
+def _field(name: str, convert: Callable[[Any], Any], *default: Any) -> Any:
+    """A field of a table: its name in the file, what checks and converts it, and its default unless it is required."""
+    given = {"default": default[0]} if default else {}
+    return dataclasses.field(**given, metadata={"name": name, "convert": convert})
+
+
+@dataclass(frozen=True)
+class Spot:
+    price_per_hour: float = _field("price_per_hour", _number(0))  # of one machine
+    revocations_per_hour: float = _field("revocations_per_hour", _number(0))  # of one machine; 1 over its mean lifetime
+    checkpoint_interval_s: float = _field("checkpoint_interval", _duration_s)  # training time between two checkpoints
+    checkpoint_cost_s: float = _field("checkpoint_cost", _duration_s)  # training stops while a checkpoint is written
+    restart_s: float = _field("restart_time", _duration_s)  # from a revocation until training goes on
+    # Of the Weibull distribution of lifetimes; above 1, older machines are revoked more often.
+    shape: float = _field("weibull_shape", _number(0.1), 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str = _field("name", _text)
+    workers: int = _field("workers", _whole(1, 1024))
+    price_per_hour: float = _field("price_per_hour", _number(0))
+    speed: float = _field("speed", _number(1e-6), 1.0)  # of one worker, compared with the one that was profiled
+    bandwidth_bits_per_s: float | None = _field("bandwidth", _bandwidth, None)  # of the machine's connection
+    latency_ns: float = _field("latency", _time_ns, 50e3)  # of a hop between machines
+    intra_bandwidth_bits_per_s: float | None = _field("intra_bandwidth", _bandwidth, None)  # of one worker, inside
+    intra_latency_ns: float = _field("intra_latency", _time_ns, 5e3)
+    max_machines: int = _field("max_machines", _whole(1, _MACHINES_MAX), 64)
+    spot: Spot | None = _field("spot", _spot, None)  # noqa: RUF009
+
+
+@dataclass(frozen=True)
+class _File:
+    version: int = _field("version", _whole(1, 1))
+    date: str = _field("date", _text)
+    currency: str = _field("currency", _text)
+    machine: list[dict[str, Any]] = _field("machine", _tables)  # noqa: RUF009
+    source: str = _field("source", _text, "")
+
+
+@dataclass(frozen=True)
+class Prices:
+    path: str
+    date: str
+    currency: str
+    machines: tuple[Machine, ...]
+
+
+def sample_path() -> str:
+    return str(resources.files("gradcast") / "data" / "prices_sample.toml")
+
+
+def load_prices(path: str) -> Prices:
+    """Loads a TOML file, or a JSON file with the same fields if its name ends with .json."""
+    file = _from_table(_File, _read(path), f"{path}: ")
+    machines = tuple(_machine(table, f"{path}: machine[{index}]: ") for index, table in enumerate(file.machine))
+    names = [machine.name for machine in machines]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Error(f"{path}: two machines are called {twice}; give each its own name")
+    return Prices(path, file.date, file.currency, machines)
+
+
+def _read(path: str) -> dict[str, Any]:
+    text = read_text(path, "price file")
+    is_json = Path(path).suffix.lower() == ".json"
+    try:
+        value = json.loads(text) if is_json else _toml().loads(text)
+    except (ValueError, RecursionError) as error:  # both parsers' syntax errors are ValueErrors
+        raise Error(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}") from None
+    if not isinstance(value, dict):
+        raise Error(f"{path}: a price file is an object with the field machine; see the bundled sample {sample_path()}")
+    return value
+
+
+def _toml() -> Any:
+    for name in ("tomllib", "tomli"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise Error(
+        "reading TOML needs Python 3.11 or newer, or `pip install tomli`; or write the prices as .json", "environment"
+    )
+
+
+def _from_table(cls: Any, table: dict[str, Any], where: str) -> Any:
+    """Makes a ``cls`` of the table's fields. ``where``: the table, for errors."""
+    fields = {field.metadata["name"]: field for field in dataclasses.fields(cls)}
+    values = {}
+    for name, field in fields.items():
+        if name in table:
+            try:
+                values[field.name] = field.metadata["convert"](table[name])
+            except Error as error:
+                raise Error(f"{where}{name}: {error}") from None
+        elif field.default is dataclasses.MISSING:
+            raise Error(f"{where}{name} is missing")
+    if unknown := next((name for name in table if name not in fields), None):
+        raise Error(f"{where}there is no field {unknown}; docs/guide/scaling.md lists the fields")
+    return cls(**values)
+
+
+def _machine(table: dict[str, Any], where: str) -> Machine:
+    machine = _from_table(Machine, table, where)
+    if machine.max_machines > 1 and machine.bandwidth_bits_per_s is None:
+        raise Error(f"{where}bandwidth is missing; give it, or max_machines = 1")
+    if machine.workers > 1 and machine.intra_bandwidth_bits_per_s is None:
+        others = f"the connection of each of the {machine.workers} workers to the others"
+        raise Error(f"{where}intra_bandwidth is missing: {others}")
+    return machine

@@ -8,7 +8,8 @@ import heapq
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from gradcast.scaling.prices import Spot
 
 # A training is abandoned if it takes this many times as long as without revocations.
 ABANDONED_FACTOR = 20
@@ -16,16 +17,6 @@ ABANDONED_FACTOR = 20
 _HOPELESS_RUNS = 20
 # exp() of more overflows a double.
 _EXPONENT_MAX = 700.0
-
-
-@dataclass(frozen=True)
-class Spot:
-    price_per_hour: float  # of one machine
-    revocations_per_hour: float  # of one machine; 1 over its mean lifetime
-    checkpoint_interval_s: float  # training time between two checkpoints
-    checkpoint_cost_s: float  # training stops while a checkpoint is written
-    restart_s: float  # from a revocation until training goes on
-    shape: float = 1.0  # of the Weibull distribution of lifetimes; above 1, older machines are revoked more often
 
 
 def _checkpoint_count(work_s: float, spot: Spot) -> int:

@@ -14,7 +14,6 @@ from gradcast.errors import Error
 from gradcast.files import check_writable, load_profile, plan_hash, write_text
 from gradcast.units import format_ms, format_percent, format_size, parse_parameter
 
-_EXAMPLE = "gradcast dev plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json"
 _ROWS_SHOWN = 40
 _OTHER_OPS = (
     "This is dear's plan: on this link model, separate halves of all-reduces end earlier. With real libraries a "
@@ -28,7 +27,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         "plan one step",
         "Shows which bytes are sent together, in which order, and why.",
-        _EXAMPLE,
+        "gradcast dev plan resnet50 --scale 0.5 --bandwidth 3gbit --workers 8 -o plan.json",
     )
     common.add_profile_argument(parser)
     common.option(

@@ -13,8 +13,6 @@ from gradcast.comparison.compare import has_other_ops
 from gradcast.errors import Error
 from gradcast.files import bundled_profiles, check_writable, load_plan, load_profile, plan_hash
 
-_EXAMPLE = "gradcast dev plot plan.json -o plan.png"
-
 
 def add_parser(commands: Any) -> None:
     parser = common.command(
@@ -23,7 +21,7 @@ def add_parser(commands: Any) -> None:
         "draw a plan",
         "Shows a compute lane and a link lane, with blocks coloured by first use in forward, and where forward "
         "waits. A plan from `gradcast dev plan -o` records its profile and network; the options below override them.",
-        _EXAMPLE,
+        "gradcast dev plot plan.json -o plan.png",
     )
     parser.add_argument("plan", metavar="PLAN", help="a plan, from `gradcast dev plan -o`")
     common.option(parser, "--profile", "PROFILE", "profile of the plan (default: the one recorded in the plan)")

@@ -8,8 +8,6 @@ from gradcast import _core
 from gradcast.cli import common
 from gradcast.units import format_size, format_time
 
-_EXAMPLE = "gradcast dev policies"
-
 
 def add_parser(commands: Any) -> None:
     parser = common.command(
@@ -17,7 +15,7 @@ def add_parser(commands: Any) -> None:
         "policies",
         "list the policies",
         "Shows their sources, and their parameters for `dev plan --set`.",
-        _EXAMPLE,
+        "gradcast dev policies",
     )
     common.add_json_option(parser)
     parser.set_defaults(run=run)

@@ -7,8 +7,6 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common
 
-_EXAMPLE = "gradcast dev published-networks"
-
 
 def add_parser(commands: Any) -> None:
     parser = common.command(
@@ -16,7 +14,7 @@ def add_parser(commands: Any) -> None:
         "published-networks",
         "list networks with published costs, which --network knows",
         "",
-        _EXAMPLE,
+        "gradcast dev published-networks",
     )
     common.add_json_option(parser)
     parser.set_defaults(run=run)
