@@ -1,22 +1,18 @@
 """Trainings with Accelerate, all of the same small model: python -m frameworks.accelerate_cases FOLDER"""
 
 import functools
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gradcast
-from frameworks.watch import WARMUP_STEPS, Watch, run
+from frameworks.watch import BATCH, BATCHES, EPOCHS, Watch, cases_of, options, run, small_data, small_model
 
-EPOCHS, BATCHES, BATCH = 2, 6, 4
 CLIPPED_NORM = 0.05
-
-
-def options(**more) -> gradcast.Options:
-    return gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, **more)
 
 
 def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: int = 1, scaler=False) -> nn.Module:
@@ -25,11 +21,10 @@ def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: i
     if scaler:
         # What Accelerate does for fp16, which it refuses without a GPU.
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**8), True
-    module = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    module = small_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    numbers = torch.randn(2 * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(TensorDataset(numbers, numbers[:, :4].argmax(1)), BATCH, shuffle=True)
+    loader = DataLoader(small_data(BATCHES), BATCH, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(watch.of(module), optimizer, loader, scheduler)
     handle = attach(model, optimizer) if attach is not None else None
     for _ in range(EPOCHS):
@@ -54,10 +49,14 @@ def register(model: nn.Module, _) -> None:
     model.register_comm_hook(gradcast.HookState(), gradcast.comm_hook)
 
 
+def clipping(model: nn.Module, optimizer: Any) -> gradcast.Handle:
+    return gradcast.attach(model, optimizer, options=options(max_grad_norm=CLIPPED_NORM))
+
+
 def refused(watch: Watch) -> nn.Module:
     """Clipping inside would not happen in the scaler's steps."""
     try:
-        return train(watch, attach=WAYS_TO_CLIP["overlap"], scaler=True)
+        return train(watch, attach=clipping, scaler=True)
     except gradcast.Error as error:
         watch.notes["refused"] = str(error)
         return nn.Linear(1, 1)
@@ -70,21 +69,14 @@ WAYS = {
     "overlap": lambda model, optimizer: gradcast.attach(model, optimizer, options=options()),
     "inner": lambda model, optimizer: gradcast.attach(model, optimizer.optimizer, options=options()),
 }
-WAYS_TO_CLIP = {
-    "overlap": lambda model, optimizer: gradcast.attach(model, optimizer, options=options(max_grad_norm=CLIPPED_NORM)),
-}
 KINDS = {
     "plain": {},
     "accumulated": {"accumulate": 2},
     "clipped": {"clip": CLIPPED_NORM},
     "scaler": {"scaler": True},
 }
-CASES = {
-    f"{kind} {way}": functools.partial(train, attach=attach, **more)
-    for kind, more in KINDS.items()
-    for way, attach in WAYS.items()
-} | {
-    "clipped inside": functools.partial(train, attach=WAYS_TO_CLIP["overlap"]),
+CASES = cases_of(train, KINDS, WAYS) | {
+    "clipped inside": functools.partial(train, attach=clipping),
     "scaler refused": refused,
 }
 

@@ -1,5 +1,7 @@
 """A framework's cases run one after another in one pair of processes: importing the framework takes longest."""
 
+from collections.abc import Iterable
+
 import pytest
 
 
@@ -9,6 +11,18 @@ class Told(dict):
     def digests(self, case: str) -> set[str]:
         """The digests of the ranks' parameters: a single one if the ranks agree."""
         return {rank["digest"] for rank in self[case]}
+
+    def check_way(self, kind: str, way: str, deferred: int) -> None:
+        """The numbers are those of the framework's own DDP, and so many updates were left to the next forward pass."""
+        assert len(self.digests(f"{kind} stock")) == 1
+        assert self.digests(f"{kind} {way}") == self.digests(f"{kind} stock")
+        for rank in self[f"{kind} {way}"]:
+            assert rank.get("mode") == {"registered": None, "inner": "overlap"}.get(way, way)
+            assert rank["deferred"] == (deferred if rank.get("mode") == "overlap" else 0)
+
+    def check_kinds_differ(self, kinds: Iterable[str]) -> None:
+        """Otherwise clipping, for instance, would have nothing to clip."""
+        assert len(set().union(*(self.digests(f"{kind} stock") for kind in kinds))) == len(list(kinds))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,27 +12,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gradcast
-from frameworks.watch import WARMUP_STEPS, Watch, run
+from frameworks.watch import BATCH, BATCHES, EPOCHS, Watch, cases_of, options, run, small_data, small_model
 from gradcast.frameworks.lightning import AttachCallback
 
-EPOCHS, BATCHES, BATCH = 2, 6, 4
 CLIPPED_NORM = 0.05
-OPTIONS = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS)
-CLIPPING = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
 
 
 class Net(LightningModule):
     def __init__(self, manual: bool) -> None:
         super().__init__()
         self.automatic_optimization = not manual
-        self.layers = nn.Sequential(
-            nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
-        )
+        self.layers = small_model()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -127,8 +121,7 @@ def fitted_again(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
 
 
 def fit(watch, module, strategy, attach, other: Callback | None = None, resume: Path | None = None, **more):
-    numbers = torch.randn(2 * EPOCHS * BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(numbers, numbers[:, :4].argmax(1))
+    data = small_data(EPOCHS * BATCHES)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -148,8 +141,8 @@ def fit(watch, module, strategy, attach, other: Callback | None = None, resume: 
         watch.notes["mode"] = attach.handle.mode
 
 
-def callback(way: str) -> AttachCallback | None:
-    return None if way == "stock" else AttachCallback(overlap=way == "overlap", options=OPTIONS)
+def callback(overlap: bool) -> AttachCallback:
+    return AttachCallback(overlap=overlap, options=options())
 
 
 KINDS = {
@@ -158,19 +151,15 @@ KINDS = {
     "clipped": {"gradient_clip_val": CLIPPED_NORM},
     "manual": {"manual": True},
 }
-CASES = {
-    f"{kind} {way}": functools.partial(train, attach=callback(way), **options)
-    for kind, options in KINDS.items()
-    for way in ("stock", "hook", "overlap")
-} | {
+CASES = cases_of(train, KINDS, {"stock": None, "hook": callback(False), "overlap": callback(True)}) | {
     "strategy": functools.partial(train, strategy=HooksOnAnyDevice, hook=True),
     "strategy on cpu": functools.partial(train, hook=True),
     "resumed stock": resumed,
-    "resumed overlap": functools.partial(resumed, attach=callback("overlap")),
+    "resumed overlap": functools.partial(resumed, attach=callback(True)),
     "again stock": fitted_again,
-    "again hook": functools.partial(fitted_again, attach=callback("hook")),
-    "again overlap": functools.partial(fitted_again, attach=callback("overlap")),
-    "clipped inside": functools.partial(train, attach=AttachCallback(options=CLIPPING)),
+    "again hook": functools.partial(fitted_again, attach=callback(False)),
+    "again overlap": functools.partial(fitted_again, attach=callback(True)),
+    "clipped inside": functools.partial(train, attach=AttachCallback(options=options(max_grad_norm=CLIPPED_NORM))),
 }
 
 if __name__ == "__main__":

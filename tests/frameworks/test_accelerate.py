@@ -14,17 +14,13 @@ DEFERRED = {"plain": 8, "accumulated": 2, "clipped": 0, "scaler": 0}
 @pytest.mark.parametrize("way", ["registered", "hook", "overlap", "inner"])
 def test_prepared_objects_give_the_numbers_of_ddp(told, kind, way):
     """ "inner": attached to the optimizer inside of Accelerate's, which is what gradcast makes of the outer one."""
-    stock = told[f"{kind} stock"]
-    assert len(told.digests(f"{kind} stock")) == 1
-    assert told.digests(f"{kind} {way}") == told.digests(f"{kind} stock")
+    told.check_way(kind, way, DEFERRED[kind])
     for rank in told[f"{kind} {way}"]:
-        assert rank["deferred"] == (DEFERRED[kind] if way in ("overlap", "inner") else 0)
-        assert rank["rate"] == stock[0]["rate"], "the scheduler has made another number of steps"
+        assert rank["rate"] == told[f"{kind} stock"][0]["rate"], "the scheduler has made another number of steps"
 
 
 def test_the_kinds_of_training_differ(told):
-    """Otherwise clipping, for instance, would have nothing to clip."""
-    assert len(set().union(*(told.digests(f"{kind} stock") for kind in DEFERRED))) == len(DEFERRED)
+    told.check_kinds_differ(DEFERRED)
 
 
 @pytest.mark.parametrize(("kind", "words"), [("clipped", "as clipping does"), ("scaler", "with a GradScaler")])

@@ -13,16 +13,11 @@ DEFERRED = {"plain": 9, "accumulated": 3, "manual": 9, "clipped": 0}
 @pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize("way", ["hook", "overlap"])
 def test_the_callback_gives_the_numbers_of_ddp(told, kind, way):
-    assert len(told.digests(f"{kind} stock")) == 1
-    assert told.digests(f"{kind} {way}") == told.digests(f"{kind} stock")
-    for rank in told[f"{kind} {way}"]:
-        assert rank["mode"] == way
-        assert rank["deferred"] == (DEFERRED[kind] if way == "overlap" else 0)
+    told.check_way(kind, way, DEFERRED[kind])
 
 
 def test_the_kinds_of_training_differ(told):
-    """Otherwise clipping, for instance, would have nothing to clip."""
-    assert len(set().union(*(told.digests(f"{kind} stock") for kind in DEFERRED))) == len(DEFERRED)
+    told.check_kinds_differ(DEFERRED)
 
 
 def test_lightnings_clipping_takes_the_overlap_and_rank_0_says_so(told):

@@ -10,13 +10,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from transformers.trainer_callback import PrinterCallback
 
 import gradcast
-from frameworks.watch import WARMUP_STEPS, Watch, run
+from frameworks.watch import WARMUP_STEPS, Watch, cases_of, options, run
 from gradcast.frameworks.transformers import AttachCallback
 
 STEPS, BATCH = 10, 2
 CLIPPED_NORM = 0.5
-OPTIONS = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS)
-CLIPPING = gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, max_grad_norm=CLIPPED_NORM)
 
 
 class Steps(TrainerCallback):
@@ -48,7 +46,7 @@ class PlainAttach(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, *_, **__) -> None:
-        self.handle = gradcast.attach(self.trainer.model_wrapped, self.trainer.optimizer, options=OPTIONS)
+        self.handle = gradcast.attach(self.trainer.model_wrapped, self.trainer.optimizer, options=options())
 
     def on_train_end(self, *_, **__) -> None:
         self.handle.detach()
@@ -105,8 +103,8 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=Fals
 
 WAYS = {
     "stock": None,
-    "hook": functools.partial(AttachCallback, overlap=False, options=OPTIONS),
-    "overlap": functools.partial(AttachCallback, options=OPTIONS),
+    "hook": functools.partial(AttachCallback, overlap=False, options=options()),
+    "overlap": functools.partial(AttachCallback, options=options()),
 }
 KINDS = {
     "plain": {"max_grad_norm": 0.0},
@@ -114,25 +112,16 @@ KINDS = {
     "clipped": {"max_grad_norm": CLIPPED_NORM},
     "bf16": {"max_grad_norm": 0.0, "bf16": True},
 }
+CLIPPING = functools.partial(AttachCallback, options=options(max_grad_norm=CLIPPED_NORM))
+UNCLIPPED = {"max_grad_norm": 0.0}
 CASES = (
-    {
-        f"{kind} {way}": functools.partial(train, attach=attach, **options)
-        for kind, options in KINDS.items()
-        for way, attach in WAYS.items()
-    }
+    cases_of(train, KINDS, WAYS)
+    | cases_of(train, {"batch size found": {"fails": True, "auto_find_batch_size": True, **UNCLIPPED}}, WAYS)
     | {
-        "clipped inside": functools.partial(
-            train, attach=functools.partial(AttachCallback, options=CLIPPING), max_grad_norm=0.0
-        ),
+        "clipped inside": functools.partial(train, attach=CLIPPING, **UNCLIPPED),
         "resumed stock": resumed,
         "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
-        "norm in any case": functools.partial(train, attach=PlainAttach, max_grad_norm=0.0),
-    }
-    | {
-        f"batch size found {way}": functools.partial(
-            train, attach=attach, fails=True, auto_find_batch_size=True, max_grad_norm=0.0
-        )
-        for way, attach in WAYS.items()
+        "norm in any case": functools.partial(train, attach=PlainAttach, **UNCLIPPED),
     }
 )
 

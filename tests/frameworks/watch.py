@@ -1,16 +1,45 @@
-"""What a training under a framework has to tell its test: one line of JSON on each rank."""
+"""What trainings under a framework share, and what each has to tell its test: one line of JSON on each rank."""
 
+import functools
 import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import gradcast
 from gradcast.training.step import pending
 from training import compare
 
 WARMUP_STEPS = 3
+EPOCHS, BATCHES, BATCH = 2, 6, 4
+
+
+def options(**more: Any) -> gradcast.Options:
+    return gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, **more)
+
+
+def small_model() -> nn.Sequential:
+    """Its dropout is left on: gradcast must not draw from the random numbers of the training."""
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def small_data(batches: int) -> TensorDataset:
+    """For the small model, on two ranks."""
+    numbers = torch.randn(2 * batches * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(numbers, numbers[:, :4].argmax(1))
+
+
+def cases_of(train: Callable[..., nn.Module], kinds: dict[str, dict], ways: dict[str, Any]) -> dict[str, Callable]:
+    """Each kind of training, a name with the options of ``train``, in each way of sending its gradients."""
+    return {
+        f"{kind} {way}": functools.partial(train, attach=attach, **more)
+        for kind, more in kinds.items()
+        for way, attach in ways.items()
+    }
 
 
 class Watch(logging.Handler):
@@ -28,7 +57,7 @@ class Watch(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.warnings.append(record.getMessage())
 
-    def of(self, module: torch.nn.Module) -> torch.nn.Module:
+    def of(self, module: nn.Module) -> nn.Module:
         """From now on this module's."""
         module.register_forward_pre_hook(self._before_forward)
         self._steps_before = self.steps
@@ -38,7 +67,7 @@ class Watch(logging.Handler):
         self.steps += 1
         self._between = True
 
-    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
         # In the warm-up parameters are pending in forward only so that gradcast sees who reads them.
         warm = self.steps - self._steps_before > WARMUP_STEPS
         if self._between and warm:
@@ -46,7 +75,7 @@ class Watch(logging.Handler):
         self._between = False
 
 
-def run(cases: dict[str, Callable[[Watch], torch.nn.Module]]) -> None:
+def run(cases: dict[str, Callable[[Watch], nn.Module]]) -> None:
     """Each case trains from the same seed and returns its module."""
     torch.set_num_threads(1)
     for name, train in cases.items():

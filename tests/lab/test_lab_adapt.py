@@ -47,13 +47,10 @@ def test_what_changes_is_said_in_words():
         (["--factor", "0"], "0"),
     ],
 )
-def test_what_cannot_be_run_is_refused(run, monkeypatch, arguments, words):
+def test_what_cannot_be_run_is_refused(refused, monkeypatch, arguments, words):
     monkeypatch.setattr("gradcast.cli.dev.lab_options.obstacle", lambda: None)
     monkeypatch.setattr("gradcast.cli.dev.lab_adapt.train", lambda *_, **__: pytest.fail("it has run"))
-    result = run("dev", "lab", "adapt", *arguments)
-    assert result.code == 2, result.err
-    assert words in result.err
-    assert len(result.err.splitlines()) == 1
+    refused(["dev", "lab", "adapt", *arguments], words)
 
 
 @pytest.mark.slow
