@@ -56,10 +56,10 @@ def main() -> int:
         raise LabError("at least 1 round of 4 steps is needed")
     check_writable(args.output, "picture")
     output = sys.stderr if args.json else sys.stdout
-    network, link = _network(settings.workers, bandwidth or settings.rate_bits_per_s, args.loopback, output)
+    network, link = _network(settings.hosts, bandwidth or settings.rate_bits_per_s, args.loopback, output)
     with network or nullcontext():
         _tell(
-            f"{settings.workers} workers train on handwritten digits over {link}: {settings.gradient_bytes / 1e6:.1f} "
+            f"{settings.hosts} workers train on handwritten digits over {link}: {settings.gradient_bytes / 1e6:.1f} "
             f"MB of gradients, {settings.compute_ms:.0f} ms of compute in which layers wait as an accelerator would "
             "compute. About two minutes.",
             output,
@@ -67,7 +67,7 @@ def main() -> int:
         results = run_for_result(
             "benchmarks.demo.worker",
             [settings.to_json()],
-            settings.workers,
+            settings.hosts,
             timeout_s=_TIMEOUT_S,
             network=network,
             output=output,

@@ -83,7 +83,7 @@ def report(table: list[Row], timed_steps: int, link: str) -> str:
     notes = (
         f"ms per step: the median of {timed_steps} steps on rank 0, the modes in turns, after a warm-up.\n"
         "exposed: what communication adds to the step without communication.\n"
-        "difference to DDP: the largest of any parameter, after any round, on any rank, from the same seed and batches."
+        "difference to DDP: the largest relative one of a parameter, after any round, on any rank, from the same seed."
     )
     return f"\n{text}\n\n{notes}\n\n{_verdict(table, link)}"
 

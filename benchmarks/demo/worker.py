@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.results import MODES
 from benchmarks.demo.training import Digits, Settings
-from gradcast.lab.trainer import Trainer
-from gradcast.lab.variants import BASELINE, COMPUTE, variant
+from gradcast.lab.trainer import Batch, Trainer
+from gradcast.lab.variants import variant
+from gradcast.lab.worker import differences
 
 
 def main(settings: Settings, results_path: Path) -> None:
@@ -33,12 +33,13 @@ def main(settings: Settings, results_path: Path) -> None:
 
 def _train(settings: Settings) -> dict[str, Any]:
     digits = Digits(settings)
-    trainers = [_trainer(mode, digits, settings) for mode in MODES]
+    trainers = [_trainer(mode, digits) for mode in MODES]
     _tell("warm-up", end="")
-    rounds = [_round(trainers, digits.batches(0, settings.warmup_steps))]
+    rounds = [_round(trainers, digits.batches(0, settings.warmup_steps), digits)]
     for number in range(settings.rounds):
         _tell(f"round {number + 1} of {settings.rounds}", end="")
-        rounds.append(_round(trainers, digits.batches(settings.warmup_steps + number * settings.steps, settings.steps)))
+        batches = digits.batches(settings.warmup_steps + number * settings.steps, settings.steps)
+        rounds.append(_round(trainers, batches, digits))
     results = {
         "rounds": rounds,
         "accuracy": {trainer.variant.name: digits.accuracy(trainer.module) for trainer in trainers},
@@ -50,14 +51,12 @@ def _train(settings: Settings) -> dict[str, Any]:
     return results
 
 
-def _trainer(mode: str, digits: Digits, settings: Settings) -> Trainer:
-    module = digits.model()
-    # SGD, because Adam enlarges differences of rounding.
-    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=0.9)
-    return Trainer(variant(mode), module, optimizer, cross_entropy)
+def _trainer(mode: str, digits: Digits) -> Trainer:
+    module = digits.module()
+    return Trainer(variant(mode), module, digits.optimizer(module), digits.loss)
 
 
-def _round(trainers: list[Trainer], batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+def _round(trainers: list[Trainer], batches: list[Batch], digits: Digits) -> dict[str, Any]:
     """Every mode trains on the same batches; then their parameters are compared."""
     _tell(", ms per step:", end="")
     steps_ms = {}
@@ -68,22 +67,7 @@ def _round(trainers: list[Trainer], batches: list[tuple[torch.Tensor, torch.Tens
         trainer.finish()
         _tell(f"  {MODES[mode]} {statistics.median(steps_ms[mode]):.0f}", end="")
     _tell("")
-    return {"steps_ms": steps_ms, "differences": _differences(trainers)}
-
-
-def _differences(trainers: list[Trainer]) -> dict[str, float]:
-    """The largest difference of any parameter to DDP's, on any rank."""
-    reference = next(trainer for trainer in trainers if trainer.variant.name == BASELINE)
-    compared = [trainer for trainer in trainers if trainer.variant.name not in (BASELINE, COMPUTE)]
-    largest = torch.tensor([_difference(trainer, reference) for trainer in compared])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return {trainer.variant.name: float(value) for trainer, value in zip(compared, largest, strict=True)}
-
-
-def _difference(one: Trainer, other: Trainer) -> float:
-    pairs = zip(one.module.parameters(), other.module.parameters(), strict=True)
-    # By torch's maximum, which a NaN does not escape.
-    return torch.stack([(left.detach() - right.detach()).abs().max() for left, right in pairs]).max().item()
+    return {"steps_ms": steps_ms, "differences": differences(trainers, digits.module())}
 
 
 def _facts(trainer: Trainer) -> dict[str, Any]:
@@ -100,9 +84,9 @@ def _trace_ddp(digits: Digits, settings: Settings) -> list[dict[str, Any]]:
 
     A comm hook does what DDP does by itself, and reads the clock. It costs some time: no traced step counts.
     """
-    module = digits.model()
+    module = digits.module()
     model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=0.9)
+    optimizer = digits.optimizer(module)
     buckets: list[list[int]] = []
     model.register_comm_hook(buckets, _stamping_hook)
     steps = []
@@ -110,7 +94,7 @@ def _trace_ddp(digits: Digits, settings: Settings) -> list[dict[str, Any]]:
         buckets.clear()
         forward_ns = time.monotonic_ns()
         optimizer.zero_grad()
-        value = cross_entropy(model(inputs), targets)
+        value = digits.loss(model(inputs), targets)
         backward_ns = time.monotonic_ns()
         value.backward()
         update_ns = time.monotonic_ns()

@@ -79,13 +79,13 @@ def test_it_compares_with_the_better_ddp_and_says_when_steps_cannot_tell(demo, d
 def test_settings_travel_as_text_and_know_the_model(demo):
     settings = demo.training.Settings(rounds=3, forward_ms=0, backward_ms=0)
     assert demo.training.Settings.from_json(settings.to_json()) == settings
-    parameters = demo.training.Digits(settings).model().parameters()
+    parameters = demo.training.Digits(settings).module().parameters()
     assert sum(4 * parameter.numel() for parameter in parameters) == settings.gradient_bytes
 
 
 def test_a_layer_takes_its_time_and_gives_its_own_gradients(demo):
     settings = demo.training.Settings(blocks=1, width=4, forward_ms=5, backward_ms=10)
-    model = demo.training.Digits(settings).model()
+    model = demo.training.Digits(settings).module()
     images = torch.ones(2, 1, 8, 8)
     start = time.monotonic()
     model(images).sum().backward()

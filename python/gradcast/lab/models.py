@@ -16,12 +16,13 @@ from gradcast.lab.standin import Gradients, Shape, SimulatedDevice, StandIn, sgd
 from gradcast.lab.trainer import Batch
 
 _EXAMPLES = Path(gradcast.__file__).resolve().parents[2] / "examples"
-_LEARNING_RATE = 0.05
 _SEED = 0
 
 
 class Task(ABC):
     """What one rank trains. All variants get the same batches and start with the same parameters."""
+
+    learning_rate = 0.05
 
     def module(self) -> nn.Module:
         torch.manual_seed(_SEED)
@@ -29,7 +30,7 @@ class Task(ABC):
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         # SGD, because Adam amplifies rounding differences.
-        return torch.optim.SGD(module.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+        return torch.optim.SGD(module.parameters(), lr=self.learning_rate, momentum=0.9)
 
     @abstractmethod
     def _make_module(self) -> nn.Module: ...
@@ -53,7 +54,7 @@ class StandInTask(Task):
         return StandIn(self._shape, self.device, self._gradients)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return sgd_on(self.device, module.parameters(), _LEARNING_RATE)
+        return sgd_on(self.device, module.parameters(), self.learning_rate)
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return output.sum()

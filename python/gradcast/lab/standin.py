@@ -134,17 +134,20 @@ class StandIn(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gradients = self._gradients.of_step(self._steps)
         self._steps += 1
-        x = _Wait.apply(self._device, self._shape.first_forward_ns, self._shape.last_backward_ns, (), x)
+        x = Wait.apply(self._device, self._shape.first_forward_ns, self._shape.last_backward_ns, (), x)
         for layer, parameters in zip(self._shape.layers, self._parameters_of, strict=True):
             for parameter in parameters:
                 parameter.detach()  # a read, which gradcast sees like one of a real layer
             own = gradients[layer.tensors.start : layer.tensors.stop]
-            x = _Wait.apply(self._device, layer.forward_ns, layer.backward_ns, own, x, *parameters)
+            x = Wait.apply(self._device, layer.forward_ns, layer.backward_ns, own, x, *parameters)
         return x
 
 
-class _Wait(torch.autograd.Function):
-    """One layer: waits as long as it would compute. In backward its gradients are ready when the time is over."""
+class Wait(torch.autograd.Function):
+    """One layer: waits as long as it would compute. In backward its gradients are ready when the time is over.
+
+    ``gradients``: copies of these are the gradients of the parameters, which follow ``x``.
+    """
 
     @staticmethod
     def forward(

@@ -72,7 +72,7 @@ class Training:
             "parameter_bytes": sum(_parameter_bytes(trainers[0].module).values()),
             "profile": json.loads(profile.to_json()),
             "rounds": rounds,
-            "differences": _differences(trainers, self._task.module()),
+            "differences": differences(trainers, self._task.module()),
             "variants": {trainer.variant.name: self._facts(trainer, as_ddp_counts) for trainer in trainers},
         }
         for trainer in trainers:
@@ -159,7 +159,7 @@ def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]
     return [scaled(variant(name), factor)]
 
 
-def _differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, float]:
+def differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, float]:
     """The largest difference of a parameter to DDP's on any rank, in units of that tensor's largest value.
 
     ``start``: the model before training. A tensor of two elements may come close to zero, where rounding is large
