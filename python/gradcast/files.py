@@ -12,8 +12,12 @@ from gradcast.errors import Error
 
 T = TypeVar("T")
 
-_TELLING_FIELDS = {"plan": "blocks", "profile": "tensors", "link": "all_reduce"}
-_MAKERS = {"plan": "gradcast dev plan", "profile": "gradcast dev profile import", "link": "gradcast dev link fit"}
+# By kind of file: a field that only this kind has, and the command that makes one.
+_KINDS = {
+    "plan": ("blocks", "gradcast dev plan"),
+    "profile": ("tensors", "gradcast dev profile import"),
+    "link": ("all_reduce", "gradcast dev link fit"),
+}
 _DATA = resources.files("gradcast") / "data"
 
 
@@ -109,14 +113,13 @@ def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
         raise Error(f"there is no profile {name_or_path}: it is neither a file nor a bundled profile ({names})")
     else:
         text = read_text(name_or_path, "profile")
-    return scaled_profile(_named(name_or_path, text, "profile", lambda: Profile.from_json(text)), scale)
+    return scaled_profile(_parsed(name_or_path, text, "profile", Profile.from_json), scale)
 
 
 def load_plan(path: str) -> tuple[Plan, dict]:
     """A plan and all fields of its file, such as ``made_with``."""
     text = read_text(path, "plan")
-    plan = _named(path, text, "plan", lambda: Plan.from_json(text))
-    return plan, json.loads(text)
+    return _parsed(path, text, "plan", Plan.from_json), json.loads(text)
 
 
 def plan_hash(plan: Plan, profile: Profile) -> str:
@@ -125,28 +128,26 @@ def plan_hash(plan: Plan, profile: Profile) -> str:
 
 
 def load_link(path: str) -> LinkModel:
-    text = read_text(path, "link")
-    return _named(path, text, "link", lambda: LinkModel.from_json(text))
+    return _parsed(path, read_text(path, "link"), "link", LinkModel.from_json)
 
 
-def _named(path: str, text: str, expected: str, read: Callable[[], T]) -> T:
+def _parsed(path: str, text: str, expected: str, parse: Callable[[str], T]) -> T:
     """Adds the file's name to errors, and says if the file is one of another kind."""
     try:
-        return read()
+        return parse(text)
     except Error as error:
         kind = _kind_of(text)
         if kind is None or kind == expected:
             raise Error(f"{path}: {error}", error.code) from None
-        message = f"{path}: this is a {kind}; a {expected} is expected: `{_MAKERS[expected]}` makes one"
+        message = f"{path}: this is a {kind}; a {expected} is expected: `{_KINDS[expected][1]}` makes one"
         raise Error(message, error.code) from None
 
 
 def _kind_of(text: str) -> str | None:
-    """The kind of a JSON file, by a field that only this kind has."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict):
         return None
-    return next((kind for kind, field in _TELLING_FIELDS.items() if field in fields), None)
+    return next((kind for kind, (field, _) in _KINDS.items() if field in fields), None)
