@@ -116,7 +116,6 @@ HIERARCHICAL = ["--algorithm", "hierarchical", "--intra-bandwidth", "1GB/s"]
         (["simulate", R, "--bandwidth", "-1gbit", "--workers", "8"], ["--bandwidth"]),
         (["simulate", R, "--bandwidth", "10", "--workers", "8"], ["--bandwidth", "10gbit"]),
         (["simulate", R, "--bandwidth", "10gbit"], ["--workers"]),
-        (["simulate", R, "--bandwidth", "10gbit", "--workers", "x"], ["--workers"]),
         (["simulate", R, "--workers", "8"], ["--bandwidth"]),
         (["simulate", R, "--network", "nope"], ["nope", "10gbe-8"]),
         (["simulate", R, "--network", "10gbe-8", "--workers", "8"], ["leave out --workers, or predict"]),
@@ -135,10 +134,8 @@ HIERARCHICAL = ["--algorithm", "hierarchical", "--intra-bandwidth", "1GB/s"]
         (["simulate", R, *NETWORK, "--algorithm", "hierarchical"], ["--workers-per-node"]),
         (["simulate", R, *NETWORK, *HIERARCHICAL, "--workers-per-node", "3"], ["multiple"]),
         (["simulate", R, *NETWORK, "--policy", "nope"], ["nope", "forecast"]),
-        (["simulate", R, *NETWORK, "--in-flight", "0"], ["--in-flight"]),
         (["simulate", R, *NETWORK, "--scale", "0"], ["--scale"]),
         (["simulate", R, *NETWORK, "--scale", "1e15"], ["forward_ns"]),
-        (["dev", "plan", R, *NETWORK, "--policy", "dear", "--mode", "hook"], ["dear"]),
         (["dev", "plan", R, *NETWORK, "--set", "nope=1"], ["nope"]),
         (["dev", "plan", R, *NETWORK, "--policy", "p3", "--set", "slice_elements=0"], ["slice_elements"]),
         (["dev", "plan", R, *NETWORK, "--policy", "ddp", "--set", "cap_bytes=512"], ["no known unit of size"]),
@@ -149,11 +146,8 @@ HIERARCHICAL = ["--algorithm", "hierarchical", "--intra-bandwidth", "1GB/s"]
         (["simulate", R, *NETWORK, "--latency", "-5us"], ["--latency", "-5us", "negative"]),
         (["simulate", R, "--bandwith", "5gbit"], ["--bandwith", "`gradcast simulate --help`"]),
         (["dev", "link", "fit", "samples.csv", "--jsn"], ["--jsn", "`gradcast dev link fit --help`"]),
-        (["dev", "plan", R, *NETWORK, "--uncertainty", "100%"], ["--uncertainty"]),
         (["dev", "plot", "nope.json"], ["-o"]),
-        (["simulate", R, "--workers", "", "--bandwidth", "1gbit"], ["--workers"]),
         (["dev", "profile"], ["COMMAND"]),
-        (["dev", "profile", "import", "nope.csv"], ["nope.csv"]),
         (["dev", "link", "fit", "nope.csv"], ["nope.csv"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -186,12 +180,9 @@ def test_broken_layer_tables(text, words, tmp_path, refused):
         ("bytes,time_ns\n", ["no samples"]),
         ("bytes,time_ns\n4096,100\n", []),
         ("bytes,time_ns\n4096,x\n", ["line 2", "time_ns"]),
-        ("bytes,time_ns\n4096\n", ["line 2", "time_ns"]),
         ("bytes,time_ns\n0,100\n", ["line 2", "bytes"]),
-        ("bytes,time_ns\n-5,100\n", ["line 2", "bytes"]),
         ("bytes,time_ns\n1.5,100\n", ["line 2", "bytes"]),
         ("bytes,time_ns\n4096,nan\n", ["line 2", "time_ns"]),
-        ("bytes,time_ns\n4096,inf\n", ["line 2", "time_ns"]),
         ("bytes,time_ns,op\n4096,100,teleport\n", ["line 2", "teleport"]),
     ],
 )
@@ -213,10 +204,8 @@ def test_no_matplotlib(plan_path, tmp_path, run):
     )
     arguments = ["dev", "plot", str(plan_path), "-o", str(tmp_path / "x.png")]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert result.returncode == 3
-    assert result.stderr == (
-        "gradcast: error: plots need matplotlib, which is not installed; pip install 'gradcast[plot]'\n"
-    )
+    sentence = "plots need matplotlib, which is not installed; pip install 'gradcast[plot]'"
+    assert (result.returncode, result.stderr) == (3, f"gradcast: error: {sentence}\n")
 
 
 @pytest.mark.parametrize(
@@ -243,14 +232,11 @@ def test_no_torch(command, refused, monkeypatch):
 
 RENAMED = {
     "sweep resnet50": "`gradcast sweep` is now `gradcast simulate PROFILE --bandwidth 1gbit,10gbit --workers 2,8`",
-    "scaling resnet50": "`gradcast scaling` is now `gradcast simulate PROFILE --scaling`",
     "networks": "`gradcast networks` is now `gradcast dev published-networks`",
     "plan resnet50": "`gradcast plan` is now `gradcast dev plan`",
     "lab train --model vgg16": "`gradcast lab` is now `gradcast dev lab`",
     "doctor --seconds 5 train.py": "`gradcast doctor` has no --seconds any more; write --duration 60s",
-    "network --seconds 5": "`gradcast network` has no --seconds any more; write --duration 10s",
     "simulate resnet50 --topology tree": "`gradcast simulate` has no --topology any more; write --algorithm",
-    "simulate resnet50 --bandwidths 1gbit": "`gradcast simulate` has no --bandwidths any more; write --bandwidth",
     "advise resnet50 --cost 500": "`gradcast advise` has no --cost any more; write --budget",
     "dev lab train --rates 1gbit,1gbit": "`gradcast dev lab train` has no --rates any more; write --bandwidth",
     "dev lab train -o x.png": "`gradcast dev lab train` has no -o any more; write --plot",
@@ -267,16 +253,6 @@ def test_old_names_are_answered_with_the_new_ones(arguments, run):
 
 def test_an_unknown_kind_of_picture(plan_path, tmp_path, refused):
     refused(["dev", "plot", plan_path, "-o", tmp_path / "x.nope"], "plot.png")
-
-
-def test_the_process_itself_ends_with_2(tmp_path):
-    """Once from outside: the exit code reaches the shell, and nothing but the sentence reaches stderr."""
-    path = tmp_path / "truncated.json"
-    path.write_text('{"version":1,"name"')
-    result = subprocess.run([sys.executable, "-m", "gradcast", "simulate", path], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_defect_is_told_apart(run, monkeypatch):

@@ -10,20 +10,20 @@ torch = pytest.importorskip("torch")
 from gradcast.lab import standin  # noqa: E402, needs torch
 
 
-class FakeTime:
-    def __init__(self):
-        self.now = 0
-
-    def now_ns(self):
-        return self.now
-
-    def sleep_s(self, seconds):
-        self.now += round(seconds * 1e9)
-
-
 @pytest.fixture
 def time():
-    return FakeTime()
+    """A clock that goes on in sleeps only."""
+
+    class Time:
+        now = 0
+
+        def now_ns(self):
+            return self.now
+
+        def sleep_s(self, seconds):
+            self.now += round(seconds * 1e9)
+
+    return Time()
 
 
 @pytest.fixture
@@ -60,23 +60,20 @@ def test_what_the_host_computes_for_the_device_counts(time, device):
 
 
 def test_a_sleep_that_ends_early_goes_on(time):
-    device = standin.SimulatedDevice(
-        time.now_ns, lambda seconds: time.sleep_s(seconds / 2 if seconds > 1e-3 else seconds)
-    )
-    device.run(4 * MS)
+    def half(seconds):
+        time.sleep_s(seconds / 2 if seconds > 1e-3 else seconds)
+
+    standin.SimulatedDevice(time.now_ns, half).run(4 * MS)
     assert time.now == 4 * MS
 
 
 def test_layers_are_the_profiles():
     shape = standin.Shape.of(small_profile())
     assert shape.elements == (1000, 10, 5000, 10_000)
+    assert standin.Shape.of(small_profile(), scale_size=0.05).elements == (50, 1, 250, 500), "none vanishes"
     assert [layer.tensors for layer in shape.layers] == [range(2), range(2, 3), range(3, 4)]
     assert (shape.first_forward_ns, [layer.forward_ns for layer in shape.layers]) == (2 * MS, [2 * MS, 4 * MS, 4 * MS])
     assert (shape.last_backward_ns, [layer.backward_ns for layer in shape.layers]) == (MS, [8 * MS, 8 * MS, 8 * MS])
-
-
-def test_sizes_can_be_scaled_and_none_vanishes():
-    assert standin.Shape.of(small_profile(), scale_size=0.05).elements == (50, 1, 250, 500)
 
 
 @pytest.mark.parametrize("name", gradcast.files.bundled_profiles())

@@ -41,8 +41,8 @@ def measured(difference=0.0, ddp_ms=200.0):
 
 def test_the_table_has_medians_of_what_is_timed(demo):
     table = {row.mode: row for row in demo.results.rows(measured())}
-    assert [row.step_ms for row in table.values()] == [200, 195, 180, 150, 100]
-    assert [row.exposed_ms for row in table.values()] == [100, 95, 80, 50, 0]
+    times = [(row.step_ms, row.exposed_ms) for row in table.values()]
+    assert times == [(200, 100), (195, 95), (180, 80), (150, 50), (100, 0)]
     assert table["ddp"].low_ms < 200 < table["ddp"].high_ms
     assert table["ddp"].difference is None
     assert table["alone"].accuracy is None, "its ranks drift apart"
@@ -53,7 +53,6 @@ def test_the_table_has_medians_of_what_is_timed(demo):
     [
         (0.0, True, "bit for bit"),
         (1e-7, True, "up to rounding"),
-        (1e-3, False, "overlap mode are NOT those of DDP"),
         (math.nan, False, "overlap mode are NOT those of DDP"),
     ],
 )
@@ -66,8 +65,7 @@ def test_parameters_that_differ_are_found_in_any_round(demo, difference, equal, 
 @pytest.mark.parametrize(
     ("ddp_ms", "sentence"),
     [
-        (200.0, "1.30 times as fast as with the better DDP, and nine of ten steps lie apart"),
-        (180.0, "1.20 times as fast as with the better DDP, and nine"),
+        (180.0, "1.20 times as fast as with the better DDP, and nine of ten steps lie apart"),
         (152.0, "too noisy to tell"),
     ],
 )
@@ -76,16 +74,10 @@ def test_it_compares_with_the_better_ddp_and_says_when_steps_cannot_tell(demo, d
     assert sentence in text
 
 
-def test_settings_travel_as_text_and_know_the_model(demo):
-    settings = demo.training.Settings(rounds=3, forward_ms=0, backward_ms=0)
-    assert demo.training.Settings.from_json(settings.to_json()) == settings
-    parameters = demo.training.Digits(settings).module().parameters()
-    assert sum(4 * parameter.numel() for parameter in parameters) == settings.gradient_bytes
-
-
 def test_a_layer_takes_its_time_and_gives_its_own_gradients(demo):
     settings = demo.training.Settings(blocks=1, width=4, forward_ms=5, backward_ms=10)
     model = demo.training.Digits(settings).module()
+    assert sum(4 * parameter.numel() for parameter in model.parameters()) == settings.gradient_bytes
     images = torch.ones(2, 1, 8, 8)
     start = time.monotonic()
     model(images).sum().backward()
@@ -111,16 +103,15 @@ def ddp_step(start_ms):
     }
 
 
+def fields(lanes):
+    compute = [(span.kind, span.start_ms, span.end_ms) for span in lanes.compute]
+    return compute, [(block.start_ms, block.end_ms, block.size_bytes) for block in lanes.link], lanes.end_ms
+
+
 def test_lanes_of_ddp(demo):
-    lanes = demo.lanes.of_ddp([ddp_step(100 * index) for index in range(5)], 100)
-    assert [(span.kind, span.start_ms, span.end_ms) for span in lanes.compute] == [
-        ("backward", 0, 40),
-        ("wait", 40, 75),
-        ("update", 75, 78),
-        ("forward", 80, 100),
-    ]
-    assert [(block.start_ms, block.end_ms, block.size_bytes) for block in lanes.link] == [(5, 20, 1000), (40, 74, 3000)]
-    assert lanes.end_ms == 100
+    compute, link, end_ms = fields(demo.lanes.of_ddp([ddp_step(100 * index) for index in range(5)], 100))
+    assert compute == [("backward", 0, 40), ("wait", 40, 75), ("update", 75, 78), ("forward", 80, 100)]
+    assert (link, end_ms) == ([(5, 20, 1000), (40, 74, 3000)], 100)
 
 
 def event(kind, step, start_ms, length_ms, **args):
@@ -135,14 +126,9 @@ def test_lanes_of_a_timeline(demo):
         events.append(event("block", step, start_ms + 10, 15, bytes=700 + step))
         events.append(event("wait", step + 1, start_ms + 22, 3))
         events.append(event("forward", step + 1, start_ms + 20, 25))
-    lanes = demo.lanes.of_timeline({"traceEvents": events}, 65)
-    assert [(span.kind, span.start_ms, span.end_ms) for span in lanes.compute] == [
-        ("backward", 0, 20),
-        ("forward", 20, 45),
-        ("wait", 22, 25),
-    ]
-    assert [(block.start_ms, block.end_ms, block.size_bytes) for block in lanes.link] == [(10, 25, 701)]
-    assert lanes.end_ms == 60
+    compute, link, end_ms = fields(demo.lanes.of_timeline({"traceEvents": events}, 65))
+    assert compute == [("backward", 0, 20), ("forward", 20, 45), ("wait", 22, 25)]
+    assert (link, end_ms) == ([(10, 25, 701)], 60)
 
 
 def test_lanes_of_a_plan_end_when_it_says(demo, profile):
@@ -160,20 +146,16 @@ def test_without_a_whole_step_there_is_a_sentence(demo):
 
 
 def test_the_picture_is_drawn(demo, profile, tmp_path):
-    table = demo.results.rows(measured())
     timeline = [event("backward", 0, 0, 20), event("block", 0, 5, 30, bytes=4000), event("backward", 1, 50, 20)]
     overlap = {
         "timeline": {"traceEvents": timeline},
         "profile": json.loads(profile.to_json()),
         "plan": json.loads(gradcast.make_plan(profile, profile.link).to_json()),
     }
-    results = {
-        **measured(),
-        "ddp_trace": [ddp_step(100 * index) for index in range(5)],
-        "gradcast": {"overlap": overlap},
-    }
+    trace = [ddp_step(100 * index) for index in range(5)]
+    results = {**measured(), "ddp_trace": trace, "gradcast": {"overlap": overlap}}
     path = tmp_path / "demo.png"
-    demo.main.draw(str(path), table, results, "Two workers, a link of 1 Mbit/s")
+    demo.main.draw(str(path), demo.results.rows(results), results, "Two workers, a link of 1 Mbit/s")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
