@@ -68,18 +68,12 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         from gradcast.plots import draw_comparison
 
-        draw_comparison(args.plot, profile, networks[0].link, comparison, title=_title(args, profile, networks[0]))
+        parts = [common.profile_name(profile, args.scale), networks[0].description]
+        parts += ["hook mode"] if args.mode == "hook" else []
+        parts += [f"{args.in_flight} blocks in flight"] if args.in_flight > 1 else []
+        draw_comparison(args.plot, profile, networks[0].link, comparison, title=", ".join(parts))
     if not simulate_networks.print_result(args, simulate_networks.as_json(args, profile, networks, [comparison])):
         _print(args, profile, networks[0], comparison)
-
-
-def _title(args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
-    title = f"{common.profile_name(profile, args.scale)}, {network.description}"
-    if args.mode == "hook":
-        title += ", hook mode"
-    if args.in_flight > 1:
-        title += f", {args.in_flight} blocks in flight"
-    return title
 
 
 def _row_cells(row: PolicyResult) -> list[str]:

@@ -17,7 +17,6 @@ from gradcast.files import write_text
 from gradcast.units import format_time
 
 _DIGITS = 6
-_SETTINGS = ("profile", "scale", "mode", "in_flight")
 _NETWORK = ("network", "algorithm", "latency_ms", "workers", "bandwidth_gbit_per_s")
 
 
@@ -33,7 +32,10 @@ def run(args: argparse.Namespace, profile: _core.Profile, networks: list[Network
     if not _rows(fields):
         raise Error("none of these policies can run here; try --policy all")
     if args.plot:
-        _draw(args, profile, networks, _rows(fields))
+        from gradcast.plots import draw_sweep
+
+        words = f"{networks[0].algorithm}, {format_time(networks[0].latency_ns or 0)} per hop, {args.mode} mode"
+        draw_sweep(args.plot, _rows(fields), title=f"{common.profile_name(profile, args.scale)}, {words}")
     if not print_result(args, fields):
         _print(args, profile, networks, comparisons)
 
@@ -55,15 +57,6 @@ def _check_drawable(networks: list[Network]) -> None:
         raise Error("--plot of several networks draws the speed-up over the bandwidth; leave out --network and --link")
     if len({network.algorithm for network in networks}) > 1:
         raise Error("--plot of several networks draws one algorithm; leave out the others")
-
-
-def _draw(
-    args: argparse.Namespace, profile: _core.Profile, networks: list[Network], rows: list[dict[str, Any]]
-) -> None:
-    from gradcast.plots import draw_sweep
-
-    words = f"{networks[0].algorithm}, {format_time(networks[0].latency_ns or 0)} per hop, {args.mode} mode"
-    draw_sweep(args.plot, rows, title=f"{common.profile_name(profile, args.scale)}, {words}")
 
 
 def _print(
@@ -100,9 +93,13 @@ def _cells(network: Network, comparison: Comparison) -> list[str]:
 def as_json(
     args: argparse.Namespace, profile: _core.Profile, networks: list[Network], comparisons: list[Comparison]
 ) -> dict[str, Any]:
-    found = [_network_json(*each) for each in zip(networks, comparisons, strict=True)]
-    settings = (profile.name, args.scale, args.mode, args.in_flight)
-    return {**dict(zip(_SETTINGS, settings, strict=True)), "networks": found}
+    return {
+        "profile": profile.name,
+        "scale": args.scale,
+        "mode": args.mode,
+        "in_flight": args.in_flight,
+        "networks": [_network_json(*each) for each in zip(networks, comparisons, strict=True)],
+    }
 
 
 def _network_json(network: Network, comparison: Comparison) -> dict[str, Any]:
@@ -143,7 +140,7 @@ def _ms(time_ns: float) -> float:
 
 def _rows(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the lines of the CSV: one per network and policy."""
-    settings = {name: fields[name] for name in _SETTINGS}
+    settings = {name: value for name, value in fields.items() if name != "networks"}
     return [
         {**settings, **{name: network[name] for name in _NETWORK}, **policy}
         for network in fields["networks"]

@@ -34,23 +34,20 @@ class SimulatedDevice:
     def __init__(
         self, now_ns: Callable[[], int] = time.monotonic_ns, sleep_s: Callable[[float], None] = time.sleep
     ) -> None:
-        self._now_ns = now_ns
+        self.now_ns = now_ns
         self._sleep_s = sleep_s
         self._free_at_ns = 0
         self.factor = 1.0  # multiplies every compute time
 
     def run(self, duration_ns: int) -> None:
         """The device computes for ``duration_ns``; returns when it is done."""
-        self._occupy(self._now_ns(), round(self.factor * duration_ns))
-        while (left_ns := self._free_at_ns - self._now_ns()) > 0:
+        self._occupy(self.now_ns(), round(self.factor * duration_ns))
+        while (left_ns := self._free_at_ns - self.now_ns()) > 0:
             self._sleep_s(left_ns / 1e9)
 
     def ran(self, start_ns: int) -> None:
         """Counts what the host has computed since ``start_ns`` as work of the device."""
-        self._occupy(start_ns, self._now_ns() - start_ns)
-
-    def now_ns(self) -> int:
-        return self._now_ns()
+        self._occupy(start_ns, self.now_ns() - start_ns)
 
     def _occupy(self, start_ns: int, duration_ns: int) -> None:
         if start_ns > self._free_at_ns + TOLERANCE_NS:

@@ -54,14 +54,8 @@ def run(args: argparse.Namespace) -> None:
         if args.policy != _core.DEFAULT_POLICY:
             raise Error(f"--uncertainty only works with {_core.DEFAULT_POLICY}; leave it out for {args.policy}")
         parameters["uncertainty"] = args.uncertainty
-    plan = _core.make_plan(
-        profile,
-        network.link,
-        policy=args.policy,
-        mode=args.mode,
-        in_flight=args.in_flight,
-        parameters=parameters,
-    )
+    options = {"policy": args.policy, "mode": args.mode, "in_flight": args.in_flight}
+    plan = _core.make_plan(profile, network.link, **options, parameters=parameters)
     text = with_origin(plan, args, profile, network)
     if args.output:
         write_text(args.output, text, "plan")
@@ -74,12 +68,11 @@ def run(args: argparse.Namespace) -> None:
 def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
     """Returns the plan as JSON with a record of what it was made from, so that a picture needs only the plan."""
     text = plan.to_json()
-    link = json.loads(network.link.to_json())
     origin = {
         "profile": args.profile,
         "scale": args.scale,
         "network": network.description,
-        "link": link,
+        "link": json.loads(network.link.to_json()),
         "hash": plan_hash(plan, profile),
         "tensors": [tensor.name for tensor in profile.tensors],
     }
@@ -91,12 +84,11 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
     print(common.describe_profile(profile, args.scale))
     print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     print()
-    names = _TensorNames(profile)
     rows = []
     for index, block in enumerate(plan.blocks[:_ROWS_SHOWN]):
         size = format_size(block.size_bytes)
         times = [f"{block.start_ns / 1e6:.1f}", f"{block.finish_ns / 1e6:.1f}"]
-        rows.append([index, block.op, size, *times, names.of(block), block.reason])
+        rows.append([index, block.op, size, *times, _tensors_of(block, profile), block.reason])
     common.print_table(rows, ["#", "operation", "size", "start ms", "finish ms", "tensors", "why"], "rlrrrll")
     if len(plan.blocks) > _ROWS_SHOWN:
         print(f"… and {len(plan.blocks) - _ROWS_SHOWN} more blocks; -o writes them all to a file")
@@ -117,44 +109,31 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
 
 def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:
     """Describes what --uncertainty gains: the worst of its nine links, with and without it."""
-    usual = _core.make_plan(
-        profile, network.link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set or [])
-    )
+
+    def certain(link: _core.LinkModel) -> _core.Plan:
+        parameters = dict(args.set or [])
+        return _core.make_plan(profile, link, mode=args.mode, in_flight=args.in_flight, parameters=parameters)
+
     factors = (1 - args.uncertainty, 1.0, 1 + args.uncertainty)
-    worst = worst_usual = 1.0
-    for alpha_factor, beta_factor in itertools.product(factors, factors):
-        link = network.link.scaled(alpha_factor, beta_factor)
-        best_ns = _core.make_plan(
-            profile, link, mode=args.mode, in_flight=args.in_flight, parameters=dict(args.set or [])
-        ).predicted_ns
-        worst = max(worst, ratio(_core.play(profile, link, plan).iteration_ns, best_ns))
-        worst_usual = max(worst_usual, ratio(_core.play(profile, link, usual).iteration_ns, best_ns))
+    links = [network.link.scaled(*each) for each in itertools.product(factors, factors)]
+    worst, worst_usual = (
+        max(ratio(_core.play(profile, link, each).iteration_ns, certain(link).predicted_ns) for link in links)
+        for each in (plan, certain(network.link))
+    )
     return (
         f"If link costs are off by up to {format_percent(args.uncertainty)}, this plan takes at worst {worst:.3f} x "
         f"the time of the plan for the true costs; without --uncertainty it would be {worst_usual:.3f} x."
     )
 
 
-class _TensorNames:
+def _tensors_of(block: _core.Block, profile: _core.Profile) -> str:
     """Names the tensors that a block touches. Buffers are laid out in the profile's order."""
-
-    def __init__(self, profile: _core.Profile) -> None:
-        self._ends: dict[int, list[int]] = {}
-        self._indices: dict[int, list[int]] = {}
-        for index, tensor in enumerate(profile.tensors):
-            ends = self._ends.setdefault(tensor.buffer, [])
-            ends.append((ends[-1] if ends else 0) + tensor.bytes)
-            self._indices.setdefault(tensor.buffer, []).append(index)
-
-    def of(self, block: _core.Block) -> str:
-        if block.buffer not in self._ends:
-            raise Error(
-                f"the plan has a block of buffer {block.buffer}, which the profile does not have", "invalid_plan"
-            )
-        ends, indices = self._ends[block.buffer], self._indices[block.buffer]
-        parts = []
-        for low, high in block.ranges:
-            first = indices[bisect.bisect_right(ends, low)]
-            last = indices[bisect.bisect_left(ends, high)]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-        return ", ".join(parts) if len(parts) <= 3 else f"{', '.join(parts[:3])}, … ({len(parts)} ranges)"
+    indices = [index for index, tensor in enumerate(profile.tensors) if tensor.buffer == block.buffer]
+    if not indices:
+        raise Error(f"the plan has a block of buffer {block.buffer}, which the profile does not have", "invalid_plan")
+    ends = list(itertools.accumulate(profile.tensors[index].bytes for index in indices))
+    parts = []
+    for low, high in block.ranges:
+        first, last = indices[bisect.bisect_right(ends, low)], indices[bisect.bisect_left(ends, high)]
+        parts.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(parts) if len(parts) <= 3 else f"{', '.join(parts[:3])}, … ({len(parts)} ranges)"
