@@ -84,33 +84,22 @@ class Cell:
         return f"{self.model} {self.hosts} {self.ratio:g}"
 
     def arguments(self) -> list[str]:
-        options = self._real_options() if self.ratio == 0 else self._stand_in_options()
-        rounds, steps = (ROUNDS, STEPS) if self.ratio else (REAL_ROUNDS, REAL_STEPS)
-        options |= {"--rounds": rounds, "--steps": steps}
+        real = self.ratio == 0
+        rounds, steps = (REAL_ROUNDS, REAL_STEPS) if real else (ROUNDS, STEPS)
+        options = {"--hosts": self.hosts, "--model": self.model, "--rounds": rounds, "--steps": steps}
+        if real:
+            options |= {"--bandwidth": f"{self.rate_mbit:g}mbit", "--batch": self.batch, "--compare": REAL_COMPARE}
+        else:
+            forward_ms = COMPUTE_MS[self.hosts] * FORWARD_SHARE
+            full = (self.hosts, self.ratio) == (FULL_HOSTS, FULL_RATIO)
+            options |= {
+                "--bandwidth": f"{self.rate_bits_per_s / 1e6:.0f}mbit",
+                "--scale-size": f"{self.scale_size:.4g}",
+                "--forward": f"{forward_ms:g}ms",
+                "--backward": f"{COMPUTE_MS[self.hosts] - forward_ms:g}ms",
+                "--compare": "all" if full else USUAL,
+            }
         return ["dev", "lab", "train", *(str(word) for option in options.items() for word in option)]
-
-    def _real_options(self) -> dict[str, Any]:
-        return {
-            "--hosts": self.hosts,
-            "--bandwidth": f"{self.rate_mbit:g}mbit",
-            "--model": self.model,
-            "--batch": self.batch,
-            "--compare": REAL_COMPARE,
-        }
-
-    def _stand_in_options(self) -> dict[str, Any]:
-        compute_ms = COMPUTE_MS[self.hosts]
-        forward_ms = compute_ms * FORWARD_SHARE
-        full = (self.hosts, self.ratio) == (FULL_HOSTS, FULL_RATIO)
-        return {
-            "--hosts": self.hosts,
-            "--bandwidth": f"{self.rate_bits_per_s / 1e6:.0f}mbit",
-            "--model": self.model,
-            "--scale-size": f"{self.scale_size:.4g}",
-            "--forward": f"{forward_ms:g}ms",
-            "--backward": f"{compute_ms - forward_ms:g}ms",
-            "--compare": "all" if full else USUAL,
-        }
 
 
 def cells() -> list[Cell]:
@@ -204,8 +193,10 @@ def table(lines: list[dict[str, Any]]) -> str:
     order = [cell.key for cell in cells()]
     lines = sorted(lines, key=lambda line: order.index(line["cell"]))
     stand_ins, real = ([line for line in lines if bool(line["ratio"]) is wanted] for wanted in (True, False))
+    full = [line for line in stand_ins if (line["hosts"], line["ratio"]) == (FULL_HOSTS, FULL_RATIO)]
     tables = [_hosts_table(stand_ins, hosts) for hosts in sorted({line["hosts"] for line in stand_ins})]
-    return "\n\n".join([_summary(stand_ins), *tables, *_full_table(stand_ins), *_real_table(real)])
+    tables += [make(chosen) for make, chosen in ((_full_table, full), (_real_table, real)) if chosen]
+    return "\n\n".join([_summary(stand_ins), *tables])
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
@@ -238,18 +229,18 @@ HEADERS = [
 ]  # fmt: skip
 
 
+def _titled(title: str, rows: list[list[str]], headers: list[str]) -> str:
+    return f"**{title}** (ms per step)\n\n{tabulate(rows, headers, tablefmt='github', disable_numparse=True)}"
+
+
 def _hosts_table(lines: list[dict[str, Any]], hosts: int) -> str:
-    rows = [_cells(line) for line in lines if line["hosts"] == hosts]
-    return f"**{hosts} hosts** (ms per step)\n\n" + tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
+    return _titled(f"{hosts} hosts", [_cells(line) for line in lines if line["hosts"] == hosts], HEADERS)
 
 
-def _real_table(lines: list[dict[str, Any]]) -> list[str]:
-    if not lines:
-        return []
-    title = f"**Real models on the CPU, {REAL_HOSTS} hosts** (ms per step)"
+def _real_table(lines: list[dict[str, Any]]) -> str:
     rows = [[*_cells(line), *(_replay(row_of(line, name)) for name in ("overlap", "hook"))] for line in lines]
-    headers = [*HEADERS, "overlap replayed", "hook replayed"]
-    return [f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
+    title = f"Real models on the CPU, {REAL_HOSTS} hosts"
+    return _titled(title, rows, [*HEADERS, "overlap replayed", "hook replayed"])
 
 
 def _replay(row: dict[str, Any]) -> str:
@@ -284,15 +275,11 @@ def _wire_ms(line: dict[str, Any]) -> float:
     return 8e3 * wire_bytes / line["rate_bits_per_s"]
 
 
-def _full_table(lines: list[dict[str, Any]]) -> list[str]:
-    full = [line for line in lines if (line["hosts"], line["ratio"]) == (FULL_HOSTS, FULL_RATIO)]
-    if not full:
-        return []
-    names = list(dict.fromkeys(row["name"] for line in full for row in line["rows"]))
-    rows = [[name, *(f"{row_of(line, name)['step_ms']:.0f}" for line in full)] for name in names]
-    headers = ["", *(line["model"] for line in full)]
-    title = f"**Everything, {FULL_HOSTS} hosts, communication as long as compute** (ms per step)"
-    return [f"{title}\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
+def _full_table(lines: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(row["name"] for line in lines for row in line["rows"]))
+    rows = [[name, *(f"{row_of(line, name)['step_ms']:.0f}" for line in lines)] for name in names]
+    title = f"Everything, {FULL_HOSTS} hosts, communication as long as compute"
+    return _titled(title, rows, ["", *(line["model"] for line in lines)])
 
 
 def comparison(lines: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:

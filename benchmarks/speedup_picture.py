@@ -5,15 +5,16 @@ python -m benchmarks.speedup_picture docs/images/speedup.png
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from matplotlib.lines import Line2D
 
+from benchmarks.lab_grid import row_of
+from benchmarks.pages import RESULTS, read_record
+from gradcast import LinkModel
 from gradcast.palette import CURVES, FAINT
 from gradcast.plots.canvas import plt, save
 
-_RECORD = Path(__file__).parent / "results" / "lab.jsonl"
 _LARGE_EMBEDDING = ("bert_base", "gpt2")  # ready last, used first: less to hide
 
 
@@ -21,12 +22,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output")
     output = parser.parse_args().output
-    cells = [json.loads(line) for line in _RECORD.read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
-    for cell in cells:
+    for cell in read_record(RESULTS / "lab.jsonl"):
         ratio = communication_ms(cell) / cell["compute_ms"]
         for mode, (colour, _) in _MODES.items():
-            axes.plot(ratio, speed_up(cell, mode), _marker(cell), color=colour, alpha=0.75, markersize=6)
+            speed_up = row_of(cell, mode)["ratio_to_best_ddp"]
+            axes.plot(ratio, speed_up, _marker(cell), color=colour, alpha=0.75, markersize=6)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 3], ["0.5", "1", "2", "3"])
@@ -34,8 +35,7 @@ def main() -> None:
     axes.set_xlabel("communication / compute: all gradients in one all-reduce, over forward and backward")
     axes.set_ylabel("speed-up over best-tuned DDP")
     axes.grid(axis="y", alpha=0.3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(handles=_legend(), frameon=False, fontsize=9, loc="upper right")
     save(figure, output)
 
@@ -44,14 +44,8 @@ _MODES = {"hook": (CURVES[1], "hook mode"), "overlap": (CURVES[0], "overlap mode
 
 
 def communication_ms(cell: dict[str, Any]) -> float:
-    pieces = cell["link"]["all_reduce"]
-    size = cell["parameter_bytes"]
-    piece = next(each for each in pieces if each["up_to_bytes"] is None or size <= each["up_to_bytes"])
-    return (piece["alpha_ns"] + piece["beta_ns_per_byte"] * size) / 1e6
-
-
-def speed_up(cell: dict[str, Any], mode: str) -> float:
-    return next(row["ratio_to_best_ddp"] for row in cell["rows"] if row["name"] == mode)
+    link = LinkModel.from_json(json.dumps(cell["link"]))
+    return link.all_reduce.cost_ns(cell["parameter_bytes"]) / 1e6
 
 
 def _marker(cell: dict[str, Any]) -> str:

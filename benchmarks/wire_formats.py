@@ -108,46 +108,35 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
 
 
-def row(wire: str, facts: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    times, tenth = sorted(facts["times_ms"]), len(facts["times_ms"]) // 10
-    step_ms = statistics.median(times)
-    means, plain_means = running_means(facts["losses"]), running_means(plain["losses"])
-    return {
-        "wire": wire,
-        "wire_bytes": facts["wire_bytes"],
-        "step_ms": step_ms,
-        "low_ms": times[tenth],
-        "high_ms": times[-1 - tenth],
-        "predicted_ms": facts["predicted_ms"],
-        "speedup": statistics.median(plain["times_ms"]) / step_ms,
-        "last_loss": means[-1],
-        "largest_difference": max(abs(a - b) / b for a, b in zip(means, plain_means, strict=True)),
-    }
-
-
 def running_means(losses: list[float]) -> list[float]:
     return [statistics.mean(losses[end - _MEAN_STEPS : end]) for end in range(_MEAN_STEPS, len(losses) + 1)]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(facts: dict[str, dict[str, Any]]) -> str:
     head = [
         "wire", "MB per step", "ms per step", "80 % of steps", "predicted ms", "speed-up", "loss at the end",
         "largest difference",
     ]  # fmt: skip
-    lines = [
-        [
-            each["wire"],
-            f"{each['wire_bytes'] / 1e6:.2f}",
-            f"{each['step_ms']:.1f}",
-            f"{each['low_ms']:.0f} to {each['high_ms']:.0f}",
-            f"{each['predicted_ms']:.1f}",
-            f"{each['speedup']:.2f} x",
-            f"{each['last_loss']:.4f}",
-            f"{each['largest_difference']:.2%}",
-        ]
-        for each in rows
-    ]
-    return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
+    plain = facts["fp32"]
+    plain_means = running_means(plain["losses"])
+    rows = []
+    for wire, each in facts.items():
+        times, tenth = sorted(each["times_ms"]), len(each["times_ms"]) // 10
+        step_ms, means = statistics.median(times), running_means(each["losses"])
+        difference = max(abs(a - b) / b for a, b in zip(means, plain_means, strict=True))
+        rows.append(
+            [
+                wire,
+                f"{each['wire_bytes'] / 1e6:.2f}",
+                f"{step_ms:.1f}",
+                f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
+                f"{each['predicted_ms']:.1f}",
+                f"{statistics.median(plain['times_ms']) / step_ms:.2f} x",
+                f"{means[-1]:.4f}",
+                f"{difference:.2%}",
+            ]
+        )
+    return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
 def draw(path: str, facts: dict[str, Any]) -> None:
@@ -186,9 +175,8 @@ def main() -> int:
         worker(args.rounds, args.steps, args.worker)
         return 0
     facts = measure(args)
-    rows = [row(wire, each, facts["fp32"]) for wire, each in facts.items()]
     print(f"{args.hosts} hosts, {format_bandwidth(args.rate)}, {len(facts['fp32']['losses'])} steps of each")
-    print(table(rows))
+    print(table(facts))
     if args.output:
         draw(args.output, facts)
     return 0

@@ -3,18 +3,16 @@
 docs/evaluation/predictions.md explains the method and holds these tables.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable
 
 from tabulate import tabulate
 
-from benchmarks.pages import refresh
+from benchmarks.pages import parser_of, show
 from benchmarks.replay.fit import BERT, FIT_MODELS, RESNET, TARGET, Replay, Result, Scaled, mean_error
 from benchmarks.replay.predict import METHODS, Parameters
 
 _NOT_MODELLED = "ByteScheduler-A2A"  # was limited by its program, not by the network
-_RESULT_HEADERS = ["model", "method", "GPUs", "measured/s", "± %", "predicted/s", "error %", "cell"]
 _PARAMETER_HEADERS = ["wire Gbit/s", "start-up at 8 GPUs us", "update ps/byte"]
 _ERROR_HEADER = "mean absolute error %"
 
@@ -80,27 +78,16 @@ def cells(replay: Replay) -> str:
     rows = []
     for result in replay.results(replay.both):
         cell = result.cell
-        rows.append(
-            [
-                cell.model,
-                cell.method,
-                str(cell.worker_count),
-                f"{cell.samples_per_s:.1f}",
-                f"{100 * cell.stddev / cell.samples_per_s:.1f}",
-                f"{result.samples_per_s:.1f}",
-                _percent(result.error),
-                "fitted" if result.fitted else "tested",
-            ]
-        )
-    return _table(_RESULT_HEADERS, rows, "llrrrrrl")
+        measured = [f"{cell.samples_per_s:.1f}", f"{100 * cell.stddev / cell.samples_per_s:.1f}"]
+        predicted = [f"{result.samples_per_s:.1f}", _percent(result.error), "fitted" if result.fitted else "tested"]
+        rows.append([cell.model, cell.method, str(cell.worker_count), *measured, *predicted])
+    headers = ["model", "method", "GPUs", "measured/s", "± %", "predicted/s", "error %", "cell"]
+    return _table(headers, rows, "llrrrrrl")
 
 
 def variants(replay: Replay) -> str:
     rows = []
-    for name, parameters, results in (
-        ("the prediction", replay.both, replay.results(replay.both)),
-        *replay.variants(),
-    ):
+    for name, parameters, results in [("the prediction", replay.both, replay.results(replay.both)), *replay.variants()]:
         tested = [result for result in results if result.tested]
         rows.append([name, *_parameter_cells(parameters), _mean(tested), _mean(_without_bytescheduler(tested))])
     return _table(["choice", *_PARAMETER_HEADERS, _ERROR_HEADER, "without ByteScheduler %"], rows, "lrrrrr")
@@ -142,15 +129,11 @@ TABLES = {f"replay:{table.__name__}": table for table in (groups, fits, cells, v
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.splitlines()[0])
-    parser.add_argument("--refresh", metavar="PAGE", help="renew the tables in docs/evaluation/predictions.md")
-    args = parser.parse_args(arguments)
+    args = parser_of(__doc__).parse_args(arguments)
     replay = Replay()
     for mark, table in TABLES.items():
-        if args.refresh:
-            refresh(args.refresh, mark, table(replay))
-        else:
-            print(f"{table(replay)}\n")
+        show(table(replay), mark, args.refresh)
+        print()
     return 0
 
 

@@ -198,14 +198,8 @@ class Replay:
         """As a user of gradcast gets it. REQUIRES: a cell of WFBP."""
         update = self.update.update_ns_per_byte
         profile = self.models[cell.model].profile(cell.compute_ns, update_ns_per_byte=update)
-        options = Options(
-            workers=(cell.worker_count,),
-            algorithms=("ring",),
-            networks=(known,),
-            nodes=NODES,
-            policy="fifo",
-            mode="hook",
-        )
+        count = (cell.worker_count,)
+        options = Options(count, ("ring",), networks=(known,), nodes=NODES, policy="fifo", mode="hook")
         point = next(point for point in band(profile, options).points if point.workers == cell.worker_count)
         return Scaled(cell, *(cell.samples_per_s_at(ns) for ns in (point.step_ns, point.high_ns, point.low_ns)))
 

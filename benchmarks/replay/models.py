@@ -36,10 +36,6 @@ class Model:
     forward_share: float  # of forward and backward together
     optimizer_passes: int
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(size_bytes for layer in self.layers for _, size_bytes in layer.tensors)
-
     def profile(self, compute_ns: float, *, update_ns_per_byte: float = 0.0) -> Profile:
         """One iteration whose forward and backward take compute_ns together.
 
@@ -51,8 +47,7 @@ class Model:
         backward_scale = backward_ns / sum(layer.backward_work for layer in self.layers)
         # From the end: what backward has done, and what forward has still to do.
         tensors: list[Tensor] = []
-        done_work = 0.0
-        rest_work = 0.0
+        done_work = rest_work = 0.0
         for layer in reversed(self.layers):
             done_work += layer.backward_work
             rest_work += layer.forward_work
@@ -118,65 +113,50 @@ BERT_LARGE = BertShape("BERT-Large", layer_count=24, hidden_size=1024, inner_siz
 _FLOPS_PER_BYTE = 17.0
 
 
-class _BertLayers:
-    """Collects the layers of a BERT; work in floating-point operations of a forward pass, twice that for backward."""
-
-    def __init__(self, shape: BertShape) -> None:
-        self._tokens = shape.token_count * shape.batch_size
-        self.layers: list[Layer] = []
-
-    def add(self, name: str, flops: float, *tensors: tuple[str, int]) -> None:
-        """Tensors as (name, elements)."""
-        named = tuple((f"{name}.{tensor}", 4 * elements) for tensor, elements in tensors)
-        self.layers.append(Layer(name, flops, 2 * flops, named))
-
-    def linear(self, name: str, inputs: int, outputs: int, *, rows: int | None = None) -> None:
-        flops = 2.0 * (self._tokens if rows is None else rows) * inputs * outputs
-        self.add(name, flops, ("weight", inputs * outputs), ("bias", outputs))
-
-    def norm(self, name: str, size: int) -> None:
-        # Its memory traffic is below 1 % of a layer's matrix products, like that of every element-wise step.
-        self.add(name, 0.0, ("weight", size), ("bias", size))
-
-
 def bert(shape: BertShape) -> Model:
     """BertForPreTraining from its public architecture: time in proportion to matrix products, backward twice forward.
 
-    Work that is bound by memory counts for the embeddings only. The word embedding is also the last matrix of the head,
-    so its gradient, a fifth of all bytes in BERT-Base, is ready when all of backward has run.
+    Work that is bound by memory counts for the embeddings only: the traffic of an element-wise step is below 1 % of a
+    layer's matrix products. The word embedding is also the last matrix of the head, so its gradient, a fifth of all
+    bytes in BERT-Base, is ready when all of backward has run.
     """
     hidden, inner = shape.hidden_size, shape.inner_size
-    collect = _BertLayers(shape)
+    tokens = shape.token_count * shape.batch_size
+    layers: list[Layer] = []
+
+    def add(name: str, flops: float, **elements: int) -> None:
+        """``elements``: of each tensor."""
+        tensors = tuple((f"{name}.{tensor}", 4 * count) for tensor, count in elements.items())
+        layers.append(Layer(name, flops, 2 * flops, tensors))
+
+    def linear(name: str, inputs: int, outputs: int, rows: int = tokens) -> None:
+        add(name, 2.0 * rows * inputs * outputs, weight=inputs * outputs, bias=outputs)
+
+    def norm(name: str) -> None:
+        add(name, 0.0, weight=hidden, bias=hidden)
+
     # Three look-ups, their sum and a normalization: about 8 passes over the activations.
-    embedding_flops = 8 * 4.0 * shape.token_count * shape.batch_size * hidden * _FLOPS_PER_BYTE
-    collect.add(
-        "embeddings",
-        embedding_flops,
-        ("word", shape.vocabulary_size * hidden),
-        ("position", shape.position_count * hidden),
-        ("token_type", 2 * hidden),
-        ("norm.weight", hidden),
-        ("norm.bias", hidden),
-    )
+    embeddings = {"word": shape.vocabulary_size, "position": shape.position_count, "token_type": 2}
+    embeddings |= {"norm.weight": 1, "norm.bias": 1}
+    rows = {name: count * hidden for name, count in embeddings.items()}
+    add("embeddings", 8 * 4.0 * tokens * hidden * _FLOPS_PER_BYTE, **rows)
     for i in range(shape.layer_count):
-        collect.linear(f"{i}.query", hidden, hidden)
-        collect.linear(f"{i}.key", hidden, hidden)
-        collect.linear(f"{i}.value", hidden, hidden)
+        for name in ("query", "key", "value"):
+            linear(f"{i}.{name}", hidden, hidden)
         # Scores and weighted values: two products of token_count x token_count x hidden per sample.
-        collect.add(f"{i}.attention", 4.0 * shape.batch_size * shape.token_count**2 * hidden)
-        collect.linear(f"{i}.attention_output", hidden, hidden)
-        collect.norm(f"{i}.attention_norm", hidden)
-        collect.linear(f"{i}.inner", hidden, inner)
-        collect.linear(f"{i}.output", inner, hidden)
-        collect.norm(f"{i}.output_norm", hidden)
-    collect.linear("pooler", hidden, hidden, rows=shape.batch_size)
-    collect.linear("head.transform", hidden, hidden)
-    collect.norm("head.norm", hidden)
+        add(f"{i}.attention", 4.0 * tokens * shape.token_count * hidden)
+        linear(f"{i}.attention_output", hidden, hidden)
+        norm(f"{i}.attention_norm")
+        linear(f"{i}.inner", hidden, inner)
+        linear(f"{i}.output", inner, hidden)
+        norm(f"{i}.output_norm")
+    linear("pooler", hidden, hidden, rows=shape.batch_size)
+    linear("head.transform", hidden, hidden)
+    norm("head.norm")
     # Its matrix is the word embedding, which is listed there.
-    decoder_flops = 2.0 * shape.token_count * shape.batch_size * hidden * shape.vocabulary_size
-    collect.add("head.decoder", decoder_flops, ("bias", shape.vocabulary_size))
-    collect.linear("head.next_sentence", hidden, 2, rows=shape.batch_size)
-    return Model(shape.name, tuple(collect.layers), 1 / 3, ADAM_PASSES)
+    add("head.decoder", 2.0 * tokens * hidden * shape.vocabulary_size, bias=shape.vocabulary_size)
+    linear("head.next_sentence", hidden, 2, rows=shape.batch_size)
+    return Model(shape.name, tuple(layers), 1 / 3, ADAM_PASSES)
 
 
 def published_models() -> dict[str, Model]:
