@@ -37,32 +37,27 @@ def rows(results: dict[str, Any]) -> list[Row]:
     rounds = results["rounds"]
     # The first round is the warm-up: gradcast measures, and DDP lays out its buckets.
     steps = {mode: [ms for entry in rounds[1:] for ms in entry["steps_ms"][mode]] for mode in rounds[0]["steps_ms"]}
-    compute_ms = statistics.median(steps[COMPUTE])
-    return [_row(mode, steps[mode], compute_ms, results) for mode in steps]
+    medians = {mode: statistics.median(steps[mode]) for mode in steps}
 
+    def row(mode: str) -> Row:
+        tenths = statistics.quantiles(steps[mode], n=10, method="inclusive")
+        differences = [entry["differences"][mode] for entry in rounds if mode in entry["differences"]]
+        return Row(
+            mode=mode,
+            step_ms=medians[mode],
+            low_ms=tenths[0],
+            high_ms=tenths[-1],
+            exposed_ms=medians[mode] - medians[COMPUTE],
+            accuracy=None if mode == COMPUTE else results["accuracy"][mode],
+            difference=max(differences) if differences else None,
+        )
 
-def _row(mode: str, steps_ms: list[float], compute_ms: float, results: dict[str, Any]) -> Row:
-    tenths = statistics.quantiles(steps_ms, n=10, method="inclusive")
-    step_ms = statistics.median(steps_ms)
-    differences = [entry["differences"][mode] for entry in results["rounds"] if mode in entry["differences"]]
-    return Row(
-        mode=mode,
-        step_ms=step_ms,
-        low_ms=tenths[0],
-        high_ms=tenths[-1],
-        exposed_ms=step_ms - compute_ms,
-        accuracy=None if mode == COMPUTE else results["accuracy"][mode],
-        difference=max(differences) if differences else None,
-    )
+    return [row(mode) for mode in steps]
 
 
 def disagreeing(table: list[Row]) -> list[Row]:
     """The modes whose parameters are not DDP's; a NaN is one."""
     return [row for row in table if row.difference is not None and not row.difference <= TOLERANCE]
-
-
-def best_ddp(table: list[Row]) -> Row:
-    return min((row for row in table if row.mode.startswith(BASELINE)), key=lambda row: row.step_ms)
 
 
 def report(table: list[Row], timed_steps: int, link: str) -> str:
@@ -90,7 +85,8 @@ def report(table: list[Row], timed_steps: int, link: str) -> str:
 
 def _verdict(table: list[Row], link: str) -> str:
     by_mode = {row.mode: row for row in table}
-    ddp, shown = best_ddp(table), by_mode[SHOWN]
+    ddp = min((row for row in table if row.mode.startswith(BASELINE)), key=lambda row: row.step_ms)
+    shown = by_mode[SHOWN]
     speed = f"{ddp.step_ms / shown.step_ms:.2f} times as fast as with the better DDP"
     if shown.high_ms < ddp.low_ms:
         speed = f"Over {link} training with gradcast's overlap is {speed}, and nine of ten steps lie apart."

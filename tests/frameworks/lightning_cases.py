@@ -49,9 +49,14 @@ class Net(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-class Steps(Callback):
+class Watching(Callback):
+    """Tells the watch of steps, and of the names of the hooks on the DDP module."""
+
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
+
+    def on_train_start(self, trainer, module) -> None:
+        self.watch.notes["hooks"] = [hook.__name__ for hook, _ in trainer.strategy.model._comm_hooks]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -65,30 +70,16 @@ class HooksOnAnyDevice(DDPStrategy):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
-class FailsOnce(Callback):
-    """On every rank."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        self.batches += 1
-        if self.batches == BATCHES - 1:
-            raise NoMoreDataError
-
-
 class NoMoreDataError(Exception):
     pass
 
 
-class NotesHooks(Callback):
-    """The names of the hooks on the DDP module."""
+class FailsOnce(Callback):
+    """On every rank."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-
-    def on_train_start(self, trainer, module) -> None:
-        self.watch.notes["hooks"] = [hook.__name__ for hook, _ in trainer.strategy.model._comm_hooks]
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if batch_idx == BATCHES - 2:
+            raise NoMoreDataError
 
 
 def train(
@@ -129,7 +120,7 @@ def fit(watch, module, strategy, attach, other: Callback | None = None, resume: 
         max_epochs=EPOCHS,
         limit_train_batches=BATCHES,
         limit_val_batches=1,
-        callbacks=[Steps(watch), NotesHooks(watch), *filter(None, [attach, other])],
+        callbacks=[Watching(watch), *filter(None, [attach, other])],
         logger=False,
         enable_checkpointing=isinstance(other, ModelCheckpoint),
         enable_progress_bar=False,

@@ -61,17 +61,24 @@ def test_hierarchical_is_the_formula():
     assert costs(found) == pytest.approx(costs(wanted))
 
 
-def test_the_band_of_one_measurement_by_hand():
-    """600 us in 6 steps are 100 us each; 8 workers have 14 in a ring, 6 in a tree; or they are no steps at all."""
-    known = grown((4, line(600e3, 1.2)), spread=0.1)
-    ring = known.estimate("ring", 8)
-    assert costs(ring.link) == pytest.approx((1400e3, 1.4))
-    assert costs(ring.low) == pytest.approx((0.9 * 600e3, 0.9 * 1.4))
-    assert costs(ring.high) == pytest.approx((1.1 * 1400e3, 1.1 * 1.4))
-    tree = known.estimate("tree", 8)
-    assert costs(tree.link) == pytest.approx((600e3, 1.4))
-    # Had the 600 us been the 4 steps of a tree, a hop would take 150 us.
-    assert costs(tree.high) == pytest.approx((1.1 * 900e3, 1.1 * 1.4))
+@pytest.mark.parametrize(
+    ("known", "algorithm", "count", "spread", "low_us", "link_us", "high_us"),
+    [
+        # 600 us in 6 steps are 100 us each; 8 workers have 14 in a ring; or they are no steps at all.
+        ({4: (600, 1.2)}, "ring", 8, 0.1, 0.9 * 600, 1400, 1.1 * 1400),
+        # A tree has 6. Had the 600 us been the 4 steps of a tree, a hop would take 150 us.
+        ({4: (600, 1.2)}, "tree", 8, 0.1, 0.9 * 6 * 100, 600, 1.1 * 900),
+        # All is start-up, so it grows as the bytes: 2 workers send each byte once, many of them twice.
+        ({2: (10_000, 0)}, "ring", 4, 0.0, 10_000, 15_000, 30_000),
+        # A start-up of nothing at the nearest measurement is none elsewhere.
+        ({4: (600, 1.5), 8: (0, 1.75)}, "ring", 16, 0.1, 540, 3000, 3300),
+    ],
+)
+def test_start_up_costs_by_hand(known, algorithm, count, spread, low_us, link_us, high_us):
+    links = [(each, line(1e3 * alpha_us, beta)) for each, (alpha_us, beta) in known.items()]
+    found = grown(*links, spread=spread).estimate(algorithm, count)
+    alphas_us = [growth.alpha_ns(link) / 1e3 for link in (found.low, found.link, found.high)]
+    assert alphas_us == pytest.approx([low_us, link_us, high_us], rel=1e-3)
 
 
 def test_a_measured_number_of_workers_keeps_its_link():
@@ -113,12 +120,6 @@ def test_the_nearest_measurement_lends_its_breakpoints_and_of_two_as_near_the_la
     assert ends == {3: 2_000, 4: 8_000, 64: 8_000}
 
 
-def test_a_start_up_of_nothing_at_the_nearest_measurement_is_none_elsewhere():
-    found = grown((4, line(600e3, 1.5)), (8, line(0, 1.75)), spread=0.1).estimate("ring", 16)
-    assert costs(found.link) == pytest.approx((3000e3, growth.byte_share(16)))
-    assert costs(found.low)[0] < 0.9 * 3000e3 < costs(found.link)[0] < costs(found.high)[0]
-
-
 def test_blocks_of_one_size_and_of_several_are_not_put_together():
     with pytest.raises(gradcast.Error, match="no cost per byte on 2 workers") as caught:
         grown((2, line(10e6, 0)), (8, line(700e3, 1.75)))
@@ -133,14 +134,6 @@ def test_hierarchical_keeps_the_breakpoints_and_the_packing_of_both():
     alphas = [(end, pytest.approx(alpha_ns)) for end, alpha_ns, _ in pieces(found)]
     assert alphas == [(1_000, 1e6 + 1e3), (9_000, 1e6 + 2e3), (None, 2e6 + 2e3)]
     assert found.pack_ns_per_byte == 0.25
-
-
-def test_blocks_of_one_size_grow_as_their_bytes():
-    """A link of which all is start-up: 2 workers send each byte once, many of them twice."""
-    found = grown((2, line(10e6, 0)), spread=0).estimate("ring", 4)
-    assert growth.alpha_ns(found.link) == pytest.approx(15e6)
-    assert growth.alpha_ns(found.low) == pytest.approx(10e6)
-    assert growth.alpha_ns(found.high) == pytest.approx(30e6)
 
 
 # --- Several measurements ---
