@@ -23,6 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 NETWORK = ["--bandwidth", "5gbit", "--workers", "8", "--latency", "50us"]
 
 
+def link_of(alpha_ns, beta_ns_per_byte):
+    """A link whose all-reduces cost this at every size."""
+    piece = gradcast.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)
+    return gradcast.LinkModel(all_reduce=[piece])
+
+
 @pytest.fixture
 def run(capsys):
     """Runs `gradcast` in this process: run("simulate", …) -> code, out, err."""

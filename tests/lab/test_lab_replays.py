@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import gradcast
+from conftest import link_of
 from gradcast import _core
 from gradcast.lab.replays import Step, last_steps, replay
 from gradcast.training.measure.compute_cost import Compute
@@ -14,13 +15,12 @@ MS = 1e6
 
 @pytest.fixture
 def profile():
-    link = gradcast.LinkModel(all_reduce=[gradcast.LinkPiece(alpha_ns=0, beta_ns_per_byte=8.0)])
     tensors = [
         gradcast.Tensor(name="first", bytes=12_000_000, ready_ns=200 * MS, need_ns=0),
         gradcast.Tensor(name="last", bytes=6_000_000, ready_ns=100 * MS, need_ns=50 * MS),
     ]
     return gradcast.Profile(
-        name="small", forward_ns=100 * MS, backward_ns=200 * MS, tensors=tensors, world_size=2, link=link
+        name="small", forward_ns=100 * MS, backward_ns=200 * MS, tensors=tensors, world_size=2, link=link_of(0, 8.0)
     )
 
 

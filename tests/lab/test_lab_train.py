@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import gradcast
+from conftest import link_of
 from gradcast.lab import LabError, hosts, predictions, variants
 from gradcast.lab.cores import BusyCores
 from gradcast.lab.report import describe_network, report
@@ -38,9 +39,8 @@ def test_names_are_known_and_come_once_and_have_a_meaning():
 
 @pytest.fixture
 def measured():
-    link = gradcast.LinkModel(all_reduce=[gradcast.LinkPiece(alpha_ns=100e3, beta_ns_per_byte=4)])
     fields = json.loads(gradcast.load_profile("resnet50", 0.2).to_json())
-    return gradcast.Profile.from_json(json.dumps({**fields, "link": json.loads(link.to_json())}))
+    return gradcast.Profile.from_json(json.dumps({**fields, "link": json.loads(link_of(100e3, 4).to_json())}))
 
 
 def test_ddps_caps_are_those_around_the_best(measured):
