@@ -48,7 +48,7 @@ class Cause:
     ms: float | None = None
     took: str | None = None
     arguments: tuple[str, ...] = ()
-    rate_bits_per_s: float | None = None  # of every node's link
+    slow_links: bool = False  # every node's
     slow_node: bool = False  # of one node's link alone
     inside_bits_per_s: float | None = None
     latency_s: float = 0.0  # of every node's link
@@ -61,7 +61,7 @@ CAUSES = {
         Cause("read", "data_storage", took="read", arguments=("--read-ms", "40")),
         Cause("prepare", "data_cpu", took="prepare", arguments=("--prepare-ms", "12")),
         Cause("python", "launch", 40.0, arguments=("--python-ms", "40")),
-        Cause("link", "network", rate_bits_per_s=SLOW_BITS_PER_S),
+        Cause("link", "network", slow_links=True),
         Cause("slow host", "network", slow_node=True),
         Cause("latency", "network", latency_s=2e-3),
         Cause("inside", "interconnect", inside_bits_per_s=SLOW_INSIDE_BITS_PER_S),
@@ -95,12 +95,10 @@ def run_script(network: Network, ranks: int, before: list[str], arguments: Itera
 def diagnose(causes: list[Cause]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Nodes(RANKS // RANKS_PER_NODE, FAST_BITS_PER_S) as network:
         for cause in causes:
-            if cause.rate_bits_per_s is not None:
-                network.set_all_rates(cause.rate_bits_per_s)
-            if cause.slow_node:
-                network.set_rate(1, SLOW_BITS_PER_S)
-            if cause.latency_s > 0:
-                for node in range(network.host_count):
+            for node in range(network.host_count):
+                if cause.slow_links or (cause.slow_node and node == 1):
+                    network.set_rate(node, SLOW_BITS_PER_S)
+                if cause.latency_s > 0:
                     network.set_latency(node, cause.latency_s)
             if cause.inside_bits_per_s is not None:
                 network.set_inside_rate(cause.inside_bits_per_s)

@@ -1,11 +1,16 @@
-"""What programs that fill the project's pages share: a record of runs, one JSON value a line, and tables in pages."""
+"""What programs share: a record of runs, one JSON value a line, tables in the project's pages, and how they end."""
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from gradcast.errors import Error
+from gradcast.lab.program import unwind_when_told_to_end
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -43,6 +48,18 @@ def refresh(path: str, mark: str, text: str) -> None:
     if not after:
         sys.exit(f"{path} lacks the marks {begin} and {end}")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def run_program(main: Callable[[], int], name: str) -> int:
+    """Runs a program that makes networks, and returns its exit code: an error of gradcast is one sentence."""
+    unwind_when_told_to_end()
+    try:
+        return main()
+    except Error as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def commit() -> str:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
+from benchmarks.pages import run_program
 from gradcast import _core
 from gradcast.lab import Network
 from gradcast.lab.models import Task, make_task
-from gradcast.lab.program import run_program
 from gradcast.lab.settings import Settings
 from gradcast.lab.workers import run_for_result
 from gradcast.palette import CURVES

@@ -12,9 +12,9 @@ from typing import IO, Any
 import gradcast
 from benchmarks.demo import lanes
 from benchmarks.demo.results import MODES, SHOWN, TOLERANCE, Row, disagreeing, report, rows
+from benchmarks.pages import run_program
 from gradcast.files import check_writable
 from gradcast.lab import LabError, Network
-from gradcast.lab.program import run_program
 from gradcast.lab.variants import BASELINE
 from gradcast.lab.workers import run_for_result
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s

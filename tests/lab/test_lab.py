@@ -264,7 +264,7 @@ def test_a_script_runs_on_every_host(tmp_path, capfd):
         (["--bandwidth", "fast", "--", "script.py"], "'fast' is not a bandwidth"),
         (["--hosts", "0", "--", "script.py"], "--hosts"),
         (["--hosts", "2"], "SCRIPT"),
-        (["--", "/no/such/script.py"], "does not exist"),
+        (["--", "/no/such/script"], "does not exist"),
     ],
 )
 def test_the_command_fails_with_a_sentence(refused, arguments, words):

@@ -69,17 +69,9 @@ def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> list[di
         optimizer.step()
         took_ms = 1e3 * (time.perf_counter() - start)
         stats = handle.stats()
+        taken = {key: stats[key] for key in ("predicted_ms", "runs_as_ddp", "tries_ddp", "slowest_rank")}
         steps.append(
-            {
-                "step": number,
-                "ms": took_ms,
-                "version": stats["plan_version"],
-                "predicted_ms": stats["predicted_ms"],
-                "measuring": handle.measuring,
-                "runs_as_ddp": stats["runs_as_ddp"],
-                "tries_ddp": stats["tries_ddp"],
-                "slowest_rank": stats["slowest_rank"],
-            }
+            {"step": number, "ms": took_ms, "version": stats["plan_version"], "measuring": handle.measuring, **taken}
         )
         if rank == 0 and number % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             print(f"step {number + 1} of {settings.steps}: {took_ms:.0f} ms", flush=True)

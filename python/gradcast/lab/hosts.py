@@ -93,10 +93,6 @@ class Network:
         self._shape(self._namespace(host), self.interface, rate_bits_per_s)
         self._shape(self._switch, f"host{host}", rate_bits_per_s)
 
-    def set_all_rates(self, rate_bits_per_s: float) -> None:
-        for host in range(self.host_count):
-            self.set_rate(host, rate_bits_per_s)
-
     def set_link(self, host: int, *, up: bool) -> None:
         """Cuts the host off, or connects it again. TCP sends again what was lost meanwhile."""
         _run("ip", "-n", self._switch, "link", "set", f"host{host}", "up" if up else "down")

@@ -1,12 +1,10 @@
-"""Predictions from the measured profile: DDP's buckets and their step time, and the lower bounds."""
+"""Predictions of DDP's buckets and their step time from the measured profile."""
 
 import json
 from collections.abc import Mapping
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
-from gradcast.comparison.compare import compute_ns
-from gradcast.files import scaled_profile
 from gradcast.lab.variants import DDP_MGWFBP, TORCH_CAPS_MIB, Variant
 
 _MIB = 1 << 20
@@ -49,13 +47,6 @@ def mgwfbp_caps_mib(profile: _core.Profile) -> list[float]:
     tensor later.
     """
     return [block.size_bytes / _MIB for block in _mgwfbp_plan(profile).blocks]
-
-
-def bounds(profile: _core.Profile, step_ms: float, mode: str, in_flight: int) -> _core.Bound:
-    """Lower bounds with the profile's compute scaled to ``step_ms``, a measured step without communication."""
-    rescaled = scaled_profile(profile, 1e6 * step_ms / compute_ns(profile))
-    assert rescaled.link is not None
-    return _core.bound(rescaled, rescaled.link, mode=mode, in_flight=in_flight)
 
 
 def _mgwfbp_plan(profile: _core.Profile) -> _core.Plan:

@@ -1,12 +1,9 @@
-"""How programs that use the lab start and end: one sentence for an error, and clean-up that no signal interrupts."""
+"""How programs that use the lab end: signals unwind them, and none interrupts their clean-up."""
 
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-from gradcast.errors import Error
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -16,18 +13,6 @@ def unwind_when_told_to_end() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, _unwind)
-
-
-def run_program(main: Callable[[], int], name: str) -> int:
-    """Runs ``main`` and returns the exit code. ``name``: of the program, for errors."""
-    unwind_when_told_to_end()
-    try:
-        return main()
-    except Error as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
 
 
 def _unwind(number: int, _frame: FrameType | None) -> None:

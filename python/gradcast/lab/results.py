@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradcast import _core
-from gradcast.lab import predictions
+from gradcast.comparison.compare import compute_ns
+from gradcast.files import scaled_profile
 from gradcast.lab.settings import Settings
 from gradcast.lab.variants import COMPUTE, Variant, variant
 
@@ -77,9 +78,10 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
     steps_ms = {name: [ms for entry in rounds for ms in entry["steps_ms"][name]] for name in names}
     medians_ms = {name: statistics.median(steps_ms[name]) for name in names}
     profile = _core.Profile.from_json(json.dumps(results["profile"]))
-    bounds = {
-        mode: predictions.bounds(profile, medians_ms[COMPUTE], mode, settings.in_flight) for mode in ("overlap", "hook")
-    }
+    # The profile's compute is scaled to the measured step without communication.
+    profile = scaled_profile(profile, 1e6 * medians_ms[COMPUTE] / compute_ns(profile))
+    flight = settings.in_flight
+    bounds = {mode: _core.bound(profile, profile.link, mode=mode, in_flight=flight) for mode in ("overlap", "hook")}
     best_ddp_ms = min(ms for name, ms in medians_ms.items() if _variant(name).mode == "ddp")
 
     def row(name: str) -> VariantResult:

@@ -169,16 +169,17 @@ def differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, fl
     compared = [trainer for trainer in trainers if trainer.variant.name not in (BASELINE, COMPUTE)]
     if not compared:
         return {}
-    differences = [_difference(trainer.module, reference.module, start) for trainer in compared]
-    largest = torch.tensor(differences, dtype=torch.float64)
+    models = [[each.detach() for each in model.parameters()] for model in (reference.module, start)]
+    found = [
+        # torch's maximum is NaN if any value is.
+        torch.stack(
+            [relative_difference(*same) for same in zip(trainer.module.parameters(), *models, strict=True)]
+        ).max()
+        for trainer in compared
+    ]
+    largest = torch.stack(found).detach().double()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return {trainer.variant.name: float(value) for trainer, value in zip(compared, largest, strict=True)}
-
-
-def _difference(one: torch.nn.Module, reference: torch.nn.Module, start: torch.nn.Module) -> float:
-    models = zip(*(model.parameters() for model in (one, reference, start)), strict=True)
-    # torch's maximum is NaN if any value is.
-    return torch.stack([relative_difference(*(each.detach() for each in same)) for same in models]).max().item()
 
 
 def relative_difference(one: torch.Tensor, reference: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

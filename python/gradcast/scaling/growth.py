@@ -190,22 +190,15 @@ class Growth:
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
         """The link if each worker is a node of its own. REQUIRES: more than one worker."""
         basis = self._basis(algorithm, worker_count)
+        # The link of the nearest number of workers gives the shape: breakpoints and packing.
+        base = self._costs[min(self._costs, key=lambda count: (abs(math.log(count / worker_count)), -count))]
         if basis == "measured":
-            link = self._costs[worker_count]
-            alpha = alpha_ns(link)
-            ends = (alpha * (1 - self._spread), alpha, alpha * (1 + self._spread))
-            return self._estimate(link, ends, beta_ns_per_byte(link), basis, self._spread)
-        # The link of the nearest number of workers gives the shape: breakpoints, other operations.
-        near = min(self._costs, key=lambda count: (abs(math.log(count / worker_count)), -count))
-        beta = self._wire_ns_per_byte * byte_share(worker_count)
-        wire = max(self._spread, self._wire_error)
-        return self._estimate(self._costs[near], self._alphas_ns(algorithm, worker_count), beta, basis, wire)
-
-    def _estimate(
-        self, base: _core.LinkModel, alphas: tuple[float, float, float], beta: float, basis: str, wire: float
-    ) -> Estimate:
-        """``alphas``: lowest, estimated and highest start-up cost. ``wire``: relative error of the cost per byte."""
-        low, middle, high = alphas
+            alpha, beta, wire = alpha_ns(base), beta_ns_per_byte(base), self._spread
+            low, middle, high = alpha * (1 - self._spread), alpha, alpha * (1 + self._spread)
+        else:
+            low, middle, high = self._alphas_ns(algorithm, worker_count)
+            beta = self._wire_ns_per_byte * byte_share(worker_count)
+            wire = max(self._spread, self._wire_error)
         return Estimate(
             low=_scaled(base, low, beta * max(1 - wire, 0.0)),
             link=_scaled(base, middle, beta),
