@@ -125,11 +125,8 @@ def _digits(value: float) -> str:
 
 
 def _format(value: float, steps: list[tuple[float, str]]) -> str:
-    for size, unit in steps:
-        # 999.6 us rounds to 1000 us, so it is written in the next larger unit.
-        if value >= 0.9995 * size:
-            return f"{_digits(value / size)} {unit}"
-    size, unit = steps[-1]
+    # 999.6 us rounds to 1000 us, so it is written in the next larger unit.
+    size, unit = next((step for step in steps if value >= 0.9995 * step[0]), steps[-1])
     return f"{_digits(value / size)} {unit}"
 
 

@@ -44,13 +44,9 @@ def test_no_large_files():
     assert not large
 
 
-def test_no_paths_of_one_machine():
-    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path, text in texts() for match in MACHINE_PATH.finditer(text)]
-    assert not found
-
-
-def test_nothing_is_left_unfinished():
-    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path, text in texts() for match in UNFINISHED.finditer(text)]
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, UNFINISHED], ids=["a path of one machine", "unfinished"])
+def test_no_text_has(pattern):
+    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path, text in texts() for match in pattern.finditer(text)]
     assert not found
 
 

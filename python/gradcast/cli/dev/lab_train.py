@@ -79,15 +79,14 @@ def _settings(args: argparse.Namespace) -> Settings:
         kind = "stand-ins" if real else "real models"
         raise Error(f"{foreign[0]} only works with {kind}, and {args.model} is not one")
     profile = None if real else lab_options.stand_in_profile(args)
-    defaults = Settings(args.model, None, bandwidths, tuple(args.compare))
     return Settings(
         model=args.model if profile is None else profile.name,
         profile=None if profile is None else profile.to_json(),
         rates_bits_per_s=bandwidths,
         names=tuple(args.compare),
-        scale_size=args.scale_size or defaults.scale_size,
+        scale_size=args.scale_size or Settings.scale_size,
         width=args.width,
-        batch=args.batch or defaults.batch,
+        batch=args.batch or Settings.batch,
         rounds=args.rounds,
         steps=args.steps,
         in_flight=args.in_flight,
