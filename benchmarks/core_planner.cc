@@ -15,8 +15,8 @@
 #include "gradcast/bound.h"
 #include "gradcast/play.h"
 #include "gradcast/policy.h"
-#include "planner/bound.h"
 #include "planner/forecast.h"
+#include "planner/window_chains.h"
 
 namespace gradcast {
 namespace {

@@ -3,7 +3,9 @@
 // Thread safety: any thread, but each Group one.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -11,19 +13,9 @@
 
 #include "gradcast/inproc.h"
 #include "gradcast/transport.h"
+#include "platform/clock.h"
 
 namespace gradcast {
-
-// Memory that a transport sums in: of the host, or of a device.
-class Memory {
- public:
-  virtual ~Memory() = default;
-  // `data` is a device address if the group's transport works on a device.
-  virtual HostBuffer buffer() = 0;
-  // As many bytes as it has, from and to the host.
-  virtual void write(const void* bytes) = 0;
-  virtual void read(void* bytes) = 0;
-};
 
 class Group {
  public:
@@ -32,10 +24,17 @@ class Group {
   virtual int32_t rank() const = 0;
   virtual int32_t world_size() const = 0;
 
-  // Zeroed memory; host memory unless a subclass says otherwise.
-  virtual std::unique_ptr<Memory> make_memory(int64_t size_bytes, Element element);
+  // Zeroed memory that the group's transports sum in: the host's, unless a subclass says otherwise.
+  virtual std::shared_ptr<void> allocate(int64_t size_bytes) {
+    const auto bytes = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(size_bytes));
+    return {bytes, bytes->data()};
+  }
+  // Between such memory and the host's.
+  virtual void copy(void* to, const void* from, int64_t size_bytes) {
+    std::memcpy(to, from, static_cast<size_t>(size_bytes));
+  }
   // Compute that ends at this time of the steady clock: by default the thread sleeps; on a device a kernel spins.
-  virtual void compute_until(int64_t time_ns);
+  virtual void compute_until(int64_t time_ns) { sleep_until(time_ns); }
 
   // All below are collective.
   virtual std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) = 0;

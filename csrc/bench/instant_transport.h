@@ -1,4 +1,5 @@
-// A network without a cost: every operation has ended before start() returns. It shows what the engine itself costs.
+// A network without a cost, on which every operation has ended before start() returns; and what the engine itself costs,
+// which it shows.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
@@ -21,5 +22,11 @@ class InstantTransport final : public Transport {
  private:
   CompletionSink* sink_ = nullptr;
 };
+
+struct Overhead {
+  double block_ns = 0;  // from one block to the next, the engine's thread alone
+  double ready_ns = 0;  // of the caller, to say that a gradient exists
+};
+Overhead engine_overhead();
 
 }  // namespace gradcast

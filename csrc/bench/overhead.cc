@@ -1,5 +1,3 @@
-#include "bench/overhead.h"
-
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -26,10 +24,7 @@ Overhead engine_overhead() {
   Profile profile;
   Plan plan;
   for (int32_t i = 0; i < kBlocks; ++i) {
-    Tensor tensor;
-    tensor.name = "tensor " + std::to_string(i);
-    tensor.bytes = 4;
-    profile.tensors.push_back(tensor);
+    profile.tensors.push_back({.name = "tensor " + std::to_string(i), .bytes = 4});
     plan.blocks.emplace_back().ranges = {{4 * i, 4 * i + 4}};
   }
   InstantTransport transport;

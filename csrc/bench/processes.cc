@@ -73,30 +73,6 @@ void require(cudaError_t error, const char* action) {
   }
 }
 
-class DeviceMemory final : public Memory {
- public:
-  DeviceMemory(int64_t size_bytes, Element element)
-      : data_(allocate_for_nccl(size_bytes)), size_bytes_(size_bytes), element_(element) {
-    require(cudaMemset(data_.get(), 0, static_cast<size_t>(size_bytes)), "clear memory");
-    require(cudaStreamSynchronize(nullptr), "clear memory");
-  }
-
-  HostBuffer buffer() override { return {data_.get(), size_bytes_, element_}; }
-  void write(const void* bytes) override { copy(data_.get(), bytes, cudaMemcpyHostToDevice); }
-  void read(void* bytes) override { copy(bytes, data_.get(), cudaMemcpyDeviceToHost); }
-
- private:
-  void copy(void* to, const void* from, cudaMemcpyKind kind) {
-    require(cudaMemcpy(to, from, static_cast<size_t>(size_bytes_), kind), "copy memory");
-    // The host may go on before the device has the bytes, and the transport's stream waits for no other one.
-    require(cudaStreamSynchronize(nullptr), "copy memory");
-  }
-
-  const std::shared_ptr<void> data_;
-  const int64_t size_bytes_;
-  const Element element_;
-};
-
 class NcclGroup final : public MpiGroup {
  public:
   NcclGroup() {
@@ -116,8 +92,16 @@ class NcclGroup final : public MpiGroup {
   }
   ~NcclGroup() override { cudaStreamDestroy(compute_); }
 
-  std::unique_ptr<Memory> make_memory(int64_t size_bytes, Element element) override {
-    return std::make_unique<DeviceMemory>(size_bytes, element);
+  std::shared_ptr<void> allocate(int64_t size_bytes) override {
+    std::shared_ptr<void> memory = allocate_for_nccl(size_bytes);
+    require(cudaMemset(memory.get(), 0, static_cast<size_t>(size_bytes)), "clear memory");
+    require(cudaStreamSynchronize(nullptr), "clear memory");
+    return memory;
+  }
+  void copy(void* to, const void* from, int64_t size_bytes) override {
+    require(cudaMemcpy(to, from, static_cast<size_t>(size_bytes), cudaMemcpyDefault), "copy memory");
+    // The host may go on before the device has the bytes, and the transport's stream waits for no other one.
+    require(cudaStreamSynchronize(nullptr), "copy memory");
   }
   void compute_until(int64_t time_ns) override {
     const int64_t left_ns = time_ns - steady_now_ns();
@@ -127,13 +111,8 @@ class NcclGroup final : public MpiGroup {
     }
   }
   std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
-    std::vector<DeviceBuffer> on_device;
-    for (const HostBuffer& buffer : buffers) {
-      on_device.push_back({buffer.data, buffer.size_bytes,
-                           buffer.element == Element::kFloat32 ? DeviceElement::kFloat32 : DeviceElement::kFloat64});
-    }
     const std::string id = from_first(rank() == 0 ? new_nccl_id() : "");
-    return make_nccl_transport(id, rank(), world_size(), std::move(on_device), {.device = device_});
+    return make_nccl_transport(id, rank(), world_size(), std::move(buffers), {.device = device_});
   }
 
  private:

@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "gradcast/text.h"
 #include "gradcast/version.h"
 #include "parts.h"
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "bench/instant_transport.h"
 #include "bench/options.h"
-#include "bench/overhead.h"
 #include "bench/schedule.h"
 #include "bench/sweep.h"
 #include "gradcast/link_fit.h"

@@ -42,15 +42,15 @@ class Gradients {
       elements[tensor.buffer] = tensor.element_bytes == 8 ? Element::kFloat64 : Element::kFloat32;
     }
     for (size_t i = 0; i < buffer_bytes.size(); ++i) {
-      memory_.push_back(group.make_memory(buffer_bytes[i], elements[i]));
-      buffers_.push_back(memory_.back()->buffer());
+      memory_.push_back(group.allocate(buffer_bytes[i]));
+      buffers_.push_back({memory_.back().get(), buffer_bytes[i], elements[i]});
     }
   }
 
   const std::vector<HostBuffer>& buffers() const { return buffers_; }
 
  private:
-  std::vector<std::unique_ptr<Memory>> memory_;
+  std::vector<std::shared_ptr<void>> memory_;
   std::vector<HostBuffer> buffers_;
 };
 

@@ -31,8 +31,8 @@ class Runner {
       : group_(group),
         op_(op),
         numbers_(static_cast<size_t>(size_bytes) / sizeof(float)),
-        memory_(group.make_memory(size_bytes, Element::kFloat32)),
-        transport_(group.make_transport({memory_->buffer()})),
+        memory_(group.allocate(size_bytes)),
+        transport_(group.make_transport({{memory_.get(), size_bytes, Element::kFloat32}})),
         driver_(*transport_) {}
   ~Runner() { driver_.close(); }
 
@@ -60,9 +60,9 @@ class Runner {
       const bool is_given = op_ != Op::kAllGather || (i >= own.first && i < own.last);
       numbers_[i] = is_given ? number(group_.rank(), i) : -1;
     }
-    memory_->write(numbers_.data());
+    group_.copy(memory_.get(), numbers_.data(), size_bytes());
     run_ns();
-    memory_->read(numbers_.data());
+    group_.copy(numbers_.data(), memory_.get(), size_bytes());
     int64_t wrong_count = 0;
     for (int64_t i = op_ == Op::kReduceScatter ? own.first : 0; i < (op_ == Op::kReduceScatter ? own.last : count);
          ++i) {
@@ -84,7 +84,7 @@ class Runner {
   Group& group_;
   const Op op_;
   std::vector<float> numbers_;
-  const std::unique_ptr<Memory> memory_;
+  const std::shared_ptr<void> memory_;
   const std::unique_ptr<Transport> transport_;
   TransportDriver driver_;
   int64_t ticket_ = 0;

@@ -59,13 +59,8 @@ class ThreadGroup final : public Group {
   int32_t world_size() const override { return static_cast<int32_t>(meeting_.numbers.size()); }
 
   std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
-    if (rank_ == 0) {
-      meeting_.world = std::make_shared<InprocWorld>(world_size(), meeting_.cost);
-    }
-    meeting_.meet();
-    auto transport = meeting_.world->transport(rank_, std::move(buffers));
-    meeting_.meet();
-    return transport;
+    const auto make = [&] { return std::make_shared<InprocWorld>(world_size(), meeting_.cost); };
+    return from_first(meeting_.world, make)->transport(rank_, std::move(buffers));
   }
 
   std::vector<std::vector<double>> gather(const std::vector<double>& own) override {
@@ -77,16 +72,22 @@ class ThreadGroup final : public Group {
   }
 
   std::string from_first(const std::string& text) override {
+    return from_first(meeting_.text, [&] { return text; });
+  }
+
+ private:
+  // What rank 0 makes, handed on in this place of the meeting.
+  template <typename Value, typename Make>
+  Value from_first(Value& place, const Make& make) {
     if (rank_ == 0) {
-      meeting_.text = text;
+      place = make();
     }
     meeting_.meet();
-    std::string copy = meeting_.text;
+    Value copy = place;
     meeting_.meet();
     return copy;
   }
 
- private:
   Meeting& meeting_;
   const int32_t rank_;
 };

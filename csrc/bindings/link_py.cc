@@ -28,11 +28,7 @@ std::optional<int64_t> end_of(const LinkPiece& piece) {
 
 LinkModel make_link(std::vector<LinkPiece> all_reduce, std::vector<LinkPiece> reduce_scatter,
                     std::vector<LinkPiece> all_gather, double pack_ns_per_byte) {
-  LinkModel link;
-  link.all_reduce.pieces = std::move(all_reduce);
-  link.reduce_scatter.pieces = std::move(reduce_scatter);
-  link.all_gather.pieces = std::move(all_gather);
-  link.pack_ns_per_byte = pack_ns_per_byte;
+  LinkModel link{{std::move(all_reduce)}, {std::move(reduce_scatter)}, {std::move(all_gather)}, pack_ns_per_byte};
   check_link(link);
   return link;
 }

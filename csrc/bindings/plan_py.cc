@@ -19,10 +19,7 @@ namespace {
 
 Block make_block(const std::vector<std::pair<int64_t, int64_t>>& ranges, const std::string& op, int32_t buffer,
                  std::string reason) {
-  Block block;
-  block.op = op_from_string(op);
-  block.buffer = buffer;
-  block.reason = std::move(reason);
+  Block block{.op = op_from_string(op), .buffer = buffer, .reason = std::move(reason)};
   for (const auto& [lo_bytes, hi_bytes] : ranges) {
     block.ranges.push_back({lo_bytes, hi_bytes});
   }
@@ -39,12 +36,7 @@ py::tuple ranges_of(const Block& block) {
 
 // A plan by hand, without predictions: play() tells its time.
 Plan make_hand_plan(std::vector<Block> blocks, std::string policy, const std::string& mode, int32_t in_flight) {
-  Plan plan;
-  plan.policy = std::move(policy);
-  plan.mode = mode_from_string(mode);
-  plan.in_flight = in_flight;
-  plan.blocks = std::move(blocks);
-  return plan;
+  return {std::move(policy), mode_from_string(mode), in_flight, std::move(blocks)};
 }
 
 // From Python any plan may meet any profile, so play's precondition is checked here.

@@ -16,27 +16,13 @@ namespace {
 
 Tensor make_tensor(std::string name, int64_t bytes, double ready_ns, double need_ns, double update_ns, int32_t buffer,
                    int32_t element_bytes) {
-  Tensor tensor;
-  tensor.name = std::move(name);
-  tensor.bytes = bytes;
-  tensor.buffer = buffer;
-  tensor.element_bytes = element_bytes;
-  tensor.ready_ns = ready_ns;
-  tensor.need_ns = need_ns;
-  tensor.update_ns = update_ns;
-  return tensor;
+  return {std::move(name), bytes, buffer, element_bytes, ready_ns, need_ns, update_ns};
 }
 
 // A profile that exists in Python is a checked one, in urgency order.
 Profile make_profile(std::string name, double forward_ns, double backward_ns, std::vector<Tensor> tensors,
                      int32_t world_size, std::optional<LinkModel> link) {
-  Profile profile;
-  profile.name = std::move(name);
-  profile.world_size = world_size;
-  profile.forward_ns = forward_ns;
-  profile.backward_ns = backward_ns;
-  profile.tensors = std::move(tensors);
-  profile.link = link.value_or(LinkModel{});
+  Profile profile{std::move(name), world_size, forward_ns, backward_ns, std::move(tensors), link.value_or(LinkModel{})};
   check_profile(profile);
   sort_by_urgency(profile);
   return profile;

@@ -1,10 +1,8 @@
-#include "engine/describe.h"
-
 #include <algorithm>
 #include <cstdio>
 #include <vector>
 
-#include "gradcast/text.h"
+#include "engine/loop.h"
 
 namespace gradcast {
 namespace {

@@ -11,36 +11,14 @@
 namespace gradcast {
 namespace {
 
-// The tensors of one buffer in the order in which they lie there.
-struct BufferTensors {
-  std::vector<int64_t> end_bytes;
-  std::vector<int32_t> tensors;
-};
-
-std::vector<BufferTensors> buffers_of(const Profile& profile) {
-  std::vector<BufferTensors> buffers;
-  for (size_t i = 0; i < profile.tensors.size(); ++i) {
-    const auto index = static_cast<size_t>(profile.tensors[i].buffer);
-    if (index >= buffers.size()) {
-      buffers.resize(index + 1);
-    }
-    BufferTensors& buffer = buffers[index];
-    const int64_t begin_bytes = buffer.end_bytes.empty() ? 0 : buffer.end_bytes.back();
-    buffer.end_bytes.push_back(begin_bytes + profile.tensors[i].bytes);
-    buffer.tensors.push_back(static_cast<int32_t>(i));
-  }
-  return buffers;
-}
-
 // The tensors of a block, by offset.
-std::vector<int32_t> tensors_of(const Block& block, const BufferTensors& buffer) {
+std::vector<int32_t> tensors_of(const Block& block, const BufferLayout& buffer) {
   std::vector<int32_t> tensors;
   for (const Range& range : block.ranges) {
-    const TensorSpan span = tensors_in(buffer.end_bytes, range);
-    for (int32_t at = span.first; at < span.last; ++at) {
+    for (const int32_t tensor : buffer.tensors_in(range)) {
       // Two ranges of a block may lie in one tensor.
-      if (tensors.empty() || tensors.back() != buffer.tensors[at]) {
-        tensors.push_back(buffer.tensors[at]);
+      if (tensors.empty() || tensors.back() != tensor) {
+        tensors.push_back(tensor);
       }
     }
   }
@@ -82,7 +60,7 @@ FollowedPlan::FollowedPlan(const Profile& profile, const Plan& given)
   for (const Tensor& tensor : profile.tensors) {
     tensor_names.push_back(tensor.name);
   }
-  const std::vector<BufferTensors> buffers = buffers_of(profile);
+  const std::vector<BufferLayout> buffers = buffers_of(profile);
   for (int32_t k = 0; k < block_count(); ++k) {
     const Block& block = plan.blocks[k];
     block_tensors.push_back(tensors_of(block, buffers[block.buffer]));

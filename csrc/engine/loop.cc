@@ -6,7 +6,6 @@
 #include <limits>
 #include <utility>
 
-#include "engine/describe.h"
 #include "platform/thread.h"
 
 namespace gradcast {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/describe.h"
 #include "engine/loop.h"
 
 namespace gradcast {

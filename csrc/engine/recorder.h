@@ -1,10 +1,12 @@
-// Keeps the record of the last iterations in a ring, so that its memory does not grow.
+// Keeps the record of the last iterations, in memory that does not grow.
 //
 // Thread safety: pure; any thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <utility>
 #include <vector>
 
 #include "gradcast/engine.h"
@@ -19,14 +21,11 @@ class Recorder {
     GC_CHECK(iterations_max >= 1);
   }
 
-  // Opens the next record; it replaces the oldest one once the ring is full.
+  // Opens the next record; the oldest one gives it its memory once all are in use.
   void begin(int64_t iteration, int64_t plan_version, size_t tensor_count, size_t block_count) {
-    if (records_.size() < iterations_max_) {
-      current_ = records_.size();
-      records_.emplace_back();
-    } else {
-      current_ = (current_ + 1) % iterations_max_;
-    }
+    const bool is_full = records_.size() == iterations_max_;
+    records_.push_back(is_full ? std::move(records_.front()) : IterationRecord());
+    if (is_full) records_.pop_front();
     IterationRecord& record = current();
     record.iteration = iteration;
     record.plan_version = plan_version;
@@ -35,21 +34,15 @@ class Recorder {
   }
 
   // The open record. REQUIRES: begin() was called.
-  IterationRecord& current() { return records_[current_]; }
-  const IterationRecord& current() const { return records_[current_]; }
+  IterationRecord& current() { return records_.back(); }
+  const IterationRecord& current() const { return records_.back(); }
 
   // Oldest first, the open one included.
-  std::vector<IterationRecord> timeline() const {
-    std::vector<IterationRecord> timeline;
-    for (size_t i = 1; i <= records_.size(); ++i) {
-      timeline.push_back(records_[(current_ + i) % records_.size()]);
-    }
-    return timeline;
-  }
+  std::vector<IterationRecord> timeline() const { return {records_.begin(), records_.end()}; }
 
   // The memory that the records hold.
   int64_t size_bytes() const {
-    size_t size_bytes = records_.capacity() * sizeof(IterationRecord);
+    size_t size_bytes = records_.size() * sizeof(IterationRecord);
     for (const IterationRecord& record : records_) {
       size_bytes += record.ready_ns.capacity() * sizeof(int64_t) + record.blocks.capacity() * sizeof(BlockRecord);
     }
@@ -58,8 +51,7 @@ class Recorder {
 
  private:
   size_t iterations_max_;
-  size_t current_ = 0;
-  std::vector<IterationRecord> records_;  // a ring once it is full
+  std::deque<IterationRecord> records_;
 };
 
 }  // namespace gradcast

@@ -1,8 +1,8 @@
 // Data-parallel training from C++: libtorch computes, gradcast plans and carries the gradients.
 //
 // Four ranks, threads of this process over the in-process transport, whose emulated network takes 0.2 ms and 8 ns per byte for an
-// operation; between hosts the same code runs over gradcast/mpi.h, with one process per rank. (Over gradcast/nccl.h it would also
-// tell of each gradient with on_written(), since its kernel runs later.) Each rank trains the same model on its own numbers. The
+// operation; between hosts the same code runs over gradcast/mpi.h, with one process per rank. (Over gradcast/nccl.h it would wait
+// for each gradient's kernel before on_ready().) Each rank trains the same model on its own numbers. The
 // first steps measure; then the gradients travel as the plan says, under the next forward pass, which waits for each layer's
 // parameters where it needs them.
 #include <torch/torch.h>

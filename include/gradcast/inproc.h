@@ -16,7 +16,6 @@
 #include <string>
 #include <vector>
 
-#include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
 #include "gradcast/types.h"
 

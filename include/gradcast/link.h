@@ -66,7 +66,7 @@ struct LinkModel {
   OpCost reduce_scatter;
   OpCost all_gather;
   double pack_ns_per_byte = 0;  // added to beta for a block of more than one range: it is packed and unpacked
-  std::string extra_json;       // unknown fields of the JSON object, kept; "" if none
+  std::string extra_json{};     // unknown fields of the JSON object, kept; "" if none
 
   const OpCost& of(Op op) const {
     return op == Op::kAllReduce ? all_reduce : op == Op::kReduceScatter ? reduce_scatter : all_gather;

@@ -21,10 +21,8 @@ struct LinkSample {
 };
 
 enum class FitMethod {
-  // Medians: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", J. Am. Stat. Assoc. 63
-  // (1968),
-  // after H. Theil, with pairs weighted by how well they show the slope. Up to a quarter of the samples may be
-  // anything,
+  // Medians: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", J. Am. Stat. Assoc. 63 (1968),
+  // after H. Theil, with pairs weighted by how well they show the slope. Up to a quarter of the samples may be anything,
   // such as those taken while a host was busy.
   kRobust,
   // The smallest sum of squared relative errors: the better estimate where no sample is an outlier.

@@ -16,7 +16,6 @@
 #include <memory>
 #include <vector>
 
-#include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
 
 namespace gradcast {

@@ -4,14 +4,12 @@
 // NOT YET RUN ON A GPU: written against NCCL 2.19 and later, compiled and linked.
 //
 // The transport has its own communicator and its own stream of high priority, because a late block delays the next
-// forward pass. A block waits on the device for the kernels that write it (on_written), never on the host. A thread
-// named "gradcast-nccl" puts operations on the stream and polls for their ends and for errors of the communicator. The
-// thread may block there, because NCCL does not begin some operations before all ranks have come to them.
+// forward pass. The kernels that write a block must have ended when it is started. A thread named "gradcast-nccl" puts
+// operations on the stream and polls for their ends and for errors of the communicator. It may block there, because NCCL
+// does not begin some operations before all ranks have come to them.
 //
 // Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <memory>
@@ -22,36 +20,13 @@
 
 namespace gradcast {
 
-enum class DeviceElement { kFloat32, kFloat64, kFloat16, kBFloat16 };
-
-// The memory of one gradient buffer on the device. It must stay until the transport is closed.
-struct DeviceBuffer {
-  void* data = nullptr;
-  int64_t size_bytes = 0;  // a multiple of the element's size
-  DeviceElement element = DeviceElement::kFloat32;
-};
-
 struct NcclOptions {
   // Should be the calling thread's current device (cudaSetDevice): CUDA takes memory on every device that a thread
   // returns to.
   int32_t device = 0;
-  // The most thread blocks that communication may take from compute; 0 lets NCCL choose.
-  int32_t cta_count_max = 0;
   int64_t connect_timeout_ns = 120'000'000'000;
-  // The longest that an operation may take once the device has written its bytes. Then all operations fail, and the
-  // communicator is aborted.
+  // The longest that an operation may take. Then all operations fail, and the communicator is aborted.
   int64_t operation_timeout_ns = 600'000'000'000;
-};
-
-class DeviceTransport : public Transport {
- public:
-  // `stream` has been given the kernels that write this range; operations that are started later wait for them. Throws
-  // Error{kInvalidOption} for an unknown buffer, Error{kCommunication} for a failure of CUDA.
-  virtual void on_written(int32_t buffer, Range range, cudaStream_t stream) = 0;
-  // Orders `stream` behind the operations on this range that have been reported as queued (CompletionSink), so that the
-  // host has to wait for Progress::kQueued only (Engine::wait). REQUIRES: of two operations that share bytes, the
-  // second was started after the end of the first. Throws as on_written does.
-  virtual void order_behind(int32_t buffer, Range range, cudaStream_t stream) = 0;
 };
 
 // Memory of the current device, not zeroed, from which NCCL can send without a copy (ncclMemAlloc); ordinary device
@@ -62,11 +37,10 @@ std::shared_ptr<void> allocate_for_nccl(int64_t size_bytes);
 // Throws Error{kCommunication} for a failure of NCCL.
 std::string new_nccl_id();
 
-// Collective: every rank of the id's communicator calls it. Throws Error{kInvalidUse} if there is no such device, if
+// Collective: every rank of the id's communicator calls it. `buffers` lie in the memory of the device. Throws Error{kInvalidUse} if there is no such device, if
 // the id was made by another version of NCCL, or if two ranks share a device; Error{kInvalidOption} for a buffer that
 // cuts an element; Error{kCommunication} for a failure of CUDA or NCCL, or if not all ranks connect in time.
-std::unique_ptr<DeviceTransport> make_nccl_transport(const std::string& id, int32_t rank, int32_t world_size,
-                                                     std::vector<DeviceBuffer> buffers,
-                                                     const NcclOptions& options = {});
+std::unique_ptr<Transport> make_nccl_transport(const std::string& id, int32_t rank, int32_t world_size,
+                                               std::vector<HostBuffer> buffers, const NcclOptions& options = {});
 
 }  // namespace gradcast

@@ -21,11 +21,11 @@ namespace gradcast {
 struct Block {
   Op op = Op::kAllReduce;
   int32_t buffer = 0;
-  std::vector<Range> ranges;  // ascending, disjoint, not adjacent, element-aligned, never empty
-  double start_ns = 0;        // predicted launch, from the start of backward
-  double finish_ns = 0;       // predicted, from the start of backward
-  std::string reason;         // why these bytes and why now, for people: shown in traces and reports
-  std::string extra_json{};   // unknown fields of the JSON object, kept; "" if none
+  std::vector<Range> ranges{};  // ascending, disjoint, not adjacent, element-aligned, never empty
+  double start_ns = 0;          // predicted launch, from the start of backward
+  double finish_ns = 0;         // predicted, from the start of backward
+  std::string reason{};         // why these bytes and why now, for people: shown in traces and reports
+  std::string extra_json{};     // unknown fields of the JSON object, kept; "" if none
 
   int64_t size_bytes() const;
   bool operator==(const Block&) const = default;
@@ -39,19 +39,23 @@ struct Plan {
   double predicted_ns = 0;    // iteration time that play() gives this plan
   double bound_ns = 0;        // no plan of this mode, in_flight and these kinds of operation is faster; see bound.h
   double plain_bound_ns = 0;  // the same by the simple formula, the yardstick of the literature
-  std::string extra_json;     // unknown fields of the JSON object, kept; "" if none
+  std::string extra_json{};   // unknown fields of the JSON object, kept; "" if none
 
   bool operator==(const Plan&) const = default;
 };
 
-// The tensors that a range of bytes touches, as positions [first, last) in the buffer's list of tensors.
-struct TensorSpan {
-  int32_t first = 0;
-  int32_t last = 0;
+// The tensors of one buffer, in the order in which they lie there.
+struct BufferLayout {
+  std::vector<int32_t> tensors;    // as indices into the profile
+  std::vector<int64_t> end_bytes;  // where each of them ends
+  int32_t element_bytes = 1;
+
+  int64_t size_bytes() const { return end_bytes.empty() ? 0 : end_bytes.back(); }
+  // Those that a range of bytes touches. REQUIRES: the range is not empty and lies in the buffer.
+  std::span<const int32_t> tensors_in(Range range) const;
 };
-// `end_bytes`: where each tensor of the buffer ends, ascending. REQUIRES: the range is not empty and lies in the
-// buffer.
-TensorSpan tensors_in(std::span<const int64_t> end_bytes, Range range);
+// By buffer; one that no tensor names is empty.
+std::vector<BufferLayout> buffers_of(const Profile& profile);
 
 // Throws Error{kInvalidPlan}, naming the first fault, unless the plan carries every byte of `profile` exactly once (by
 // one all-reduce, or one reduce-scatter and a later all-gather) and cuts no element. Ranks call it on every plan they

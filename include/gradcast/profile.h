@@ -22,10 +22,10 @@ struct Tensor {
   int64_t bytes = 0;          // at least 1, a multiple of element_bytes
   int32_t buffer = 0;         // the flat array that holds it: one per (dtype, device)
   int32_t element_bytes = 4;  // the same for every tensor of a buffer
-  double ready_ns = 0;     // from the start of backward until the gradient exists on the slowest rank; in [0, backward]
-  double need_ns = 0;      // from the start of forward until the parameter is read, nothing waited for; in [0, forward]
-  double update_ns = 0;    // work of the optimizer for it, on the device that runs forward
-  std::string extra_json;  // unknown fields of the JSON object, kept; "" if none
+  double ready_ns = 0;   // from the start of backward until the gradient exists on the slowest rank; in [0, backward]
+  double need_ns = 0;    // from the start of forward until the parameter is read, nothing waited for; in [0, forward]
+  double update_ns = 0;  // work of the optimizer for it, on the device that runs forward
+  std::string extra_json{};  // unknown fields of the JSON object, kept; "" if none
 
   bool operator==(const Tensor&) const = default;
 };
@@ -37,7 +37,7 @@ struct Profile {
   double backward_ns = 0;
   std::vector<Tensor> tensors;  // urgency order
   LinkModel link;               // without any kind of operation where the network is not known yet
-  std::string extra_json;       // unknown fields of the JSON object, kept; "" if none
+  std::string extra_json{};     // unknown fields of the JSON object, kept; "" if none
 
   bool operator==(const Profile&) const = default;
 };

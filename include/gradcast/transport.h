@@ -20,6 +20,16 @@ namespace gradcast {
 // The name of the Python capsule that hands a Transport* from the module that made it to the one that runs the engine.
 inline constexpr const char* kTransportCapsule = "gradcast.Transport.3";
 
+enum class Element { kFloat32, kFloat64 };
+
+// One gradient buffer, of a transport that works on the host's memory or says otherwise. The memory must stay valid until
+// the transport is closed.
+struct HostBuffer {
+  void* data = nullptr;
+  int64_t size_bytes = 0;  // a multiple of the element's size
+  Element element = Element::kFloat32;
+};
+
 // One collective operation over `ranges` of one buffer. kAllReduce leaves the sum over all ranks on every rank.
 // kReduceScatter leaves the sum of part r on rank r, and the other parts undefined. kAllGather brings each rank's part
 // to all ranks. There are world_size parts of ceil(elements / world_size) elements; the last ones are shorter or empty.

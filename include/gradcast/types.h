@@ -1,5 +1,5 @@
-// Words that every part of gradcast shares: the kinds of collective operation, ranges of bytes, and the two modes of
-// running a plan.
+// Words that every part of gradcast shares: the kinds of collective operation, ranges of bytes, the two modes of running
+// a plan; and numbers as people read them.
 //
 // Units everywhere: times are double nanoseconds (suffix `_ns`) inside the library and whole nanoseconds in JSON; sizes
 // are int64 bytes (suffix `_bytes`); rates are nanoseconds per byte (suffix `_ns_per_byte`).
@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace gradcast {
@@ -53,5 +54,10 @@ std::string_view to_string(Mode mode);
 // Throw Error{kInvalidOption} for any other word.
 Op op_from_string(std::string_view name);
 Mode mode_from_string(std::string_view name);
+
+// A size in decimal units: "37.6 kB".
+std::string bytes_text(int64_t size_bytes);
+// As short as ten digits allow; the limit of sizes and times by its name, "2^53".
+std::string number_text(double value);
 
 }  // namespace gradcast

@@ -12,7 +12,6 @@
 
 #include "bindings/capsule.h"
 #include "gradcast/error.h"
-#include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
 
 namespace gradcast {

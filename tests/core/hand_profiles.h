@@ -22,45 +22,24 @@ struct Item {
 };
 
 inline Profile profile_of(double backward_ns, double forward_ns, const std::vector<Item>& items) {
-  Profile profile;
-  profile.name = "by hand";
-  profile.backward_ns = backward_ns;
-  profile.forward_ns = forward_ns;
+  Profile profile{"by hand", 1, forward_ns, backward_ns, {}, {}};
   for (const Item& item : items) {
-    Tensor tensor;
-    tensor.name = "t" + std::to_string(profile.tensors.size());
-    tensor.bytes = item.bytes;
-    tensor.element_bytes = 1;
-    tensor.buffer = item.buffer;
-    tensor.ready_ns = item.ready_ns;
-    tensor.need_ns = item.need_ns;
-    tensor.update_ns = item.update_ns;
-    profile.tensors.push_back(tensor);
+    const std::string name = "t" + std::to_string(profile.tensors.size());
+    profile.tensors.push_back({name, item.bytes, item.buffer, 1, item.ready_ns, item.need_ns, item.update_ns});
   }
   return profile;
 }
 
 inline LinkModel link_of(double alpha_ns, double beta_ns_per_byte) {
-  LinkModel link;
-  link.all_reduce = linear_cost({alpha_ns, beta_ns_per_byte});
-  return link;
+  return {linear_cost({alpha_ns, beta_ns_per_byte}), {}, {}};
 }
 
 inline Block block_of(const std::vector<Range>& ranges, Op op = Op::kAllReduce, int32_t buffer = 0) {
-  Block block;
-  block.op = op;
-  block.buffer = buffer;
-  block.ranges = ranges;
-  return block;
+  return {op, buffer, ranges};
 }
 
 inline Plan plan_of(const std::vector<Block>& blocks, Mode mode = Mode::kOverlap, int32_t in_flight = 1) {
-  Plan plan;
-  plan.policy = "by hand";
-  plan.mode = mode;
-  plan.in_flight = in_flight;
-  plan.blocks = blocks;
-  return plan;
+  return {"by hand", mode, in_flight, blocks};
 }
 
 }  // namespace gradcast

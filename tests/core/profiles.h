@@ -52,9 +52,6 @@ struct RandomProfileOptions {
   double tied_share = 0.2;  // of tensors that share ready, and as often need, with their neighbour
   int32_t buffer_count = 1;
   int32_t link_piece_count = 1;
-  double alpha_share_max = 1.5;    // alpha: 0 for one profile in eight, else log-uniform up to this share of backward
-  double communication_min = 0.1;  // time of all bytes at beta, as a share of forward and backward, log-uniform
-  double communication_max = 5;
   double pack_share = 0;       // cost of packing, as a share of the smallest beta
   bool updates = false;        // the optimizer takes time
   bool scatter_gather = true;  // the link knows reduce_scatter and all_gather
@@ -145,10 +142,9 @@ inline void add_random_link(Random& random, const RandomProfileOptions& options,
   for (const Tensor& tensor : profile.tensors) {
     total_bytes += tensor.bytes;
   }
-  const double communication = random.log_uniform(options.communication_min, options.communication_max);
+  const double communication = random.log_uniform(0.1, 5);
   const double beta = communication * (profile.forward_ns + profile.backward_ns) / static_cast<double>(total_bytes);
-  const double alpha_ns =
-      random.chance(0.125) ? 0 : random.log_uniform(1e-5, options.alpha_share_max) * profile.backward_ns;
+  const double alpha_ns = random.chance(0.125) ? 0 : random.log_uniform(1e-5, 1.5) * profile.backward_ns;
   const auto cost = [&](double factor) {
     return random_cost(random, factor * alpha_ns, factor * beta, options.link_piece_count, total_bytes);
   };

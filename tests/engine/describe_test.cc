@@ -1,8 +1,7 @@
 // What the engine says about blocks: whole sentences, with names, sizes and times.
-#include "engine/describe.h"
-
 #include <gtest/gtest.h>
 
+#include "engine/loop.h"
 #include "tests/core/hand_profiles.h"
 
 namespace gradcast {

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "gradcast/engine.h"
+#include "tests/core/hand_profiles.h"
 #include "tests/engine/hand_transport.h"
 #include "tests/engine/random_iterations.h"
 #include "tests/support/scripted_world.h"
@@ -135,33 +136,22 @@ class EngineRanks {
 
 // Tensors of float32 in one buffer.
 inline Profile float_tensors(int32_t count, int64_t elements = 10) {
-  Profile profile;
-  profile.name = "floats";
-  for (int32_t i = 0; i < count; ++i) {
-    Tensor tensor;
-    tensor.name = "t" + std::to_string(i);
-    tensor.bytes = 4 * elements;
-    profile.tensors.push_back(tensor);
+  Profile profile = profile_of(0, 0, std::vector<Item>(static_cast<size_t>(count), {4 * elements}));
+  for (Tensor& tensor : profile.tensors) {
+    tensor.element_bytes = 4;
   }
   return profile;
 }
 
 // One all-reduce per tensor of float_tensors, the last tensor first, as backward makes them.
 inline Plan block_per_tensor(const Profile& profile, int32_t in_flight = 1) {
-  Plan plan;
-  plan.policy = "by hand";
-  plan.in_flight = in_flight;
+  std::vector<Block> blocks;
   int64_t end_bytes = 0;
   for (const Tensor& tensor : profile.tensors) {
+    blocks.insert(blocks.begin(), block_of({{end_bytes, end_bytes + tensor.bytes}}));
     end_bytes += tensor.bytes;
   }
-  for (auto tensor = profile.tensors.rbegin(); tensor != profile.tensors.rend(); ++tensor) {
-    Block block;
-    block.ranges = {{end_bytes - tensor->bytes, end_bytes}};
-    end_bytes -= tensor->bytes;
-    plan.blocks.push_back(block);
-  }
-  return plan;
+  return plan_of(blocks, Mode::kOverlap, in_flight);
 }
 
 }  // namespace gradcast

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -28,13 +29,10 @@ inline Profile random_tensors(Random& random) {
   Profile profile;
   profile.name = "random";
   for (int64_t i = 0; i < tensor_count; ++i) {
-    Tensor tensor;
-    tensor.name = "t" + std::to_string(i);
     // The first tensors see to it that no buffer is left out.
-    tensor.buffer = static_cast<int32_t>(i < buffer_count ? i : random.integer(0, buffer_count - 1));
-    tensor.element_bytes = element_bytes_of(tensor.buffer);
-    tensor.bytes = tensor.element_bytes * random.integer(1, 40);
-    profile.tensors.push_back(tensor);
+    const auto buffer = static_cast<int32_t>(i < buffer_count ? i : random.integer(0, buffer_count - 1));
+    const int32_t element_bytes = element_bytes_of(buffer);
+    profile.tensors.push_back({"t" + std::to_string(i), element_bytes * random.integer(1, 40), buffer, element_bytes});
   }
   return profile;
 }
@@ -53,9 +51,7 @@ inline void split_some(Random& random, Plan& plan) {
 }
 
 inline Plan random_followable(Random& random, const Profile& profile, bool scatter_gather) {
-  RandomPlanOptions options;
-  options.in_flight = static_cast<int32_t>(random.integer(1, 4));
-  Plan plan = random_plan(random, profile, options);
+  Plan plan = random_plan(random, profile, {.in_flight = static_cast<int32_t>(random.integer(1, 4))});
   if (scatter_gather) {
     split_some(random, plan);
   }
@@ -65,9 +61,7 @@ inline Plan random_followable(Random& random, const Profile& profile, bool scatt
 // 0 … count-1, shuffled.
 inline std::vector<int32_t> random_order(Random& random, int32_t count) {
   std::vector<int32_t> order(static_cast<size_t>(count));
-  for (int32_t i = 0; i < count; ++i) {
-    order[i] = i;
-  }
+  std::iota(order.begin(), order.end(), 0);
   for (int32_t i = count - 1; i > 0; --i) {
     std::swap(order[i], order[random.integer(0, i)]);
   }

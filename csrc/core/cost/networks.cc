@@ -3,7 +3,6 @@
 #include <bit>
 
 #include "gradcast/error.h"
-#include "gradcast/text.h"
 
 namespace gradcast {
 namespace {

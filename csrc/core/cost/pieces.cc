@@ -21,11 +21,8 @@ std::vector<int32_t> by_ready(const Problem& problem) {
 
 Block piece_block(const Problem& problem, const Piece& piece, std::string reason) {
   const int64_t offset_bytes = problem.offset_bytes[piece.tensor];
-  Block block;
-  block.buffer = problem.buffer[piece.tensor];
-  block.ranges.push_back({offset_bytes + piece.from_bytes, offset_bytes + piece.to_bytes});
-  block.reason = std::move(reason);
-  return block;
+  const Range range{offset_bytes + piece.from_bytes, offset_bytes + piece.to_bytes};
+  return {.buffer = problem.buffer[piece.tensor], .ranges = {range}, .reason = std::move(reason)};
 }
 
 std::vector<Block> joint_blocks(const Problem& problem, std::span<const Piece> pieces, const std::string& reason) {

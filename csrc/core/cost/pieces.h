@@ -1,16 +1,18 @@
-// Pieces of tensors, and the blocks that carry them: what policies and the planner build plans from.
+// What policies and the planner build plans from: pieces of tensors, the blocks that carry them, and the fastest of
+// several plans.
 //
 // Thread safety: pure; any thread.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cost/problem.h"
-#include "gradcast/text.h"
 
 namespace gradcast {
 
@@ -41,5 +43,33 @@ Block piece_block(const Problem& problem, const Piece& piece, std::string reason
 std::vector<Block> joint_blocks(const Problem& problem, std::span<const Piece> pieces, const std::string& reason);
 // Joins ranges of one buffer as a Block wants them: ascending, adjacent ones merged. REQUIRES: they are disjoint.
 std::vector<Range> joined(std::vector<Range> ranges);
+
+struct Candidate {
+  std::vector<Block> blocks;
+  double iteration_ns = std::numeric_limits<double>::infinity();
+};
+
+// Keeps the fastest of the plans that it is shown; the earlier one of equals.
+class Fastest {
+ public:
+  explicit Fastest(const Problem& problem) : problem_(problem) {}
+
+  // REQUIRES: the blocks are a whole plan; none at all are passed over.
+  void consider(std::vector<Block> blocks) {
+    if (blocks.empty()) {
+      return;
+    }
+    const double candidate_ns = gradcast::iteration_ns(problem_, blocks);
+    if (candidate_ns < best_.iteration_ns) {
+      best_ = {std::move(blocks), candidate_ns};
+    }
+  }
+  const Candidate& best() const { return best_; }
+  double iteration_ns() const { return best_.iteration_ns; }
+
+ private:
+  const Problem& problem_;
+  Candidate best_;
+};
 
 }  // namespace gradcast

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "cost/problem.h"
-#include "cost/virtual_link.h"
 #include "gradcast/error.h"
 
 namespace gradcast {
@@ -14,7 +13,7 @@ namespace {
 // reduce-scattered at most once, so the ranges of a buffer are disjoint.
 class Scattered {
  public:
-  Scattered(const Problem& problem, std::span<const Block> blocks) : pieces_(problem.buffer_bytes.size()) {
+  Scattered(const Problem& problem, std::span<const Block> blocks) : pieces_(problem.buffers.size()) {
     for (const Block& block : blocks) {
       if (block.op != Op::kReduceScatter) {
         continue;

@@ -6,30 +6,6 @@
 #include "gradcast/error.h"
 
 namespace gradcast {
-namespace {
-
-void add_tensor(Problem& problem, const Tensor& tensor) {
-  const int32_t index = problem.tensor_count();
-  const auto buffer = static_cast<size_t>(tensor.buffer);
-  if (buffer >= problem.buffer_bytes.size()) {
-    problem.buffer_bytes.resize(buffer + 1, 0);
-    problem.element_bytes.resize(buffer + 1, 1);
-    problem.buffer_tensors.resize(buffer + 1);
-    problem.buffer_end_bytes.resize(buffer + 1);
-  }
-  problem.bytes.push_back(tensor.bytes);
-  problem.offset_bytes.push_back(problem.buffer_bytes[buffer]);
-  problem.buffer.push_back(tensor.buffer);
-  problem.ready_ns.push_back(tensor.ready_ns);
-  problem.update_ns.push_back(tensor.update_ns);
-  problem.buffer_bytes[buffer] += tensor.bytes;
-  problem.element_bytes[buffer] = tensor.element_bytes;
-  problem.buffer_tensors[buffer].push_back(index);
-  problem.buffer_end_bytes[buffer].push_back(problem.buffer_bytes[buffer]);
-  problem.total_bytes += tensor.bytes;
-}
-
-}  // namespace
 
 Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, int32_t in_flight) {
   if (in_flight < 1) {
@@ -44,20 +20,28 @@ Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, i
   problem.in_flight = in_flight;
   problem.link = link;
   problem.backward_ns = profile.backward_ns;
+  problem.buffers = buffers_of(profile);
   const size_t count = profile.tensors.size();
   for (auto* times : {&problem.ready_ns, &problem.need_ns, &problem.update_ns}) {
     times->reserve(count);
   }
-  for (auto* sizes : {&problem.bytes, &problem.offset_bytes}) {
-    sizes->reserve(count);
-  }
+  problem.bytes.reserve(count);
   problem.buffer.reserve(count);
-
   double updates_ns = 0;
   for (const Tensor& tensor : profile.tensors) {
-    add_tensor(problem, tensor);
+    problem.bytes.push_back(tensor.bytes);
+    problem.buffer.push_back(tensor.buffer);
+    problem.ready_ns.push_back(tensor.ready_ns);
     problem.need_ns.push_back(mode == Mode::kOverlap ? tensor.need_ns + updates_ns : 0.0);
+    problem.update_ns.push_back(tensor.update_ns);
+    problem.total_bytes += tensor.bytes;
     updates_ns += tensor.update_ns;
+  }
+  problem.offset_bytes.resize(count);
+  for (const BufferLayout& buffer : problem.buffers) {
+    for (size_t at = 1; at < buffer.tensors.size(); ++at) {
+      problem.offset_bytes[buffer.tensors[at]] = buffer.end_bytes[at - 1];
+    }
   }
   problem.forward_ns = profile.forward_ns + updates_ns;
   return problem;

@@ -1,4 +1,5 @@
-// A planning problem: the numbers of a profile as arrays, which is what everything in the core computes with.
+// A planning problem: the numbers of a profile as arrays, which is what everything in the core computes with; and its
+// link in virtual time.
 //
 // Profiles carry names and unknown fields, and the planner looks at the same few numbers many thousand times. A Problem
 // also resolves the two modes once, so that no policy has to:
@@ -10,6 +11,7 @@
 // Thread safety: pure; any thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -38,14 +40,11 @@ struct Problem {
   std::vector<double> need_ns;
   std::vector<double> update_ns;
 
-  // By buffer.
-  std::vector<int64_t> buffer_bytes;
-  std::vector<int32_t> element_bytes;
-  std::vector<std::vector<int32_t>> buffer_tensors;    // urgency order, which is offset order
-  std::vector<std::vector<int64_t>> buffer_end_bytes;  // where each of these tensors ends
+  std::vector<BufferLayout> buffers;
 
   int32_t tensor_count() const { return static_cast<int32_t>(bytes.size()); }
-  int32_t buffer_count() const { return static_cast<int32_t>(buffer_bytes.size()); }
+  int32_t buffer_count() const { return static_cast<int32_t>(buffers.size()); }
+  int64_t element_bytes(int32_t tensor) const { return buffers[buffer[tensor]].element_bytes; }
   Range range_of(int32_t tensor) const { return {offset_bytes[tensor], offset_bytes[tensor] + bytes[tensor]}; }
   // The time at which the last read may end for an iteration of `iteration_ns`: d[i] in docs/internals/planner.md.
   double deadline_ns(int32_t tensor, double iteration_ns) const { return iteration_ns - forward_ns + need_ns[tensor]; }
@@ -58,10 +57,7 @@ Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, i
 template <typename Use>
 void for_each_tensor(const Problem& problem, const Block& block, Use use) {
   for (const Range& range : block.ranges) {
-    const TensorSpan carried = tensors_in(problem.buffer_end_bytes[block.buffer], range);
-    for (int32_t at = carried.first; at < carried.last; ++at) {
-      use(problem.buffer_tensors[block.buffer][at]);
-    }
+    std::ranges::for_each(problem.buffers[block.buffer].tensors_in(range), use);
   }
 }
 
@@ -76,6 +72,37 @@ struct BlockCost {
 };
 BlockCost block_cost(const LinkModel& link, Op op, int64_t size_bytes, bool packed);
 BlockCost block_cost(const LinkModel& link, const Block& block);
+
+// The link in virtual time: the rule by which play, and every policy that plans ahead, launches and finishes blocks.
+// Blocks are launched in order, at most in_flight unfinished at once; their bytes pass one wire in that order.
+class VirtualLink {
+ public:
+  explicit VirtualLink(const Problem& problem) : problem_(&problem) {}
+
+  // When the next block may be launched as far as the link is concerned: when fewer than in_flight blocks are
+  // unfinished.
+  double free_ns() const {
+    const auto in_flight = static_cast<size_t>(problem_->in_flight);
+    return std::max(launch_ns_, finish_ns_.size() >= in_flight ? finish_ns_[finish_ns_.size() - in_flight] : 0);
+  }
+
+  // Launches a block at max(now_ns, free_ns()); returns its finish.
+  double launch(double now_ns, int64_t size_bytes, Op op = Op::kAllReduce, bool packed = false) {
+    const BlockCost cost = block_cost(problem_->link, op, size_bytes, packed);
+    const double wire_free_ns = finish_ns_.empty() ? 0 : finish_ns_.back();
+    launch_ns_ = std::max(now_ns, free_ns());
+    finish_ns_.push_back(std::max(launch_ns_ + cost.alpha_ns, wire_free_ns) + cost.bytes_ns);
+    return finish_ns_.back();
+  }
+
+  // When the last block was launched.
+  double launch_ns() const { return launch_ns_; }
+
+ private:
+  const Problem* problem_;
+  double launch_ns_ = 0;
+  std::vector<double> finish_ns_;
+};
 
 // True if ready never rises in urgency order: every tensor's window lies inside the next one's. Sequential models are
 // like this.

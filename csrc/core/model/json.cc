@@ -1,13 +1,246 @@
 // Profiles, links and plans as JSON, schema version 1.
+//
+// nlohmann-json parses; Fields adds what a person who edits a file needs: a path such as "tensors[3].ready_ns" in every
+// message, limits on numbers, and the fields that this version does not know, kept for the one that wrote them.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "gradcast/error.h"
 #include "gradcast/plan.h"
 #include "gradcast/profile.h"
-#include "model/json_fields.h"
 
 namespace gradcast {
 namespace {
+
+using Json = nlohmann::ordered_json;
+
+// No file of ours nests deeper than 6; unknown fields may, but not so deep that writing them back could exhaust the
+// stack.
+constexpr int kDepthMax = 64;
+
+std::string line_and_column(std::string_view text, size_t byte) {
+  const std::string_view before = text.substr(0, std::min(byte, text.size()));
+  const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+  const size_t line_start = before.rfind('\n');
+  const size_t column = line_start == std::string_view::npos ? before.size() : before.size() - line_start - 1;
+  return "line " + std::to_string(line) + ", column " + std::to_string(std::max<size_t>(column, 1));
+}
+
+std::string dump(const Json& value) {
+  return value.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+// For messages: the value as the user wrote it, shortened.
+std::string shown(const Json& value) {
+  std::string text = dump(value);
+  constexpr size_t kShownMax = 40;
+  if (text.size() <= kShownMax) return text;
+  size_t end = kShownMax;
+  while ((static_cast<unsigned char>(text[end]) & 0xC0) == 0x80)  // not inside of a character
+    --end;
+  return text.substr(0, end) + "…";
+}
+
+// Parses a whole document. `what` ("profile") and `code` are for the message, which has line and column.
+Json parse_json(std::string_view text, const char* what, ErrorCode code) {
+  const auto limit_depth = [&](int depth, Json::parse_event_t, Json&) {
+    if (depth > kDepthMax) {
+      throw Error(code, std::string("the ") + what + " nests deeper than " + std::to_string(kDepthMax) + " levels");
+    }
+    return true;
+  };
+  try {
+    return Json::parse(text, limit_depth);
+  } catch (const Json::parse_error& error) {
+    const std::string where = error.byte > text.size() ? "it ends too early (is the file truncated?)"
+                                                       : "the error is at " + line_and_column(text, error.byte);
+    throw Error(code, std::string("the ") + what + " is not valid JSON: " + where +
+                          "; note that JSON has no NaN and no Infinity");
+  } catch (const Json::out_of_range&) {
+    throw Error(code, std::string("the ") + what + " has a number too large for a double");
+  }
+}
+
+class Fields {
+ public:
+  // REQUIRES: `object` outlives this. `path` is "" at the top, else "tensors[3]". Throws if it is no object.
+  Fields(const Json& object, std::string path, ErrorCode code);
+
+  // Each throws with the field's path when the field is missing (unless there is an `otherwise`) or of another type or
+  // range.
+  std::string text(const std::string& key, std::optional<std::string> otherwise = {});
+  double number(const std::string& key, double min, double max, std::optional<double> otherwise = {});
+  int64_t integer(const std::string& key, int64_t min, int64_t max, std::optional<int64_t> otherwise = {});
+  // An array, each element read by `read`, which is given the element and its path.
+  template <typename Value>
+  std::vector<Value> list(const std::string& key, Value (*read)(const Json&, const std::string& path)) {
+    const Json& array = required(key);
+    if (!array.is_array()) {
+      refuse_type(key, array, "an array");
+    }
+    std::vector<Value> values;
+    values.reserve(array.size());
+    for (size_t i = 0; i < array.size(); ++i) {
+      values.push_back(read(array[i], path_of(key) + "[" + std::to_string(i) + "]"));
+    }
+    return values;
+  }
+  // nullptr where the field is absent or null.
+  const Json* find(const std::string& key);
+
+  // "version" must be 1.
+  void expect_version_1();
+
+  // The fields that nobody asked for, as the text of a JSON object; "" if there are none.
+  std::string rest() const;
+
+  [[noreturn]] void refuse(const std::string& key, const std::string& message) const;
+
+ private:
+  std::string path_of(const std::string& key) const { return path_.empty() ? key : path_ + "." + key; }
+  [[noreturn]] void refuse_type(const std::string& key, const Json& value, const char* expected) const;
+  const Json& required(const std::string& key);
+
+  const Json* object_;
+  std::string path_;
+  ErrorCode code_;
+  std::vector<std::string> known_;
+};
+
+Fields::Fields(const Json& object, std::string path, ErrorCode code)
+    : object_(&object), path_(std::move(path)), code_(code) {
+  if (!object.is_object()) {
+    throw Error(code, (path_.empty() ? std::string("the document") : path_) + " is " + shown(object) +
+                          "; a JSON object is expected");
+  }
+}
+
+void Fields::refuse(const std::string& key, const std::string& message) const {
+  throw Error(code_, path_of(key) + " " + message);
+}
+
+void Fields::refuse_type(const std::string& key, const Json& value, const char* expected) const {
+  refuse(key, "is " + shown(value) + "; " + expected + " is expected");
+}
+
+const Json* Fields::find(const std::string& key) {
+  known_.push_back(key);
+  const auto at = object_->find(key);
+  return at == object_->end() || at->is_null() ? nullptr : &*at;
+}
+
+const Json& Fields::required(const std::string& key) {
+  const Json* value = find(key);
+  if (value == nullptr) {
+    refuse(key, "is missing; docs/reference/file-formats.md lists the fields");
+  }
+  return *value;
+}
+
+std::string Fields::text(const std::string& key, std::optional<std::string> otherwise) {
+  if (otherwise && find(key) == nullptr) {
+    return *otherwise;
+  }
+  const Json& value = required(key);
+  if (!value.is_string()) {
+    refuse_type(key, value, "a text");
+  }
+  return value.get<std::string>();
+}
+
+double Fields::number(const std::string& key, double min, double max, std::optional<double> otherwise) {
+  if (otherwise && find(key) == nullptr) {
+    return *otherwise;
+  }
+  const Json& value = required(key);
+  if (!value.is_number()) {
+    refuse_type(key, value, "a number");
+  }
+  const double number = value.get<double>();
+  if (!(number >= min && number <= max)) {
+    refuse(key, "is " + shown(value) + "; it must lie between " + number_text(min) + " and " + number_text(max));
+  }
+  return number;
+}
+
+int64_t Fields::integer(const std::string& key, int64_t min, int64_t max, std::optional<int64_t> otherwise) {
+  if (otherwise && find(key) == nullptr) {
+    return *otherwise;
+  }
+  const Json& json = required(key);
+  const double value = number(key, static_cast<double>(min), static_cast<double>(max));
+  if (value != std::floor(value)) {
+    refuse(key, "is " + number_text(value) + "; a whole number is expected");
+  }
+  // As a double 2^53 + 1 passes for 2^53.
+  if (json.is_number_unsigned() && json.get<uint64_t>() > static_cast<uint64_t>(max)) {
+    refuse(key, "is " + shown(json) + "; it must be at most " + std::to_string(max));
+  }
+  return static_cast<int64_t>(value);
+}
+
+void Fields::expect_version_1() {
+  if (integer("version", 1, 1'000'000) != 1) {
+    refuse("version", "is not 1, the only version that this gradcast reads; upgrade gradcast, or write the file anew");
+  }
+}
+
+std::string Fields::rest() const {
+  Json rest = Json::object();
+  for (const auto& [key, value] : object_->items()) {
+    if (std::find(known_.begin(), known_.end(), key) == known_.end()) {
+      rest[key] = value;
+    }
+  }
+  return rest.empty() ? "" : dump(rest);
+}
+
+// Appends the fields of `extra_json` ("" or the text of an object) to `object`.
+void add_rest(Json& object, const std::string& extra_json) {
+  if (extra_json.empty()) {
+    return;
+  }
+  const Json extra = Json::parse(extra_json);
+  for (const auto& [key, value] : extra.items()) {
+    object[key] = value;
+  }
+}
+
+// A time as JSON holds it: rounded to a whole nanosecond.
+Json whole_ns(double time_ns) {
+  const double rounded = std::round(time_ns);
+  // Above 2^53 an integer would pretend to a precision that a double does not have.
+  return std::abs(rounded) <= kTimeMaxNs ? Json(static_cast<int64_t>(rounded)) : Json(rounded);
+}
+
+// `object` as text for people and diffs: one line per field, and one line per element of the array in field `rows`.
+std::string to_text(const Json& object, const char* rows) {
+  std::string text = "{";
+  const char* separator = "\n";
+  for (const auto& [key, value] : object.items()) {
+    text += separator + dump(Json(key)) + ": ";
+    separator = ",\n";
+    if (key != rows) {
+      text += dump(value);
+      continue;
+    }
+    text += "[";
+    const char* row_separator = "\n";
+    for (const Json& row : value) {
+      text += row_separator + std::string("  ") + dump(row);
+      row_separator = ",\n";
+    }
+    text += "\n]";
+  }
+  return text + "\n}\n";
+}
 
 constexpr int32_t kInFlightMax = 1'000'000;
 // Above any link that exists: 2^53 ns for one byte.
@@ -16,12 +249,10 @@ constexpr double kPredictionMaxNs = 1e300;
 
 LinkPiece piece_from(const Json& json, const std::string& path) {
   Fields fields(json, path, ErrorCode::kInvalidLink);
-  LinkPiece piece;
-  piece.up_to_bytes = fields.integer("up_to_bytes", 1, kBytesMax, kUnboundedBytes);
-  piece.alpha_ns = fields.number("alpha_ns", 0, kCostMax);
-  piece.beta_ns_per_byte = fields.number("beta_ns_per_byte", 0, kCostMax);
-  piece.extra_json = fields.rest();
-  return piece;
+  return {.up_to_bytes = fields.integer("up_to_bytes", 1, kBytesMax, kUnboundedBytes),
+          .alpha_ns = fields.number("alpha_ns", 0, kCostMax),
+          .beta_ns_per_byte = fields.number("beta_ns_per_byte", 0, kCostMax),
+          .extra_json = fields.rest()};
 }
 
 LinkModel link_from(const Json& json, const std::string& path) {
@@ -41,17 +272,15 @@ LinkModel link_from(const Json& json, const std::string& path) {
 
 Tensor tensor_from(const Json& json, const std::string& path) {
   Fields fields(json, path, ErrorCode::kInvalidProfile);
-  Tensor tensor;
-  tensor.name = fields.text("name");
   // Ranges that need the whole profile (ready within backward, …) are check_profile's.
-  tensor.bytes = fields.integer("bytes", 1, kBytesMax);
-  tensor.buffer = static_cast<int32_t>(fields.integer("buffer", 0, INT32_MAX, 0));
-  tensor.element_bytes = static_cast<int32_t>(fields.integer("element_bytes", 1, INT32_MAX, 4));
-  tensor.ready_ns = fields.number("ready_ns", 0, kTimeMaxNs);
-  tensor.need_ns = fields.number("need_ns", 0, kTimeMaxNs);
-  tensor.update_ns = fields.number("update_ns", 0, kTimeMaxNs, 0);
-  tensor.extra_json = fields.rest();
-  return tensor;
+  return {.name = fields.text("name"),
+          .bytes = fields.integer("bytes", 1, kBytesMax),
+          .buffer = static_cast<int32_t>(fields.integer("buffer", 0, INT32_MAX, 0)),
+          .element_bytes = static_cast<int32_t>(fields.integer("element_bytes", 1, INT32_MAX, 4)),
+          .ready_ns = fields.number("ready_ns", 0, kTimeMaxNs),
+          .need_ns = fields.number("need_ns", 0, kTimeMaxNs),
+          .update_ns = fields.number("update_ns", 0, kTimeMaxNs, 0),
+          .extra_json = fields.rest()};
 }
 
 template <typename Enum>
@@ -77,16 +306,14 @@ Range range_from(const Json& json, const std::string& path) {
 
 Block block_from(const Json& json, const std::string& path) {
   Fields fields(json, path, ErrorCode::kInvalidPlan);
-  Block block;
-  block.op = word(fields, "op", &op_from_string);
-  block.buffer = static_cast<int32_t>(fields.integer("buffer", 0, INT32_MAX, 0));
-  block.ranges = fields.list("ranges", &range_from);
   // A plan made by hand need not carry predictions.
-  block.start_ns = fields.number("start_ns", 0, kPredictionMaxNs, 0);
-  block.finish_ns = fields.number("finish_ns", 0, kPredictionMaxNs, 0);
-  block.reason = fields.text("reason", "");
-  block.extra_json = fields.rest();
-  return block;
+  return {.op = word(fields, "op", &op_from_string),
+          .buffer = static_cast<int32_t>(fields.integer("buffer", 0, INT32_MAX, 0)),
+          .ranges = fields.list("ranges", &range_from),
+          .start_ns = fields.number("start_ns", 0, kPredictionMaxNs, 0),
+          .finish_ns = fields.number("finish_ns", 0, kPredictionMaxNs, 0),
+          .reason = fields.text("reason", ""),
+          .extra_json = fields.rest()};
 }
 
 Json json_of(const LinkPiece& piece) {
@@ -196,16 +423,14 @@ Plan plan_from_json(std::string_view text) {
   const Json json = parse_json(text, "plan", ErrorCode::kInvalidPlan);
   Fields fields(json, "", ErrorCode::kInvalidPlan);
   fields.expect_version_1();
-  Plan plan;
-  plan.policy = fields.text("policy");
-  plan.mode = word(fields, "mode", &mode_from_string);
-  plan.in_flight = static_cast<int32_t>(fields.integer("in_flight", 1, kInFlightMax, 1));
-  plan.blocks = fields.list("blocks", &block_from);
-  plan.predicted_ns = fields.number("predicted_ns", 0, kPredictionMaxNs, 0);
-  plan.bound_ns = fields.number("bound_ns", 0, kPredictionMaxNs, 0);
-  plan.plain_bound_ns = fields.number("plain_bound_ns", 0, kPredictionMaxNs, 0);
-  plan.extra_json = fields.rest();
-  return plan;
+  return {.policy = fields.text("policy"),
+          .mode = word(fields, "mode", &mode_from_string),
+          .in_flight = static_cast<int32_t>(fields.integer("in_flight", 1, kInFlightMax, 1)),
+          .blocks = fields.list("blocks", &block_from),
+          .predicted_ns = fields.number("predicted_ns", 0, kPredictionMaxNs, 0),
+          .bound_ns = fields.number("bound_ns", 0, kPredictionMaxNs, 0),
+          .plain_bound_ns = fields.number("plain_bound_ns", 0, kPredictionMaxNs, 0),
+          .extra_json = fields.rest()};
 }
 
 std::string to_json(const Plan& plan) {

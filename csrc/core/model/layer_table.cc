@@ -154,13 +154,11 @@ Profile profile_from_layer_table(std::string_view csv, const LayerTableOptions& 
   double ready_ns = backward_ns;
   for (const Layer& layer : layers) {
     if (layer.parameter_bytes > 0) {
-      Tensor tensor;
-      tensor.name = layer.name;
-      tensor.bytes = layer.parameter_bytes;
-      tensor.element_bytes = element_bytes;
-      tensor.ready_ns = std::max(0.0, std::round(ready_ns));
-      tensor.need_ns = std::round(forward_ns);
-      profile.tensors.push_back(tensor);
+      profile.tensors.push_back({.name = layer.name,
+                                 .bytes = layer.parameter_bytes,
+                                 .element_bytes = element_bytes,
+                                 .ready_ns = std::max(0.0, std::round(ready_ns)),
+                                 .need_ns = std::round(forward_ns)});
     }
     ready_ns -= layer.backward_ns;
     forward_ns += layer.forward_ns;

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "gradcast/error.h"
-#include "gradcast/text.h"
 
 namespace gradcast {
 namespace {

@@ -17,26 +17,9 @@ std::string place(size_t block_index) {
   return "blocks[" + std::to_string(block_index) + "]";
 }
 
-struct BufferLayout {
-  int64_t bytes = 0;
-  int32_t element_bytes = 1;
-};
-
-std::vector<BufferLayout> buffer_layouts(const Profile& profile) {
-  std::vector<BufferLayout> layouts;
-  for (const Tensor& tensor : profile.tensors) {
-    const auto buffer = static_cast<size_t>(tensor.buffer);
-    if (buffer >= layouts.size()) {
-      layouts.resize(buffer + 1);
-    }
-    layouts[buffer].bytes += tensor.bytes;
-    layouts[buffer].element_bytes = tensor.element_bytes;
-  }
-  return layouts;
-}
-
 void check_block(const Block& block, size_t k, const std::vector<BufferLayout>& layouts) {
-  if (block.buffer < 0 || static_cast<size_t>(block.buffer) >= layouts.size() || layouts[block.buffer].bytes == 0) {
+  if (block.buffer < 0 || static_cast<size_t>(block.buffer) >= layouts.size() ||
+      layouts[block.buffer].tensors.empty()) {
     refuse(place(k) + ".buffer is " + std::to_string(block.buffer) + ", which the profile does not have");
   }
   if (block.ranges.empty()) {
@@ -50,8 +33,8 @@ void check_block(const Block& block, size_t k, const std::vector<BufferLayout>& 
     const auto where = [&, lo = lo, hi = hi] {
       return place(k) + ".ranges[" + std::to_string(r) + "] = [" + std::to_string(lo) + ", " + std::to_string(hi) + "]";
     };
-    if (lo < 0 || hi <= lo || hi > layout.bytes) {
-      refuse(where() + " is empty or outside its buffer of " + std::to_string(layout.bytes) +
+    if (lo < 0 || hi <= lo || hi > layout.size_bytes()) {
+      refuse(where() + " is empty or outside its buffer of " + std::to_string(layout.size_bytes()) +
              " bytes; the plan was made for another profile, or edited");
     }
     if (lo % layout.element_bytes != 0 || hi % layout.element_bytes != 0) {
@@ -183,23 +166,36 @@ int64_t Block::size_bytes() const {
   return size_bytes;
 }
 
-TensorSpan tensors_in(std::span<const int64_t> end_bytes, Range range) {
+std::span<const int32_t> BufferLayout::tensors_in(Range range) const {
   const auto first = std::upper_bound(end_bytes.begin(), end_bytes.end(), range.lo_bytes);
   const auto last = std::lower_bound(first, end_bytes.end(), range.hi_bytes) + 1;
-  return {static_cast<int32_t>(first - end_bytes.begin()), static_cast<int32_t>(last - end_bytes.begin())};
+  return {tensors.begin() + (first - end_bytes.begin()), tensors.begin() + (last - end_bytes.begin())};
+}
+
+std::vector<BufferLayout> buffers_of(const Profile& profile) {
+  std::vector<BufferLayout> buffers;
+  for (size_t i = 0; i < profile.tensors.size(); ++i) {
+    const Tensor& tensor = profile.tensors[i];
+    buffers.resize(std::max(buffers.size(), static_cast<size_t>(tensor.buffer) + 1));
+    BufferLayout& buffer = buffers[tensor.buffer];
+    buffer.tensors.push_back(static_cast<int32_t>(i));
+    buffer.end_bytes.push_back(buffer.size_bytes() + tensor.bytes);
+    buffer.element_bytes = tensor.element_bytes;
+  }
+  return buffers;
 }
 
 void check_plan(const Plan& plan, const Profile& profile) {
   if (plan.in_flight < 1) {
     refuse("in_flight is " + std::to_string(plan.in_flight) + "; at least one block must be in flight");
   }
-  const std::vector<BufferLayout> layouts = buffer_layouts(profile);
+  const std::vector<BufferLayout> layouts = buffers_of(profile);
   for (size_t k = 0; k < plan.blocks.size(); ++k) {
     check_block(plan.blocks[k], k, layouts);
   }
   std::vector<BufferRanges> ranges = ranges_by_buffer(plan, layouts.size());
   for (size_t buffer = 0; buffer < layouts.size(); ++buffer) {
-    check_buffer(ranges[buffer], static_cast<int32_t>(buffer), layouts[buffer].bytes);
+    check_buffer(ranges[buffer], static_cast<int32_t>(buffer), layouts[buffer].size_bytes());
   }
 }
 

@@ -1,5 +1,3 @@
-#include "planner/beam.h"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -7,6 +5,7 @@
 
 #include "cost/pieces.h"
 #include "gradcast/error.h"
+#include "planner/search.h"
 #include "planner/zigzag.h"
 
 namespace gradcast {
@@ -147,7 +146,7 @@ class Beam {
     for (const LinkPiece& piece : problem_.link.all_reduce.pieces) {
       sizes.push_back(std::min(piece.up_to_bytes, available_bytes));
     }
-    const int64_t element_bytes = problem_.element_bytes[choice.buffer];
+    const int64_t element_bytes = problem_.buffers[choice.buffer].element_bytes;
     for (int64_t& size : sizes) {
       size = size / element_bytes * element_bytes;
     }

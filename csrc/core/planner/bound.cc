@@ -1,4 +1,4 @@
-#include "planner/bound.h"
+#include "gradcast/bound.h"
 
 #include <algorithm>
 #include <functional>

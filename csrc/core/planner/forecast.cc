@@ -7,7 +7,6 @@
 
 #include "cost/pieces.h"
 #include "gradcast/error.h"
-#include "planner/bisect.h"
 #include "planner/window_chains.h"
 #include "planner/zigzag.h"
 #include "policies/published.h"

@@ -11,8 +11,7 @@
 
 #include <vector>
 
-#include "cost/candidate.h"
-#include "cost/problem.h"
+#include "cost/pieces.h"
 
 namespace gradcast {
 

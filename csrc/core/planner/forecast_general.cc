@@ -5,10 +5,8 @@
 #include <vector>
 
 #include "cost/pieces.h"
-#include "planner/beam.h"
-#include "planner/bound.h"
 #include "planner/forecast.h"
-#include "planner/local_search.h"
+#include "planner/search.h"
 #include "planner/window_chains.h"
 #include "planner/window_filler.h"
 #include "planner/zigzag.h"

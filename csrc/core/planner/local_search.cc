@@ -1,9 +1,8 @@
-#include "planner/local_search.h"
-
 #include <algorithm>
 #include <cmath>
 
 #include "cost/pieces.h"
+#include "planner/search.h"
 
 namespace gradcast {
 namespace {
@@ -47,7 +46,7 @@ class Changes {
       case 5:
         return resize(send_windows[k]);
       case 6:
-        send_windows[k].buffer = static_cast<int32_t>(sequence_.below(problem_.buffer_bytes.size() + 1)) - 1;
+        send_windows[k].buffer = static_cast<int32_t>(sequence_.below(problem_.buffers.size() + 1)) - 1;
         return;
       default:
         std::swap(send_windows[k], send_windows[sequence_.below(send_windows.size())]);

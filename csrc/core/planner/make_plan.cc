@@ -7,8 +7,8 @@
 #include "cost/problem.h"
 #include "gradcast/error.h"
 #include "gradcast/policy.h"
-#include "planner/bound.h"
 #include "planner/forecast.h"
+#include "planner/window_chains.h"
 #include "policies/policy_entry.h"
 
 namespace gradcast {
@@ -93,11 +93,7 @@ Plan make_plan(const Profile& profile, const LinkModel& link, const PolicyOption
   const Problem problem = make_problem(profile, link, options.mode, options.in_flight);
   check_fits(entry.info, link, options.mode);
 
-  Plan plan;
-  plan.policy = options.policy;
-  plan.mode = options.mode;
-  plan.in_flight = options.in_flight;
-  plan.blocks = planner(problem);
+  Plan plan{options.policy, options.mode, options.in_flight, planner(problem)};
   check_plan(plan, profile);
   predict(plan, problem);
   const Bound limit = bound(problem, uses_scatter_gather(plan));

@@ -188,7 +188,7 @@ std::vector<Block> blocks_of(const Problem& problem, const Order& order, const s
   }
   // A cut inside a tensor moves down to a whole element; both neighbours of a cut see the same one.
   const auto cut_in = [&](int32_t tensor, int64_t begin, double chain_bytes) {
-    const int64_t element_bytes = problem.element_bytes[problem.buffer[tensor]];
+    const int64_t element_bytes = problem.element_bytes(tensor);
     const double inside =
         std::clamp(chain_bytes - static_cast<double>(begin), 0.0, static_cast<double>(problem.bytes[tensor]));
     return static_cast<int64_t>(inside) / element_bytes * element_bytes;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cost/problem.h"
+#include "gradcast/bound.h"
 #include "gradcast/link.h"
 #include "planner/zigzag.h"
 
@@ -37,6 +38,9 @@ Chain shrunk_chain(const Problem& problem, const Order& order, const OpCost& cos
 // Parts of `order` on which enlarging costs less: the tensors that are needed early, those that are ready late, and the
 // heaviest subset whose ready times fall along the order. A bound for some of the tensors holds for all of them.
 std::vector<Order> sub_orders(const Problem& problem, const Order& order);
+
+// bound() of gradcast/bound.h for code that already has a Problem; `any_op` as in BoundOptions.
+Bound bound(const Problem& problem, bool any_op);
 
 // The blocks of a plan: the bytes of each slot, cut at whole elements, one block per slot and buffer.
 std::vector<Block> blocks_of(const Problem& problem, const Order& order, const std::vector<TimeSlot>& slots);

@@ -54,7 +54,7 @@ WindowFiller::WindowFiller(const Problem& problem)
     : problem_(problem),
       cheapest_bytes_(cheapest_size_bytes(problem)),
       by_ready_(by_ready(problem)),
-      available_(problem.buffer_bytes.size()),
+      available_(problem.buffers.size()),
       link_(problem) {}
 
 double WindowFiller::iteration_ns(const std::vector<SendWindow>& send_windows) {
@@ -122,7 +122,7 @@ int32_t WindowFiller::most_urgent_buffer() const {
 void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* blocks) {
   const bool chosen = send_window.buffer != SendWindow::kMostUrgentBuffer && !available_[send_window.buffer].empty();
   const int32_t buffer = chosen ? send_window.buffer : most_urgent_buffer();
-  const auto element_bytes = static_cast<double>(problem_.element_bytes[buffer]);
+  const auto element_bytes = static_cast<double>(problem_.buffers[buffer].element_bytes);
   auto& heap = available_[buffer];
   double room_bytes = std::max(send_window.size_bytes, element_bytes);
   double ready_ns = 0;
@@ -134,7 +134,7 @@ void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* block
     const int32_t tensor = heap[0];
     int64_t take_bytes = left_bytes_[tensor];
     if (static_cast<double>(take_bytes) > room_bytes) {
-      take_bytes = static_cast<int64_t>(room_bytes / element_bytes) * problem_.element_bytes[buffer];
+      take_bytes = static_cast<int64_t>(room_bytes / element_bytes) * problem_.buffers[buffer].element_bytes;
     }
     // What is left of a tensor is always its tail: pieces are taken from the front.
     const int64_t from_bytes = problem_.bytes[tensor] - left_bytes_[tensor];

@@ -11,7 +11,6 @@
 
 #include "cost/pieces.h"
 #include "cost/problem.h"
-#include "cost/virtual_link.h"
 #include "planner/zigzag.h"
 
 namespace gradcast {

@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "gradcast/error.h"
-#include "planner/bisect.h"
 
 namespace gradcast {
 namespace {

@@ -50,6 +50,23 @@ bool reachable(const Chain& chain, double iteration_ns);
 // `block_count_max` does. Among those with the fewest, the one with the most room to spare.
 std::optional<std::vector<TimeSlot>> zigzag(const Chain& chain, double iteration_ns, int32_t block_count_max);
 
+struct Bracket {
+  double refused = 0;   // the test says no here
+  double accepted = 0;  // and yes here; relatively 1e-10 apart
+};
+// Bisection for the smallest value that a monotone test accepts. REQUIRES: accepts(high). `low` is taken as refused.
+template <typename Accepts>
+Bracket bisect(double low, double high, Accepts accepts) {
+  // Finer than any measured time, and far above the rounding of sums of times.
+  constexpr double kWidth = 1e-10;
+  Bracket bracket{low, high};
+  while (bracket.accepted - bracket.refused > kWidth * bracket.accepted) {
+    const double middle = bracket.refused + (bracket.accepted - bracket.refused) / 2;
+    (accepts(middle) ? bracket.accepted : bracket.refused) = middle;
+  }
+  return bracket;
+}
+
 struct ChainOptimum {
   double bound_ns = 0;    // proven: no plan is faster
   double reached_ns = 0;  // zigzag() succeeds here; within 1e-9 of bound_ns where the cost is linear

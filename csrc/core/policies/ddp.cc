@@ -43,7 +43,7 @@ Block closed(const Problem& problem, Bucket& bucket, const char* why) {
 
 std::vector<Block> ddp(const Problem& problem, const DdpOptions& options) {
   std::vector<Block> blocks;
-  std::vector<Bucket> buckets(problem.buffer_bytes.size());
+  std::vector<Bucket> buckets(problem.buffers.size());
   for (Bucket& bucket : buckets) {
     bucket.cap_bytes = options.first_bytes;
   }

@@ -42,7 +42,7 @@ std::vector<Group> fused_groups(const Problem& problem, int64_t fusion_bytes) {
   const auto earlier = [&](int32_t a, int32_t b) { return problem.ready_ns[a] < problem.ready_ns[b]; };
   std::vector<Group> groups;
   for (int32_t buffer = 0; buffer < problem.buffer_count(); ++buffer) {
-    const std::vector<int32_t>& tensors = problem.buffer_tensors[buffer];
+    const std::vector<int32_t>& tensors = problem.buffers[buffer].tensors;
     for (auto first = tensors.begin(); first != tensors.end();) {
       const int64_t lo_bytes = problem.offset_bytes[*first];
       const auto last = std::partition_point(first + 1, tensors.end(), [&](int32_t tensor) {
@@ -56,15 +56,6 @@ std::vector<Group> fused_groups(const Problem& problem, int64_t fusion_bytes) {
   }
   std::ranges::sort(groups, {}, &Group::first_tensor);
   return groups;
-}
-
-Block group_block(const Group& group, Op op, const std::string& reason) {
-  Block block;
-  block.op = op;
-  block.buffer = group.buffer;
-  block.ranges = {group.range};
-  block.reason = reason;
-  return block;
 }
 
 // Groups by the time at which they can be scattered; equal ones in backward's order.
@@ -82,10 +73,10 @@ std::vector<Block> blocks_of(const std::vector<Group>& groups, const std::string
   std::vector<Block> blocks;
   blocks.reserve(2 * groups.size());
   for (const int32_t group : by_group_ready(groups)) {
-    blocks.push_back(group_block(groups[group], Op::kReduceScatter, reason));
+    blocks.push_back(Block{Op::kReduceScatter, groups[group].buffer, {groups[group].range}, 0, 0, reason});
   }
   for (const Group& group : groups) {
-    blocks.push_back(group_block(group, Op::kAllGather, reason));
+    blocks.push_back(Block{Op::kAllGather, group.buffer, {group.range}, 0, 0, reason});
   }
   return blocks;
 }

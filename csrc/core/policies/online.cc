@@ -50,7 +50,7 @@ std::vector<int64_t> sizes_to_try(int64_t given_bytes, std::span<const int64_t> 
 }
 
 int64_t whole_elements_bytes(const Problem& problem, int32_t tensor, int64_t unit_bytes) {
-  const int64_t element_bytes = problem.element_bytes[problem.buffer[tensor]];
+  const int64_t element_bytes = problem.element_bytes(tensor);
   return std::max(int64_t{1}, unit_bytes / element_bytes) * element_bytes;
 }
 

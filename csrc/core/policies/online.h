@@ -13,10 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "cost/candidate.h"
 #include "cost/pieces.h"
-#include "cost/problem.h"
-#include "cost/virtual_link.h"
 
 namespace gradcast {
 

@@ -18,7 +18,7 @@ namespace gradcast {
 namespace {
 
 int64_t slice_bytes(const Problem& problem, int32_t tensor, int64_t slice_elements) {
-  const int64_t element_bytes = problem.element_bytes[problem.buffer[tensor]];
+  const int64_t element_bytes = problem.element_bytes(tensor);
   return std::min(slice_elements, problem.bytes[tensor] / element_bytes) * element_bytes;
 }
 

@@ -17,7 +17,6 @@
 #include "cost/problem.h"
 #include "gradcast/error.h"
 #include "gradcast/policy.h"
-#include "gradcast/text.h"
 
 namespace gradcast {
 

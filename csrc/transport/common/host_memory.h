@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "gradcast/error.h"
-#include "gradcast/host_buffer.h"
 #include "gradcast/transport.h"
 #include "gradcast/types.h"
 

@@ -13,8 +13,8 @@
 #include "gradcast/mpi.h"
 #include "platform/thread.h"
 #include "transport/common/host_memory.h"
-#include "transport/common/operation_queue.h"
 #include "transport/common/parts.h"
+#include "transport/common/queued_transport.h"
 
 namespace gradcast {
 namespace {
@@ -61,22 +61,10 @@ MPI_Datatype type_of(Element element) {
   return element == Element::kFloat32 ? MPI_FLOAT : MPI_DOUBLE;
 }
 
-class MpiTransport final : public Transport {
+class MpiTransport final : public QueuedTransport {
  public:
   MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers);
-  ~MpiTransport() override;  // abort() and close()
-
-  int32_t rank() const noexcept override { return rank_; }
-  int32_t world_size() const noexcept override { return world_size_; }
-  void open(CompletionSink* sink) noexcept override {
-    queue_.open(sink, [this] { run(); });
-  }
-  void start(const Operation& operation) noexcept override { queue_.start(operation); }
-  void abort(const char* reason) noexcept override { queue_.abort(reason); }
-  void close() noexcept override {
-    queue_.close();
-    free_communicator();
-  }
+  ~MpiTransport() override { end(); }
 
  private:
   // An operation under way. MPI uses its memory until it has ended, so a flight never moves.
@@ -89,29 +77,19 @@ class MpiTransport final : public Transport {
     MPI_Request request = MPI_REQUEST_NULL;
   };
 
-  void run();
-  void launch(const OperationQueue::Started& started);
+  void run() override;
+  void release() noexcept override;
+  void launch(const Started& started);
   int post(Flight& flight, void* numbers, int64_t element_count);
-  enum class Ended { kNo, kWell, kFailed };
-  Ended test(Flight& flight);
-  void take_ended();
-  void free_communicator();
+  bool has_ended(std::unique_ptr<Flight>& flight);
   void deliver(Flight& flight);
-  std::string what_failed(const Operation& operation, int code) const {
-    return failure_text(operation, rank_, world_size_, "MPI") + words_of(code);
-  }
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
-  const std::vector<HostBuffer> buffers_;
-  int32_t rank_ = 0;
-  int32_t world_size_ = 1;
   std::vector<std::unique_ptr<Flight>> flights_;  // the thread's own
-  OperationQueue queue_;
-  CompletionGate& gate_ = queue_.gate;
 };
 
 MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffers)
-    : buffers_(std::move(buffers)), queue_(extents_of(buffers_)) {
+    : QueuedTransport(std::move(buffers), "MPI") {
   require_threads();
   require(MPI_Comm_dup(communicator, &communicator_), "make a communicator for the transport");
   // By default an MPI error ends all processes, and the user would not see our message.
@@ -120,14 +98,9 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffer
   MPI_Comm_size(communicator_, &world_size_);
 }
 
-MpiTransport::~MpiTransport() {
-  abort("the transport was destroyed before this operation had finished");
-  close();
-}
-
 // Freeing is collective, so every rank must get here. After a failure that is not sure: another rank may not have
 // failed.
-void MpiTransport::free_communicator() {
+void MpiTransport::release() noexcept {
   if (communicator_ == MPI_COMM_NULL || gate_.has_failed()) {
     return;
   }
@@ -143,20 +116,19 @@ void MpiTransport::run() {
   int eager_polls = 0;
   while (true) {
     const int64_t deadline_ns = flights_.empty() ? kNever : eager_polls >= kEagerPolls ? steady_now_ns() + kPauseNs : 0;
-    const auto started = queue_.wait(deadline_ns);
-    if (queue_.is_closing() || gate_.aborted()) {
+    const auto started = wait(deadline_ns);
+    if (is_closing() || gate_.aborted()) {
       break;
     }
-    for (const OperationQueue::Started& each : started) {
+    for (const Started& each : started) {
       try {
         launch(each);
       } catch (const std::exception& error) {  // no memory for the message
-        const std::string what = failure_text(each.operation, rank_, world_size_, "MPI") + error.what();
-        gate_.complete(each.operation.ticket, what.c_str());
+        gate_.complete(each.operation.ticket, what_failed(each.operation, error.what()).c_str());
       }
     }
     const size_t before_count = flights_.size();
-    take_ended();
+    std::erase_if(flights_, [this](auto& flight) { return has_ended(flight); });
     if (!started.empty() || flights_.size() < before_count) {
       eager_polls = 0;
     } else {
@@ -171,7 +143,7 @@ void MpiTransport::run() {
   flights_.clear();
 }
 
-void MpiTransport::launch(const OperationQueue::Started& started) {
+void MpiTransport::launch(const Started& started) {
   auto flight = std::make_unique<Flight>();
   flight->ranges = started.ranges;
   flight->operation = started.operation;
@@ -193,7 +165,7 @@ void MpiTransport::launch(const OperationQueue::Started& started) {
   }
   const int code = post(*flight, numbers, element_count);
   if (code != MPI_SUCCESS) {
-    gate_.complete(operation.ticket, what_failed(operation, code).c_str());
+    gate_.complete(operation.ticket, what_failed(operation, words_of(code)).c_str());
     return;
   }
   flights_.push_back(std::move(flight));
@@ -225,30 +197,19 @@ int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
 }
 
 // Asks MPI about one operation, which also lets MPI make progress, and completes it if it has ended.
-MpiTransport::Ended MpiTransport::test(Flight& flight) {
+bool MpiTransport::has_ended(std::unique_ptr<Flight>& flight) {
   int ended = 0;
-  const int code = MPI_Test(&flight.request, &ended, MPI_STATUS_IGNORE);
+  const int code = MPI_Test(&flight->request, &ended, MPI_STATUS_IGNORE);
   if (code != MPI_SUCCESS) {
-    gate_.complete(flight.operation.ticket, what_failed(flight.operation, code).c_str());
-    return Ended::kFailed;
+    gate_.complete(flight->operation.ticket, what_failed(flight->operation, words_of(code)).c_str());
+    static_cast<void>(flight.release());  // MPI may still use the memory, which is leaked
+    return true;
   }
-  if (ended == 0) {
-    return Ended::kNo;
+  if (ended != 0) {
+    deliver(*flight);
+    gate_.complete(flight->operation.ticket, nullptr);
   }
-  deliver(flight);
-  gate_.complete(flight.operation.ticket, nullptr);
-  return Ended::kWell;
-}
-
-void MpiTransport::take_ended() {
-  std::erase_if(flights_, [this](auto& flight) {
-    const Ended ended = test(*flight);
-    // The request has not ended, so MPI may still use the memory, which is leaked.
-    if (ended == Ended::kFailed) {
-      static_cast<void>(flight.release());
-    }
-    return ended != Ended::kNo;
-  });
+  return ended != 0;
 }
 
 // Copies the result to where it belongs: a packed message back into its ranges, and a reduce-scatter's part to its

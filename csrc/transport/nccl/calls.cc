@@ -4,26 +4,6 @@
 
 namespace gradcast {
 
-namespace {
-
-struct ElementKind {
-  ncclDataType_t type;
-  int64_t size_bytes;
-};
-
-// By DeviceElement.
-constexpr ElementKind kElements[] = {{ncclFloat32, 4}, {ncclFloat64, 8}, {ncclFloat16, 2}, {ncclBfloat16, 2}};
-
-}  // namespace
-
-ncclDataType_t type_of(DeviceElement element) {
-  return kElements[static_cast<size_t>(element)].type;
-}
-
-int64_t bytes_of(DeviceElement element) {
-  return kElements[static_cast<size_t>(element)].size_bytes;
-}
-
 void require(cudaError_t error, const std::string& action) {
   if (error == cudaErrorMemoryAllocation) {
     throw Error(ErrorCode::kCommunication, "the device has no memory left to " + action +

@@ -14,8 +14,9 @@
 
 namespace gradcast {
 
-ncclDataType_t type_of(DeviceElement element);
-int64_t bytes_of(DeviceElement element);
+inline ncclDataType_t type_of(Element element) {
+  return element == Element::kFloat32 ? ncclFloat32 : ncclFloat64;
+}
 
 // Throw Error{kCommunication}: "CUDA could not make a stream: ...".
 void require(cudaError_t error, const std::string& action);

@@ -11,7 +11,7 @@ namespace {
 
 // Between two polls: far below what a block takes, and cheap.
 constexpr auto kPause = std::chrono::microseconds(20);
-// How long end() waits for the other ranks before it aborts the communicator instead.
+// How long the destructor waits for the other ranks before it aborts the communicator instead.
 constexpr auto kFarewell = std::chrono::seconds(1);
 
 ncclUniqueId unique_of(const std::string& id, int32_t rank) {
@@ -36,9 +36,6 @@ Communicator::Communicator(const std::string& id, int32_t rank, int32_t world_si
   const ncclUniqueId unique = unique_of(id, rank);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
-  if (options.cta_count_max > 0) {
-    config.maxCTAs = options.cta_count_max;
-  }
   const auto deadline = Clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
   const std::string action = "connect rank " + std::to_string(rank) + " of " + std::to_string(world_size);
   require(ncclCommInitRankConfig(&communicator_, world_size, unique, rank, &config), action, communicator_);
@@ -49,10 +46,6 @@ Communicator::Communicator(const std::string& id, int32_t rank, int32_t world_si
     give_up();  // the destructor of what was never constructed does not run
     throw;
   }
-}
-
-Communicator::~Communicator() {
-  end();
 }
 
 void Communicator::register_memory(void* data, int64_t size_bytes) {
@@ -96,12 +89,11 @@ void Communicator::give_up() noexcept {
   }
 }
 
-void Communicator::end() noexcept {
+Communicator::~Communicator() {
   if (!is_connected_) return;
   for (void* registration : registrations_) {
     ncclCommDeregister(communicator_, registration);
   }
-  registrations_.clear();
   if (!failure() && say_farewell()) {
     ncclCommDestroy(communicator_);
     is_connected_ = false;

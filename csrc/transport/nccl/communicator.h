@@ -22,7 +22,8 @@ class Communicator {
 
   // Collective. Throws as make_nccl_transport does.
   Communicator(const std::string& id, int32_t rank, int32_t world_size, const NcclOptions& options);
-  ~Communicator();  // end()
+  // Ends the communicator cleanly if all ranks end it in time and nothing has failed; otherwise aborts it.
+  ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -42,9 +43,6 @@ class Communicator {
   // Aborts the communicator, which ends kernels that wait for other ranks. Ranks on other hosts see a lost connection.
   // Ranks of this host may see nothing; their operations end by their timeout. Idempotent.
   void give_up() noexcept;
-
-  // Ends the communicator cleanly if all ranks end it in time and nothing has failed; otherwise aborts it. Idempotent.
-  void end() noexcept;
 
  private:
   bool say_farewell() noexcept;

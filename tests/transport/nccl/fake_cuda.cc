@@ -154,12 +154,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto place = event->now();
   return place == nullptr || place->is_reached() ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  if (const auto place = event->now()) {
-    stream->put([place] { place->wait(); });
-  }
-  return cudaSuccess;
-}
 cudaError_t cudaMalloc(void** memory, size_t size) {
   if (refusals > 0) {
     --refusals;

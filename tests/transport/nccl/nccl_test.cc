@@ -33,7 +33,7 @@ constexpr std::array kWorlds{1, 2, 4};
 constexpr std::array kWorlds{1};
 #endif
 
-// One rank: its gradients on the device, and a stream on which it computes.
+// One rank: its gradients on the device, and a stream on which it copies them.
 class Rank {
  public:
   Rank(const std::string& id, int32_t rank, int32_t world_size, NcclOptions options = {})
@@ -43,7 +43,7 @@ class Rank {
     EXPECT_EQ(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, 0), cudaSuccess);
     write(std::vector<float>(kElements, 0.0F));
     transport_ =
-        make_nccl_transport(id, rank, world_size, {{memory_.get(), kElements * 4, DeviceElement::kFloat32}}, options);
+        make_nccl_transport(id, rank, world_size, {{memory_.get(), kElements * 4, Element::kFloat32}}, options);
     transport_->open(&sink_);
   }
   ~Rank() {
@@ -55,13 +55,11 @@ class Rank {
   // The value of element i on this rank.
   float value(int64_t i) const { return static_cast<float>(i + 1000 * rank_); }
 
-  // All gradients, by kernels on the compute stream.
   void write_all() {
     std::vector<float> values(kElements);
     for (int64_t i = 0; i < kElements; ++i)
       values[static_cast<size_t>(i)] = value(i);
     write(values);
-    transport_->on_written(0, {0, kElements * 4}, stream_);
   }
   void start(int64_t ticket, const std::vector<Range>& elements, Op op = Op::kAllReduce) {
     std::vector<Range> ranges;
@@ -77,9 +75,7 @@ class Rank {
   }
 
   RecordingSink& sink() { return sink_; }
-  DeviceTransport& transport() { return *transport_; }
-  cudaStream_t stream() const { return stream_; }
-  float* data() const { return static_cast<float*>(memory_.get()); }
+  Transport& transport() { return *transport_; }
 
  private:
   void write(const std::vector<float>& values) {
@@ -91,7 +87,7 @@ class Rank {
   const std::shared_ptr<void> memory_;
   cudaStream_t stream_ = nullptr;
   RecordingSink sink_;
-  std::unique_ptr<DeviceTransport> transport_;
+  std::unique_ptr<Transport> transport_;
 };
 
 // Each rank on a thread of its own.
@@ -202,24 +198,11 @@ TEST_P(Nccl, ManyOperationsEndInTheirOrder) {
   });
 }
 
-TEST_P(Nccl, WhatIsPutBehindAnOperationFindsItsSums) {
-  on_ranks(GetParam(), [&](Rank& rank, int32_t) {
-    rank.write_all();
-    rank.start(0, {{0, kElements}});
-    ASSERT_TRUE(rank.sink().becomes(0, "queued"));
-    rank.transport().order_behind(0, {0, kElements * 4}, rank.stream());
-    expect_sums(rank, {{0, kElements}}, GetParam());  // reads on that stream
-    ASSERT_EQ(rank.sink().end_of(0), "");
-  });
-}
-
-TEST_P(Nccl, RefusesBuffersAndBytesThatDoNotExist) {
+TEST_P(Nccl, RefusesBytesThatDoNotExist) {
   on_ranks(GetParam(), [&](Rank& rank, int32_t) {
     rank.start(0, {{0, kElements + 1}});
     EXPECT_NE(rank.sink().end_of(0).find("are not ascending whole elements of a buffer of 4000 bytes"),
               std::string::npos);
-    EXPECT_THROW(rank.transport().on_written(1, {0, 4}, rank.stream()), Error);
-    EXPECT_THROW(rank.transport().order_behind(-1, {0, 4}, rank.stream()), Error);
   });
 }
 
@@ -240,68 +223,6 @@ std::string refusal(const std::string& id, int32_t rank, int32_t world_size, con
     return error.what();
   }
   return "none";
-}
-
-TEST_F(NcclFake, AnOperationWaitsOnTheDeviceForTheKernelsThatWriteItsBytes) {
-  on_ranks(2, [](Rank& rank, int32_t number) {
-    fake::Place go;
-    fake::put(rank.stream(), [&] {
-      go.wait();
-      for (int64_t i = 0; i < kElements; ++i)
-        rank.data()[i] = rank.value(i);
-    });
-    rank.transport().on_written(0, {0, kElements * 4}, rank.stream());
-    rank.start(0, {{0, kElements}});
-    ASSERT_TRUE(rank.sink().becomes(0, "queued"));
-    std::this_thread::sleep_for(20ms);
-    EXPECT_FALSE(rank.sink().has(0, "began"));
-    EXPECT_TRUE(rank.sink().await(0).empty());
-    go.reach();
-    ASSERT_EQ(rank.sink().end_of(0), "");
-    EXPECT_TRUE(rank.sink().has(0, "began"));
-    EXPECT_EQ(rank.read()[7], sum_at(7, 2)) << number;
-  });
-}
-
-TEST_F(NcclFake, OtherStreamsWaitForTheEndOfWhatTheyUseAndForNothingElse) {
-  fake::Place late;
-  fake::Place looked;
-  on_ranks(2, [&](Rank& rank, int32_t number) {
-    rank.write_all();
-    rank.start(0, {{0, 100}});
-    ASSERT_EQ(rank.sink().end_of(0), "");
-    // Rank 1's gradients come late: the operation is under way on rank 0, and ends when they have come.
-    if (number == 1) fake::put(rank.stream(), [&] { late.wait(); });
-    rank.transport().on_written(0, {400, 800}, rank.stream());
-    rank.start(1, {{100, 200}});
-    ASSERT_TRUE(rank.sink().becomes(1, "queued"));
-    cudaStream_t user = nullptr;
-    cudaStream_t other = nullptr;
-    cudaStreamCreateWithPriority(&user, cudaStreamNonBlocking, 0);
-    cudaStreamCreateWithPriority(&other, cudaStreamNonBlocking, 0);
-    rank.transport().order_behind(0, {0, 400}, other);
-    cudaStreamSynchronize(other);
-    rank.transport().order_behind(0, {396, 404}, user);
-    fake::Place used;
-    float seen = 0;
-    fake::put(user, [&] {
-      seen = rank.data()[100];
-      used.reach();
-    });
-    std::this_thread::sleep_for(20ms);
-    EXPECT_FALSE(used.is_reached());
-    if (number == 1) {
-      looked.reach();
-    } else {
-      looked.wait();
-      late.reach();
-    }
-    used.wait();
-    EXPECT_EQ(seen, sum_at(100, 2));
-    cudaStreamDestroy(user);
-    cudaStreamDestroy(other);
-    EXPECT_EQ(rank.sink().end_of(1), "");
-  });
 }
 
 TEST_F(NcclFake, MemoryForMessagesIsKept) {
@@ -379,11 +300,9 @@ TEST_F(NcclFake, AnAbortEndsEverythingAtOnce) {
     rank.start(1, {{0, 10}});
     rank.start(2, {{10, 20}});
     ASSERT_TRUE(rank.sink().becomes(2, "queued"));
-    rank.transport().order_behind(0, {0, 80}, rank.stream());
     rank.transport().abort("enough");
     EXPECT_EQ(rank.sink().end_of(1), "enough");
     EXPECT_EQ(rank.sink().end_of(2), "enough");
-    cudaStreamSynchronize(rank.stream());  // what was to run behind them runs
   });
   EXPECT_EQ(fake::aborts(), aborts + 2) << "the other rank cannot end well either";
 }

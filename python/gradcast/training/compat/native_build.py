@@ -16,7 +16,6 @@ MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # The headers of other folders that csrc/transport/torch includes; a test compares this list with the sources.
 HEADERS = (
     "include/gradcast/error.h",
-    "include/gradcast/host_buffer.h",
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
     "csrc/bindings/capsule.h",
