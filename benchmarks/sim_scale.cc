@@ -5,6 +5,7 @@
 #include <benchmark/benchmark.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <iterator>
@@ -59,7 +60,9 @@ void BM_Simulate(benchmark::State& state, const std::string& policy) {
   SimResult result;
   for (auto iteration : state) {
     result = simulate(scenario);
-    if (result.finding || !result.standstills.empty()) {
+    if (std::ranges::any_of(result.ranks, [](const SimRankResult& rank) {
+          return rank.outcome != SimRankResult::Outcome::kFinished;
+        })) {
       throw std::runtime_error("the run did not come to its end");
     }
   }

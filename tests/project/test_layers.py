@@ -178,12 +178,8 @@ def test_no_layer_reaches_where_it_may_not():
         # Transports know words and errors of the core, their vendor, and what they share.
         ("csrc/transport/mpi/x.cc", '#include "gradcast/plan.h"'),
         ("csrc/transport/mpi/x.cc", "#include <nccl.h>"),
-<<<<<<< HEAD
-        ("csrc/transport/torch/x.cc", '#include "transport/inproc/collective.h"'),
-=======
         ("csrc/transport/inproc/x.cc", '#include "gradcast/engine.h"'),
         ("csrc/transport/torch/x.cc", '#include "transport/nccl/calls.h"'),
->>>>>>> cd4e1c8 (core, engine, transports: fewer headers, one layout of buffers, a smaller NCCL transport)
         # A folder in no layer.
         ("csrc/novel/x.cc", "#include <vector>"),
     ],

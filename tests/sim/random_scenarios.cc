@@ -76,46 +76,23 @@ SimFault draw_fault(Random& random, const SimScenario& scenario, Kind kind) {
     fault.subject = draw_below(random, std::ssize(scenario.profile.tensors));
   } else if (kind == Kind::kLeave) {
     fault.time_ns = draw_leave_ns(random, scenario);
-  } else if (kind == Kind::kKeepOldPlan) {
-    fault.iteration = scenario.changes.front().iteration;
   } else {
     fault.subject = draw_below(random, std::ssize(plan_in(scenario, fault.iteration).blocks));
   }
   return fault;
 }
 
-// A rank can only keep an old plan where the new one is another, and only be found out where there is another rank.
-bool may_keep_old_plan(const SimScenario& scenario) {
-  if (scenario.rank_count == 1 || scenario.changes.empty() || scenario.changes.front().iteration == 0) {
-    return false;
-  }
-  const int32_t iteration = scenario.changes.front().iteration;
-  return hash_plan(plan_in(scenario, iteration), scenario.profile) !=
-         hash_plan(plan_in(scenario, iteration - 1), scenario.profile);
-}
-
-Trouble draw_trouble(Random& random, const SimScenario& scenario) {
-  if (random.chance(0.4)) {
-    return Trouble::kNone;
-  }
-  constexpr Trouble kTroubles[] = {Trouble::kLostReady, Trouble::kLostCompletion, Trouble::kLeave,
-                                   Trouble::kOldPlan,   Trouble::kRepeat,         Trouble::kMany};
-  const Trouble trouble = kTroubles[draw_below(random, std::ssize(kTroubles))];
-  return trouble == Trouble::kOldPlan && !may_keep_old_plan(scenario) ? Trouble::kNone : trouble;
-}
-
 void draw_faults(Random& random, RandomScenario& drawn) {
-  constexpr Kind kOfTrouble[] = {Kind::kLoseReady,   Kind::kLoseReady,        Kind::kLoseCompletion, Kind::kLeave,
-                                 Kind::kKeepOldPlan, Kind::kRepeatCompletion, Kind::kLoseReady};
-  if (drawn.trouble == Trouble::kNone) {
+  constexpr Kind kKinds[] = {Kind::kLoseReady, Kind::kLoseCompletion, Kind::kLeave};
+  constexpr Trouble kTroubles[] = {Trouble::kLostReady, Trouble::kLostCompletion, Trouble::kLeave};
+  if (random.chance(0.4)) {
     return;
   }
-  SimScenario& scenario = drawn.scenario;
-  const int64_t more_count = drawn.trouble == Trouble::kMany ? random.integer(1, 3) : 0;
-  scenario.faults.push_back(draw_fault(random, scenario, kOfTrouble[static_cast<size_t>(drawn.trouble)]));
-  for (int64_t i = 0; i < more_count; ++i) {
-    constexpr Kind kKinds[] = {Kind::kLoseReady, Kind::kLoseCompletion, Kind::kLeave};
-    scenario.faults.push_back(draw_fault(random, scenario, kKinds[draw_below(random, 3)]));
+  const bool is_one = random.chance(0.8);
+  for (int64_t count = is_one ? 1 : random.integer(2, 4); count > 0; --count) {
+    const int32_t kind = draw_below(random, std::ssize(kKinds));
+    drawn.scenario.faults.push_back(draw_fault(random, drawn.scenario, kKinds[kind]));
+    drawn.trouble = is_one ? kTroubles[kind] : Trouble::kMany;
   }
 }
 
@@ -144,7 +121,6 @@ RandomScenario random_scenario(uint64_t seed) {
   if (random.chance(0.9)) {
     scenario.jitter = draw_jitter(random, scenario.profile);
   }
-  drawn.trouble = draw_trouble(random, scenario);
   draw_faults(random, drawn);
   return drawn;
 }
@@ -162,7 +138,7 @@ std::string describe(const RandomScenario& random) {
     text << "; plan " << change.plan << " from iteration " << change.iteration;
   }
   for (const SimFault& fault : scenario.faults) {
-    constexpr const char* kNames[] = {"lose ready", "lose completion", "repeat completion", "keep old plan", "leave"};
+    constexpr const char* kNames[] = {"lose ready", "lose completion", "keep old plan", "leave"};
     text << "; " << kNames[static_cast<size_t>(fault.kind)] << ": rank " << fault.rank << ", iteration "
          << fault.iteration << ", subject " << fault.subject << ", time " << fault.time_ns;
   }

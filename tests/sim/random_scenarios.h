@@ -12,7 +12,7 @@
 namespace gradcast {
 
 // What goes wrong. One thing alone, so that what must come of it can be said exactly; kMany is the exception.
-enum class Trouble { kNone, kLostReady, kLostCompletion, kLeave, kOldPlan, kRepeat, kMany };
+enum class Trouble { kNone, kLostReady, kLostCompletion, kLeave, kMany };
 
 struct RandomScenario {
   SimScenario scenario;

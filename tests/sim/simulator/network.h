@@ -40,7 +40,6 @@ class Network {
     GC_CHECK(index >= first_open_ && at <= open_.size());
     if (at == open_.size()) {
       open_.push_back({iteration, plan, block, rank, 0, rank_count_, -1, 0});
-      open_peak_ = std::max(open_peak_, static_cast<int64_t>(open_.size()));
     }
     ++open_[at].launch_count;
     return open_[at];
@@ -89,7 +88,6 @@ class Network {
   }
 
   int64_t started_count() const { return started_count_; }
-  int64_t open_peak() const { return open_peak_; }
 
  private:
   const int32_t rank_count_;
@@ -97,7 +95,6 @@ class Network {
   std::deque<Operation> open_;
   int64_t first_open_ = 0;
   int64_t started_count_ = 0;
-  int64_t open_peak_ = 0;
   double wire_free_ns_ = 0;
 };
 

@@ -11,7 +11,6 @@
 #include "engine/follower.h"
 #include "gradcast/profile.h"
 #include "tests/sim/simulator/draws.h"
-#include "tests/sim/simulator/rank_checker.h"
 #include "tests/sim/simulator/simulate.h"
 
 namespace gradcast::sim {
@@ -88,8 +87,8 @@ class Forward {
   }
 
   // Goes on as far as what has arrived allows. REQUIRES: called at once when something arrives, which is at now_ns.
-  void advance(const Profile& profile, const RankChecker& checker, double now_ns) {
-    if (has_ended_ || (mode_ == Mode::kHook && !checker.all_finished())) {
+  void advance(const Profile& profile, const Follower& follower, bool all_finished, double now_ns) {
+    if (has_ended_ || (mode_ == Mode::kHook && !all_finished)) {
       return;
     }
     const auto tensor_count = static_cast<int32_t>(profile.tensors.size());
@@ -97,7 +96,7 @@ class Forward {
       clock_ns_ = std::max(clock_ns_, now_ns);
     }
     // A tensor that arrived before one that is read earlier made nobody wait: the clock is past its arrival then.
-    for (; next_read_ < tensor_count && checker.has_arrived(next_read_); ++next_read_) {
+    for (; next_read_ < tensor_count && follower.progress_of(next_read_) == Progress::kArrived; ++next_read_) {
       const Tensor& tensor = profile.tensors[next_read_];
       clock_ns_ = std::max(clock_ns_ + factor_ * (tensor.need_ns - passed_need_ns_), now_ns);
       clock_ns_ += factor_ * tensor.update_ns;
@@ -124,17 +123,18 @@ class Forward {
 
 struct Rank {
   Follower follower;
-  RankChecker checker;
   Backward backward;
   Forward forward;
 
   int32_t iteration = -1;
   int32_t plan = 0;             // in force, as an index into PlanSchedule::all()
   int64_t first_operation = 0;  // of this iteration: block k is the operation first_operation + k, as in the engine
+  int32_t launched_count = 0;   // of this iteration, as is the next
+  int32_t finished_count = 0;
   bool has_left = false;
   bool has_finished = false;
 
-  int64_t launched_count() const { return first_operation + (iteration < 0 ? 0 : checker.launched_count()); }
+  bool all_finished() const { return finished_count == follower.plan().block_count(); }
 };
 
 }  // namespace gradcast::sim

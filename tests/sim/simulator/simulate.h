@@ -1,9 +1,9 @@
 // The rank simulator: many ranks in virtual time. Each rank runs the live engine's follower over a network that is only
 // arithmetic. So tests cover thousands of ranks, and events that come late or never.
 //
-// The simulator checks its rules (SimRule) while it runs, with code that it does not share with the follower. The first
-// broken rule ends the run. If an event never comes, the run ends with a report for each rank that stands still. Every
-// random number is a function of the seed and of its use (rank, iteration, tensor or block), never of the order of
+// The simulator checks its rules (SimRule) while it runs, with code that it does not share with the follower, whose own
+// decisions tests/engine/follower_test.cc checks. The first broken rule ends the run. If an event never comes, the run ends
+// with ranks that stand still. Every random number is a function of the seed and of its use (rank, iteration, tensor or block), never of the order of
 // events: the same scenario gives the same run on every machine.
 //
 // Thread safety: pure; any thread.
@@ -35,11 +35,10 @@ struct SimJitter {
 // One thing that goes wrong.
 struct SimFault {
   enum class Kind {
-    kLoseReady,         // the event of a gradient never comes; subject: the tensor
-    kLoseCompletion,    // the end of an operation is never told to this rank; subject: the block
-    kRepeatCompletion,  // it is told twice; subject: the block
-    kKeepOldPlan,       // in this iteration the rank follows the plan of the iteration before
-    kLeave,             // the rank is gone from time_ns on, and operations on the network at that time fail with it
+    kLoseReady,       // the event of a gradient never comes; subject: the tensor
+    kLoseCompletion,  // the end of an operation is never told to this rank; subject: the block
+    kKeepOldPlan,     // in this iteration the rank follows the plan of the iteration before
+    kLeave,           // the rank is gone from time_ns on, and operations on the network at that time fail with it
   };
   Kind kind = Kind::kLeave;
   int32_t rank = 0;
@@ -84,12 +83,6 @@ struct SimScenario {
 // The rules that hold in every run.
 enum class SimRule {
   kSameOperation,  // the k-th operation carries the same bytes of the same iteration on every rank
-  kPlanOrder,      // a rank starts the blocks of its plan one after the other, from the first to the last
-  kStart,          // it starts the next one at once when the two rules below allow it
-  kReady,          // a block starts after all gradients that it carries exist; a gather after its scatter
-  kInFlight,       // at most in_flight blocks of a rank are unfinished
-  kOneEnd,         // an operation ends once on a rank, and after the rank has started it
-  kArrival,        // a tensor arrives once, when all blocks that bring it have ended
   kEveryByte,      // every byte is reduced exactly once and finished exactly once per iteration
   kEnds,           // a run has no more events than its iterations, tensors and blocks can cause
   kFollower,       // the follower's own checks
@@ -105,23 +98,6 @@ struct SimFinding {
   std::string text;  // for people
 };
 
-// A rank that is unfinished when no event is left: its oldest unfinished block, and what that block waits for.
-struct SimStandstill {
-  enum class Wait {
-    kGradient,    // of `tensor`, and of nobody else
-    kRanks,       // that have not started the operation, or have left while it was on the network
-    kCompletion,  // the operation has ended; this rank was not told
-  };
-  int32_t rank = 0;
-  int32_t iteration = 0;
-  int32_t block = 0;
-  Wait wait = Wait::kGradient;
-  int32_t tensor = -1;
-  std::vector<int32_t> missing_ranks;  // of kRanks, ascending; the first 8
-  int32_t missing_count = 0;
-  std::string text;  // for people
-};
-
 struct SimLaunch {
   int32_t iteration = 0;
   int32_t block = 0;
@@ -131,7 +107,7 @@ struct SimLaunch {
 struct SimRankResult {
   enum class Outcome {
     kFinished,    // all iterations
-    kStoodStill,  // see standstills
+    kStoodStill,  // unfinished when no event was left
     kLeft,
     kStopped,  // by a broken rule
   };
@@ -147,12 +123,10 @@ struct SimResult {
   std::vector<SimRankResult> ranks;
   std::vector<double> iteration_end_ns;  // on the last rank, of the iterations that ended on all
   std::optional<SimFinding> finding;
-  std::vector<SimStandstill> standstills;  // by rank
-  double end_ns = 0;                       // of the last event
+  double end_ns = 0;  // of the last event
   int64_t event_count = 0;
   int64_t operation_count = 0;  // that all ranks started
   int64_t queue_peak = 0;       // events that waited at once
-  int64_t operation_peak = 0;   // operations that were open at once
 };
 
 // Throws Error: kInvalidProfile, kInvalidLink (also a kind of operation of a plan that the link does not know),
