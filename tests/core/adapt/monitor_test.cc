@@ -85,15 +85,11 @@ Told run(const Loop& loop, int64_t iterations) {
   return told;
 }
 
-TEST(Monitor, NothingHappensWhereNothingChanges) {
-  const Told told = run({}, 4000);
+TEST(Monitor, WhereNothingChangesTrialsCostLessThanOnePercent) {
+  const Told told = run({.baseline_share = 1.5}, 4000);
   EXPECT_EQ(told.measure_at, -1);
   EXPECT_EQ(told.aside_at, -1);
   EXPECT_EQ(told.slowest_rank, -1);
-}
-
-TEST(Monitor, TrialsCostLessThanOnePercent) {
-  const Told told = run({.baseline_share = 1.5}, 4000);
   EXPECT_GT(told.baseline_count(), 4);
   EXPECT_LT(0.5 * static_cast<double>(told.baseline_count()) / 4000, 0.01);
   EXPECT_NEAR(told.ratio(), 1.5, 1e-9);
@@ -121,17 +117,13 @@ TEST(Monitor, OneBadTrialIsNotEnough) {
   EXPECT_EQ(run(loop, 300).aside_at, -1);
 }
 
-TEST(Monitor, WithoutABaselineNothingIsTried) {
-  const Told told = run({.baseline_share = 1, .options = {kBusyNs, kLinkNs, false}}, 500);
-  EXPECT_EQ(told.baseline_count(), 0);
-  EXPECT_EQ(told.aside_at, -1);
-}
-
-TEST(Monitor, TheBaselineCanBeInForceFromTheStart) {
-  const Told told = run({.baseline_share = 1, .options = {kBusyNs, kLinkNs, true, true}}, 500);
-  EXPECT_EQ(told.baseline_count(), 500);
-  EXPECT_EQ(told.aside_at, -1);
-  EXPECT_EQ(told.measure_at, -1);
+TEST(Monitor, WithoutABaselineNothingIsTriedAndItCanBeInForceFromTheStart) {
+  for (const bool has_baseline : {false, true}) {
+    const Told told = run({.baseline_share = 1, .options = {kBusyNs, kLinkNs, has_baseline, has_baseline}}, 500);
+    EXPECT_EQ(told.baseline_count(), has_baseline ? 500 : 0);
+    EXPECT_EQ(told.aside_at, -1);
+    EXPECT_EQ(told.measure_at, -1);
+  }
 }
 
 TEST(Monitor, AnInterruptedIterationIsLeftOut) {

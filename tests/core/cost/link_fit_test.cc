@@ -275,19 +275,6 @@ TEST_P(LinkFitBy, ManySizesInAnyOrder) {
   EXPECT_EQ(fit_op_cost(samples, {GetParam(), 3}).cost, fit.cost);
 }
 
-// Groups of neighbouring sizes have means between bytes: two breakpoints may then fall on the same byte.
-TEST_P(LinkFitBy, GroupsOfConsecutiveSizesMakeAValidCost) {
-  for (uint64_t seed = 0; seed < 50; ++seed) {
-    std::mt19937_64 random(seed);
-    std::uniform_real_distribution<double> exponent(0, 3);
-    std::vector<LinkSample> samples;
-    for (int64_t size_bytes = 1; size_bytes <= 80; ++size_bytes) {
-      samples.push_back({size_bytes, std::exp2(exponent(random)) * static_cast<double>(1 + size_bytes / 4)});
-    }
-    expect_valid(fit_op_cost(samples, {GetParam(), 8}).cost, seed);
-  }
-}
-
 // Whatever the samples, the result is a cost that check_link accepts.
 TEST(LinkFit, EveryFitIsAValidCost) {
   for (uint64_t seed = 0; seed < 500; ++seed) {
@@ -300,6 +287,10 @@ TEST(LinkFit, EveryFitIsAValidCost) {
     std::vector<LinkSample> samples{{1, 5}, {2, 6}, {3, 7}};
     for (int i = 0; i < sample_count; ++i) {
       samples.push_back({static_cast<int64_t>(std::exp2(uniform(0, size_exponent_max))), std::exp2(uniform(-3, 53))});
+    }
+    // Groups of neighbouring sizes have means between bytes: two breakpoints may then fall on the same byte.
+    for (int64_t size_bytes = 1; size_bytes <= 80 && seed % 10 == 0; ++size_bytes) {
+      samples.push_back({size_bytes, std::exp2(uniform(0, 3)) * static_cast<double>(1 + size_bytes / 4)});
     }
     for (FitMethod method : kMethods) {
       const LinkFit fit = fit_op_cost(samples, {method, 8});

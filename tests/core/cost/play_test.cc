@@ -21,13 +21,7 @@ Plan one_block_per_tensor(Mode mode) {
   return plan_of({block_of({{10, 12}}), block_of({{4, 10}}), block_of({{0, 4}})}, mode);
 }
 
-struct Times {
-  double ready_ns;
-  double launch_ns;
-  double finish_ns;
-};
-
-void expect_blocks(const Timeline& timeline, const std::vector<Times>& expected) {
+void expect_blocks(const Timeline& timeline, const std::vector<BlockTimes>& expected) {
   ASSERT_EQ(timeline.blocks.size(), expected.size());
   for (size_t k = 0; k < expected.size(); ++k) {
     SCOPED_TRACE("block " + std::to_string(k));
@@ -37,13 +31,7 @@ void expect_blocks(const Timeline& timeline, const std::vector<Times>& expected)
   }
 }
 
-struct Reading {
-  double arrival_ns;
-  double read_ns;
-  double wait_ns;
-};
-
-void expect_tensors(const Timeline& timeline, const std::vector<Reading>& expected) {
+void expect_tensors(const Timeline& timeline, const std::vector<TensorTimes>& expected) {
   ASSERT_EQ(timeline.tensors.size(), expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     SCOPED_TRACE("tensor " + std::to_string(i));

@@ -46,22 +46,17 @@ TEST(ProfileJson, ReadsEveryField) {
   EXPECT_EQ(profile, expected);
 }
 
-TEST(ProfileJson, FillsInDefaults) {
-  const Profile profile = profile_from_json(
-      R"({"version":1,"name":"x","world_size":2,"forward_ns":5,"backward_ns":5,
-          "tensors":[{"name":"a","bytes":8,"ready_ns":1,"need_ns":2}]})");
-  EXPECT_EQ(profile.tensors[0].buffer, 0);
-  EXPECT_EQ(profile.tensors[0].element_bytes, 4);
-  EXPECT_EQ(profile.tensors[0].update_ns, 0);
-  EXPECT_EQ(profile.link, LinkModel{});
-  EXPECT_EQ(profile.extra_json, "");
-}
-
-TEST(ProfileJson, AnEmptyLinkIsNoLink) {
+TEST(ProfileJson, FillsInDefaultsAndTakesAnEmptyLinkForNone) {
   const std::string head = R"({"version":1,"name":"x","world_size":2,"forward_ns":5,"backward_ns":5,
-                               "tensors":[{"name":"a","bytes":8,"ready_ns":1,"need_ns":2}],"link":)";
-  EXPECT_EQ(profile_from_json(head + "null}").link, LinkModel{});
-  EXPECT_EQ(profile_from_json(head + "{}}").link, LinkModel{});
+                               "tensors":[{"name":"a","bytes":8,"ready_ns":1,"need_ns":2}])";
+  Profile expected = profile_of(5, 5, {{8, 1, 2}});
+  expected.name = "x";
+  expected.world_size = 2;
+  expected.tensors[0].name = "a";
+  expected.tensors[0].element_bytes = 4;
+  for (const char* tail : {"}", R"(,"link":null})", R"(,"link":{}})"}) {
+    EXPECT_EQ(profile_from_json(head + tail), expected) << tail;
+  }
 }
 
 TEST(ProfileJson, BringsEqualNeedsIntoUrgencyOrder) {
@@ -128,15 +123,9 @@ TEST(ProfileJson, RefusesBadFieldsByName) {
   const std::vector<BadField> cases = {
       {"\"version\": 1,", "", "version"},
       {"\"version\": 1", "\"version\": 2", "version"},
-      {"\"version\": 1", "\"version\": \"1\"", "version"},
       {"\"name\": \"small\",", "", "name"},
-      {"\"name\": \"small\"", "\"name\": 7", "name"},
-      {"\"world_size\": 8,", "", "world_size"},
       {"\"world_size\": 8", "\"world_size\": 0", "world_size"},
-      {"\"world_size\": 8", "\"world_size\": 2.5", "world_size"},
-      {"\"forward_ns\": 800,", "", "forward_ns"},
       {"\"forward_ns\": 800", "\"forward_ns\": -800", "forward_ns"},
-      {"\"forward_ns\": 800", "\"forward_ns\": \"800\"", "forward_ns"},
       {"\"backward_ns\": 1000", "\"backward_ns\": null", "backward_ns"},
       {"\"backward_ns\": 1000", "\"backward_ns\": 900", "tensors[0].ready_ns"},
       {"\"tensors\": [", "\"others\": [", "tensors"},
@@ -145,26 +134,19 @@ TEST(ProfileJson, RefusesBadFieldsByName) {
       {"\"bytes\": 80", "\"bytes\": 80.5", "tensors[1].bytes"},
       {"\"bytes\": 80", "\"bytes\": 9007199254740993", "tensors[1].bytes"},
       {"\"bytes\": 80", "\"bytes\": 18446744073709551616", "tensors[1].bytes"},
-      {"\"bytes\": 80, ", "", "tensors[1].bytes"},
-      {"\"ready_ns\": 600", "\"ready_ns\": -1", "tensors[1].ready_ns"},
       {"\"ready_ns\": 600", "\"ready_ns\": 1001", "tensors[1].ready_ns"},
-      {"\"ready_ns\": 600, ", "", "tensors[1].ready_ns"},
       {"\"update_ns\": 7", "\"update_ns\": -7", "tensors[0].update_ns"},
       {"\"element_bytes\": 2", "\"element_bytes\": 0", "tensors[2].element_bytes"},
-      {"\"buffer\": 1", "\"buffer\": -1", "tensors[2].buffer"},
       {"\"buffer\": 1", "\"buffer\": 4294967296", "tensors[2].buffer"},
       {"\"buffer\": 1", "\"buffer\": \"gpu\"", "tensors[2].buffer"},
       {"\"link\": {", "\"link\": 3, \"rest\": {", "link", kLink},
       {"\"all_reduce\"", "\"all_reduced\"", "link.all_reduce", kLink},
       {"\"up_to_bytes\": 100", "\"up_to_bytes\": 0", "link.all_reduce[0].up_to_bytes", kLink},
-      {"\"up_to_bytes\": 100", "\"up_to_bytes\": 1.5", "link.all_reduce[0].up_to_bytes", kLink},
-      {"\"alpha_ns\": 50, ", "", "link.all_reduce[0].alpha_ns", kLink},
       {"\"alpha_ns\": 50", "\"alpha_ns\": -50", "link.all_reduce[0].alpha_ns", kLink},
-      {"\"beta_ns_per_byte\": 1.5", "\"beta_ns_per_byte\": -1.5", "link.all_reduce[0].beta_ns_per_byte", kLink},
       {"\"beta_ns_per_byte\": 0.25", "\"beta_ns_per_byte\": \"0.25\"", "link.all_gather[0].beta_ns_per_byte", kLink},
       {"\"all_reduce\": [", "\"pack_ns_per_byte\": -1, \"all_reduce\": [", "link.pack_ns_per_byte", kLink},
   };
-  expect_refused(&profile_from_json, kProfile, cases);
+  expect_refused(&profile_from_json, kProfile, cases, ErrorCode::kInvalidProfile);
 }
 
 TEST(ProfileJson, RefusesOtherShapes) {
@@ -173,10 +155,7 @@ TEST(ProfileJson, RefusesOtherShapes) {
     expect_refused([&] { profile_from_json(text); }, ErrorCode::kInvalidProfile, part);
   };
   refused("", "truncated");
-  refused("   ", "truncated");
-  refused("null", "object");
   refused("[]", "object");
-  refused("\"profile\"", "object");
   refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": NaN"), "NaN");
   refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": -Infinity"), "line 5");
   refused(with(kProfile, "\"ready_ns\": 600", "\"ready_ns\": 1e999"), "too large");
@@ -193,8 +172,6 @@ TEST(ProfileJson, RefusesOtherShapes) {
   refused(with(kProfile, "\"name\": \"b\"", "\"x\": " + std::string(5000, '[') + std::string(5000, ']')), "deep");
   const std::string none = R"({"version":1,"name":"x","world_size":2,"forward_ns":5,"backward_ns":5,"tensors":)";
   refused(none + "[]}", "tensors");
-  refused(none + "{}}", "tensors");
-  refused(none + "[3]}", "tensors[0]");
   refused(none + "[null]}", "tensors[0]");
 }
 

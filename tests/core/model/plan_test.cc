@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <string>
@@ -31,123 +32,95 @@ Profile two_buffers() {
 
 const Block kBuffer1 = block_of({{0, 4}}, Op::kAllReduce, 1);
 
-void expect_accepted(std::vector<Block> blocks) {
-  EXPECT_NO_THROW(check_plan(plan_of(blocks), two_buffers()));
-}
-
-// Refused whatever else the plan carries; `blocks` come first.
-void expect_refused(std::vector<Block> blocks, const std::string& text) {
-  blocks.push_back(kBuffer1);
-  expect_refused([&] { check_plan(plan_of(blocks), two_buffers()); }, ErrorCode::kInvalidPlan, text);
+Block one(int64_t lo_bytes, int64_t hi_bytes, Op op = Op::kAllReduce, int32_t buffer = 0) {
+  return block_of({{lo_bytes, hi_bytes}}, op, buffer);
 }
 
 TEST(CheckPlan, AcceptsEveryWayToCarryEachByteOnce) {
-  expect_accepted({block_of({{0, 16}}), kBuffer1});
-  expect_accepted({kBuffer1, block_of({{8, 16}}), block_of({{0, 8}})});
-  expect_accepted({block_of({{0, 4}, {12, 16}}), block_of({{4, 12}}), block_of({{2, 4}}, Op::kAllReduce, 1),
-                   block_of({{0, 2}}, Op::kAllReduce, 1)});
-  expect_accepted({block_of({{0, 16}}, kScatter), kBuffer1, block_of({{0, 16}}, kGather)});
-  // One gather of two scatters, two gathers of one scatter, cut elsewhere; the rest all-reduced.
-  expect_accepted({block_of({{0, 4}}, kScatter), block_of({{4, 8}}, kScatter), block_of({{0, 8}}, kGather), kBuffer1,
-                   block_of({{8, 16}})});
-  expect_accepted({block_of({{0, 8}}, kScatter), block_of({{4, 8}}, kGather), block_of({{0, 4}}, kGather), kBuffer1,
-                   block_of({{8, 16}})});
-  expect_accepted({block_of({{0, 8}}, kScatter), block_of({{0, 4}}, kGather), block_of({{8, 16}}, kScatter),
-                   block_of({{4, 16}}, kGather), kBuffer1});
+  const std::vector<std::vector<Block>> plans = {
+      {one(0, 16), kBuffer1},
+      {kBuffer1, one(8, 16), one(0, 8)},
+      {one(0, 16), one(0, 2, Op::kAllReduce, 1), one(2, 4, Op::kAllReduce, 1)},
+      {block_of({{0, 4}, {12, 16}}), one(4, 12), kBuffer1},
+      {one(0, 16, kScatter), kBuffer1, one(0, 16, kGather)},
+      // One gather of two scatters, two gathers of one scatter, cut elsewhere; the rest all-reduced.
+      {one(0, 4, kScatter), one(4, 8, kScatter), one(0, 8, kGather), kBuffer1, one(8, 16)},
+      {one(0, 8, kScatter), one(4, 8, kGather), one(0, 4, kGather), kBuffer1, one(8, 16)},
+      {one(0, 8, kScatter), one(0, 4, kGather), one(8, 16, kScatter), one(4, 16, kGather), kBuffer1},
+  };
+  for (const std::vector<Block>& blocks : plans) {
+    EXPECT_NO_THROW(check_plan(plan_of(blocks), two_buffers()));
+  }
 }
 
-TEST(CheckPlan, RefusesMissingBytes) {
-  expect_refused({}, "byte 0 of buffer 0");
-  expect_refused({block_of({{4, 16}})}, "byte 0 of buffer 0");
-  expect_refused({block_of({{0, 12}})}, "byte 12 of buffer 0");
-  expect_refused({block_of({{0, 4}, {8, 16}})}, "byte 4 of buffer 0");
-  expect_refused({block_of({{8, 16}}), block_of({{0, 4}})}, "byte 4 of buffer 0");
-  expect_refused(
-      [] {
-        check_plan(plan_of({block_of({{0, 16}})}), two_buffers());
-      },
-      ErrorCode::kInvalidPlan, "byte 0 of buffer 1");
-}
+struct Fault {
+  std::vector<Block> blocks;  // of buffer 0, whose bytes are at fault; buffer 1 is carried after them
+  const char* text;
+};
 
-TEST(CheckPlan, RefusesRepeatedBytes) {
-  expect_refused({block_of({{0, 16}}), block_of({{4, 8}})}, "byte 4 of buffer 0");
-  expect_refused({block_of({{0, 12}}), block_of({{8, 16}})}, "byte 8 of buffer 0");
-  expect_refused({block_of({{0, 16}}), block_of({{0, 16}})}, "blocks[0]");
-  expect_refused({block_of({{0, 16}}), block_of({{0, 16}})}, "blocks[1]");
-  // As many bytes as the buffer has, one of them twice and one never.
-  expect_refused({block_of({{0, 8}}), block_of({{4, 12}})}, "buffer 0");
-}
-
-TEST(CheckPlan, RefusesRangesThatAreNotInOrder) {
-  expect_refused({block_of({{0, 8}, {4, 16}})}, "blocks[0].ranges[1]");
-  expect_refused({block_of({{0, 8}, {8, 16}})}, "blocks[0].ranges[1]");  // adjacent: should be one
-  expect_refused({block_of({{12, 16}, {0, 4}}), block_of({{4, 12}})}, "blocks[0].ranges[1]");
-  expect_refused({block_of({{0, 4}, {0, 4}}), block_of({{4, 16}})}, "blocks[0].ranges[1]");
-}
-
-TEST(CheckPlan, RefusesRangesThatAreNone) {
-  expect_refused({block_of({{0, 16}}), block_of({{4, 4}})}, "blocks[1].ranges[0]");
-  expect_refused({block_of({{0, 16}}), block_of({{8, 4}})}, "blocks[1].ranges[0]");
-  expect_refused({block_of({{-4, 16}})}, "blocks[0].ranges[0]");
-  expect_refused({block_of({{0, 20}})}, "blocks[0].ranges[0]");
-  expect_refused({block_of({{0, 16}}), block_of({{16, 20}})}, "blocks[1].ranges[0]");
-  expect_refused({block_of({{0, 16}}), block_of({})}, "blocks[1]");
-}
-
-TEST(CheckPlan, RefusesCutElements) {
-  expect_refused({block_of({{0, 6}}), block_of({{6, 16}})}, "blocks[0].ranges[0]");
-  expect_refused({block_of({{0, 4}, {6, 16}}), block_of({{4, 6}})}, "blocks[0].ranges[1]");
-  // The same cut is right in a buffer with elements of 2, and 1 is wrong there.
-  expect_accepted({block_of({{0, 16}}), block_of({{0, 2}}, Op::kAllReduce, 1), block_of({{2, 4}}, Op::kAllReduce, 1)});
-  const std::vector<Block> blocks = {block_of({{0, 16}}), block_of({{0, 1}}, Op::kAllReduce, 1),
-                                     block_of({{1, 4}}, Op::kAllReduce, 1)};
-  expect_refused([&] { check_plan(plan_of(blocks), two_buffers()); }, ErrorCode::kInvalidPlan, "blocks[1]");
-}
-
-TEST(CheckPlan, RefusesBuffersThatTheProfileLacks) {
-  expect_refused({block_of({{0, 16}}), block_of({{0, 4}}, Op::kAllReduce, 2)}, "blocks[1].buffer");
-  expect_refused({block_of({{0, 16}}), block_of({{0, 4}}, Op::kAllReduce, -1)}, "blocks[1].buffer");
-  expect_refused({block_of({{0, 16}}), block_of({{0, 4}}, Op::kAllReduce, 1'000'000'000)}, "blocks[1].buffer");
+TEST(CheckPlan, RefusesEveryFaultByItsPlace) {
+  const std::vector<Fault> faults = {
+      // Missing bytes.
+      {{}, "byte 0 of buffer 0"},
+      {{one(4, 16)}, "byte 0 of buffer 0"},
+      {{one(0, 12)}, "byte 12 of buffer 0"},
+      {{block_of({{0, 4}, {8, 16}})}, "byte 4 of buffer 0"},
+      {{one(8, 16), one(0, 4)}, "byte 4 of buffer 0"},
+      // Repeated bytes; the last has as many bytes as the buffer, one of them twice and one never.
+      {{one(0, 16), one(4, 8)}, "byte 4 of buffer 0"},
+      {{one(0, 12), one(8, 16)}, "byte 8 of buffer 0"},
+      {{one(0, 16), one(0, 16)}, "in blocks[0] and blocks[1]"},
+      {{one(0, 8), one(4, 12)}, "buffer 0"},
+      // Ranges that are not in order: overlapping, adjacent, descending.
+      {{block_of({{0, 8}, {4, 16}})}, "blocks[0].ranges[1]"},
+      {{block_of({{0, 8}, {8, 16}})}, "blocks[0].ranges[1]"},
+      {{block_of({{12, 16}, {0, 4}}), one(4, 12)}, "blocks[0].ranges[1]"},
+      // Ranges that are none.
+      {{one(0, 16), one(4, 4)}, "blocks[1].ranges[0]"},
+      {{one(0, 16), one(8, 4)}, "blocks[1].ranges[0]"},
+      {{one(-4, 16)}, "blocks[0].ranges[0]"},
+      {{one(0, 20)}, "blocks[0].ranges[0]"},
+      {{one(0, 16), block_of({})}, "blocks[1]"},
+      // Cut elements.
+      {{one(0, 6), one(6, 16)}, "blocks[0].ranges[0]"},
+      {{block_of({{0, 4}, {6, 16}}), one(4, 6)}, "blocks[0].ranges[1]"},
+      {{one(0, 16), one(0, 1, Op::kAllReduce, 1)}, "blocks[1]"},
+      // Buffers that the profile lacks.
+      {{one(0, 16), one(0, 4, Op::kAllReduce, 2)}, "blocks[1].buffer"},
+      {{one(0, 16), one(0, 4, Op::kAllReduce, -1)}, "blocks[1].buffer"},
+      {{one(0, 16), one(0, 4, Op::kAllReduce, 1'000'000'000)}, "blocks[1].buffer"},
+      // Scatters that are never gathered, in part or at all.
+      {{one(0, 16, kScatter)}, "gathered"},
+      {{one(0, 16, kScatter), one(0, 8, kGather)}, "gathered"},
+      // Gathers before or without the scatter, which has to be the buffer's own.
+      {{one(0, 16, kGather), one(0, 16, kScatter)}, "blocks[0]"},
+      {{one(0, 8, kScatter), one(0, 16, kGather), one(8, 16, kScatter)}, "blocks[1]"},
+      {{one(0, 16, kGather)}, "buffer 0"},
+      {{one(0, 8), one(8, 16, kScatter), one(4, 16, kGather)}, "blocks[2]"},
+      {{one(0, 16), one(0, 4, kScatter, 1), one(0, 4, kGather)}, "blocks[2]"},
+      // Finished twice.
+      {{one(0, 16), one(0, 16, kGather)}, "blocks[1]"},
+      {{one(0, 16, kScatter), one(0, 16, kGather), one(4, 8, kGather)}, "byte 4"},
+      {{one(0, 16, kScatter), one(0, 16), one(0, 16, kGather)}, "twice"},
+      {{one(0, 16, kScatter), one(8, 16, kScatter), one(0, 16, kGather)}, "byte 8"},
+  };
+  for (const Fault& fault : faults) {
+    SCOPED_TRACE(fault.text);
+    std::vector<Block> blocks = fault.blocks;
+    const bool names_buffer_1 = std::ranges::count(blocks, 1, &Block::buffer) > 0;
+    if (!names_buffer_1) {
+      blocks.push_back(kBuffer1);
+    }
+    expect_refused([&] { check_plan(plan_of(blocks), two_buffers()); }, ErrorCode::kInvalidPlan, fault.text);
+  }
+  const auto refused = [](const Plan& plan, const Profile& profile, const char* text) {
+    expect_refused([&] { check_plan(plan, profile); }, ErrorCode::kInvalidPlan, text);
+  };
+  refused(plan_of({one(0, 16)}), two_buffers(), "byte 0 of buffer 1");
+  refused(plan_of({one(0, 16), kBuffer1}, Mode::kOverlap, 0), two_buffers(), "in_flight");
   Profile gap = two_buffers();
   gap.tensors[1].buffer = 2;  // nothing lies in buffer 1
-  expect_refused(
-      [&] {
-        check_plan(plan_of({block_of({{0, 16}}), kBuffer1}), gap);
-      },
-      ErrorCode::kInvalidPlan, "blocks[1].buffer");
-}
-
-TEST(CheckPlan, RefusesWrongPairsOfScatterAndGather) {
-  // Never gathered, in part or at all.
-  expect_refused({block_of({{0, 16}}, kScatter)}, "gathered");
-  expect_refused({block_of({{0, 16}}, kScatter), block_of({{0, 8}}, kGather)}, "gathered");
-  // Gathered before or without the scatter.
-  expect_refused({block_of({{0, 16}}, kGather), block_of({{0, 16}}, kScatter)}, "blocks[0]");
-  expect_refused({block_of({{0, 8}}, kScatter), block_of({{0, 16}}, kGather), block_of({{8, 16}}, kScatter)},
-                 "blocks[1]");
-  expect_refused({block_of({{0, 16}}, kGather)}, "buffer 0");
-  expect_refused({block_of({{0, 8}}), block_of({{8, 16}}, kScatter), block_of({{4, 16}}, kGather)}, "blocks[2]");
-  // Finished twice.
-  expect_refused({block_of({{0, 16}}), block_of({{0, 16}}, kGather)}, "blocks[1]");
-  expect_refused({block_of({{0, 16}}, kScatter), block_of({{0, 16}}, kGather), block_of({{4, 8}}, kGather)}, "byte 4");
-  expect_refused({block_of({{0, 16}}, kScatter), block_of({{0, 16}}), block_of({{0, 16}}, kGather)}, "twice");
-  expect_refused({block_of({{0, 16}}, kScatter), block_of({{8, 16}}, kScatter), block_of({{0, 16}}, kGather)},
-                 "byte 8");
-  // A scatter of the other buffer does not count.
-  expect_refused(
-      [] {
-        check_plan(plan_of({block_of({{0, 16}}), block_of({{0, 4}}, kScatter, 1), block_of({{0, 4}}, kGather, 0)}),
-                   two_buffers());
-      },
-      ErrorCode::kInvalidPlan, "blocks[2]");
-}
-
-TEST(CheckPlan, RefusesAPlanWithNothingInFlight) {
-  const std::vector<Block> blocks = {block_of({{0, 16}}), kBuffer1};
-  for (const int32_t in_flight : {0, -1}) {
-    expect_refused([&] { check_plan(plan_of(blocks, Mode::kOverlap, in_flight), two_buffers()); },
-                   ErrorCode::kInvalidPlan, "in_flight");
-  }
+  refused(plan_of({one(0, 16), kBuffer1}), gap, "blocks[1].buffer");
 }
 
 TEST(CheckPlan, NoFaultIsTooSmall) {

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "gradcast/error.h"
-#include "gradcast/text.h"
 #include "tests/support/refusals.h"
 
 namespace gradcast {

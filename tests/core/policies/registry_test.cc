@@ -8,7 +8,7 @@
 
 #include "gradcast/play.h"
 #include "gradcast/policy.h"
-#include "planner/bound.h"
+#include "planner/window_chains.h"
 #include "tests/core/policies/policy_cases.h"
 #include "tests/core/profiles.h"
 #include "tests/support/refusals.h"
@@ -29,18 +29,6 @@ TEST(Policies, ForecastFirstThenByPublication) {
   EXPECT_EQ(names, (std::vector<std::string>{"forecast", "fifo", "mgwfbp", "p3", "bytescheduler", "ddp", "prophet",
                                              "dear", "usbyte", "dcredit"}));
   EXPECT_EQ(names.front(), kDefaultPolicy);
-}
-
-TEST(Policies, DefaultsOfParametersAreThoseOfTheOptions) {
-  for (const PolicyInfo& info : policies()) {
-    for (const PolicyParameter& parameter : info.parameters) {
-      if (info.name == "ddp" && parameter.name == "cap_bytes") {
-        EXPECT_EQ(parameter.default_value, 25 << 20);
-        return;
-      }
-    }
-  }
-  FAIL() << "ddp has no cap_bytes";
 }
 
 // A plan that names its defaults is the plan without them: each parameter reaches its own field.
@@ -205,6 +193,7 @@ TEST(MakePlan, BoundsCountAllKindsOnlyForPlansThatUseThem) {
 struct Refusal {
   PolicyOptions options;
   const char* message;
+  ErrorCode code = ErrorCode::kInvalidOption;
 };
 
 TEST(MakePlan, RefusesInASentence) {
@@ -232,19 +221,15 @@ TEST(MakePlan, RefusesInASentence) {
       {{.policy = "dear", .mode = Mode::kHook},
        "policy dear works in overlap mode only, since half of its traffic runs under forward"},
       {{.policy = "fifo", .in_flight = 0}, "in_flight is 0; at least one block must be in flight"},
+      {{.policy = "dear"},
+       "policy dear needs link.all_gather, which is missing; add its cost",
+       ErrorCode::kInvalidLink},
   };
-  const Profile profile = profile_of({{4, 1}});
-  for (const auto& [options, message] : refusals) {
-    expect_refused([&, options = options] { make_plan(profile, profile.link, options); }, ErrorCode::kInvalidOption,
-                   message);
-  }
-}
-
-TEST(MakePlan, NamesTheMissingKindOfOperation) {
   Profile profile = profile_of({{4, 1}});
   profile.link.all_gather = {};
-  expect_refused([&] { make_plan(profile, profile.link, {.policy = "dear"}); }, ErrorCode::kInvalidLink,
-                 "policy dear needs link.all_gather, which is missing; add its cost");
+  for (const Refusal& refusal : refusals) {
+    expect_refused([&] { make_plan(profile, profile.link, refusal.options); }, refusal.code, refusal.message);
+  }
 }
 
 }  // namespace
