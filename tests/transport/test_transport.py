@@ -10,9 +10,15 @@ from transport_worlds import Ended, run_inproc, run_processes
 pytest.importorskip("numpy", reason="the cases of the transports need NumPy, which is not installed: pip install numpy")
 
 
-def cases_by_world(*world_sizes, slow=()):
+def cases_by_world(*world_sizes, slow=(), wire=()):
     return [
-        pytest.param(size, case, id=f"{size}-{case.__name__}", marks=[pytest.mark.slow] if size in slow else [])
+        pytest.param(
+            *wire,
+            size,
+            case,
+            id="-".join(filter(None, [*wire, str(size), case.__name__])),
+            marks=[pytest.mark.slow] if size in slow else [],
+        )
         for size in world_sizes
         for case in everywhere(size)
     ]
@@ -56,17 +62,12 @@ def test_the_cases_of_torch_run_to_the_end(extension, world_size, wire):
     assert_all_ended_well(conformance(world_size, wire))
 
 
-@pytest.mark.parametrize(("world_size", "case"), cases_by_world(*WORLDS[""], slow=SLOW[""]))
-def test_c10d(extension, world_size, case):
-    assert_ran(conformance(world_size, ""), case)
-
-
-@pytest.mark.parametrize(("world_size", "case"), cases_by_world(*WORLDS["+fp16"], slow=SLOW["+fp16"]))
-def test_c10d_in_a_wire_format(extension, world_size, case):
-    assert_ran(conformance(world_size, "+fp16"), case)
-
-
-def assert_ran(ranks, case) -> None:
+@pytest.mark.parametrize(
+    ("wire", "world_size", "case"),
+    [case for wire in WORLDS for case in cases_by_world(*WORLDS[wire], slow=SLOW[wire], wire=[wire])],
+)
+def test_c10d(extension, wire, world_size, case):
+    ranks = conformance(world_size, wire)
     without = [rank for rank, ended in enumerate(ranks) if case.__name__ not in ended.lines]
     assert not without, f"ranks {without} did not get through:\n{said(ranks)}"
 
