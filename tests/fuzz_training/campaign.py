@@ -16,11 +16,13 @@ _LIMIT_S = 60.0  # a rank that waits in vain says so after half of it
 
 @dataclasses.dataclass
 class Found:
-    """``states``: how many programs of each kind; ``reasons``: of refusals; ``failures``: the smallest programs."""
+    """``states``: how many programs of each kind; ``reasons``: of refusals; ``features``: of valid programs;
+    ``failures``: the smallest programs."""
 
     states: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     reasons: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     invalid: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    features: set[str] = dataclasses.field(default_factory=set)
     followed: int = 0
     phases: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     failures: list[tuple[Program, Verdict]] = dataclasses.field(default_factory=list)
@@ -62,6 +64,7 @@ def campaign(
         outcome = tried(pool, program)
         found.states[outcome.state] += 1
         found.reasons.update(outcome.reasons)
+        found.features.update(use.name for use in program.uses if outcome.state in ("equal", "refused"))
         found.followed += outcome.followed
         found.phases.update(outcome.phases)
         if outcome.state == "invalid":

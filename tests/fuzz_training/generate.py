@@ -10,7 +10,7 @@ from fuzz_training.program import OPTIMIZERS, Program, Use
 _TRIES = 200
 _ZERO_CODES = (
     "for each in optimizers:\n    each.zero_grad()",
-    "for each in optimizers:\n    each.zero_grad()",
+    "for each in optimizers:\n    each.zero_grad(set_to_none=step % 2 == 0)",
     "for each in optimizers:\n    each.zero_grad(set_to_none=False)",
     "called.zero_grad()",
     "model.zero_grad(set_to_none=False)",
@@ -24,7 +24,8 @@ _DDP_OPTIONS = (
 
 
 def program(seed: int, features: Sequence[str] = ()) -> Program:
-    """``features``: some that it shall have."""
+    """``features``: some that it shall have; else the one whose turn it is: as many seeds in a row go through all."""
+    features = features or [loops.FEATURES[seed % len(loops.FEATURES)].name]
     chance = random.Random(seed)
     for _ in range(_TRIES):
         made = _attempt(seed, chance, features)

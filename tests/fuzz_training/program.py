@@ -87,6 +87,7 @@ class Program:
             "autocast": self.autocast,
             "several": self.groups == "several",
             "keeps": self.optimizer == "previous",
+            "adagrad": self.optimizer == "adagrad",  # makes its state when it is constructed
             "no_decay": self.optimizer in ("asgd", "previous"),
             "mixed": bool(parts & {"double", "half"}),
             "dynamic": bool(parts & {"in some steps", "on one rank"}),
@@ -301,7 +302,9 @@ def _passes(program: Program) -> str:
     )
     if program.micro_batches == 1:
         return last
-    context = "with (handle or syncing).no_sync():\n" if program.no_sync else "if True:\n"
+    # gradcast's no_sync() and DDP's own by turns, where DDP is what gradcast is given.
+    syncing = "syncing" if "ddp_given" in program.tags and program.seed % 2 else "(handle or syncing)"
+    context = f"with {syncing}.no_sync():\n" if program.no_sync else "if True:\n"
     small = "\n".join([_forward(program), _backward(program)])
     first = f"for _ in range({program.micro_batches - 1}):\n" + _indented(context + _indented(small, 1), 1)
     return f"{first}\n{last}"

@@ -4,15 +4,16 @@ import itertools
 
 import pytest
 
-from fuzz_training import old_defects
+from fuzz_training import loops, old_defects
 from fuzz_training.campaign import campaign, programs, tried
 
 _TRIES = 25
+_ONE_TURN = len(loops.FEATURES)  # so many programs in a row have all features
 _DEFECT_LIMIT_S = 15.0  # some make ranks wait for each other in vain
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("first", "count"), [(0, 80), pytest.param(80, 160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, _ONE_TURN), pytest.param(_ONE_TURN, 140, marks=pytest.mark.slow)])
 def test_random_programs_are_equal_or_refused(ranks, capsys, first, count):
     found = campaign(ranks, programs(first, count))
     with capsys.disabled():
@@ -20,7 +21,8 @@ def test_random_programs_are_equal_or_refused(ranks, capsys, first, count):
     smallest = "\n\n".join(f"{outcome.text[:1500]}\n{program.body()}" for program, outcome in found.failures)
     assert not found.failures, smallest
     assert found.states["refused"] <= 0.05 * found.valid
-    assert found.followed >= 0.8 * found.states["equal"]
+    assert found.features == loops.BY_NAME.keys(), "of these, no program is valid"
+    assert found.followed >= 0.75 * found.states["equal"]
     assert found.valid >= 0.95 * count
 
 

@@ -1,64 +1,51 @@
 """Always on: which stage keeps the group, and on which rank that begins."""
 
+import statistics
 import time
 
 import pytest
 
-import gradcast
 from gradcast import _core
+from training.attached import Attached, attach
+from training.models import TASKS
 from training.needs import torch
-from training.plan.test_adapt import make_module
+from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure.stage_exposure import StageExposure
+from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.ranks.step_reports import STAGES, StepReport
 
-nn = torch.nn
-SLOW_MS = 40
 # Of the warm-up, of calibration, and six of the plan that is then followed.
 STEPS = 3 + 9 + 6
 
 
-class Slow(nn.Module):
-    """Waits in forward where it is told to."""
-
-    def __init__(self, ms):
-        super().__init__()
-        self.inner, self.ms = make_module(), ms
-
-    def forward(self, value):
-        time.sleep(self.ms / 1e3)
-        return self.inner(value)
-
-
-def train(rank, mode, stage):
-    slow_ms = SLOW_MS if rank.index == 1 else 0
-    module = Slow(slow_ms if stage == "forward" else 0)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
-    assert handle.stats()["exposed"] is None
-    for step in range(STEPS):
-        time.sleep(slow_ms / 1e3 if stage == "loop" else 0)
-        torch.manual_seed(step)
-        sgd.zero_grad()
-        module(torch.randn(8, 64)).square().mean().backward()
-        sgd.step()
-    handle.flush()
-    exposed = handle.stats()["exposed"]
-    handle.detach()
-    return exposed
+@on_ranks(3)
+def test_all_ranks_are_told_the_same(rank, mode):
+    attached = Attached(torch.nn.Linear(4, 4), mode, adapt=True)
+    assert attached.handle.stats()["exposed"] is None
+    for _ in range(STEPS):
+        attached.step(torch.ones(2, 4))
+    attached.handle.flush()
+    exposed = attached.handle.stats()["exposed"]
+    attached.handle.detach()
+    assert set(exposed) == {"backward", "loop", "forward"}
+    return [each for each in rank.gather("exposed", exposed) if each != exposed]
 
 
-@pytest.mark.parametrize("mode", ["hook", "overlap"])
-@pytest.mark.parametrize("stage", ["loop", "forward"])
-def test_the_slow_rank_and_its_stage_are_named(ranks, mode, stage):
-    first, *others = ranks.run(3, train, mode, stage)
-    assert others == [first, first], "all ranks hear the same"
-    assert set(first) == {"backward", "loop", "forward"}
-    assert first[stage]["rank"] == 1
-    # Most of what is waited; how long that is depends on the machine.
-    assert first[stage]["ms"] > 0.5 * SLOW_MS
-    assert first[stage]["ms"] > 2 * max(each["ms"] for name, each in first.items() if name != stage)
+def record_of(backward, loop, forward):
+    """A step whose stages take so many ns, as the training thread has noted it, and how long it took."""
+    record = StepRecord(0, 0, None, None, start_ns=100)
+    record.spans += [("backward", 100, 100 + backward), ("forward", 200, 200 + forward)]
+    return record, backward + loop + forward
+
+
+def test_a_rank_tells_the_stages_since_all_ranks_were_together():
+    for waiting_stage, expected in (("forward", (4, 5, 6)), ("loop", (4, 5, 3)), ("backward", (4, 2, 3))):
+        exposed = StageExposure()
+        exposed.set_waiting_stage(waiting_stage)
+        assert exposed.own_stages_ns(*record_of(1, 2, 3)) == {"backward": 1, "loop": 2, "forward": 3}
+        assert exposed.own_stages_ns(*record_of(4, 5, 6)) == dict(zip(STAGES, expected, strict=True))
 
 
 def reports_of(*ranks_ms):
@@ -91,3 +78,33 @@ def test_the_last_steps_count_and_only_those_since_the_ranks_meet_elsewhere():
     assert exposed.stats() is not None
     exposed.set_waiting_stage("backward")
     assert exposed.stats() is None
+
+
+SLOW_S = 0.05
+
+
+def clip_beside_a_slow_rank(rank, mode):
+    """ms per step that rank 0 is found to compute in forward, and to be busy, while it clips by itself and waits."""
+    task = TASKS["plain"]
+    module = task.module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    handle = attach(module, optimizer, mode, warmup_steps=4, adapt=True)
+    busy_ns = []
+    for number in range(12):
+        optimizer.zero_grad()
+        loss = task.loss(module, task.batch(rank.index, number))
+        time.sleep(SLOW_S * rank.index)  # of its backward pass, so that forward is short on both
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        record = handle._diagnostics().open_record
+        busy_ns.append(time.perf_counter_ns() - record.start_ns - record.total_ns("wait"))
+    found = handle.profile.forward_ns / 1e6, statistics.median(busy_ns[6:]) / 1e6
+    handle.detach()
+    return found
+
+
+def test_waiting_for_gradients_that_the_loop_reads_is_no_compute(ranks, mode):
+    (forward_ms, busy_ms), (_, slow_busy_ms) = ranks.run(2, clip_beside_a_slow_rank, mode)
+    assert slow_busy_ms > 1e3 * SLOW_S, "it sleeps"
+    assert max(forward_ms, busy_ms) < 0.5 * slow_busy_ms

@@ -3,8 +3,10 @@
 import pytest
 
 from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, REPORT_ELEMENTS, GradientBuffers
+from training import compare
 from training.needs import torch
 from training.pool import on_ranks
+from training.sides import Side, net
 from training.twins import Twins
 
 nn = torch.nn
@@ -81,3 +83,22 @@ def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(r
         twins.step(set_to_none=set_to_none)
     assert moved[0] == expected, "the layout of the plan"
     return twins.differences()
+
+
+@pytest.mark.parametrize("kept", [None, 2, 5])
+@on_ranks(2)
+def test_only_a_gradient_that_is_kept_gets_memory_of_its_own(rank, mode, kept):
+    """A variable that is left over costs the one gradient that it refers to: new memory for it in each step."""
+    module, side, found, held = net(), Side(mode, rank.index), [], None
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    side.attach(module, optimizer)
+    for _ in side.steps(module, optimizer):
+        gradients = [p.grad for p in module.parameters()]
+        found.append([each.data_ptr() for each in gradients])
+        held = gradients[kept] if kept is not None else None
+        del gradients
+    del held
+    side.handle.detach()
+    usual = found[4:]  # a plan is followed, so the layout stays
+    moved = [number for number, places in enumerate(zip(*usual, strict=True)) if len(set(places)) > 1]
+    return compare.trees(moved, [] if kept is None else [kept], "moved")

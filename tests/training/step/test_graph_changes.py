@@ -3,6 +3,7 @@
 DDP's side runs with find_unused_parameters, and is wrapped anew where its parameters change.
 """
 
+import copy
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from training import compare
 from training.attached import error_of, not_refused
 from training.models import Branches
 from training.needs import torch
+from training.ours import Ours
 from training.pool import on_ranks
 from training.twins import Twins
 
@@ -48,60 +50,10 @@ def test_parameters_that_a_step_does_not_use(rank, mode, optimizer, set_to_none)
     return found + twins.differences()
 
 
-@on_ranks(3)
-def test_unused_on_two_ranks_of_three(rank):
-    """Zeros of two ranks of three, and of all; DDP's order of summation may differ, so within its rounding."""
-    twins = branches(rank, "overlap", "sgd foreach")
-    for number in range(12):
-        twins.step(("left",) if rank.index == number % 3 else ("right",) if number % 4 == 0 else ())
-    twins.handle.flush()
-    largest = compare.largest(*twins.modules)
-    return [] if largest < 1e-6 else [largest]
-
-
-@on_ranks(2)
-def test_parameters_that_are_frozen_for_a_while(rank, mode):
-    twins = branches(rank, mode)
-    for number in range(12):
-        if number in (5, 8):
-            for module in twins.modules:
-                module.left.requires_grad_(number == 8)
-        twins.step()
-    return twins.differences()
-
-
 class HalfFrozen(Branches):
     def __init__(self):
         super().__init__()
         self.right.requires_grad_(False)
-
-
-@on_ranks(2)
-def test_parameters_that_are_thawed_later(rank, mode):
-    twins = branches(rank, mode, make=HalfFrozen)
-    twins.train(5)
-    assert twins.handle.plan_version > 2
-    for module in twins.modules:
-        module.right.requires_grad_(True)
-    twins.wrap()
-    twins.train(7)
-    assert len(twins.handle.plan.blocks) == 8, "fifo sends every tensor alone: all eight travel now"
-    assert twins.handle.stats()["step"] == 12
-    return twins.differences()
-
-
-@on_ranks(2)
-def test_parameters_that_are_added_later(rank, mode):
-    twins = branches(rank, mode)
-    twins.train(5)
-    for module, optimizer, _ in twins.each():
-        torch.manual_seed(7)
-        module.more = nn.Linear(12, 12)
-        optimizer.add_param_group({"params": list(module.more.parameters()), "lr": 0.03})
-    twins.wrap()
-    for _ in range(7):
-        twins.step(("left", "more"))
-    return twins.differences()
 
 
 @on_ranks(2)
@@ -110,6 +62,24 @@ def test_a_module_that_gets_another_head_is_refused(rank):
     twins.train(5)
     twins.modules[1].head = nn.Linear(12, 10)
     return not_refused(twins.step, "not in the module")
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+def test_parameters_that_are_replaced_by_load_state_dict(ranks, mode):
+    """In overlap mode the optimizer would go on with the old ones; in hook mode the new ones travel."""
+    (refused, sums), (_, others) = ranks.run(2, assigned_state, mode)
+    assert refused == ([] if mode == "overlap" else ["None: no error"])
+    assert sums == others
+    assert len(sums) == (0 if mode == "overlap" else 8)
+
+
+def assigned_state(rank, mode):
+    twins = branches(rank, mode)
+    twins.train(1)
+    module = twins.modules[1]
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    refused = not_refused(lambda: twins.task.loss(module, twins.batch()).backward(), "not in the module")
+    return refused, [float(p.grad.sum()) for p in module.parameters() if p.grad is not None]
 
 
 @on_ranks(2)
@@ -245,3 +215,25 @@ def test_a_function_that_returns_no_gradient_leaves_its_parameter_unused(rank, m
     twins = branches(rank, mode, "sgd foreach", make=WithoutGradient)
     twins.train(8)
     return twins.differences()
+
+
+class Codebook(nn.Module):
+    """Puts a new tensor into the place of a buffer, as vector quantization does."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = nn.Linear(12, 10)
+        self.rank = rank
+        self.register_buffer("codes", torch.full((3,), float(rank)))
+
+    def forward(self, x):
+        self.codes = self.codes + 1.0 + self.rank
+        return self.linear(x) + self.codes.sum() * 0.0
+
+
+@on_ranks(2)
+def test_buffers_that_a_module_replaces(rank):
+    """Before each forward pass they are rank 0's: it counts by one, so after six passes it has 6, and rank 1 5 + 2."""
+    ours = Ours(lambda: Codebook(rank.index), "sgd plain", rank.index)
+    ours.train(range(6))
+    return compare.trees(ours.bare.codes.tolist(), [6.0 + rank.index] * 3, "codes")

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import io
 import pickle
+import threading
 
 import pytest
 
@@ -118,6 +119,40 @@ def test_a_forward_in_any_form_reads_finished_weights(rank, task, mode):
         module.train()
     found = compare.trees(values[1], values[0])
     return found + twins.differences()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("optimizer", ["adam foreach", "sgd fused"])
+@on_ranks(2)
+def test_zeroing_right_after_the_step_does_not_zero_what_travels(rank, set_to_none, optimizer):
+    """The order of many loops: backward, step, zero_grad; so the gradients are pending when they are zeroed."""
+    twins = Twins(rank, "plain", optimizer)
+    for _ in range(6):
+        twins.pending_step()
+        for _, each, _ in twins.each():
+            each.zero_grad(set_to_none=set_to_none)
+    left = [n for m in twins.modules for n, p in m.named_parameters() if p.grad is not None and p.grad.any()]
+    return twins.differences() + left
+
+
+@on_ranks(2)
+def test_a_thread_that_flushes_in_the_middle_of_backward(rank):
+    """A thread asks for the optimizer's state while backward runs, on one rank only."""
+    twins = Twins(rank, "plain", "adam plain")
+    middle = twins.ours.bare[4]
+
+    def ask(*_):
+        if rank.index == 0:
+            thread = threading.Thread(target=lambda: (twins.ours.optimizer.state_dict(), twins.handle.flush()))
+            thread.start()
+            thread.join()
+
+    for number in range(10):
+        hook = middle.register_full_backward_hook(ask) if number % 3 == 2 else None
+        twins.step()
+        if hook is not None:
+            hook.remove()
+    return twins.differences()
 
 
 @dataclasses.dataclass(slots=True)
