@@ -10,9 +10,10 @@ import pytest
 
 import gradcast
 from training import compare
+from training.attached import attach
 from training.models import TASKS
 from training.needs import torch
-from training.pool import environment
+from training.pool import environment, on_ranks
 from training.twins import Twins
 
 
@@ -32,70 +33,47 @@ WAYS = {
 
 def hooks_of(module):
     """Every hook of torch's own kinds that sits on the module or on its parameters."""
+    kinds = [f"_{kind}_hooks" for kind in ("forward_pre", "forward", "backward", "backward_pre", "state_dict")]
     found = []
-    for name, part in module.named_modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            found += [(name, kind, hook) for hook in getattr(part, kind).values()]
-        found += [(name, "state_dict", hook) for hook in part._state_dict_hooks.values()]
-        found += [(name, "state_dict_pre", hook) for hook in part._state_dict_pre_hooks.values()]
-    for name, parameter in module.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            found += [(name, kind, hook) for hook in (getattr(parameter, kind, None) or {}).values()]
+    for name, each in [*module.named_modules(), *module.named_parameters()]:
+        for kind in (*kinds, "_state_dict_pre_hooks", "_post_accumulate_grad_hooks"):
+            found += [(name, kind, hook) for hook in (getattr(each, kind, None) or {}).values()]
     return found
 
 
-def copy_and_train(rank, way, mode, when):
+def not_ordinary(module):
+    """What is left of gradcast in the module."""
+    types = [(name, p, torch.nn.Parameter) for name, p in module.named_parameters()]
+    types += [(f"{name}.grad", p.grad, torch.Tensor) for name, p in module.named_parameters() if p.grad is not None]
+    found = [f"{name} is a {type(value)}" for name, value, ordinary in types if type(value) is not ordinary]
+    return found + [f"{kind} of {name}: {hook}" for name, kind, hook in hooks_of(module) if "gradcast" in repr(hook)]
+
+
+@pytest.mark.parametrize(("mode", "when"), [("overlap", "finished"), ("overlap", "pending"), ("hook", "finished")])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_copy_trains_alone_and_leaves_the_original_alone(rank, way, mode, when):
+    """In hook mode a copy's gradients would wait for ranks that do not come."""
     twins = Twins(rank, "transformer", "adam plain", mode=mode)
     twins.train(4)
     if when == "pending":
         twins.pending_step()
-    twin_copies = [WAYS[way](module) for module, _, _ in twins.each()]
-    theirs, ours = twin_copies
-    found = compare.modules(ours, theirs)
-    found += [f"{n} is a {type(p)}" for n, p in ours.named_parameters() if type(p) is not torch.nn.Parameter]
-    found += [
-        f"{n}.grad is a {type(p.grad)}"
-        for n, p in ours.named_parameters()
-        if type(p.grad) not in (torch.Tensor, type(None))
-    ]
-    found += [f"{kind} of {name}: {hook}" for name, kind, hook in hooks_of(ours) if "gradcast" in repr(hook)]
+    theirs, ours = (WAYS[way](module) for module, _, _ in twins.each())
+    found = compare.modules(ours, theirs) + not_ordinary(ours)
     if ours.head.weight is not ours.embedding.weight:
         found.append("the copy's tied weights are two tensors")
     untouched = twins.handle.stats()["step"]
-    train_alone(twins.task, twin_copies, rank.index)
+    for module in (theirs, ours):  # differently on the two ranks, without any communication
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3 + rank.index):
+            optimizer.zero_grad()
+            twins.task.loss(module, twins.task.batch(rank.index, 100 + step)).backward()
+            optimizer.step()
     found += compare.modules(ours, theirs)
     if twins.handle.stats()["step"] != untouched:
         found.append("training the copy moved the original")
     twins.train(2)
     return found + twins.end()
-
-
-def train_alone(task, modules, rank):
-    """A few steps without any communication, different on the two ranks."""
-    for module in modules:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3 + rank):
-            optimizer.zero_grad()
-            task.loss(module, task.batch(rank, 100 + step)).backward()
-            optimizer.step()
-
-
-@pytest.mark.parametrize(("mode", "when"), [("overlap", "finished"), ("overlap", "pending"), ("hook", "finished")])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_trains_alone_and_leaves_the_original_alone(ranks, way, mode, when):
-    """In hook mode a copy's gradients would wait for ranks that do not come."""
-    for found in ranks.run(2, copy_and_train, way, mode, when):
-        assert found == []
-
-
-def pickle_pending(rank):
-    twins = Twins(rank, "plain")
-    twins.train(4)
-    twins.pending_step()
-    text = pickle.dumps(twins.ours.bare)
-    expected = compare.digest(twins.theirs.module)
-    twins.handle.detach()
-    return text, expected
 
 
 # What loads has no gradcast: importing it fails.
@@ -108,21 +86,24 @@ print(compare.digest(pickle.load(sys.stdin.buffer)))
 """
 
 
-def test_a_pickle_loads_where_gradcast_is_not_installed(ranks):
-    for text, expected in ranks.run(2, pickle_pending):
-        loaded = subprocess.run(
-            [sys.executable, "-c", LOADER], input=text, capture_output=True, timeout=60, check=False, env=environment()
-        )
-        assert loaded.stdout.decode().strip() == expected, loaded.stderr.decode()
+@on_ranks(2)
+def test_a_pickle_loads_where_gradcast_is_not_installed(rank):
+    twins = Twins(rank)
+    twins.train(4)
+    twins.pending_step()
+    command, text = [sys.executable, "-c", LOADER], pickle.dumps(twins.ours.bare)
+    loaded = subprocess.run(command, input=text, capture_output=True, timeout=60, check=False, env=environment())
+    assert loaded.stdout.decode().strip() == compare.digest(twins.theirs.module), loaded.stderr.decode()
 
 
-def copies_in_turn(rank):
-    """A copy of a copy, and a copy that is attached itself while the original is."""
+@on_ranks(2)
+def test_a_copy_can_be_attached_beside_the_original(rank):
+    """A copy of a copy, that is attached itself while the original is."""
     twins = Twins(rank, "plain", "sgd plain")
     twins.train(3)
     second = copy.deepcopy(copy.deepcopy(twins.ours.bare))
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-    handle = gradcast.attach(second, optimizer, options=gradcast.Options(adapt=False, warmup_steps=3))
+    handle = attach(second, optimizer)
     theirs = copy.deepcopy(twins.theirs.module)
     ddp = torch.nn.parallel.DistributedDataParallel(theirs)
     their_optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
@@ -134,15 +115,9 @@ def copies_in_turn(rank):
             optimizer_.step()
         twins.step()
     handle.flush()
-    found = compare.modules(second, theirs) + twins.differences()
+    found = compare.modules(second, theirs) + twins.end()
     handle.detach()
-    twins.handle.detach()
     return found
-
-
-def test_a_copy_can_be_attached_beside_the_original(ranks):
-    for found in ranks.run(2, copies_in_turn):
-        assert found == []
 
 
 class UsesOne(torch.nn.Module):
@@ -154,7 +129,10 @@ class UsesOne(torch.nn.Module):
         return self.used(x)
 
 
-def copy_ddp(rank, way, option):
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_copied_ddp_module_is_stock_ddp_with_its_options(rank, way, option):
     """The wrapper itself, which stock DDP lets one save. Three passes: the graph may be searched, or learned in the
     first pass."""
     torch.manual_seed(0)
@@ -168,12 +146,5 @@ def copy_ddp(rank, way, option):
             each(torch.full((2, 4), 1.0 + rank.index)).sum().backward()
         found += compare.trees(copied.module.used.weight.grad, ddp.module.used.weight.grad)
     handle.detach()
-    return found, type(copied.join_hook(divide_by_initial_world_size=True)) is type(ddp.join_hook())
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copied_ddp_module_is_stock_ddp_with_its_options(ranks, way, option):
-    for found, has_own_join in ranks.run(2, copy_ddp, way, option):
-        assert found == []
-        assert has_own_join
+    assert type(copied.join_hook(divide_by_initial_world_size=True)) is type(ddp.join_hook())
+    return found
