@@ -8,10 +8,11 @@ import gradcast
 from training.needs import torch
 
 
-def attach(module, optimizer, mode="overlap", **options) -> gradcast.Handle:
+def attach(module, optimizer, mode="overlap", process_group=None, **options) -> gradcast.Handle:
     """In hook mode without the optimizer. ``options``: beside a short warm-up and one plan for good."""
-    options = {"adapt": False, "warmup_steps": 3} | options
-    return gradcast.attach(module, optimizer if mode == "overlap" else None, options=gradcast.Options(**options))
+    chosen = gradcast.Options(**{"adapt": False, "warmup_steps": 3} | options)
+    optimizer = optimizer if mode == "overlap" else None
+    return gradcast.attach(module, optimizer, process_group=process_group, options=chosen)
 
 
 class Attached:

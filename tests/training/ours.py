@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import gradcast
 from training import optimizers
+from training.attached import attach
 from training.models import task_of
 from training.needs import torch
 
@@ -47,21 +47,15 @@ class Ours:
         self.recipe = optimizers.make(optimizer_name, self.bare)
         self.optimizer = self.recipe.optimizer
         self.warmup_steps = options.setdefault("warmup_steps", 3)
-        options.setdefault("adapt", False)
-        self.handle = gradcast.attach(
-            self.module, self.optimizer if mode == "overlap" else None, options=gradcast.Options(**options)
-        )
+        self.handle = attach(self.module, self.optimizer, mode, **options)
         self.followed: list[Followed] = []
 
     def backward(self, batch) -> float:
         loss = self.task.loss(self.module, batch)
         loss.backward()
-        self._note_plan()
-        return loss.item()
-
-    def _note_plan(self) -> None:
         plan = self.handle.plan
         self.followed.append(Followed(self.handle.plan_version, plan.policy, self.handle.layout, plan.blocks))
+        return loss.item()
 
     def step(self, number: int) -> float:
         self.optimizer.zero_grad()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import gradcast
 from training import compare
-from training.attached import error_of
+from training.attached import attach, not_refused
 from training.needs import torch
 
 nn = torch.nn
@@ -31,9 +31,7 @@ class Side:
 
     def attach(self, module: nn.Module, optimizer, process_group=None, **options) -> None:
         if self.name != "ddp":
-            chosen = gradcast.Options(**({"adapt": False, "warmup_steps": 3} | options))
-            given = optimizer if self.name == "overlap" else None
-            self.handles.append(gradcast.attach(module, given, process_group=process_group, options=chosen))
+            self.handles.append(attach(module, optimizer, self.name, process_group, **options))
 
     def called(self, module: nn.Module, optimizer, process_group=None, ddp_options=None, **options) -> nn.Module:
         """What the loop calls: DDP around the module, or the module itself, attached."""
@@ -80,7 +78,6 @@ def differences(rank, program: Callable[..., object], mode: str, *arguments) -> 
             handle.detach()
 
 
-def refusal(rank, program: Callable[[Side], object], mode: str) -> str:
-    """The words in which gradcast refuses the program as wrong use."""
-    code, words = error_of(lambda: program(Side(mode, rank.index)))
-    return words if code == "invalid_use" else f"not refused as wrong use, but {code}: {words}"
+def refused(rank, program: Callable[[Side], object], mode: str, *words: str) -> list[str]:
+    """What is wrong with the words in which gradcast refuses the program as wrong use."""
+    return not_refused(lambda: program(Side(mode, rank.index)), *words)

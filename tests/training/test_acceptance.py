@@ -1,49 +1,39 @@
 """What attach takes over wherever it lies in the module, and who else's gradients it refuses."""
 
+import importlib.util
 import types
 
 import pytest
 
 import gradcast
 from training.needs import torch
-from training.sides import DDP, Side, differences, net, refusal
+from training.pool import on_ranks
+from training.sides import DDP, differences, net, refused
+
+pytest.importorskip("training.needs")
+from fuzz_training.prelude import Holder, fabric_module
 
 nn = torch.nn
-distributed = torch.distributed
 
 
-def sgd(module, rate=0.1):
-    return torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
-
-
-class Holder(nn.Module):
-    """As Fabric's and Accelerate's wrappers are."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.held = held
-
-    def forward(self, *inputs):
-        return self.held(*inputs)
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def compiled(module):
     return torch.compile(module, backend="eager")
 
 
-def fabric(ddp):
-    wrappers = pytest.importorskip("lightning.fabric.wrappers")
-    strategies = pytest.importorskip("lightning.fabric.strategies")
-    return wrappers._FabricModule(ddp, strategies.DDPStrategy(), ddp.module)
-
-
 WRAPPERS = {
     "compiled": compiled,
     "held": Holder,
+    "fabric": fabric_module,
     "held and compiled": lambda ddp: Holder(compiled(ddp)),
     "compiled and held": lambda ddp: compiled(Holder(ddp)),
-    "fabric": fabric,
 }
+NEEDS_LIGHTNING = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="this needs lightning: pip install lightning"
+)
 
 
 def train_wrapped(side, name, called_before=False):
@@ -53,23 +43,24 @@ def train_wrapped(side, name, called_before=False):
     if called_before:  # the compiler has made its code
         whole(side.batch(99)).square().sum().backward()
     side.attach(whole, optimizer)
-    return side.trained(whole, module, optimizer)
-
-
-def run_wrapped(rank, name, mode, called_before):
     try:
-        return differences(rank, lambda side: train_wrapped(side, name, called_before), mode)
+        return side.trained(whole, module, optimizer)
     finally:
         torch.compiler.reset()
 
 
 @pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("name", "called_before"), [*((name, False) for name in WRAPPERS), ("compiled", True)])
-def test_a_ddp_inside_of_a_wrapper_is_taken_over(ranks, name, called_before, mode):
-    if name == "fabric":
-        pytest.importorskip("lightning")
-    for found in ranks.run(2, run_wrapped, name, mode, called_before):
-        assert found == []
+@pytest.mark.parametrize(
+    ("name", "called_before"),
+    [
+        *((name, False) for name in WRAPPERS if name != "fabric"),
+        ("compiled", True),
+        pytest.param("fabric", False, marks=NEEDS_LIGHTNING),
+    ],
+)
+@on_ranks(2)
+def test_a_ddp_inside_of_a_wrapper_is_taken_over(rank, name, called_before, mode):
+    return differences(rank, train_wrapped, mode, name, called_before)
 
 
 def ddp_around(side):
@@ -177,22 +168,19 @@ REFUSED = {
 }
 
 
-def run_refused(rank, name, mode):
-    try:
-        return refusal(rank, REFUSED[name][0], mode)
-    finally:
-        torch.compiler.reset()
-
-
 HOOK_MODE = ["ddp around", "ddp afterwards", "fsdp", "fsdp2"]
 
 
 @pytest.mark.parametrize(
     ("name", "mode"), [*((name, "overlap") for name in REFUSED), *((n, "hook") for n in HOOK_MODE)]
 )
-def test_other_owners_of_gradients_are_refused_by_name(ranks, name, mode):
-    for words in ranks.run(2, run_refused, name, mode):
-        assert REFUSED[name][1] in words
+@on_ranks(2)
+def test_other_owners_of_gradients_are_refused_by_name(rank, name, mode):
+    program, words = REFUSED[name]
+    try:
+        return refused(rank, program, mode, words)
+    finally:
+        torch.compiler.reset()
 
 
 def fake(package, name, base=object):
@@ -237,77 +225,30 @@ FAKES = [
 ]
 
 
-def run_fakes(rank):
-    return [refusal(rank, lambda side, attach=attach, of=of: attach(side, *of), "overlap") for attach, of, _ in FAKES]
+@on_ranks(2)
+def test_libraries_that_cannot_be_installed_here_are_known_by_name(rank):
+    return [
+        found
+        for make, of, called in FAKES
+        for found in refused(rank, lambda side, make=make, of=of: make(side, *of), "overlap", called)
+    ]
 
 
-def test_libraries_that_cannot_be_installed_here_are_known_by_name(ranks):
-    for sentences in ranks.run(2, run_fakes):
-        for (*_, called), words in zip(FAKES, sentences, strict=True):
-            assert called in words
-
-
-# --- hooks that use a gradient before it is averaged ---
-
-
-def steps_in_a_hook(side, when):
-    """An optimizer of its own for each parameter, stepped inside of backward."""
-    module = net()
-    # Gradients are not averaged yet where DDP runs these, so DDP's ranks drift apart: nothing to compare with.
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in module.parameters()}
-    optimizer = sgd(module)
-
-    def register():
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-
-    if when == "before":
-        register()
-    side.attach(module, optimizer)
-    if when == "after":
-        register()
-    return side.trained(module, module, optimizer)
-
-
-def run_steps_in_a_hook(rank, when, mode):
-    return refusal(rank, lambda side: steps_in_a_hook(side, when), mode)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_optimizer_that_steps_inside_of_backward_is_refused(ranks, when, mode):
-    for words in ranks.run(2, run_steps_in_a_hook, when, mode):
-        assert "inside backward" in words
+@on_ranks(2)
+def test_an_optimizer_that_steps_inside_of_backward_is_refused(rank, when, mode):
+    """One for each parameter. Gradients are not averaged yet where DDP runs these hooks: its ranks drift apart."""
 
+    def program(side):
+        module = net()
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in module.parameters()}
+        optimizer = sgd(module)
+        for moment in ("before", "after"):
+            if moment == when:
+                for parameter in module.parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+            if moment == "before":
+                side.attach(module, optimizer)
+        return side.trained(module, module, optimizer)
 
-def looks_in_a_hook(side):
-    """Hooks that read and change gradients are as with DDP: they see the rank's own, which are averaged then."""
-    module = net()
-    ddp = DDP(module) if side.name == "ddp" else module
-    optimizer, seen = sgd(module), []
-    module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    side.attach(module, optimizer)
-    module[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0.5).clone()))
-    return side.trained(ddp, module, optimizer), seen
-
-
-def run_looks_in_a_hook(rank, mode):
-    return differences(rank, looks_in_a_hook, mode)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_hooks_that_read_and_change_gradients_see_what_they_see_with_ddp(ranks, mode):
-    for found in ranks.run(2, run_looks_in_a_hook, mode):
-        assert found == []
-
-
-def one_side(rank):
-    """``Side`` itself: the programs above do train, and to other values than they begin with."""
-    before = {name: p.detach().clone() for name, p in net().named_parameters()}
-    after = train_wrapped(Side("ddp", rank.index), "held")
-    return [name for name, value in before.items() if torch.equal(value, after[name])]
-
-
-def test_the_programs_change_every_parameter(ranks):
-    for unchanged in ranks.run(2, one_side):
-        assert unchanged == []
+    return refused(rank, program, mode, "inside backward")

@@ -1,7 +1,6 @@
 """30 steps with gradcast equal a plain loop that reduces the same blocks, bit for bit.
 
-The cases cover each model, kind and form of optimizer, number of ranks, mode, way to wrap, and kind of plan. The model
-with one large tensor is in test_large.py.
+The cases cover each model, kind and form of optimizer, number of ranks, mode, way to wrap, and kind of plan.
 """
 
 from dataclasses import dataclass, field
@@ -105,3 +104,15 @@ def check_that_the_plan_was_followed(case, result):
         assert result["block_counts"][-1] > len(result["orders"][-1]), "no tensor was cut"
     if policy == "fifo":
         assert result["block_counts"][-1] == len(result["orders"][-1])
+
+
+LARGE_BYTES = 5120 * 5120 * 4
+
+
+def test_a_tensor_of_100_mb_is_equal_bit_for_bit_and_not_copied(ranks):
+    for result in ranks.run(2, train_both, Case("large", "sgd fused", 2, "overlap"), 8, timeout_s=120):
+        assert result["differences"] == []
+        assert result["policies"][-1] == "forecast"
+        assert result["stats"]["bytes"] > LARGE_BYTES
+        assert result["stats"]["packed_bytes"] == 0
+        assert result["stats"]["record_bytes"] < 0.01 * result["stats"]["gradient_buffer_bytes"]
