@@ -64,7 +64,7 @@ class Side:
     def trained(self, called: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         for _ in self.steps(called, optimizer):
             pass
-        return self.result(module)
+        return self.result(module, optimizer)
 
 
 def differences(rank, program: Callable[..., object], mode: str, *arguments) -> list[str]:

@@ -8,52 +8,48 @@ import pytest
 
 import gradcast
 from training import compare, optimizers
-from training.attached import error_of
+from training.attached import attach, error_of, not_refused
 from training.models import TASKS
 from training.needs import torch
+from training.pool import on_ranks
 
 nn = torch.nn
 disabling = mock.patch.dict(os.environ, GRADCAST_DISABLE="1")
 
 
-def disabled(rank, mode, wrap):
-    with disabling:
-        task = TASKS["convnet"]
-        modules = [task.module(seed=rank.index) for _ in range(2)]
-        theirs = nn.parallel.DistributedDataParallel(modules[0])
-        ours = nn.parallel.DistributedDataParallel(modules[1]) if wrap else modules[1]
-        recipes = [optimizers.make("adam plain", module) for module in modules]
-        handle = gradcast.attach(ours, recipes[1].optimizer if mode == "overlap" else None)
-        for number in range(8):
-            for forward, recipe, no_sync in zip((theirs, ours), recipes, (theirs.no_sync, handle.no_sync), strict=True):
-                recipe.optimizer.zero_grad()
-                with no_sync():
-                    task.loss(forward, task.batch(rank.index, 100 + number)).backward()
-                task.loss(forward, task.batch(rank.index, number)).backward()
-                recipe.optimizer.step()
-        handle.flush()
-        found = compare.modules(modules[1], modules[0])
-        facts = (handle.mode, handle.plan, handle.profile, handle.stats()["mode"], handle.layout, handle.plan_version)
-        handle.load_state_dict(handle.state_dict())
-        for refused in (handle._diagnostics, lambda: handle.save_plan("plan.json")):
-            assert error_of(refused) == ("invalid_use", "there is no plan: a single worker, or GRADCAST_DISABLE is set")
-        handle.detach()
-        # An ordinary module again: this rank's own gradients.
-        before = [p.grad.clone() for p in modules[1].parameters()]
-        task.loss(modules[1], task.batch(rank.index, 50)).backward()
-        local = torch.autograd.grad(task.loss(modules[1], task.batch(rank.index, 50)), list(modules[1].parameters()))
-        added = [p.grad - b for p, b in zip(modules[1].parameters(), before, strict=True)]
-        alone = wrap or all(torch.allclose(a, b, atol=1e-5) for a, b in zip(added, local, strict=True))
-        return found, facts, alone
-
-
 @pytest.mark.parametrize("wrap", [False, True])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_everything_is_left_to_ddp(ranks, mode, wrap):
-    for found, facts, alone in ranks.run(2, disabled, mode, wrap):
-        assert found == []
-        assert facts == ("ddp", None, None, "ddp", (), 0)
-        assert alone
+@on_ranks(2)
+@disabling
+def test_everything_is_left_to_ddp(rank, mode, wrap):
+    task = TASKS["convnet"]
+    modules = [task.module(seed=rank.index) for _ in range(2)]
+    theirs = nn.parallel.DistributedDataParallel(modules[0])
+    ours = nn.parallel.DistributedDataParallel(modules[1]) if wrap else modules[1]
+    recipes = [optimizers.make("adam plain", module) for module in modules]
+    handle = attach(ours, recipes[1].optimizer, mode)
+    for number in range(8):
+        for forward, recipe, no_sync in zip((theirs, ours), recipes, (theirs.no_sync, handle.no_sync), strict=True):
+            recipe.optimizer.zero_grad()
+            with no_sync():
+                task.loss(forward, task.batch(rank.index, 100 + number)).backward()
+            task.loss(forward, task.batch(rank.index, number)).backward()
+            recipe.optimizer.step()
+    handle.flush()
+    found = compare.modules(modules[1], modules[0])
+    facts = (handle.mode, handle.plan, handle.profile, handle.stats()["mode"], handle.layout, handle.plan_version)
+    assert facts == ("ddp", None, None, "ddp", (), 0)
+    handle.load_state_dict(handle.state_dict())
+    for refused in (handle._diagnostics, lambda: handle.save_plan("plan.json")):
+        assert error_of(refused) == ("invalid_use", "there is no plan: a single worker, or GRADCAST_DISABLE is set")
+    handle.detach()
+    if not wrap:  # an ordinary module again: this rank's own gradients
+        parameters = list(modules[1].parameters())
+        before = [p.grad.clone() for p in parameters]
+        task.loss(modules[1], task.batch(rank.index, 50)).backward()
+        local = torch.autograd.grad(task.loss(modules[1], task.batch(rank.index, 50)), parameters)
+        added = [p.grad - b for p, b in zip(parameters, before, strict=True)]
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(added, local, strict=True))
+    return found
 
 
 class TwoOutputs(nn.Module):
@@ -66,73 +62,60 @@ class TwoOutputs(nn.Module):
         return self.main(x), self.aux(x)
 
 
-def bare_module(rank):
-    """What gradcast lets pass: an output that the loss leaves out, nested no_sync, evaluation on rank 0 alone."""
-    with disabling:
-        task, module = TASKS["plain"], TwoOutputs()
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        handle = gradcast.attach(module, sgd)
-        for number in range(4):
-            sgd.zero_grad()
-            inputs, targets = task.batch(rank.index, number)
+@on_ranks(2)
+@disabling
+def test_a_bare_module_may_do_what_it_may_with_gradcast(rank):
+    """An output that the loss leaves out, nested no_sync, evaluation on rank 0 alone."""
+    task, module = TASKS["plain"], TwoOutputs()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd)
+    for number in range(4):
+        sgd.zero_grad()
+        inputs, targets = task.batch(rank.index, number)
+        with handle.no_sync():
             with handle.no_sync():
-                with handle.no_sync():
-                    pass
-                nn.functional.cross_entropy(module(inputs)[0], targets).backward()
-            local = module.main.weight.grad.clone()
+                pass
             nn.functional.cross_entropy(module(inputs)[0], targets).backward()
-            sgd.step()
-            if rank.index == 0:
-                module.eval()
-                with torch.no_grad():
-                    module(inputs)
-                module.train()
-        handle.detach()
-        return compare.digest(module), local.norm().item(), module.aux.weight.grad is None  # a sum would be 0 on all
+        local = module.main.weight.grad.norm().item()
+        nn.functional.cross_entropy(module(inputs)[0], targets).backward()
+        sgd.step()
+        if rank.index == 0:
+            module.eval()
+            with torch.no_grad():
+                module(inputs)
+            module.train()
+    handle.detach()
+    assert len(set(rank.gather("digest", compare.digest(module)))) == 1
+    assert len(set(rank.gather("local", local))) == 2, "under no_sync nothing was averaged"
+    assert module.aux.weight.grad is None  # a sum would be 0 on all
 
 
-def test_a_bare_module_may_do_what_it_may_with_gradcast(ranks):
-    (first, local, unused), (second, other, _) = ranks.run(2, bare_module)
-    assert first == second
-    assert local != other, "under no_sync nothing was averaged"
-    assert unused
-
-
-def clipped(rank):
+@on_ranks(2)
+@disabling
+def test_clipping_inside_stays(rank):
     """What gradcast was asked to do in the step, it still does."""
-    with disabling:
-        task = TASKS["plain"]
-        modules = [task.module() for _ in range(2)]
-        theirs = nn.parallel.DistributedDataParallel(modules[0])
-        adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
-        handle = gradcast.attach(modules[1], adams[1], options=gradcast.Options(max_grad_norm=0.05))
-        for number in range(5):
-            for forward, adam in ((theirs, adams[0]), (modules[1], adams[1])):
-                adam.zero_grad()
-                task.loss(forward, task.batch(rank.index, number)).backward()
-                if forward is theirs:
-                    torch.nn.utils.clip_grad_norm_(modules[0].parameters(), 0.05)
-                adam.step()
-        found = compare.modules(modules[1], modules[0])
-        handle.detach()
-        return found, "step" in vars(adams[1])
+    task = TASKS["plain"]
+    modules = [task.module() for _ in range(2)]
+    theirs = nn.parallel.DistributedDataParallel(modules[0])
+    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
+    handle = attach(modules[1], adams[1], max_grad_norm=0.05)
+    for number in range(5):
+        for forward, adam in ((theirs, adams[0]), (modules[1], adams[1])):
+            adam.zero_grad()
+            task.loss(forward, task.batch(rank.index, number)).backward()
+            if forward is theirs:
+                torch.nn.utils.clip_grad_norm_(modules[0].parameters(), 0.05)
+            adam.step()
+    found = compare.modules(modules[1], modules[0])
+    handle.detach()
+    assert "step" not in vars(adams[1])
+    return found
 
 
-def test_clipping_inside_stays(ranks):
-    for found, intercepted in ranks.run(2, clipped):
-        assert found == []
-        assert not intercepted
-
-
-def on_one_rank(rank):
+@on_ranks(2)
+def test_on_one_rank_alone_it_is_refused(rank):
     with disabling if rank.index == 1 else contextlib.nullcontext():
-        return error_of(lambda: gradcast.attach(nn.Linear(2, 2)))
-
-
-def test_on_one_rank_alone_it_is_refused(ranks):
-    for code, message in ranks.run(2, on_one_rank):
-        assert code == "invalid_use"
-        assert "ddp mode" in message
+        return not_refused(lambda: gradcast.attach(nn.Linear(2, 2)), "ddp mode")
 
 
 def test_another_value_is_refused(monkeypatch):

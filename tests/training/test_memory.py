@@ -1,5 +1,5 @@
-"""attach, a thaw and a new layout need the gradient buffers and pieces of a few MB, not a copy of the model; a step needs
-what DDP's does; parameters that are frozen for long leave the plan."""
+"""attach, a thaw and a new layout need the gradient buffers and pieces of a few MB, not a copy of the model; a step
+needs what DDP's does; parameters that are frozen for long leave the plan."""
 
 import contextlib
 import ctypes

@@ -6,9 +6,11 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training.attached import error_of
+from training import compare
+from training.attached import attach, not_refused
 from training.needs import torch
 from training.ours import Ours
+from training.pool import on_ranks
 
 pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -94,21 +96,16 @@ AT_ATTACH = {
 }
 
 
-def refusal_of(rank, name):
-    answer = error_of(AT_ATTACH[name][0])
+@pytest.mark.parametrize("name", AT_ATTACH)
+@on_ranks(2)
+def test_attach_refuses(rank, name):
+    attempt, words = AT_ATTACH[name]
+    found = not_refused(attempt, words)
     # Nothing of the refused attach may stand in the way of a right one.
     ours = Ours("plain", "sgd plain", rank.index)
     ours.train(range(3))
     ours.handle.detach()
-    return answer
-
-
-@pytest.mark.parametrize("name", AT_ATTACH)
-def test_attach_refuses(ranks, name):
-    for code, message in ranks.run(2, refusal_of, name):
-        assert code == "invalid_use", message
-        assert AT_ATTACH[name][1] in message
-        assert message.count("\n") == 0
+    return found
 
 
 @pytest.mark.parametrize(
@@ -145,27 +142,23 @@ def captured():
         yield
 
 
-def backward_of_a_graph(rank, mode):
+@on_ranks(2)
+def test_a_pass_that_is_captured_in_a_graph_is_refused(rank, mode):
     module = linear()
-    handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
+    handle = attach(module, sgd(module), mode)
     with captured(), pytest.raises(gradcast.Error, match="captured in a CUDA graph"):
         module(torch.ones(2, 3)).sum().backward()
     # On another device nothing is captured, and the step goes on.
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         module(torch.ones(2, 3)).sum().backward()
     handle.flush()
-    return module.weight.grad.flatten().tolist()
+    return compare.trees(module.weight.grad.flatten().tolist(), [2.0] * 9, "gradient")
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_pass_that_is_captured_in_a_graph_is_refused(ranks, mode):
-    for gradient in ranks.run(2, backward_of_a_graph, mode):
-        assert gradient == [2.0] * 9
-
-
-def passes_of_a_graph(rank, mode):
+@on_ranks(2)
+def test_a_capture_is_refused_before_it_would_wait(rank, mode):
     module = linear()
-    handle = gradcast.attach(module, sgd(module) if mode == "overlap" else None)
+    handle = attach(module, sgd(module), mode)
     exchange = handle._session.exchange
     loss, again = (module(torch.ones(2, 3)).sum() for _ in range(2))
     loss.backward()  # its gradients are still to be taken
@@ -178,8 +171,3 @@ def passes_of_a_graph(rank, mode):
             with pytest.raises(gradcast.Error, match="captured in a CUDA graph"):
                 each()
     handle.flush()
-
-
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_a_capture_is_refused_before_it_would_wait(ranks, mode):
-    ranks.run(2, passes_of_a_graph, mode)

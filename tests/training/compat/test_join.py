@@ -2,10 +2,10 @@
 
 import pytest
 
-import gradcast
-from training.attached import error_of
+from training.attached import attach, not_refused
 from training.models import TASKS
 from training.needs import torch
+from training.pool import on_ranks
 from training.sides import DDP, differences
 
 nn = torch.nn
@@ -37,37 +37,23 @@ def uneven(side, counts):
     return found
 
 
-def run_uneven(rank, counts):
-    return differences(rank, lambda side: uneven(side, counts), "hook")
-
-
 @pytest.mark.parametrize("counts", [(1, 4), (4, 1), (0, 3), (3, 3)])
-def test_hook_mode_does_what_ddp_does(ranks, counts):
+@on_ranks(2)
+def test_hook_mode_does_what_ddp_does(rank, counts):
     """After join() DDP's momentum differs between the ranks, and so does gradcast's, in the same way."""
-    for found in ranks.run(2, run_uneven, counts):
-        assert found == []
+    return differences(rank, uneven, "hook", counts)
 
 
-def overlap(rank, enable):
+@pytest.mark.parametrize("enable", [True, False])
+@on_ranks(2)
+def test_overlap_mode_refuses_it_unless_it_is_switched_off(rank, enable):
     module = TASKS["plain"].module()
     ddp = DDP(module)
     sgd = torch.optim.SGD(module.parameters(), lr=0.05)
-    gradcast.attach(ddp, sgd, options=gradcast.Options(adapt=False, warmup_steps=3))
+    attach(ddp, sgd)
 
     def joined():
         with ddp.join(enable=enable):
             train(ddp, sgd, rank.index, 2)
 
-    return error_of(joined)
-
-
-def test_overlap_mode_refuses_it(ranks):
-    for code, message in ranks.run(2, overlap, True):
-        assert code == "invalid_use"
-        assert "join()" in message
-        assert "hook mode" in message
-
-
-def test_a_join_that_is_switched_off_is_nothing(ranks):
-    for code, message in ranks.run(2, overlap, False):
-        assert code is None, message
+    return not_refused(joined, "join()", "hook mode") if enable else joined()
