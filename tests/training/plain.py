@@ -3,9 +3,11 @@
 It uses nothing of gradcast but values: a plan's blocks and the places of tensors in buffers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from training import compare, optimizers
 from training.needs import torch
+from training.ours import Ours
 
 nn = torch.nn
 
@@ -54,22 +56,23 @@ def _all_reduce(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None
         part.copy_(sums)
 
 
-class PlainLoop:
-    """One training step after another, each with the blocks and the layout that it is given."""
-
-    def __init__(self, module: nn.Module, recipe, world_size: int) -> None:
-        self.module = module
-        self.recipe = recipe
-        self.world_size = world_size
-        self.parameters = dict(module.named_parameters())
-
-    def step(self, loss: Callable[[nn.Module], torch.Tensor], layout: Sequence, blocks: Sequence) -> float:
-        for buffer in self.module.buffers():
+def beside_plain_loop(rank, ours: Ours, optimizer: str, steps: int) -> tuple[list[str], list[tuple[float, float]]]:
+    """Trains with gradcast, and in a plain loop by the same blocks: how they differ, and both losses of each step."""
+    reference = ours.task.module(seed=0)
+    parameters = dict(reference.named_parameters())
+    recipe = optimizers.make(optimizer, reference)
+    losses = []
+    for number in range(steps):
+        loss = ours.step(number)
+        for buffer in reference.buffers():
             torch.distributed.broadcast(buffer, 0)
-        self.recipe.optimizer.zero_grad()
-        value = loss(self.module)
-        value.backward()
-        average_by_blocks(self.parameters, layout, blocks, self.world_size)
-        self.recipe.optimizer.step()
-        self.recipe.after_step()
-        return value.item()
+        recipe.optimizer.zero_grad()
+        expected = ours.task.loss(reference, ours.task.batch(rank.index, number))
+        expected.backward()
+        average_by_blocks(parameters, ours.followed[-1].layout, ours.followed[-1].blocks, rank.size)
+        recipe.optimizer.step()
+        recipe.after_step()
+        losses.append((loss, expected.item()))
+    ours.handle.flush()
+    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
+    return found, losses

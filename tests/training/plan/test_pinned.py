@@ -9,12 +9,10 @@ import pytest
 
 import gradcast
 from gradcast.files import plan_hash
-from training import compare, optimizers
-from training.attached import error_of
-from training.models import TASKS
+from training.attached import not_refused
 from training.needs import torch
 from training.ours import Ours
-from training.plain import PlainLoop
+from training.plain import beside_plain_loop
 
 
 def save_plan(rank, folder, task, mode):
@@ -47,22 +45,16 @@ def make_by_hand(folder, mode):
     return path, [(block.buffer, block.ranges) for block in plan.blocks]
 
 
-def follow_pinned(rank, path, by_variable, task_name, mode):
+def follow_pinned(rank, path, by_variable, mode, expected):
     with mock.patch.dict(os.environ, {"GRADCAST_PLAN": path} if by_variable else {}):
-        ours = Ours(task_name, "adam plain", rank.index, mode=mode, plan=None if by_variable else path)
-        task = TASKS[task_name]
-        reference = task.module(seed=0)
-        plain = PlainLoop(reference, optimizers.make("adam plain", reference), rank.size)
-        for step in range(8):
-            ours.step(step)
-            followed = ours.followed[-1]
-            batch = task.batch(rank.index, step)
-            plain.step(lambda module, batch=batch: task.loss(module, batch), followed.layout, followed.blocks)
-    ours.handle.flush()
-    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
-    stats = ours.handle.stats()
+        ours = Ours("mixed64", "adam plain", rank.index, mode=mode, plan=None if by_variable else path)
+        found, _ = beside_plain_loop(rank, ours, "adam plain", 8)
+    followed = ours.followed[-1]
+    assert followed.policy == "by hand"
+    assert [(block.buffer, block.ranges) for block in followed.blocks] == expected
+    assert ours.handle.stats()["packed_bytes"] > 0
     ours.handle.detach()
-    return found, followed.policy, [(block.buffer, block.ranges) for block in followed.blocks], stats["packed_bytes"]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -71,26 +63,18 @@ def follow_pinned(rank, path, by_variable, task_name, mode):
 def test_a_pinned_plan_is_followed_to_the_byte(ranks, tmp_path, by_variable, mode, world_size):
     ranks.run(world_size, save_plan, str(tmp_path), "mixed64", mode)
     path, blocks = make_by_hand(tmp_path, mode)
-    for found, policy, followed, packed_bytes in ranks.run(
-        world_size, follow_pinned, str(path), by_variable, "mixed64", mode
-    ):
-        assert found == []
-        assert policy == "by hand"
-        assert followed == blocks
-        assert packed_bytes > 0
+    assert not any(ranks.run(world_size, follow_pinned, str(path), by_variable, mode, blocks))
 
 
-def refused(rank, path):
+def refused(rank, path, code, said):
     """The error of attach or of a step, whichever comes."""
-    answer = error_of(lambda: Ours("mixed64", "adam plain", rank.index, plan=path).train(range(6)))
+    found = not_refused(lambda: Ours("mixed64", "adam plain", rank.index, plan=path).train(range(6)), said, code=code)
     torch.distributed.barrier()
-    return answer
+    return found
 
 
-def refusal(ranks, path):
-    answers = ranks.run(2, refused, str(path))
-    assert answers[0] == answers[1], "the ranks say different things"
-    return answers[0]
+def require_refusal(ranks, path, said, code="invalid_plan"):
+    assert ranks.run(2, refused, str(path), code, said) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -98,24 +82,18 @@ def refusal(ranks, path):
 )
 def test_a_plan_for_another_model_or_mode_is_refused(ranks, tmp_path, task, mode, said):
     ranks.run(2, save_plan, str(tmp_path), task, mode)
-    code, message = refusal(ranks, tmp_path / "plan.json")
-    assert code == "invalid_plan"
-    assert said in message
+    require_refusal(ranks, tmp_path / "plan.json", said)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1, 2]", '{"version": 1, "blocks": []}'])
 def test_a_file_that_is_no_plan_is_refused(ranks, tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
-    code, message = refusal(ranks, path)
-    assert code == "invalid_plan"
-    assert "plan.json" in message
+    require_refusal(ranks, path, "plan.json")
 
 
 def test_a_plan_that_is_not_there_is_refused(ranks, tmp_path):
-    code, message = refusal(ranks, tmp_path / "nowhere.json")
-    assert code is not None
-    assert "nowhere.json" in message
+    require_refusal(ranks, tmp_path / "nowhere.json", "nowhere.json", code="invalid_option")
 
 
 def test_a_plan_whose_blocks_were_changed_is_refused(ranks, tmp_path):
@@ -123,5 +101,4 @@ def test_a_plan_whose_blocks_were_changed_is_refused(ranks, tmp_path):
     fields = json.loads((tmp_path / "plan.json").read_text())
     fields["blocks"] = fields["blocks"][:-1]
     (tmp_path / "plan.json").write_text(json.dumps(fields))
-    code, _ = refusal(ranks, tmp_path / "plan.json")
-    assert code == "invalid_plan"
+    require_refusal(ranks, tmp_path / "plan.json", "is in no block")

@@ -5,11 +5,13 @@ import json
 
 import pytest
 
+import gradcast
 from training import compare
-from training.attached import attach, error_of
+from training.attached import attach, not_refused
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
+from training.pool import on_ranks
 from training.twins import Twins
 
 
@@ -31,45 +33,42 @@ def save(rank, mode, path):
 
 def load(rank, mode, path):
     """Goes on from the checkpoint, beside DDP that does the same."""
-    twins = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo") if rank.size == 2 else None
-    ours = twins.ours if twins else Ours("plain", "adam plain", rank.index, mode=mode, policy="fifo")
+    twins = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo")
     state = torch.load(path)
     if mode == "hook":  # as the first release saved it
         del state["gradcast"]["version"]
-    for module, optimizer, _ in twins.each() if twins else [(ours.bare, ours.optimizer, None)]:
+    for module, optimizer, _ in twins.each():
         module.load_state_dict(state["module"])
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share its tensors
-    before = ours.handle.plan_version
-    ours.handle.load_state_dict(state["gradcast"])
-    followed = ours.handle.plan.hash(ours.handle.profile) if ours.handle.profile else None
-    for number in range(4):
-        if twins:
-            twins.step()
-        elif rank.size > 1:
-            ours.step(number)
-    found = twins.differences() if twins else []
-    version = ours.handle.plan_version
-    ours.handle.detach()
-    return found, followed, version - before
+    before = twins.handle.plan_version
+    twins.handle.load_state_dict(state["gradcast"])
+    followed = twins.handle.plan.hash(twins.handle.profile)
+    twins.train(4)
+    assert twins.handle.plan_version == before + 1, "one plan, no warm-up"
+    return twins.end(), followed
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_the_plan_of_a_checkpoint_is_followed_at_once(ranks, tmp_path, mode):
     path = str(tmp_path / "checkpoint.pt")
     saved = ranks.run(2, save, mode, path)
-    for found, followed, versions in ranks.run(2, load, mode, path):
-        assert found == []
-        assert followed == saved[0]
-        assert versions == 1, "one plan, no warm-up"
+    assert ranks.run(2, load, mode, path) == [([], saved[0])] * 2
+
+
+def load_elsewhere(rank, path):
+    ours = Ours("plain", "adam plain", rank.index, policy="fifo")
+    before = ours.handle.plan_version
+    ours.handle.load_state_dict(torch.load(path)["gradcast"])
+    assert ours.handle.profile is None
+    ours.train(range(4 if rank.size > 1 else 0))
+    return ours.handle.plan_version - before
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_other_numbers_of_workers_measure_again(ranks, tmp_path, world_size):
     path = str(tmp_path / "checkpoint.pt")
     ranks.run(2, save, "overlap", path)
-    for _, followed, versions in ranks.run(world_size, load, "overlap", path):
-        assert followed is None
-        assert versions == (3 if world_size > 1 else 0), "two more plans of the warm-up, then one of its own"
+    versions = 3 if world_size > 1 else 0  # two more plans of the warm-up, then one of its own
+    assert ranks.run(world_size, load_elsewhere, path) == [versions] * world_size
 
 
 CHANGES = {
@@ -78,17 +77,6 @@ CHANGES = {
     "too early": {"plan": None},
     "names of another model": {"unseen_reads": ["nobody"]},
 }
-
-
-def load_wrong(rank, change):
-    ours = Ours("plain", "adam plain", rank.index, policy="fifo")
-    ours.train(range(5))
-    state = {"step": 3} if change == "another program" else ours.handle.state_dict() | CHANGES.get(change, {})
-    if change == "another model":
-        ours = Ours("transformer", "adam plain", rank.index, policy="fifo")
-    elif change == "another mode":
-        ours = Ours("plain", "adam plain", rank.index, mode="hook")
-    return error_of(lambda: ours.handle.load_state_dict(state))
 
 
 @pytest.mark.parametrize(
@@ -103,14 +91,23 @@ def load_wrong(rank, change):
         ("too early", None),
     ],
 )
-def test_a_checkpoint_that_does_not_fit(ranks, change, code):
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit(rank, change, code):
     """What is no checkpoint is an error; what is another training's leaves the warm-up going on."""
-    for found, message in ranks.run(2, load_wrong, change):
-        assert found == code, message
-        assert code != "invalid_use" or "state_dict" in message
+    ours = Ours("plain", "adam plain", rank.index, policy="fifo")
+    ours.train(range(5))
+    state = {"step": 3} if change == "another program" else ours.handle.state_dict() | CHANGES.get(change, {})
+    if change == "another model":
+        ours = Ours("transformer", "adam plain", rank.index, policy="fifo")
+    elif change == "another mode":
+        ours = Ours("plain", "adam plain", rank.index, mode="hook")
+    words = ["state_dict"] if code == "invalid_use" else []
+    return not_refused(lambda: ours.handle.load_state_dict(state), *words, code=code)
 
 
-def damage(rank, mode, where):
+@pytest.mark.parametrize("where", [0, 150, -1])
+@on_ranks(2)
+def test_ranks_that_have_received_different_sums(rank, mode, where):
     """What rank 1 has received is changed in its memory before the ranks compare it."""
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
     consistency, buffers = ours.handle._session._consistency, ours.handle._session.buffers
@@ -122,18 +119,9 @@ def damage(rank, mode, where):
         compare_ranks(iteration)
 
     consistency.compare_ranks = compare_damaged
-    return error_of(lambda: ours.train(range(12)))
-
-
-@pytest.mark.parametrize("where", [0, 150, -1])
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
-def test_ranks_that_have_received_different_sums(ranks, mode, where):
-    for code, message in ranks.run(2, damage, mode, where):
-        assert code == "communication", message
-        assert "iteration 11" in message
-        assert "rank 1" in message
-        assert "block" in message
-        assert "weight" in message or "bias" in message
+    with pytest.raises(gradcast.Error, match=r"iteration 11 .* rank 1 .* block \d+ \(\d\.(weight|bias)") as raised:
+        ours.train(range(12))
+    assert raised.value.code == "communication"
 
 
 def compare_with_left_out_steps(rank, mode):
@@ -181,15 +169,16 @@ def test_a_pass_that_comes_to_no_gradient_compares_nothing(ranks, mode):
     assert first == second
 
 
-def loaded_before_the_step(rank):
-    """A plan with another layout comes between backward and a step that clips: the gradients move."""
+@on_ranks(2)
+def test_a_plan_that_is_loaded_between_backward_and_step(rank):
+    """With another layout, before a step that clips: the gradients move."""
     first = Ours("transformer", "sgd plain", rank.index, policy="fifo")
     first.train(range(5))
     state = first.handle.state_dict()
     planned = [place.name for place in first.handle.layout]
     first.handle.detach()
     twins = Twins(rank, "transformer", "sgd plain", max_grad_norm=0.05)
-    moved = planned != [place.name for place in twins.handle.layout]
+    assert planned != [place.name for place in twins.handle.layout], "so nothing is shown"
     for number in range(4):
         for module, optimizer, forward in twins.each():
             optimizer.zero_grad()
@@ -200,10 +189,4 @@ def loaded_before_the_step(rank):
                 twins.handle.load_state_dict(state)
             optimizer.step()
         twins.after_step()
-    return twins.differences(), moved
-
-
-def test_a_plan_that_is_loaded_between_backward_and_step(ranks):
-    for found, moved in ranks.run(2, loaded_before_the_step):
-        assert moved, "the layouts are the same, so nothing is shown"
-        assert found == []
+    return twins.differences()

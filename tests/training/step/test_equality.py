@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from training import compare, optimizers
-from training.models import TASKS
 from training.ours import Ours
-from training.plain import PlainLoop
+from training.plain import beside_plain_loop
 
 STEPS = 30
 # Slices small enough that these small models are cut.
@@ -48,18 +46,7 @@ CASES = [
 
 def train_both(rank, case, steps):
     ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, warmup_steps=6, **case.options)
-    task = TASKS[case.task]
-    reference = task.module(seed=0)
-    plain = PlainLoop(reference, optimizers.make(case.optimizer, reference), rank.size)
-    losses = []
-    for step in range(steps):
-        loss = ours.step(step)
-        followed = ours.followed[-1]
-        batch = task.batch(rank.index, step)
-        expected = plain.step(lambda module, batch=batch: task.loss(module, batch), followed.layout, followed.blocks)
-        losses.append((loss, expected))
-    ours.handle.flush()
-    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, plain.recipe.optimizer)
+    found, losses = beside_plain_loop(rank, ours, case.optimizer, steps)
     stats = ours.handle.stats()
     ours.handle.detach()
     return {
