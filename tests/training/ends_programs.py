@@ -12,13 +12,11 @@ RANK = int(os.environ["RANK"])
 if RANK == 0:
     atexit.register(LATE.end_late, 1000)
 
-import contextlib  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 from datetime import timedelta  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
@@ -26,14 +24,12 @@ import torch  # noqa: E402
 import torch.distributed.nn.functional  # noqa: E402
 from torch import distributed, nn  # noqa: E402
 
+from training.threads import threads_named  # noqa: E402
+
 
 def tell_threads() -> None:
     """How many of Gloo's there are."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended since
-            names.append(Path(task, "comm").read_text())
-    print(json.dumps({"threads": sum("pt_gloo" in name for name in names)}), flush=True)
+    print(json.dumps({"threads": len(threads_named("pt_gloo"))}), flush=True)
 
 
 # Called after what gradcast registers when it is imported.
@@ -127,12 +123,7 @@ def step() -> None:
     tell_threads()
 
 
-PROGRAMS = {
-    function.__name__: function
-    for function in (plain, gather, from_first, copy_from_first, collects, hook, hook_is_kept, step)
-}
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
-    PROGRAMS[sys.argv[1]]()
+    globals()[sys.argv[1]]()

@@ -21,6 +21,7 @@ from torch import distributed, nn
 from training import compare
 from training.bomb import Bomb
 from training.models import TASKS
+from training.threads import threads_named
 
 RANK = int(os.environ["RANK"])
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "5"))
@@ -33,7 +34,7 @@ def tell(**values) -> None:
 class Training:
     """``side`` is "ours" (attached, not flushed) or "theirs" (stock DDP)."""
 
-    def __init__(self, side: str, mode: str = "overlap", task: str = "plain") -> None:
+    def __init__(self, side: str, mode: str = "overlap", task: str = "plain", **options) -> None:
         # A store of the test's own, where it gives one: then no rank is its host.
         port = os.environ.get("TEST_STORE_PORT")
         store = None
@@ -50,13 +51,9 @@ class Training:
             self.forward = nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
         if side == "ours":
-            import gradcast
+            from training.attached import attach  # imports gradcast, which the other side does without
 
-            self.handle = gradcast.attach(
-                self.module,
-                self.optimizer if mode == "overlap" else None,
-                options=gradcast.Options(adapt=False, warmup_steps=3),
-            )
+            self.handle = attach(self.module, self.optimizer, mode, **options)
 
     def loss(self, number: int) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -66,9 +63,14 @@ class Training:
         self.loss(number).backward()
         self.optimizer.step()
 
-    def steps(self, count: int) -> None:
-        for number in range(count):
+    def steps(self, count: int, first: int = 0) -> None:
+        for number in range(first, first + count):
             self.step(number)
+
+    def finish(self) -> None:
+        """Four steps after the first four."""
+        self.steps(4, first=4)
+        self.handle.flush()
 
 
 def falls_off_the_end(side: str, mode: str) -> None:
@@ -104,11 +106,7 @@ def leaves_groups_open(way: str) -> None:
     """Leaves groups open as the doctor does, and tells how many threads of Gloo there are in use and at the end."""
 
     def tell_threads() -> None:
-        names = []
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended since
-                names.append(Path(task, "comm").read_text())
-        tell(threads=sum("gloo" in name for name in names))
+        tell(threads=len(threads_named("gloo")))
 
     atexit.register(tell_threads)  # runs after what is registered later
     from gradcast.training.ranks.group import Group, lasting_group
@@ -283,44 +281,49 @@ def soaks(steps: str, folder: str) -> None:
     tell(largest=largest, held=held, digest=compare.digest(ours))
 
 
+def restarts(mode: str, folder: str, killed_step: str) -> None:
+    """Started by torchrun. Writes a checkpoint with plan every other step; in its first life rank 1 kills itself."""
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    training = Training("ours", mode, policy="fifo")
+    path, first = Path(folder, "checkpoint.pt"), 0
+    parts = {"module": training.module, "optimizer": training.optimizer, "gradcast": training.handle}
+    if path.exists():
+        state = torch.load(path)
+        first = state["step"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    policy = training.handle.plan.policy
+    for number in range(first, 16):
+        if (life, RANK, number) == (0, 1, int(killed_step)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        training.step(number)
+        if number % 2 and RANK == 0:
+            torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": number + 1}, f"{path}.new")
+            os.replace(f"{path}.new", path)
+    training.handle.flush()
+    if RANK == 0:
+        tell(life=life, first=first, policy=policy, digest=compare.digest(training.module))
+    distributed.destroy_process_group()
+
+
 def fails_in_backward(mode: str, failing_rank: str) -> None:
     """One rank raises when half of its gradients exist."""
     training = Training("ours", mode)
     training.steps(4)
-
-    def go_on():
-        if int(failing_rank) == RANK:
-            middle = training.module[4]
-            hook = middle.register_forward_hook(lambda module, inputs, output: Bomb.apply(output))
-            training.step(4)
-            hook.remove()
-        for number in range(4, 8):
-            training.step(number)
-        training.handle.flush()
-
-    report_error(go_on)
+    if int(failing_rank) == RANK:
+        training.module[4].register_forward_hook(lambda module, inputs, output: Bomb.apply(output))
+    report_error(training.finish)
 
 
 def is_killed(mode: str, killed_rank: str, moment: str) -> None:
     """One rank is gone from one moment to the next."""
     training = Training("ours", mode)
     training.steps(4)
-
-    def kill(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def go_on():
-        if int(killed_rank) == RANK:
-            if moment == "backward":
-                training.module[4].register_full_backward_hook(kill)
-                training.step(4)
-            training.loss(4)
-            kill()
-        for number in range(4, 8):
-            training.step(number)
-        training.handle.flush()
-
-    report_error(go_on)
+    if int(killed_rank) == RANK:
+        module = training.module
+        register = module[4].register_full_backward_hook if moment == "backward" else module.register_forward_hook
+        register(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    report_error(training.finish)
 
 
 def is_interrupted(mode: str, interrupted_rank: str) -> None:
@@ -359,14 +362,6 @@ def catches_and_leaves(mode: str, failing_rank: str) -> None:
     tell(finite=finite, ordinary=ordinary)
 
 
-PROGRAMS = {
-    function.__name__: function
-    for function in (
-        falls_off_the_end, reads_at_exit, destroys_group, leaves_groups_open, exits, loads_data_in_processes, forks,
-        is_disturbed, is_slow, soaks, runs_one_more, fails_in_backward, is_killed, is_interrupted, catches_and_leaves,
-    )
-}  # fmt: skip
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PROGRAMS[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

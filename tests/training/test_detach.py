@@ -1,9 +1,7 @@
 """detach() gives everything back: parameters finished, hooks gone, the optimizer's step and DDP as they were."""
 
-import contextlib
 import gc
 import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,24 +12,16 @@ from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
 from training.test_copies import hooks_of, not_ordinary
+from training.threads import threads_named
 from training.twins import Twins
-
-
-def loop_threads():
-    """Names of threads of this process that belong to gradcast, as the system knows them."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            names.append(task.joinpath("comm").read_text().strip())
-    return [name for name in names if name.startswith("gradcast")]
 
 
 @pytest.mark.parametrize("wrap", [False, True])
 @on_ranks(2)
 def test_detach_leaves_nothing_behind(rank, mode, wrap):
-    others = len(loop_threads())
+    others = len(threads_named("gradcast"))
     twins = Twins(rank, "convnet", "adamw plain", mode=mode, wrap=wrap)
-    assert len(loop_threads()) == others + 1
+    assert len(threads_named("gradcast")) == others + 1
     twins.train(4)
     if mode == "overlap":
         twins.pending_step()
@@ -40,7 +30,7 @@ def test_detach_leaves_nothing_behind(rank, mode, wrap):
     twins.handle.detach()
     # Read through memory alone: nothing may be pending any more.
     found = compare.modules(module, twins.theirs.module) + compare.optimizers(optimizer, twins.recipe.optimizer)
-    assert len(loop_threads()) == others, "its thread is left"
+    assert len(threads_named("gradcast")) == others, "its thread is left"
     assert "gradcast" not in repr(vars(optimizer).get("step", ""))
     return found + not_ordinary(module) + hooks_of(module)
 
@@ -89,16 +79,16 @@ def test_a_kept_handle_does_not_keep_the_ddp_that_it_has_left(rank, disabled, mo
 @on_ranks(2)
 def test_a_forgotten_module_takes_its_thread_along(rank, flushes):
     """Nobody calls detach: the module, the optimizer and the handle go out of scope, as in a notebook."""
-    others = len(loop_threads())
+    others = len(threads_named("gradcast"))
     twins = Twins(rank, "plain")
     twins.train(5)
     if flushes:  # else the last step's parameters are still pending
         twins.handle.flush()
     torch.distributed.barrier()
-    assert len(loop_threads()) == others + 1
+    assert len(threads_named("gradcast")) == others + 1
     del twins
     gc.collect()
-    return loop_threads()[others:]
+    return threads_named("gradcast")[others:]
 
 
 @on_ranks(2)

@@ -180,7 +180,6 @@ def require_one_new_plan(results):
     return _core.Profile.from_json(seen[BEFORE][1]), _core.Profile.from_json(seen[AFTER][1]), line
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_where_the_network_costs_more_all_ranks_plan_again_at_the_same_step(ranks, mode):
     before, after, line = require_one_new_plan(ranks.run(2, train, mode, 3.0))
     assert after.link.all_reduce.cost_ns(1000) == pytest.approx(3 * before.link.all_reduce.cost_ns(1000), rel=1e-6)

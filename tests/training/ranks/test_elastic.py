@@ -3,38 +3,38 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from training import needs  # noqa: F401
 from training.pool import environment
 
-PROGRAM = Path(__file__).parents[1] / "elastic.py"
 LIMIT_S = 120
 
 
 def run(folder, mode, killed_step):
+    """What rank 0 tells at the end."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    program = ["-m", "training.programs", "restarts", mode, str(folder), str(killed_step)]
     with subprocess.Popen(
-        [*command, str(PROGRAM), str(folder), mode, str(killed_step)],
+        [sys.executable, "-m", *torchrun, *program],
         # Without it, torch 2.11 starts the group again on the store of its first life, where Gloo finds dead addresses
         # (a program of three lines without gradcast fails in the same way).
-        env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TEST_TIMEOUT_S": "60"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as torchrun:
+    ) as process:
         try:
-            _, errors = torchrun.communicate(timeout=LIMIT_S)
+            out, errors = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            torchrun.terminate()  # it ends its workers, which a killed one would leave behind
-            _, errors = torchrun.communicate(timeout=60)
+            process.terminate()  # it ends its workers, which a killed one would leave behind
+            _, errors = process.communicate(timeout=60)
             pytest.fail(f"torchrun did not end within {LIMIT_S} s\n{errors}")
-    assert torchrun.returncode == 0, errors
-    return json.loads((folder / "facts.json").read_text())
+    assert process.returncode == 0, errors
+    return json.loads(out)
 
 
 @pytest.mark.slow

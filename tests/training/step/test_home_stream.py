@@ -9,6 +9,7 @@ from gradcast.training.step import pending
 from gradcast.training.step.update_stream import UpdateStream
 from training.attached import Attached
 from training.needs import torch
+from training.pool import on_ranks
 
 nn = torch.nn
 
@@ -126,7 +127,8 @@ class Watched(UpdateStream):
         self.asked.append("out")
 
 
-def train_watched(rank):
+@on_ranks(2)
+def test_a_session_watches_reads_and_updates_on_the_update_stream(rank):
     attached = Attached(nn.Linear(4, 4, bias=False))
     stream = attached.handle._session._steps.stream = Watched()
     steps = []
@@ -137,17 +139,12 @@ def train_watched(rank):
         stream.asked.clear()
         attached.step(torch.ones(2, 4))
         steps.append((list(stream.asked), pending.is_pending(attached.module.weight)))
-    return steps
-
-
-def test_a_session_watches_reads_and_updates_on_the_update_stream(ranks):
-    for steps in ranks.run(2, train_watched):
-        for asked, is_pending in steps[1:3]:  # the warm-up: read, and the step at once
-            assert asked[0] == "read"
-            assert not is_pending
-        update, backward_end, step = ["read", "in", "out"], ["called"], ["called", "in", "out"]
-        assert steps[4] == (update + backward_end + step, True)
-        assert not steps[5][1], "parameters are read elsewhere: the step is taken at once"
+    for asked, is_pending in steps[1:3]:  # the warm-up: read, and the step at once
+        assert asked[0] == "read"
+        assert not is_pending
+    update, backward_end, step = ["read", "in", "out"], ["called"], ["called", "in", "out"]
+    assert steps[4] == (update + backward_end + step, True)
+    assert not steps[5][1], "parameters are read elsewhere: the step is taken at once"
 
 
 def test_a_stream_that_is_captured_in_a_graph_is_ordered_behind_nothing(streams, stream, monkeypatch):

@@ -7,6 +7,7 @@ from training import compare
 from training.attached import attach, heard
 from training.models import ReadsMemory, at_address
 from training.needs import torch
+from training.pool import on_ranks
 
 nn = torch.nn
 
@@ -56,7 +57,8 @@ def attached(model, sgd, mode):
     return attach(model, sgd, mode, policy="p3", policy_parameters={"slice_elements": 150})
 
 
-def train(rank, mode):
+@on_ranks(2)
+def test_forward_waits_for_what_it_reads_unseen(rank, mode):
     (bare, their_sgd), (first, first_sgd), (second, second_sgd) = made(), made(), made()
     steps(rank, range(16), nn.parallel.DistributedDataParallel(bare), bare, their_sgd)
     with heard() as lines:
@@ -73,19 +75,13 @@ def train(rank, mode):
         handle.load_state_dict(state)
         steps(rank, range(10, 16), second, second, second_sgd)
         handle.detach()
+    assert state["unseen_reads"] == UNSEEN
+    assert all(needs_ns[name] == 0 for name in UNSEEN)
+    assert needs_ns["layers.2.weight"] > 0
     said = [line for line in lines if "does not see" in line]
-    return compare.modules(second, bare), state["unseen_reads"], needs_ns, said
-
-
-def test_forward_waits_for_what_it_reads_unseen(ranks, mode):
-    results = ranks.run(2, train, mode)
-    for rank, (different, unseen, needs_ns, said) in enumerate(results):
-        assert different == []
-        assert unseen == UNSEEN
-        assert all(needs_ns[name] == 0 for name in UNSEEN)
-        assert needs_ns["layers.2.weight"] > 0
-        assert len(said) == (2 if mode == "overlap" and rank == 0 else 0), "by each handle"
-        assert all(line.startswith("forward reads layers.0.weight, layers.4.weight in a way") for line in said)
+    assert len(said) == (2 if mode == "overlap" and rank.index == 0 else 0), "by each handle"
+    assert all(line.startswith("forward reads layers.0.weight, layers.4.weight in a way") for line in said)
+    return compare.modules(second, bare)
 
 
 def graphed(module):
@@ -104,7 +100,9 @@ def layers():
     return nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(16, 16, bias=False), nn.Tanh())])
 
 
-def train_graphed(rank, mode):
+@on_ranks(2)
+def test_graphed_modules_read_what_has_been_updated(rank, mode):
+    """Each module's read is known: nothing has to be waited for before forward begins."""
     torch.manual_seed(0)
     theirs, ours = nn.parallel.DistributedDataParallel(layers()), layers()
     ours.load_state_dict(theirs.module.state_dict())
@@ -119,11 +117,6 @@ def train_graphed(rank, mode):
             sgd.zero_grad()
             module(batch).square().sum().backward()
             sgd.step()
-    unseen = handle.state_dict()["unseen_reads"]
+    assert handle.state_dict()["unseen_reads"] == []
     handle.detach()
-    return compare.modules(ours, theirs.module), unseen
-
-
-def test_graphed_modules_read_what_has_been_updated(ranks, mode):
-    """Each module's read is known: nothing has to be waited for before forward begins."""
-    assert ranks.run(2, train_graphed, mode) == [([], [])] * 2
+    return compare.modules(ours, theirs.module)

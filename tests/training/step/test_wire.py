@@ -73,8 +73,7 @@ def train_both(rank, wire, case):
 
 @pytest.mark.parametrize(("wire", "case"), CASES, ids=str)
 def test_the_bits_of_the_reference_on_every_rank(ranks, wire, case):
-    for found in ranks.run(case.world_size, train_both, wire, case):
-        assert found == []
+    assert not any(ranks.run(case.world_size, train_both, wire, case))
 
 
 @on_ranks(2)
@@ -133,31 +132,25 @@ def test_what_the_format_cannot_hold_arrives_as_with_ddps_hook(rank, wire):
     return compare.trees(str(found), str(expected), "gradient")
 
 
-def scaled_too_far(rank, mode):
+@on_ranks(2)
+def test_a_scaler_skips_what_fp16_cannot_hold(rank, mode):
     """A loss scale that fp16 does not hold: the step is skipped on all ranks, the scale falls, training goes on."""
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, wire="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    scales, changed = [], []
+    is_changed = []
     for number in range(12):
         ours.handle.flush()
-        before = compare.digest(ours.bare)
+        before, scale = compare.digest(ours.bare), scaler.get_scale()
         ours.optimizer.zero_grad()
         scaler.scale(ours.task.loss(ours.module, ours.task.batch(rank.index, number))).backward()
         scaler.step(ours.optimizer)
         scaler.update()
         ours.handle.flush()
-        scales.append(scaler.get_scale())
-        changed.append(compare.digest(ours.bare) != before)
-    return scales, changed, compare.digest(ours.bare)
-
-
-def test_a_scaler_skips_what_fp16_cannot_hold(ranks, mode):
-    results = ranks.run(2, scaled_too_far, mode)
-    assert results[0] == results[1]
-    scales, changed, _ = results[0]
-    assert changed == [scale == before for before, scale in zip([2.0**24, *scales], scales, strict=False)]
-    assert not changed[0]
-    assert changed[-1]
+        is_changed.append(compare.digest(ours.bare) != before)
+        assert is_changed[-1] == (scaler.get_scale() == scale)
+    assert (is_changed[0], is_changed[-1]) == (False, True)
+    result = compare.digest(ours.bare), is_changed
+    return [each for each in rank.gather("result", result) if each != result]
 
 
 def learn(rank, wire):
@@ -206,22 +199,19 @@ def test_a_plan_made_without_is_followed_in_a_wire_format(rank, tmp_path):
     return compare.trees(ranges(ours.handle), ranges(first.handle), "blocks")
 
 
-def stats_of_mixed_types(rank):
+@on_ranks(2)
+def test_statistics_tell_what_travels(rank):
     stats = []
     for wire in ("fp32", "fp16"):
         ours = Ours("mixed64", "sgd plain", rank.index, wire=wire)
         ours.train(range(4))
         stats.append(ours.handle.stats())
-    singles = [8 * math.ceil((p.numel() + 1) / 8) for p in ours.bare.parameters() if p.dtype == torch.float32]
-    return stats, sum(singles)
-
-
-def test_statistics_tell_what_travels(ranks):
-    for (plain, cast), singles in ranks.run(2, stats_of_mixed_types):
-        assert (plain["wire"], cast["wire"]) == ("fp32", "fp16")
-        assert plain["wire_bytes"] == plain["bytes"] == cast["bytes"]
-        # The notes are in one of the buffers, too.
-        assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + REPORT_ELEMENTS))
+    singles = sum(8 * math.ceil((p.numel() + 1) / 8) for p in ours.bare.parameters() if p.dtype == torch.float32)
+    plain, cast = stats
+    assert (plain["wire"], cast["wire"]) == ("fp32", "fp16")
+    assert plain["wire_bytes"] == plain["bytes"] == cast["bytes"]
+    # The notes are in one of the buffers, too.
+    assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + REPORT_ELEMENTS))
 
 
 @pytest.mark.parametrize("wire", ["int8", "FP16", None, torch.bfloat16, ["bf16"]])
