@@ -104,3 +104,4 @@ PARTS = (
         without="compiled state_edit",
     ),
 )
+BY_NAME = {part.name: part for part in PARTS}

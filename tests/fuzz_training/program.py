@@ -70,8 +70,7 @@ class Program:
 
     @property
     def modules(self) -> list[models.Part]:
-        by_name = {part.name: part for part in models.PARTS}
-        return [by_name[name] for name in self.parts]
+        return [models.BY_NAME[name] for name in self.parts]
 
     @property
     def tags(self) -> set[str]:
@@ -157,28 +156,29 @@ def _indented(code: str, depth: int) -> str:
     return textwrap.indent(code, "    " * depth)
 
 
+def _lines(*pieces: str) -> str:
+    """The pieces that are not empty, one below the other."""
+    return "\n".join(filter(None, pieces))
+
+
 def _net(program: Program) -> str:
-    init, forward = [], []
-    for number, part in enumerate(program.modules):
-        init.append(part.init.replace("{n}", str(number)))
-        forward.append(part.forward.replace("{n}", str(number)))
-    return "\n".join(
-        [
-            "class Net(nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            "        self.turn = 0",
-            "        self.first = nn.Linear(WIDTH, WIDTH)",
-            _indented("\n".join(init), 2),
-            "",
-            "    def forward(self, x):",
-            "        x = self.first(x)",
-            _indented("\n".join(forward), 2),
-            "        if hasattr(self, 'extra'):",
-            "            x = self.extra(x)",
-            "        return x",
-        ]
-    )
+    parts = list(enumerate(program.modules))
+    init = _lines(*(part.init.replace("{n}", str(number)) for number, part in parts))
+    forward = _lines(*(part.forward.replace("{n}", str(number)) for number, part in parts))
+    return f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = 0
+        self.first = nn.Linear(WIDTH, WIDTH)
+{_indented(init, 2)}
+
+    def forward(self, x):
+        x = self.first(x)
+{_indented(forward, 2)}
+        if hasattr(self, 'extra'):
+            x = self.extra(x)
+        return x""".lstrip()
 
 
 def _optimizer(program: Program, parameters: str, extra: str = "") -> str:
@@ -211,51 +211,48 @@ def _at(program: Program, moment: str) -> str:
     return "\n".join(code for _, code in found)
 
 
-_FROM_FIRST = [
-    "        for each in [*model.parameters(), *model.buffers()]:",
-    "            dist.broadcast(each.data, 0)",
-]
-
-
 def _wrapping(program: Program) -> str:
     """Defines wrap(), which makes `called`, and attach(), which makes `handle`."""
     options = "find_unused_parameters=True" if program.needs_unused else program.ddp_options
     ddp = f"DDP(model{', ' + options if options else ''})"
     wrapped = WRAPPERS[program.wrapper]
-    compiled = "torch.compile(model, backend='eager')"
-    settings = [f"adapt={program.adapt}", "warmup_steps=3"]
-    settings += ["compare_every=2"] if "compares" in program.tags else []
-    chosen = "optimizers if side == 'overlap' else None"
-    lines = ["def wrap():"]
+    from_first = ""
     if wrapped is None:
-        own = compiled if program.wrapper == "compiled" else "model"
-        theirs = f"torch.compile({ddp}, backend='eager')" if program.wrapper == "compiled" else ddp
-        lines += [f"    return {theirs} if side == 'ddp' else {own}"]
-    else:
-        lines += ["    nonlocal syncing", f"    ddp = syncing = {ddp}", f"    return {wrapped}"]
-    lines += [
-        "",
-        # Before the next forward pass, which is where gradcast begins again, not at once: DDP sends the buffers there.
-        "changed = False",
-        "def rewrap():",
-        "    nonlocal changed",
-        "    changed = handle is None",
-        "",
-        "def attach():",
-        "    if side == 'ddp':",
+        compiled = "torch.compile({}, backend='eager')" if program.wrapper == "compiled" else "{}"
+        wrap = f"    return {compiled.format(ddp)} if side == 'ddp' else {compiled.format('model')}"
         # As attach() to a bare module does, from which on ranks are alike that a program had let differ.
-        *(_FROM_FIRST if wrapped is None else []),
-        "        return None",
-    ]
-    lines += [f"    settings = dict({', '.join(settings)})"]
-    if program.max_grad_norm:
-        lines += ["    if side == 'overlap':", "        settings['max_grad_norm'] = 0.5"]
-    lines += [f"    attached = gradcast.attach(called, {chosen}, options=gradcast.Options(**settings))"]
-    if program.pinned:
-        lines += [f"    pin(attached, {program.seed})"]
-    lines += ["    return attached", "", "called = wrap()"]
-    lines += [] if wrapped else ["syncing = called"]
-    return "\n".join(["syncing = None", *lines, "handle = None", "handle = attach()"])
+        from_first = """
+        for each in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(each.data, 0)"""
+    else:
+        wrap = f"    nonlocal syncing\n    ddp = syncing = {ddp}\n    return {wrapped}"
+    settings = f"adapt={program.adapt}, warmup_steps=3" + (", compare_every=2" if "compares" in program.tags else "")
+    clips = "    if side == 'overlap':\n        settings['max_grad_norm'] = 0.5" if program.max_grad_norm else ""
+    # rewrap() works before the next forward pass, which is where gradcast begins again: DDP sends the buffers there.
+    return f"""
+syncing = None
+def wrap():
+{wrap}
+
+changed = False
+def rewrap():
+    nonlocal changed
+    changed = handle is None
+
+def attach():
+    if side == 'ddp':{from_first}
+        return None
+    settings = dict({settings})
+{clips}
+    chosen = optimizers if side == 'overlap' else None
+    attached = gradcast.attach(called, chosen, options=gradcast.Options(**settings))
+    {f"pin(attached, {program.seed})" if program.pinned else ""}
+    return attached
+
+called = wrap()
+{"" if wrapped else "syncing = called"}
+handle = None
+handle = attach()""".lstrip()
 
 
 def _forward(program: Program) -> str:
@@ -264,23 +261,11 @@ def _forward(program: Program) -> str:
     return "loss = (called(x) - y).pow(2).mean()"
 
 
-def _backward(program: Program) -> str:
-    return "scaler.scale(loss).backward()" if program.stepping in ("scaler", "unscaled") else "loss.backward()"
-
-
-def _clip(program: Program) -> str:
-    """What max_grad_norm does inside of step() in overlap mode, the other sides do themselves."""
-    return (
-        "if side != 'overlap':\n    nn.utils.clip_grad_norm_(model.parameters(), 0.5)" if program.max_grad_norm else ""
-    )
-
-
 def _stepping(program: Program) -> str:
     if program.stepping in ("scaler", "unscaled"):
-        lines = []
-        if program.stepping == "unscaled":
-            lines += ["for each in optimizers:", "    scaler.unscale_(each)", "nn.utils.clip_grad_norm_(params, 0.5)"]
-        return "\n".join([*lines, "for each in optimizers:", "    scaler.step(each)", "scaler.update()"])
+        unscale = "for each in optimizers:\n    scaler.unscale_(each)\nnn.utils.clip_grad_norm_(params, 0.5)"
+        step = "for each in optimizers:\n    scaler.step(each)\nscaler.update()"
+        return f"{unscale}\n{step}" if program.stepping == "unscaled" else step
     if program.stepping == "seldom":
         return "if step % 3:\n    for each in optimizers:\n        each.step()"
     return "for each in optimizers:\n    each.step()"
@@ -288,26 +273,15 @@ def _stepping(program: Program) -> str:
 
 def _passes(program: Program) -> str:
     """Forward and backward of one step."""
-    last = "\n".join(
-        filter(
-            None,
-            [
-                _at(program, "forward"),
-                _forward(program),
-                _at(program, "loss"),
-                _zero(program, "loss"),
-                _backward(program),
-            ],
-        )
-    )
+    backward = "scaler.scale(loss).backward()" if "scaler" in program.tags else "loss.backward()"
+    last = _lines(_at(program, "forward"), _forward(program), _at(program, "loss"), _zero(program, "loss"), backward)
     if program.micro_batches == 1:
         return last
     # gradcast's no_sync() and DDP's own by turns, where DDP is what gradcast is given.
     syncing = "syncing" if "ddp_given" in program.tags and program.seed % 2 else "(handle or syncing)"
-    context = f"with {syncing}.no_sync():\n" if program.no_sync else "if True:\n"
-    small = "\n".join([_forward(program), _backward(program)])
-    first = f"for _ in range({program.micro_batches - 1}):\n" + _indented(context + _indented(small, 1), 1)
-    return f"{first}\n{last}"
+    context = f"with {syncing}.no_sync():" if program.no_sync else "if True:"
+    small = f"for _ in range({program.micro_batches - 1}):\n    {context}"
+    return _lines(small, _indented(_forward(program), 2), _indented(backward, 2), last)
 
 
 def _zero(program: Program, moment: str) -> str:
@@ -316,62 +290,71 @@ def _zero(program: Program, moment: str) -> str:
     return program.zero_code if program.zero == moment else ""
 
 
-def _train(program: Program) -> str:
+def _step(program: Program) -> str:
     if program.stepping == "closure":
-        step = [
-            "def closure():",
-            _indented("optimizer.zero_grad()", 1),
-            _indented("loss = (called(x) - y).pow(2).mean()\nloss.backward()\nreturn loss", 1),
-            _at(program, "forward"),
-            "loss = optimizer.step(closure)",
-            "for each in optimizers[1:]:\n    each.step()",
-        ]
-    else:
-        step = [_passes(program), _at(program, "between"), _clip(program), _stepping(program)]
-    in_loop = [
-        "x, y = (each.to(model.first.weight.dtype) for each in batch(step, rank))",
-        "model.turn = step",
-        "if changed:\n    changed = False\n    called = syncing = wrap()",
-        _zero(program, "start"),
-        _at(program, "start"),
-        *step,
-        "seen.append(loss.detach().clone())",
-        _at(program, "stepped"),
-        _zero(program, "end"),
-        "if handle is not None:\n    plan = handle.plan\n"
-        "    followed.append((len(plan.blocks), plan.policy, handle.measuring, handle.plan_version))",
-        _at(program, "end"),
-    ]
-    if program.stepping in ("scaler", "unscaled") and program.seed % 2:
-        in_loop.insert(1, "if step == 2:\n    x = x * float('inf')")
-    dtype = "torch.float64" if program.ranks > 2 else "torch.float32"
-    made = [
-        f"torch.set_default_dtype({dtype})",
-        "rank = dist.get_rank()",
-        f"torch.manual_seed({program.seed} + rank)",
-        "model = Net()",
-        "params = [p for p in model.parameters() if p.requires_grad]",
-        _optimizers(program),
-        "optimizer = optimizers[0]",
-        "kept, seen, followed = [], [], []",
-        "scaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=2)" if "scaler" in program.tags else "",
-        _at(program, "made"),
-        _wrapping(program),
-        "torch.manual_seed(rank)",
-        _at(program, "attached"),
-        f"for step in range({program.steps}):",
-        _indented("\n".join(filter(None, in_loop)), 1),
-        "if handle is not None:\n    handle.detach()",
-        "buffers = dict(model.named_buffers())",
-        "return {",
-        "    'parameters': taken(dict(model.named_parameters())),",
-        "    'gradients': taken({name: p.grad for name, p in model.named_parameters()}),",
-        "    'buffers': taken(buffers),",
-        "    'state': taken([each.state_dict()['state'] for each in optimizers]),",
-        "    'seen': taken(seen),",
-        "    'kept': taken(kept),",
-        "    'random': torch.get_rng_state(),",
-        "    'followed': followed,",
-        "}",
-    ]
-    return "def train(side):\n" + _indented("\n".join(filter(None, made)), 1)
+        return f"""
+def closure():
+    optimizer.zero_grad()
+    loss = (called(x) - y).pow(2).mean()
+    loss.backward()
+    return loss
+{_at(program, "forward")}
+loss = optimizer.step(closure)
+for each in optimizers[1:]:
+    each.step()""".lstrip()
+    # What max_grad_norm does inside of step() in overlap mode, the other sides do themselves.
+    clip = "if side != 'overlap':\n    nn.utils.clip_grad_norm_(model.parameters(), 0.5)"
+    return _lines(_passes(program), _at(program, "between"), clip if program.max_grad_norm else "", _stepping(program))
+
+
+def _train(program: Program) -> str:
+    overflows = "scaler" in program.tags and program.seed % 2
+    in_loop = f"""
+x, y = (each.to(model.first.weight.dtype) for each in batch(step, rank))
+{"if step == 2: x = x * float('inf')" if overflows else ""}
+model.turn = step
+if changed:
+    changed = False
+    called = syncing = wrap()
+{_zero(program, "start")}
+{_at(program, "start")}
+{_step(program)}
+seen.append(loss.detach().clone())
+{_at(program, "stepped")}
+{_zero(program, "end")}
+if handle is not None:
+    plan = handle.plan
+    followed.append((len(plan.blocks), plan.policy, handle.measuring, handle.plan_version))
+{_at(program, "end")}"""
+    scaler = "scaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=2)"
+    train = f"""
+torch.set_default_dtype({"torch.float64" if program.ranks > 2 else "torch.float32"})
+rank = dist.get_rank()
+torch.manual_seed({program.seed} + rank)
+model = Net()
+params = [p for p in model.parameters() if p.requires_grad]
+{_optimizers(program)}
+optimizer = optimizers[0]
+kept, seen, followed = [], [], []
+{scaler if "scaler" in program.tags else ""}
+{_at(program, "made")}
+{_wrapping(program)}
+torch.manual_seed(rank)
+{_at(program, "attached")}
+for step in range({program.steps}):
+{_indented(in_loop, 1)}
+if handle is not None:
+    handle.detach()
+buffers = dict(model.named_buffers())
+return {{
+    'parameters': taken(dict(model.named_parameters())),
+    'gradients': taken({{name: p.grad for name, p in model.named_parameters()}}),
+    'buffers': taken(buffers),
+    'state': taken([each.state_dict()['state'] for each in optimizers]),
+    'seen': taken(seen),
+    'kept': taken(kept),
+    'random': torch.get_rng_state(),
+    'followed': followed,
+}}"""
+    without_gaps = "\n".join(line for line in train.splitlines() if line.strip())
+    return f"def train(side):\n{_indented(without_gaps, 1)}"
