@@ -87,25 +87,18 @@ def pin(handle, seed):
         for number, place in enumerate(places)
     ]
     link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
+    length_ns, world_size = len(places), handle.world_size
     profile = _core.Profile(
-        name="random",
-        forward_ns=len(places),
-        backward_ns=len(places),
-        tensors=tensors,
-        world_size=handle.world_size,
-        link=link,
+        name="random", forward_ns=length_ns, backward_ns=length_ns, tensors=tensors, world_size=world_size, link=link
     )
-    profile = _core.Profile.from_json(profile.to_json())
-    ranges = []
-    ends = {}
+    ranges, ends = [], {}
     for tensor in profile.tensors:
         low = ends.get(tensor.buffer, 0)
-        high = ends[tensor.buffer] = low + tensor.bytes
+        ends[tensor.buffer] = low + tensor.bytes
         elements = tensor.bytes // tensor.element_bytes
         cuts = sorted({chance.randrange(elements) for _ in range(chance.choice([0, 0, 0, 1, 2]))} - {0})
         for one, other in itertools.pairwise([0, *cuts, elements]):
             ranges.append((tensor.buffer, low + one * tensor.element_bytes, low + other * tensor.element_bytes))
-        assert high == low + elements * tensor.element_bytes
     chance.shuffle(ranges)
     blocks = []
     while ranges:
@@ -120,18 +113,10 @@ def pin(handle, seed):
             else:
                 merged.append((low, high))
         blocks.append(_core.Block(ranges=merged, buffer=first[0]))
-    plan = _core.Plan(blocks=blocks, mode=handle.mode, in_flight=chance.choice([1, 1, 2]))
-    text = profile.to_json()
-    handle.load_state_dict(
-        {
-            "mode": handle.mode,
-            "world_size": handle.world_size,
-            "profile": text,
-            "layout": text,
-            "plan": plan.to_json(),
-            "unseen_reads": [],
-        }
-    )
+    plan = _core.Plan(blocks=blocks, mode=handle.mode, in_flight=chance.choice([1, 1, 2])).to_json()
+    text, mode = profile.to_json(), handle.mode
+    state = {"mode": mode, "world_size": world_size, "profile": text, "layout": text, "plan": plan, "unseen_reads": []}
+    handle.load_state_dict(state)
 
 
 class KeepsPrevious(torch.optim.Optimizer):

@@ -113,22 +113,25 @@ class Checked {
   Checked() { stream_.enter_device(); }  // as a trainer's thread has
 
   // Kernels that write: on the stream that is current where autograd runs, which is 0 here.
-  size_t write(gradcast::Range range) {
+  size_t write(int64_t lo, int64_t hi) {
     const size_t kernel = fake.add_kernel(0);
-    stream_.on_written(0, range);
+    stream_.on_written(0, {lo, hi});
     return kernel;
   }
   void finish_write(size_t kernel) { fake.finish(0, kernel); }
 
-  bool start(const std::string& name, gradcast::Range range) {
-    const bool is_waiting = stream_.wait_for_writes(0, range);
+  bool start(const std::string& name, int64_t lo, int64_t hi) {
+    const bool is_waiting = stream_.wait_for_writes(0, {lo, hi});
     if (is_waiting) stream_.watch(place(name + " began"));
     const std::lock_guard lock(mutex_);
     starts_[name] = fake.end_of(stream_.stream().id());
     return is_waiting;
   }
   // The rest of the operation is a kernel, which runs after its start; its number on its stream is noted.
-  void end(const std::string& name, std::vector<gradcast::Range> ranges, bool fails) {
+  void end(const std::string& name, const std::vector<std::pair<int64_t, int64_t>>& ranges, bool fails) {
+    std::vector<gradcast::Range> carried;
+    for (const auto& [lo, hi] : ranges)
+      carried.push_back({lo, hi});
     const auto enqueue = [this, name, fails] {
       if (fails) throw std::runtime_error("no memory");
       const std::lock_guard lock(mutex_);
@@ -139,7 +142,7 @@ class Checked {
       const std::lock_guard lock(mutex_);
       queued_.push_back(name);
     };
-    stream_.end({0, std::move(ranges), enqueue, queued, place(name + " ended")});
+    stream_.end({0, std::move(carried), enqueue, queued, place(name + " ended")});
   }
   // False where it is not on its stream yet.
   bool finish_end(const std::string& name) {
@@ -154,19 +157,19 @@ class Checked {
   }
   // Kernels that use these bytes, on the stream that is current for the test; how far behind them is said by
   // `could_run`.
-  size_t use(c10::StreamId stream, gradcast::Range range) {
+  size_t use(c10::StreamId stream, int64_t lo, int64_t hi) {
     const c10::StreamId before = std::exchange(current_stream, stream);
-    stream_.order_behind(0, range);
+    stream_.order_behind(0, {lo, hi});
     current_stream = before;
     return fake.end_of(stream).second;
   }
   bool could_run(c10::StreamId stream, size_t kernel) { return fake.is_past({stream, kernel}); }
   // By a thread of its own, which works for the device from its beginning.
-  bool start_elsewhere(const std::string& name, gradcast::Range range) {
+  bool start_elsewhere(const std::string& name, int64_t lo, int64_t hi) {
     bool is_waiting = false;
     std::thread([&] {
       stream_.enter_device();
-      is_waiting = start(name, range);
+      is_waiting = start(name, lo, hi);
     }).join();
     return is_waiting;
   }
@@ -199,35 +202,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto released = pybind11::call_guard<pybind11::gil_scoped_release>();
   pybind11::class_<Checked>(m, "Checked")
       .def(pybind11::init<>())
-      .def("write",
-           [](Checked& own, int64_t lo, int64_t hi) {
-             return own.write({lo, hi});
-           })
+      .def("write", &Checked::write)
       .def("finish_write", &Checked::finish_write)
-      .def("start",
-           [](Checked& own, const std::string& name, int64_t lo, int64_t hi) {
-             return own.start(name, {lo, hi});
-           })
-      .def(
-          "end",
-          [](Checked& own, const std::string& name, const std::vector<std::pair<int64_t, int64_t>>& ranges,
-             bool fails) {
-            std::vector<gradcast::Range> carried;
-            for (const auto& [lo, hi] : ranges)
-              carried.push_back({lo, hi});
-            own.end(name, carried, fails);
-          },
-          pybind11::arg("name"), pybind11::arg("ranges") = std::vector<std::pair<int64_t, int64_t>>(),
-          pybind11::arg("fails") = false)
-      .def("start_elsewhere",
-           [](Checked& own, const std::string& name, int64_t lo, int64_t hi) {
-             return own.start_elsewhere(name, {lo, hi});
-           })
+      .def("start", &Checked::start)
+      .def("end", &Checked::end, pybind11::arg("name"), pybind11::arg("ranges") = pybind11::tuple(),
+           pybind11::arg("fails") = false)
+      .def("start_elsewhere", &Checked::start_elsewhere)
       .def("queued", &Checked::queued)
-      .def("use",
-           [](Checked& own, c10::StreamId stream, int64_t lo, int64_t hi) {
-             return own.use(stream, {lo, hi});
-           })
+      .def("use", &Checked::use)
       .def("could_run", &Checked::could_run)
       .def("finish_end", &Checked::finish_end)
       .def("give_up", &Checked::give_up)

@@ -64,26 +64,26 @@ class LateTransport final : public Transport, private CompletionSink {
   void close() noexcept override { inner_.close(); }
 
   // Returns when nothing that has been started carries any of these bytes any more.
-  void order_behind(int32_t buffer, Range range) {
+  void order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
     std::unique_lock lock(mutex_);
     const auto is_behind = [&] {
       return std::none_of(open_.begin(), open_.end(), [&](const auto& each) {
         const auto& [operation, ranges, due] = each.second;
         return operation.buffer == buffer && std::ranges::any_of(ranges, [&](const Range& carried) {
-                 return carried.lo_bytes < range.hi_bytes && range.lo_bytes < carried.hi_bytes;
+                 return carried.lo_bytes < hi_bytes && lo_bytes < carried.hi_bytes;
                });
       });
     };
     waited_count_ += is_behind() ? 0 : 1;
     changed_.wait(lock, is_behind);
   }
-  void on_written(int32_t buffer, Range range) {
+  void on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
     const std::lock_guard lock(mutex_);
-    ++written_counts_[{buffer, range.lo_bytes, range.hi_bytes}];
+    ++written_counts_[{buffer, lo_bytes, hi_bytes}];
   }
-  int64_t written_count(int32_t buffer, Range range) {
+  int64_t written_count(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
     const std::lock_guard lock(mutex_);
-    return written_counts_[{buffer, range.lo_bytes, range.hi_bytes}];
+    return written_counts_[{buffer, lo_bytes, hi_bytes}];
   }
   // What is started from now on fails, a while after it was queued.
   void fail() {
@@ -156,20 +156,9 @@ PYBIND11_MODULE(_late_device, module) {
       .def(py::init<py::object, int64_t>(), py::arg("inner"), py::arg("delay_us"))
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<LateTransport&>(), self); })
-      .def("on_written",
-           [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-             transport.on_written(buffer, {lo_bytes, hi_bytes});
-           })
-      .def("written_count",
-           [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-             return transport.written_count(buffer, {lo_bytes, hi_bytes});
-           })
+      .def("on_written", &LateTransport::on_written)
+      .def("written_count", &LateTransport::written_count)
       .def("fail", &LateTransport::fail)
-      .def(
-          "order_behind",
-          [](LateTransport& transport, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-            transport.order_behind(buffer, {lo_bytes, hi_bytes});
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("order_behind", &LateTransport::order_behind, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("waited_count", &LateTransport::waited_count);
 }

@@ -135,20 +135,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-class Functional(nn.Module):
-    """Reads the weights of a submodule that is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 12)
-        self.unused_call = nn.Linear(12, 12)
-        self.last = nn.Linear(12, 10)
-
-    def forward(self, x):
-        x = functional.linear(torch.tanh(self.first(x)), self.unused_call.weight, self.unused_call.bias)
-        return self.last(torch.tanh(x))
-
-
 class Odd(nn.Module):
     """Parameters of unusual forms: a number, one that lies in memory by columns, one with gaps."""
 
@@ -229,7 +215,6 @@ TASKS = {
     "large": Task(OneLarge, _vectors, rows=1),
     "plain": Task(Plain, _vectors),
     "recurrent": Task(Recurrent, _sequences),
-    "functional": Task(Functional, _vectors),
     "odd": Task(Odd, _vectors),
 }
 

@@ -1,7 +1,7 @@
 """Training with gradcast as the tests do it, and a way to know which plan a step followed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from training import optimizers
 from training.attached import attach
@@ -11,11 +11,10 @@ from training.needs import torch
 nn = torch.nn
 
 
-@dataclass
-class Followed:
+class Followed(NamedTuple):
     """What was in force in a backward pass."""
 
-    plan_version: int
+    version: int
     policy: str
     layout: tuple
     blocks: tuple

@@ -96,15 +96,17 @@ def test_it_is_built_once_and_then_found(load, monkeypatch, tmp_path):
     assert extension.load() is module
 
 
-@pytest.mark.parametrize("change", ["source", "header", "flags"])
+CHANGES = {
+    "source": lambda world, patch: write_sources(world, answer=43),
+    "header": lambda world, patch: (world / "include/gradcast/types.h").write_text("#pragma once\n// changed\n"),
+    "flags": lambda world, patch: patch.setenv("CXXFLAGS", "-O1 -g0"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_built_anew(load, world, monkeypatch, change):
     load()
-    if change == "source":
-        write_sources(world, answer=43)
-    elif change == "header":
-        (world / "include/gradcast/types.h").write_text("#pragma once\n// changed\n")
-    else:
-        monkeypatch.setenv("CXXFLAGS", "-O1 -g0")
+    CHANGES[change](world, monkeypatch)
     module, built = load()
     assert built
     assert module.answer == (43 if change == "source" else 42)
@@ -139,35 +141,28 @@ def test_an_installed_package_brings_its_sources(load, world):
     assert load()[0].answer == 7
 
 
-def other_compiler(world, patch, folder):
-    patch.setenv("CXX", "no-such-compiler -O2")
+LACKING = {
+    "a compiler": (lambda world, patch: no_compiler(patch, world), r"no C\+\+ compiler was found .*g\+\+"),
+    "that compiler": (
+        lambda world, patch: patch.setenv("CXX", "no-such-compiler -O2"),
+        "no-such-compiler of the environment variable CXX was not found",
+    ),
+    "Python's headers": (
+        lambda world, patch: patch.setattr(native_build.sysconfig, "get_path", lambda name: str(world / "nothing")),
+        r"Python's headers are missing \(.*Python\.h\).*python3-dev",
+    ),
+    "sources": (lambda world, patch: (world / "csrc/transport/torch/module.cc").unlink(), "install gradcast again"),
+    "a cache": (
+        lambda world, patch: patch.setenv("GRADCAST_CACHE_DIR", str(world / native_build.HEADERS[0] / "cache")),
+        "set GRADCAST_CACHE_DIR to a folder that can be written",
+    ),
+}
 
 
-def no_headers_of_python(world, patch, folder):
-    patch.setattr(native_build.sysconfig, "get_path", lambda name: str(folder / "empty"))
-
-
-def no_sources(world, patch, folder):
-    (world / "csrc/transport/torch/module.cc").unlink()
-
-
-def no_cache(world, patch, folder):
-    (folder / "file").write_text("")
-    patch.setenv("GRADCAST_CACHE_DIR", str(folder / "file" / "cache"))
-
-
-@pytest.mark.parametrize(
-    ("lacks", "said"),
-    [
-        (lambda world, patch, folder: no_compiler(patch, folder), r"no C\+\+ compiler was found .*g\+\+"),
-        (other_compiler, "no-such-compiler of the environment variable CXX was not found"),
-        (no_headers_of_python, r"Python's headers are missing \(.*Python\.h\).*python3-dev"),
-        (no_sources, "install gradcast again"),
-        (no_cache, "set GRADCAST_CACHE_DIR to a folder that can be written"),
-    ],
-)
-def test_what_is_missing_is_named(load, world, monkeypatch, tmp_path, lacks, said):
-    lacks(world, monkeypatch, tmp_path)
+@pytest.mark.parametrize("what", LACKING)
+def test_what_is_missing_is_named(load, world, monkeypatch, what):
+    remove, said = LACKING[what]
+    remove(world, monkeypatch)
     refusal(load, said)
 
 
@@ -187,14 +182,12 @@ def test_a_file_that_does_not_load_is_named(load, world):
 
 
 def test_where_the_cache_is(monkeypatch):
-    monkeypatch.setenv("GRADCAST_CACHE_DIR", "/a/b")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    monkeypatch.setenv("HOME", "/d")
-    assert extension.cache_folder() == Path("/a/b")
-    monkeypatch.delenv("GRADCAST_CACHE_DIR")
-    assert extension.cache_folder() == Path("/c/gradcast")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert extension.cache_folder() == Path("/d/.cache/gradcast")
+    known = {"GRADCAST_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c", "HOME": "/d"}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    for name, expected in zip(known, ("/a/b", "/c/gradcast", "/d/.cache/gradcast"), strict=True):
+        assert extension.cache_folder() == Path(expected)
+        monkeypatch.delenv(name)
 
 
 def lock_of(tree: Path) -> Path:

@@ -24,7 +24,7 @@ def follow(rank, mode, steps):
         ours.step(number)
         followed = ours.followed[-1]
         blocks = [(block.op, block.buffer, block.ranges) for block in followed.blocks]
-        seen.append((followed.plan_version, followed.policy, blocks, [place.name for place in followed.layout]))
+        seen.append((followed.version, followed.policy, blocks, [place.name for place in followed.layout]))
     ours.handle.flush()
     check_stats(ours, rank.size)
     profile = ours.handle.profile

@@ -43,9 +43,10 @@ def late_device(delay_us=DELAY_US):
 
 def train_late(rank, case):
     with late_device() as transports:
-        result = train_both(rank, case, 20)
-    assert len(transports) == 1
-    return result, transports[0].waited_count
+        found, _ = train_both(rank, case, 20)
+    (transport,) = transports
+    assert transport.waited_count > 0, "the host was never ahead of the device"
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,7 @@ def train_late(rank, case):
     ids=str,
 )
 def test_equal_to_the_same_reductions(ranks, case):
-    for result, waited_count in ranks.run(case.world_size, train_late, case, timeout_s=120):
-        assert result["first_wrong_step"] is None
-        assert result["differences"] == []
-        assert waited_count > 0, "the host was never ahead of the device"
+    assert not any(ranks.run(case.world_size, train_late, case, timeout_s=120))
 
 
 @on_ranks(2)

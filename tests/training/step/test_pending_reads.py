@@ -101,7 +101,7 @@ def test_a_read_sees_the_finished_value(rank, name):
 
 
 @pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("eval", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("task", ["transformer", "recurrent", "functional", "convnet"])
+@pytest.mark.parametrize("task", ["transformer", "recurrent", "convnet"])
 @on_ranks(2)
 def test_a_forward_in_any_form_reads_finished_weights(rank, task, mode):
     """Attention and LSTM hand weights to functions; no hook of a module sees that."""

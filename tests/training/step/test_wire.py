@@ -99,21 +99,18 @@ def other_branches(rank, mode, wire):
     sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     handle = attach(module, sgd, mode, policy="fifo", wire=wire)
     for number in range(10):
-        handle.flush()
         before = module.right.weight.detach().clone()
         sgd.zero_grad()
         use = (("left",), ("right",))[(rank.index + number) % 2] if number % 5 < 3 else ("left",)
         module(TASKS["plain"].batch(rank.index, number)[0], use).square().mean().backward()
         sgd.step()
         handle.flush()
-        changed = not torch.equal(before, module.right.weight)
-        if changed != (number % 5 < 3):
-            return number, f"the right branch has changed: {changed}"
+        assert torch.equal(before, module.right.weight) == (number % 5 >= 3), f"the right branch in step {number}"
     return compare.digest(module)
 
 
 @pytest.mark.parametrize(("mode", "wire", "world_size"), [("overlap", "bf16", 2), ("hook", "fp16", 3)])
-def test_marks_travel_in_a_wire_format(ranks, mode, wire, world_size):
+def test_usage_flags_travel_in_a_wire_format(ranks, mode, wire, world_size):
     assert len(set(ranks.run(world_size, other_branches, mode, wire))) == 1
 
 
@@ -151,33 +148,6 @@ def test_a_scaler_skips_what_fp16_cannot_hold(rank, mode):
     assert (is_changed[0], is_changed[-1]) == (False, True)
     result = compare.digest(ours.bare), is_changed
     return [each for each in rank.gather("result", result) if each != result]
-
-
-def learn(rank, wire):
-    """A net learns what another net says, with Adam; the mean loss of the last 20 of 200 steps."""
-    teacher, task = TASKS["plain"].module(seed=99), TASKS["plain"]
-    ours = Ours("plain", "adam plain", rank.index, wire=wire)
-    losses = []
-    for number in range(200):
-        generator = torch.Generator().manual_seed(10_000 * rank.index + number)
-        inputs = torch.randn(64, 12, generator=generator)
-        with torch.no_grad():
-            targets = (8 * teacher(inputs)).argmax(1)
-        ours.optimizer.zero_grad()
-        loss = task.loss(ours.module, (inputs, targets))
-        loss.backward()
-        ours.optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[:5]) / 5, sum(losses[-20:]) / 20
-
-
-@pytest.mark.parametrize("wire", DTYPES)
-def test_training_converges_as_with_fp32(ranks, wire):
-    """To within 2 % of the loss; on this problem the loss falls to less than half."""
-    (_, expected), *_ = ranks.run(2, learn, "fp32")
-    (first, last), *_ = ranks.run(2, learn, wire)
-    assert expected < first / 2
-    assert last == pytest.approx(expected, rel=0.02)
 
 
 def ranges(handle):
