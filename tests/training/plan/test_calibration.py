@@ -169,32 +169,27 @@ def version_and_profile(handle):
 BEFORE, AFTER = WARMUP_STEPS + CALIBRATION_STEPS - 1, WARMUP_STEPS + CALIBRATION_STEPS + 1
 
 
-def require_one_new_plan(results):
-    """The profiles before and after it, and what rank 0 said."""
+@pytest.mark.parametrize(
+    ("mode", "network", "compute"), [("overlap", 3.0, None), ("hook", 3.0, None), ("overlap", None, 2.0)]
+)
+def test_where_it_is_wrong_all_ranks_plan_again_at_the_same_step(ranks, mode, network, compute):
+    results = ranks.run(2, train, mode, network, compute)
     for index, (seen, lines, equal) in enumerate(results):
         assert equal, "the parameters are not DDP's"
         assert seen == results[0][0]
         assert len(lines) == (1 if index == 0 else 0), "one rank speaks for all"
     seen, (line,), _ = results[0]
     assert [version for version, _ in seen[BEFORE : AFTER + 1]] == [4, 5, 5]
-    return _core.Profile.from_json(seen[BEFORE][1]), _core.Profile.from_json(seen[AFTER][1]), line
-
-
-def test_where_the_network_costs_more_all_ranks_plan_again_at_the_same_step(ranks, mode):
-    before, after, line = require_one_new_plan(ranks.run(2, train, mode, 3.0))
-    assert after.link.all_reduce.cost_ns(1000) == pytest.approx(3 * before.link.all_reduce.cost_ns(1000), rel=1e-6)
-    assert after.forward_ns == before.forward_ns
-    assert "the network costs 3.00 times what the warm-up measured, and compute takes 1.00 times as long" in line
-
-
-def test_where_compute_takes_longer_all_ranks_plan_again_at_the_same_step(ranks):
-    before, after, line = require_one_new_plan(ranks.run(2, train, "overlap", None, 2.0))
-    assert after.link.to_json() == before.link.to_json()
-    assert after.forward_ns == pytest.approx(2 * before.forward_ns, abs=1)
-    assert [each.ready_ns for each in after.tensors] == pytest.approx(
-        [2 * each.ready_ns for each in before.tensors], abs=1
+    before, after = (_core.Profile.from_json(seen[step][1]) for step in (BEFORE, AFTER))
+    network, compute = network or 1.0, compute or 1.0
+    assert after.link.all_reduce.cost_ns(1000) == pytest.approx(
+        network * before.link.all_reduce.cost_ns(1000), rel=1e-6
     )
-    assert "the network costs 1.00 times what the warm-up measured, and compute takes 2.00 times as long" in line
+    assert after.forward_ns == pytest.approx(compute * before.forward_ns, abs=1)
+    ready_ns = [compute * each.ready_ns for each in before.tensors]
+    assert [each.ready_ns for each in after.tensors] == pytest.approx(ready_ns, abs=1)
+    said = f"costs {network:.2f} times what the warm-up measured, and compute takes {compute:.2f} times as long"
+    assert f"the network {said}" in line
 
 
 def test_where_it_is_right_the_plan_stays(ranks):

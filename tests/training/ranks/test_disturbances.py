@@ -90,12 +90,6 @@ def check_recovered(ends, digest):
     assert all(end.told[0] == {"digest": digest} for end in ends)
 
 
-def check_failed(ends, fragments):
-    said = " ".join(require_network_error(end)["message"] for end in ends)
-    for fragment in fragments:
-        assert fragment in said
-
-
 def stop_until_others_end(rank):
     """Longer than the timeout of those who wait for it."""
 
@@ -176,9 +170,9 @@ def test_a_link_that_stays_down(tmp_path, monkeypatch, network):
     """Rank 1 cannot reach rank 0 to hear of the others, and says so."""
     monkeypatch.setenv("TEST_TIMEOUT_S", "4")
     ends = disturbed(tmp_path, "overlap", lambda _: network.set_link(1, up=False), network)
-    check_failed(
-        ends, ["rank 1 has not responded", "Rank 0, which knows the other ranks that failed, does not respond"]
-    )
+    said = " ".join(require_network_error(end)["message"] for end in ends)
+    assert "rank 1 has not responded" in said
+    assert "Rank 0, which knows the other ranks that failed, does not respond" in said
 
 
 def test_a_rank_that_is_five_times_slower(monkeypatch):

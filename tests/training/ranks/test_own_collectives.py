@@ -42,31 +42,24 @@ def test_collectives_inside_of_forward_and_backward(rank, mode):
     return differences(rank, synchronized_norm, mode)
 
 
-class SumOverShards(torch.autograd.Function):
-    """The f and g of tensor parallelism: partial results are summed in forward, gradients pass."""
+class Sum(torch.autograd.Function):
+    """The f and g of tensor parallelism: the shards' tensors are summed in one direction, the other one passes."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        torch.distributed.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class CopyToShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, group, in_forward):
+        ctx.group = None if in_forward else group
+        return summed(x, group if in_forward else None)
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
-        torch.distributed.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return summed(gradient, ctx.group), None, None
+
+
+def summed(tensor, group):
+    tensor = tensor.clone()
+    if group is not None:
+        torch.distributed.all_reduce(tensor, group=group)
+    return tensor
 
 
 class Sharded(nn.Module):
@@ -82,8 +75,8 @@ class Sharded(nn.Module):
         self.group = group
 
     def forward(self, x):
-        x = torch.tanh(nn.functional.linear(CopyToShards.apply(x, self.group), self.weight1, self.bias1))
-        return SumOverShards.apply(nn.functional.linear(x, self.weight2), self.group)
+        x = torch.tanh(nn.functional.linear(Sum.apply(x, self.group, False), self.weight1, self.bias1))
+        return Sum.apply(nn.functional.linear(x, self.weight2), self.group, True)
 
 
 @on_ranks(4)
