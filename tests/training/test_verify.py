@@ -19,6 +19,7 @@ def verify(rank, task_name):
     assert report.ok, str(report)
     assert compare.digest(module) == before, "verify has changed the module"
     assert report.largest_difference <= report.bound
+    assert ("bit for bit" in str(report)) == report.bit_equal
     assert report.where in dict(module.named_parameters())
     assert rank.size > 2 or (report.bit_equal and report.largest_difference == 0), str(report)
 
