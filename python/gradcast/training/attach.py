@@ -63,7 +63,7 @@ def attach_inside(
     optimizers = [unwrapped_optimizer(each) for each in given]
     refusal, accepted = None, None
     try:
-        preflight.check_clipping(options.max_grad_norm, given)
+        preflight.check_clipping(options, given)
         accepted = accept(module, optimizers, process_group, idle)
         if accepted.module in attached_modules:
             raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")

@@ -41,9 +41,9 @@ class DisabledSession(TrainingSession):
         self.group = group
         self._removables: list[Any] = []
         self._clip: ClipOnce | None = None
-        if options.max_grad_norm is not None:
+        if options.clips:
             # Clipping that the user has asked of gradcast stays.
-            self._clip = clip = ClipOnce(module, options.max_grad_norm)
+            self._clip = clip = ClipOnce(module, options)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
                 for number, optimizer in enumerate(optimizers)

@@ -30,7 +30,10 @@ class Options:
     * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, with loss. Each rank's numbers
       are rounded once, and their sum, made in fp32, once more. "fp32": gradients travel unchanged.
     * ``max_grad_norm``: in overlap mode every step clips the gradients, as ``clip_grad_norm_(module.parameters(),
-      max_grad_norm)`` before ``step()`` would.
+      max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the ranks' norms prove that nothing is to be
+      clipped, the step overlaps with forward as without clipping; otherwise it waits for all gradients. Norm types
+      other than 1, 2 and inf always wait.
+    * ``max_grad_value``: likewise as ``clip_grad_value_(module.parameters(), max_grad_value)``; it never waits.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -47,6 +50,8 @@ class Options:
     adapt: bool = True
     wire: str = "fp32"
     max_grad_norm: float | None = None
+    grad_norm_type: float = 2.0
+    max_grad_value: float | None = None
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
@@ -61,8 +66,13 @@ class Options:
         _require_int("compare_every", self.compare_every, 0)
         if self.timeout_s is not None:
             _require_positive("timeout_s", self.timeout_s)
-        if self.max_grad_norm is not None:
-            _require_positive("max_grad_norm", self.max_grad_norm)
+        for name in ("max_grad_norm", "max_grad_value"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        if self.max_grad_norm is not None and self.max_grad_value is not None:
+            raise Error("options.max_grad_norm and options.max_grad_value are both given; choose one")
+        if self.grad_norm_type != float("inf"):
+            _require_positive("grad_norm_type", self.grad_norm_type)
         if self.wire not in list(WIRES):
             raise Error(f"options.wire is {self.wire!r}; one of {', '.join(WIRES)} is expected")
         names = [policy.name for policy in _core.policies()]
@@ -77,6 +87,11 @@ class Options:
         for name in self.policy_parameters:
             if name not in known:
                 raise Error(f"options.policy_parameters has {name!r}; {self.policy} knows {', '.join(known) or 'none'}")
+
+    @property
+    def clips(self) -> bool:
+        """Whether steps clip the gradients."""
+        return self.max_grad_norm is not None or self.max_grad_value is not None
 
     @property
     def plan_path(self) -> str | None:

@@ -16,25 +16,26 @@ from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group, device_of_messages, gather, naming, shared_group
 
 
-def check_clipping(max_grad_norm: float | None, given: Sequence[Any]) -> None:
+def check_clipping(options: Options, given: Sequence[Any]) -> None:
     """Raises if gradcast cannot clip. ``given``: the optimizers as the user has them, wrapped or not."""
-    if max_grad_norm is None:
+    if not options.clips:
         return
+    name = "max_grad_norm" if options.max_grad_norm is not None else "max_grad_value"
     if not given:
         raise refused(
-            "options.max_grad_norm clips inside step(), so it needs the optimizer (overlap mode); in hook mode call "
-            "torch.nn.utils.clip_grad_norm_ yourself"
+            f"options.{name} clips inside step(), so it needs the optimizer (overlap mode); in hook mode call "
+            f"torch.nn.utils.{name.replace('max', 'clip')}_ yourself"
         )
     # Accelerate keeps the step() from before attach and lets the scaler call that, which does not clip.
     if any(isinstance(getattr(each, "scaler", None), torch.amp.GradScaler) for each in given):
         raise refused(
-            "options.max_grad_norm does not reach the steps of an optimizer whose framework drives it with a "
+            f"options.{name} does not reach the steps of an optimizer whose framework drives it with a "
             "GradScaler; let the framework clip, or use bf16, which needs no scaler"
         )
 
 
 # Options that must agree, or ranks would wait for each other at different places or compute differently.
-_SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "max_grad_norm", "wire")
+_SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "wire", "max_grad_norm", "grad_norm_type", "max_grad_value")
 
 
 def check_same_call(

@@ -37,7 +37,7 @@ from gradcast.training.plan import agreement
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import plan_stats
-from gradcast.training.step import parameter_state, pending
+from gradcast.training.step import clipping, parameter_state, pending
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
@@ -78,6 +78,11 @@ class Session(TrainingSession):
             for index, (name, parameter) in enumerate(parameters.items())
         )
         names, values = list(parameters), list(parameters.values())
+        if options.max_grad_norm is not None:
+            names.append(clipping.NORMS_NAME)
+            values.append(clipping.norms_tensor(values))
+        self._tensors = values  # what travels: gradients of the parameters, and what belongs to them all
+        self._tensor_names = names
         self.buffers = GradientBuffers(names, values, group.world_size)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.trace = StepTrace(options.timeline_steps)
@@ -85,7 +90,10 @@ class Session(TrainingSession):
         self._module_buffers = (
             None if accepted.ddp is not None else ModuleBuffers(accepted.module, group, self.exchange.watch)
         )
-        self._gradients = GradientHooks(self._states, self.buffers, self.exchange, group.world_size)
+        self._clipping = None
+        if options.max_grad_norm is not None:
+            self._clipping = clipping.NormClipping(self._states, self.buffers, options, group.world_size)
+        self._gradients = GradientHooks(self._states, self.buffers, self.exchange, group.world_size, self._clipping)
         self._steps = OptimizerSteps(
             optimizers,
             self._states,
@@ -94,12 +102,11 @@ class Session(TrainingSession):
             self._gradients,
             self.trace,
             warn_once=self._warn_once,
-            max_norm=options.max_grad_norm,
+            clipping=self._clipping,
+            max_value=options.max_grad_value,
         )
-        # No update can run before the norm of all gradients is known, so all are needed before forward reads anything.
-        plan_mode = self.mode if options.max_grad_norm is None else "hook"
         self.controller = PlanController(
-            names, values, self.buffers, group, self.exchange, self.trace, plan_mode, options
+            names, values, self.buffers, group, self.exchange, self.trace, self.mode, options, self._clipping
         )
         self._handles = self._gradients.install(self)
         self._steps.intercept(self._on_step, self.flush)
@@ -142,7 +149,7 @@ class Session(TrainingSession):
 
     def stats(self) -> dict[str, Any]:
         values = super().stats() | plan_stats(self.controller, self.exchange, self.buffers, self.trace)
-        return values | {"grad_norm": self._steps.grad_norm}
+        return values | {"grad_norm": self._steps.grad_norm, "clipping": self._clipping and self._clipping.stats()}
 
     def timeline_events(self) -> list[dict[str, Any]]:
         return self.trace.events(self.group.rank, self.exchange.timeline())
@@ -159,8 +166,7 @@ class Session(TrainingSession):
         self.flush()
         with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
             state = self.group.from_first(state)
-        names = [each.name for each in self._states]
-        reason = agreement.reason_to_measure(state, names, self.buffers, self.mode, self.group.world_size)
+        reason = agreement.reason_to_measure(state, self._tensor_names, self.buffers, self.mode, self.group.world_size)
         if reason is not None:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
@@ -313,9 +319,9 @@ class Session(TrainingSession):
         self.trace.span("wait", start_ns, end_ns)
         return end_ns
 
-    def on_gradient_sent(self, state: ParameterState) -> None:
+    def on_gradient_sent(self, index: int, *, used: bool) -> None:
         if self.controller.warmup is not None:
-            self.controller.warmup.stopwatch.ready(state.index, used=state.locally_unused is None)
+            self.controller.warmup.stopwatch.ready(index, used=used)
 
     def on_backward_end(self) -> None:
         with self._lock:
@@ -372,6 +378,8 @@ class Session(TrainingSession):
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self.controller.warmup is not None and training and not compiled:
             self.controller.warmup.watch_reads(self._steps.stream.on_parameter_read)
+            if self._clipping is not None:  # the first update needs it
+                pending.resolve(self._tensors[self._clipping.index])
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
@@ -447,6 +455,9 @@ class Session(TrainingSession):
     def _end_step(self) -> None:
         self._gradients.open = False
         self.steps += 1
+        sentence = None if self._clipping is None else self._clipping.sentence_once()
+        if sentence is not None and self.group.rank == 0:
+            _log.info("%s", sentence)
         self._forget_late_updates()  # also for a module that is trained by another method, whose forward is not seen
 
     def _forget_late_updates(self) -> None:

@@ -39,8 +39,8 @@ class SingleWorkerSession(TrainingSession):
         self._module = module
         self._is_warming_up = True
         self._clip = None
-        if options.max_grad_norm is not None:
-            self._clip = ClipOnce(module, options.max_grad_norm)
+        if options.clips:
+            self._clip = ClipOnce(module, options)
         self._handles = around_forward(module, self._before_forward, self._after_forward)
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)

@@ -13,7 +13,7 @@ _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
     "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
-    "exposed", "wire", "wire_bytes",
+    "exposed", "wire", "wire_bytes", "clipping",
 )  # fmt: skip
 
 
@@ -34,6 +34,9 @@ def plan_stats(
     * ``expected_gain``, ``measured_gain``: the step time of DDP with its best bucket size over that of the plan.
     * ``runs_as_ddp``: the plan gains nothing, so gradients travel as DDP sends them. ``tries_ddp``: in this step.
     * ``slowest_rank``: a rank that computes at least a tenth longer than the others.
+    * ``clipping`` (with max_grad_norm): ``certified_share`` of the last 64 steps, which did not wait for all gradients
+      before forward; ``bound_over_norm``: median of the bound of the gradients' norm before any has arrived, over the
+      norm.
     * ``exposed``: per stage (backward, loop, forward) how long it delays the group, in the median of the last 64 steps,
       and the rank that ends it last. The stages add up to the step of the slowest rank.
     """

@@ -4,9 +4,11 @@ Times are ns of time.perf_counter_ns, which the engine uses, too.
 """
 
 import collections
+import contextlib
 import dataclasses
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradcast import _core
@@ -60,6 +62,13 @@ class StepTrace:
     def span(self, category: str, start_ns: int, end_ns: int) -> None:
         if self._records:
             self._records[-1].spans.append((category, start_ns, end_ns))
+
+    @contextlib.contextmanager
+    def timed(self, category: str) -> Iterator[None]:
+        """A span of what happens inside."""
+        start_ns = time.perf_counter_ns()
+        yield
+        self.span(category, start_ns, time.perf_counter_ns())
 
     def count_update(self) -> None:
         if self._records:

@@ -43,6 +43,7 @@ from gradcast.training.plan.proposals import PlanChange, Proposer
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
+from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
@@ -176,13 +177,14 @@ class PlanController:
         trace: StepTrace,
         mode: str,
         options: Options,
+        clipping: NormClipping | None,
     ) -> None:
-        """``mode``: of the plans."""
+        """``clipping``: tells how often it lets a step wait for all gradients."""
         self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
         self._group, self.exchange, self._trace = group, exchange, trace
         self._mode, self._options = mode, options
         self.step_reports = StepReports(buffers, group.rank, group.world_size)
-        self.proposer = Proposer(names, buffers, mode, group.world_size, options)
+        self.proposer = Proposer(names, buffers, mode, group.world_size, options, clipping)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = buffers.flats[0].device.type == "cpu"
         self._link_ns = 0  # of all iterations until now
@@ -377,7 +379,7 @@ class PlanController:
     def _waiting_stage(self) -> str:
         if not self._sees_compute:  # on a device
             return "forward"  # the host waits for everything where forward ends and the next backward pass begins
-        if self._mode == "hook" and self._options.max_grad_norm is None:
+        if self._mode == "hook":
             return "backward"
         return "loop" if self.on_baseline or self.warmup is not None else "forward"
 

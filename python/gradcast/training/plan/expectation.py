@@ -90,15 +90,16 @@ def expect(
     baseline_profile: _core.Profile,
     baseline: _core.Plan,
     variation: StepVariation,
+    waiting_share: float = 0.0,
 ) -> Expectation:
     """The expected gain of ``plan`` over ``baseline``.
 
     ``baseline_profile``: with the compute times under the baseline, which uses the network at other times.
-    ``variation``: of the steps that the profiles were made from.
+    ``variation``: of the steps that the profiles were made from. ``waiting_share``: see typical_step, of the plan's.
     """
     pairs = [
         (
-            typical_step(profile, plan, variation.compute, factor),
+            typical_step(profile, plan, variation.compute, factor, waiting_share),
             typical_step(baseline_profile, baseline, variation.compute, factor),
         )
         for factor in (1.0, *variation.link)
@@ -116,14 +117,27 @@ def expect(
 
 
 def typical_step(
-    profile: _core.Profile, plan: _core.Plan, steps: Sequence[ComputeFactors], link_factor: float = 1.0
+    profile: _core.Profile,
+    plan: _core.Plan,
+    steps: Sequence[ComputeFactors],
+    link_factor: float = 1.0,
+    waiting_share: float = 0.0,
 ) -> TypicalStep:
     """The typical step with the plan, on a network that costs ``link_factor`` times what the profile says.
 
     ``steps``: the compute of each measured step, as multiples of the profile's. The typical step is the median of these
     steps, not the step of medians: a good plan lets a block arrive just when forward needs it, and if compute varies,
     the later of the two counts each time (docs/internals/decisions.md).
+
+    ``waiting_share``: of the steps, those that wait for all gradients before forward, because they are clipped. The
+    result is then the mean of the typical steps of both kinds.
     """
+    if waiting_share > 0:
+        kinds = [
+            (share, typical_step(profile, _in_mode(plan, mode), steps, link_factor))
+            for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap"))
+        ]
+        return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
     profiles = [compute_cost.scale_compute(profile, factors) for factors in steps] or [profile]
     link = profile.link.scaled(link_factor, link_factor)
     bounds = [
@@ -134,3 +148,7 @@ def typical_step(
         statistics.median(_core.play(each, link, plan).iteration_ns for each in profiles),
         statistics.median(bound.best_ns for bound in bounds),
     )
+
+
+def _in_mode(plan: _core.Plan, mode: str) -> _core.Plan:
+    return _core.Plan(blocks=plan.blocks, mode=mode, in_flight=plan.in_flight)

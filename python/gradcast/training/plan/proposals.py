@@ -14,12 +14,14 @@ from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
 from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.options import Options
 from gradcast.training.plan import calibration, measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import CalibrationSteps
-from gradcast.training.plan.expectation import StepVariation, expect
+from gradcast.training.plan.expectation import StepVariation, expect, typical_step
 from gradcast.training.plan.warmup import Warmup
+from gradcast.training.step.clipping import NORMS_NAME, NormClipping
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 # Makes a plan of packed blocks more expensive than any other.
@@ -71,10 +73,16 @@ class Proposer:
     """Makes the proposals of one session. Only rank 0's is asked."""
 
     def __init__(
-        self, names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int, options: Options
+        self,
+        names: Sequence[str],
+        sizes: GradientSizes,
+        mode: str,
+        world_size: int,
+        options: Options,
+        clipping: NormClipping | None,
     ) -> None:
-        """``mode``: of the plans."""
-        self._names, self._sizes, self._mode = list(names), sizes, mode
+        """``mode``: of the plans. ``clipping``: tells how often it lets a step wait for all gradients."""
+        self._names, self._sizes, self._mode, self._clipping = list(names), sizes, mode, clipping
         self._world_size, self._options = world_size, options
         self._idle_saving_ns = 0.0  # found in the last warm-up
         self.variation = StepVariation()  # of the steps that the last proposal was made from
@@ -84,8 +92,8 @@ class Proposer:
         self._idle_saving_ns = warmup.idle_saving_ns
         path = self._options.plan_path
         if path is not None:
-            return pinned_proposal(path, self._names, self._sizes, self._mode, self._world_size)
-        plan = choose_plan(profile, self._mode, self._options)
+            return pinned_proposal(path, self._names, self._sizes, self._modes, self._world_size)
+        plan = self._choose(profile)
         proposal = self._proposal(profile, plan, warmup.variation)
         if change is None or proposal.baseline is None:
             return proposal
@@ -112,7 +120,7 @@ class Proposer:
         )
         factors = compute_cost.compute_variation(corrected, steps.compute) or self.variation.compute
         is_confirmed = link is None and compute is None
-        plan = agreed.plan if is_confirmed else choose_plan(corrected, self._mode, self._options)
+        plan = agreed.plan if is_confirmed else self._choose(corrected)
         proposal = self._proposal(corrected, plan, StepVariation(link_spread, factors), baseline_profile)
         return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
 
@@ -146,8 +154,33 @@ class Proposer:
             return AgreedPlan(profile, plan)
         baseline_profile = baseline_profile or profile
         baseline = baseline_plan(baseline_profile)
-        expectation = expect(profile, plan, baseline_profile, baseline, variation)
+        waiting_share = self._waiting_share(profile, plan)
+        expectation = expect(profile, plan, baseline_profile, baseline, variation, waiting_share)
         return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation)
+
+    @property
+    def _modes(self) -> tuple[str, ...]:
+        """Of plans that can be followed. For steps that wait for all gradients, the best plan is one of hook mode."""
+        return (self._mode,) if self._clipping is None else (self._mode, "hook")
+
+    def _choose(self, profile: _core.Profile) -> _core.Plan:
+        plans = [choose_plan(profile, mode, self._options) for mode in self._modes]
+        return min(plans, key=lambda plan: typical_step(profile, plan, (), 1.0, self._waiting_share(profile, plan))[0])
+
+    def _waiting_share(self, profile: _core.Profile, plan: _core.Plan) -> float:
+        """The share of steps in which clipping waits for all gradients: as if the last ones had followed this plan."""
+        if self._clipping is None:
+            return 0.0
+        return 1.0 - self._clipping.certified_share_if(arrived_with_first(profile, plan))
+
+
+def arrived_with_first(profile: _core.Profile, plan: _core.Plan) -> set[str]:
+    """Names of the tensors that have arrived when clipping decides: with the first parameter that forward reads, and
+    with the norms of what the ranks have sent."""
+    first = next(tensor.name for tensor in profile.tensors if tensor.name != NORMS_NAME)
+    touched = [set(tensor_names(profile, block)) for block in plan.blocks]
+    last = max(number for number, names in enumerate(touched) if names & {first, NORMS_NAME})
+    return set().union(*touched[: last + 1]) - set().union(*touched[last + 1 :])
 
 
 def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
@@ -189,7 +222,9 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     return ddp_baseline.plan(profile, caps_bytes)
 
 
-def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int) -> AgreedPlan:
+def pinned_proposal(
+    path: str, names: Sequence[str], sizes: GradientSizes, modes: Sequence[str], world_size: int
+) -> AgreedPlan:
     """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
     plan, fields = load_plan(path)
     made_with = fields.get("made_with")
@@ -206,9 +241,9 @@ def pinned_proposal(path: str, names: Sequence[str], sizes: GradientSizes, mode:
             f"{path} is a plan for another model: only one of the two has {differing[0]}; make a plan for this model",
             "invalid_plan",
         )
-    if plan.mode != mode:
+    if plan.mode not in modes:
         raise Error(
-            f"{path} is a plan for {plan.mode} mode; this training is in {mode} mode, make a plan for that",
+            f"{path} is a plan for {plan.mode} mode; this training is in {modes[0]} mode, make a plan for that",
             "invalid_plan",
         )
     index_of = {name: index for index, name in enumerate(names)}

@@ -1,26 +1,50 @@
-"""Clipping by the norm of all gradients inside a deferred step. The numbers are those of torch.
+"""Clipping inside a deferred step. The numbers are those of torch.
 
 Every rank holds the same averaged gradients, so no rank has to ask another one. The norms of gradients that have
-arrived are computed while others still travel. The first update needs all of them, so communication overlaps only with
-what comes before forward, not with forward itself.
+arrived are computed while others still travel. If a bound for the others certifies that nothing is clipped
+(clip_certificate.py), updates go on as without clipping. Otherwise the first update waits for all gradients.
 """
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from gradcast.errors import Error
 from gradcast.training.compat.module_hooks import UncopiedHook
+from gradcast.training.options import Options
+from gradcast.training.step.clip_certificate import CERTIFIED_NORM_TYPES, ClipCertificate
+from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.parameter_state import ParameterState
+
+# The name of the tensor in profiles and plans that holds the norms of what each rank sends.
+NORMS_NAME = "gradcast.gradient_norms"
+_RECORDED_STEPS = 64
+
+
+def norms_tensor(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor for the norms of what a rank sends, one for each parameter: float64, so that no wire rounds it."""
+    return torch.zeros(len(parameters), dtype=torch.float64, device=parameters[0].device)
+
+
+def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
+    """``torch.nn.utils.clip_grad_value_`` for these gradients; each element for itself, so parts give the same bits."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        for (alike,), _ in _group_tensors_by_device_and_dtype([list(gradients)]).values():
+            torch._foreach_clamp_min_(alike, -max_value)
+            torch._foreach_clamp_max_(alike, max_value)
 
 
 class ClipOnce:
-    """torch's own clipping, once per step: before the first of the optimizers updates."""
+    """torch's own clipping as the options ask for it, once per step: before the first of the optimizers updates."""
 
-    def __init__(self, module: nn.Module, max_norm: float) -> None:
-        self._module, self._max_norm = module, max_norm
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self._module, self._clip = module, functools.partial(_clip_as_torch, options)
         self._due = True
         # A forward pass begins the next step.
         self._hook = module.register_forward_pre_hook(UncopiedHook(self._on_forward))
@@ -30,70 +54,209 @@ class ClipOnce:
 
     def before_step(self) -> None:
         if self._due:
-            nn.utils.clip_grad_norm_(self._module.parameters(), self._max_norm)
+            self._clip(self._module.parameters())
         self._due = False
 
     def _on_forward(self, _inputs: Any, _compiled: bool) -> None:
         self._due = True
 
 
-class NormClipping:
-    """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces."""
+def _clip_as_torch(options: Options, parameters: Any) -> torch.Tensor | None:
+    if options.max_grad_norm is not None:
+        return nn.utils.clip_grad_norm_(parameters, options.max_grad_norm, options.grad_norm_type)
+    nn.utils.clip_grad_value_(parameters, options.max_grad_value)
+    return None
 
-    def __init__(self, states: Sequence[ParameterState], max_norm: float) -> None:
-        self._states = states
-        self._max_norm = max_norm
-        self._norms: dict[int, torch.Tensor] = {}
-        self.total_norm: torch.Tensor | None = None  # before clipping, of the last clipped step
+
+class NormClipping:
+    """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces.
+
+    ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
+    open step are clipped, or certainly need not be. ``total_norm``: of the last clipped step, before clipping.
+    """
+
+    def __init__(
+        self, states: Sequence[ParameterState], buffers: GradientBuffers, options: Options, world_size: int
+    ) -> None:
+        self._states, self._buffers = states, buffers
+        self._max_norm, self._norm_type = options.max_grad_norm, options.grad_norm_type
+        self.index = len(states)
+        self._certificate = None
+        if self._norm_type in CERTIFIED_NORM_TYPES:
+            parameters = [state.parameter for state in states]
+            self._certificate = ClipCertificate(parameters, self._max_norm, self._norm_type, world_size, options.wire)
+        self._sent: dict[int, torch.Tensor] = {}  # by parameter: the norm of what this rank sends
+        self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
+        self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
+        self._told = False
+        self.total_norm: torch.Tensor | None = None
         self.done = False
+        self.certified = False
+
+    # --- Sending ---
+
+    def on_sent(self, state: ParameterState) -> None:
+        """The gradient is in its view, and does not travel yet."""
+        self._sent[state.index] = torch.linalg.vector_norm(self._buffers.views[state.index], self._norm_type)
+
+    def write_norms(self) -> None:
+        """Writes the norms of what this rank sends into the buffer. REQUIRES: all have been sent."""
+        norms = torch.stack([self._sent[state.index] for state in self._states])
+        self._buffers.views[self.index].copy_(norms)
+        self._sent.clear()
+
+    # --- Receiving ---
 
     def begin_step(self) -> None:
         """Gradients of a new step travel."""
         self._norms.clear()
-        self.done = False
+        self.done = self.certified = False
 
     def compute_norms(self, states: Sequence[ParameterState]) -> None:
-        """Computes the norms of gradients that have arrived; they may still be pending."""
-        # If this rank has not used a parameter, whether another rank has is not known yet.
-        missing = [state for state in states if state.index not in self._norms and state.locally_unused is None]
+        """Computes the norms of gradients that have arrived where the update reads them; they may be pending."""
+        missing = [each for each in states if each.index not in self._norms and each.update_grad is not None]
         if not missing:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            norms = _norms([state.update_grad.detach() for state in missing])
+            norms = self._norms_of([state.update_grad.detach() for state in missing])
         self._norms |= {state.index: norm for state, norm in zip(missing, norms, strict=True)}
+
+    @property
+    def certifies(self) -> bool:
+        """Whether a certificate exists for this kind of norm."""
+        return self._certificate is not None
+
+    def certify(self) -> None:
+        """Sets ``certified`` if clipping certainly changes nothing. REQUIRES: the norms (``index``) have arrived,
+        ``compute_norms`` was called for gradients that have, and all updates of the step are due."""
+        with torch.no_grad():
+            self.certified = self._have_expected_layout() and self._certificate.holds(self._bounds(self._norms))
+        self.done = self.certified
+
+    def finish_certified(self, iteration: int) -> None:
+        """All gradients of a certified step have arrived: the factor must be 1, or numbers are wrong."""
+        factor = self._total_factor(deferred=True)
+        if factor is not None and not bool(factor == 1.0):
+            raise Error(
+                f"in iteration {iteration} gradcast certified that the gradients need no clipping, but their norm is "
+                f"{float(self.total_norm):.9g}, with max_grad_norm={self._max_norm}: a defect of gradcast; updates "
+                "have run unclipped, so continue from the last checkpoint without Options(max_grad_norm=...)",
+                "internal",
+            )
+
+    def apply(self, *, deferred: bool) -> None:
+        """Clips all gradients. ``deferred``: the step is not synchronous. REQUIRES: all are settled."""
+        used = [state for state in self._states if state.update_grad is not None]
+        self.compute_norms(used)
+        self.done = True
+        factor = self._total_factor(deferred)
+        if factor is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                torch._foreach_mul_([state.update_grad for state in used], factor)
 
     def apply_to_replaced(self) -> None:
         """Clips what ``.grad`` holds now: the program has replaced gradients that have arrived."""
         self.done = True
-        self.total_norm = nn.utils.clip_grad_norm_([state.parameter for state in self._states], self._max_norm)
+        parameters = [state.parameter for state in self._states]
+        self.total_norm = nn.utils.clip_grad_norm_(parameters, self._max_norm, self._norm_type)
 
-    def apply(self) -> None:
-        """Clips all gradients. REQUIRES: all have arrived and been settled."""
-        used = [state for state in self._states if state.update_grad is not None]
-        self.compute_norms(used)
-        self.done = True
+    # --- What is known of the last steps ---
+
+    def certified_share_if(self, arrived: Collection[str]) -> float:
+        """The share of the last steps that would have been certified if gradcast had decided when the gradients of
+        these parameters (names) had arrived. 0 if no step is known."""
+        if not self._recorded:
+            return 0.0
+        known = torch.tensor([state.name in arrived for state in self._states], device=self._recorded[0].norms.device)
+        held = [self._certificate.holds(torch.where(known, step.norms, step.bounds)) for step in self._recorded]
+        return sum(held) / len(held)
+
+    def stats(self) -> dict[str, float | None] | None:
+        """For handle.stats(), over the last 64 steps at most."""
+        if not self._recorded:
+            return None
+        decided = [step.certified for step in self._recorded if step.certified is not None]
+        ratios = [self._certificate.total(step.bounds) / self._certificate.total(step.norms) for step in self._recorded]
+        return {
+            "certified_share": sum(decided) / len(decided) if decided else None,
+            "bound_over_norm": torch.stack(ratios).nanmedian().item(),
+        }
+
+    def sentence_once(self) -> str | None:
+        """What to log of the first 64 steps that were not synchronous; None before and afterwards."""
+        if self._told or sum(step.certified is not None for step in self._recorded) < _RECORDED_STEPS:
+            return None
+        self._told = True
+        share = self.stats()["certified_share"]
+        return f"clipping at {self._max_norm}: certified in {share:.0%} of {_RECORDED_STEPS} steps; the others waited"
+
+    # --- Parts ---
+
+    def _total_factor(self, deferred: bool) -> torch.Tensor | None:
+        """What the gradients are multiplied by, one element; None if there are none. REQUIRES: all norms are known."""
+        used = [state for state in self._states if state.index in self._norms]
         if not used:
-            return
-        gradients = [state.update_grad for state in used]
+            return None
         norms = [self._norms[state.index] for state in _in_torch_order(used)]
-        self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
-        factor = torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            torch._foreach_mul_(gradients, factor)
+        device = used[0].parameter.device
+        self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
+        if self._certificate is not None:
+            certified = self.certified if deferred else None
+            self._recorded.append(_ClippedStep(self._bounds({}), self._arrived_norms(), certified))
+        return torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
+
+    def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Bounds of all norms: the known ones, and for the others those that follow from what the ranks have sent."""
+        bounds = self._certificate.bounds(self._buffers.views[self.index])
+        for state in self._states:
+            # If no rank has used the parameter, what its .grad was before the step counts.
+            before = state.locally_unused.grad_before if state.locally_unused is not None else None
+            if before is not None:
+                own = self._certificate.bound_of(state.index, torch.linalg.vector_norm(before, self._norm_type))
+                bounds[state.index] = torch.maximum(bounds[state.index], own)
+        return bounds if not known else bounds.index_copy(0, *self._indexed(known, bounds))
+
+    def _arrived_norms(self) -> torch.Tensor:
+        norms = torch.zeros(len(self._states), dtype=torch.float64, device=self._buffers.views[self.index].device)
+        return norms.index_copy(0, *self._indexed(self._norms, norms))
+
+    @staticmethod
+    def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.stack([norm.to(like.device) for norm in norms.values()]).to(like.dtype)
+        return torch.tensor(list(norms), device=like.device), values
+
+    def _have_expected_layout(self) -> bool:
+        """Whether torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""
+        apart = [self._states[index] for index in self._buffers.apart if index < self.index]
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(
+                state.visible_grad is not None
+                and state.visible_grad.stride() == self._buffers.views[state.index].stride()
+                for state in apart
+            )
+
+    def _norms_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Norm of each gradient, by the kernels that torch's clipping uses: those of a GPU take many tensors at once,
+        and sum in their own order."""
+        found: dict[int, torch.Tensor] = {}
+        for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
+            found |= zip(indices, torch._foreach_norm(alike, self._norm_type), strict=True)
+        return [found[i] for i in range(len(gradients))]
 
 
-def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Norm of each gradient, by the kernels that torch's clipping uses: those of a GPU take many tensors at once, and
-    sum in their own order."""
-    found: dict[int, torch.Tensor] = {}
-    for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
-        found |= zip(indices, torch._foreach_norm(alike), strict=True)
-    return [found[i] for i in range(len(gradients))]
+@dataclasses.dataclass(frozen=True)
+class _ClippedStep:
+    """``bounds``: of the norms, as known before any gradient had arrived; ``norms``: those. 1-d float64, by parameter.
+    ``certified``: None if the step was synchronous, so that nothing was to gain."""
+
+    bounds: torch.Tensor
+    norms: torch.Tensor
+    certified: bool | None
 
 
 def _in_torch_order(states: Sequence[ParameterState]) -> list[ParameterState]:
     """The order in which torch sums: by device and dtype, in the order of torch's own grouping."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradients = [state.update_grad.detach() for state in states]
-        grouped = _group_tensors_by_device_and_dtype([gradients], with_indices=True)
+        parameters = [state.parameter.detach() for state in states]  # of the same types as their gradients
+        grouped = _group_tensors_by_device_and_dtype([parameters], with_indices=True)
     return [states[index] for _, indices in grouped.values() for index in indices]

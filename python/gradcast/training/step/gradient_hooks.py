@@ -20,6 +20,7 @@ import torch
 from gradcast.errors import Error
 from gradcast.training.compat import extension
 from gradcast.training.step import pending
+from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.parameter_state import (
@@ -46,8 +47,8 @@ class Listener(pending.Owner, Protocol):
     def on_backward_begin(self) -> None:
         """The first gradient of a step exists. Opens an iteration."""
 
-    def on_gradient_sent(self, state: ParameterState) -> None:
-        """A gradient is in the buffer and is about to travel."""
+    def on_gradient_sent(self, index: int, *, used: bool) -> None:
+        """A gradient, or what travels with the gradients, is in the buffer. ``used``: backward has made it."""
 
     def on_backward_end(self) -> None:
         """All gradients of the step have been sent."""
@@ -82,11 +83,17 @@ class GradientHooks:
     """
 
     def __init__(
-        self, states: ParameterStates, buffers: GradientBuffers, exchange: GradientExchange, world_size: int
+        self,
+        states: ParameterStates,
+        buffers: GradientBuffers,
+        exchange: GradientExchange,
+        world_size: int,
+        clipping: NormClipping | None,
     ) -> None:
         self._states = states
         self._buffers = buffers
         self._exchange = exchange
+        self._clipping = clipping
         self._scale = 1.0 / world_size
         self._sent_count = 0
         # Autograd's task ids of outermost backward passes:
@@ -173,8 +180,10 @@ class GradientHooks:
                     "invalid_use",
                 )
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
-            self._listener().on_backward_failure()
-            self._send_missing(failed=True)
+            failed = any(state.phase is Phase.IDLE for state in self._states)
+            if failed:
+                self._listener().on_backward_failure()
+            self._send_missing(failed=failed)
         self._exchange.wait_all()
         self.settle(self._states)
 
@@ -185,7 +194,7 @@ class GradientHooks:
     @property
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
-        return self._sent_count == len(self._states)
+        return self._sent_count == len(self._states) + (self._clipping is not None)
 
     def is_backward_on_another_thread(self) -> bool:
         """Whether another thread is in the backward pass of the open gradients, as far as this thread can know."""
@@ -329,12 +338,17 @@ class GradientHooks:
         self._states.set_visible_grad(state, gradient)
 
     def _send(self, state: ParameterState, listener: Listener) -> None:
+        if self._clipping is not None:
+            self._clipping.on_sent(state)
         state.depart(listener)
         if state.locally_unused is None:
             self._count_frozen(state, Usage.USED)
+        self._send_tensor(state.index, listener, used=state.locally_unused is None)
+
+    def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
         self._sent_count += 1
-        listener.on_gradient_sent(state)
-        self._exchange.ready(state.index)
+        listener.on_gradient_sent(index, used=used)
+        self._exchange.ready(index)
 
     def _send_missing(self, *, failed: bool = False) -> None:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
@@ -349,6 +363,9 @@ class GradientHooks:
                     state.parameter.grad = self._buffers.views[state.index].zero_()
                 self._put_into_buffer(state)
                 self._send(state, listener)
+        if self._clipping is not None:
+            self._clipping.write_norms()
+            self._send_tensor(self._clipping.index, listener, used=True)
         self._used_unsynchronized.clear()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:

@@ -14,7 +14,7 @@ from gradcast.errors import Error
 from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.step import parameter_state, partial_step, pending
-from gradcast.training.step.clipping import NormClipping
+from gradcast.training.step.clipping import NormClipping, clip_values
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
@@ -39,9 +39,11 @@ class OptimizerSteps:
         gradients: GradientHooks,
         trace: StepTrace,
         warn_once: Callable[[str], None],
-        max_norm: float | None,
+        clipping: NormClipping | None,
+        max_value: float | None,
     ) -> None:
-        """``max_norm``: gradients are clipped to it before the first update."""
+        """``clipping``: by the norm of all gradients, before the first update. ``max_value``: each element is clipped
+        to it before its update."""
         self._optimizers = list(optimizers)
         self._states = states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
@@ -52,7 +54,7 @@ class OptimizerSteps:
         self._interceptions: list[partial_step.StepInterception] = []
         self._guards: list[OptimizerStateGuard] = []
         self.stream = UpdateStream(buffers.flats[0].device)
-        self._clipping = None if max_norm is None else NormClipping(states, max_norm)
+        self._clipping, self._max_value = clipping, max_value
         self._warn_once = warn_once
         self._failure: Error | None = None  # of an update; parameters are wrong since
 
@@ -80,7 +82,7 @@ class OptimizerSteps:
             self._warn_once(
                 "the optimizer's step() is called in a way that bypasses gradcast, as Accelerate does with a "
                 "GradScaler: such steps wait for all gradients, without overlap with the next forward pass"
-                + ("" if self._clipping is None else ", and options.max_grad_norm has no effect on them")
+                + (", and gradcast does not clip them" if self._clips else "")
             )
         self.complete_all_updates()
         self._stepped.clear()
@@ -123,9 +125,9 @@ class OptimizerSteps:
     def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> None:
         self._refuse_after_failure()
         optimizer = self._optimizers[number]
-        if self._clipping is not None and getattr(optimizer, "grad_scale", None) is not None:
+        if self._clips and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
-                "options.max_grad_norm would clip gradients that a GradScaler has not unscaled yet; call "
+                "gradcast would clip gradients that a GradScaler has not unscaled yet; call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)",
                 "invalid_use",
             )
@@ -151,23 +153,44 @@ class OptimizerSteps:
 
     def _complete_updates(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
-        start_ns = time.perf_counter_ns()
-        if self._clipping is None:
-            arrived = self._exchange.wait([state.index for state in due])
-        else:
-            self._gradients.wait_for_all()
-            arrived = [state.index for state in self._states]
+        self._wait_for(due)
         arrived_ns = time.perf_counter_ns()
-        self._trace.span("wait", start_ns, arrived_ns)
         self._clip()
-        self._arrived.update(arrived)
-        self._arrived.update(self._exchange.newly_arrived())
         with interrupts.after_this():
             for number in list(self._partial):
                 part = [s for s in self._states_of[number] if s.is_update_due and s.index in self._arrived]
                 if part:
                     self._update(number, part)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
+
+    def _wait_for(self, due: Sequence[ParameterState]) -> None:
+        """Waits until these parameters can be updated. If nothing certifies that clipping changes nothing, that is when
+        all gradients have arrived."""
+        clipping, indices = self._clipping, [state.index for state in due]
+        if clipping is None or clipping.done:
+            self._note_arrived(indices)
+        elif clipping.certifies and all(state.is_update_due for state in self._states):
+            self._note_arrived([*indices, clipping.index])
+            with self._trace.timed("update"):
+                self._take_norms(self._states)
+                clipping.certify()
+        if clipping is not None and not clipping.done:
+            with self._trace.timed("wait"):
+                self._gradients.wait_for_all()
+            self._arrived.update(range(len(self._states)))
+
+    def _note_arrived(self, indices: Sequence[int]) -> None:
+        with self._trace.timed("wait"):
+            self._arrived.update(self._exchange.wait(indices))
+        self._arrived.update(self._exchange.newly_arrived())
+
+    def _take_norms(self, states: Sequence[ParameterState]) -> None:
+        """Computes the norms of those gradients that have arrived. If this rank has not used a parameter, whether
+        another one has is not known yet."""
+        arrived = [state for state in states if state.index in self._arrived and state.locally_unused is None]
+        for state in arrived:
+            self._gradients.copy_arrived(state)
+        self._clipping.compute_norms(arrived)
 
     def complete_updates_of(self, number: int) -> None:
         """Completes all updates of one optimizer that are due."""
@@ -183,7 +206,11 @@ class OptimizerSteps:
         if as_they_are and not self._gradients.are_in_place(self._states):
             self._clipping.apply_to_replaced()
         else:
-            self._clipping.apply()
+            self._clipping.apply(deferred=not as_they_are)
+
+    @property
+    def _clips(self) -> bool:
+        return self._clipping is not None or self._max_value is not None
 
     @property
     def must_clip_first(self) -> bool:
@@ -213,6 +240,9 @@ class OptimizerSteps:
         arrived_ns = time.perf_counter_ns()
         self._trace.span("wait", start_ns, arrived_ns)
         self._clip(as_they_are=True)
+        if self._max_value is not None:
+            gradients = [state.parameter.grad for state in self._states_of[number]]
+            clip_values([each for each in gradients if each is not None], self._max_value)
         self._interceptions[number].run_whole()
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
@@ -228,10 +258,7 @@ class OptimizerSteps:
             self._update_others(number)
         if self._clipping is not None:
             self._arrived.update(self._exchange.newly_arrived())
-            arrived = [state for state in due if state.index in self._arrived]
-            for state in arrived:
-                self._gradients.copy_arrived(state)
-            self._clipping.compute_norms(arrived)
+            self._take_norms(due)
         if held:
             self._complete_held([due[position] for position in held])
 
@@ -256,6 +283,10 @@ class OptimizerSteps:
     def _update(self, number: int, part: Sequence[ParameterState]) -> None:
         """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""
         self._gradients.settle(part)
+        if self._clipping is not None and self._clipping.certified:
+            self._clipping.compute_norms(part)
+        if self._max_value is not None:
+            clip_values([state.update_grad for state in part if state.update_grad is not None], self._max_value)
         for state in part:
             state.start_update()
         grads = [state.parameter.grad for state in part]
@@ -282,6 +313,8 @@ class OptimizerSteps:
         if last:
             del self._partial[number]
         self._trace.count_update()
+        if self._clipping is not None and self._clipping.certified and not self._partial:
+            self._clipping.finish_certified(self._trace.current.step)
 
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
         """Some of these parameters may be updated, others not: every later use of one raises."""

@@ -1,0 +1,176 @@
+"""Steps that gradcast certifies not to need clipping: torch's numbers, without waiting for all gradients."""
+
+import math
+import unittest.mock
+
+import pytest
+
+from gradcast.training.step import clip_certificate
+from gradcast.training.step.clip_certificate import ClipCertificate
+from training.models import Branches
+from training.needs import torch
+from training.pool import on_ranks
+from training.step.test_graph_changes import USES
+from training.twins import Twins
+
+nn = torch.nn
+MAX_NORM = 1.0
+# What the ranks' gradients have in common, and how often a step of each kind is certified.
+QUIET, LOUD, OPPOSED = "quiet", "loud", "opposed"
+
+
+def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, arguments=(), **options):
+    """Steps of these kinds. Returns the twins, and for each step after the warm-up whether it was certified, and so did
+    not wait for all gradients."""
+    options |= {"policy": "p3", "max_grad_norm": MAX_NORM, "grad_norm_type": norm_type}
+    twins = Twins(rank, model, optimizer, find_unused=True, **options)
+    certified = []
+    exchange = twins.handle._session.exchange
+    exchange.wait_all = unittest.mock.Mock(wraps=exchange.wait_all)
+    for number, kind in enumerate([QUIET] * 5 + list(kinds)):
+        batch = twins.task.batch(0, number)
+        theirs, ours = twins.modules
+        given = arguments[number % len(arguments)][rank.index] if arguments else ()
+        loss = twins.task.loss(theirs, batch, *given)
+        used = [p for p in theirs.parameters() if p.requires_grad]
+        gradients = [g for g in torch.autograd.grad(loss, used, allow_unused=True) if g is not None]
+        norm = nn.utils.get_total_norm(gradients, norm_type)
+        size = {QUIET: 0.1, LOUD: 10.0, OPPOSED: 2.0, "nan": math.nan}[kind]
+        factor = size / norm.item() * (-0.9 if kind == OPPOSED and rank.index else 1.0)
+        exchange.wait_all.reset_mock()
+        for _, module, step, forward in twins.rounds(1):
+            step.zero_grad()
+            (factor * twins.task.loss(forward, batch, *given)).backward()
+            if module is theirs:
+                total = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type)
+            step.step()
+        for parameter in ours.parameters():  # reads one after the other, as forward does, but no norm of all
+            parameter.sum()
+        certified.append(twins.handle._session._clipping.certified)
+        assert exchange.wait_all.called != certified[-1]
+        found = torch.tensor(twins.handle.stats()["grad_norm"], dtype=total.dtype)
+        torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)
+    return twins, certified[5:]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw foreach", "sgd plain", "adam fused"])
+@on_ranks(2)
+def test_each_kind_of_step_equals_torch(rank, optimizer):
+    kinds = [QUIET, LOUD, OPPOSED, QUIET, QUIET, OPPOSED, LOUD, QUIET]
+    twins, certified = train(rank, kinds, optimizer)
+    # An opposed step is certified if all its gradients have arrived early.
+    assert [kind for kind, known in zip(kinds, certified, strict=True) if known and kind != OPPOSED] == [QUIET] * 4
+    assert twins.handle.stats()["clipping"]["certified_share"] > 0.4
+    return twins.differences()
+
+
+@on_ranks(2)
+def test_nan_is_never_certified(rank):
+    twins, certified = train(rank, [QUIET, "nan"])
+    assert certified == [True, False]
+    twins.handle.flush()
+    for module in twins.modules:
+        for parameter in module.parameters():
+            assert parameter.isnan().all()
+
+
+@pytest.mark.parametrize(("norm_type", "expected"), [(1.0, True), (math.inf, True), (3.0, False)])
+@on_ranks(2)
+def test_norm_types(rank, norm_type, expected):
+    """Other types than 1, 2 and inf wait, and are torch's too."""
+    twins, certified = train(rank, [QUIET, LOUD, QUIET], norm_type=norm_type)
+    assert certified == [expected, False, expected]
+    return twins.differences()
+
+
+@on_ranks(2)
+def test_parameters_without_gradients(rank):
+    """One rank's, or all ranks' passes leave a branch out; what .grad was before then counts."""
+    uses = [[(use,) for use in ranks] for ranks in USES]
+    twins, certified = train(rank, [QUIET, LOUD, QUIET, QUIET] * 3, model=Branches, arguments=uses)
+    assert certified == [True, False, True, True] * 3
+    return twins.differences()
+
+
+@on_ranks(2)
+def test_accumulated_gradients(rank):
+    twins = Twins(rank, "plain", "adamw fused", policy="p3", max_grad_norm=1e3)
+    for _, module, optimizer, forward in twins.rounds(8):
+        optimizer.zero_grad()
+        with twins.no_sync(module):
+            twins.task.loss(forward, twins.task.batch(rank.index, 0)).backward()
+        twins.task.loss(forward, twins.task.batch(rank.index, 1)).backward()
+        if module is twins.modules[0]:
+            nn.utils.clip_grad_norm_(module.parameters(), 1e3)
+        optimizer.step()
+    assert twins.handle.stats()["clipping"]["certified_share"] > 0
+    return twins.differences()
+
+
+@on_ranks(2)
+def test_values_are_clipped_by_part(rank):
+    twins = Twins(rank, "plain", "adamw foreach", policy="p3", max_grad_value=1e-3)
+    for _, module, optimizer, forward in twins.rounds(9):
+        optimizer.zero_grad()
+        twins.task.loss(forward, twins.batch()).backward()
+        if module is twins.modules[0]:
+            nn.utils.clip_grad_value_(module.parameters(), 1e-3)
+        optimizer.step()
+    return twins.differences()
+
+
+WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def summed(sent, dtype, wire):
+    """What arrives of these ranks' gradients, with the roundings of the wire."""
+    cast = WIRES[wire] if dtype == torch.float32 else None
+    if cast is None:
+        total = sent[0].clone()
+        for each in sent[1:]:
+            total += each
+        return total
+    return sum(each.to(cast).float() for each in sent).to(cast).float()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("wire", list(WIRES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_bounds_hold_for_what_torch_computes(dtype, wire, norm_type):
+    """Equal gradients reach the triangle's bound, equal elements the largest rounding, tiny ones underflow."""
+    generator = torch.Generator().manual_seed(1)
+    for world_size in (2, 5):
+        for count in (1, 7, 1000, 30_001):
+            for size in (1.0, 0.3, 1e-5, 1e-7, 1e-30):
+                for same in (True, False):
+                    shape = torch.full((count,), size) if same else torch.randn(count, generator=generator) * size
+                    signs = [1.0] * world_size if same else torch.rand(world_size, generator=generator).tolist()
+                    sent = [(shape * sign / world_size).to(dtype) for sign in signs]
+                    certificate = ClipCertificate([torch.empty(count, dtype=dtype)], 1.0, norm_type, world_size, wire)
+                    sums = torch.stack([torch.linalg.vector_norm(each, norm_type) for each in sent]).double().sum(0)
+                    computed = torch.linalg.vector_norm(summed(sent, dtype, wire), norm_type)
+                    bound = certificate.bounds(sums.unsqueeze(0))
+                    assert computed.double() <= bound, (world_size, count, size, same)
+                    if size == 1.0 and same and torch.isfinite(computed):
+                        assert bound <= computed.double() * 1.5 + 1e-6, "the bound is of no use"
+
+
+@pytest.mark.parametrize("element", [1.0, 0.3, 1.7])
+@pytest.mark.parametrize("shape", [(20_000_003,), (4001, 5003)])
+def test_torch_errs_no_more_than_the_growth(shape, element):
+    """Rounding drifts most where all elements are equal. A later torch that sums differently is found here."""
+    values = torch.full(shape, element)
+    count = values.numel()
+    adds = clip_certificate._longest_sum(count, values.device, is_vectorized=True)
+    growth = clip_certificate._growth(adds, 2.0, torch.float32)
+    ratio = torch.linalg.vector_norm(values).item() / (element * math.sqrt(count))
+    assert 1 / growth <= ratio * (1 + 1e-6)
+    assert ratio <= growth * (1 + 1e-6)
+    assert growth < 1.1
+
+
+def test_the_total_is_certified_only_with_a_margin():
+    certificate = ClipCertificate([torch.empty(3)], 1.0, 2.0, 2, "fp32")
+    assert certificate.holds(torch.tensor([0.99, 0.1], dtype=torch.float64))
+    for bounds in ([1.0 - 1e-9, 0.0], [math.nan, 0.0], [math.inf, 0.0], [0.8, 0.8]):
+        assert not certificate.holds(torch.tensor(bounds, dtype=torch.float64))
