@@ -29,10 +29,10 @@ class Options:
       time to time, and keeps to it if it is as fast. Off: the first plan is followed in any case.
     * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, with loss. Each rank's numbers
       are rounded once, and their sum, made in fp32, once more. "fp32": gradients travel unchanged.
-    * ``max_grad_norm``: in overlap mode every step clips the gradients, as ``clip_grad_norm_(module.parameters(),
-      max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the ranks' norms prove that nothing is to be
-      clipped, the step overlaps with forward as without clipping; otherwise it waits for all gradients. Norm types
-      other than 1, 2 and inf always wait.
+    * ``max_grad_norm``, ``grad_norm_type``: in overlap mode every step clips the gradients, as
+      ``clip_grad_norm_(module.parameters(), max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the
+      ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
+      waits for all gradients. Norm types other than 1, 2 and inf always wait.
     * ``max_grad_value``: likewise as ``clip_grad_value_(module.parameters(), max_grad_value)``; it never waits.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
