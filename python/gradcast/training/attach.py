@@ -19,6 +19,7 @@ from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import make_group, on_device, require_backend
 from gradcast.training.single_worker import SingleWorkerSession
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import Attached
 
 _log = logging.getLogger("gradcast")
@@ -80,15 +81,17 @@ def attach_inside(
     assert accepted is not None, "the call was refused"
     group = make_group(process_group, device, options.timeout_s, reuses=True)
     preflight.check_same_model(group, accepted.module)
+    in_parts = bool(optimizers) and group.world_size > 1 and not disabled
+    callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
     if disabled:
-        attached: Attached = DisabledSession(accepted, optimizers, group, options)
+        attached: Attached = DisabledSession(accepted, optimizers, group, options, callbacks)
     elif group.world_size == 1:
-        attached = SingleWorkerSession(accepted.called, accepted.parameters, optimizers, group, options)
+        attached = SingleWorkerSession(accepted.called, accepted.parameters, optimizers, group, options, callbacks)
     else:
         if accepted.ddp is None:
             tensors = [*accepted.module.parameters(), *accepted.module.buffers()]
             group.copy_from_first(tensors, "the module's parameters and buffers")
-        attached = Attachment(accepted, optimizers, group, options)
+        attached = Attachment(accepted, optimizers, group, options, callbacks)
     handle = Handle(accepted.module, attached)
     attached_modules[accepted.module] = weakref.ref(attached)
     return handle

@@ -23,6 +23,7 @@ def detach(attached: Attached, wait_s: float | None = None) -> None:
     finally:
         # Also if what is in flight never arrives: the module is then an ordinary one that can be read and saved.
         attached.release(reusable=flushed)
+        attached.callbacks.remove_all()
 
 
 def detach_left(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 _log = logging.getLogger("gradcast")
 
@@ -32,8 +33,16 @@ _log = logging.getLogger("gradcast")
 class Attachment:
     """Attached, for two or more workers."""
 
-    def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
+    def __init__(
+        self,
+        accepted: Accepted,
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+        callbacks: UpdateCallbacks,
+    ) -> None:
         self._accepted, self._optimizers, self._group, self._options = accepted, list(optimizers), group, options
+        self.callbacks = callbacks
         # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
         self._left_out: set[int] = set()
         self._thawed: set[int] = set()
@@ -50,7 +59,8 @@ class Attachment:
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options)
+        self.callbacks.follow(parameters)
+        self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks)
         self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
 
     @property

@@ -17,6 +17,7 @@ from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import TrainingSession
 
 # This module alone reads the variable.
@@ -35,7 +36,15 @@ class DisabledSession(TrainingSession):
     """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks
     of a hidden DDP module around it."""
 
-    def __init__(self, accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options) -> None:
+    def __init__(
+        self,
+        accepted: Accepted,
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+        callbacks: UpdateCallbacks,
+    ) -> None:
+        self.callbacks = callbacks
         module = accepted.called
         self.mode = "ddp"
         self.group = group

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import write_text
 from gradcast.training.attached_modules import attached_modules, close_at_exit, detach
+from gradcast.training.averaged_model import kept_average
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.step.gradient_buffers import GradientRange
+from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
 from gradcast.training.training_session import Attached, TrainingSession, require_attached
 
 
@@ -114,6 +117,55 @@ class Handle:
         ``gradcast dev plot``."""
         write_text(path, self._session.plan_text(profile_path), "plan")
 
+    def on_update(self, function: UpdateFunction, owned: Owned | None = None) -> "UpdateRegistration":
+        """Calls ``function(names, parameters)`` with parameters whose update has just run: each trained parameter once
+        per step, in parts as gradients arrive. So averages, norms and logs keep the overlap, where code behind
+        ``step()`` would wait for everything.
+
+        ``names``: list of str, as in ``module.named_parameters()``, without DDP's wrapper. ``parameters``: list of
+        nn.Parameter, of the same length. The function runs under ``no_grad``, on the stream of the update; ``.grad``
+        may be gone. While step() itself waits (warm-up, DDP baseline, hook mode, one worker, GRADCAST_DISABLE) it is
+        called where step() ends. It may read other parameters, and waits for them then. It must not do collective
+        operations, since parts differ between ranks, nor wait for another thread that reads parameters.
+
+        ``owned``: tensors that the function writes: a module with the same parameter names, or a dict from parameter
+        names to a tensor or a list of tensors. Reading one waits until its parameter is updated and the function has
+        run, so an averaged model can be evaluated or saved at any time. (Views of them taken earlier do not wait.)
+
+        Updates that are due run first: the function is called for steps from the next one on. An exception of the
+        function is raised, as gradcast.Error, where the program waits for the parameter; all parameters are updated,
+        and other functions are called, as if it had not failed. Functions stay when the module's parameters change,
+        and end with ``detach()``. Not collective: a single rank may keep an average.
+
+        Raises Error(invalid_use) if ``owned`` has an unknown name, a tensor twice, or a parameter of the module.
+        """
+        module = self._require_module()
+        return self._register(UpdateCallback(function, owned_tensors(owned, module)))
+
+    def keep_average(self, averaged: AveragedModel) -> "UpdateRegistration":
+        """Keeps a torch.optim.swa_utils.AveragedModel of the module: the bits of ``averaged.update_parameters(module)``
+        after each step, with the overlap of ``on_update``, whose notes apply. Reading a parameter of ``averaged`` waits
+        as long as necessary.
+
+        ``averaged``: made of the module without DDP's wrapper, any avg_fn, multi_avg_fn and use_buffers. With several
+        optimizers, a step is one of that with the first parameter, and each has to step once in it.
+
+        Raises Error(invalid_use) if ``averaged`` has other parameters than the module.
+        """
+        return self._register(kept_average(averaged, self._require_module()))
+
+    def _register(self, callback: UpdateCallback) -> "UpdateRegistration":
+        self._session.complete_due_updates()
+        self._attached.callbacks.add(callback)
+        self._session.on_callbacks_changed()
+        return UpdateRegistration(self._attached, callback)
+
+    def _require_module(self) -> nn.Module:
+        require_attached(self._session)
+        module = self._module()
+        assert module is not None, "a session that has not been released keeps its module"
+        return module
+
     def state_dict(self) -> dict[str, Any]:
         """Plan and profile for a checkpoint: a dict of strings and numbers."""
         require_attached(self._session)
@@ -142,3 +194,19 @@ class Handle:
     def _diagnostics(self) -> Diagnostics:
         """For gradcast's own tools; no stable interface. See diagnostics.py."""
         return self._session.diagnostics()
+
+
+class UpdateRegistration:
+    """A function of ``Handle.on_update`` or an average of ``Handle.keep_average``."""
+
+    def __init__(self, attached: Attached, callback: UpdateCallback) -> None:
+        self._attached, self._callback = attached, callback
+
+    def remove(self) -> None:
+        """Ends the calls, after updates that are due. Idempotent."""
+        session = self._attached.session
+        if not session.released:
+            session.complete_due_updates()
+        self._attached.callbacks.remove(self._callback)
+        if not session.released:
+            session.on_callbacks_changed()

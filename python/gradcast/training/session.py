@@ -46,6 +46,7 @@ from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import TrainingSession, require_attached
 
 _log = logging.getLogger("gradcast")
@@ -61,8 +62,9 @@ class Session(TrainingSession):
         optimizers: Sequence[Optimizer],
         group: Group,
         options: Options,
+        callbacks: UpdateCallbacks,
     ) -> None:
-        """``parameters``: those whose gradients travel. They may change; ``accepted`` stays."""
+        """``parameters``: those whose gradients travel. They may change; ``accepted`` stays, as do ``callbacks``."""
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
         self.no_sync_blocks = NoSyncBlocks(accepted.ddp)
@@ -104,7 +106,10 @@ class Session(TrainingSession):
             warn_once=self._warn_once,
             clipping=self._clipping,
             max_value=options.max_grad_value,
+            callbacks=callbacks,
         )
+        self._callbacks = callbacks
+        self.on_callbacks_changed()
         self.controller = PlanController(
             names, values, self.buffers, group, self.exchange, self.trace, self.mode, options, self._clipping
         )
@@ -146,6 +151,14 @@ class Session(TrainingSession):
     def finish(self, limit_s: float | None = None) -> None:
         self.flush(limit_s)
         self.controller.log_comparison()
+
+    def complete_due_updates(self) -> None:
+        with self._lock:
+            self._steps.complete_all_updates()
+
+    def on_callbacks_changed(self) -> None:
+        for state in self._states if self.mode == "overlap" else ():
+            self._states.set_owned(state, self._callbacks.owned(state.name))
 
     def stats(self) -> dict[str, Any]:
         values = super().stats() | plan_stats(self.controller, self.exchange, self.buffers, self.trace)
@@ -427,16 +440,17 @@ class Session(TrainingSession):
             self._steps.complete_updates_of(number)  # by a second step() with the same gradients
             if not self._gradients.open:
                 self._steps.run_whole(number)
-                return
-            if self._take_gradients(number):
+            elif self._take_gradients(number):
                 self._end_step()
+            with self._measured("updating"):
+                self._steps.call_back()
 
     def _take_gradients(self, number: int) -> bool:
         warmup = self.controller.warmup
         if warmup is None:
             return self._steps.take_gradients(number, self, synchronous=self.controller.on_baseline)
         self._await_gradients(time.perf_counter_ns())
-        with warmup.stopwatch.updating():
+        with self._measured("updating"):
             return self._steps.take_gradients(number, self, synchronous=True)
 
     def _use_gradients(self) -> None:
@@ -446,11 +460,15 @@ class Session(TrainingSession):
 
     def _await_gradients(self, start_ns: int) -> None:
         """Waits after backward. This never counts as compute, whether gradcast or the program needs the gradients."""
-        warmup = self.controller.warmup
         # Wherever gradients are used first, the stream that computes is ordered behind them as well.
-        with contextlib.nullcontext() if warmup is None else warmup.stopwatch.waiting(), self._steps.stream.entered():
+        with self._measured("waiting"), self._steps.stream.entered():
             self._gradients.wait_for_all()
         self.trace.span("wait", start_ns, time.perf_counter_ns())
+
+    def _measured(self, what: str) -> contextlib.AbstractContextManager:
+        """Around what is not compute in the sense of a profile; ``what``: a method of Stopwatch."""
+        warmup = self.controller.warmup
+        return contextlib.nullcontext() if warmup is None else getattr(warmup.stopwatch, what)()
 
     def _end_step(self) -> None:
         self._gradients.open = False

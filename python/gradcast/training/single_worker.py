@@ -18,6 +18,7 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import TrainingSession
 
 
@@ -29,7 +30,9 @@ class SingleWorkerSession(TrainingSession):
         optimizers: Sequence[Optimizer],
         group: Group,
         options: Options,
+        callbacks: UpdateCallbacks,
     ) -> None:
+        self.callbacks = callbacks
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
         self.no_sync_blocks = NoSyncBlocks(None)

@@ -15,6 +15,7 @@ from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import base_stats
 from gradcast.training.step.gradient_buffers import GradientRange
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 
 class TrainingSession:
@@ -48,6 +49,12 @@ class TrainingSession:
 
     def finish(self, limit_s: float | None = None) -> None:
         """Flushes, and logs on rank 0 the expected and the measured gain if both are known."""
+
+    def complete_due_updates(self) -> None:
+        """Runs all updates that are due. Unlike ``flush`` it leaves open gradients alone."""
+
+    def on_callbacks_changed(self) -> None:
+        """The program has added or removed a function of ``handle.on_update``. REQUIRES: no update is due."""
 
     def stats(self) -> dict[str, Any]:
         """The values of ``handle.stats()``."""
@@ -83,7 +90,9 @@ _NO_PLAN = "there is no plan: a single worker, or GRADCAST_DISABLE is set"
 
 class Attached(Protocol):
     """What ``attach`` has put on a module. ``session``: the current one, which changes with the module's parameters.
-    ``released``: gradcast has left the module."""
+    ``released``: gradcast has left the module. ``callbacks``: the functions of ``handle.on_update``."""
+
+    callbacks: UpdateCallbacks
 
     @property
     def session(self) -> TrainingSession: ...

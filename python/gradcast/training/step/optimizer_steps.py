@@ -3,6 +3,7 @@
 Thread safety: under the session's lock.
 """
 
+import collections
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
+from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.update_stream import UpdateStream
 
 
@@ -41,6 +43,7 @@ class OptimizerSteps:
         warn_once: Callable[[str], None],
         clipping: NormClipping | None,
         max_value: float | None,
+        callbacks: UpdateCallbacks,
     ) -> None:
         """``clipping``: by the norm of all gradients, before the first update. ``max_value``: each element is clipped
         to it before its update."""
@@ -56,6 +59,8 @@ class OptimizerSteps:
         self.stream = UpdateStream(buffers.flats[0].device)
         self._clipping, self._max_value = clipping, max_value
         self._warn_once = warn_once
+        self._callbacks = callbacks
+        self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
         self._failure: Error | None = None  # of an update; parameters are wrong since
 
     def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
@@ -83,6 +88,7 @@ class OptimizerSteps:
                 "the optimizer's step() is called in a way that bypasses gradcast, as Accelerate does with a "
                 "GradScaler: such steps wait for all gradients, without overlap with the next forward pass"
                 + (", and gradcast does not clip them" if self._clips else "")
+                + ("; functions of handle.on_update() are not called" if self._callbacks else "")
             )
         self.complete_all_updates()
         self._stepped.clear()
@@ -103,7 +109,25 @@ class OptimizerSteps:
         self._refuse_after_failure()
         self.stream.follow_caller()
         with self.stream.entered():
-            self._interceptions[number].run_whole()
+            self._run_whole(number)
+
+    def _run_whole(self, number: int) -> None:
+        self._interceptions[number].run_whole()
+        self._note_updated(self._states_of[number])
+
+    def _note_updated(self, part: Sequence[ParameterState]) -> None:
+        if self._callbacks:
+            self._updated.append({state.name: state.parameter for state in part})
+
+    def call_back(self) -> None:
+        """Shows the program's functions what was updated since the last call. They may wait for other parameters, which
+        leads here again, so nothing else may be unfinished."""
+        if not self._updated:
+            return
+        start_ns, record = time.perf_counter_ns(), self._trace.current
+        with self.stream.entered():
+            self._callbacks.run(self._updated, "after step()" if record is None else f"in step {record.step + 1}")
+        self._trace.span("update", start_ns, time.perf_counter_ns())
 
     def take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> bool:
         """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
@@ -150,6 +174,7 @@ class OptimizerSteps:
         if due:
             with self.stream.entered():
                 self._complete_updates(due)
+            self.call_back()
 
     def _complete_updates(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
@@ -243,7 +268,7 @@ class OptimizerSteps:
         if self._max_value is not None:
             gradients = [state.parameter.grad for state in self._states_of[number]]
             clip_values([each for each in gradients if each is not None], self._max_value)
-        self._interceptions[number].run_whole()
+        self._run_whole(number)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
@@ -278,7 +303,7 @@ class OptimizerSteps:
             "TorchScript, a graph that was kept): these are updated inside step(), without overlap with the next "
             "forward pass"
         )
-        self.complete_updates(held)
+        self._complete_updates(held)
 
     def _update(self, number: int, part: Sequence[ParameterState]) -> None:
         """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""
@@ -313,6 +338,7 @@ class OptimizerSteps:
         if last:
             del self._partial[number]
         self._trace.count_update()
+        self._note_updated(part)
         if self._clipping is not None and self._clipping.certified and not self._partial:
             self._clipping.finish_certified(self._trace.current.step)
 

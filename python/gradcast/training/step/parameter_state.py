@@ -71,6 +71,7 @@ class ParameterState:
     zero_after_update: bool = False  # zero_grad(set_to_none=False) was called while the update was due
     frozen_steps: int = 0  # the last consecutive steps in which the parameter was frozen on all ranks
     forward_version: int | None = None  # tensor version at the end of forward, if the program hooks gradients
+    owned: tuple[torch.Tensor, ...] = ()  # what the program's callbacks write after the update: pending as long
 
     @property
     def is_update_due(self) -> bool:
@@ -98,7 +99,7 @@ class ParameterState:
     def defer_update(self, owner: pending.Owner) -> None:
         """``step()`` was called, and the update runs later."""
         self._require(Phase.TRAVELLING, Phase.ARRIVED)
-        for tensor in (self.parameter, self.visible_grad):
+        for tensor in (self.parameter, self.visible_grad, *self.owned):
             if not pending.is_pending(tensor):
                 pending.mark(tensor, owner)
         self.phase = Phase.UPDATE_DUE
@@ -112,7 +113,8 @@ class ParameterState:
     def fail_update(self, owner: pending.Owner) -> None:
         """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameter."""
         self._require(Phase.ARRIVED)
-        pending.mark(self.parameter, owner)
+        for tensor in (self.parameter, *self.owned):
+            pending.mark(tensor, owner)
         self.phase = Phase.UPDATE_DUE
 
     def release(self) -> None:
@@ -123,6 +125,8 @@ class ParameterState:
     def _clear(self) -> None:
         pending.clear(self.parameter)
         pending.clear(self.visible_grad)
+        for tensor in self.owned:
+            pending.clear(tensor)
 
     def _require(self, *phases: Phase) -> None:
         if self.phase not in phases:
@@ -134,10 +138,10 @@ class ParameterStates(list[ParameterState]):
 
     def __init__(self, states: Iterable[ParameterState]) -> None:
         super().__init__(states)
-        self._by_tensor = {id(state.parameter): state for state in self}  # and by visible_grad
+        self._by_tensor = {id(state.parameter): state for state in self}  # and by visible_grad and owned
 
     def of(self, tensor: torch.Tensor) -> ParameterState | None:
-        """The parameter whose value or ``visible_grad`` the tensor is."""
+        """The parameter whose value or ``visible_grad`` the tensor is, or that the tensor is owned for."""
         return self._by_tensor.get(id(tensor))
 
     def set_visible_grad(self, state: ParameterState, tensor: torch.Tensor | None) -> None:
@@ -147,6 +151,14 @@ class ParameterStates(list[ParameterState]):
         self._by_tensor.pop(id(state.visible_grad), None)
         state.visible_grad = tensor
         if tensor is not None:
+            self._by_tensor[id(tensor)] = state
+
+    def set_owned(self, state: ParameterState, tensors: tuple[torch.Tensor, ...]) -> None:
+        """REQUIRES: no update is due."""
+        for tensor in state.owned:
+            self._by_tensor.pop(id(tensor), None)
+        state.owned = tensors
+        for tensor in tensors:
             self._by_tensor[id(tensor)] = state
 
     def release(self) -> None:
@@ -159,9 +171,14 @@ class ParameterStates(list[ParameterState]):
 
 def names(states: Sequence[ParameterState]) -> str:
     """For messages: "a, b, c and 5 more"."""
-    shown = ", ".join(state.name for state in states[:_NAMES_SHOWN])
-    more = len(states) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return shown([state.name for state in states])
+
+
+def shown(names_: Sequence[str]) -> str:
+    """The same for names."""
+    first = ", ".join(names_[:_NAMES_SHOWN])
+    more = len(names_) - _NAMES_SHOWN
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def second_gradient(state: ParameterState) -> Error:

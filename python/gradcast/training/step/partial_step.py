@@ -47,7 +47,7 @@ class PartialStep:
                 reduced.append(group)
         whole, self._optimizer.param_groups = self._optimizer.param_groups, reduced
         try:
-            with _default_context(), _inner_hooks(self._optimizer, before=not self._begun, after=last):
+            with default_context(), _inner_hooks(self._optimizer, before=not self._begun, after=last):
                 self._begun = True
                 self._step(self._optimizer)
         finally:
@@ -92,7 +92,7 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
 
 
 @contextlib.contextmanager
-def _default_context():
+def default_context():
     """Undoes the modes that a forward pass may have entered, so that an update runs as in the user's call of step()."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

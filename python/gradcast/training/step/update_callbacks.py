@@ -1,0 +1,157 @@
+"""Functions of the program that are called with each parameter whose update has run: averages, norms, logs.
+
+In overlap mode a session calls them part by part, as the updates run. Otherwise they are called after ``step()``, of
+whichever optimizer: in hook mode gradcast is given none. Either way they get each parameter once per step.
+
+Thread safety: ``run`` under the session's lock; everything else from the training thread.
+"""
+
+import collections
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradcast.errors import Error, refused
+from gradcast.training.step import parameter_state
+from gradcast.training.step.partial_step import default_context
+
+UpdateFunction = Callable[[list[str], list[nn.Parameter]], Any]
+Owned = nn.Module | Mapping[str, torch.Tensor | Iterable[torch.Tensor]]
+
+
+@dataclasses.dataclass(eq=False)
+class UpdateCallback:
+    """``owned``: tensors that the function writes, by name of their parameter. ``after_step``: called with the names
+    of all trained parameters once per step, where ``step()`` returns."""
+
+    function: UpdateFunction
+    owned: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
+    after_step: Callable[[Sequence[str]], None] | None = None
+
+
+class UpdateCallbacks:
+    """The callbacks of one attached module, whose sessions come and go."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], *, in_parts: bool) -> None:
+        """``in_parts``: a session calls ``run``."""
+        self._in_parts = in_parts
+        self._callbacks: list[UpdateCallback] = []
+        self._listener: _AfterStep | None = None
+        self.follow(parameters)
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def follow(self, parameters: dict[str, nn.Parameter]) -> None:
+        """From now on these are the trained parameters, by name."""
+        self._parameters = parameters
+
+    def add(self, callback: UpdateCallback) -> None:
+        self._callbacks.append(callback)
+        self._listener = self._listener or _AfterStep(self._after_step)
+
+    def remove(self, callback: UpdateCallback) -> None:
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
+        if not self._callbacks and self._listener is not None:
+            self._listener.remove()
+            self._listener = None
+
+    def remove_all(self) -> None:
+        for callback in list(self._callbacks):
+            self.remove(callback)
+
+    def owned(self, name: str) -> tuple[torch.Tensor, ...]:
+        """The tensors that are written when this parameter has been updated."""
+        return tuple(tensor for callback in self._callbacks for tensor in callback.owned.get(name, ()))
+
+    def run(self, parts: collections.deque[dict[str, nn.Parameter]], when: str) -> None:
+        """Takes each part, by name, and calls every function with it, in the order of registration. ``when``: for
+        messages.
+
+        Raises Error for the first function that has raised, after all have been called.
+        """
+        failures = []
+        while parts:
+            part = parts.popleft()
+            for callback in list(self._callbacks):
+                try:
+                    with default_context(), torch.no_grad():  # in this order: leaving inference mode enables gradients
+                        callback.function(list(part), list(part.values()))
+                except Exception as error:
+                    failures.append((error, list(part)))
+        for error, names in failures[:1]:
+            raise Error(
+                f"a function of handle.on_update() has failed for {parameter_state.shown(names)} {when} "
+                f"({type(error).__name__}: {error}); the parameters are updated, and training can go on, but what "
+                "the function keeps may lack this step",
+                error.code if isinstance(error, Error) else "invalid_use",
+            ) from error
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        updated = {name: parameter for name, parameter in self._parameters.items() if id(parameter) in held}
+        if not updated:
+            return
+        if not self._in_parts:
+            self.run(collections.deque([updated]), "after step()")
+        if next(iter(self._parameters)) in updated:  # of several optimizers, the one that makes a step count
+            for callback in list(self._callbacks):
+                if callback.after_step is not None:
+                    callback.after_step(list(self._parameters))
+
+
+def owned_tensors(owned: Owned | None, module: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The tensors by name of their parameter. Raises Error(invalid_use) if they cannot be waited for."""
+    if owned is None:
+        return {}
+    given = dict(owned.named_parameters()) if isinstance(owned, nn.Module) else owned
+    found = {n: (each,) if isinstance(each, torch.Tensor) else tuple(each) for n, each in given.items()}
+    own = dict(module.named_parameters())
+    unknown = [name for name in found if name not in own]
+    if unknown:
+        raise refused(
+            f"owned names {parameter_state.shown(unknown)}, and the module has no such parameter; use the names of "
+            "module.named_parameters(), for an AveragedModel those of averaged.module"
+        )
+    taken = set(map(id, own.values()))
+    for name, tensors in found.items():
+        for tensor in tensors:
+            if id(tensor) in taken:
+                raise refused(
+                    f"a tensor that owned gives for {name} is a parameter of the module, or is given twice; pass the "
+                    "tensors that the function writes, each for one parameter"
+                )
+            taken.add(id(tensor))
+    return found
+
+
+class _AfterStep:
+    """Calls a method after each ``step()`` of any optimizer, while its object lives."""
+
+    def __init__(self, method: Callable[[Optimizer], None]) -> None:
+        reference = weakref.WeakMethod(method)
+
+        def hook(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
+            method = reference()
+            if method is not None and not _is_inner_step(optimizer):
+                method(optimizer)
+
+        self.remove = weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
+
+
+def _is_inner_step(optimizer: Optimizer) -> bool:
+    """Whether a class's step() has called that of its base class: torch runs hooks around the inner one, too."""
+    frame = sys._getframe(2).f_back  # behind the code that calls the hooks
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
