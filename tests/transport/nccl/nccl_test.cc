@@ -19,6 +19,8 @@
 #include "tests/support/recording_sink.h"
 #ifdef GRADCAST_FAKE_DEVICE
 #include "tests/transport/nccl/fake_device.h"
+#else
+#include <cuda_runtime_api.h>
 #endif
 
 namespace gradcast {
