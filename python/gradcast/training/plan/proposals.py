@@ -79,7 +79,7 @@ class Proposer:
         mode: str,
         world_size: int,
         options: Options,
-        clipping: NormClipping | None,
+        clipping: NormClipping | None = None,
     ) -> None:
         """``mode``: of the plans. ``clipping``: tells how often it lets a step wait for all gradients."""
         self._names, self._sizes, self._mode, self._clipping = list(names), sizes, mode, clipping
