@@ -37,7 +37,8 @@ def test_the_baseline_is_not_expected_to_have_traffic_beside_its_forward_pass(mo
     steps = calibration.CalibrationSteps(blocks=[], compute=compute_steps([(240, 200, 20)] * 3))
     with mock.patch.object(proposals, "expect", return_value=None) as expect:
         assert proposer.from_calibration(agreed, given, steps).hold_iterations == 7
-    profile, _, baseline_profile, _, variation = expect.call_args.args
+    profile, _, baseline_profile, _, variation, waiting_share = expect.call_args.args
+    assert waiting_share == 0
     assert (profile.backward_ns, profile.forward_ns) == (240e6, 200e6)
     # The baseline has traffic beside its backward pass, too.
     assert (baseline_profile.backward_ns, baseline_profile.forward_ns) == (240e6, 1e6 * baseline_ms)
