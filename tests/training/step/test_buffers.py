@@ -102,3 +102,20 @@ def test_only_a_gradient_that_is_kept_gets_memory_of_its_own(rank, mode, kept):
     usual = found[4:]  # a plan is followed, so the layout stays
     moved = [number for number, places in enumerate(zip(*usual, strict=True)) if len(set(places)) > 1]
     return compare.trees(moved, [] if kept is None else [kept], "moved")
+
+
+@on_ranks(2)
+def test_a_gradient_stays_the_same_tensor_when_the_module_is_converted_and_back(rank):
+    twins = Twins(rank, "plain", "sgd plain")
+    for _ in range(5):
+        twins.step(set_to_none=False)
+    twins.handle.flush()
+    kept = [[parameter.grad for parameter in module.parameters()] for module in twins.modules]
+    for module in twins.modules:
+        module.double().float()
+    twins.wrap()
+    twins.step(set_to_none=False)
+    twins.handle.flush()
+    for module, gradients in zip(twins.modules, kept, strict=True):
+        assert all(p.grad is grad for p, grad in zip(module.parameters(), gradients, strict=True))
+    return twins.differences() + compare.trees(kept[1], kept[0], "kept")

@@ -306,7 +306,11 @@ class GradientHooks:
         self._checked_task = self._task
         others = [state for state in self._states if state is not first and state.index not in self._buffers.apart]
         found = [state for state in others if state.parameter.grad is not None]
-        found = [state for state in found if state.parameter.grad is not self._buffers.views[state.index]]
+        views, is_in_place = self._buffers.views, self._buffers.is_in_place
+        # A conversion of the module (.double(), .to()) gives .grad other memory. As with DDP it stays the same tensor.
+        moved = [each for each in found if each.parameter.grad is views[each.index] and not is_in_place(each.index)]
+        self._buffers.keep_apart(each.index for each in moved)
+        found = [state for state in found if state.parameter.grad is not views[state.index]]
         kept = extension.load().held_elsewhere([state.parameter.grad for state in found], 0, True) if found else []
         self._buffers.keep_apart(found[position].index for position in kept)
 
