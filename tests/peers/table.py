@@ -48,7 +48,7 @@ def has_failed(case: ElementTree.Element) -> bool:
 
 
 def results(case: ElementTree.Element) -> dict[str, str]:
-    """Of one test of PyTorch, which runs in both modes."""
+    """How one test of PyTorch ended, by mode, or the reason why it was skipped."""
     found = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
     if case.find("skipped") is not None:
         return {"reason": found.get("reason", "")}

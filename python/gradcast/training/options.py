@@ -71,6 +71,8 @@ class Options:
                 _require_positive(name, getattr(self, name))
         if self.max_grad_norm is not None and self.max_grad_value is not None:
             raise Error("options.max_grad_norm and options.max_grad_value are both given; choose one")
+        if self.max_grad_norm is None and self.grad_norm_type != 2.0:
+            raise Error("options.grad_norm_type is given without max_grad_norm; give both, or leave it out")
         if self.grad_norm_type != float("inf"):
             _require_positive("grad_norm_type", self.grad_norm_type)
         if self.wire not in list(WIRES):

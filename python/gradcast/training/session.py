@@ -80,11 +80,9 @@ class Session(TrainingSession):
             for index, (name, parameter) in enumerate(parameters.items())
         )
         names, values = list(parameters), list(parameters.values())
-        if options.max_grad_norm is not None:
+        if options.max_grad_norm is not None:  # the norms travel as one more gradient
             names.append(clipping.NORMS_NAME)
             values.append(clipping.norms_tensor(values))
-        self._tensors = values  # what travels: gradients of the parameters, and what belongs to them all
-        self._tensor_names = names
         self.buffers = GradientBuffers(names, values, group.world_size)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.trace = StepTrace(options.timeline_steps)
@@ -179,7 +177,7 @@ class Session(TrainingSession):
         self.flush()
         with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
             state = self.group.from_first(state)
-        reason = agreement.reason_to_measure(state, self._tensor_names, self.buffers, self.mode, self.group.world_size)
+        reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, self.group.world_size)
         if reason is not None:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
@@ -391,8 +389,8 @@ class Session(TrainingSession):
         self._forward_ns = (time.perf_counter_ns(), 0)
         if self.controller.warmup is not None and training and not compiled:
             self.controller.warmup.watch_reads(self._steps.stream.on_parameter_read)
-            if self._clipping is not None:  # the first update needs it
-                pending.resolve(self._tensors[self._clipping.index])
+            if self._clipping is not None:  # the first update needs the norms
+                self.controller.warmup.stopwatch.read(self._clipping.index)
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())

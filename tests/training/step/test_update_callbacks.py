@@ -48,7 +48,7 @@ class WithFrozen(nn.Sequential):
 
 
 def averages(twins, kind):
-    """Of DDP's side, updated by the caller, and of gradcast's."""
+    """An average of DDP's module, which the caller updates, one of gradcast's, and the latter's registration."""
     theirs, ours = (AveragedModel(module, **AVERAGES[kind]) for module in twins.modules)
     return theirs, ours, twins.handle.keep_average(ours)
 

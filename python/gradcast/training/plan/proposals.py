@@ -160,7 +160,7 @@ class Proposer:
 
     @property
     def _modes(self) -> tuple[str, ...]:
-        """Of plans that can be followed. For steps that wait for all gradients, the best plan is one of hook mode."""
+        """The modes that a plan may have. Steps that clip wait for all gradients, which suits plans of hook mode."""
         return (self._mode,) if self._clipping is None else (self._mode, "hook")
 
     def _choose(self, profile: _core.Profile) -> _core.Plan:

@@ -67,7 +67,9 @@ def _inflation(parameter: torch.Tensor, norm_type: float, world_size: int, wire:
     """What the sum of the ranks' norms must be multiplied by, and then increased by."""
     dtype, count = parameter.dtype, parameter.numel()
     info = torch.finfo(dtype)
-    adds = _longest_sum(count, parameter.device, is_vectorized=norm_type == 2 and parameter.is_contiguous())
+    # torch's kernel for the 2-norm of these types; all others add up element by element.
+    is_vectorized = norm_type == 2 and dtype in (torch.float32, torch.bfloat16) and parameter.is_contiguous()
+    adds = _longest_sum(count, parameter.device, is_vectorized=is_vectorized)
     norm = _growth(adds, norm_type, dtype) * (1 + info.eps)
     factor = norm**2 * (1 + info.eps) ** world_size
     smallest = info.tiny * info.eps

@@ -28,8 +28,8 @@ _RECORDED_STEPS = 64
 
 
 def norms_tensor(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor for the norms of what a rank sends, one for each parameter: float64, so that no wire rounds it."""
-    return torch.zeros(len(parameters), dtype=torch.float64, device=parameters[0].device)
+    """A tensor of the size and type of the norms that a rank sends: float64, so that no wire rounds them."""
+    return torch.empty(len(parameters), dtype=torch.float64, device=parameters[0].device)
 
 
 def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
@@ -133,12 +133,12 @@ class NormClipping:
             self.certified = self._have_expected_layout() and self._certificate.holds(self._bounds(self._norms))
         self.done = self.certified
 
-    def finish_certified(self, iteration: int) -> None:
+    def finish_certified(self, step: int) -> None:
         """All gradients of a certified step have arrived: the factor must be 1, or numbers are wrong."""
         factor = self._total_factor(deferred=True)
         if factor is not None and not bool(factor == 1.0):
             raise Error(
-                f"in iteration {iteration} gradcast certified that the gradients need no clipping, but their norm is "
+                f"in step {step} gradcast certified that the gradients need no clipping, but their norm is "
                 f"{float(self.total_norm):.9g}, with max_grad_norm={self._max_norm}: a defect of gradcast; updates "
                 "have run unclipped, so continue from the last checkpoint without Options(max_grad_norm=...)",
                 "internal",

@@ -74,14 +74,15 @@ class GradientSizes:
 
 
 class GradientBuffers(GradientSizes):
-    """``flats[b]`` is the b-th buffer (1-d); ``views[i]`` is the gradient of the i-th parameter, in its buffer.
+    """``flats[b]`` is the b-th buffer (1-d); ``views[i]`` is the gradient of the i-th parameter, in its buffer;
+    ``names[i]`` is that parameter's name.
 
     A view has its parameter's shape and dtype and, if the parameter is dense, its strides, as autograd makes gradients.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], world_size: int) -> None:
         super().__init__(parameters)
-        self._names = list(names)
+        self.names = list(names)
         self._unused = min(_UNUSED, _ALL_UNUSED_MAX / (2 * world_size))
         self.flats = [self._new_flat(buffer) for buffer in range(len(self.dtypes))]
         self.views: list[torch.Tensor] = []
@@ -144,7 +145,7 @@ class GradientBuffers(GradientSizes):
 
     def renew(self, index: int) -> None:
         """Makes a new view in the buffer."""
-        where = next(each for each in self.layout if each.name == self._names[index])
+        where = next(each for each in self.layout if each.name == self.names[index])
         offset = where.lo_bytes // where.dtype.itemsize
         self.views[index] = _view(self.flats[where.buffer], offset, self._parameters[index])
 
@@ -195,7 +196,7 @@ class GradientBuffers(GradientSizes):
                 self.reports = self.flats[buffer][lo + size + 1 : lo + size + 1 + REPORT_ELEMENTS]
             width = parameter.element_size()
             ends_bytes = (lo + size) * width, end * width
-            layout.append(GradientRange(self._names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
+            layout.append(GradientRange(self.names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
             self._members[buffer].append(index)
             flags[buffer].append(lo + size)
         self.addresses = [view.data_ptr() for view in self.views]
