@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from gradcast import _core
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.files import write_text
 from gradcast.training.attached_modules import attached_modules, close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
@@ -137,9 +137,12 @@ class Handle:
         and other functions are called, as if it had not failed. Functions stay when the module's parameters change,
         and end with ``detach()``. Not collective: a single rank may keep an average.
 
-        Raises Error(invalid_use) if ``owned`` has an unknown name, a tensor twice, or a parameter of the module.
+        Raises Error(invalid_use) if ``function`` cannot be called, or if ``owned`` has an unknown name, a tensor twice,
+        or a parameter of the module.
         """
         module = self._require_module()
+        if not callable(function):
+            raise refused(f"on_update() got {function!r}; a function of names and parameters is expected")
         return self._register(UpdateCallback(function, owned_tensors(owned, module)))
 
     def keep_average(self, averaged: AveragedModel) -> "UpdateRegistration":

@@ -1,5 +1,8 @@
 """options.max_grad_norm: torch's clipping, inside of a step that is carried out later, bit for bit on two ranks."""
 
+import functools
+import math
+
 import pytest
 
 import gradcast
@@ -98,8 +101,28 @@ def test_scaled_gradients_are_not_clipped(rank):
 
 @on_ranks(2)
 def test_hook_mode_refuses_it(rank):
-    options = gradcast.Options(max_grad_norm=1.0)
-    return not_refused(lambda: gradcast.attach(nn.Linear(2, 2), options=options), "clip_grad_norm_")
+    found = []
+    for name in ("norm", "value"):
+        options = gradcast.Options(**{f"max_grad_{name}": 1.0})
+        found += not_refused(
+            lambda given=options: gradcast.attach(nn.Linear(2, 2), options=given), f"clip_grad_{name}_"
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"grad_norm_type": 1.0}, "without max_grad_norm"),
+        ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "choose one"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
+        ({"max_grad_value": -1}, "max_grad_value is -1"),
+        ({"max_grad_norm": 1.0, "grad_norm_type": 0}, "grad_norm_type is 0"),
+    ],
+)
+def test_options_that_cannot_be(given, words):
+    with pytest.raises(gradcast.Error, match=words):
+        gradcast.Options(**given)
 
 
 def one_of_two(rank, world_size):

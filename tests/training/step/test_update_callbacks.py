@@ -330,5 +330,6 @@ def test_what_cannot_be_waited_for_is_refused(rank):
     shared = torch.ones(4)
     found += not_refused(lambda: own(owned={"bias": [shared, shared]}), "given twice")
     found += not_refused(lambda: handle.keep_average(AveragedModel(nn.Linear(4, 3))), "AveragedModel(module)")
+    found += not_refused(lambda: handle.on_update(3), "on_update() got 3")
     handle.detach()
     return found + not_refused(own, "detached")
