@@ -33,8 +33,8 @@ class RankError(AssertionError):
 
 def environment() -> dict[str, str]:
     """For every process that a test starts: one thread each, the network on loopback, nothing of the caller's job."""
-    job = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    job |= {"GRADCAST_PLAN", "GRADCAST_DISABLE"}
+    job = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    job |= {"TORCHELASTIC_RUN_ID", "GRADCAST_PLAN", "GRADCAST_DISABLE"}
     kept = {name: value for name, value in os.environ.items() if name not in job}
     paths = [str(TESTS), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {

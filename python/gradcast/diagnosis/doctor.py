@@ -32,6 +32,7 @@ from gradcast.diagnosis.probe.snapshot import Snapshot
 from gradcast.diagnosis.trace.merged import Clock, merge
 from gradcast.errors import Error
 from gradcast.training.ranks.group import Group, backend_of, lasting_group
+from gradcast.training.ranks.hosts import own_host
 
 # In the first steps memory is allocated, DDP lays out its buckets, and loaders fill their queues.
 WARMUP_STEPS = 5
@@ -122,7 +123,7 @@ class Doctor:
         return None
 
     def _measure(self, group: Group, progress: Progress) -> RankMeasurements:
-        hosts = network_hosts.names(group.gather(network_hosts.own_host()))
+        hosts = network_hosts.names(group.gather(own_host()))
         nodes = network_hosts.ranks_by_host(hosts)
         node = next(number for number, members in enumerate(nodes) if group.rank in members)
         ordinary = self.observer.steps[WARMUP_STEPS:]

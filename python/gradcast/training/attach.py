@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
+from gradcast.host_traffic import Hosts, saves_nothing
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules
@@ -17,6 +18,7 @@ from gradcast.training.attachment import Attachment
 from gradcast.training.disabled import DisabledSession, is_disabled
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
+from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import make_group, on_device, require_backend
 from gradcast.training.single_worker import SingleWorkerSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
@@ -77,9 +79,10 @@ def attach_inside(
         require_backend(process_group, device)
     mode = "ddp" if disabled else "overlap" if optimizers else "hook"
     with on_device(device):
-        preflight.check_same_call(process_group, refusal, mode, options, device)
+        places = preflight.check_same_call(process_group, refusal, mode, options, device)
     assert accepted is not None, "the call was refused"
     group = make_group(process_group, device, options.timeout_s, reuses=True)
+    group.hosts, doubt = hosts.agreed(places)
     preflight.check_same_model(group, accepted.module)
     in_parts = bool(optimizers) and group.world_size > 1 and not disabled
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
@@ -92,9 +95,20 @@ def attach_inside(
             tensors = [*accepted.module.parameters(), *accepted.module.buffers()]
             group.copy_from_first(tensors, "the module's parameters and buffers")
         attached = Attachment(accepted, optimizers, group, options, callbacks)
+    if group.rank == 0 and not disabled:
+        _tell_hosts(group.hosts, doubt, options.wire)
     handle = Handle(accepted.module, attached)
     attached_modules[accepted.module] = weakref.ref(attached)
     return handle
+
+
+def _tell_hosts(found: Hosts, doubt: str | None, wire: str) -> None:
+    if doubt is not None:
+        _log.warning("the hosts of the ranks: %s", doubt)
+    if found.count < len(found.host_of):
+        _log.info("%s", found.describe())
+    if (sentence := saves_nothing(found, wire)) is not None:
+        _log.warning("%s; leave options.wire out", sentence)
 
 
 def _make_log_visible() -> None:

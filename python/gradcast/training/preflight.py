@@ -14,6 +14,7 @@ from gradcast.errors import Error, refused
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group, device_of_messages, gather, naming, shared_group
+from gradcast.training.ranks.hosts import Place, own_place
 
 
 def check_clipping(options: Options, given: Sequence[Any]) -> None:
@@ -40,8 +41,9 @@ _SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "wire", "max_grad_nor
 
 def check_same_call(
     process_group: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
-) -> None:
-    """Raises on every rank what one of them refuses, and if they call attach in different ways. Collective.
+) -> list[Place]:
+    """Raises on every rank what one of them refuses, and if they call attach in different ways. Returns every rank's
+    place, which travels in the same message. Collective.
 
     Uses the user's group: gradcast's own cannot be made if a rank has left already.
     """
@@ -49,9 +51,9 @@ def check_same_call(
     if shared is None:
         if refusal is not None:
             raise refusal
-        return
+        return [own_place()]
     settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
-    mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings)
+    mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings, own_place())
     with naming("comparing the ranks' calls of attach", dist.get_rank(shared), shared.size()):
         everyone = _gathered(shared, mine, device)
     if refusal is not None:
@@ -59,8 +61,8 @@ def check_same_call(
     for rank, (their_refusal, *_) in enumerate(everyone):
         if their_refusal is not None:
             raise Error(f"rank {rank} refuses to attach: {their_refusal[0]}", their_refusal[1])
-    _, first_mode, first_settings = everyone[0]
-    for rank, (_, other_mode, other_settings) in enumerate(everyone):
+    _, first_mode, first_settings, _ = everyone[0]
+    for rank, (_, other_mode, other_settings, _) in enumerate(everyone):
         if other_mode != first_mode:
             raise refused(
                 f"rank 0 attaches in {first_mode} mode, rank {rank} in {other_mode} mode; give all ranks an "
@@ -72,6 +74,7 @@ def check_same_call(
                     f"options.{name} is {first_settings[name]} on rank 0 and {other_settings[name]} on rank {rank}; "
                     "give all ranks the same"
                 )
+    return [place for *_, place in everyone]
 
 
 def _gathered(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:

@@ -6,6 +6,7 @@ from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.training.measure.step_trace import StepTrace, median_ms
 from gradcast.training.plan.controller import PlanController
+from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
@@ -13,14 +14,15 @@ _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
     "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
-    "exposed", "wire", "wire_bytes", "clipping",
+    "exposed", "wire", "wire_bytes", "clipping", "hosts",
 )  # fmt: skip
 
 
-def base_stats(step: int, mode: str, world_size: int, profile: _core.Profile | None) -> dict[str, Any]:
+def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None) -> dict[str, Any]:
     """What every session knows; None for everything else. ``compute_ms``: the warm-up's backward + forward + update."""
     compute_ms = None if profile is None else compute_ns(profile) / 1e6
-    known = {"step": step, "mode": mode, "world_size": world_size, "compute_ms": compute_ms}
+    known = {"step": step, "mode": mode, "world_size": group.world_size, "compute_ms": compute_ms}
+    known["hosts"] = {"count": group.hosts.count, "ranks_per_host": group.hosts.ranks_per_host}
     return dict.fromkeys(_KEYS) | known
 
 

@@ -58,7 +58,7 @@ class TrainingSession:
 
     def stats(self) -> dict[str, Any]:
         """The values of ``handle.stats()``."""
-        return base_stats(self.steps, self.mode, self.group.world_size, self.profile)
+        return base_stats(self.steps, self.mode, self.group, self.profile)
 
     def timeline_events(self) -> list[dict[str, Any]]:
         """Chrome trace events of the last steps."""

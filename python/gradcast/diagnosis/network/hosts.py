@@ -1,23 +1,17 @@
 """The ranks' hosts: what each rank knows of its own host, which ranks share one, and which pairs are measured."""
 
 import dataclasses
-import os
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 from gradcast.diagnosis.network import interfaces
+from gradcast.training.ranks.hosts import Identity, own_host
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACE = Path("/proc/self/ns/net")
 # All pairs of 8 hosts are 28, in 7 rounds. All pairs of 64 would be 2016, in 63.
 ALL_PAIRS_HOSTS_MAX = 8
 # Pairs of the first host with this many others, besides the ring: a distant pair differs from neighbours in one rack.
 _SAMPLE = 6
 
 _ALTERNATIVES_MAX = 2
-# A hostname, and a text that is equal for ranks that share a network stack.
-Identity = tuple[str, str]
 # Pairs that are measured at the same time share no host, so no two of them share a link.
 Rounds = list[list[tuple[int, int]]]
 
@@ -60,17 +54,6 @@ class HostInterfaces:
 def own_interfaces() -> HostInterfaces:
     known = interfaces.interfaces()
     return HostInterfaces(own_host(), interfaces.chosen(known), tuple(known))
-
-
-def own_host() -> Identity:
-    """Returns the identity of this host. Several machines may share a hostname, and containers on one machine have
-    networks of their own.
-    """
-    name = socket.gethostname()
-    try:
-        return name, f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
-    except OSError:
-        return name, name
 
 
 def names(hosts: Sequence[Identity]) -> list[str]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gradcast import _core
 from gradcast.errors import Error
+from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Group:
     own: Any = None
     timeout_s: float | None = None  # of an operation on ``own``, None if it is not known
     device: torch.device | None = None
+    hosts: Hosts | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""

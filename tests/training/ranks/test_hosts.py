@@ -1,0 +1,97 @@
+"""Which ranks share a host: all ranks agree on it in attach, from torchrun's variables or from what the hosts are."""
+
+import logging
+import os
+from unittest import mock
+
+import pytest
+
+from training.attached import attach, heard
+from training.needs import torch
+from training.pool import on_ranks
+
+pytest.importorskip("training.needs")
+from gradcast.host_traffic import Hosts
+from gradcast.training.attach import _tell_hosts
+from gradcast.training.ranks import hosts
+from gradcast.training.ranks.hosts import Launch, Place
+
+A, B = ("node", "boot-a net-1"), ("node", "boot-b net-1")  # machines with equal names
+A_CONTAINER = ("node", "boot-a net-2")
+TWO_BY_TWO = [Launch(0, 0, 2), Launch(0, 1, 2), Launch(1, 0, 2), Launch(1, 1, 2)]
+
+
+def places(identities, launches=None):
+    return [Place(*each) for each in zip(identities, launches or [None] * len(identities), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("identities", "launches", "host_of"),
+    [
+        ([A, A, B, B], None, (0, 0, 1, 1)),
+        ([A, B, A, A_CONTAINER], None, (0, 1, 0, 2)),
+        ([A, A, B, B], TWO_BY_TWO, (0, 0, 1, 1)),
+        # Two launchers on one machine; hosts of different size; a group of some ranks of each host.
+        ([A, A, A, A], TWO_BY_TWO, (0, 0, 1, 1)),
+        ([B, A, A], [Launch(3, 0, 1), Launch(1, 1, 2), Launch(1, 0, 2)], (0, 1, 1)),
+        ([A, B], [Launch(0, 5, 8), Launch(1, 5, 8)], (0, 1)),
+    ],
+)
+def test_ranks_are_on_the_hosts_that_they_say(identities, launches, host_of):
+    assert hosts.agreed(places(identities, launches)) == (Hosts(host_of), None)
+
+
+@pytest.mark.parametrize(
+    ("identities", "launches", "words"),
+    [
+        ([A, A], [Launch(0, 0, 2), None], "rank 1 lacks GROUP_RANK"),
+        # Started by torchrun with one rank per host, which then starts the others by itself.
+        (
+            [A, A],
+            [Launch(0, 0, 1), Launch(0, 0, 1)],
+            "rank 1 has GROUP_RANK=0, LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1, as",
+        ),
+        ([A, A], [Launch(0, 0, 2), Launch(0, 2, 2)], "local ranks count from 0"),
+        ([A, A], [Launch(0, 0, 2), Launch(0, 1, 4)], "rank 0 has LOCAL_WORLD_SIZE=2 there"),
+        ([A, B], [Launch(0, 0, 2), Launch(0, 1, 2)], "rank 0 with this GROUP_RANK is on another host"),
+    ],
+)
+def test_variables_that_contradict_themselves_do_not_count(identities, launches, words):
+    found, doubt = hosts.agreed(places(identities, launches))
+    assert found == hosts.agreed(places(identities))[0]
+    assert words in doubt
+    assert "\n" not in doubt
+
+
+@on_ranks(4)
+def test_attach_agrees_on_the_hosts_and_tells_them(rank):
+    def told(variables):
+        with mock.patch.dict(os.environ, variables), heard(logging.INFO) as lines:
+            handle = attach(torch.nn.Linear(3, 3), None, "hook")
+        found = handle.stats()["hosts"]
+        handle.detach()
+        return found, [line for line in lines if "host" in line]
+
+    torch.distributed.barrier()
+    logging.getLogger("gradcast").setLevel(logging.INFO)
+    own = {"GROUP_RANK": rank.index // 2, "LOCAL_RANK": rank.index % 2, "LOCAL_WORLD_SIZE": 2}
+    torchrun = {name: str(value) for name, value in own.items()}
+    two = {"count": 2, "ranks_per_host": 2}, ["2 hosts of 2 ranks"]
+    one = {"count": 1, "ranks_per_host": 4}, ["1 host of 4 ranks"]
+    found = [told(torchrun), told({}), told(torchrun if rank.index < 3 else {})]
+    if rank.index > 0:
+        return [each for each, (expected, _) in zip(found, (two, one, one), strict=True) if each != (expected, [])]
+    doubtful = found.pop()
+    assert doubtful[0] == one[0]
+    assert "rank 3 lacks GROUP_RANK" in doubtful[1][0]
+    return [] if found == [two, one] else found
+
+
+def test_a_wire_format_that_is_slower_is_warned_of_once():
+    with heard(logging.WARNING) as lines:
+        _tell_hosts(Hosts.even(4, 8), None, "bf16")
+        _tell_hosts(Hosts.even(4, 8), None, "fp32")
+        _tell_hosts(Hosts.even(8, 2), None, "bf16")
+    assert len(lines) == 1
+    assert "6.00 times the bytes" in lines[0]
+    assert "with fp32 1.94 times; leave options.wire out" in lines[0]
