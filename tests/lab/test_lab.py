@@ -252,10 +252,19 @@ def test_where_no_network_can_be_made_it_says_why(monkeypatch, patched, value, s
 def test_a_script_runs_on_every_host(tmp_path, capfd):
     made_network(1e9).close()
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n")
-    command = ["dev", "lab", "run", "--hosts", "2", "--bandwidth", "1gbit", "--", str(script), "--shift", "-1"]
-    assert main.main(command) == 0
-    assert capfd.readouterr().out == "2 --shift -1\n"
+    script.write_text(
+        "import os, sys\nfrom pathlib import Path\n"
+        "own = [os.environ[name] for name in ('GROUP_RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')]\n"
+        "(Path(__file__).parent / os.environ['RANK']).write_text(' '.join([os.readlink('/proc/self/ns/net'), *own]))\n"
+        "print(os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+    )
+    command = ["dev", "lab", "run", "--hosts", "2", "--ranks-per-host", "2", "--bandwidth", "1gbit", "--"]
+    assert main.main([*command, str(script), "--shift", "-1"]) == 0
+    assert capfd.readouterr().out == "4 --shift -1\n"
+    places = [(tmp_path / str(rank)).read_text().split(" ", 1) for rank in range(4)]
+    assert [own for _, own in places] == ["0 0 2", "0 1 2", "1 0 2", "1 1 2"]
+    networks = [network for network, _ in places]
+    assert networks[0] == networks[1] != networks[2] == networks[3]
 
 
 @pytest.mark.parametrize(
@@ -280,6 +289,7 @@ def test_workers_get_what_torchrun_would_give_them(tmp_path):
     first, second = (json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
     assert (first["RANK"], second["RANK"]) == ("0", "1")
     assert (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
+    assert (second["GROUP_RANK"], second["LOCAL_WORLD_SIZE"]) == ("0", "2")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         assert first[name] == second[name]
     assert first["WORLD_SIZE"] == "2"

@@ -13,6 +13,7 @@ import pytest
 
 import gradcast
 from conftest import link_of
+from gradcast.host_traffic import Hosts, exchange_form, leaving_share
 from gradcast.lab import LabError, hosts, predictions, variants
 from gradcast.lab.cores import BusyCores
 from gradcast.lab.report import describe_network, report
@@ -33,6 +34,8 @@ def test_names_are_known_and_come_once_and_have_a_meaning():
     assert {"hook", "overlap", "ddp-mgwfbp", "ddp-near", "overlap:p3", "ddp:25"} <= set(every)
     assert variants.variant("ddp:0.5").caps_mib == (0.5,)
     assert [variants.variant(name).adapt for name in ("overlap", "overlap-fixed")] == [True, False]
+    wires = [variants.variant(name).wire for name in ("overlap-bf16", "hook-fp16", "hook-fixed", "overlap")]
+    assert wires == ["bf16", "fp16", "fp32", "fp32"]
     policy = variants.variant("hook:prophet")
     assert (policy.mode, policy.policy, policy.adapt) == ("hook", "prophet", False)
 
@@ -74,17 +77,18 @@ def test_ddp_counts_the_parameters_alone(measured):
 
 
 def results_of(difference=0.0, overlap_ms=110.0):
-    times = {"alone": 100.0, "ddp": 140.0, "ddp:8": 130.0, "overlap": overlap_ms}
+    times = {"alone": 100.0, "ddp": 140.0, "ddp:8": 130.0, "overlap": overlap_ms, "overlap-bf16": 90.0}
     link = {"all_reduce": [{"up_to_bytes": None, "alpha_ns": 1e5, "beta_ns_per_byte": 100}]}
     steps_ms = {name: [ms - 2, ms, ms + 4] for name, ms in times.items()}
-    rounds = [{"steps_ms": steps_ms, "cores_busy": dict.fromkeys(times, 0.5)} for _ in range(2)]
+    sent = {name: [64_000.0, 96_060.0] for name in times}
+    rounds = [{"steps_ms": steps_ms, "cores_busy": dict.fromkeys(times, 0.5), "sent_bytes": sent} for _ in range(2)]
     facts = {name: {"blocks": 3, "predicted_ms": 0.9 * ms} for name, ms in times.items()}
     facts["overlap"]["replay"] = {"replayed_ms": 105.0, "measured_ms": 100.0}
     return {
         "rounds": rounds,
         "profile": {**json.loads(small_profile().to_json()), "link": link},
         "variants": {**facts, "alone": {"blocks": None, "predicted_ms": None}},
-        "differences": {"ddp:8": 0.0, "overlap": difference},
+        "differences": {"ddp:8": 0.0, "overlap": difference, "overlap-bf16": 0.1},
     }
 
 
@@ -98,6 +102,7 @@ def test_rows_are_measured_against_the_best_ddp_and_the_bound():
     assert row.ratio_to_best_ddp == pytest.approx(130 / 110)
     assert row.exposed_ms == pytest.approx(10)
     assert row.prediction_error == pytest.approx(-0.1)
+    assert row.sent_bytes == [64_000, 96_060]
     assert (row.replayed_ms, row.replay_error) == (105.0, pytest.approx(0.05)), "of other steps than all"
     assert table.row("ddp").replayed_ms is table.row("ddp").replay_error is None
     assert table.bounds["overlap"].plain_ns / 1e6 <= table.bound_ms <= table.bounds["hook"].best_ns / 1e6
@@ -124,7 +129,7 @@ def test_a_difference_is_measured_by_what_the_tensor_is_or_was(one, reference, s
 @pytest.mark.parametrize(
     ("difference", "equal", "sentence"),
     [
-        (0.0, True, "bit for bit"),
+        (0.0, True, "all variants but overlap-bf16, which round gradients, equal ddp's bit for bit"),
         (2e-7, True, "up to the rounding"),
         (1e-5, False, "overlap are NOT those of ddp"),
         (float("nan"), False, "overlap are NOT those of ddp"),
@@ -135,6 +140,8 @@ def test_other_parameters_are_told(difference, equal, sentence):
     assert [row.name for row in table.wrong] == ([] if equal else ["overlap"])
     text = report(table, SETTINGS, 64_040)
     assert "105.0 (+5.0%)" in text, "replayed"
+    assert "0.10 (1.50 x)" in text, "bytes out of the host that sends most"
+    assert "gradcast's overlap takes" in text
     assert sentence in text
     assert "1.18 x" in text
     assert "stand-in" in text
@@ -182,6 +189,8 @@ NEAR = ["--hosts", "2", "--model"]
         ([*NEAR, "resnet50", "--steps", "1"], "--steps"),
         ([*NEAR, "resnet50", "--compare", "ddp,horovod"], "there is no variant 'horovod'"),
         ([*NEAR, "resnet50", "--compare", "overlap:dear"], "no policy dear"),
+        ([*NEAR, "resnet50", "--compare", "overlap-bf8"], "there is no variant 'overlap-bf8'"),
+        ([*NEAR, "resnet50", "--ranks-per-host", "0"], "--ranks-per-host"),
         ([*NEAR, "resnet50", "--compare", "ddp:big"], "MiB"),
         ([*NEAR, "resnet50", "--compare", ","], "no variant is named"),
         ([*NEAR, "resnet50", "--bandwidth", "1gbit,fast"], "'fast' is not a bandwidth"),
@@ -256,6 +265,25 @@ def test_all_ways_train_the_same_model(small_path, tmp_path):
 
 
 @pytest.mark.slow
+def test_as_many_bytes_leave_a_host_of_several_ranks_as_the_formula_says(small_path):
+    if reason := hosts.obstacle():
+        pytest.skip(reason)
+    arguments = ["--hosts", "2", "--ranks-per-host", "2", "--model", small_path, "--scale-size", "30"]
+    arguments += ["--compare", "ddp,overlap-fixed,overlap-bf16", "--rounds", "2", "--steps", "3", "--json"]
+    command = [sys.executable, "-m", "gradcast", "dev", "lab", "train", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    fields = json.loads(done.stdout)
+    assert (fields["hosts"], fields["ranks_per_host"]) == (2, 2)
+    for row in fields["rows"][1:]:
+        stats = row["details"].get("stats", {})
+        wire = stats.get("wire", "fp32")
+        share = leaving_share(Hosts.even(2, 2), exchange_form(Hosts.even(2, 2), wire), wire)
+        assert row["sent_bytes"] == pytest.approx([share * fields["parameter_bytes"]] * 2, rel=0.1), row["name"]
+        assert stats.get("hosts") in (None, {"count": 2, "ranks_per_host": 2})
+
+
+@pytest.mark.slow
 def test_a_run_is_bounded_in_time(small_path):
     if reason := hosts.obstacle():
         pytest.skip(reason)
@@ -279,6 +307,8 @@ def test_a_run_is_bounded_in_time(small_path):
 def test_links_are_named_with_their_latency_where_they_have_one():
     assert describe_network(SETTINGS) == "2 hosts with links of 1 Gbit/s"
     late = dataclasses.replace(SETTINGS, latency_s=0.0005)
+    several = dataclasses.replace(SETTINGS, ranks_per_host=4)
+    assert describe_network(several) == "2 hosts of 4 ranks with links of 1 Gbit/s"
     assert describe_network(late) == "2 hosts with links of 1 Gbit/s and 500 us"
     assert Settings.from_json(late.to_json()) == late
 
@@ -299,5 +329,5 @@ def test_batches_of_more_images_than_there_are_are_refused():
         return Settings(model="digits", profile=None, rates_bits_per_s=(1e9, 1e9), names=("ddp",), batch=batch)
 
     models.make_task(settings(718), 0)
-    with pytest.raises(LabError, match=r"at most --batch 7\d\d on each of the hosts"):
+    with pytest.raises(LabError, match=r"at most --batch 7\d\d on each rank"):
         models.make_task(settings(800), 0)

@@ -30,6 +30,7 @@ class AdaptSettings(Sent):
     factor: float = 2.0
     scale_size: float = 1.0
     steps: int = 180
+    ranks_per_host: int = 1
 
     @property
     def changes_at(self) -> int:
@@ -72,9 +73,10 @@ def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[s
             return run_for_result(
                 "gradcast.lab.adapt_worker",
                 [settings.to_json(), str(write_end)],
-                len(rates),
+                len(rates) * settings.ranks_per_host,
                 timeout_s=timeout_s,
                 network=network,
+                ranks_per_host=settings.ranks_per_host,
                 output=output,
                 inherited=[request_pipe],
             )

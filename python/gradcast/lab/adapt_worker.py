@@ -80,7 +80,9 @@ def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> list[di
 
 
 def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *, begins: bool) -> None:
-    if settings.scenario == "batch" or (settings.scenario == "host" and rank == CHANGED_HOST):
+    if settings.scenario == "batch" or (
+        settings.scenario == "host" and rank // settings.ranks_per_host == CHANGED_HOST
+    ):
         task.device.factor = settings.factor if begins else 1.0
     if rank == 0:
         print(f"now {settings.description}" if begins else "now it is as before", flush=True)

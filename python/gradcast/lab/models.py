@@ -71,11 +71,9 @@ class DigitsTask(Task):
         images, targets = self._example.load_data()
         held_out = self._example.TEST_COUNT
         self._images, self._targets = images[:-held_out], targets[:-held_out]
-        most = len(self._images) // settings.hosts
+        most = len(self._images) // settings.world_size
         if settings.batch > most:
-            raise LabError(
-                f"digits has {len(self._images)} images to train on: at most --batch {most} on each of the hosts"
-            )
+            raise LabError(f"digits has {len(self._images)} images to train on: at most --batch {most} on each rank")
 
     def _make_module(self) -> nn.Module:
         width = self._settings.width

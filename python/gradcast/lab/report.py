@@ -11,19 +11,20 @@ from gradcast.units import format_bandwidth, format_percent, format_size, format
 _CORES_TOO_BUSY = 0.9
 _HEADERS = [
     "", "ms per step", "80 % of steps", "speed-up over\nbest DDP", "time /\nbound", "exposed\nms", "blocks",
-    "predicted\nms", "replayed\nms", "cores\nbusy", "difference\nto ddp",
+    "predicted\nms", "replayed\nms", "cores\nbusy", "MB out of a host\n(x gradients)", "difference\nto ddp",
 ]  # fmt: skip
 
 
 def describe_network(settings: Settings) -> str:
     late = f" and {format_time(settings.latency_s * 1e9)}" if settings.latency_s > 0 else ""
-    return f"{describe_links(settings.rates_bits_per_s)}{late}"
+    return f"{describe_links(settings.rates_bits_per_s, settings.ranks_per_host)}{late}"
 
 
-def describe_links(rates_bits_per_s: tuple[float, ...]) -> str:
+def describe_links(rates_bits_per_s: tuple[float, ...], ranks_per_host: int) -> str:
     different = dict.fromkeys(rates_bits_per_s)
     shown = rates_bits_per_s if len(different) > 1 else different
-    return f"{len(rates_bits_per_s)} hosts with links of {', '.join(map(format_bandwidth, shown))}"
+    ranks = "" if ranks_per_host == 1 else f" of {ranks_per_host} ranks"
+    return f"{len(rates_bits_per_s)} hosts{ranks} with links of {', '.join(map(format_bandwidth, shown))}"
 
 
 def describe_model(settings: Settings, parameter_bytes: int) -> str:
@@ -35,7 +36,7 @@ def describe_model(settings: Settings, parameter_bytes: int) -> str:
 
 def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
     """The table, how it was measured, and what it shows."""
-    cells = [_cells(row) for row in table.rows]
+    cells = [_cells(row, parameter_bytes) for row in table.rows]
     text = tabulate(cells, _HEADERS, tablefmt="simple", stralign="right", colalign=("left",), disable_numparse=True)
     counted = settings.rounds * (settings.steps - 1)
     best, hook = table.bounds["overlap"], table.bounds["hook"]
@@ -45,7 +46,8 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
         "exposed: what communication adds to the step of alone, which sends nothing. blocks: operations of a step;\n"
         "DDP's are buckets. predicted: before these steps, from the profile and the link that gradcast measured then.\n"
         "replayed: by the same model, with the compute and the network time of these steps. cores busy: share of this\n"
-        "machine, which runs all hosts. difference: largest relative difference of a parameter on any rank.\n"
+        "machine, which runs all hosts. out of a host: in a step, by the counter of its interface, headers included.\n"
+        "difference: largest relative difference of a parameter on any rank.\n"
         f"bound: no schedule can take less than {best.best_ns / 1e6:.1f} ms on this link ("
         f"{best.plain_ns / 1e6:.1f} ms if only one\noperation paid its start-up cost); without overlap with "
         f"the next forward pass, as in DDP, none less than {hook.best_ns / 1e6:.1f} ms."
@@ -56,8 +58,9 @@ def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
     return f"\n{text}\n\n{notes}\n\n{_verdict(table, settings)}"
 
 
-def _cells(row: VariantResult) -> list[str]:
+def _cells(row: VariantResult, parameter_bytes: int) -> list[str]:
     alone = row.name == COMPUTE
+    sent = max(row.sent_bytes)
     return [
         row.name,
         f"{row.step_ms:.1f}",
@@ -69,6 +72,7 @@ def _cells(row: VariantResult) -> list[str]:
         _with_error(row.predicted_ms, row.prediction_error),
         _with_error(row.replayed_ms, row.replay_error),
         "-" if row.cores_busy is None else format_percent(row.cores_busy),
+        "-" if alone else f"{sent / 1e6:.2f} ({sent / parameter_bytes:.2f} x)",
         "-" if row.difference is None else f"{row.difference:.1g}",
     ]
 
@@ -79,7 +83,9 @@ def _with_error(ms: float | None, error: float | None) -> str:
 
 def _verdict(table: Table, settings: Settings) -> str:
     sentences = []
-    by_gradcast = [row for row in table.rows if row.mode in ("hook", "overlap") and ":" not in row.name]
+    by_gradcast = [
+        row for row in table.rows if row.mode in ("hook", "overlap") and ":" not in row.name and not row.lossy
+    ]
     if by_gradcast:
         best, ddp = min(by_gradcast, key=lambda row: row.step_ms), table.best_ddp
         above = best.step_ms / table.bound_ms - 1
@@ -114,11 +120,13 @@ def _crowded(table: Table, settings: Settings) -> list[str]:
 
 
 def _equality(table: Table) -> str:
-    compared = [row for row in table.rows if row.difference is not None]
+    compared = table.compared
     if table.wrong:
         return f"The parameters of {', '.join(row.name for row in table.wrong)} are NOT those of ddp."
     if not compared:
         return "Only ddp was trained, so there are no parameters to compare."
+    lossy = [row.name for row in table.rows if row.lossy]
+    names = f"all variants but {', '.join(lossy)}, which round gradients," if lossy else "all variants"
     if all(row.difference == 0 for row in compared):
-        return "The parameters of all variants equal ddp's bit for bit."
-    return "The parameters of all variants equal ddp's up to the rounding of sums."
+        return f"The parameters of {names} equal ddp's bit for bit."
+    return f"The parameters of {names} equal ddp's up to the rounding of sums."

@@ -14,9 +14,9 @@ from gradcast.lab.variants import COMPUTE, Variant, variant
 
 # Sums of three or more numbers are rounded differently in blocks of other sizes, by 1e-7. Wrong numbers differ by more.
 TOLERANCE = 1e-6
-# Training of a real model amplifies such differences. With two hosts there are none:
+# Training of a real model amplifies such differences. With two ranks there are none:
 _TOLERANCE_REAL = 1e-3
-_EXACT_HOSTS = 2  # a sum of two numbers has no order
+_EXACT_RANKS = 2  # a sum of two numbers has no order
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,13 @@ class VariantResult:
     replay_error: float | None  # relative to the measured median of the same steps, minus 1
     cores_busy: float | None  # share of the whole machine, during the counted steps
     difference: float | None  # largest relative difference of a parameter to ddp's on any rank
+    sent_bytes: list[float]  # that left each host in a step, by the counter of its interface
     details: dict[str, Any]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients travel in a narrow wire format, so that parameters differ."""
+        return _variant(self.name).wire != "fp32"
 
     @property
     def fell_back(self) -> bool:
@@ -68,8 +74,13 @@ class Table:
 
     @property
     def wrong(self) -> list[VariantResult]:
-        """The rows whose parameters differ from DDP's by more than the tolerance, or are NaN."""
-        return [row for row in self.rows if row.difference is not None and not row.difference <= self.tolerance]
+        """The rows whose parameters should be DDP's, and differ by more than the tolerance or are NaN."""
+        return [row for row in self.compared if not row.difference <= self.tolerance]
+
+    @property
+    def compared(self) -> list[VariantResult]:
+        """The rows whose parameters should be DDP's."""
+        return [row for row in self.rows if row.difference is not None and not row.lossy]
 
 
 def table_of(results: dict[str, Any], settings: Settings) -> Table:
@@ -106,16 +117,19 @@ def table_of(results: dict[str, Any], settings: Settings) -> Table:
             replay_error=None if replay is None else replay["replayed_ms"] / replay["measured_ms"] - 1,
             cores_busy=statistics.mean(busy) if busy else None,
             difference=results["differences"].get(name),
+            sent_bytes=[
+                statistics.mean(host) for host in zip(*(entry["sent_bytes"][name] for entry in rounds), strict=True)
+            ],
             details={key: value for key, value in facts.items() if key not in ("blocks", "predicted_ms", "replay")},
         )
 
-    exact = settings.stand_in or settings.hosts <= _EXACT_HOSTS
+    exact = settings.stand_in or settings.world_size <= _EXACT_RANKS
     return Table([row(name) for name in names], bounds, TOLERANCE if exact else _TOLERANCE_REAL)
 
 
 def as_json(table: Table, results: dict[str, Any], settings: Settings) -> dict[str, Any]:
     fields = dataclasses.asdict(settings)
-    for name in ("profile", "rates_bits_per_s"):
+    for name in ("profile", "rates_bits_per_s", "ranks_per_host"):
         fields.pop(name)
     fields["latency_ms"] = 1e3 * fields.pop("latency_s")
     link = results["profile"]["link"]
@@ -124,6 +138,7 @@ def as_json(table: Table, results: dict[str, Any], settings: Settings) -> dict[s
         "model": settings.model,
         "stand_in": settings.stand_in,
         "hosts": settings.hosts,
+        "ranks_per_host": settings.ranks_per_host,
         "bandwidths_gbit_per_s": [bits / 1e9 for bits in settings.rates_bits_per_s],
         "torch": results["torch"],
         "parameter_bytes": results["parameter_bytes"],

@@ -11,7 +11,7 @@ from gradcast.lab.workers import run_for_result
 
 # Copies of each tensor: parameter, gradient, momentum, and the buffer that the gradient is sent from.
 _COPIES = 4
-_PROCESS_BYTES = 400e6  # Python with torch, per host
+_PROCESS_BYTES = 400e6  # Python with torch, per rank
 
 
 def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
@@ -24,9 +24,10 @@ def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str,
         return run_for_result(
             "gradcast.lab.worker",
             [settings.to_json()],
-            settings.hosts,
+            settings.world_size,
             timeout_s=timeout_s,
             network=network,
+            ranks_per_host=settings.ranks_per_host,
             output=output,
         )
 
@@ -37,13 +38,13 @@ def _check_memory(settings: Settings) -> None:
         return
     tensors = _core.Profile.from_json(settings.profile).tensors
     model_bytes = settings.scale_size * sum(tensor.bytes for tensor in tensors)
-    needed = settings.hosts * (_PROCESS_BYTES + _COPIES * model_bytes * len(settings.names))
+    needed = settings.world_size * (_PROCESS_BYTES + _COPIES * model_bytes * len(settings.names))
     available = _available_bytes()
     if needed > available:
         raise LabError(
-            f"{settings.hosts} hosts with {len(settings.names)} models of {model_bytes / 1e6:.0f} MB each need about "
-            f"{needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are free; make --scale-size smaller or "
-            "compare less"
+            f"{settings.world_size} ranks with {len(settings.names)} models of {model_bytes / 1e6:.0f} MB each need "
+            f"about {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are free; make --scale-size smaller "
+            "or compare less"
         )
 
 

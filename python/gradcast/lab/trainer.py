@@ -35,7 +35,9 @@ class Trainer:
             self._model = DistributedDataParallel(module, process_group=own, **_bucket_options(variant))
         elif variant.by_gradcast:
             policy = {} if variant.policy is None else {"policy": variant.policy}
-            options = gradcast.Options(in_flight=variant.in_flight or in_flight, adapt=variant.adapt, **policy)
+            options = gradcast.Options(
+                in_flight=variant.in_flight or in_flight, adapt=variant.adapt, wire=variant.wire, **policy
+            )
             self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from gradcast import _core
 from gradcast.comparison.ddp_baseline import SWEPT_CAPS_MIB
+from gradcast.host_traffic import NARROW_WIRES
 from gradcast.lab.errors import LabError
 
 COMPUTE = "alone"  # sends nothing, so it shows the compute time; its ranks drift apart
@@ -20,9 +21,10 @@ _GROUPS = {
     "all": (BASELINE, *_SWEEP, DDP_MGWFBP, "hook", "overlap", *_POLICIES),
 }
 _MODES = ("overlap", "hook")
-_FIXED = "-fixed"
+_FIXED = "fixed"
 EXAMPLES = (
-    "ddp, ddp:8, ddp-sweep, ddp-near, ddp-mgwfbp, hook, overlap, overlap-fixed, overlap/2, overlap:p3, policies, all"
+    "ddp, ddp:8, ddp-sweep, ddp-near, ddp-mgwfbp, hook, overlap, overlap-fixed, overlap-bf16, overlap/2, overlap:p3, "
+    "policies, all"
 )
 
 
@@ -37,6 +39,7 @@ class Variant:
     policy: str | None = None  # None for the default
     in_flight: int | None = None  # gradcast's blocks in flight; None for that of the settings
     adapt: bool = True  # whether gradcast may change its plan during training
+    wire: str = "fp32"
 
     @property
     def by_gradcast(self) -> bool:
@@ -70,8 +73,9 @@ def variant(name: str) -> Variant:
         return Variant(name, base, policy=detail, adapt=False)
     if "/" in name:
         return _with_in_flight(name)
-    if base.removesuffix(_FIXED) in _MODES and not colon:
-        return Variant(name, base.removesuffix(_FIXED), adapt=not base.endswith(_FIXED))
+    mode, _, detail = name.partition("-")
+    if name in _MODES or (mode in _MODES and detail in (_FIXED, *NARROW_WIRES)):
+        return Variant(name, mode, adapt=detail != _FIXED, wire=detail if detail in NARROW_WIRES else "fp32")
     if name == COMPUTE:
         return Variant(name, COMPUTE)
     raise LabError(f"there is no variant '{name}'; there are {EXAMPLES}")

@@ -17,6 +17,7 @@ import gradcast
 from gradcast import _core
 from gradcast.lab import predictions, replays
 from gradcast.lab.cores import BusyCores, wake_promptly
+from gradcast.lab.counters import sent_bytes
 from gradcast.lab.models import make_task
 from gradcast.lab.replays import Step
 from gradcast.lab.settings import Settings
@@ -90,9 +91,10 @@ class Training:
         return trainer
 
     def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
-        """The profile that gradcast measured, the same on every rank. Overlap mode's is preferred, since there forward
-        was also measured beside the network."""
-        chosen = sorted(by_gradcast, key=lambda trainer: trainer.variant.mode != "overlap")[:1]
+        """The profile that gradcast measured in fp32, the same on every rank. Overlap mode's is preferred, since there
+        forward was also measured beside the network."""
+        exact = [trainer for trainer in by_gradcast if trainer.variant.wire == "fp32"]
+        chosen = sorted(exact, key=lambda trainer: trainer.variant.mode != "overlap")[:1]
         for trainer in chosen or [self._prepared(_MEASURING)]:
             profile = trainer.handle.profile
             if not chosen:
@@ -103,11 +105,12 @@ class Training:
         """Trains each variant on the same batches. Its first step is not counted, since another variant has left its
         caches and TCP windows."""
         _tell(f"round {number + 1} of {self._settings.rounds}, ms per step:", end="")
-        steps_ms, busy = {}, {}
+        steps_ms, busy, sent = {}, {}, {}
         for trainer in trainers:
             name = trainer.variant.name
             batches = self._task.batches(trainer.step_count, self._settings.steps)
             dist.barrier()
+            before = sent_bytes()
             times = trainer.steps(batches)
             next(times)
             cores = BusyCores()
@@ -115,9 +118,17 @@ class Training:
             busy[name] = cores.share()
             self._keep_steps(trainer)
             trainer.finish()
+            sent[name] = self._sent_per_step(before)
             _tell(f"  {name} {statistics.median(steps_ms[name]):.0f}", end="")
         _tell("")
-        return {"steps_ms": steps_ms, "cores_busy": busy}
+        return {"steps_ms": steps_ms, "cores_busy": busy, "sent_bytes": sent}
+
+    def _sent_per_step(self, before: int) -> list[float]:
+        """The bytes that have left each host since its counter stood at ``before``, per step of a turn. Collective."""
+        dist.barrier()
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (sent_bytes() - before) / self._settings.steps)
+        return ranks[:: self._settings.ranks_per_host]
 
     def _keep_steps(self, trainer: Trainer) -> None:
         """Keeps the steps of the round for the replay, without the first, which is not counted, and the last, which has

@@ -39,28 +39,32 @@ def run_workers(
     *,
     timeout_s: float,
     network: Network | None = None,
+    ranks_per_host: int = 1,
     output: IO[str] | None = None,
     errors: IO[str] | None = None,
     inherited: Sequence[IO[bytes]] = (),
 ) -> None:
-    """Runs ``python arguments`` once per rank until all have ended, each on its host of ``network`` or all on loopback.
+    """Runs ``python arguments`` once per rank until all have ended, on the hosts of ``network`` or all on loopback.
+
+    Ranks 0 to ``ranks_per_host`` - 1 are on the first host of the network, and so on.
 
     Rank 0 prints to ``output`` (standard output if None), and its errors go to ``errors`` if given. Other output is
     shown only in the LabError that is raised if a worker fails or does not end within ``timeout_s``. The workers
     inherit the open files ``inherited`` with the same file descriptors.
     """
+    per_host = ranks_per_host if network else worker_count
     port = _PORT if network else _free_port()
     workers: list[_Worker] = []
     try:
         for rank in range(worker_count):
             command = [sys.executable, *arguments]
             if network:
-                command = network.command(rank, command)
+                command = network.command(rank // per_host, command)
             log = tempfile.TemporaryFile()  # noqa: SIM115, closed by _end
             # With a session of its own, Ctrl-C reaches only this program, which ends its workers in order.
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **_environment(rank, worker_count, network, port)},
+                env={**os.environ, **_environment(rank, worker_count, per_host, network, port)},
                 stdin=subprocess.DEVNULL,
                 stdout=(output or sys.stdout) if rank == 0 else log,
                 stderr=errors if rank == 0 and errors is not None else log,
@@ -90,12 +94,13 @@ def run_for_result(
         return json.load(file)
 
 
-def _environment(rank: int, world_size: int, network: Network | None, port: int) -> dict[str, str]:
+def _environment(rank: int, world_size: int, per_host: int, network: Network | None, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": "0" if network else str(rank),
+        "LOCAL_RANK": str(rank % per_host),
+        "GROUP_RANK": str(rank // per_host),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": "1" if network else str(world_size),
+        "LOCAL_WORLD_SIZE": str(per_host),
         "MASTER_ADDR": network.address(0) if network else "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": network.interface if network else "lo",

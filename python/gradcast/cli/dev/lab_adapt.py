@@ -48,10 +48,13 @@ def run(args: argparse.Namespace) -> None:
         factor=args.factor,
         scale_size=args.scale_size or 1.0,
         steps=args.steps,
+        ranks_per_host=args.ranks_per_host,
     )
     lab_options.check_machine(args)
     unwind_when_told_to_end()
-    title = f"a timed stand-in for {settings.model}, {describe_links(settings.rates_bits_per_s)}"
+    title = (
+        f"a timed stand-in for {settings.model}, {describe_links(settings.rates_bits_per_s, settings.ranks_per_host)}"
+    )
     print(f"{title}; from step {settings.changes_at} to {settings.returns_at}, {settings.description}", file=sys.stderr)
     results = train(settings, timeout_s=args.timeout, output=sys.stderr)
     found = phases(results, settings)

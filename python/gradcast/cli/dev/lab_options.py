@@ -12,6 +12,7 @@ from gradcast.lab.settings import REAL_MODELS
 
 PROFILES = f"a JSON file, or one of {', '.join(bundled_profiles())}"
 _HOSTS_MAX = 250
+_RANKS_PER_HOST_MAX = 64
 WHERE = """\
 The hosts are network namespaces on this machine,
 connected by links that tc throttles. This needs Linux, root and iproute2, and cleans up when it ends."""
@@ -39,6 +40,8 @@ def add_stand_in(parser: argparse.ArgumentParser) -> None:
 
 def add_hosts_option(parser: argparse.ArgumentParser, help_: str, default: str | None = None) -> None:
     common.option(parser, "--hosts", "N", help_, common.whole_number(1, _HOSTS_MAX), default)
+    ranks = "number of ranks on each host, which share its link"
+    common.option(parser, "--ranks-per-host", "N", ranks, common.whole_number(1, _RANKS_PER_HOST_MAX), "1")
 
 
 def add_latency_option(parser: argparse.ArgumentParser) -> None:

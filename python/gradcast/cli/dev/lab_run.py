@@ -1,4 +1,4 @@
-"""``gradcast dev lab run``: runs a training script once per host."""
+"""``gradcast dev lab run``: runs a training script on every host."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ _EXAMPLE = "gradcast dev lab run --hosts 2 --bandwidth 100mbit -- examples/digit
 
 def add_parser(commands: Any) -> None:
     parser = common.command(
-        commands, "run", "run a training script once per host, as torchrun does", lab_options.WHERE, _EXAMPLE
+        commands, "run", "run a training script on every host, as torchrun does", lab_options.WHERE, _EXAMPLE
     )
     lab_options.add_hosts_option(parser, "number of hosts", "2")
     bandwidth = "bandwidth of each host's link, each way"
@@ -33,4 +33,11 @@ def run(args: argparse.Namespace) -> None:
         raise Error(f"the script {args.script[0]} does not exist")
     unwind_when_told_to_end()
     with Network(args.hosts, args.bandwidth, args.latency / 1e9) as network:
-        run_workers(args.script, args.hosts, timeout_s=args.timeout, network=network, errors=sys.stderr)
+        run_workers(
+            args.script,
+            args.hosts * args.ranks_per_host,
+            timeout_s=args.timeout,
+            network=network,
+            ranks_per_host=args.ranks_per_host,
+            errors=sys.stderr,
+        )

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     common.option(parser, "--compare", "NAMES", variants, common.argument(names_of), "ddp,hook,overlap")
     lab_options.add_stand_in(parser)
     common.option(parser, "--width", "N", "width of digits or char_gpt", common.whole_number(4, 4096))
-    batch = "batch size per host of digits or char_gpt (default: 8)"
+    batch = "batch size per rank of digits or char_gpt (default: 8)"
     common.option(parser, "--batch", "N", batch, common.whole_number(1, 1000))
     rounds = f"number of rounds, in which each variant has one turn; at least {_ROUNDS_MIN}"
     common.option(parser, "--rounds", "N", rounds, common.whole_number(_ROUNDS_MIN, 10_000), "5")
@@ -91,4 +91,5 @@ def _settings(args: argparse.Namespace) -> Settings:
         steps=args.steps,
         in_flight=args.in_flight,
         latency_s=args.latency / 1e9,
+        ranks_per_host=args.ranks_per_host,
     )
