@@ -18,9 +18,11 @@ from gradcast.diagnosis.analyze.lint import Mistake
 from gradcast.diagnosis.analyze.step_breakdown import ONE_SYNC, Breakdown, Straggler
 from gradcast.diagnosis.runs import PARTS
 from gradcast.diagnosis.trace.merged import BlockSpan, RankTrace, Span, Step
+from gradcast.host_traffic import Hosts
 
 MS = 1e6
 SETUP = doctor_runs.setup()
+ONE_EACH = Hosts.even(4, 1)
 
 
 def exact(value):
@@ -40,11 +42,11 @@ def with_link(alpha_ns, beta_ns_per_byte):
     return _core.Profile.from_json(json.dumps(fields | {"world_size": 4, "link": {"all_reduce": pieces}}))
 
 
-def situation(profile, step_ms=None, *, setup=SETUP, **more):
+def situation(profile, step_ms=None, *, setup=SETUP, hosts=ONE_EACH, **more):
     """A training whose steps take exactly what ``play`` predicts for DDP on this profile, if nothing is said."""
     step_ms = step_ms or ddp_baseline.plan(profile, SETUP.caps_bytes).predicted_ns / MS
     found = broken_down(step_ms, forward=profile.forward_ns / MS, backward=profile.backward_ns / MS)
-    return Situation(found, setup, profile, **more)
+    return Situation(found, setup, profile, hosts, **more)
 
 
 def by_key(known):
@@ -53,7 +55,7 @@ def by_key(known):
 
 def of_parts(step, ranks=None, **ms):
     """The actions that need no profile."""
-    return by_key(Situation(broken_down(step, ranks, **ms), SETUP, None))
+    return by_key(Situation(broken_down(step, ranks, **ms), SETUP, None, ONE_EACH))
 
 
 # --- Actions ---
@@ -113,6 +115,15 @@ def test_without_numbers_to_cast_there_is_no_wire_format_and_without_streams_no_
     assert found["connections"].speedup > 1.2
     # More than DDP has operations under way do not help.
     assert by_key(situation(slow, streams_gain=3.9))["connections"] == found["connections"]
+
+
+def test_a_wire_format_is_offered_only_where_it_saves_bytes():
+    """Ranks of one host share its link, so 16 bits save a third on 2 hosts of 2 ranks, and nothing on 2 of 4."""
+    slow = with_link(500e3, 6.0)
+    some = by_key(situation(slow, hosts=Hosts.even(2, 2)))["wire"]
+    cheaper = gradcast.make_plan(slow, slow.link.scaled(1, 2 / 3), mode="overlap")
+    assert some.predicted_ms == pytest.approx(cheaper.predicted_ns / MS)
+    assert "wire" not in by_key(situation(slow, hosts=Hosts.even(2, 4)))
 
 
 def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_under_forward():

@@ -75,6 +75,7 @@ def card(mbit_per_s):
         # A good network is limited by its links alone.
         *[(network(all_pairs([10] * count)), [("link_rate", LINK)]) for count in (2, 3, 8)],
         (network(all_pairs([10, 10, 9, 9])), [("link_rate", "9.5 Gbit/s per host")]),
+        (network(all_pairs([10, 10]), narrow_saves=False), [("link_rate", "Send fewer bytes (gradient accumulation)")]),
         (network({(0, 1): 1.0}), [("link_rate", "")]),  # of two hosts none is called slow
         (network(all_pairs([10, 10, 8])), [("link_rate", "")]),
         # A slow host is named, and its pairs are not told again.
@@ -381,6 +382,7 @@ def test_hosts_of_one_name_are_told_apart():
     names = network_hosts.names([each.host for each in places])
     assert names == ["node/0", "node/1", "node/0", "other"]
     assert network_hosts.ranks_by_host(names) == [[0, 2], [1], [3]]
+    assert network_hosts.placement([[0, 2], [1], [3]]).host_of == (0, 1, 0, 2)
 
 
 def with_interfaces(number, *others):

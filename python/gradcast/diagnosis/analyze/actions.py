@@ -14,10 +14,9 @@ from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
 from gradcast.diagnosis.runs import WORTHWHILE_SPEEDUP
+from gradcast.host_traffic import Hosts, saves_nothing, wire_cost
 
 _MS = 1e6
-# Casting is not included, so 16 bits halve the cost per byte at best.
-_WIRE_COST = 0.5
 _PASSES = ("forward", "backward", "launch")
 
 
@@ -38,6 +37,7 @@ class Situation:
 
     * ``profile``: with its link, as ``attach`` measured it in this training, so that forward includes the loop's own
       work; None if there was no trial.
+    * ``hosts``: of the ranks, which share their host's link.
     * ``spread``: low and high factor of the network's costs (``link_costs.spread``).
     * ``streams_gain``: how many times the bytes of one TCP stream several streams carry; None if unknown.
     """
@@ -45,6 +45,7 @@ class Situation:
     breakdown: Breakdown
     setup: TrainingSetup
     profile: _core.Profile | None
+    hosts: Hosts
     spread: tuple[float, float] = (1.0, 1.0)
     streams_gain: float | None = None
 
@@ -125,10 +126,12 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
     yield by_play("bucket", "a different bucket size in DDP", how, lambda link: _ddp_ns(situation, link, best_bytes))
     if mode == "overlap":
         yield planned("overlap", "overlap mode", "gradcast.attach(model, optimizer)", mode)
-    if situation.setup.is_fp32:
+    if situation.setup.is_fp32 and not saves_nothing(situation.hosts, "bf16"):
         given = "model" if mode == "hook" else "model, optimizer"
         how = f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))'
-        yield planned("wire", f"{mode} mode with bf16 on the wire (lossy)", how, mode, _WIRE_COST)
+        # Casting is not included, so this is the cost at best.
+        cost = wire_cost(situation.hosts, "bf16")
+        yield planned("wire", f"{mode} mode with bf16 on the wire (lossy)", how, mode, cost)
     if situation.streams_gain is not None:
         # Each operation uses one connection, so DDP gains from as many as it has operations in flight.
         gain = min(situation.streams_gain, ddp_baseline.IN_FLIGHT)

@@ -19,6 +19,7 @@ from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSe
 from gradcast.diagnosis.analyze.step_breakdown import ONE_SYNC, TWO_SYNCS, Breakdown, RankSteps, breakdown
 from gradcast.diagnosis.observe import environment
 from gradcast.diagnosis.runs import KIND, PARTS, VERSION
+from gradcast.host_traffic import Hosts
 from gradcast.scaling import estimate as scaling
 from gradcast.scaling.growth import Nodes
 
@@ -34,6 +35,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         found,
         setup,
         profile,
+        Hosts(tuple(each.node for each in steps)),
         spread=(1.0, 1.0) if trial is None else trial.spread,
         streams_gain=_streams_gain(network) if setup.backend == "gloo" else None,
     )

@@ -22,6 +22,7 @@ from gradcast.diagnosis.network.findings import STREAMS, NetworkMeasurements, Pa
 from gradcast.diagnosis.network.hosts import HostInterfaces, Rounds
 from gradcast.diagnosis.network.pairs import Network, Progress
 from gradcast.errors import Error
+from gradcast.host_traffic import saves_nothing
 from gradcast.training.ranks.group import Group, backend_of, lasting_group
 
 # Shares of the time for raw TCP and for all-reduces; the rest is for Gloo's messages.
@@ -70,7 +71,12 @@ def _checked(network: Network, backend: str, seconds: float) -> dict[str, Any]:
     network_pairs.barrier(network.group, "network check, all-reduce")
     samples = network_collective.samples(network.group, _COLLECTIVE_SHARE * seconds)
     measured = NetworkMeasurements(
-        {rank: network.hosts[rank] for rank in ranks}, pairs, backend, len(hosts) == 1, alternatives
+        {rank: network.hosts[rank] for rank in ranks},
+        pairs,
+        backend,
+        len(hosts) == 1,
+        alternatives,
+        narrow_saves=saves_nothing(network_hosts.placement(hosts), "bf16") is None,
     )
     return {
         "interfaces": [each.chosen.interface for each in network.hosts],

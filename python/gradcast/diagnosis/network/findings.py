@@ -63,7 +63,7 @@ class NetworkMeasurements:
 
     With one host there is a pair of its ranks, which is not judged, because no network is between them. ``backend``
     carries the training's gradients. ``alternatives`` are other interfaces, with their Gbit/s between the hosts of the
-    first pair.
+    first pair. ``narrow_saves``: fewer bytes leave a host with bf16 on the wire than with fp32.
     """
 
     hosts: Mapping[int, HostInterfaces]
@@ -71,6 +71,7 @@ class NetworkMeasurements:
     backend: str = "gloo"
     one_host: bool = False
     alternatives: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    narrow_saves: bool = True
 
     @property
     def first(self) -> HostInterfaces:
@@ -265,19 +266,19 @@ def _link_rate(measured: NetworkMeasurements) -> Iterator[Finding]:
     if pair is None:
         return
     rate = _rate(statistics.median(measured.best_by_host.values()))
+    fewer = "gradcast.Options(wire='bf16'), gradient accumulation" if measured.narrow_saves else "gradient accumulation"
     if share < GLOO_SHARE_GOOD:
         yield Finding(
             "link_and_gloo",
             f"Gloo reaches {share:.0%} of raw TCP, {rate} per host; it spends the rest on summing, copying and "
-            "announcing. The link is most of the limit, so fewer bytes help most (gradcast.Options(wire='bf16'), "
-            "gradient accumulation). A core for Gloo's thread (a lower OMP_NUM_THREADS) may help a little",
+            f"announcing. The link is most of the limit, so fewer bytes help most ({fewer}). A core for Gloo's "
+            "thread (a lower OMP_NUM_THREADS) may help a little",
         )
     else:
         yield Finding(
             "link_rate",
             f"The link's bandwidth is the limit: Gloo reaches {min(share, 1.0):.0%} of raw TCP, {rate} per host. No "
-            "setting changes that. Send fewer bytes (gradcast.Options(wire='bf16'), gradient accumulation), or use a "
-            "faster network",
+            f"setting changes that. Send fewer bytes ({fewer}), or use a faster network",
         )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gradcast.diagnosis.network import interfaces
+from gradcast.host_traffic import Hosts
 from gradcast.training.ranks.hosts import Identity, own_host
 
 # All pairs of 8 hosts are 28, in 7 rounds. All pairs of 64 would be 2016, in 63.
@@ -71,6 +72,12 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
     return list(found.values())
+
+
+def placement(ranks: Sequence[Sequence[int]]) -> Hosts:
+    """``ranks``: as ``ranks_by_host`` groups them."""
+    host_of = {rank: host for host, members in enumerate(ranks) for rank in members}
+    return Hosts(tuple(host_of[rank] for rank in sorted(host_of)))
 
 
 def common_alternatives(hosts: Sequence[HostInterfaces]) -> list[str]:
