@@ -20,6 +20,8 @@ def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blo
     buffers = _flat_buffers(layout)
     views = {}
     for place in layout:
+        if place.name == "gradcast.module_buffers":
+            continue
         size = place.dtype.itemsize
         parameter = parameters[place.name]
         assert place.hi_bytes - place.lo_bytes == parameter.numel() * size, place

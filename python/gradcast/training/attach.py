@@ -92,8 +92,7 @@ def attach_inside(
         attached = SingleWorkerSession(accepted.called, accepted.parameters, optimizers, group, options, callbacks)
     else:
         if accepted.ddp is None:
-            tensors = [*accepted.module.parameters(), *accepted.module.buffers()]
-            group.copy_from_first(tensors, "the module's parameters and buffers")
+            preflight.copy_model_from_first(group, accepted.module, options)
         attached = Attachment(accepted, optimizers, group, options, callbacks)
     if group.rank == 0 and not disabled:
         _tell_hosts(group.hosts, doubt, options.wire)

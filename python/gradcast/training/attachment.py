@@ -144,7 +144,7 @@ class Attachment:
         before.release(leaves=False)
         try:
             # New parameters may have been made from each rank's own random numbers.
-            self._group.copy_from_first([*inner.parameters(), *inner.buffers()], "the module's parameters and buffers")
+            preflight.copy_model_from_first(self._group, inner, self._options)
             self._begin(parameters)
         except BaseException as error:
             self._failure = Error(

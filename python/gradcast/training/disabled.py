@@ -62,7 +62,13 @@ class DisabledSession(TrainingSession):
         if accepted.ddp is None and group.world_size > 1:
             self._module = module
             # find_unused_parameters: attach accepts steps that leave parameters out.
-            self._wrapper = DistributedDataParallel(module, process_group=group.shared, find_unused_parameters=True)
+            self._broadcast_buffers = options.broadcast_buffers
+            self._wrapper = DistributedDataParallel(
+                module,
+                process_group=group.shared,
+                find_unused_parameters=True,
+                broadcast_buffers=options.broadcast_buffers,
+            )
             self._removables += around_forward(module, self._before_forward, self._after_forward)
         self.no_sync_blocks = NoSyncBlocks(self._wrapper if accepted.ddp is None else accepted.ddp)
 
@@ -83,7 +89,7 @@ class DisabledSession(TrainingSession):
     def _before_forward(self, _: Any, _compiled: bool) -> None:
         # In evaluation the other ranks take no part, as with gradcast.
         if torch.is_grad_enabled():
-            self._wrapper.broadcast_buffers = self._module.training
+            self._wrapper.broadcast_buffers = self._broadcast_buffers and self._module.training
             self._wrapper._pre_forward()
 
     def _after_forward(self, output: Any, _: bool) -> Any:

@@ -68,7 +68,7 @@ class Handle:
 
     @property
     def layout(self) -> tuple[GradientRange, ...]:
-        """The place of each gradient in the buffers, in the order of the plan's profile."""
+        """The place of each gradient, and of what travels with them, in the order of the plan's profile."""
         return self._session.layout
 
     def flush(self) -> None:
@@ -80,6 +80,14 @@ class Handle:
         """
         if not self._session.released:
             self._session.flush()
+
+    def send_buffers(self) -> None:
+        """Sends rank 0's buffers to all ranks now, after ``flush()``. Collective.
+
+        Needed only if the program changes buffers on rank 0 alone between backward and the next forward pass: those of
+        a bare module travel with the gradients.
+        """
+        self._session.send_buffers(list(self._require_module().buffers()))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

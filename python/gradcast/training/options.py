@@ -34,6 +34,7 @@ class Options:
       ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
       waits for all gradients. Norm types other than 1, 2 and inf always wait.
     * ``max_grad_value``: likewise as ``clip_grad_value_(module.parameters(), max_grad_value)``; it never waits.
+    * ``broadcast_buffers``: a bare module gets rank 0's buffers, as with DDP's argument of this name.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -52,6 +53,7 @@ class Options:
     max_grad_norm: float | None = None
     grad_norm_type: float = 2.0
     max_grad_value: float | None = None
+    broadcast_buffers: bool = True
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0

@@ -36,7 +36,16 @@ def check_clipping(options: Options, given: Sequence[Any]) -> None:
 
 
 # Options that must agree, or ranks would wait for each other at different places or compute differently.
-_SAME_OPTIONS = ("warmup_steps", "adapt", "compare_every", "wire", "max_grad_norm", "grad_norm_type", "max_grad_value")
+_SAME_OPTIONS = (
+    "warmup_steps",
+    "adapt",
+    "compare_every",
+    "wire",
+    "max_grad_norm",
+    "grad_norm_type",
+    "max_grad_value",
+    "broadcast_buffers",
+)
 
 
 def check_same_call(
@@ -97,6 +106,12 @@ def _gathered_in_python(process_group: Any, value: Any, device: torch.device | N
     texts = [torch.empty_like(own) for _ in sizes]
     dist.all_gather(texts, own, group=process_group)
     return [pickle.loads(bytes(each.tolist())[: int(length)]) for each, length in zip(texts, sizes, strict=True)]
+
+
+def copy_model_from_first(group: Group, module: nn.Module, options: Options) -> None:
+    """Rank 0's parameters and, unless the options exclude them, buffers, on every rank. Collective."""
+    buffers = module.buffers() if options.broadcast_buffers else ()
+    group.copy_from_first([*module.parameters(), *buffers], "the module's parameters and buffers")
 
 
 def check_same_model(group: Group, module: nn.Module) -> None:

@@ -42,7 +42,7 @@ from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRan
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.layout_change import change_layout
-from gradcast.training.step.module_buffers import ModuleBuffers
+from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuffers, buffers_tensor
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
@@ -83,17 +83,28 @@ class Session(TrainingSession):
         if options.max_grad_norm is not None:  # the norms travel as one more gradient
             names.append(clipping.NORMS_NAME)
             values.append(clipping.norms_tensor(values))
+        modules = [accepted.called] if accepted.ddp is None and options.broadcast_buffers else []
+        sent_along = buffers_tensor(modules, group.device)
+        if sent_along is not None:
+            names.append(BUFFERS_NAME)
+            values.append(sent_along)
         self.buffers = GradientBuffers(names, values, group.world_size)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.trace = StepTrace(options.timeline_steps)
         self._consistency = RankConsistency(self.buffers, self.exchange, group, options.compare_every)
-        self._module_buffers = (
-            None if accepted.ddp is not None else ModuleBuffers(accepted.module, group, self.exchange.watch)
-        )
+        index = None if sent_along is None else len(values) - 1
+        self._module_buffers = ModuleBuffers(modules, index, self.buffers, self.exchange, group) if modules else None
         self._clipping = None
         if options.max_grad_norm is not None:
             self._clipping = clipping.NormClipping(self._states, self.buffers, options, group.world_size)
-        self._gradients = GradientHooks(self._states, self.buffers, self.exchange, group.world_size, self._clipping)
+        self._gradients = GradientHooks(
+            self._states,
+            self.buffers,
+            self.exchange,
+            group.world_size,
+            self._clipping,
+            None if sent_along is None else self._module_buffers,
+        )
         self._steps = OptimizerSteps(
             optimizers,
             self._states,
@@ -144,7 +155,7 @@ class Session(TrainingSession):
         """On a device, updates may still run on the current stream afterwards; no block travels any more."""
         with self._lock, self.exchange.waiting_at_most(limit_s):
             if self._complete_step():
-                self.exchange.wait_on_host()
+                self.exchange.wait_until_idle()
 
     def finish(self, limit_s: float | None = None) -> None:
         self.flush(limit_s)
@@ -153,6 +164,13 @@ class Session(TrainingSession):
     def complete_due_updates(self) -> None:
         with self._lock:
             self._steps.complete_all_updates()
+
+    def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.flush()
+        with self.exchange.watch.waiting(f"{WHAT} from rank 0"):
+            super().send_buffers(buffers)
+        if self._module_buffers is not None:
+            self._module_buffers.on_sent()
 
     def on_callbacks_changed(self) -> None:
         for state in self._states if self.mode == "overlap" else ():
@@ -182,6 +200,8 @@ class Session(TrainingSession):
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
             return
+        if self._module_buffers is not None:
+            self._module_buffers.send_before_forward()
         self._change_layout(lambda: self.controller.adopt(state))
 
     def diagnostics(self) -> Diagnostics:
@@ -254,6 +274,8 @@ class Session(TrainingSession):
         self._steps.release()
         for handle in self._handles:
             handle.remove()
+        if self._module_buffers is not None:
+            self._module_buffers.release()
         self._states.release()  # any reference of ours to a view would look like one of the program's
         self.buffers.move_out()
         self.exchange.shutdown()
@@ -322,9 +344,10 @@ class Session(TrainingSession):
             self._forward_ns = (0, 0)
 
     def _host_waited_until_ns(self) -> int | None:
-        """Waits for blocks that still travel when the host comes here, on a device. None if there were none."""
+        """Waits for blocks that still travel when the host comes here: on a device, or because forward needed none of
+        what they carry. None if there were none."""
         start_ns = time.perf_counter_ns()
-        if not self.exchange.wait_on_host():
+        if not self.exchange.wait_until_idle():
             return None
         end_ns = time.perf_counter_ns()
         self.trace.span("wait", start_ns, end_ns)
@@ -378,19 +401,28 @@ class Session(TrainingSession):
         training &= torch.is_grad_enabled()
         if training:
             self._refuse_capture()
-        if training and self._module_buffers is not None:
-            self._module_buffers.send(
-                synchronizing=self.is_synchronizing(), needed=self._gradients.is_backward_expected()
-            )
         if torch.is_grad_enabled():
             self._gradients.before_forward()
-        if torch._C._current_graph_task_id() == -1:  # not inside backward, as checkpoints run forward again
+        in_backward = torch._C._current_graph_task_id() != -1  # checkpoints run forward again
+        if not in_backward:
             self._forget_late_updates()
         self._forward_ns = (time.perf_counter_ns(), 0)
+        if training and not in_backward and self._module_buffers is not None:
+            self._bring_buffers()
         if self.controller.warmup is not None and training and not compiled:
             self.controller.warmup.watch_reads(self._steps.stream.on_parameter_read)
             if self._clipping is not None:  # the first update needs the norms
                 self.controller.warmup.stopwatch.read(self._clipping.index)
+            if self._module_buffers is not None and self._module_buffers.index is not None:
+                self.controller.warmup.stopwatch.read(self._module_buffers.index)
+
+    def _bring_buffers(self) -> None:
+        """Rank 0's buffers, for the forward pass for training that begins."""
+        with self._lock, self.trace.timed("wait"), pending.not_traced():
+            if self._gradients.open and not self._gradients.all_sent:
+                self._gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
+            synchronizing, needed = self.is_synchronizing(), self._gradients.is_backward_expected()
+            self._module_buffers.before_forward(0, synchronizing=synchronizing, needed=needed)
 
     def after_forward(self, output: Any) -> None:
         self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())

@@ -5,7 +5,10 @@ SingleWorkerSession  one worker: measures the warm-up steps; nothing is sent (si
 DisabledSession      GRADCAST_DISABLE is set: stock DDP trains the module (disabled.py)
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import torch
 
 from gradcast import _core
 from gradcast.errors import refused
@@ -15,6 +18,7 @@ from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import base_stats
 from gradcast.training.step.gradient_buffers import GradientRange
+from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 
@@ -52,6 +56,10 @@ class TrainingSession:
 
     def complete_due_updates(self) -> None:
         """Runs all updates that are due. Unlike ``flush`` it leaves open gradients alone."""
+
+    def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Rank 0's values into the module's buffers of every rank. Collective."""
+        self.group.copy_from_first(buffers, WHAT)
 
     def on_callbacks_changed(self) -> None:
         """The program has added or removed a function of ``handle.on_update``. REQUIRES: no update is due."""

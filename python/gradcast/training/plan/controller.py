@@ -44,7 +44,7 @@ from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 _log = logging.getLogger("gradcast")
@@ -195,7 +195,9 @@ class PlanController:
         self.unseen_reads: set[int] = set()
         self.version = 0
         self.interrupted = False  # how long the open iteration takes tells nothing
-        self._phase: PlanPhase = self._begin_warmup(range(len(names)))
+        # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
+        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in names]
+        self._phase: PlanPhase = self._begin_warmup(sorted(range(len(names)), key=is_gradient.__getitem__))
 
     @property
     def warmup(self) -> Warmup | None:

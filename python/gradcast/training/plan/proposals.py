@@ -22,7 +22,7 @@ from gradcast.training.plan.calibration import CalibrationSteps
 from gradcast.training.plan.expectation import StepVariation, expect, typical_step
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.clipping import NORMS_NAME, NormClipping
-from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientSizes
 
 # Makes a plan of packed blocks more expensive than any other.
 _NEVER_PACK_NS_PER_BYTE = 1e6
@@ -177,7 +177,7 @@ class Proposer:
 def arrived_with_first(profile: _core.Profile, plan: _core.Plan) -> set[str]:
     """Names of the tensors that have arrived when clipping decides: with the first parameter that forward reads, and
     with the norms of what the ranks have sent."""
-    first = next(tensor.name for tensor in profile.tensors if tensor.name != NORMS_NAME)
+    first = next(tensor.name for tensor in profile.tensors if not tensor.name.startswith(PASSENGER_PREFIX))
     touched = [set(tensor_names(profile, block)) for block in plan.blocks]
     last = max(number for number, names in enumerate(touched) if names & {first, NORMS_NAME})
     return set().union(*touched[: last + 1]) - set().union(*touched[last + 1 :])

@@ -45,8 +45,8 @@ def backend_of(process_group: Any, device_type: str) -> str:
 class Group:
     """The ranks of one session.
 
-    ``shared`` is the user's group, for what DDP would send over it; ``own`` carries blocks and agreements. ``device``:
-    the module's, which may differ from the thread's current one.
+    ``shared`` is the user's group; ``own`` carries everything that gradcast sends once it exists. ``device``: the
+    module's, which may differ from the thread's current one.
     """
 
     rank: int
@@ -87,12 +87,15 @@ class Group:
         return result
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Rank 0's values into these tensors of every rank, in pieces of a few MB. Uses ``shared``, as DDP does.
+        """Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of ``own``
+        may be in flight.
 
         ``what``: what the tensors are, for errors, such as "the module's buffers".
         """
+        if self.world_size == 1:
+            return
         with self._naming(f"sending {what} from rank 0"):
-            extension.load().copy_from_first(self.shared, list(tensors))
+            extension.load().copy_from_first(self.own, list(tensors))
 
     def connect(self) -> None:
         """Makes NCCL connect the devices now, so that errors are raised here. Otherwise it connects them at the first

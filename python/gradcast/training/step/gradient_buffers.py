@@ -25,6 +25,8 @@ from gradcast.training.ranks.step_reports import REPORT_ELEMENTS
 
 # NCCL and torch's kernels move 16 bytes at a time where they can; 32 bytes of fp32 are 16 on a 16-bit wire.
 ALIGNMENT_BYTES = 32
+# Names of tensors that travel with the gradients and are none begin with this.
+PASSENGER_PREFIX = "gradcast."
 # The flags of all ranks that could have used a parameter sum to less than that of one that has; fp16 and bf16 hold it.
 _UNUSED = 2.0**-14
 _ALL_UNUSED_MAX = 0.5
@@ -58,7 +60,8 @@ class GradientSizes:
         self._parameters = list(parameters)
         self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self.dtypes.index(parameter.dtype) for parameter in parameters]
-        self.reports_index = max(range(len(self._parameters)), key=lambda index: self._parameters[index].numel())
+        floating = [index for index, each in enumerate(self._parameters) if each.is_floating_point()]
+        self.reports_index = max(floating, key=lambda index: self._parameters[index].numel())
 
     def elements_of(self, index: int) -> int:
         """Elements of the gradient, its usage flag, the step reports (of one parameter), and padding."""

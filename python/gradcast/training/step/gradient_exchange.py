@@ -117,10 +117,10 @@ class GradientExchange:
             for buffer, flat in enumerate(self._buffers.flats):
                 self._transport.order_behind(buffer, 0, flat.nbytes)
 
-    def wait_on_host(self) -> bool:
+    def wait_until_idle(self) -> bool:
         """Makes the host wait until no block travels. Returns whether it had to wait. Raises what has failed on the
         network. REQUIRES: all gradients exist."""
-        if not self._on_device or not self._has_begun:
+        if not self._has_begun:
             return False
         had_to = self._engine.busy
         self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS))

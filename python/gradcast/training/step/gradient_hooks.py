@@ -23,6 +23,7 @@ from gradcast.training.step import pending
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.parameter_state import (
     LocallyUnused,
     ParameterState,
@@ -89,11 +90,14 @@ class GradientHooks:
         exchange: GradientExchange,
         world_size: int,
         clipping: NormClipping | None,
+        module_buffers: ModuleBuffers | None,
     ) -> None:
+        """``module_buffers``: those that travel with the gradients."""
         self._states = states
         self._buffers = buffers
         self._exchange = exchange
-        self._clipping = clipping
+        self._clipping, self._module_buffers = clipping, module_buffers
+        self._tensor_count = len(states) + sum(each is not None for each in (clipping, module_buffers))
         self._scale = 1.0 / world_size
         self._sent_count = 0
         # Autograd's task ids of outermost backward passes:
@@ -194,7 +198,7 @@ class GradientHooks:
     @property
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
-        return self._sent_count == len(self._states) + (self._clipping is not None)
+        return self._sent_count == self._tensor_count
 
     def is_backward_on_another_thread(self) -> bool:
         """Whether another thread is in the backward pass of the open gradients, as far as this thread can know."""
@@ -297,6 +301,8 @@ class GradientHooks:
         for state in self._states:
             state.begin_step()
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
+        if self._module_buffers is not None and self._module_buffers.on_backward_begin():
+            self._send_tensor(self._module_buffers.index, listener, used=True)
         # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
         self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
 
@@ -370,6 +376,8 @@ class GradientHooks:
         if self._clipping is not None:
             self._clipping.write_norms()
             self._send_tensor(self._clipping.index, listener, used=True)
+        if self._module_buffers is not None and self._module_buffers.on_backward_end():
+            self._send_tensor(self._module_buffers.index, listener, used=True)
         self._used_unsynchronized.clear()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:

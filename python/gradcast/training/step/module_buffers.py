@@ -1,33 +1,187 @@
-"""Buffers of a bare module: all ranks get those of rank 0, as with DDP. (A DDP module sends its own.)"""
+"""Buffers of bare modules: all ranks get those of rank 0, as with DDP. (A DDP module sends its own.)
 
+Forward changes buffers, so they travel with the gradients of the backward pass behind it: one more tensor of the plan
+holds their bytes, as whole numbers of 64 bits. Rank 0 contributes its bytes and every other rank zeros, so the sum is
+exact for any dtype and wire. The next forward pass for training copies them in, which is when DDP sends them.
+
+Where no backward pass has sent them (before the first forward pass, or between two in a row), rank 0 sends and all
+wait.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from gradcast.training.ranks.group import Group
-from gradcast.training.ranks.stall_watchdog import StallWatchdog
+from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.gradient_exchange import GradientExchange
+
+# The name of the tensor in profiles and plans that holds rank 0's buffers.
+BUFFERS_NAME = "gradcast.module_buffers"
+WHAT = "the module's buffers"
+_SLOT_BYTES = 16  # no element is wider
+
+
+def buffers_tensor(modules: Sequence[nn.Module], device: torch.device) -> torch.Tensor | None:
+    """A tensor of the size and type of what travels. None if there are no buffers."""
+    size_bytes = sum(_slot_bytes(each) for module in modules for each in _Part(module).tensors)
+    return torch.empty(size_bytes // 8, dtype=torch.int64, device=device) if size_bytes else None
 
 
 class ModuleBuffers:
-    """The buffers of one module."""
+    """``index``: of the tensor that travels, behind the parameters in the gradient buffers; None if there is none."""
 
-    def __init__(self, module: nn.Module, group: Group, watch: StallWatchdog) -> None:
-        # The dicts, not the buffers themselves: a module may replace a buffer by another tensor.
-        self._held = [each._buffers for each in module.modules()]
-        self._group, self._watch = group, watch
-        self._due = True
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        index: int | None,
+        buffers: GradientBuffers,
+        exchange: GradientExchange,
+        group: Group,
+    ) -> None:
+        """``modules``: those whose forward is called."""
+        self.index = index
+        self._parts = [_Part(module) for module in modules]
+        self._buffers, self._exchange, self._group = buffers, exchange, group
+        self._layout: object = None  # that of the slots
+        self._slots: list[list[torch.Tensor]] = []  # by part and buffer: its place in the tensor
+        self._is_written = False  # in the open step
+        # Checkpoints run forward again inside backward. Until the first pass has shown whether they do: None.
+        self._changes_in_backward: bool | None = None
 
-    def send(self, *, synchronizing: bool, needed: bool) -> None:
-        """Sends the buffers before each forward pass except after a pass in no_sync(), as DDP does. Collective.
+    def on_backward_begin(self) -> bool:
+        """Returns whether the buffers are in their tensor, which travels from now on. REQUIRES: nothing travels."""
+        self._is_written = False
+        for part in self._parts:
+            part.look()
+        if self._changes_in_backward is False:
+            self._write()
+        return self._is_written
+
+    def on_backward_end(self) -> bool:
+        """As ``on_backward_begin``, if the tensor does not travel yet; otherwise False."""
+        changed = [part.look() for part in self._parts]
+        self._changes_in_backward = bool(self._changes_in_backward) or any(changed)
+        if self._is_written:
+            return False
+        self._write()
+        return True
+
+    def before_forward(self, number: int, *, synchronizing: bool, needed: bool) -> None:
+        """Rank 0's values, for the forward pass for training of module ``number`` that begins; not after a pass in
+        no_sync(), as with DDP. Collective if no backward pass has sent them.
 
         ``needed``: backward of an earlier pass still needs this rank's values, so they stay. (With DDP that backward
         raises.)
         """
-        due, self._due = self._due, synchronizing
-        if not due:
-            return
-        held = [buffer for each in self._held for buffer in each.values() if buffer is not None]
-        buffers = list({id(buffer): buffer for buffer in held}.values())
-        if needed and self._group.rank != 0:
-            buffers = [buffer.clone() for buffer in buffers]
-        if buffers:
-            with self._watch.waiting("the module's buffers from rank 0"):
-                self._group.copy_from_first(buffers, "the module's buffers")
+        part = self._parts[number]
+        arriving, due = part.arriving, part.due
+        part.arriving, part.due = False, synchronizing
+        is_first = self._group.rank == 0
+        if arriving and not needed and not is_first:
+            self._exchange.wait([self.index])
+            # What the program has changed since backward, on all ranks alike (load_state_dict), stays.
+            slots, tensors = self._slots_now()[number], part.unchanged()
+            _copy([(each, slots[position]) for position, each in tensors.items()])
+        elif due and not arriving:
+            tensors = part.current()
+            if tensors:
+                self._exchange.wait_until_idle()
+                with self._exchange.watch.waiting(f"{WHAT} from rank 0"):
+                    keeps = needed and not is_first
+                    self._group.copy_from_first([each.clone() for each in tensors] if keeps else tensors, WHAT)
+
+    def send_before_forward(self) -> None:
+        """What has travelled is dropped: the next forward pass begins with sending."""
+        for part in self._parts:
+            part.due, part.arriving = part.due or part.arriving, False
+
+    def on_sent(self) -> None:
+        """All ranks have rank 0's buffers."""
+        for part in self._parts:
+            part.due = part.arriving = False
+
+    def release(self) -> None:
+        """Lets go of the gradient buffers."""
+        self._slots, self._layout = [], None
+
+    def _write(self) -> None:
+        self._is_written = True
+        slots = self._slots_now()
+        if self._group.rank != 0:
+            self._buffers.views[self.index].zero_()
+        for part, own in zip(self._parts, slots, strict=True):
+            if not part.fits:
+                continue
+            part.due, part.arriving = False, True
+            if self._group.rank == 0:
+                _copy(list(zip(own, part.tensors, strict=True)))
+
+    def _slots_now(self) -> list[list[torch.Tensor]]:
+        if self._layout is not self._buffers.layout:
+            self._layout = self._buffers.layout
+            where = next(each for each in self._buffers.layout if each.name == BUFFERS_NAME)
+            memory, at = self._buffers.flats[where.buffer].view(torch.uint8), where.lo_bytes
+            self._slots = []
+            for part in self._parts:
+                self._slots.append([])
+                for shape, dtype in part.kinds:
+                    size_bytes = shape.numel() * dtype.itemsize
+                    self._slots[-1].append(memory[at : at + size_bytes].view(dtype).view(shape))
+                    at += _slot_bytes(self._slots[-1][-1])
+        return self._slots
+
+
+class _Part:
+    """The buffers of one module that is called.
+
+    ``due``: rank 0 has to send them before the next forward pass. ``arriving``: a backward pass has sent them, and they
+    are not copied in yet. ``tensors``: at the last look. ``kinds``: what the tensor that travels has room for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # The dicts, not the buffers themselves: a module may replace a buffer by another tensor.
+        self._held = [each._buffers for each in module.modules()]
+        self.due, self.arriving, self.fits = True, False, True
+        self.tensors = self.current()
+        self._versions = [each._version for each in self.tensors]
+        self.kinds = self._kinds()
+
+    def current(self) -> list[torch.Tensor]:
+        """The buffers as they are now, each once."""
+        found = [buffer for held in self._held if held for buffer in held.values() if buffer is not None]
+        return list({id(each): each for each in found if each.numel() > 0}.values())
+
+    def look(self) -> bool:
+        """Returns whether the buffers have changed since the last look."""
+        before, versions = self.tensors, self._versions
+        self.tensors = self.current()
+        self._versions = [each._version for each in self.tensors]
+        if len(before) != len(self.tensors) or not all(map(operator.is_, before, self.tensors)):
+            self.fits = self._kinds() == self.kinds
+            return True
+        return self._versions != versions
+
+    def unchanged(self) -> dict[int, torch.Tensor]:
+        """By position, the buffers that are as at the last look."""
+        seen = zip(self.current(), self.tensors, self._versions, strict=False)
+        return {n: now for n, (now, then, version) in enumerate(seen) if now is then and now._version == version}
+
+    def _kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(each.shape, each.dtype) for each in self.tensors]
+
+
+def _slot_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _SLOT_BYTES) * _SLOT_BYTES
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second of each pair into the first; a GPU takes many of one dtype at once."""
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in pairs:
+        by_dtype.setdefault(pair[0].dtype, []).append(pair)
+    for alike in by_dtype.values():
+        torch._foreach_copy_([into for into, _ in alike], [value for _, value in alike])
