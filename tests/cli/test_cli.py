@@ -17,7 +17,8 @@ from gradcast import _core
 from gradcast.cli import main
 
 PNG = b"\x89PNG\r\n"
-HIERARCHICAL = ["--algorithm", "hierarchical", "--workers-per-node", "4", "--intra-bandwidth", "10GB/s"]
+HIERARCHICAL = ["--algorithm", "hierarchical", "--ranks-per-host", "4", "--intra-bandwidth", "10GB/s"]
+ON_HOSTS = ["--hosts", "4", "--ranks-per-host", "8"]
 # As the help groups them.
 COMMANDS = ["doctor", "network", "compare", "report", "info", "simulate", "advise", "dev"]
 
@@ -190,11 +191,32 @@ def test_simulate_uses_the_profiles_own_link(run, profile_path):
         (["--bandwidth", "10gbit", "--workers", "8"], "ring of 8 workers, 10 Gbit/s, 50 us per hop"),
         (["--bandwidth", "10gbit", "--workers", "1"], "ring of 1 worker,"),
         (["--bandwidth", "1GB/s", "--workers", "8", "--algorithm", "tree"], "tree of 8 workers, 8 Gbit/s"),
-        ([*HIERARCHICAL, "--bandwidth", "10gbit", "--workers", "8"], "2 nodes of 4 workers"),
+        ([*HIERARCHICAL, "--bandwidth", "10gbit", "--workers", "8"], "hierarchical, 2 hosts of 4 ranks"),
         (["--network", "56gbib-16"], "56gbib-16"),
         (
             ["--bandwidth", "10gbit", "--workers", "8", "--wire", "bf16"],
             "50 us per hop, bf16 on the wire: an all-reduce takes 700 us + 700 us per MB",
+        ),
+        # A byte leaves a host 2 * 31/32 times in a ring, 2 * 3/4 in two levels, and half of 2 * 8 * 3/4 as bf16 flat.
+        (
+            ["--bandwidth", "8gbit", *ON_HOSTS, "--algorithm", "ring"],
+            "ring of 32 workers on 4 hosts of 8 ranks, 8 Gbit/s, 50 us per hop: an all-reduce takes 3.1 ms + 1.94 ms",
+        ),
+        (
+            ["--bandwidth", "8gbit", *ON_HOSTS, "--wire", "bf16"],
+            "bf16 on the wire (3.10 times fp32's cost per byte): an all-reduce takes 3.1 ms + 6 ms per MB",
+        ),
+        (
+            ["--bandwidth", "8gbit", *ON_HOSTS, "--algorithm", "hierarchical", "--intra-latency", "0us"],
+            "8 Gbit/s, 50 us per hop, 80 Gbit/s inside: an all-reduce takes 300 us + 1.68 ms per MB",
+        ),
+        (
+            ["--bandwidth", "8gbit", *ON_HOSTS, "--algorithm", "hierarchical", "--wire", "fp16"],
+            "80 Gbit/s inside, fp16 on the wire: an all-reduce takes 370 us + 925 us per MB",
+        ),
+        (
+            ["--network", "10gbe-8", "--ranks-per-host", "4", "--wire", "bf16"],
+            "bf16 on the wire (1.14 times fp32's cost per byte): an all-reduce takes 523 us + 980 us per MB",
         ),
     ],
 )
@@ -202,6 +224,12 @@ def test_networks_of_every_kind(options, words, run):
     result = run("simulate", "vgg16", *options, "--policy", "forecast,fifo")
     assert result.code == 0
     assert words in result.out
+
+
+def test_several_ranks_per_host_compare_the_ring_with_two_levels(run):
+    out = run("simulate", "vgg16", "--bandwidth", "10gbit", "--hosts", "2,4", "--ranks-per-host", "4").out
+    found = [line.split()[0].rstrip(",") for line in out.splitlines() if " hosts of 4 ranks" in line]
+    assert found == ["ring"] * 2 + ["hierarchical"] * 2
 
 
 def test_a_profile_without_compute_on_a_link_without_cost(run, tmp_path):

@@ -201,7 +201,7 @@ def test_the_command_says_nothing_of_a_knee_of_one_point(run):
     "network",
     [
         ["--network", "10gbe-8", "--workers", "64"],
-        ["--bandwidth", "10gbit", "--intra-network", "nvlink-v100-4", "--workers-per-node", "8", "--workers", "8"],
+        ["--bandwidth", "10gbit", "--intra-network", "nvlink-v100-4", "--ranks-per-host", "8", "--workers", "8"],
     ],
 )
 def test_a_published_network_may_be_a_trees(network, run):
@@ -216,7 +216,7 @@ def test_a_published_network_may_be_a_trees(network, run):
 def test_named_and_given_networks_side_by_side(run, tmp_path):
     picture = tmp_path / "scaling.svg"
     result = run(
-        "simulate", "resnet50", "--scaling", "--network", "10gbe", "--bandwidth", "25gbit", "--workers-per-node", "4",
+        "simulate", "resnet50", "--scaling", "--network", "10gbe", "--bandwidth", "25gbit", "--ranks-per-host", "4",
         "--intra-network", "nvlink-v100", "--workers", "4,16,128", "--plot", picture,
     )  # fmt: skip
     assert result.code == 0
@@ -231,11 +231,11 @@ def test_named_and_given_networks_side_by_side(run, tmp_path):
         ([], "the profile resnet50 has no link; name a network"),
         (["--network", "carrier-pigeon"], "carrier-pigeon"),
         (["--latency", "5us"], "--latency needs --bandwidth"),
-        (["--bandwidth", "1gbit", "--intra-bandwidth", "1gbit"], "--intra-bandwidth needs --workers-per-node"),
-        (["--bandwidth", "1gbit", "--workers-per-node", "4", "--intra-latency", "1us"], "needs --intra-bandwidth"),
+        (["--bandwidth", "1gbit", "--intra-bandwidth", "1gbit"], "--intra-bandwidth needs --ranks-per-host"),
+        (["--bandwidth", "1gbit", "--ranks-per-host", "4", "--intra-latency", "1us"], "needs --intra-bandwidth"),
         (["--bandwidth", "1gbit", "--algorithm", "star"], "there is no algorithm star"),
         (["--bandwidth", "1gbit", "--workers", "2,x"], "'x' is not a whole number"),
-        (["--network", "pcie-4", "--workers-per-node", "4", "--workers", "8", "--algorithm", "star,"], "star"),
+        (["--network", "pcie-4", "--ranks-per-host", "4", "--workers", "8", "--algorithm", "star,"], "star"),
         (["--bandwidth", "1gbit", "--policy", "forecast,fifo"], "--scaling predicts one policy"),
         (["--bandwidth", "1gbit", "--wire", "bf16"], "--wire does not work with --scaling"),
     ],

@@ -10,13 +10,14 @@ from gradcast import _core
 from gradcast.cli.common import BANDWIDTH, TIME, WORKERS_MAX, argument, list_of, option, renamed, whole_number
 from gradcast.errors import Error
 from gradcast.files import load_link
+from gradcast.host_traffic import FLAT, NARROW_WIRES, RING, TWO_LEVEL, WIRE_SHARES, Hosts, exchange_form, wire_cost
 from gradcast.scaling.growth import ALGORITHMS, hop
-from gradcast.units import format_bandwidth, format_time, parse_time_ns
+from gradcast.units import format_bandwidth, format_time, parse_bandwidth_bits_per_s, parse_time_ns
 
-WIRES = ("bf16", "fp16")
 _LATENCY = "50us"  # one hop of Ethernet with TCP, as in the tables of docs/
-_INTRA_LATENCY = "5us"
-_DERIVED = ("workers", "latency", "algorithm", "workers_per_node", "intra_bandwidth", "intra_latency")
+_INTRA_LATENCY, _INTRA_BANDWIDTH = "5us", "10GB/s"  # about what PCIe, or copying in memory, carries
+_DERIVED = ("workers", "latency", "algorithm", "intra_bandwidth", "intra_latency")
+_HOSTS = ("hosts", "ranks_per_host")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         group,
         "--bandwidth",
         "LIST",
-        "bandwidth of each worker's own connection: 10gbit or 1gbit,25gbit",
+        "bandwidth of each host's connection: 10gbit or 1gbit,25gbit",
         list_of(BANDWIDTH),
     )
     counts = "number of workers: 8 or 2,8,64 (default: the profile's world size)"
@@ -48,14 +49,19 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--latency", "TIME", f"latency of one hop (default: {_LATENCY})", TIME)
     algorithms = f"algorithm of the all-reduce: {', '.join(ALGORITHMS)} (default: ring)"
     option(group, "--algorithm", "LIST", algorithms, list_of(argument(_algorithm)))
-    option(group, "--workers-per-node", "N", "hierarchical: workers of one node", whole_number(1, WORKERS_MAX))
-    inside = "hierarchical: bandwidth between workers of one node; --bandwidth is then that of a node"
+    hosts = "number of hosts, in place of --workers: 4 or 2,4,8"
+    option(group, "--hosts", "LIST", hosts, list_of(whole_number(1, WORKERS_MAX)))
+    ranks = (
+        "workers of one host, which share its connection (default: 1); with more, ring and hierarchical are compared"
+    )
+    option(group, "--ranks-per-host", "N", ranks, whole_number(1, WORKERS_MAX))
+    inside = f"hierarchical: bandwidth between workers of one host (default: {_INTRA_BANDWIDTH})"
     option(group, "--intra-bandwidth", "BANDWIDTH", inside, BANDWIDTH)
-    inside = f"hierarchical: latency of a hop inside a node (default: {_INTRA_LATENCY})"
+    inside = f"hierarchical: latency of a hop inside a host (default: {_INTRA_LATENCY})"
     option(group, "--intra-latency", "TIME", inside, TIME)
-    wire = "send fp32 gradients as 16-bit numbers, as gradcast.Options(wire=...) does: halves the cost per byte"
-    option(group, "--wire", None, wire, choices=WIRES)
-    renamed(group, topology="--algorithm")
+    wire = "send fp32 gradients as 16-bit numbers, as gradcast.Options(wire=...) does, by the bytes that leave a host"
+    option(group, "--wire", None, wire, choices=NARROW_WIRES)
+    renamed(group, topology="--algorithm", workers_per_node="--ranks-per-host")
 
 
 def _algorithm(text: str) -> str:
@@ -70,7 +76,7 @@ def given(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def has_network(args: argparse.Namespace) -> bool:
-    return bool(given(args, "network", "link", "bandwidth", "wire", *_DERIVED))
+    return bool(given(args, "network", "link", "bandwidth", "wire", *_HOSTS, *_DERIVED))
 
 
 def network_from(args: argparse.Namespace, profile: _core.Profile) -> Network:
@@ -86,17 +92,53 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
     if derived and args.bandwidth is None:
         why = _without_bandwidth(args, derived[0])
         raise Error(f"{why}, or predict other numbers of workers with `gradcast simulate --scaling`")
-    found = [Network(named.link, f"{named.name} ({named.summary})") for named in _published(args.network or [])]
+    if args.bandwidth is None and args.wire is None and (on_hosts := given(args, *_HOSTS)):
+        raise Error(f"{on_hosts[0]} needs --bandwidth or --wire")
+    found = [
+        _narrowed(args, Network(named.link, f"{named.name} ({named.summary})"), named.world_size)
+        for named in _published(args.network or [])
+    ]
     if args.link is not None:
-        found.append(Network(load_link(args.link), f"the link of {args.link}"))
+        network = Network(load_link(args.link), f"the link of {args.link}")
+        found.append(_narrowed(args, network, max(worker_counts(args) or [profile.world_size])))
     if args.bandwidth is not None:
         found += _derived(args, profile)
-    if not found:
-        found = [_own(profile)]
+    return found or [_narrowed(args, _own(profile), profile.world_size)]
+
+
+def worker_counts(args: argparse.Namespace) -> list[int]:
+    """Returns the numbers of workers that the user gave, by themselves or by hosts; an empty list if none."""
+    if args.hosts is None:
+        return args.workers or []
+    if args.workers is not None:
+        raise Error("--hosts times --ranks-per-host is the number of workers; leave out --workers")
+    counts = [count * (args.ranks_per_host or 1) for count in args.hosts]
+    if max(counts) > WORKERS_MAX:
+        raise Error(f"{max(counts)} workers are too many; {WORKERS_MAX} are the most")
+    return counts
+
+
+def _hosts(args: argparse.Namespace, worker_count: int) -> Hosts:
+    """Returns the hosts of so many workers."""
+    per_host = args.ranks_per_host or 1
+    if args.hosts is not None and worker_count not in worker_counts(args):
+        counts = " and ".join(map(str, args.hosts))
+        raise Error(f"{counts} hosts of {per_host} ranks are not the {worker_count} workers of this network")
+    if worker_count % per_host:
+        raise Error(f"{worker_count} workers are not a multiple of --ranks-per-host {per_host}; give --hosts")
+    return Hosts.even(worker_count // per_host, per_host)
+
+
+def _narrowed(args: argparse.Namespace, network: Network, worker_count: int, *forms: str) -> Network:
+    """The network with the wire format, if one is given. ``forms``: of the exchange with it, and with fp32."""
     if args.wire is None:
-        return found
+        return network
+    hosts = _hosts(args, worker_count)
+    cost = wire_cost(hosts, args.wire, *forms)
     words = f", {args.wire} on the wire"
-    return [replace(each, link=each.link.scaled(1, 0.5), description=each.description + words) for each in found]
+    if hosts.ranks_per_host > 1:
+        words += f" ({cost:.2f} times fp32's cost per byte)"
+    return replace(network, link=network.link.scaled(1, cost), description=network.description + words)
 
 
 def _without_bandwidth(args: argparse.Namespace, option_: str) -> str:
@@ -128,43 +170,56 @@ def _own(profile: _core.Profile) -> Network:
 
 
 def _derived(args: argparse.Namespace, profile: _core.Profile) -> list[Network]:
-    if args.workers is None and profile.world_size == 1:
+    counts = worker_counts(args)
+    if not counts and profile.world_size == 1:
         raise Error("the number of workers is missing; give it, for instance with --workers 8")
-    algorithms = args.algorithm or ["ring"]
-    inside = given(args, "workers_per_node", "intra_bandwidth", "intra_latency")
+    algorithms = args.algorithm or _compared(args)
+    inside = given(args, "intra_bandwidth", "intra_latency")
     if inside and "hierarchical" not in algorithms:
         raise Error(f"{inside[0]} only works with --algorithm hierarchical; leave it out for a {algorithms[0]}")
     points = itertools.product(
-        dict.fromkeys(algorithms), sorted({*(args.workers or [profile.world_size])}), sorted({*args.bandwidth})
+        dict.fromkeys(algorithms), sorted({*(counts or [profile.world_size])}), sorted({*args.bandwidth})
     )
     return [_network(args, *point) for point in points]
 
 
+def _compared(args: argparse.Namespace) -> list[str]:
+    """Returns the algorithms if the user names none: with a wire format, the one that gradcast takes."""
+    per_host = args.ranks_per_host or 1
+    if per_host == 1:
+        return ["ring"]
+    if args.wire is None:
+        return ["ring", "hierarchical"]
+    return ["hierarchical" if exchange_form(Hosts.even(2, per_host), args.wire) == TWO_LEVEL else "ring"]
+
+
 def _network(args: argparse.Namespace, algorithm: str, worker_count: int, bandwidth_bits_per_s: float) -> Network:
     latency_ns = latency_ns_of(args)
-    outside = hop(bandwidth_bits_per_s, latency_ns)
+    hosts, outside = _hosts(args, worker_count), hop(bandwidth_bits_per_s, latency_ns)
     costs = f"{format_bandwidth(bandwidth_bits_per_s)}, {format_time(latency_ns)} per hop"
+    known = (worker_count, algorithm, bandwidth_bits_per_s, latency_ns)
     if algorithm == "hierarchical":
-        link, nodes = _hierarchical(args, worker_count, outside)
-        words = f"hierarchical, {nodes}, {costs}, {format_bandwidth(args.intra_bandwidth)} inside"
-    else:
-        link = {"ring": _core.ring_link, "tree": _core.tree_link}[algorithm](outside, worker_count)
-        words = f"{algorithm} of {worker_count} worker{'' if worker_count == 1 else 's'}, {costs}"
-    return Network(link, words, worker_count, algorithm, bandwidth_bits_per_s, latency_ns)
+        link, words = _hierarchical(args, hosts, outside)
+        return Network(link, f"hierarchical, {hosts.describe()}, {costs}, {words}", *known)
+    link = {"ring": _core.ring_link, "tree": _core.tree_link}[algorithm](outside, worker_count)
+    on_hosts = f" on {hosts.describe()}" if hosts.ranks_per_host > 1 else ""
+    words = f"{algorithm} of {worker_count} worker{'' if worker_count == 1 else 's'}{on_hosts}, {costs}"
+    return _narrowed(args, Network(link, words, *known), worker_count, FLAT, RING)
 
 
-def _hierarchical(args: argparse.Namespace, worker_count: int, outside: _core.Hop) -> tuple[_core.LinkModel, str]:
-    per_node = args.workers_per_node
-    if per_node is None or args.intra_bandwidth is None:
-        raise Error(
-            "--algorithm hierarchical needs --workers-per-node and --intra-bandwidth, for instance 4 and 100GB/s"
-        )
-    if worker_count % per_node != 0:
-        raise Error(f"--workers {worker_count} is not a multiple of --workers-per-node {per_node}")
+def _hierarchical(args: argparse.Namespace, hosts: Hosts, outside: _core.Hop) -> tuple[_core.LinkModel, str]:
+    if args.ranks_per_host is None:
+        raise Error("--algorithm hierarchical needs --ranks-per-host, for instance 4")
+    inside, wire = intra_hop(args), args.wire or "fp32"
+    bandwidth = outside.bandwidth_bytes_per_s / WIRE_SHARES[wire]  # numbers are narrow between hosts only
     link = _core.hierarchical_link(
-        intra_node=intra_hop(args), inter_node=outside, node_count=worker_count // per_node, workers_per_node=per_node
+        intra_node=inside,
+        inter_node=_core.Hop(latency_ns=outside.latency_ns, bandwidth_bytes_per_s=bandwidth),
+        node_count=hosts.count,
+        workers_per_node=args.ranks_per_host,
     )
-    return link, f"{worker_count // per_node} nodes of {per_node} workers"
+    words = f"{format_bandwidth(8 * inside.bandwidth_bytes_per_s)} inside"
+    return link, words + (f", {wire} on the wire" if args.wire else "")
 
 
 def latency_ns_of(args: argparse.Namespace) -> float:
@@ -172,6 +227,7 @@ def latency_ns_of(args: argparse.Namespace) -> float:
 
 
 def intra_hop(args: argparse.Namespace) -> _core.Hop:
-    """The connection inside a node. REQUIRES: --intra-bandwidth is given."""
+    """The connection inside a host."""
     latency_ns = parse_time_ns(_INTRA_LATENCY) if args.intra_latency is None else args.intra_latency
-    return hop(args.intra_bandwidth, latency_ns)
+    bandwidth = args.intra_bandwidth or parse_bandwidth_bits_per_s(_INTRA_BANDWIDTH)
+    return hop(bandwidth, latency_ns)

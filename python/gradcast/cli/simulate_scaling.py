@@ -5,7 +5,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.cli import common
-from gradcast.cli.network_options import given, intra_hop, latency_ns_of
+from gradcast.cli.network_options import given, intra_hop, latency_ns_of, worker_counts
 from gradcast.errors import Error
 from gradcast.scaling.estimate import WORKERS, Band, Options, Point, as_json, band
 from gradcast.scaling.growth import ALGORITHMS, SPREAD, Network, Nodes, from_hop, hop, published
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         raise Error("--scaling predicts one policy, and DDP beside it; give one with --policy")
     profiles = common.profiles_from(args)
     options = Options(
-        workers=tuple(dict.fromkeys(args.workers or WORKERS)),
+        workers=tuple(dict.fromkeys(worker_counts(args) or WORKERS)),
         algorithms=tuple(dict.fromkeys(args.algorithm or ALGORITHMS)),
         networks=_networks(args),
         measured_algorithm=args.measured_algorithm or Options.measured_algorithm,
@@ -65,7 +65,7 @@ def _networks(args: argparse.Namespace) -> tuple[Network, ...]:
     algorithm = args.measured_algorithm or Options.measured_algorithm
     found = [published(name, algorithm) for name in dict.fromkeys(args.network or [])]
     # Any number of workers will do, unless all of them are on one node.
-    count = 2 * (args.workers_per_node or 1)
+    count = 2 * (args.ranks_per_host or 1)
     return (
         *found,
         *(_hop_network(hop(bits, latency_ns_of(args)), count) for bits in dict.fromkeys(args.bandwidth or [])),
@@ -79,22 +79,22 @@ def _hop_network(connection: _core.Hop, worker_count: int) -> Network:
 
 def _nodes(args: argparse.Namespace) -> Nodes | None:
     inside = given(args, "intra_network", "intra_bandwidth", "intra_latency")
-    if args.workers_per_node is None:
+    if args.ranks_per_host is None:
         if inside:
-            raise Error(f"{inside[0]} needs --workers-per-node, for instance --workers-per-node 8")
+            raise Error(f"{inside[0]} needs --ranks-per-host, for instance --ranks-per-host 8")
         return None
-    if args.workers_per_node < 2:
-        raise Error("--workers-per-node 1 says nothing about nodes; leave it out")
+    if args.ranks_per_host < 2:
+        raise Error("--ranks-per-host 1 is what is assumed without it; leave it out")
     if args.intra_network and len(inside) > 1:
         raise Error(f"--intra-network has its own costs; leave out {inside[1]}")
     if args.intra_network:
         algorithm = args.measured_algorithm or Options.measured_algorithm
-        return Nodes(args.workers_per_node, published(args.intra_network, algorithm))
+        return Nodes(args.ranks_per_host, published(args.intra_network, algorithm))
     if args.intra_bandwidth is None:
         if inside:
             raise Error("--intra-latency needs --intra-bandwidth, for instance --intra-bandwidth 100GB/s")
-        return Nodes(args.workers_per_node)
-    return Nodes(args.workers_per_node, _hop_network(intra_hop(args), 2))
+        return Nodes(args.ranks_per_host)
+    return Nodes(args.ranks_per_host, _hop_network(intra_hop(args), 2))
 
 
 def _print(args: argparse.Namespace, profiles: list[_core.Profile], found: Band) -> None:
