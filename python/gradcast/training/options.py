@@ -27,8 +27,9 @@ class Options:
       blocks pays the true one for each.
     * ``adapt``: gradcast measures and plans again when the network or compute has changed, tries the DDP baseline from
       time to time, and keeps to it if it is as fast. Off: the first plan is followed in any case.
-    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, with loss. Each rank's numbers
-      are rounded once, and their sum, made in fp32, once more. "fp32": gradients travel unchanged.
+    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers, with loss. Each rank's numbers are rounded
+      once, and their sum, made in fp32, once more. With one rank per host they are half of the bytes; with several
+      they may be more, and ``attach`` warns. "fp32": gradients travel unchanged.
     * ``max_grad_norm``, ``grad_norm_type``: in overlap mode every step clips the gradients, as
       ``clip_grad_norm_(module.parameters(), max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the
       ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
