@@ -30,6 +30,7 @@ from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import graph_capture
 from gradcast.training.diagnostics import Diagnostics
+from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepRecord, StepTrace
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
@@ -48,6 +49,7 @@ from gradcast.training.step.parameter_state import ParameterState, ParameterStat
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import TrainingSession, require_attached
+from gradcast.training.warmup_reads import WarmupReads
 
 _log = logging.getLogger("gradcast")
 
@@ -91,6 +93,7 @@ class Session(TrainingSession):
         self.buffers = GradientBuffers(names, values, group.world_size)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.trace = StepTrace(options.timeline_steps)
+        self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
         self._consistency = RankConsistency(self.buffers, self.exchange, group, options.compare_every)
         index = None if sent_along is None else len(values) - 1
         self._module_buffers = ModuleBuffers(modules, index, self.buffers, self.exchange, group) if modules else None
@@ -112,6 +115,7 @@ class Session(TrainingSession):
             self.exchange,
             self._gradients,
             self.trace,
+            self._waits,
             warn_once=self._warn_once,
             clipping=self._clipping,
             max_value=options.max_grad_value,
@@ -120,8 +124,10 @@ class Session(TrainingSession):
         self._callbacks = callbacks
         self.on_callbacks_changed()
         self.controller = PlanController(
-            names, values, self.buffers, group, self.exchange, self.trace, self.mode, options, self._clipping
-        )
+            names, values, self.buffers, group, self.exchange, self.trace, self._waits, self.mode, options,
+            self._clipping,
+        )  # fmt: skip
+        self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits, self.trace, len(values))
         self._handles = self._gradients.install(self)
         self._steps.intercept(self._on_step, self.flush)
 
@@ -153,7 +159,7 @@ class Session(TrainingSession):
 
     def flush(self, limit_s: float | None = None) -> None:
         """On a device, updates may still run on the current stream afterwards; no block travels any more."""
-        with self._lock, self.exchange.waiting_at_most(limit_s):
+        with self._lock, self.exchange.waiting_at_most(limit_s), self._waits.at(Cause.COMPLETION):
             if self._complete_step():
                 self.exchange.wait_until_idle()
 
@@ -178,7 +184,8 @@ class Session(TrainingSession):
 
     def stats(self) -> dict[str, Any]:
         values = super().stats() | plan_stats(self.controller, self.exchange, self.buffers, self.trace)
-        return values | {"grad_norm": self._steps.grad_norm, "clipping": self._clipping and self._clipping.stats()}
+        values |= {"grad_norm": self._steps.grad_norm, "clipping": self._clipping and self._clipping.stats()}
+        return values | {"waits": self._waits.stats()}
 
     def timeline_events(self) -> list[dict[str, Any]]:
         return self.trace.events(self.group.rank, self.exchange.timeline())
@@ -254,6 +261,7 @@ class Session(TrainingSession):
         this thread yet."""
         self.controller.interrupted = True
         self._steps.complete_all_updates()
+        self._reads.completed()
         if self._gradients.open and self._gradients.is_backward_on_another_thread():
             return False
         if self._gradients.open:
@@ -294,12 +302,22 @@ class Session(TrainingSession):
             due = [state for state in used if state.is_update_due]
             if due:
                 self._steps.stream.on_parameter_read()
-                self._steps.complete_updates(due)
+                with self._waits.at(self._cause(tensors[0])):
+                    self._steps.complete_updates(due)
             if self._steps.must_clip_first:
-                self._steps.complete_all_updates()
+                with self._waits.at(Cause.GRADIENTS_AFTER_STEP):
+                    self._steps.complete_all_updates()
             if any(pending.is_pending(each) and self._steps.parameters_changing(each) is None for each in tensors):
                 self._gradients.refuse_inside_backward()
-                self._use_gradients()
+                with self._waits.at(Cause.GRADIENTS):
+                    self._use_gradients()
+
+    def _cause(self, tensor: torch.Tensor) -> Cause:
+        """What a use of this tensor is, whose update is due."""
+        state = self._states.of(tensor)
+        if state is None:
+            return Cause.STATE
+        return Cause.GRADIENTS_AFTER_STEP if tensor is state.visible_grad else Cause.PARAMETERS
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         with self._lock:
@@ -337,6 +355,8 @@ class Session(TrainingSession):
             if forward_end_ns:
                 self.trace.span("forward", forward_start_ns, start_ns)
             self._change_layout(lambda: self.controller.begin_iteration(start_ns))
+            measuring, on_baseline = self.controller.warmup is not None, self.controller.on_baseline
+            self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
             self._consistency.check(self.controller.step_reports.failed_iteration)
             active = self.exchange.active
             self._iteration = self.exchange.begin()
@@ -377,12 +397,11 @@ class Session(TrainingSession):
 
     def wait_for_gradients(self) -> None:
         self._refuse_capture()
-        with self._lock:
+        with self._lock, self._waits.at(Cause.SECOND_BACKWARD, in_forward=True), self.trace.timed("wait"):
             self._gradients.wait_for_all()
 
     def stop_watching_reads(self) -> None:
-        if self.controller.warmup is not None:
-            self.controller.warmup.stop_watching()
+        self._reads.stop()
 
     # --- Forward ---
 
@@ -392,11 +411,14 @@ class Session(TrainingSession):
         if compiled and self.mode == "overlap":
             # Compiled code has fixed the class of its parameters, so nothing shows which of them it reads.
             self._warn_once(
-                "the model is compiled as a whole, so its forward pass waits for all parameters; compile its blocks "
-                "instead (block.compile()), so that communication overlaps with forward"
+                "%s: the model is compiled as a whole, so its forward pass waits for all parameters; compile its "
+                "blocks instead (block.compile()), so that communication overlaps with forward",
+                where(),
             )
+        self.stop_watching_reads()  # of the loop
         if compiled or torch.jit.is_tracing():
-            self.complete_step()
+            with self._waits.at(Cause.COMPILED if compiled else Cause.COMPLETION):
+                self.complete_step()
         self._complete_unseen_reads()
         training &= torch.is_grad_enabled()
         if training:
@@ -409,12 +431,9 @@ class Session(TrainingSession):
         self._forward_ns = (time.perf_counter_ns(), 0)
         if training and not in_backward and self._module_buffers is not None:
             self._bring_buffers()
-        if self.controller.warmup is not None and training and not compiled:
-            self.controller.warmup.watch_reads(self._steps.stream.on_parameter_read)
-            if self._clipping is not None:  # the first update needs the norms
-                self.controller.warmup.stopwatch.read(self._clipping.index)
-            if self._module_buffers is not None and self._module_buffers.index is not None:
-                self.controller.warmup.stopwatch.read(self._module_buffers.index)
+        if training:
+            self._reads.forward_begins(compiled=compiled)
+        self._waits.forward_begins()
 
     def _bring_buffers(self) -> None:
         """Rank 0's buffers, for the forward pass for training that begins."""
@@ -468,20 +487,23 @@ class Session(TrainingSession):
         """``step()`` of an optimizer was called."""
         with self._lock:
             self._steps.complete_updates_of(number)  # by a second step() with the same gradients
-            if not self._gradients.open:
-                self._steps.run_whole(number)
-            elif self._take_gradients(number):
+            has_ended = self._gradients.open and self._take_gradients(number)
+            if has_ended:
                 self._end_step()
+            elif not self._gradients.open:
+                self._steps.run_whole(number)
             with self._measured("updating"):
                 self._steps.call_back()
+            if has_ended:
+                self._reads.loop_begins()
 
     def _take_gradients(self, number: int) -> bool:
-        warmup = self.controller.warmup
-        if warmup is None:
+        if self.controller.warmup is None:
             return self._steps.take_gradients(number, self, synchronous=self.controller.on_baseline)
-        self._await_gradients(time.perf_counter_ns())
-        with self._measured("updating"):
-            return self._steps.take_gradients(number, self, synchronous=True)
+        with self._reads.around_step(number):
+            self._await_gradients(time.perf_counter_ns())
+            with self._measured("updating"):
+                return self._steps.take_gradients(number, self, synchronous=True)
 
     def _use_gradients(self) -> None:
         """The program uses gradients between backward and ``step()``."""

@@ -71,7 +71,7 @@ class SingleWorkerSession(TrainingSession):
 
     def _before_forward(self, _: Any, compiled: bool) -> None:
         if not compiled and torch.is_grad_enabled() and self._module.training:
-            self._warmup.watch_reads(lambda: None)
+            self._warmup.watch_reads(lambda _: None)
 
     def _after_forward(self, _output: Any, _compiled: bool) -> None:
         self._warmup.stop_watching()

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 
 import gradcast
-from gradcast.training.step import pending
 from gradcast.training.step.update_stream import UpdateStream
 from training.attached import Attached
 from training.needs import torch
@@ -138,10 +137,10 @@ def test_a_session_watches_reads_and_updates_on_the_update_stream(rank):
             stream.read_elsewhere = True
         stream.asked.clear()
         attached.step(torch.ones(2, 4))
-        steps.append((list(stream.asked), pending.is_pending(attached.module.weight)))
-    for asked, is_pending in steps[1:3]:  # the warm-up: read, and the step at once
+        steps.append((list(stream.asked), attached.handle._session._states[0].is_update_due))
+    for asked, is_due in steps[1:3]:  # the warm-up: read, and the step at once
         assert asked[0] == "read"
-        assert not is_pending
+        assert not is_due
     update, backward_end, step = ["read", "in", "out"], ["called"], ["called", "in", "out"]
     assert steps[4] == (update + backward_end + step, True)
     assert not steps[5][1], "parameters are read elsewhere: the step is taken at once"

@@ -71,5 +71,5 @@ def test_a_step_that_goes_past_gradcast_is_right_and_said_once(rank, from_step):
         original = type(twins.ours.optimizer).step
         twins.ours.optimizer.step = lambda: original(twins.ours.optimizer)
         twins.train(6)
-    assert ["bypasses gradcast" in line for line in said] == ([True] if rank.index == 0 else [])
+    assert sum("bypasses gradcast" in line for line in said) == (rank.index == 0)
     return twins.differences()

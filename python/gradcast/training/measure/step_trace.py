@@ -45,10 +45,11 @@ class StepRecord:
 
 
 class StepTrace:
-    """The last ``capacity`` steps."""
+    """The last ``capacity`` steps. ``waited_ns``: the training thread's waiting in all steps until now."""
 
     def __init__(self, capacity: int) -> None:
         self._records: collections.deque[StepRecord] = collections.deque(maxlen=capacity)
+        self.waited_ns = 0
 
     def begin(self, record: StepRecord) -> None:
         if self._records:
@@ -60,6 +61,7 @@ class StepTrace:
         return self._records[-1] if self._records else None
 
     def span(self, category: str, start_ns: int, end_ns: int) -> None:
+        self.waited_ns += end_ns - start_ns if category == "wait" else 0
         if self._records:
             self._records[-1].spans.append((category, start_ns, end_ns))
 

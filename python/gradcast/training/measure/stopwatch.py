@@ -72,11 +72,17 @@ class _Step:
     ready: dict[int, Any] = dataclasses.field(default_factory=dict)
     used: set[int] = dataclasses.field(default_factory=set)  # parameters that autograd made a gradient of
     need: dict[int, Any] = dataclasses.field(default_factory=dict)
+    early: dict[int, Any] = dataclasses.field(default_factory=dict)  # the same before forward: the program's own reads
     watched: bool = False  # the forward pass after it was watched for reads
     backward_end: Any = None
     waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     next_backward: Any = None
+
+    def first_use(self, index: int) -> Any:
+        """When the parameter was read first; None if no read was seen."""
+        # If forward was not seen, the early reads may be its own.
+        return self.early[index] if self.watched and index in self.early else self.need.get(index)
 
     @property
     def complete(self) -> bool:
@@ -138,6 +144,11 @@ class Stopwatch:
         if self._steps:
             self._steps[-1].need.setdefault(index, self._clock.stamp())
 
+    def read_early(self, index: int) -> None:
+        """The program reads the parameter, or something else waits for it, before the next forward pass."""
+        if self._steps:
+            self._steps[-1].early.setdefault(index, self._clock.stamp())
+
     def unseen_reads(self) -> set[int]:
         """Parameters that forward used although no read was seen, since they have gradients. C++ extensions and views
         that the program has kept read in such ways."""
@@ -165,7 +176,8 @@ class Stopwatch:
         for index in range(self._parameter_count):
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
             ready_ns.append(max(0.0, statistics.median(ready)) if ready else 0.0)
-            need = [since(s.need[index]) for s, since in zip(steps, since_backward, strict=True) if index in s.need]
+            first_use = [(step.first_use(index), since) for step, since in zip(steps, since_backward, strict=True)]
+            need = [since(stamp) for stamp, since in first_use if stamp is not None]
             # No read was seen: the parameter is not urgent, or its reads are unseen.
             need_ns.append(statistics.median(need) if need else float("inf"))
         return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, sorted(self.unseen_reads()))

@@ -33,6 +33,7 @@ import torch
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.training.measure import compute_cost
+from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.stage_exposure import StageExposure
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.options import Options
@@ -175,6 +176,7 @@ class PlanController:
         group: Group,
         exchange: GradientExchange,
         trace: StepTrace,
+        waits: EarlyWaits,
         mode: str,
         options: Options,
         clipping: NormClipping | None,
@@ -182,9 +184,9 @@ class PlanController:
         """``clipping``: tells how often it lets a step wait for all gradients."""
         self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
         self._group, self.exchange, self._trace = group, exchange, trace
-        self._mode, self._options = mode, options
+        self.mode, self._options = mode, options
         self.step_reports = StepReports(buffers, group.rank, group.world_size)
-        self.proposer = Proposer(names, buffers, mode, group.world_size, options, clipping)
+        self.proposer = Proposer(names, buffers, mode, group.world_size, options, clipping, waits)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = buffers.flats[0].device.type == "cpu"
         self._link_ns = 0  # of all iterations until now
@@ -346,7 +348,7 @@ class PlanController:
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
         warmup = Warmup(
-            self._names, self._parameters, self._buffers, self._group, self._mode, self._options, order=order
+            self._names, self._parameters, self._buffers, self._group, self.mode, self._options, order=order
         )
         self.follow(warmup.agree_on_first_plan())
         return WarmingUp(self, warmup, change)
@@ -381,7 +383,7 @@ class PlanController:
     def _waiting_stage(self) -> str:
         if not self._sees_compute:  # on a device
             return "forward"  # the host waits for everything where forward ends and the next backward pass begins
-        if self._mode == "hook":
+        if self.mode == "hook":
             return "backward"
         return "loop" if self.on_baseline or self.warmup is not None else "forward"
 

@@ -40,7 +40,8 @@ class Expectation:
     """Expected speed-up over the DDP baseline, which has DDP's best bucket size.
 
     ``low``, ``high``: speed-ups with the network's costs at the first and the last decile of the measured blocks.
-    ``limit``: the speed-up that no plan can exceed. ``compute_share``: of the baseline's step.
+    ``limit``: the speed-up that no plan can exceed. ``compute_share``: of the baseline's step. ``reason``: what in the
+    program costs the most overlap, with its line; None if nothing does.
     """
 
     plan: TypicalStep
@@ -49,6 +50,7 @@ class Expectation:
     high: float
     limit: float
     compute_share: float
+    reason: str | None = None
 
     @property
     def gain(self) -> float:
@@ -66,14 +68,15 @@ class Expectation:
 
     def sentence(self) -> str:
         expected = f"expected {self.gain:.2f}x ({self.low:.2f}–{self.high:.2f}) over DDP; "  # noqa: RUF001, a range
+        allowed = f"the network allows {self.limit:.2f}x" + (f" while {self.reason}" if self.reason else "")
         if self.is_worthwhile:
-            return f"{expected}the network allows {self.limit:.2f}x"
+            return f"{expected}{allowed}"
         if self.is_worth_trying:
-            return f"{expected}the network allows {self.limit:.2f}x, so the plan is tried, and kept if it is faster"
+            return f"{expected}{allowed}, so the plan is tried, and kept if it is faster"
         if self.compute_share >= _COMPUTE_BOUND_SHARE:
             return "your step is compute-bound: expected gain below 2 %, running as DDP"
         nothing_to_hide = self.limit < _WORTHWHILE
-        why = (
+        why = self.reason or (
             "no schedule can hide the remaining communication"
             if nothing_to_hide
             else "no plan was found that hides more communication"

@@ -14,6 +14,7 @@ from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
 from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.options import Options
 from gradcast.training.plan import calibration, measured_profile
@@ -80,9 +81,12 @@ class Proposer:
         world_size: int,
         options: Options,
         clipping: NormClipping | None = None,
+        waits: EarlyWaits | None = None,
     ) -> None:
-        """``mode``: of the plans. ``clipping``: tells how often it lets a step wait for all gradients."""
+        """``mode``: of the plans. ``clipping``: tells how often it lets a step wait for all gradients. ``waits``: of
+        the program's own; the profile has them already."""
         self._names, self._sizes, self._mode, self._clipping = list(names), sizes, mode, clipping
+        self._waits = waits
         self._world_size, self._options = world_size, options
         self._idle_saving_ns = 0.0  # found in the last warm-up
         self.variation = StepVariation()  # of the steps that the last proposal was made from
@@ -156,6 +160,8 @@ class Proposer:
         baseline = baseline_plan(baseline_profile)
         waiting_share = self._waiting_share(profile, plan)
         expectation = expect(profile, plan, baseline_profile, baseline, variation, waiting_share)
+        if self._waits is not None and expectation is not None:
+            expectation = dataclasses.replace(expectation, reason=self._waits.reason())
         return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation)
 
     @property

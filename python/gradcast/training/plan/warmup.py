@@ -62,27 +62,44 @@ class Warmup:
         # Known on all ranks once there is a profile: parameters with unseen reads on some rank, see measure.Stopwatch.
         self.unseen_reads: set[int] = set()
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
+        self.watches_early = False  # reads between step() and forward are being watched
 
     def agree_on_first_plan(self) -> AgreedPlan:
         """Collective."""
         return agreement.agree(self._group, self._names, lambda: AgreedPlan(self._profile, self._plans[0]))
 
-    def watch_reads(self, on_read: Callable[[], None]) -> None:
-        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then."""
-        self._on_read = on_read
+    def watch_reads(self, on_read: Callable[[int], None]) -> None:
+        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then with
+        the number of parameters."""
         self.stopwatch.watching()
+        self._watch(on_read, early=False)
+
+    def watch_early_reads(self, on_read: Callable[[int], None]) -> None:
+        """The same for reads between ``step()`` and forward."""
+        self._watch(on_read, early=True)
+
+    def read_by_compiled_model(self) -> None:
+        """Forward begins, of a model that is compiled as a whole: it waits for all parameters."""
+        self.stopwatch.watching()
+        for index in range(len(self._parameters)):
+            self.stopwatch.read(index)
+
+    def _watch(self, on_read: Callable[[int], None], *, early: bool) -> None:
+        self._on_read, self.watches_early = on_read, early
         for parameter in self._parameters:
             if not pending.is_pending(parameter):
                 pending.mark(parameter, self)
 
     def stop_watching(self) -> None:
+        self.watches_early = False
         for parameter in self._parameters:
             pending.clear(parameter)
 
     def resolve(self, tensors: list[torch.Tensor]) -> None:
-        self._on_read()
+        self._on_read(len(tensors))
+        note = self.stopwatch.read_early if self.watches_early else self.stopwatch.read
         for tensor in tensors:
-            self.stopwatch.read(self._index_of[id(tensor)])
+            note(self._index_of[id(tensor)])
             pending.clear(tensor)
 
     def zero_later(self, tensor: torch.Tensor) -> bool:

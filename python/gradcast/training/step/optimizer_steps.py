@@ -4,6 +4,7 @@ Thread safety: under the session's lock.
 """
 
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training.compat import extension, interrupts
+from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.step import parameter_state, partial_step, pending
 from gradcast.training.step.clipping import NormClipping, clip_values
@@ -40,7 +42,8 @@ class OptimizerSteps:
         exchange: GradientExchange,
         gradients: GradientHooks,
         trace: StepTrace,
-        warn_once: Callable[[str], None],
+        waits: EarlyWaits,
+        warn_once: Callable[..., None],
         clipping: NormClipping | None,
         max_value: float | None,
         callbacks: UpdateCallbacks,
@@ -50,7 +53,7 @@ class OptimizerSteps:
         self._optimizers = list(optimizers)
         self._states = states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
-        self._exchange, self._gradients, self._trace = exchange, gradients, trace
+        self._exchange, self._gradients, self._trace, self._waits = exchange, gradients, trace, waits
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()  # parameters whose gradients of the open step are known to have arrived
@@ -68,7 +71,7 @@ class OptimizerSteps:
         for number, optimizer in enumerate(self._optimizers):
             self._interceptions.append(partial_step.StepInterception(optimizer, functools.partial(on_step, number)))
             self._interceptions[-1].flush_before_state(flush)
-            self._guards.append(OptimizerStateGuard(optimizer, functools.partial(self.complete_updates_of, number)))
+            self._guards.append(OptimizerStateGuard(optimizer, functools.partial(self._on_state_access, number)))
 
     def release(self) -> None:
         """Gives the optimizers back as they were."""
@@ -157,7 +160,7 @@ class OptimizerSteps:
             )
         # The gradients have arrived by a second step with them, and nothing guards them any more.
         synchronous = synchronous or number in self._stepped
-        reason = None if synchronous else self._reason_to_wait(number)
+        reason = None if synchronous else self.reason_to_wait(number)
         if synchronous or reason is not None:
             self._step_now(number, reason)
         else:
@@ -221,6 +224,10 @@ class OptimizerSteps:
         """Completes all updates of one optimizer that are due."""
         self.complete_updates([state for state in self._states_of[number] if state.is_update_due])
 
+    def _on_state_access(self, number: int) -> None:
+        with self._waits.at(Cause.STATE):
+            self.complete_updates_of(number)
+
     def complete_all_updates(self) -> None:
         self.complete_updates(self.due)
 
@@ -242,28 +249,34 @@ class OptimizerSteps:
         """Whether a deferred step still needs the norm of all gradients, so that none of them may change."""
         return self._clipping is not None and not self._clipping.done and bool(self.due)
 
-    def _reason_to_wait(self, number: int) -> str | None:
+    def reason_to_wait(self, number: int) -> Cause | None:
+        """Why a step of this optimizer cannot be deferred, if it cannot."""
         optimizer = self._optimizers[number]
         if self.stream.read_elsewhere:
-            return "parameters are read on another CUDA stream than that of step()"
+            return Cause.OTHER_STREAM
         if not self._gradients.all_sent:
-            return "the backward pass has failed before all gradients existed"
+            return Cause.FAILED
         if self._gradients.values_used:
-            return "gradients are used between backward and step(), as clipping does"
+            return Cause.GRADIENTS
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            return "a GradScaler drives the optimizer"
+            return Cause.SCALER
         if not self._gradients.are_in_place(self._states_of[number] if self._clipping is None else self._states):
-            return "gradients are replaced between backward and step()"
+            return Cause.REPLACED
         return None
 
-    def _step_now(self, number: int, reason: str | None) -> None:
+    def held(self, number: int) -> list[ParameterState]:
+        """Parameters of this optimizer whose memory the program holds: it could read an update unnoticed."""
+        states = self._states_of[number]
+        found = extension.load().held_elsewhere([state.parameter for state in states], None, False)
+        return [states[position] for position in found]
+
+    def _step_now(self, number: int, reason: Cause | None) -> None:
         """A synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
-        if reason is not None:
-            self._warn_once(f"{reason}: such steps wait for all gradients, without overlap with the next forward pass")
-        start_ns = time.perf_counter_ns()
-        self._gradients.wait_for_all()
+        # Gradients that were used have arrived, and what that has waited is counted there.
+        waits_here = reason not in (None, Cause.GRADIENTS)
+        with self._waits.at(reason) if waits_here else contextlib.nullcontext(), self._trace.timed("wait"):
+            self._gradients.wait_for_all()
         arrived_ns = time.perf_counter_ns()
-        self._trace.span("wait", start_ns, arrived_ns)
         self._clip(as_they_are=True)
         if self._max_value is not None:
             gradients = [state.parameter.grad for state in self._states_of[number]]
@@ -276,7 +289,7 @@ class OptimizerSteps:
         due = self._states_of[number]
         with interrupts.after_this():
             self._partial[number] = partial_step.PartialStep(self._optimizers[number])
-            held = extension.load().held_elsewhere([state.parameter for state in due], None, False)
+            held = self.held(number)
             for state in due:
                 state.defer_update(owner)
             self._guards[number].guard(due, owner)
@@ -285,7 +298,7 @@ class OptimizerSteps:
             self._arrived.update(self._exchange.newly_arrived())
             self._take_norms(due)
         if held:
-            self._complete_held([due[position] for position in held])
+            self._complete_held(held)
 
     def _update_others(self, number: int) -> None:
         """Updates what else the optimizer updates: frozen parameters that have a gradient."""
@@ -297,13 +310,14 @@ class OptimizerSteps:
 
     def _complete_held(self, held: Sequence[ParameterState]) -> None:
         """Completes the updates of parameters whose memory the program holds: it could read that unnoticed."""
-        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         self._warn_once(
-            f"the program holds the memory of {held[0].name}{more} (a view or detach(), a NumPy array, DLPack, "
-            "TorchScript, a graph that was kept): these are updated inside step(), without overlap with the next "
-            "forward pass"
+            "%s: the program holds the memory of %s (a view or detach(), a NumPy array, DLPack, TorchScript, a graph "
+            "that was kept): these are updated inside step(), without overlap with the next forward pass",
+            where(),
+            held[0].name + (f" and {len(held) - 1} more" if len(held) > 1 else ""),
         )
-        self._complete_updates(held)
+        with self._waits.at(Cause.HELD):
+            self._complete_updates(held)
 
     def _update(self, number: int, part: Sequence[ParameterState]) -> None:
         """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""

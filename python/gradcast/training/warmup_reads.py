@@ -1,0 +1,90 @@
+"""What the steps of a warm-up show of reads: when each parameter is first used, in forward or by the loop before it.
+
+In a warm-up ``step()`` waits for everything. What would wait otherwise is used early all the same, so that the plan,
+and what is expected of it, are for the step as the program takes it.
+
+Thread safety: under the session's lock.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from gradcast.training.measure.early_waits import Cause, EarlyWaits
+from gradcast.training.measure.step_trace import StepTrace
+from gradcast.training.plan.controller import PlanController
+from gradcast.training.plan.warmup import Warmup
+from gradcast.training.step.optimizer_steps import OptimizerSteps
+from gradcast.training.step.parameter_state import ParameterState
+
+
+class WarmupReads:
+    """The reads of one session. Does nothing outside of its warm-ups."""
+
+    def __init__(
+        self,
+        controller: PlanController,
+        states: Sequence[ParameterState],
+        steps: OptimizerSteps,
+        waits: EarlyWaits,
+        trace: StepTrace,
+        count: int,
+    ) -> None:
+        """``count``: tensors that travel, parameters first."""
+        self._controller, self._states, self._steps = controller, states, steps
+        self._waits, self._trace, self._count = waits, trace, count
+
+    @property
+    def _warmup(self) -> Warmup | None:
+        return self._controller.warmup
+
+    def stop(self) -> None:
+        """Backward or another pass begins: reads are no longer those of forward or of the loop."""
+        if self._warmup is not None:
+            self._warmup.stop_watching()
+
+    @contextlib.contextmanager
+    def around_step(self, number: int) -> Iterator[None]:
+        """Put this around a synchronous step of this optimizer."""
+        reason, held = self._steps.reason_to_wait(number), self._steps.held(number)
+        before_ns = self._trace.waited_ns
+        yield
+        self._waits.step_waited(self._trace.waited_ns - before_ns)
+        if reason is not None:
+            self._note_early(reason, self._states)
+        elif held:
+            self._note_early(Cause.HELD, held)
+
+    def loop_begins(self) -> None:
+        """All optimizers have taken their step: until forward begins, reads are the program's own."""
+        if self._warmup is not None:
+            self._warmup.watch_early_reads(self._on_early_read)
+
+    def completed(self) -> None:
+        """The program has completed the step, to read parameters in ways that cannot be seen."""
+        if self._warmup is not None and self._warmup.watches_early:
+            self._warmup.stop_watching()
+            self._note_early(Cause.COMPLETION, self._states)
+
+    def forward_begins(self, *, compiled: bool) -> None:
+        """Forward of a training step. ``compiled``: of a model as a whole, whose reads are not seen."""
+        if self._warmup is None:
+            return
+        if not compiled:
+            self._warmup.watch_reads(lambda _: self._steps.stream.on_parameter_read())
+        elif self._controller.mode == "overlap":
+            self._warmup.read_by_compiled_model()
+            self._waits.would_wait(Cause.COMPILED)
+        for index in range(
+            len(self._states), self._count
+        ):  # norms and buffers, which forward or its first update needs
+            self._warmup.stopwatch.read(index)
+
+    def _on_early_read(self, count: int) -> None:
+        self._steps.stream.on_parameter_read()
+        self._waits.would_wait(Cause.PARAMETERS, count)
+
+    def _note_early(self, cause: Cause, states: Sequence[ParameterState]) -> None:
+        for state in states:
+            self._warmup.stopwatch.read_early(state.index)
+        if cause is not Cause.GRADIENTS:  # counted where they were used, which has waited
+            self._waits.would_wait(cause)
