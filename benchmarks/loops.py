@@ -1,0 +1,211 @@
+"""What a loop's own work costs the overlap: variants of one training loop on hosts with slow links, in turns.
+
+    python -m benchmarks.loops [--hosts 2] [--rate 400mbit] [--rounds 5] [--variants ddp,overlap,...]
+
+A timed stand-in of ResNet-50 (root, iproute2). Each variant trains a copy of its own, step by step; the first step of
+each turn is trained, but not timed. Another variant is a function that makes a ``Loop``, entered in ``VARIANTS``.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import gradcast
+from benchmarks.pages import run_program
+from gradcast import _core
+from gradcast.lab import Network
+from gradcast.lab.cores import wake_promptly
+from gradcast.lab.models import Task, make_task
+from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
+from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
+
+_BASE = "overlap"  # with which the others are compared
+_TIMEOUT_S = 1800.0
+_SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
+
+
+@dataclasses.dataclass
+class Loop:
+    """One variant: what the loop calls. ``handle``: gradcast's, None with DDP."""
+
+    called: nn.Module
+    optimizer: torch.optim.Optimizer
+    handle: gradcast.Handle | None = None
+    before_step: Callable[[], Any] = lambda: None  # between backward and step()
+    after_step: Callable[[], Any] = lambda: None
+
+
+def _ddp(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    # A group of its own has its own connections, as in a separate training.
+    return Loop(DistributedDataParallel(module, process_group=dist.new_group()), optimizer)
+
+
+def _overlap(module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Loop:
+    return Loop(module, optimizer, gradcast.attach(module, optimizer, options=gradcast.Options(**options)))
+
+
+def _average_of(module: nn.Module) -> AveragedModel:
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+
+
+def _ema_kept(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    loop = _overlap(module, optimizer)
+    loop.handle.keep_average(_average_of(module))
+    return loop
+
+
+def _ema_after_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    loop, average = _overlap(module, optimizer), _average_of(module)
+    loop.after_step = lambda: average.update_parameters(module)
+    return loop
+
+
+def _clipped_by_loop(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    loop = _overlap(module, optimizer)
+    loop.before_step = lambda: nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+    return loop
+
+
+VARIANTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Loop]] = {
+    "ddp": _ddp,
+    "overlap": _overlap,
+    "ema-kept": _ema_kept,
+    "ema-after-step": _ema_after_step,
+    "clipped-by-loop": _clipped_by_loop,
+}
+
+
+class Training:
+    """A variant with its times."""
+
+    def __init__(self, name: str, task: Task) -> None:
+        module = task.module()
+        self._task, self._count = task, 0
+        self.loop = VARIANTS[name](module, task.optimizer(module))
+        self.times_ms: list[float] = []
+        self.train(_SETTLING_STEPS, timed=False)
+
+    def train(self, steps: int, *, timed: bool = True) -> None:
+        loop = self.loop
+        dist.barrier()
+        start = time.perf_counter()
+        for number, (inputs, targets) in enumerate(self._task.batches(self._count, steps)):
+            loop.optimizer.zero_grad()
+            self._task.loss(loop.called(inputs), targets).backward()
+            loop.before_step()
+            loop.optimizer.step()
+            loop.after_step()
+            end = time.perf_counter()
+            if timed and number > 0:
+                self.times_ms.append(1e3 * (end - start))
+            start = end
+        self._count += steps
+        if loop.handle is not None:
+            loop.handle.flush()
+        loop.optimizer.zero_grad()
+
+    def facts(self) -> dict[str, Any]:
+        stats = {} if self.loop.handle is None else self.loop.handle.stats()
+        keys = ("expected_gain", "runs_as_ddp", "waits")
+        return {"times_ms": self.times_ms} | {key: stats.get(key) for key in keys}
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+    wake_promptly()
+    dist.init_process_group("gloo")
+    profile = gradcast.load_profile(args.model)
+    profile = _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"world_size": args.hosts}))
+    settings = Settings(profile.name, profile.to_json(), (float(args.rate),) * args.hosts, (), args.scale_size)
+    task = make_task(settings, dist.get_rank())
+    if dist.get_rank() == 0:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    trainings = {name: Training(name, task) for name in args.variants}
+    for number in range(args.rounds):
+        first = number % len(trainings)
+        for name in [*trainings][first:] + [*trainings][:first]:
+            trainings[name].train(args.steps)
+    facts = {name: training.facts() for name, training in trainings.items()}
+    if dist.get_rank() == 0:
+        Path(args.worker).write_text(json.dumps(facts))
+    for training in trainings.values():
+        if training.loop.handle is not None:
+            training.loop.handle.detach()
+    dist.destroy_process_group()
+
+
+def table(facts: dict[str, dict[str, Any]]) -> str:
+    medians = {name: statistics.median(each["times_ms"]) for name, each in facts.items()}
+    rows = []
+    for name, each in facts.items():
+        times, tenth = sorted(each["times_ms"]), len(each["times_ms"]) // 10
+        gain = each["expected_gain"]
+        worst = each["waits"][0] if each["waits"] else None
+        rows.append(
+            [
+                name,
+                f"{medians[name]:.1f}",
+                f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
+                f"{medians[_BASE] / medians[name]:.3f}" if _BASE in medians else "",
+                "" if gain is None else f"{gain:.2f} x" + (", runs as DDP" if each["runs_as_ddp"] else ""),
+                "" if worst is None else f"{worst['what']}: {worst['ms_per_step']:.0f} ms",
+            ]
+        )
+    head = ["loop", "ms per step", "80 % of steps", f"speed, {_BASE} = 1", "expected over DDP", "waits"]
+    return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise argparse.ArgumentTypeError(f"there is no variant {unknown[0]}; there are {', '.join(VARIANTS)}")
+    return names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="400mbit", help="of each link, each way")
+    parser.add_argument("--model", default="resnet50", help="profile of the stand-in (default: resnet50)")
+    parser.add_argument("--scale-size", type=float, default=0.25, help="of its tensors (default: 0.25)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default: 5)")
+    parser.add_argument("--steps", type=int, default=6, help="per turn (default: 6)")
+    parser.add_argument("--variants", type=_names, default=[*VARIANTS], help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    with Network(args.hosts, args.rate) as network:
+        facts = run_for_result(
+            "benchmarks.loops",
+            [*sys.argv[1:], "--worker"],
+            args.hosts,
+            timeout_s=_TIMEOUT_S,
+            network=network,
+            output=sys.stderr,
+        )
+    print(f"{args.model}, {args.hosts} hosts, {format_bandwidth(args.rate)}")
+    print(table(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, "loops"))
