@@ -10,6 +10,7 @@ import gradcast
 from diagnosis import doctor_runs
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
+from gradcast.diagnosis import runs
 from gradcast.diagnosis.analyze import actions, timelines
 from gradcast.diagnosis.analyze.actions import Situation
 from gradcast.diagnosis.analyze.bottleneck import bottleneck
@@ -140,6 +141,25 @@ def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_und
     assert actions.floor_ms(used) > actions.floor_ms(usual)
     assert actions.overlap_left_out(usual) is None
     assert "between backward and step()" in actions.overlap_left_out(used)
+
+
+def test_lines_that_would_wait_early_have_their_predicted_cost():
+    """The worst first: what reads all parameters lets nothing overlap with forward."""
+    profile = with_link(500e3, 8.0)
+    names = [tensor.name for tensor in profile.tensors]
+    use = {"where": "train.py:83", "what": "reads parameters after step()", "advice": "pass it on"}
+    uses = [use | {"where": "train.py:90", "parameters": names[:1]}, use | {"parameters": names}]
+    setup = dataclasses.replace(SETUP, early_uses=uses)
+    first, second = actions.early_waits(situation(profile, setup=setup))
+    assert [first["where"], second["where"]] == ["train.py:83", "train.py:90"]
+    assert second["ms"] == pytest.approx(0, abs=1), "forward reads it first anyway"
+    plans = [gradcast.make_plan(profile, profile.link, mode=mode) for mode in ("hook", "overlap")]
+    assert first["ms"] == pytest.approx((plans[0].predicted_ns - plans[1].predicted_ns) / MS, rel=0.05)
+    sentences = runs.early_wait_sentences({"early_waits": [first, second], "step": {"ms": 100.0}})
+    cost = f"which costs overlap mode {first['ms']:.0f} ms per step"
+    assert sentences == [f"train.py:83 reads parameters after step(), {cost}: pass it on."]
+    untried = dataclasses.replace(situation(profile, setup=setup), profile=None)
+    assert [each["ms"] for each in actions.early_waits(untried)] == [None, None]
 
 
 def test_no_step_is_predicted_to_be_shorter_than_its_passes():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -126,6 +127,8 @@ def train_heads(rank, case, doctor):
     said = None if outcome is None else outcome.why_nothing
     if outcome is not None and outcome.result is not None:
         said = (outcome.result["steps"]["normal"], made.call_args.args[1].gradients_used)
+        lines = [each for each in outcome.result["early_waits"] if Path(__file__).name in each["where"]]
+        assert bool(lines) == said[1], "what uses gradients is named"
     return state_of([ddp, encoder], optimizers), said
 
 

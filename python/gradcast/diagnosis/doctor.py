@@ -228,7 +228,16 @@ class Doctor:
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.module.buffers()),
             warmup_steps=WARMUP_STEPS,
             gradients_used=self.observer.gradients_used,
+            early_uses=self._early_uses(),
         )
+
+    def _early_uses(self) -> list[dict[str, Any]]:
+        """The lines of this rank, with the names of the parameters that they use."""
+        names = [name for name, each in self._ddp.module.named_parameters() if each.requires_grad]
+        return [
+            each | {"parameters": [names[index] for index in each["parameters"]]}
+            for each in self.observer.early_uses.described()
+        ]
 
 
 def _print_progress(text: str) -> None:

@@ -89,6 +89,17 @@ def trace_of(path: str | Path) -> Path:
     return folder / TRACE
 
 
+def early_wait_sentences(result: dict[str, Any]) -> list[str]:
+    """Sentences about the lines of the loop that would cost overlap mode noticeable time, or an unknown one."""
+    return [
+        f"{each['where']} {each['what']}"
+        + ("" if each["ms"] is None else f", which costs overlap mode {each['ms']:.0f} ms per step")
+        + f": {each['advice']}."
+        for each in result.get("early_waits") or []  # missing in older runs
+        if each["ms"] is None or each["ms"] >= (WORTHWHILE_SPEEDUP - 1) * result["step"]["ms"]
+    ]
+
+
 def helpful_actions(run: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     """Returns the actions that are worth it, and a sentence that names the others."""
     listed = run.get("actions") or []

@@ -5,8 +5,10 @@ of the network's costs, between which nine tenths of the measured blocks lie, or
 step that an action removes.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
@@ -92,6 +94,25 @@ def overlap_left_out(situation: Situation) -> str | None:
         "Overlap mode, which sends gradients during the next forward pass, was left out: your loop writes into the "
         "gradients between backward and step(), as clipping and a GradScaler do, and waits for all of them there."
     )
+
+
+def early_waits(situation: Situation) -> list[dict[str, Any]]:
+    """Returns the lines of the loop that make overlap mode wait before forward, the worst first: where, what, advice,
+    and the predicted ms per step, None without a profile."""
+    profile, found = situation.profile, []
+    for use in situation.setup.early_uses:
+        ms = None
+        if profile is not None:
+            needed = [t | ({"need_ns": 0} if t["name"] in use["parameters"] else {}) for t in _json(profile)["tensors"]]
+            early = _core.Profile.from_json(json.dumps(_json(profile) | {"tensors": needed}))
+            ends_ns = [_core.make_plan(each, profile.link, mode="overlap").predicted_ns for each in (early, profile)]
+            ms = max(0.0, (ends_ns[0] - ends_ns[1]) / _MS)
+        found.append({key: use[key] for key in ("where", "what", "advice")} | {"ms": ms})
+    return sorted(found, key=lambda each: -(each["ms"] or 0.0))
+
+
+def _json(profile: _core.Profile) -> dict[str, Any]:
+    return json.loads(profile.to_json())
 
 
 # --- Actions that change what is sent, and how ---

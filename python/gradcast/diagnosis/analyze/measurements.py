@@ -48,6 +48,9 @@ class TrainingSetup:
     # Whether the loop reads or writes gradients between backward and step(), as clipping does. Then it waits there for
     # all of them, and nothing overlaps with forward.
     gradients_used: bool
+    # Lines of the loop that use gradients or parameters between backward and forward: where, what, advice, and the
+    # names of the parameters.
+    early_uses: Sequence[Mapping[str, Any]] = ()
 
 
 def aligned_traces(ranks: Sequence[RankMeasurements]) -> list[RankTrace]:

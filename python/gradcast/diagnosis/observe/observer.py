@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.recorded_step import RecordedPass, RecordedStep, begin_pass, outputs_of
+from gradcast.training.early_uses import EarlyUses
 
 RECORDED_STEPS_MAX = 2
 _CHECKED_GRADIENTS = 8  # a sample: code that writes into gradients writes into all of them
@@ -55,12 +56,15 @@ class Observer:
         # The loop wrote into gradients between backward and step(), as clipping and a GradScaler do.
         self.gradients_used = False
         self._ddp, self._loader, self._step_ended, self._keep_from = ddp, loader, step_ended, keep_from
-        self._trainable = [each for each in ddp.module.parameters() if each.requires_grad]
+        self._trainable: list[torch.nn.Parameter] = [each for each in ddp.module.parameters() if each.requires_grad]
+        self.early_uses = EarlyUses(self._trainable)  # in the recorded steps
+        self._in_update = False
         self._open: RecordedPass | None = None
         self._output_handles: list[Any] = []
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             ddp.register_forward_hook(self._after_forward),
+            ddp.module.register_forward_pre_hook(lambda *_: self.early_uses.stop()),
         ]
         main = max(optimizers, key=lambda each: sum(p.numel() for g in each.param_groups for p in g["params"]))
         for each in optimizers:
@@ -77,6 +81,7 @@ class Observer:
         self._begin_step()
 
     def close(self) -> None:
+        self.early_uses.stop()
         torch.amp.GradScaler.step = self._scaler_step
         for handle in [*self._handles, *self._output_handles]:
             handle.remove()
@@ -91,6 +96,10 @@ class Observer:
             return scaler_step(scaler, *arguments, **keywords)
 
         return step
+
+    @property
+    def _records(self) -> bool:
+        return len(self.steps) >= self._keep_from
 
     def _begin_step(self) -> None:
         for handle in self._output_handles:
@@ -107,8 +116,9 @@ class Observer:
 
     def _before_forward(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._open = None
+        self.early_uses.stop()
         if torch.is_grad_enabled():
-            keep = len(self.steps) >= self._keep_from
+            keep = self._records
             self._open = begin_pass(self._ddp, arguments, keywords, keep=keep)
         self._forward_start_ns = time.perf_counter_ns()
 
@@ -142,6 +152,8 @@ class Observer:
         self._ns["exposed"] += now_ns - self._computed_ns
         self._backward_start_ns = 0
         self._versions_after_backward = self._gradient_versions()
+        if self._records and not self._in_update:
+            self.early_uses.watch_gradients()
 
     def _mark_used(self, parameter: int, _: torch.Tensor) -> None:
         self._used.add(parameter)
@@ -154,6 +166,8 @@ class Observer:
         # Moved behind the step's other hooks, so that removing it while torch calls them is safe.
         if after in optimizer._optimizer_step_post_hooks:
             optimizer._optimizer_step_post_hooks.move_to_end(after)
+        self.early_uses.stop()
+        self._in_update = True  # with a closure, the passes run inside
         if self._versions_after_backward is not None:
             self.gradients_used |= self._gradient_versions() != self._versions_after_backward
             self._versions_after_backward = None
@@ -163,6 +177,7 @@ class Observer:
 
     def _after_update(self, is_main: bool, *_: Any) -> None:
         end_ns = time.perf_counter_ns()
+        self._in_update = False
         inside_ns = self._ns["forward"] + self._ns["backward"] - self._passes_before_ns
         self._ns["update"] += end_ns - self._update_start_ns - inside_ns
         if not is_main:
@@ -171,6 +186,8 @@ class Observer:
         if any(each.gradients for each in self._recorded):
             self._end_step(end_ns - self._start_ns)
             self._step_ended()
+            if self._records and self._handles:  # not closed in between
+                self.early_uses.watch_parameters()
         else:
             self._begin_step()
 

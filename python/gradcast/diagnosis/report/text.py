@@ -5,7 +5,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from gradcast.diagnosis.runs import PARTS, STAGE_WORDS, helpful_actions
+from gradcast.diagnosis.runs import PARTS, STAGE_WORDS, early_wait_sentences, helpful_actions
 
 _CELL_WIDTH = 76
 
@@ -95,7 +95,8 @@ def _left_out(result: dict[str, Any]) -> list[str]:
         (result["not_tried"], "gradcast could not be tried here, so its modes are not predicted: {}"),
         (result.get("launching_untold"), "Launch overhead is included in forward, backward and update: {}"),
     ]  # some keys are missing in older runs
-    return [sentence.format(why) for why, sentence in sentences if why is not None]
+    left_out = [sentence.format(why) for why, sentence in sentences if why is not None]
+    return left_out + early_wait_sentences(result)
 
 
 def _cell(what: str, how: str) -> str:

@@ -200,12 +200,10 @@ class EarlyWaits:
         ]
 
     def _line(self, cause: Cause) -> _Line:
-        file, number, passed = call_site()
-        key = file, number, cause
+        key, where_, advice = line_here(cause)
         if key not in self._lines:
-            advice = next((_ADVICE[name] for name in passed if name in _ADVICE), cause.advice)
             # Of these, the caller says more than that.
-            self._lines[key] = _Line(_shown(file, number), cause, advice, told=cause in (Cause.COMPILED, Cause.HELD))
+            self._lines[key] = _Line(where_, cause, advice, told=cause in (Cause.COMPILED, Cause.HELD))
         return self._lines[key]
 
     def _is_noticeable(self, line: _Line) -> bool:
@@ -215,11 +213,9 @@ class EarlyWaits:
         return line.total_ns / _MS / max(self._steps, line.count)
 
     def _what(self, line: _Line) -> str:
-        if line.cause is not Cause.PARAMETERS or line.parameters is None:
+        if line.parameters is None:
             return line.cause.what
-        is_all = line.parameters == self._parameter_count
-        count = "all" if is_all else f"{line.parameters} of {self._parameter_count}"
-        return line.cause.what.replace("parameters", f"{count} parameters")
+        return counted(line.cause, line.parameters, self._parameter_count)
 
     def _sentence(self, line: _Line) -> str:
         return f"{line.where} {self._what(line)}"
@@ -242,6 +238,21 @@ def call_site() -> tuple[str, int, Sequence[str]]:
 def _is_library(file: str) -> bool:
     standard = file.startswith(_STANDARD) and "-packages" not in file
     return standard or file.startswith(_OURS) or file.startswith(_GENERATED)
+
+
+def counted(cause: Cause, parameters: int, total: int) -> str:
+    """What the line does, with the number of parameters that it reads: "reads all parameters after step()"."""
+    if cause is not Cause.PARAMETERS:
+        return cause.what
+    count = "all" if parameters == total else f"{parameters} of {total}"
+    return cause.what.replace("parameters", f"{count} parameters")
+
+
+def line_here(cause: Cause) -> tuple[tuple[Any, ...], str, str]:
+    """A key for the program's line, the line as "train.py:83", and what to do there instead."""
+    file, number, passed = call_site()
+    advice = next((_ADVICE[name] for name in passed if name in _ADVICE), cause.advice)
+    return (file, number, cause), _shown(file, number), advice
 
 
 def where() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import Scale
 from gradcast.diagnosis.report.html.markup import Markup, element
-from gradcast.diagnosis.runs import STAGE_WORDS, helpful_actions
+from gradcast.diagnosis.runs import STAGE_WORDS, early_wait_sentences, helpful_actions
 
 _BAR = 150.0
 # Longer intervals are cut, because otherwise the others would shrink to dots.
@@ -78,7 +78,8 @@ def _tiles(run: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def actions(run: dict[str, Any]) -> list[Markup]:
     listed, others = helpful_actions(run)
-    more = [element("p", each, class_="missing") for each in (run.get("overlap_left_out"), others) if each]
+    said = (run.get("overlap_left_out"), *early_wait_sentences(run), others)
+    more = [element("p", each, class_="missing") for each in said if each]
     if not listed:
         words = run.get("hopeless") or "No action is predicted to make a step shorter."
         return [element("p", words, class_="missing"), *more]
