@@ -10,13 +10,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import gradcast
+import gradcast.frameworks.accelerate as gradcast_accelerate
 from frameworks.watch import BATCH, BATCHES, EPOCHS, Watch, cases_of, options, run, small_data, small_model
 
-CLIPPED_NORM = 0.05
+CLIPPED_NORM = 0.7  # some steps are clipped, others not
 
 
-def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: int = 1, scaler=False) -> nn.Module:
-    """The loop of Accelerate's own documentation. ``attach(model, optimizer)`` gets what ``prepare`` has returned."""
+def train(
+    watch: Watch, *, attach=None, clip: float | None = None, accumulate: int = 1, scaler=False, takes_over=False
+) -> nn.Module:
+    """The loop of Accelerate's own documentation. ``attach(model, optimizer)`` gets what ``prepare`` has returned.
+    ``takes_over``: gradcast does what the loop's call asks for."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     if scaler:
         # What Accelerate does for fp16, which it refuses without a GPU.
@@ -27,20 +31,24 @@ def train(watch: Watch, *, attach=None, clip: float | None = None, accumulate: i
     loader = DataLoader(small_data(BATCHES), BATCH, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(watch.of(module), optimizer, loader, scheduler)
     handle = attach(model, optimizer) if attach is not None else None
+    if takes_over:
+        handle = gradcast_accelerate.attach(accelerator, model, optimizer, options=options(max_grad_norm=clip))
+    norms = []
     for _ in range(EPOCHS):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(cross_entropy(model(inputs), targets))
                 if clip is not None and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), clip))
                 optimizer.step()
                 if accelerator.sync_gradients:
                     watch.after_step()
                 scheduler.step()
                 optimizer.zero_grad()
     if handle is not None:
-        watch.notes["mode"] = handle.mode
+        watch.end(handle)
         handle.detach()
+    watch.notes["norms"] = list(map(float, norms))
     watch.notes["rate"] = scheduler.get_last_lr()
     return module
 
@@ -77,6 +85,9 @@ KINDS = {
 }
 CASES = cases_of(train, KINDS, WAYS) | {
     "clipped inside": functools.partial(train, attach=clipping),
+    "taken over": functools.partial(train, clip=CLIPPED_NORM, takes_over=True),
+    "taken over accumulated": functools.partial(train, clip=CLIPPED_NORM, takes_over=True, accumulate=2),
+    "clipped accumulated stock": functools.partial(train, clip=CLIPPED_NORM, accumulate=2),
     "scaler refused": refused,
 }
 

@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -16,10 +18,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import gradcast
+import gradcast.frameworks.fabric as gradcast_fabric
 from frameworks.watch import BATCH, BATCHES, EPOCHS, Watch, cases_of, options, run, small_data, small_model
 from gradcast.frameworks.lightning import AttachCallback
 
-CLIPPED_NORM = 0.05
+CLIPPED_NORM = 0.7  # some steps are clipped, others not
 
 
 class Net(LightningModule):
@@ -129,17 +132,49 @@ def fit(watch, module, strategy, attach, other: Callback | None = None, resume: 
     )
     trainer.fit(watch.of(module), DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH), ckpt_path=resume)
     if attach is not None:
-        watch.notes["mode"] = attach.handle.mode
+        watch.end(attach.handle)
+        assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
 
 
 def callback(overlap: bool) -> AttachCallback:
     return AttachCallback(overlap=overlap, options=options())
 
 
+def with_fabric(watch: Watch, *, gradcast_clips=False, **clip) -> torch.nn.Module:
+    """The loop of Fabric's documentation. ``clip``: what ``clip_gradients`` is called with."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricDDP(process_group_backend="gloo"))
+    fabric.launch()
+    module = small_model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    model, optimizer = fabric.setup(watch.of(module), optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(small_data(BATCHES), BATCH))
+    if gradcast_clips:
+        limit = {"max_grad_norm": clip["max_norm"]} if "max_norm" in clip else {"max_grad_value": clip["clip_val"]}
+        handle = gradcast_fabric.attach(fabric, model, optimizer, options=options(**limit))
+    norms = []
+    for _ in range(EPOCHS):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            fabric.backward(cross_entropy(model(inputs), targets))
+            norms.append(fabric.clip_gradients(model, optimizer, **clip))
+            optimizer.step()
+            watch.after_step()
+    if gradcast_clips:
+        handle.detach()
+    watch.notes["norms"] = [norm if norm is None else float(norm) for norm in norms]
+    return module
+
+
+FABRIC = {
+    f"fabric {kind} {who}": functools.partial(with_fabric, gradcast_clips=who == "taken over", **clip)
+    for kind, clip in {"norm": {"max_norm": CLIPPED_NORM}, "value": {"clip_val": 0.01}}.items()
+    for who in ("stock", "taken over")
+}
 KINDS = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": CLIPPED_NORM},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "manual": {"manual": True},
 }
 CASES = cases_of(train, KINDS, {"stock": None, "hook": callback(False), "overlap": callback(True)}) | {
@@ -152,6 +187,7 @@ CASES = cases_of(train, KINDS, {"stock": None, "hook": callback(False), "overlap
     "again overlap": functools.partial(fitted_again, attach=callback(True)),
     "clipped inside": functools.partial(train, attach=AttachCallback(options=options(max_grad_norm=CLIPPED_NORM))),
 }
+CASES |= FABRIC
 
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -7,7 +7,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed: pip install
 
 MODULE = "frameworks.lightning_cases"
 # Of 12 steps, with accumulation 6, of which 3 are the warm-up's; a validation follows the last one.
-DEFERRED = {"plain": 9, "accumulated": 3, "manual": 9, "clipped": 0}
+DEFERRED = {"plain": 9, "accumulated": 3, "manual": 9, "clipped": 9, "value": 9}
 
 
 @pytest.mark.parametrize("kind", DEFERRED)
@@ -20,17 +20,30 @@ def test_the_kinds_of_training_differ(told):
     told.check_kinds_differ(DEFERRED)
 
 
-def test_lightnings_clipping_takes_the_overlap_and_rank_0_says_so(told):
-    first, second = told["clipped overlap"]
-    assert len(first["warnings"]) == 1
-    assert "as clipping does" in first["warnings"][0]
-    assert second["warnings"] == []
+@pytest.mark.parametrize("kind", ["clipped", "value"])
+def test_lightnings_clipping_is_taken_over(told, kind):
+    """That the updates are left to forward, check_way has seen."""
+    for rank in told[f"{kind} overlap"]:
+        assert "uses gradients between backward and step()" not in rank["waits"]
+
+
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_fabrics_own_call_is_taken_over(told, kind):
+    stock, taken = told[f"fabric {kind} stock"], told[f"fabric {kind} taken over"]
+    assert told.digests(f"fabric {kind} stock") == told.digests(f"fabric {kind} taken over")
+    for rank in taken:
+        assert rank["norms"] == stock[0]["norms"]
+        # Not the 3 of the warm-up, and not the last one, which no forward pass follows.
+        assert rank["deferred"] == 12 - 3 - 1
+    if kind == "norm":
+        assert min(stock[0]["norms"]) < 0.7 < max(stock[0]["norms"])
 
 
 def test_clipping_inside_gives_the_same_numbers_and_leaves_the_updates_to_forward(told):
     assert told.digests("clipped inside") == told.digests("clipped stock")
     assert [rank["deferred"] for rank in told["clipped inside"]] == [9, 9]
-    assert [rank["warnings"] for rank in told["clipped inside"]] == [[], []]
+    for rank in told["clipped inside"]:
+        assert "uses gradients between backward and step()" not in rank["waits"]
 
 
 def test_the_hook_of_the_strategy(told):

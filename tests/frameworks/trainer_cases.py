@@ -14,7 +14,7 @@ from frameworks.watch import WARMUP_STEPS, Watch, cases_of, options, run
 from gradcast.frameworks.transformers import AttachCallback
 
 STEPS, BATCH = 10, 2
-CLIPPED_NORM = 0.5
+CLIPPED_NORM, LARGE_NORM = 0.55, 1.2  # some steps are clipped, others not; no step is clipped
 
 
 class Steps(TrainerCallback):
@@ -25,7 +25,8 @@ class Steps(TrainerCallback):
         self.watch.after_step()
 
     def on_log(self, args, state, control, logs, **_) -> None:
-        self.watch.notes["norm logged"] = self.watch.notes.get("norm logged", False) or "grad_norm" in logs
+        if "loss" in logs:
+            self.watch.notes.setdefault("norms", []).append(logs.get("grad_norm"))
 
 
 class OutOfMemoryOnce(TrainerCallback):
@@ -83,7 +84,7 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=Fals
         learning_rate=0.01,
         eval_strategy="steps",
         eval_steps=STEPS // 2,
-        logging_steps=2,
+        logging_steps=3,
         report_to=[],
         disable_tqdm=True,
         **arguments,
@@ -96,8 +97,9 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=Fals
         trainer.add_callback(callback := attach(trainer))
     trainer.train(resume_from_checkpoint=resume)
     if attach is not None:
-        watch.notes["mode"] = callback.handle.mode
+        watch.end(callback.handle)
         assert "_get_grad_norm" not in vars(trainer)
+        assert "clip_grad_norm_" not in vars(trainer.accelerator)
     return model
 
 
@@ -113,12 +115,26 @@ KINDS = {
     "bf16": {"max_grad_norm": 0.0, "bf16": True},
 }
 CLIPPING = functools.partial(AttachCallback, options=options(max_grad_norm=CLIPPED_NORM))
+
+
+def disagreeing(watch: Watch) -> GPT2LMHeadModel:
+    """Norms in the options and in the arguments."""
+    try:
+        return train(watch, attach=CLIPPING, max_grad_norm=2 * CLIPPED_NORM)
+    except gradcast.Error as error:
+        watch.notes["refused"] = str(error)
+        return torch.nn.Linear(1, 1)
+
+
 UNCLIPPED = {"max_grad_norm": 0.0}
 CASES = (
     cases_of(train, KINDS, WAYS)
     | cases_of(train, {"batch size found": {"fails": True, "auto_find_batch_size": True, **UNCLIPPED}}, WAYS)
     | {
         "clipped inside": functools.partial(train, attach=CLIPPING, **UNCLIPPED),
+        "set twice": functools.partial(train, attach=CLIPPING, max_grad_norm=CLIPPED_NORM),
+        "certified": functools.partial(train, attach=WAYS["overlap"], max_grad_norm=LARGE_NORM),
+        "disagreeing": disagreeing,
         "resumed stock": resumed,
         "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
         "norm in any case": functools.partial(train, attach=PlainAttach, **UNCLIPPED),

@@ -57,6 +57,12 @@ class Watch(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.warnings.append(record.getMessage())
 
+    def end(self, handle: gradcast.Handle) -> None:
+        """Takes what the handle knows of a training."""
+        stats = handle.stats()
+        self.notes |= {"mode": handle.mode, "clipping": stats["clipping"]}
+        self.notes["waits"] = [line["what"] for line in stats["waits"] or ()]
+
     def of(self, module: nn.Module) -> nn.Module:
         """From now on this module's."""
         module.register_forward_pre_hook(self._before_forward)

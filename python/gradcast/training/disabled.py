@@ -49,10 +49,9 @@ class DisabledSession(TrainingSession):
         self.mode = "ddp"
         self.group = group
         self._removables: list[Any] = []
-        self._clip: ClipOnce | None = None
         if options.clips:
             # Clipping that the user has asked of gradcast stays.
-            self._clip = clip = ClipOnce(module, options)
+            self.early_clipping = clip = ClipOnce(module, options)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
                 for number, optimizer in enumerate(optimizers)
@@ -76,14 +75,14 @@ class DisabledSession(TrainingSession):
         self.group.leave(reusable=reusable)
         for removable in self._removables:
             removable.remove()
-        self._removables, self._clip = [], None
+        self._removables, self.early_clipping = [], None
         if self._wrapper is not None:
             self._wrapper.reducer._remove_autograd_hooks()
         self.released = True
 
     def _on_step(self, number: int) -> None:
-        assert self._clip is not None, "steps are intercepted for clipping only"
-        self._clip.before_step()
+        assert self.early_clipping is not None, "steps are intercepted for clipping only"
+        self.early_clipping.before_step()
         self._interceptions[number].run_whole()
 
     def _before_forward(self, _: Any, _compiled: bool) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import ClassVar
 
 from gradcast import _core
 from gradcast.errors import Error
@@ -60,6 +61,8 @@ class Options:
     stall_warning_s: float = 30.0
     dump_dir: str | None = None
     timeline_steps: int = 16
+    # Whether every step clips. Otherwise (frameworks/clipping.py) only one before which the program has asked for it.
+    clips_unasked: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _require_int("warmup_steps", self.warmup_steps, 3)

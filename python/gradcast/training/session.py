@@ -39,6 +39,7 @@ from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import plan_stats
 from gradcast.training.step import clipping, parameter_state, pending
+from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
@@ -108,6 +109,7 @@ class Session(TrainingSession):
             self._clipping,
             None if sent_along is None else self._module_buffers,
         )
+        by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
             optimizers,
             self._states,
@@ -118,9 +120,14 @@ class Session(TrainingSession):
             self._waits,
             warn_once=self._warn_once,
             clipping=self._clipping,
-            max_value=options.max_grad_value,
+            values=by_value,
             callbacks=callbacks,
         )
+        if options.clips:
+            clips = self._clipping or by_value
+            self.early_clipping = EarlyClipping(
+                options, self._states, self._gradients, self._steps, clips, self._waits, self._lock, self._use_gradients
+            )  # fmt: skip
         self._callbacks = callbacks
         self.on_callbacks_changed()
         self.controller = PlanController(
@@ -399,6 +406,7 @@ class Session(TrainingSession):
         self._refuse_capture()
         with self._lock, self._waits.at(Cause.SECOND_BACKWARD, in_forward=True), self.trace.timed("wait"):
             self._gradients.wait_for_all()
+            self._steps.clip_asked()
 
     def stop_watching_reads(self) -> None:
         self._reads.stop()
@@ -509,6 +517,7 @@ class Session(TrainingSession):
         """The program uses gradients between backward and ``step()``."""
         self._await_gradients(time.perf_counter_ns())
         self._gradients.values_used = True
+        self._steps.clip_asked()
 
     def _await_gradients(self, start_ns: int) -> None:
         """Waits after backward. This never counts as compute, whether gradcast or the program needs the gradients."""

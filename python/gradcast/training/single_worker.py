@@ -41,9 +41,8 @@ class SingleWorkerSession(TrainingSession):
         self._warmup = Warmup(names, values, GradientSizes(values), group, self.mode, options, order=range(len(values)))
         self._module = module
         self._is_warming_up = True
-        self._clip = None
         if options.clips:
-            self._clip = ClipOnce(module, options)
+            self.early_clipping = ClipOnce(module, options)
         self._handles = around_forward(module, self._before_forward, self._after_forward)
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)
@@ -55,8 +54,8 @@ class SingleWorkerSession(TrainingSession):
 
     def release(self, *, reusable: bool) -> None:
         self._unhook()
-        if self._clip is not None:
-            self._clip.remove()
+        if self.early_clipping is not None:
+            self.early_clipping.remove()
         self.released = True
 
     def _unhook(self, leave_steps: bool = False) -> None:
@@ -95,8 +94,8 @@ class SingleWorkerSession(TrainingSession):
 
     def _on_step(self, number: int) -> None:
         interception = self._interceptions[number]
-        if self._clip is not None:
-            self._clip.before_step()
+        if self.early_clipping is not None:
+            self.early_clipping.before_step()
         if self._is_warming_up:
             with self._warmup.stopwatch.updating():
                 interception.run_whole()
@@ -110,4 +109,4 @@ class SingleWorkerSession(TrainingSession):
         if self._warmup.step_ended(None) is None:
             self.profile = self._warmup.profile([])
             self._is_warming_up = False
-            self._unhook(leave_steps=self._clip is not None)
+            self._unhook(leave_steps=self.early_clipping is not None)

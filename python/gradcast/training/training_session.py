@@ -17,6 +17,8 @@ from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import base_stats
+from gradcast.training.step.clipping import ClipOnce
+from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.update_callbacks import UpdateCallbacks
@@ -28,7 +30,7 @@ class TrainingSession:
     ``mode``: "hook", "overlap" or "ddp". ``steps``: completed so far. ``released``: gradcast has left the module.
     ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows with
     each. ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the
-    buffers, in the order of the plan's profile.
+    buffers, in the order of the plan's profile. ``early_clipping``: clips when the program asks for it.
     """
 
     mode: str
@@ -41,6 +43,7 @@ class TrainingSession:
     plan_version = 0
     measuring = False
     layout: tuple[GradientRange, ...] = ()
+    early_clipping: EarlyClipping | ClipOnce | None = None
 
     @property
     def session(self) -> "TrainingSession":

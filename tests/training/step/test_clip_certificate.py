@@ -18,9 +18,9 @@ MAX_NORM = 1.0
 QUIET, LOUD, OPPOSED = "quiet", "loud", "opposed"
 
 
-def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, arguments=(), **options):
+def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, arguments=(), asks=False, **options):
     """Steps of these kinds. Returns the twins, and for each step after the warm-up whether it was certified, and so did
-    not wait for all gradients."""
+    not wait for all gradients. ``asks``: for the clipping before step(), as a framework does."""
     options |= {"policy": "p3", "max_grad_norm": MAX_NORM, "grad_norm_type": norm_type}
     twins = Twins(rank, model, optimizer, find_unused=True, **options)
     certified = []
@@ -34,7 +34,7 @@ def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, 
         used = [p for p in theirs.parameters() if p.requires_grad]
         gradients = [g for g in torch.autograd.grad(loss, used, allow_unused=True) if g is not None]
         norm = nn.utils.get_total_norm(gradients, norm_type)
-        size = {QUIET: 0.1, LOUD: 10.0, OPPOSED: 2.0, "nan": math.nan}[kind]
+        size = {QUIET: 0.1, LOUD: 10.0, OPPOSED: 2.0, "nan": math.nan, "zero": 0.0, "huge": 1e30}[kind]
         factor = size / norm.item() * (-0.9 if kind == OPPOSED and rank.index else 1.0)
         exchange.wait_all.reset_mock()
         for _, module, step, forward in twins.rounds(1):
@@ -42,24 +42,37 @@ def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, 
             (factor * twins.task.loss(forward, batch, *given)).backward()
             if module is theirs:
                 total = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type)
+            elif asks:
+                early = twins.handle._session.early_clipping
+                norm = early.clip(list(module.parameters()), refuse_nonfinite=False)
             step.step()
         for parameter in ours.parameters():  # reads one after the other, as forward does, but no norm of all
             parameter.sum()
         certified.append(twins.handle._session._clipping.certified)
         assert exchange.wait_all.called != certified[-1]
-        found = torch.tensor(twins.handle.stats()["grad_norm"], dtype=total.dtype)
+        found = norm if asks else torch.tensor(twins.handle.stats()["grad_norm"], dtype=total.dtype)
         torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)
     return twins, certified[5:]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw foreach", "sgd plain", "adam fused"])
+@pytest.mark.parametrize(
+    ("optimizer", "asks"), [("adamw foreach", False), ("sgd plain", True), ("adam fused", False), ("adamw plain", True)]
+)
 @on_ranks(2)
-def test_each_kind_of_step_equals_torch(rank, optimizer):
+def test_each_kind_of_step_equals_torch(rank, optimizer, asks):
     kinds = [QUIET, LOUD, OPPOSED, QUIET, QUIET, OPPOSED, LOUD, QUIET]
-    twins, certified = train(rank, kinds, optimizer)
+    twins, certified = train(rank, kinds, optimizer, asks=asks)
     # An opposed step is certified if all its gradients have arrived early.
     assert [kind for kind, known in zip(kinds, certified, strict=True) if known and kind != OPPOSED] == [QUIET] * 4
     assert twins.handle.stats()["clipping"]["certified_share"] > 0.4
+    return twins.differences()
+
+
+@on_ranks(2)
+def test_norms_of_zero_and_inf(rank):
+    """The huge gradients are finite, and their norm is not: torch makes them 0."""
+    twins, certified = train(rank, [QUIET, "zero", "huge", QUIET])
+    assert certified == [True, True, False, True]
     return twins.differences()
 
 

@@ -41,6 +41,7 @@ class Cause(enum.Enum):
         "clip with gradcast.Options(max_grad_norm=...), and log handle.stats()['grad_norm']",
     )
     GRADIENTS_AFTER_STEP = "uses gradients after step()", "log handle.stats()['grad_norm'], or use them less often"
+    NORM = "reads the norm of the gradients", "read it less often, as a log every few steps does"
     REPLACED = "takes a step with gradients that were replaced after backward", "change gradients in hooks of autograd"
     SECOND_BACKWARD = (
         "calls backward() again before step()",

@@ -1,5 +1,8 @@
 """Clipping inside a deferred step. The numbers are those of torch.
 
+The options have every step clipped. The program may also ask for it between backward and ``step()``, and then gradients
+are clipped when they are first used (early_clipping.py).
+
 Every rank holds the same averaged gradients, so no rank has to ask another one. The norms of gradients that have
 arrived are computed while others still travel. If a bound for the others certifies that nothing is clipped
 (clip_certificate.py), updates go on as without clipping. Otherwise the first update waits for all gradients.
@@ -8,7 +11,8 @@ arrived are computed while others still travel. If a bound for the others certif
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gradcast.errors import Error
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.options import Options
+from gradcast.training.step import pending
 from gradcast.training.step.clip_certificate import CERTIFIED_NORM_TYPES, ClipCertificate
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.parameter_state import ParameterState
@@ -41,10 +46,11 @@ def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
 
 
 class ClipOnce:
-    """torch's own clipping as the options ask for it, once per step: before the first of the optimizers updates."""
+    """torch's own clipping as the options ask for it, once per step: before the first of the optimizers updates, or
+    before, when the program asks for it."""
 
     def __init__(self, module: nn.Module, options: Options) -> None:
-        self._module, self._clip = module, functools.partial(_clip_as_torch, options)
+        self._module, self._options = module, options
         self._due = True
         # A forward pass begins the next step.
         self._hook = module.register_forward_pre_hook(UncopiedHook(self._on_forward))
@@ -53,26 +59,67 @@ class ClipOnce:
         self._hook.remove()
 
     def before_step(self) -> None:
-        if self._due:
-            self._clip(self._module.parameters())
+        if self._due and self._options.clips_unasked:
+            clip_as_torch(self._options, self._module.parameters())
         self._due = False
+
+    def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
+        """As EarlyClipping.covers; torch clips what it is given, so any parameters count as all."""
+        own = set(map(id, self._module.parameters()))
+        return True if any(id(each) in own for each in parameters) else None
+
+    def clip(self, parameters: Sequence[torch.Tensor], *, refuse_nonfinite: bool) -> torch.Tensor | None:
+        """As EarlyClipping.clip, at once."""
+        self._due = False
+        return clip_as_torch(self._options, parameters, refuse_nonfinite)
 
     def _on_forward(self, _inputs: Any, _compiled: bool) -> None:
         self._due = True
 
 
-def _clip_as_torch(options: Options, parameters: Any) -> torch.Tensor | None:
+def clip_as_torch(options: Options, parameters: Any, refuse_nonfinite: bool = False) -> torch.Tensor | None:
+    """torch's own clipping of what ``.grad`` holds. Returns the norm, None if values are clipped."""
     if options.max_grad_norm is not None:
-        return nn.utils.clip_grad_norm_(parameters, options.max_grad_norm, options.grad_norm_type)
+        max_norm, norm_type = options.max_grad_norm, options.grad_norm_type
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=refuse_nonfinite)
     nn.utils.clip_grad_value_(parameters, options.max_grad_value)
     return None
+
+
+class ValueClipping:
+    """``torch.nn.utils.clip_grad_value_`` by part. ``asked``: by the program, before ``step()``. ``done``: no gradient
+    of the open step is to be clipped any more."""
+
+    def __init__(self, options: Options) -> None:
+        self._max_value, self._unasked = options.max_grad_value, options.clips_unasked
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.asked = self.done = False
+
+    def on_step(self) -> None:
+        self.done = self.done or not (self.asked or self._unasked)
+
+    def clip(self, states: Sequence[ParameterState]) -> None:
+        """Clips what the update of these parameters reads."""
+        if not self.done:
+            clip_values([each.update_grad for each in states if each.update_grad is not None], self._max_value)
+
+    def clip_as_they_are(self, states: Sequence[ParameterState]) -> None:
+        """Clips what ``.grad`` holds, if the program has replaced gradients."""
+        if self.asked:  # what has replaced them since stays as it is
+            self.clip(states)
+        elif not self.done:
+            gradients = [state.parameter.grad for state in states if state.parameter.grad is not None]
+            clip_values(gradients, self._max_value)
 
 
 class NormClipping:
     """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces.
 
     ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
-    open step are clipped, or certainly need not be. ``total_norm``: of the last clipped step, before clipping.
+    open step are clipped, or certainly need not be. ``asked``: the program has asked for that before ``step()``.
+    ``total_norm``: of the last clipped step, before clipping.
     """
 
     def __init__(
@@ -80,6 +127,7 @@ class NormClipping:
     ) -> None:
         self._states, self._buffers = states, buffers
         self._max_norm, self._norm_type = options.max_grad_norm, options.grad_norm_type
+        self._unasked = options.clips_unasked
         self.index = len(states)
         self._certificate = None
         if self._norm_type in CERTIFIED_NORM_TYPES:
@@ -90,8 +138,8 @@ class NormClipping:
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
         self.total_norm: torch.Tensor | None = None
-        self.done = False
-        self.certified = False
+        self._promised: PendingNorm | None = None
+        self.begin_step()
 
     # --- Sending ---
 
@@ -110,7 +158,36 @@ class NormClipping:
     def begin_step(self) -> None:
         """Gradients of a new step travel."""
         self._norms.clear()
-        self.done = self.certified = False
+        self._promise(None)
+        self._order: Sequence[ParameterState] = self._states  # in which torch adds up the norms
+        self._refuses_nonfinite = False
+        self.asked = self.done = self.certified = False
+
+    def ask(self, order: Sequence[ParameterState], finish: Callable[[], None], refuse_nonfinite: bool) -> torch.Tensor:
+        """The program asks for the clipping before ``step()``. Returns the norm, which is pending until it is known.
+
+        ``order``: all parameters. ``finish``: has the gradients clipped. ``refuse_nonfinite``: clipping raises if the
+        norm is NaN or inf.
+        """
+        self._order, self._refuses_nonfinite, self.asked = order, refuse_nonfinite, True
+        parameters = [state.parameter for state in order]
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
+        self._promise(PendingNorm(dtype, parameters[0].device, finish))
+        return self._promised.tensor
+
+    def on_step(self) -> None:
+        """``step()`` was called."""
+        self.done = self.done or not (self.asked or self._unasked)
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the program has a norm that is not known yet."""
+        return self._promised is not None
+
+    def _promise(self, norm: "PendingNorm | None", is_: torch.Tensor | None = None) -> None:
+        if self._promised is not None:
+            self._promised.set(is_)
+        self._promised = norm
 
     def compute_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of gradients that have arrived where the update reads them; they may be pending."""
@@ -145,11 +222,15 @@ class NormClipping:
             )
 
     def apply(self, *, deferred: bool) -> None:
-        """Clips all gradients. ``deferred``: the step is not synchronous. REQUIRES: all are settled."""
+        """Clips all gradients. ``deferred``: the step is not synchronous. REQUIRES: all are settled.
+
+        Raises Error, each time if ``deferred``, for a norm that the program does not want clipped.
+        """
         used = [state for state in self._states if state.update_grad is not None]
         self.compute_norms(used)
-        self.done = True
+        self.done = not deferred
         factor = self._total_factor(deferred)
+        self.done = True
         if factor is not None:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 torch._foreach_mul_([state.update_grad for state in used], factor)
@@ -194,12 +275,21 @@ class NormClipping:
 
     def _total_factor(self, deferred: bool) -> torch.Tensor | None:
         """What the gradients are multiplied by, one element; None if there are none. REQUIRES: all norms are known."""
-        used = [state for state in self._states if state.index in self._norms]
+        used = [state for state in self._order if state.index in self._norms]
         if not used:
+            self._promise(None, is_=torch.zeros(()))
             return None
         norms = [self._norms[state.index] for state in _in_torch_order(used)]
         device = used[0].parameter.device
         self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
+        self._promise(None, is_=self.total_norm)
+        if self._refuses_nonfinite and not self.certified and not bool(self.total_norm.isfinite()):
+            raise Error(
+                f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
+                "(error_if_nonfinite); no parameter has this step's update: end the training and continue from the "
+                "last checkpoint, call handle.detach() and go on without gradcast, or pass error_if_nonfinite=False",
+                "invalid_use",
+            )
         if self._certificate is not None:
             certified = self.certified if deferred else None
             self._recorded.append(_ClippedStep(self._bounds({}), self._arrived_norms(), certified))
@@ -242,6 +332,31 @@ class NormClipping:
         for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
             found |= zip(indices, torch._foreach_norm(alike, self._norm_type), strict=True)
         return [found[i] for i in range(len(gradients))]
+
+
+class PendingNorm:
+    """A norm that is not known yet: a pending tensor of one element, whose owner this is (pending.Owner)."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, finish: Callable[[], None]) -> None:
+        self.tensor = torch.full((), math.nan, dtype=dtype, device=device)
+        self._finish = finish
+        pending.mark(self.tensor, self)
+
+    def set(self, norm: torch.Tensor | None) -> None:
+        """None: it will never be known, and stays NaN."""
+        pending.clear(self.tensor)
+        if norm is not None:
+            with torch.no_grad():
+                self.tensor.copy_(norm)
+
+    def resolve(self, _tensors: list[torch.Tensor]) -> None:
+        self._finish()
+
+    def zero_later(self, _tensor: torch.Tensor) -> bool:
+        return False
+
+    def gradient_read(self, _tensor: torch.Tensor) -> None:
+        """A norm has no gradient."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.step import parameter_state, partial_step, pending
-from gradcast.training.step.clipping import NormClipping, clip_values
+from gradcast.training.step.clipping import NormClipping, ValueClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
@@ -45,11 +45,11 @@ class OptimizerSteps:
         waits: EarlyWaits,
         warn_once: Callable[..., None],
         clipping: NormClipping | None,
-        max_value: float | None,
+        values: ValueClipping | None,
         callbacks: UpdateCallbacks,
     ) -> None:
-        """``clipping``: by the norm of all gradients, before the first update. ``max_value``: each element is clipped
-        to it before its update."""
+        """``clipping``: by the norm of all gradients, before the first update. ``values``: of each element, before its
+        update."""
         self._optimizers = list(optimizers)
         self._states = states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
@@ -60,7 +60,7 @@ class OptimizerSteps:
         self._interceptions: list[partial_step.StepInterception] = []
         self._guards: list[OptimizerStateGuard] = []
         self.stream = UpdateStream(buffers.flats[0].device)
-        self._clipping, self._max_value = clipping, max_value
+        self._clipping, self._values = clipping, values
         self._warn_once = warn_once
         self._callbacks = callbacks
         self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
@@ -96,8 +96,9 @@ class OptimizerSteps:
         self.complete_all_updates()
         self._stepped.clear()
         self._arrived.clear()
-        if self._clipping is not None:
-            self._clipping.begin_step()
+        for clipping in (self._clipping, self._values):
+            if clipping is not None:
+                clipping.begin_step()
 
     def parameters_changing(self, tensor: torch.Tensor) -> list[ParameterState] | None:
         """Parameters whose updates change this tensor of an optimizer's state; None if it is not of a state."""
@@ -151,6 +152,9 @@ class OptimizerSteps:
 
     def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> None:
         self._refuse_after_failure()
+        for clipping in (self._clipping, self._values):
+            if clipping is not None:
+                clipping.on_step()
         optimizer = self._optimizers[number]
         if self._clips and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
@@ -235,14 +239,23 @@ class OptimizerSteps:
         """Clips once per step. ``as_they_are``: what ``.grad`` holds now, which the program may have replaced."""
         if self._clipping is None or self._clipping.done:
             return
-        if as_they_are and not self._gradients.are_in_place(self._states):
+        if as_they_are and not self._clipping.asked and not self._gradients.are_in_place(self._states):
             self._clipping.apply_to_replaced()
         else:
             self._clipping.apply(deferred=not as_they_are)
 
+    def clip_asked(self) -> None:
+        """The program uses gradients before ``step()``: clips if it has asked for that. REQUIRES: all are settled."""
+        with self.stream.entered():
+            if self._clipping is not None and self._clipping.asked:
+                self._clip(as_they_are=True)
+            if self._values is not None and self._values.asked:
+                self._values.clip(self._states)
+                self._values.done = True
+
     @property
     def _clips(self) -> bool:
-        return self._clipping is not None or self._max_value is not None
+        return self._clipping is not None or self._values is not None
 
     @property
     def must_clip_first(self) -> bool:
@@ -278,9 +291,8 @@ class OptimizerSteps:
             self._gradients.wait_for_all()
         arrived_ns = time.perf_counter_ns()
         self._clip(as_they_are=True)
-        if self._max_value is not None:
-            gradients = [state.parameter.grad for state in self._states_of[number]]
-            clip_values([each for each in gradients if each is not None], self._max_value)
+        if self._values is not None:
+            self._values.clip_as_they_are(self._states_of[number])
         self._run_whole(number)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
@@ -324,8 +336,8 @@ class OptimizerSteps:
         self._gradients.settle(part)
         if self._clipping is not None and self._clipping.certified:
             self._clipping.compute_norms(part)
-        if self._max_value is not None:
-            clip_values([state.update_grad for state in part if state.update_grad is not None], self._max_value)
+        if self._values is not None:
+            self._values.clip(part)
         for state in part:
             state.start_update()
         grads = [state.parameter.grad for state in part]

@@ -1,0 +1,42 @@
+"""For Accelerate: ``attach(accelerator, model, optimizer)`` behind ``accelerator.prepare``."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import gradcast
+from gradcast.frameworks.clipping import ClipCalls, replace
+
+CLIP_CALLS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+def attach(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any = None, *, options: gradcast.Options | None = None
+) -> gradcast.Handle:
+    """As ``gradcast.attach``, with what ``accelerator.prepare`` has returned. If the options clip, gradcast also does
+    what ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` are called for. The norm that is returned waits where
+    it is read."""
+    handle = gradcast.attach(model, optimizer, options=options)
+    take_over(accelerator, ClipCalls(handle, options))
+    return handle
+
+
+def take_over(accelerator: Accelerator, calls: ClipCalls) -> None:
+    """From now on ``calls`` are what the accelerator's clip calls lead to."""
+    own_norm, own_value = (getattr(accelerator, name) for name in CLIP_CALLS)
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        parameters = _listed(parameters)
+        return calls.norm(lambda: own_norm(parameters, max_norm, norm_type), parameters, max_norm, norm_type)
+
+    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+        parameters = _listed(parameters)
+        calls.value(lambda: own_value(parameters, clip_value), parameters, clip_value)
+
+    replace(accelerator, clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -1,0 +1,113 @@
+"""A framework's own clipping, carried out by gradcast: its clip call waits for nothing, and returns a pending norm."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+import gradcast
+from gradcast.errors import refused
+
+_log = logging.getLogger("gradcast")
+
+
+class _OnCall(gradcast.Options):
+    """A step is clipped if the framework's clip call has come before it."""
+
+    clips_unasked = False
+
+
+def with_clipping(
+    options: gradcast.Options | None, setting: str, *, norm: float | None = None, value: float | None = None
+) -> gradcast.Options:
+    """Options that clip as the framework does, by ``norm`` or ``value``. ``setting``: the framework's, for messages.
+
+    Raises Error(invalid_use) if the options clip in another way.
+    """
+    options = options or gradcast.Options()
+    if any(each is not None and not 0 < each < math.inf for each in (norm, value)):
+        return options  # the framework's own call does then what it does without gradcast
+    asked = {"max_grad_norm": norm, "grad_norm_type": 2.0, "max_grad_value": value}
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    if not options.clips:
+        return _OnCall(**given | asked)
+    if given | asked != given:
+        raise refused(f"{setting}, and the options of gradcast have {_shown(options)}; give both the same, or one only")
+    return options
+
+
+class ClipCalls:
+    """What a framework calls to clip, while ``handle`` is attached with ``options``. ``own``: the framework's own way,
+    which waits for all gradients."""
+
+    def __init__(self, handle: gradcast.Handle, options: gradcast.Options | None) -> None:
+        self._handle, self._options = handle, options or gradcast.Options()
+        self._told = False
+
+    def norm(
+        self,
+        own: Callable[[], Any],
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        refuse_nonfinite: bool = False,
+    ) -> Any:
+        """As ``clip_grad_norm_``. Returns the norm, which waits where it is read."""
+        asked = {"max_grad_norm": float(max_norm), "grad_norm_type": float(norm_type)}
+        return self._clip(own, parameters, asked, refuse_nonfinite)
+
+    def value(self, own: Callable[[], Any], parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """As ``clip_grad_value_``."""
+        self._clip(own, parameters, {"max_grad_value": float(clip_value)}, False)
+
+    def _clip(self, own: Callable, parameters: Iterable[torch.Tensor], asked: dict, refuse_nonfinite: bool) -> Any:
+        session, parameters = self._handle._session, list(parameters)
+        early = None if session.released else session.early_clipping
+        covers = None if early is None else early.covers(parameters)
+        if covers is None:  # without gradcast's clipping, or another module's
+            return own()
+        different = [f"{name}={value:g}" for name, value in asked.items() if getattr(self._options, name) != value]
+        if covers and not different:
+            return early.clip(parameters, refuse_nonfinite=refuse_nonfinite)
+        how = f"with {' and '.join(different)}" if different else "by the norm of a part of the module's parameters"
+        if self._options.clips_unasked:
+            raise refused(
+                f"the framework's clip call clips {how}, and the options of gradcast clip each step of the whole "
+                f"module with {_shown(self._options)}; clip alike, or leave it out of the options"
+            )
+        if not self._told and self._handle.rank == 0:
+            _log.warning(
+                "the framework's clip call clips %s, unlike the setting that gradcast has taken over: such calls wait "
+                "for all gradients, without overlap with the next forward pass",
+                how,
+            )
+        self._told = True
+        return own()
+
+
+def replace(holder: Any, **functions: Callable) -> None:
+    """Puts these in the place of methods of one object."""
+    vars(holder).update(functions)
+
+
+def give_back(holder: Any, *names: str) -> None:
+    """The object has its own methods again."""
+    for name in names:
+        vars(holder).pop(name, None)
+
+
+def tell_scaler(setting: str) -> None:
+    """Logs why the framework's own clipping stays."""
+    _log.warning(
+        "%s is left to the framework, because a GradScaler drives the optimizer: steps wait for all gradients", setting
+    )
+
+
+def _shown(options: gradcast.Options) -> str:
+    if options.max_grad_value is not None:
+        return f"max_grad_value={options.max_grad_value:g}"
+    of_type = "" if options.grad_norm_type == 2.0 else f" of type {options.grad_norm_type:g}"
+    return f"max_grad_norm={options.max_grad_norm:g}{of_type}"

@@ -1,0 +1,84 @@
+"""Clipping that the program asks for between backward and ``step()``, as a framework does that clips by itself.
+
+Nothing waits there. The gradients are clipped when they are first used: by a deferred update, which waits for all only
+if the norm is not certified (clipping.py), by ``step()``, or by the program. The norm is a pending tensor until then.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradcast.training.measure.early_waits import Cause, EarlyWaits
+from gradcast.training.options import Options
+from gradcast.training.step.clipping import NormClipping, ValueClipping, clip_as_torch
+from gradcast.training.step.gradient_hooks import GradientHooks
+from gradcast.training.step.optimizer_steps import OptimizerSteps
+from gradcast.training.step.parameter_state import ParameterStates
+
+
+class EarlyClipping:
+    """For a session with this ``clipping``, and its lock. ``use_gradients``: what the session does when the program
+    uses gradients between backward and ``step()``."""
+
+    def __init__(
+        self,
+        options: Options,
+        states: ParameterStates,
+        gradients: GradientHooks,
+        steps: OptimizerSteps,
+        clipping: NormClipping | ValueClipping,
+        waits: EarlyWaits,
+        lock: threading.RLock,
+        use_gradients: Callable[[], None],
+    ) -> None:
+        self._options, self._states, self._gradients, self._steps = options, states, gradients, steps
+        self._clipping, self._waits, self._lock, self._use_gradients = clipping, waits, lock, use_gradients
+
+    def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
+        """Whether these are all that the options clip together; None if they are others. Values of some parameters may
+        be clipped before those of others, so any of them count as all."""
+        found = [self._states.of(parameter) for parameter in parameters]
+        known = [state for state in found if state is not None]
+        if not known:
+            return None
+        if isinstance(self._clipping, ValueClipping):
+            return True
+        others = [each for each, state in zip(parameters, found, strict=True) if state is None]
+        once = len(known) == len(self._states) == len(set(map(id, known)))
+        return once and all(each.grad is None for each in others)
+
+    def clip(self, parameters: Sequence[torch.Tensor], *, refuse_nonfinite: bool) -> torch.Tensor | None:
+        """Clips gradients when they are first used. Returns the norm, which may be pending; None if values are clipped.
+        REQUIRES: these are all parameters (``covers``).
+
+        ``refuse_nonfinite``: if the norm is NaN or inf, whatever uses the gradients first raises.
+        """
+        with self._lock:
+            gradients, clipping = self._gradients, self._clipping
+            if gradients.open and (clipping.asked or clipping.done or not gradients.all_sent):
+                self._use_gradients()
+            if not gradients.open or gradients.values_used or not gradients.are_in_place(self._states):
+                return self._clip_now(parameters, refuse_nonfinite)
+            if isinstance(clipping, ValueClipping):
+                clipping.asked = True
+                return None
+            found = [self._states.of(parameter) for parameter in parameters]
+            return clipping.ask([each for each in found if each is not None], self._finish, refuse_nonfinite)
+
+    def _clip_now(self, parameters: Sequence[torch.Tensor], refuse_nonfinite: bool) -> torch.Tensor | None:
+        """The program has used or replaced the gradients, or they do not travel."""
+        norm = clip_as_torch(self._options, parameters, refuse_nonfinite)
+        if self._gradients.open:
+            self._clipping.asked = self._clipping.done = True
+            if norm is not None:
+                self._clipping.total_norm = norm
+        return norm
+
+    def _finish(self) -> None:
+        """Clips, since the program uses the norm."""
+        with self._lock, self._waits.at(Cause.NORM):
+            self._steps.complete_all_updates()
+            if self._clipping.is_promised:
+                self._gradients.refuse_inside_backward()
+                self._use_gradients()
