@@ -123,12 +123,12 @@ def test_options_that_cannot_be(given, words):
         gradcast.Options(**given)
 
 
-def one_of_two(rank, world_size):
+def one_of_two(rank, world_size, max_norm):
     """One optimizer leaves steps out, and its gradients are zeroed before the other's update has run. With one worker
     nothing is sent."""
     task = TASKS["plain"]
     sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
-    handle = attach(*sides[1], policy="fifo", max_grad_norm=MAX_NORM)
+    handle = attach(*sides[1], policy="fifo", max_grad_norm=max_norm)
     theirs = nn.parallel.DistributedDataParallel(sides[0][0]) if world_size > 1 else sides[0][0]
     for number in range(10):
         for forward, (module, both) in zip((theirs, sides[1][0]), sides, strict=True):
@@ -136,16 +136,19 @@ def one_of_two(rank, world_size):
                 optimizer.zero_grad(set_to_none=False)
             task.loss(forward, task.batch(rank.index, number)).backward()
             if forward is theirs:
-                clip(module)
+                clip(module, max_norm)
             both[0].step()
             if number % 3 != 1:
                 both[1].step()
             both[1].zero_grad(set_to_none=False)
+    if world_size > 1:
+        assert (handle.stats()["clipping"]["certified_share"] > 0) == (max_norm > 1)
     handle.detach()
     assert not any("step" in vars(optimizer) for optimizer in sides[1][1]), "detach gives the step back"
     return compare.modules(sides[1][0], sides[0][0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_of_which_one_leaves_steps_out(ranks, world_size):
-    assert not any(ranks.run(world_size, one_of_two, world_size))
+@pytest.mark.parametrize(("world_size", "max_norm"), [(1, MAX_NORM), (2, MAX_NORM), (2, 1e6)])
+def test_optimizers_of_which_one_leaves_steps_out(ranks, world_size, max_norm):
+    """Without clipping, steps of both are certified."""
+    assert not any(ranks.run(world_size, one_of_two, world_size, max_norm))

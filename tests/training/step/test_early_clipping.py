@@ -234,6 +234,24 @@ def test_a_norm_that_the_call_refuses(rank, deferred):
     return found
 
 
+@on_ranks(2)
+def test_a_function_of_on_update_reads_the_norm_of_its_step(rank):
+    """In the middle of the updates whose end makes the norm known."""
+    theirs, ours = (Clipped(name, rank.index) for name in ("ddp", "overlap"))
+    read, expected, norms = [], [], []
+    for side in (theirs, ours):
+        side.begin("norm")
+    ours.handle.on_update(lambda *_: read.append((len(norms), norms[-1].item())))
+    for _ in zip(theirs.rounds(), ours.rounds(), strict=True):
+        expected.append(theirs.clip().item())
+        norms.append(ours.clip())
+    ours.handle.flush()
+    found = compare.trees(dict(read), dict(enumerate(expected, 1)))
+    found += compare.trees(ours.result(ours.module), theirs.result(theirs.module))
+    ours.handle.detach()
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_must_agree(kind):
     setting = {"norm": 1.0} if kind == "norm" else {"value": 1.0}
