@@ -95,7 +95,7 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
     if args.bandwidth is None and args.wire is None and (on_hosts := given(args, *_HOSTS)):
         raise Error(f"{on_hosts[0]} needs --bandwidth or --wire")
     found = [
-        _narrowed(args, Network(named.link, f"{named.name} ({named.summary})"), named.world_size)
+        _narrowed(args, Network(named.link, f"{named.name} ({named.summary})"), named.world_size, fp32_form=RING)
         for named in _published(args.network or [])
     ]
     if args.link is not None:
@@ -129,12 +129,19 @@ def _hosts(args: argparse.Namespace, worker_count: int) -> Hosts:
     return Hosts.even(worker_count // per_host, per_host)
 
 
-def _narrowed(args: argparse.Namespace, network: Network, worker_count: int, *forms: str) -> Network:
-    """The network with the wire format, if one is given. ``forms``: of the exchange with it, and with fp32."""
+def _narrowed(
+    args: argparse.Namespace,
+    network: Network,
+    worker_count: int,
+    form: str | None = None,
+    fp32_form: str | None = None,
+) -> Network:
+    """The network with the wire format, if one is given. ``form``, ``fp32_form``: see ``wire_cost``; the latter is what
+    the network's costs are of."""
     if args.wire is None:
         return network
     hosts = _hosts(args, worker_count)
-    cost = wire_cost(hosts, args.wire, *forms)
+    cost = wire_cost(hosts, args.wire, form, fp32_form)
     words = f", {args.wire} on the wire"
     if hosts.ranks_per_host > 1:
         words += f" ({cost:.2f} times fp32's cost per byte)"
