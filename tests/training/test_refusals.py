@@ -32,6 +32,17 @@ def two():
     return nn.Sequential(linear(), linear())
 
 
+def tied():
+    one, other = linear(), linear()
+    other.bias = one.bias
+    return one, other
+
+
+def whole_and_part():
+    whole = two()
+    return whole, whole[1]
+
+
 def attached_twice(whole=lambda module: module, optimizer=lambda module: None):
     module = linear()
     gradcast.attach(module, optimizer(module))
@@ -82,7 +93,18 @@ AT_ATTACH = {
     "optimizer of a copy": (optimizer_of_a_copy, "optimizer"),
     "overlapping optimizers": (lambda: with_optimizer(linear(), lambda m: [sgd(m), sgd(m)]), "weight"),
     "no optimizer": (lambda: with_optimizer(linear(), nn.Module.parameters), "Optimizer"),
-    "no module": (lambda: gradcast.attach([linear()]), "a torch.nn.Module is expected"),
+    "no module": (lambda: gradcast.attach(linear), "a torch.nn.Module is expected"),
+    "no modules": (lambda: gradcast.attach([]), "the list of modules is empty"),
+    "no module in a list": (lambda: gradcast.attach([linear(), linear]), "number 1 of the list is a function"),
+    "a parameter in a list": (lambda: gradcast.attach([linear(), linear().weight]), "the loss as an nn.Module"),
+    "a DDP module in a list": (
+        lambda: gradcast.attach([linear(), nn.parallel.DistributedDataParallel(linear())]),
+        "plain modules",
+    ),
+    "a module and a part of it": (lambda: gradcast.attach(whole_and_part()), "number 1 is 0.1 as well"),
+    "the same module twice": (lambda: gradcast.attach(2 * [linear()]), "number 1 is number 0 as well"),
+    "modules with a common parameter": (lambda: gradcast.attach(tied()), "1.bias is 0.bias as well"),
+    "a module of another list": (lambda: attached_twice(lambda module: [linear(), module]), "already"),
     "lbfgs": (lambda: with_optimizer(linear(), lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS"),
     "nothing to train": (lambda: gradcast.attach(linear().requires_grad_(False)), "no parameter"),
     "empty module": (lambda: gradcast.attach(nn.ReLU()), "no parameter"),

@@ -61,18 +61,24 @@ _REMEDY = "train with it alone, or give gradcast the plain module"
 
 @dataclasses.dataclass(frozen=True)
 class Accepted:
-    """The parts of an accepted module.
+    """The parts of an accepted module, or of several that are trained as one.
 
-    ``whole``: what was given to attach. ``module``: the user's own, inside its wrappers. ``ddp``: the one whose
-    reduction is taken over; None for a bare module. ``called``: the outermost module that every forward pass goes
-    through and that no compiler looks into. ``parameters``: those that need gradients, by name.
+    ``whole``: what was given to attach; a list as an nn.ModuleList. ``module``: the user's own, inside its wrappers.
+    ``ddp``: the one whose reduction is taken over; None for a bare module. ``called``: the outermost module that every
+    forward pass goes through and that no compiler looks into; of a list, all. ``parameters``: those that need
+    gradients, by name.
     """
 
     whole: nn.Module
     module: nn.Module
     ddp: DistributedDataParallel | None
-    called: nn.Module
+    called: tuple[nn.Module, ...]
     parameters: dict[str, nn.Parameter]
+
+    @property
+    def owned(self) -> tuple[nn.Module, ...]:
+        """The user's own modules, inside of wrappers."""
+        return (self.module,) if self.ddp is not None else self.called
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +92,10 @@ def accept(
 
     ``idle``: DDP modules around this one that nobody calls.
     """
+    members: tuple[nn.Module, ...] = ()
+    if isinstance(module, list | tuple):
+        module = joined(module)
+        members = tuple(module)
     if not isinstance(module, nn.Module):
         raise refused(f"the module is a {type(module).__name__}; a torch.nn.Module is expected")
     ddp = the_ddp(module)
@@ -103,7 +113,37 @@ def accept(
     shared = shared_group(process_group if ddp is None else ddp.process_group)
     if shared is not None and shared.size() > 1:
         _check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
-    return Accepted(module, inner, ddp, _called(module, ddp), parameters)
+    return Accepted(module, inner, ddp, members or (_called(module, ddp),), parameters)
+
+
+def joined(modules: Sequence[Any]) -> nn.ModuleList:
+    """Several modules as one. Raises Error(invalid_use) unless they are bare and have nothing in common."""
+    for position, each in enumerate(modules):
+        if isinstance(each, torch.Tensor):
+            raise refused(
+                f"number {position} of the list is a {type(each).__name__}; gradcast takes modules: make it an "
+                "attribute of one, such as the loss as an nn.Module, and give that"
+            )
+        if not isinstance(each, nn.Module):
+            raise refused(f"number {position} of the list is a {type(each).__name__}; torch.nn.Modules are expected")
+        if the_ddp(each) is not None:
+            raise refused(
+                f"number {position} of the list holds a DistributedDataParallel; give the plain modules, whose "
+                "gradients gradcast reduces together, or attach to each DDP module with an optimizer of its own"
+            )
+    names: dict[int, str] = {}
+    for position, each in enumerate(modules):
+        parts = {"": each} | {name: part for name, part in each.named_modules() if part in modules}
+        for name, part in [*parts.items(), *each.named_parameters()]:
+            here = f"{position}.{name}" if name else f"number {position}"
+            if names.setdefault(id(part), here) != here:
+                raise refused(
+                    f"modules of the list overlap: {here} is {names[id(part)]} as well; give each part once, "
+                    "within one module of the list"
+                )
+    if not modules:
+        raise refused("the list of modules is empty; a torch.nn.Module or several are expected")
+    return nn.ModuleList(modules)
 
 
 def the_ddp(module: nn.Module) -> DistributedDataParallel | None:

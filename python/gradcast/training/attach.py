@@ -28,7 +28,7 @@ _log = logging.getLogger("gradcast")
 
 
 def attach(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     process_group: Any = None,
@@ -38,7 +38,9 @@ def attach(
 
     ``module``: a bare module, or one with a DistributedDataParallel around it, which may lie inside torch.compile() or
     a framework's wrapper. All trainable parameters must be on one device; the guarantees list what is accepted. A bare
-    module gets rank 0's parameters and buffers now, and its buffers before each training forward pass, as with DDP.
+    module gets rank 0's parameters and buffers now, and its buffers in each training forward pass, as with DDP.
+    A list of bare modules, none inside another, is trained as one: gradients of all of them travel by one plan. Put a
+    loss with parameters into the list, too; parameters are named by position ("1.scale").
     ``optimizer``: one, or a list of all that update the module; a framework's wrapper around one is accepted. With it,
     gradcast works in overlap mode: gradients of a step travel while the next forward pass runs, and each parameter is
     updated before it is read. Without it, in hook mode: all gradients have arrived when backward ends, as with DDP.
@@ -51,7 +53,7 @@ def attach(
 
 def attach_inside(
     idle: Sequence[DistributedDataParallel],
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None,
     process_group: Any,
     options: Options | None,
@@ -68,7 +70,7 @@ def attach_inside(
     try:
         preflight.check_clipping(options, given)
         accepted = accept(module, optimizers, process_group, idle)
-        if accepted.module in attached_modules:
+        if any(each in attached_modules for each in accepted.owned):
             raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
     except Error as error:
         refusal = error
@@ -89,7 +91,7 @@ def attach_inside(
     if disabled:
         attached: Attached = DisabledSession(accepted, optimizers, group, options, callbacks)
     elif group.world_size == 1:
-        attached = SingleWorkerSession(accepted.called, accepted.parameters, optimizers, group, options, callbacks)
+        attached = SingleWorkerSession(accepted, optimizers, group, options, callbacks)
     else:
         if accepted.ddp is None:
             preflight.copy_model_from_first(group, accepted.module, options)
@@ -97,7 +99,8 @@ def attach_inside(
     if group.rank == 0 and not disabled:
         _tell_hosts(group.hosts, doubt, options.wire)
     handle = Handle(accepted.module, attached)
-    attached_modules[accepted.module] = weakref.ref(attached)
+    for each in accepted.owned:
+        attached_modules[each] = weakref.ref(attached)
     return handle
 
 

@@ -13,6 +13,13 @@ from gradcast.training.training_session import Attached
 attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]]" = weakref.WeakKeyDictionary()
 
 
+def forget(attached: Attached) -> None:
+    """From now on nothing says that gradcast is attached to these modules."""
+    for module, reference in list(attached_modules.items()):
+        if reference() is attached:
+            del attached_modules[module]
+
+
 def detach(attached: Attached, wait_s: float | None = None) -> None:
     """Completes what is in flight, logs the summary, and gives the module back. ``wait_s``: see Handle.detach."""
     flushed = False

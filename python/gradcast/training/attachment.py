@@ -1,4 +1,4 @@
-"""What stays on a module from ``attach`` to ``detach``: the hooks around its forward pass, and the current session.
+"""What stays on a module, or several, from ``attach`` to ``detach``: the hooks around forward, and the current session.
 
 A session is made for a set of parameters. When that set changes (a layer is thawed or added), a new session begins,
 with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs, DDP reduces by itself.
@@ -54,7 +54,7 @@ class Attachment:
         if accepted.ddp is not None:
             self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
-        if accepted.module is not accepted.called:
+        if accepted.ddp is not None:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
         fork.watch(self)
 
@@ -81,7 +81,7 @@ class Attachment:
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
         del self._accepted, self._layout, self._compiled
 
-    def _before_forward(self, _: Any, compiled: bool) -> None:
+    def _before_forward(self, called: nn.Module, _: Any, compiled: bool) -> None:
         if self._failure is not None:
             raise self._failure
         if self.session.released:  # in a forked child
@@ -99,21 +99,20 @@ class Attachment:
             self._restart(frozen)
         if not compiled:
             self._compiled.find()
-        called = self._accepted.called
-        self.session.before_forward(compiled or isinstance(called, OptimizedModule), called.training)
+        self.session.before_forward(called, compiled or isinstance(called, OptimizedModule))
 
-    def _before_inner(self, _: Any, __: bool) -> None:
+    def _before_inner(self, _: nn.Module, __: Any, ___: bool) -> None:
         """The module inside a wrapper may be traced alone. The trace must not contain our waiting."""
         if torch.jit.is_tracing() and not self.session.released:
             self.session.complete_step()
 
-    def _after_forward(self, output: Any, _: bool) -> None:
+    def _after_forward(self, called: nn.Module, output: Any, _: bool) -> None:
         if self.session.released:
             return
         if self._is_borrowed:
-            self.session.watch_output(output)
+            self.session.watch_output(called, output)
         else:
-            self.session.after_forward(output)
+            self.session.after_forward(called, output)
 
     def _refuse_other_ddp(self) -> None:
         active = DistributedDataParallel._active_ddp_module

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -45,39 +46,43 @@ class DisabledSession(TrainingSession):
         callbacks: UpdateCallbacks,
     ) -> None:
         self.callbacks = callbacks
-        module = accepted.called
+        self._module = accepted.module  # the handle refers to it
         self.mode = "ddp"
         self.group = group
         self._removables: list[Any] = []
         if options.clips:
             # Clipping that the user has asked of gradcast stays.
-            self.early_clipping = clip = ClipOnce(module, options)
+            self.early_clipping = clip = ClipOnce(accepted.called, options)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
                 for number, optimizer in enumerate(optimizers)
             ]
             self._removables += [clip, *self._interceptions]
-        self._wrapper: DistributedDataParallel | None = None  # around a bare module
+        self._broadcast_buffers = options.broadcast_buffers
+        self._wrappers: dict[nn.Module, DistributedDataParallel] = {}  # around bare modules
         if accepted.ddp is None and group.world_size > 1:
-            self._module = module
-            # find_unused_parameters: attach accepts steps that leave parameters out.
-            self._broadcast_buffers = options.broadcast_buffers
-            self._wrapper = DistributedDataParallel(
-                module,
-                process_group=group.shared,
-                find_unused_parameters=True,
-                broadcast_buffers=options.broadcast_buffers,
-            )
-            self._removables += around_forward(module, self._before_forward, self._after_forward)
-        self.no_sync_blocks = NoSyncBlocks(self._wrapper if accepted.ddp is None else accepted.ddp)
+            # DDP refuses a module that has nothing to reduce.
+            modules = [each for each in accepted.called if any(p.requires_grad for p in each.parameters())]
+            self._wrappers = {each: self._wrapper_around(each) for each in modules}
+            self._removables += around_forward(modules, self._before_forward, self._after_forward)
+        self.no_sync_blocks = NoSyncBlocks(self._wrappers.values() if accepted.ddp is None else [accepted.ddp])
+
+    def _wrapper_around(self, module: nn.Module) -> DistributedDataParallel:
+        # find_unused_parameters: attach accepts steps that leave parameters out.
+        return DistributedDataParallel(
+            module,
+            process_group=self.group.shared,
+            find_unused_parameters=True,
+            broadcast_buffers=self._broadcast_buffers,
+        )
 
     def release(self, *, reusable: bool) -> None:
         self.group.leave(reusable=reusable)
         for removable in self._removables:
             removable.remove()
         self._removables, self.early_clipping = [], None
-        if self._wrapper is not None:
-            self._wrapper.reducer._remove_autograd_hooks()
+        for wrapper in self._wrappers.values():
+            wrapper.reducer._remove_autograd_hooks()
         self.released = True
 
     def _on_step(self, number: int) -> None:
@@ -85,12 +90,13 @@ class DisabledSession(TrainingSession):
         self.early_clipping.before_step()
         self._interceptions[number].run_whole()
 
-    def _before_forward(self, _: Any, _compiled: bool) -> None:
+    def _before_forward(self, module: nn.Module, _: Any, _compiled: bool) -> None:
         # In evaluation the other ranks take no part, as with gradcast.
         if torch.is_grad_enabled():
-            self._wrapper.broadcast_buffers = self._broadcast_buffers and self._module.training
-            self._wrapper._pre_forward()
+            wrapper = self._wrappers[module]
+            wrapper.broadcast_buffers = self._broadcast_buffers and module.training
+            wrapper._pre_forward()
 
-    def _after_forward(self, output: Any, _: bool) -> Any:
+    def _after_forward(self, module: nn.Module, output: Any, _: bool) -> Any:
         """DDP passes the outputs on and notes through which of them backward will come."""
-        return self._wrapper._post_forward(output) if torch.is_grad_enabled() else None
+        return self._wrappers[module]._post_forward(output) if torch.is_grad_enabled() else None

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.files import write_text
-from gradcast.training.attached_modules import attached_modules, close_at_exit, detach
+from gradcast.training.attached_modules import close_at_exit, detach, forget
 from gradcast.training.averaged_model import kept_average
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.step.gradient_buffers import GradientRange
@@ -24,7 +24,7 @@ class Handle:
     """Returned by ``attach``. The program need not keep it: training goes on without it."""
 
     def __init__(self, module: nn.Module, attached: Attached) -> None:
-        """``module``: without DDP's wrapper."""
+        """``module``: without DDP's wrapper; for a list, an nn.ModuleList of it."""
         self._attached = attached
         self._module = weakref.ref(module)
         close_at_exit(attached)
@@ -198,9 +198,7 @@ class Handle:
             if not self._attached.released:
                 detach(self._attached, wait_s)
         finally:
-            module = self._module()
-            if module is not None:
-                attached_modules.pop(module, None)
+            forget(self._attached)
 
     def _diagnostics(self) -> Diagnostics:
         """For gradcast's own tools; no stable interface. See diagnostics.py."""

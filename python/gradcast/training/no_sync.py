@@ -1,37 +1,33 @@
 """Open ``no_sync()`` blocks, inside which gradients stay on their worker and add up."""
 
 import weakref
+from collections.abc import Iterable
 
 from torch.nn.parallel import DistributedDataParallel
 
 
 class NoSyncBlocks:
-    """The open no_sync() blocks of one module. They also set the switch of a DDP around it, which sends no buffers."""
+    """The open no_sync() blocks of one attachment. They also set the switches of its DDP modules, which then send no
+    buffers."""
 
-    def __init__(self, ddp: DistributedDataParallel | None) -> None:
+    def __init__(self, ddps: Iterable[DistributedDataParallel] = ()) -> None:
         # A handle that the program keeps must not keep its DDP alive.
-        self._ddp = None if ddp is None else weakref.ref(ddp)
-        self._ddp_synchronized: list[bool] = []  # by open block: DDP's switch outside of it
+        self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet(ddps)
+        # By open block: the DDP modules that synchronized outside of it.
+        self._synchronizing: list[weakref.WeakSet[DistributedDataParallel]] = []
 
     def enter(self) -> None:
         """Opens a block."""
-        ddp = self._live_ddp
-        self._ddp_synchronized.append(ddp is None or ddp.require_backward_grad_sync)
-        if ddp is not None:
+        self._synchronizing.append(weakref.WeakSet(ddp for ddp in self._ddps if ddp.require_backward_grad_sync))
+        for ddp in self._ddps:
             ddp.require_backward_grad_sync = False
 
     def leave(self) -> None:
         """Closes the block that was opened last."""
-        synchronized, ddp = self._ddp_synchronized.pop(), self._live_ddp
-        if ddp is not None:
-            ddp.require_backward_grad_sync = synchronized
+        for ddp in self._synchronizing.pop():
+            ddp.require_backward_grad_sync = True
 
     @property
     def is_synchronizing(self) -> bool:
         """Whether gradients travel: outside of this handle's no_sync() and of DDP's own."""
-        ddp = self._live_ddp
-        return not self._ddp_synchronized and (ddp is None or ddp.require_backward_grad_sync)
-
-    @property
-    def _live_ddp(self) -> DistributedDataParallel | None:
-        return None if self._ddp is None else self._ddp()
+        return not self._synchronizing and all(ddp.require_backward_grad_sync for ddp in self._ddps)

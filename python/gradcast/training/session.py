@@ -70,11 +70,12 @@ class Session(TrainingSession):
         """``parameters``: those whose gradients travel. They may change; ``accepted`` stays, as do ``callbacks``."""
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
-        self.no_sync_blocks = NoSyncBlocks(accepted.ddp)
+        self.no_sync_blocks = NoSyncBlocks([] if accepted.ddp is None else [accepted.ddp])
         self.ddp_reduces = False  # inside ddp.join()
         self._iteration = 0  # the engine's number of the open one
         self._lock = threading.RLock()
-        self._forward_ns = (0, 0)  # start and end of the last forward pass
+        self._forward_start_ns: dict[int, int] = {}  # by id of a module: start of its last forward pass
+        self._forward_end_ns = 0  # of the last forward pass
         self._forward_seen = False  # the module's own forward was called
         self._told: set[str] = set()
         index_of = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
@@ -86,7 +87,7 @@ class Session(TrainingSession):
         if options.max_grad_norm is not None:  # the norms travel as one more gradient
             names.append(clipping.NORMS_NAME)
             values.append(clipping.norms_tensor(values))
-        modules = [accepted.called] if accepted.ddp is None and options.broadcast_buffers else []
+        modules = accepted.called if accepted.ddp is None and options.broadcast_buffers else ()
         sent_along = buffers_tensor(modules, group.device)
         if sent_along is not None:
             names.append(BUFFERS_NAME)
@@ -356,11 +357,10 @@ class Session(TrainingSession):
             for state in self._steps.due:
                 state.updated_late = True
             self._steps.on_backward_begin()
-            forward_start_ns, forward_end_ns = self._forward_ns
             # On a device, forward ends for the ranks when all that it reads has arrived.
-            start_ns = self._host_waited_until_ns() or forward_end_ns or now_ns
-            if forward_end_ns:
-                self.trace.span("forward", forward_start_ns, start_ns)
+            start_ns = self._host_waited_until_ns() or self._forward_end_ns or now_ns
+            if self._forward_end_ns and self._forward_start_ns:
+                self.trace.span("forward", min(self._forward_start_ns.values()), start_ns)
             self._change_layout(lambda: self.controller.begin_iteration(start_ns))
             measuring, on_baseline = self.controller.warmup is not None, self.controller.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
@@ -368,7 +368,7 @@ class Session(TrainingSession):
             active = self.exchange.active
             self._iteration = self.exchange.begin()
             self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))
-            self._forward_ns = (0, 0)
+            self._forward_start_ns, self._forward_end_ns = {}, 0
 
     def _host_waited_until_ns(self) -> int | None:
         """Waits for blocks that still travel when the host comes here: on a device, or because forward needed none of
@@ -413,8 +413,8 @@ class Session(TrainingSession):
 
     # --- Forward ---
 
-    def before_forward(self, compiled: bool, training: bool) -> None:
-        """``compiled``: the model is compiled as a whole. ``training``: the module's mode."""
+    def before_forward(self, module: nn.Module, compiled: bool) -> None:
+        """``module``: that is called. ``compiled``: as a whole."""
         self._forward_seen = True
         if compiled and self.mode == "overlap":
             # Compiled code has fixed the class of its parameters, so nothing shows which of them it reads.
@@ -428,7 +428,7 @@ class Session(TrainingSession):
             with self._waits.at(Cause.COMPILED if compiled else Cause.COMPLETION):
                 self.complete_step()
         self._complete_unseen_reads()
-        training &= torch.is_grad_enabled()
+        training = module.training and torch.is_grad_enabled()
         if training:
             self._refuse_capture()
         if torch.is_grad_enabled():
@@ -436,30 +436,30 @@ class Session(TrainingSession):
         in_backward = torch._C._current_graph_task_id() != -1  # checkpoints run forward again
         if not in_backward:
             self._forget_late_updates()
-        self._forward_ns = (time.perf_counter_ns(), 0)
+        self._forward_start_ns[id(module)], self._forward_end_ns = time.perf_counter_ns(), 0
         if training and not in_backward and self._module_buffers is not None:
-            self._bring_buffers()
+            self._bring_buffers(module)
         if training:
             self._reads.forward_begins(compiled=compiled)
         self._waits.forward_begins()
 
-    def _bring_buffers(self) -> None:
+    def _bring_buffers(self, module: nn.Module) -> None:
         """Rank 0's buffers, for the forward pass for training that begins."""
         with self._lock, self.trace.timed("wait"), pending.not_traced():
             if self._gradients.open and not self._gradients.all_sent:
                 self._gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
-            synchronizing, needed = self.is_synchronizing(), self._gradients.is_backward_expected()
-            self._module_buffers.before_forward(0, synchronizing=synchronizing, needed=needed)
+            needed = self._gradients.is_backward_expected(module)
+            self._module_buffers.before_forward(module, synchronizing=self.is_synchronizing(), needed=needed)
 
-    def after_forward(self, output: Any) -> None:
-        self._forward_ns = (self._forward_ns[0], time.perf_counter_ns())
+    def after_forward(self, module: nn.Module, output: Any) -> None:
+        self._forward_end_ns = time.perf_counter_ns()
         if self.controller.warmup is not None:
             self.controller.warmup.stopwatch.forward_ended()
-        self._gradients.watch_output(output)
+        self._gradients.watch_output(module, output)
 
-    def watch_output(self, output: Any) -> None:
+    def watch_output(self, module: nn.Module, output: Any) -> None:
         """Backward through this output may lead to parameters."""
-        self._gradients.watch_output(output)
+        self._gradients.watch_output(module, output)
 
     def _complete_unseen_reads(self) -> None:
         """Updates what forward reads unseen, before it begins."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradcast.training.acceptance import Accepted
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
@@ -25,8 +26,7 @@ from gradcast.training.training_session import TrainingSession
 class SingleWorkerSession(TrainingSession):
     def __init__(
         self,
-        module: nn.Module,
-        parameters: dict[str, nn.Parameter],
+        accepted: Accepted,
         optimizers: Sequence[Optimizer],
         group: Group,
         options: Options,
@@ -35,15 +35,16 @@ class SingleWorkerSession(TrainingSession):
         self.callbacks = callbacks
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
-        self.no_sync_blocks = NoSyncBlocks(None)
+        self.no_sync_blocks = NoSyncBlocks()
+        self._module = accepted.module  # the handle refers to it
+        parameters = accepted.parameters
         names, values = list(parameters), list(parameters.values())
         self._seen: set[int] = set()  # parameters that the open backward pass has reached
         self._warmup = Warmup(names, values, GradientSizes(values), group, self.mode, options, order=range(len(values)))
-        self._module = module
         self._is_warming_up = True
         if options.clips:
-            self.early_clipping = ClipOnce(module, options)
-        self._handles = around_forward(module, self._before_forward, self._after_forward)
+            self.early_clipping = ClipOnce(accepted.called, options)
+        self._handles = around_forward(accepted.called, self._before_forward, self._after_forward)
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -68,11 +69,11 @@ class SingleWorkerSession(TrainingSession):
                 interception.remove()
             self._interceptions = []
 
-    def _before_forward(self, _: Any, compiled: bool) -> None:
-        if not compiled and torch.is_grad_enabled() and self._module.training:
+    def _before_forward(self, module: nn.Module, _: Any, compiled: bool) -> None:
+        if not compiled and torch.is_grad_enabled() and module.training:
             self._warmup.watch_reads(lambda _: None)
 
-    def _after_forward(self, _output: Any, _compiled: bool) -> None:
+    def _after_forward(self, _module: nn.Module, _output: Any, _compiled: bool) -> None:
         self._warmup.stop_watching()
         self._warmup.stopwatch.forward_ended()
         self._seen.clear()  # not empty if the last backward pass failed

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import Error
-from gradcast.training.acceptance import unwrapped
+from gradcast.training.acceptance import joined, unwrapped
 from gradcast.training.attach import attach
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
@@ -44,8 +44,8 @@ class Verification:
 
 
 def verify(
-    module: nn.Module,
-    compute_loss: Callable[[nn.Module], torch.Tensor],
+    module: nn.Module | Sequence[nn.Module],
+    compute_loss: Callable[[Any], torch.Tensor],
     *,
     process_group: Any = None,
     options: Options | None = None,
@@ -53,45 +53,51 @@ def verify(
     """Compares one step of gradcast with one of DDP on copies of ``module``; the module itself does not change.
 
     ``compute_loss(module)`` runs forward on this worker's data and returns the loss. It is called several times and
-    must return the same value each time; random number generators are reset for each call. gradcast runs in overlap
-    mode with a learning rate of 0, through its warm-up, so that the step compared follows a real plan. Collective.
+    must return the same value each time; random number generators are reset for each call. Of a list of modules it gets
+    a list. gradcast runs in overlap mode with a learning rate of 0, through its warm-up, so that the step compared
+    follows a real plan. Collective.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         raise Error("verify compares workers: start two or more, and call init_process_group() first", "invalid_use")
-    module = unwrapped(module)
+    are_several = isinstance(module, list | tuple)
+    module = joined(module) if are_several else unwrapped(module)
     # adapt=False: the plan is followed even if it gains nothing.
     options = dataclasses.replace(options or Options(), adapt=False)
     random_state = torch.get_rng_state()
     device_states = torch.cuda.get_rng_state_all()  # empty without CUDA
 
-    def run_backward(called: nn.Module) -> None:
+    def run_backward(called: list[nn.Module]) -> None:
         torch.set_rng_state(random_state)
         torch.cuda.set_rng_state_all(device_states)
-        compute_loss(called).backward()
+        compute_loss(called if are_several else called[0]).backward()
 
-    ddp = DistributedDataParallel(copy.deepcopy(module), process_group=process_group)
-    local = copy.deepcopy(ddp.module)  # with rank 0's parameters
-    run_backward(ddp)
-    run_backward(local)
-    ours = _gradcast_gradients(copy.deepcopy(module), run_backward, options, process_group)
-    return _compare(ours, _gradients(ddp.module), _bounds(_gradients(local), process_group), process_group)
+    def parts(whole: nn.Module) -> list[nn.Module]:
+        return list(whole) if are_several else [whole]
+
+    theirs, ours = copy.deepcopy(module), copy.deepcopy(module)
+    ddps = [_in_ddp(each, process_group) for each in parts(theirs)]
+    local = copy.deepcopy(theirs)  # with rank 0's parameters
+    run_backward(ddps)
+    run_backward(parts(local))
+    optimizer = torch.optim.SGD([p for p in ours.parameters() if p.requires_grad], lr=0.0)
+    handle = attach(parts(ours), optimizer, process_group=process_group, options=options)
+    for _ in range(options.warmup_steps + 2):
+        optimizer.zero_grad()
+        run_backward(parts(ours))
+        optimizer.step()
+    handle.detach()
+    return _compare(_gradients(ours), _gradients(theirs), _bounds(_gradients(local), process_group), process_group)
+
+
+def _in_ddp(module: nn.Module, process_group: Any) -> nn.Module:
+    """DDP around a module, unless it has nothing to reduce."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return DistributedDataParallel(module, process_group=process_group)
 
 
 def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def _gradcast_gradients(
-    module: nn.Module, run_backward: Callable[[nn.Module], None], options: Options, process_group: Any
-) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
-    handle = attach(module, optimizer, process_group=process_group, options=options)
-    for _ in range(options.warmup_steps + 2):
-        optimizer.zero_grad()
-        run_backward(module)
-        optimizer.step()
-    handle.detach()
-    return _gradients(module)
 
 
 def _bounds(local: dict[str, torch.Tensor], process_group: Any) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ installed. So in a copy these hooks become a function of the standard library th
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,20 +13,20 @@ from torch import nn
 
 
 class UncopiedHook:
-    """A hook that calls ``function(value, compiled)``, hidden from torch.compile.
+    """A hook that calls ``function(module, value, compiled)``, hidden from torch.compile.
 
     ``value``: the last of the hook's arguments. ``compiled``: whether the forward pass runs inside torch.compile. A
     return value other than None replaces ``value``.
     """
 
-    def __init__(self, function: Callable[[Any, bool], Any]) -> None:
+    def __init__(self, function: Callable[[nn.Module, Any, bool], Any]) -> None:
         self._function = torch.compiler.disable(function)
 
     def __call__(self, *arguments: Any) -> Any:
         # torch.compile sees and keeps the first branch when it traces.
         if torch.compiler.is_compiling():
-            return self._function(arguments[-1], True)
-        return self._function(arguments[-1], False)
+            return self._function(arguments[0], arguments[-1], True)
+        return self._function(arguments[0], arguments[-1], False)
 
     def __deepcopy__(self, memo: dict) -> Any:
         return contextlib.nullcontext().__exit__
@@ -36,13 +36,16 @@ class UncopiedHook:
 
 
 def around_forward(
-    module: nn.Module, before: Callable[[Any, bool], None], after: Callable[[Any, bool], Any]
+    modules: Iterable[nn.Module],
+    before: Callable[[nn.Module, Any, bool], None],
+    after: Callable[[nn.Module, Any, bool], Any],
 ) -> list[Any]:
     """Registers functions that are called before and after each forward pass, with its inputs and with its output.
 
     Returns the handles that remove them.
     """
-    return [
-        module.register_forward_pre_hook(UncopiedHook(before)),
-        module.register_forward_hook(UncopiedHook(after)),
-    ]
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(UncopiedHook(before)))
+        handles.append(module.register_forward_hook(UncopiedHook(after)))
+    return handles

@@ -49,23 +49,24 @@ class ClipOnce:
     """torch's own clipping as the options ask for it, once per step: before the first of the optimizers updates, or
     before, when the program asks for it."""
 
-    def __init__(self, module: nn.Module, options: Options) -> None:
-        self._module, self._options = module, options
+    def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
+        self._modules, self._options = list(modules), options
         self._due = True
         # A forward pass begins the next step.
-        self._hook = module.register_forward_pre_hook(UncopiedHook(self._on_forward))
+        self._hooks = [each.register_forward_pre_hook(UncopiedHook(self._on_forward)) for each in modules]
 
     def remove(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def before_step(self) -> None:
         if self._due and self._options.clips_unasked:
-            clip_as_torch(self._options, self._module.parameters())
+            clip_as_torch(self._options, self._parameters())
         self._due = False
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
         """As EarlyClipping.covers; torch clips what it is given, so any parameters count as all."""
-        own = set(map(id, self._module.parameters()))
+        own = set(map(id, self._parameters()))
         return True if any(id(each) in own for each in parameters) else None
 
     def clip(self, parameters: Sequence[torch.Tensor], *, refuse_nonfinite: bool) -> torch.Tensor | None:
@@ -73,7 +74,10 @@ class ClipOnce:
         self._due = False
         return clip_as_torch(self._options, parameters, refuse_nonfinite)
 
-    def _on_forward(self, _inputs: Any, _compiled: bool) -> None:
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for each in self._modules for parameter in each.parameters()]
+
+    def _on_forward(self, _module: nn.Module, _inputs: Any, _compiled: bool) -> None:
         self._due = True
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from gradcast.errors import Error
 from gradcast.training.compat import extension
@@ -109,7 +110,8 @@ class GradientHooks:
         self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
         self._forward_thread = threading.get_ident()  # of the last forward pass
         self._backward_thread: int | None = None  # of the backward pass that makes the open gradients
-        self._graphs: list[weakref.ref] = []  # of forward passes since the last backward pass
+        # Of forward passes since the last backward pass: the module that was called, and its graph.
+        self._graphs: list[tuple[nn.Module, weakref.ref]] = []
         self.open = False
         self.values_used = False
         self.long_frozen: set[int] = set()
@@ -134,8 +136,8 @@ class GradientHooks:
                     self._hooked_by_program.append(state)
         self._buffers.keep_apart(state.index for state in self._hooked_by_program)
 
-    def watch_output(self, output: Any) -> None:
-        """Notices the start of backward at what a forward pass has returned, before any gradient exists.
+    def watch_output(self, module: nn.Module, output: Any) -> None:
+        """Notices the start of backward at what a forward pass of ``module`` has returned, before any gradient exists.
 
         If backward goes another way (a loss that the module keeps to itself), the first gradient shows it.
         """
@@ -149,12 +151,12 @@ class GradientHooks:
         for tensor in with_graph:
             tensor.register_hook(hook)
         if with_graph:
-            self._graphs.append(weakref.ref(hook))  # lives as long as the graph
+            self._graphs.append((module, weakref.ref(hook)))  # lives as long as the graph
 
-    def is_backward_expected(self) -> bool:
-        """Whether a forward pass since the last backward pass has left a graph that is still alive."""
-        self._graphs = [graph for graph in self._graphs if graph() is not None]
-        return len(self._graphs) > 0
+    def is_backward_expected(self, module: nn.Module) -> bool:
+        """Whether a forward pass of ``module`` since the last backward pass has left a graph that is still alive."""
+        self._graphs = [each for each in self._graphs if each[1]() is not None]
+        return any(called is module for called, _ in self._graphs)
 
     def are_in_place(self, states: Sequence[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""

@@ -43,7 +43,7 @@ class ModuleBuffers:
     ) -> None:
         """``modules``: those whose forward is called."""
         self.index = index
-        self._parts = [_Part(module) for module in modules]
+        self._modules, self._parts = list(modules), [_Part(module) for module in modules]
         self._buffers, self._exchange, self._group = buffers, exchange, group
         self._layout: object = None  # that of the slots
         self._slots: list[list[torch.Tensor]] = []  # by part and buffer: its place in the tensor
@@ -69,13 +69,14 @@ class ModuleBuffers:
         self._write()
         return True
 
-    def before_forward(self, number: int, *, synchronizing: bool, needed: bool) -> None:
-        """Rank 0's values, for the forward pass for training of module ``number`` that begins; not after a pass in
+    def before_forward(self, module: nn.Module, *, synchronizing: bool, needed: bool) -> None:
+        """Rank 0's values, for the forward pass for training of ``module`` that begins; not after a pass in
         no_sync(), as with DDP. Collective if no backward pass has sent them.
 
         ``needed``: backward of an earlier pass still needs this rank's values, so they stay. (With DDP that backward
         raises.)
         """
+        number = next(number for number, each in enumerate(self._modules) if each is module)
         part = self._parts[number]
         arriving, due = part.arriving, part.due
         part.arriving, part.due = False, synchronizing
