@@ -22,18 +22,18 @@ from tabulate import tabulate
 import gradcast
 from benchmarks.pages import run_program
 from gradcast import _core
+from gradcast.host_traffic import WIRE_SHARES
 from gradcast.lab import Network
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.workers import run_for_result
 from gradcast.palette import CURVES
-from gradcast.training.options import WIRES
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
 
 _LEARNING_RATE = 0.2  # with which this model learns most in some hundred steps
 _MEAN_STEPS = 20  # losses of single batches jump
 _TIMEOUT_S = 3600.0
-_COLOURS = dict(zip(WIRES, CURVES, strict=False))
+_COLOURS = dict(zip(WIRE_SHARES, CURVES, strict=False))
 
 
 class Copy:
@@ -79,10 +79,10 @@ def worker(rounds: int, steps: int, results_path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     task = make_task(Settings("char_gpt", None, rates_bits_per_s=(), names=()), dist.get_rank())
-    copies = {wire: Copy(wire, task) for wire in WIRES}
+    copies = {wire: Copy(wire, task) for wire in WIRE_SHARES}
     for number in range(rounds):
-        first = number % len(WIRES)
-        for wire in [*WIRES][first:] + [*WIRES][:first]:
+        first = number % len(WIRE_SHARES)
+        for wire in [*WIRE_SHARES][first:] + [*WIRE_SHARES][:first]:
             copies[wire].train(steps)
         if dist.get_rank() == 0:
             last = ", ".join(f"{wire} {copy.losses[-1]:.3f}" for wire, copy in copies.items())
@@ -96,7 +96,7 @@ def worker(rounds: int, steps: int, results_path: str) -> None:
 def predicted_ms(wire: str, plain: Copy) -> float:
     """What ``gradcast simulate --wire`` says, from the profile that was measured without one."""
     profile = plain.handle.profile
-    share = WIRES[wire] / WIRES["fp32"]
+    share = WIRE_SHARES[wire]
     return _core.make_plan(profile, profile.link.scaled(1, share), mode="overlap").predicted_ns / 1e6
 
 

@@ -32,6 +32,10 @@ class Settings(Sent):
     traced_steps: int = 6
 
     @property
+    def world_size(self) -> int:
+        return self.hosts
+
+    @property
     def layers(self) -> int:
         return self.blocks + 2
 

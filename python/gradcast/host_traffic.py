@@ -4,7 +4,8 @@ Several ranks of one host share its link. For N hosts of g ranks, W = N g, and x
 
     ring        2 (W - 1) / W          ranks of one host follow one another; fp32 only
     flat        2 g (1 - 1 / N) x      all-to-all of parts, sums, all-gather, over all ranks
-    two-level   2 (1 - 1 / N) x        sums inside the host first; all hosts hold the same number of ranks
+    two-level   2 (1 - 1 / N) x        sums inside the host first; all hosts hold the same number of ranks, and
+                                       gradients lie in host memory
 
 As many bytes arrive.
 """
@@ -73,25 +74,31 @@ def leaving_share(hosts: Hosts, form: str, wire: str = "fp32") -> float:
     return max(2 * size * (ranks - size) / ranks * x for size in hosts.sizes)
 
 
-def exchange_form(hosts: Hosts, wire: str) -> str:
-    """The form in which gradcast sends gradients between these hosts."""
+def exchange_form(hosts: Hosts | None, wire: str, *, on_device: bool = False) -> str:
+    """The form in which gradcast sends fp32 gradients between these hosts. ``on_device``: not in host memory, so
+    that their backend knows the hosts itself."""
+    if hosts is not None and hosts.count > 1 and (hosts.ranks_per_host or 1) > 1 and not on_device:
+        return TWO_LEVEL
     return RING if wire == "fp32" else FLAT
 
 
-def wire_cost(hosts: Hosts, wire: str, form: str | None = None, fp32_form: str | None = None) -> float:
+def wire_cost(
+    hosts: Hosts, wire: str, form: str | None = None, fp32_form: str | None = None, *, on_device: bool = False
+) -> float:
     """The cost per byte of gradients with this wire format, as a multiple of that with fp32. ``form``, ``fp32_form``:
     None for the ones that gradcast takes. On one host, bytes between its ranks count."""
     if hosts.count == 1:
         return WIRE_SHARES[wire]
-    narrow = leaving_share(hosts, form or exchange_form(hosts, wire), wire)
-    return narrow / leaving_share(hosts, fp32_form or exchange_form(hosts, "fp32"))
+    narrow = leaving_share(hosts, form or exchange_form(hosts, wire, on_device=on_device), wire)
+    return narrow / leaving_share(hosts, fp32_form or exchange_form(hosts, "fp32", on_device=on_device))
 
 
-def saves_nothing(hosts: Hosts, wire: str) -> str | None:
+def saves_nothing(hosts: Hosts, wire: str, *, on_device: bool = False) -> str | None:
     """A sentence if this wire format is not faster than fp32 on these hosts, else None."""
-    if wire == "fp32" or wire_cost(hosts, wire) < WORTHWHILE_COST:
+    if wire == "fp32" or wire_cost(hosts, wire, on_device=on_device) < WORTHWHILE_COST:
         return None
-    narrow, full = (leaving_share(hosts, exchange_form(hosts, each), each) for each in (wire, "fp32"))
+    forms = {each: exchange_form(hosts, each, on_device=on_device) for each in (wire, "fp32")}
+    narrow, full = (leaving_share(hosts, form, each) for each, form in forms.items())
     return (
         f"{wire} on the wire saves nothing on {hosts.describe()}: {narrow:.2f} times the bytes of the gradients leave "
         f"a host per step, with fp32 {full:.2f} times"

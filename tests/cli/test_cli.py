@@ -204,7 +204,7 @@ def test_simulate_uses_the_profiles_own_link(run, profile_path):
         ),
         (
             ["--bandwidth", "8gbit", *ON_HOSTS, "--wire", "bf16"],
-            "bf16 on the wire (3.10 times fp32's cost per byte): an all-reduce takes 3.1 ms + 6 ms per MB",
+            "80 Gbit/s inside, bf16 on the wire: an all-reduce takes 370 us + 925 us per MB",
         ),
         (
             ["--bandwidth", "8gbit", *ON_HOSTS, "--algorithm", "hierarchical", "--intra-latency", "0us"],

@@ -68,10 +68,16 @@ def test_what_is_known_of_hosts():
 
 
 def test_a_wire_format_that_sends_more_is_told_with_both_numbers():
-    sentence = saves_nothing(Hosts.even(4, 8), "bf16")
+    sentence = saves_nothing(Hosts.even(4, 8), "bf16", on_device=True)
     assert sentence.startswith("bf16 on the wire saves nothing on 4 hosts of 8 ranks: 6.00 times")
     assert sentence.endswith("with fp32 1.94 times")
-    assert saves_nothing(Hosts.even(2, 4), "bf16")
-    for hosts, wire in ((Hosts.even(2, 2), "bf16"), (Hosts.even(64, 1), "fp16"), (Hosts.even(4, 8), "fp32")):
+    assert saves_nothing(Hosts.even(2, 4), "bf16", on_device=True)
+    assert saves_nothing(Hosts((0, 0, 0, 0, 1, 1, 1, 2)), "bf16"), "uneven hosts exchange on one level"
+    for hosts, wire in (
+        (Hosts.even(4, 8), "bf16"),
+        (Hosts.even(2, 2), "bf16"),
+        (Hosts.even(64, 1), "fp16"),
+        (Hosts.even(4, 8), "fp32"),
+    ):
         assert saves_nothing(hosts, wire) is None
     assert wire_cost(Hosts.even(1, 8), "bf16") == wire_cost(Hosts.even(8, 1), "bf16") == 0.5

@@ -4,6 +4,7 @@ PROGRAM may end in a wire format, as in "conformance+fp16". A program prints a l
 as it should, and ends with a traceback otherwise.
 """
 
+import functools
 import os
 import sys
 import time
@@ -28,13 +29,15 @@ class C10dRank(Rank):
     """Each transport has a process group of its own."""
 
     wire = "fp32"
+    ranks_per_host = 1
 
     def transport(self, buffers: Sequence[np.ndarray]) -> object:
         return self.transport_of([torch.from_numpy(buffer) for buffer in buffers])
 
     def transport_of(self, tensors: Sequence[torch.Tensor], wire: str = "") -> object:
         group = dist.new_group(timeout=TIMEOUT, backend="gloo")
-        return extension.load().Transport(group, tensors, wire or self.wire)
+        host_of = [rank // self.ranks_per_host for rank in range(self.world_size)] if self.ranks_per_host > 1 else []
+        return extension.load().Transport(group, tensors, wire or self.wire, host_of)
 
     def drive_of(self, tensors: Sequence[torch.Tensor], wire: str = "") -> _testing.TransportDriver:
         return _testing.TransportDriver(self.transport_of(tensors, wire))
@@ -48,6 +51,14 @@ class Fp16Rank(C10dRank):
 
     RANK_STEP = 100
     wire = "fp16"
+
+
+class TwoLevels(C10dRank):
+    """Two hosts."""
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.world_size // 2
 
 
 # --- Cases that only torch has ---
@@ -105,12 +116,11 @@ def passes_on_what_the_backend_says(rank: C10dRank) -> None:
     driver.close()
 
 
-def rounded_once_there_and_once_back(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """What a wire format has to give, in plain torch: each term cast, the sum in fp32 and in rank order, cast."""
-    total = terms[0].to(dtype).float()
-    for term in terms[1:]:
-        total += term.to(dtype).float()
-    return total.to(dtype).float()
+def rounded_once_there_and_once_back(rank: C10dRank, terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """What a wire format has to give, in plain torch: each host's sum cast, their sum in fp32 and in order, cast."""
+    size = rank.ranks_per_host
+    hosts = [functools.reduce(torch.add, terms[first : first + size]) for first in range(0, len(terms), size)]
+    return functools.reduce(torch.add, [each.to(dtype).float() for each in hosts]).to(dtype).float()
 
 
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,9 +129,9 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def adds_up_in_fp32_what_travels_in_16_bits(rank: C10dRank) -> None:
     """The bits of the reference: all magnitudes, packed and in place, short and empty parts, several in flight."""
     for wire, dtype in WIRES.items():
-        for count in (1, 2, 3, 5, 1000, 100_003):
+        for count in (1, 2, 3, 5, 1000, 100_003, 1_300_001):
             terms = [numbers_of_all_magnitudes(each, count) for each in range(rank.world_size)]
-            expected = rounded_once_there_and_once_back(terms, dtype)
+            expected = rounded_once_there_and_once_back(rank, terms, dtype)
             tensor = terms[rank.rank].clone()
             driver = rank.drive_of([tensor], wire)
             third = count // 3
@@ -149,7 +159,7 @@ def carries_what_is_not_finite(rank: C10dRank) -> None:
         driver = rank.drive_of([tensor], wire)
         driver.start(0, [(0, 28)])
         succeed(driver, 0)
-        expected = rounded_once_there_and_once_back([values] * rank.world_size, dtype)
+        expected = rounded_once_there_and_once_back(rank, [values] * rank.world_size, dtype)
         assert torch.equal(tensor.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (wire, tensor)
         assert tensor[3].isnan()
         assert tensor[0].isinf() == (wire == "fp16")
@@ -166,14 +176,14 @@ def casts_fp32_alone(rank: C10dRank) -> None:
         driver.start(ticket, [(lo_bytes, lo_bytes + quarter_bytes)], buffer=ticket % 2)
     succeed(driver, *range(8))
     terms = [torch.full((4096,), 0.1)] * rank.world_size
-    assert torch.equal(single, rounded_once_there_and_once_back(terms, torch.bfloat16))
+    assert torch.equal(single, rounded_once_there_and_once_back(rank, terms, torch.bfloat16))
     assert torch.allclose(double, torch.full((4096,), 0.1 * rank.world_size, dtype=torch.float64), rtol=1e-15)
     driver.close()
 
 
 def knows_its_wire_formats(rank: C10dRank) -> None:
-    with pytest.raises(gradcast.Error, match="'int8'; one of fp32, bf16, fp16"):
-        rank.transport_of([torch.zeros(2)], "int8")
+    with pytest.raises(gradcast.Error, match="'int4'; one of fp32, bf16, fp16, int8"):
+        rank.transport_of([torch.zeros(2)], "int4")
 
 
 TORCH_CASES: list[Case] = [
@@ -262,7 +272,7 @@ def main(program: str, store: str, rank: str, world_size: str) -> None:
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size), timeout=TIMEOUT
     )
     name, _, wire = program.partition("+")
-    kind = {"": C10dRank, "fp16": Fp16Rank}[wire]
+    kind = {"": C10dRank, "fp16": Fp16Rank, "hosts": TwoLevels}[wire]
     {each.__name__: each for each in PROGRAMS}[name](kind(int(rank), int(world_size)))
 
 

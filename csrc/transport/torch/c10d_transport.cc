@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <functional>
 #include <span>
 #include <stdexcept>
@@ -17,11 +18,12 @@ namespace gradcast {
 
 namespace {
 
-std::optional<c10::ScalarType> wire_of(const std::string& name) {
-  if (name == "fp32") return std::nullopt;
-  if (name == "bf16") return c10::kBFloat16;
-  if (name == "fp16") return c10::kHalf;
-  throw std::invalid_argument("the wire format is '" + name + "'; one of fp32, bf16, fp16 is expected");
+Encoding wire_of(const std::string& name) {
+  if (name == "fp32") return Encoding::kFloat32;
+  if (name == "bf16") return Encoding::kBFloat16;
+  if (name == "fp16") return Encoding::kFloat16;
+  if (name == "int8") return Encoding::kInt8;
+  throw std::invalid_argument("the wire format is '" + name + "'; one of fp32, bf16, fp16, int8 is expected");
 }
 
 }  // namespace
@@ -76,13 +78,13 @@ struct C10dTransport::Flight {
 };
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
-                             const std::string& wire)
+                             const std::string& wire, const std::vector<int>& host_of)
     : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()), wire_(wire_of(wire)) {
   for (const at::Tensor& tensor : buffers) {
     buffers_.push_back(make_buffer(tensor));
     extents_.push_back({static_cast<int64_t>(tensor.nbytes()), static_cast<int64_t>(tensor.element_size())});
   }
-  if (wire_) wire_worker_ = std::make_shared<WireWorker>(*group_, *wire_);
+  if (wire_ != Encoding::kFloat32 || !host_of.empty()) wire_worker_ = std::make_shared<WireWorker>(*group_, host_of);
 }
 
 C10dTransport::~C10dTransport() {
@@ -104,9 +106,13 @@ C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const
                                 "; make it with one, for instance backend=\"cpu:gloo,cuda:nccl\"");
   }
   if (device.is_cpu()) return buffer;
-  if (wire_ && buffer.backend == "gloo") {
+  if (wire_ != Encoding::kFloat32 && buffer.backend == "gloo") {
     throw std::invalid_argument("over Gloo tensors on " + device.str() +
                                 " have no wire format but their own; use another backend, or wire=\"fp32\"");
+  }
+  if (wire_ == Encoding::kInt8) {
+    throw std::invalid_argument("tensors on " + device.str() +
+                                " cannot travel as 8-bit numbers, which is for the CPU so far; use wire=\"bf16\"");
   }
   for (const Buffer& other : buffers_) {
     if (other.tensor.device() == device) buffer.stream = other.stream;
@@ -142,9 +148,11 @@ void C10dTransport::start(const Operation& operation) noexcept {
   }
 }
 
-// Only all-reduces of fp32 use the wire format: halves of an all-reduce would round more often than once each way.
-bool C10dTransport::is_cast(const Operation& operation, const Buffer& buffer) const {
-  return wire_ && operation.op == Op::kAllReduce && buffer.tensor.scalar_type() == at::kFloat;
+// Only all-reduces of fp32: halves of an all-reduce would round more often than once each way. On a device, the backend
+// knows the hosts itself.
+bool C10dTransport::goes_as_messages(const Operation& operation, const Buffer& buffer) const {
+  return wire_worker_ != nullptr && operation.op == Op::kAllReduce && buffer.tensor.scalar_type() == at::kFloat &&
+         (buffer.stream == nullptr || wire_ != Encoding::kFloat32);
 }
 
 // Three ways to the end: with a wire format on the host the wire worker ends the operation; on a device the waiting
@@ -166,10 +174,12 @@ void C10dTransport::launch(const Operation& operation) {
   const auto flight = std::make_shared<Flight>(
       operation.ticket, operation.buffer, std::vector<Range>(ranges.begin(), ranges.end()),
       failure_text(operation, rank_, world_size_, buffer.backend), buffer.backend == "nccl", gate_, Collective{});
-  if (buffer.stream != nullptr && is_cast(operation, buffer)) {
-    flight->collective = start_wire_all_reduce_on_stream(*group_, views, *wire_);
-  } else if (is_cast(operation, buffer)) {
-    wire_worker_->start(views, [flight](const std::exception_ptr& exception) { flight->complete(exception); });
+  if (buffer.stream != nullptr && goes_as_messages(operation, buffer)) {
+    const auto type = wire_ == Encoding::kBFloat16 ? c10::kBFloat16 : c10::kHalf;
+    flight->collective = start_wire_all_reduce_on_stream(*group_, views, type);
+  } else if (goes_as_messages(operation, buffer)) {
+    wire_worker_->start({buffer.tensor, buffer.residual, flight->ranges, wire_, buffer.segments},
+                        [flight](const std::exception_ptr& exception) { flight->complete(exception); });
     return;
   } else {
     flight->collective = wire_worker_ ? wire_worker_->start_collective(operation.op, views)
@@ -243,7 +253,40 @@ void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {
       tensor.device() != before.device()) {
     throw std::invalid_argument("a buffer can be replaced by one of the same size, type and device only");
   }
-  buffers_[static_cast<size_t>(buffer)] = make_buffer(tensor);
+  Buffer replaced = make_buffer(tensor);
+  Buffer& changed = buffers_[static_cast<size_t>(buffer)];
+  replaced.segments = std::move(changed.segments);
+  replaced.residual = std::move(changed.residual);
+  changed = std::move(replaced);
+}
+
+void C10dTransport::set_groups(int32_t buffer, std::vector<GroupSegment> segments, const at::Tensor& residual) {
+  const Buffer& known = buffer_at(buffer);
+  if (known.tensor.scalar_type() != at::kFloat || residual.scalar_type() != at::kFloat ||
+      residual.numel() != known.tensor.numel() || !residual.is_contiguous() || !residual.is_cpu()) {
+    throw std::invalid_argument("a residual is a contiguous host tensor of the size and type of an fp32 buffer");
+  }
+  int64_t end = 0;
+  for (const GroupSegment& segment : segments) {
+    if (segment.first < end || segment.first % kInt8GroupElements != 0 || segment.count <= 0 ||
+        segment.first + segment.count > residual.numel() || segment.first_owner < 0) {
+      throw std::invalid_argument("the segments of groups have to be ascending, and to begin at groups of the buffer");
+    }
+    end = segment.first + segment.count;
+  }
+  Buffer& changed = buffers_[static_cast<size_t>(buffer)];
+  changed.segments = std::move(segments);
+  changed.residual = lend(residual);
+}
+
+void C10dTransport::send_residual(int32_t buffer, int64_t first, bool sends) {
+  static_cast<void>(buffer_at(buffer));
+  std::vector<GroupSegment>& segments = buffers_[static_cast<size_t>(buffer)].segments;
+  const auto found = std::ranges::lower_bound(segments, first, {}, &GroupSegment::first);
+  if (found == segments.end() || found->first != first) {
+    throw std::invalid_argument("no segment of groups begins at element " + std::to_string(first));
+  }
+  found->sends_residual = sends;
 }
 
 }  // namespace gradcast

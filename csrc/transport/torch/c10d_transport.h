@@ -8,8 +8,8 @@
 // Most backends, Gloo among them, cannot interrupt an operation. After an abort they may still write into the bytes of
 // operations that were in flight, so the group and buffers of an aborted transport are leaked.
 //
-// With a wire format, all-reduces of fp32 buffers carry 16-bit numbers (wire_all_reduce.h); everything else travels as
-// it is.
+// With a wire format, or on two levels (wire_all_reduce.h), all-reduces of fp32 buffers go as messages; everything else
+// travels as it is.
 //
 // With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside each start(); nothing else changes.
 //
@@ -19,7 +19,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -28,17 +27,20 @@
 #include "transport/common/completion_gate.h"
 #include "transport/common/host_memory.h"
 #include "transport/torch/device_stream.h"
+#include "transport/torch/wire_pieces.h"
 #include "transport/torch/wire_worker.h"
 
 namespace gradcast {
 
 class C10dTransport final : public Transport {
  public:
-  // `wire` is "fp32" (numbers travel as they are), "bf16" or "fp16". Throws std::invalid_argument for a buffer that is
-  // not flat and contiguous, for a group without a backend for a buffer's device, and for a wire format that is unknown
-  // or not available on a buffer's device. REQUIRES: nobody else uses `group` while the transport lives.
+  // `wire` is "fp32" (numbers travel as they are), "bf16", "fp16" or "int8". `host_of`: by rank, its host, for an
+  // exchange on two levels between host tensors; empty for one level. Throws std::invalid_argument for a buffer that is
+  // not flat and contiguous, for a group without a backend for a buffer's device, for a wire format that is unknown or
+  // not available on a buffer's device, and for hosts with differently many ranks. REQUIRES: nobody else uses `group`
+  // while the transport lives.
   C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
-                const std::string& wire);
+                const std::string& wire, const std::vector<int>& host_of);
   ~C10dTransport() override;  // abort() and close()
 
   int32_t rank() const noexcept override { return rank_; }
@@ -59,27 +61,36 @@ class C10dTransport final : public Transport {
   // many elements of the same type on the same device, and as the constructor does. REQUIRES: nothing is in flight.
   void replace_buffer(int32_t buffer, const at::Tensor& tensor);
 
+  // For the wire format int8: which numbers of an fp32 buffer go in which groups, and the residual (see wire_codec.h), of
+  // the buffer's size and type. Throws std::invalid_argument unless they fit. REQUIRES: nothing is in flight.
+  void set_groups(int32_t buffer, std::vector<GroupSegment> segments, const at::Tensor& residual);
+  // The residual of the segment that begins at this element is not sent (`sends` false), or is again. Throws as above
+  // unless there is one. REQUIRES: nothing of the segment is in flight.
+  void send_residual(int32_t buffer, int64_t first, bool sends);
+
  private:
   struct Buffer {
     at::Tensor owner;                      // as the caller gave it
     at::Tensor tensor;                     // as the backend gets it
     std::string backend;                   // its name, for errors
     std::shared_ptr<DeviceStream> stream;  // nullptr on the CPU
+    std::vector<GroupSegment> segments{};  // of the wire format int8
+    at::Tensor residual{};                 // likewise
   };
   struct Flight;
 
   Buffer make_buffer(const at::Tensor& tensor) const;
   const Buffer& buffer_at(int32_t index) const;
-  bool is_cast(const Operation& operation, const Buffer& buffer) const;
+  bool goes_as_messages(const Operation& operation, const Buffer& buffer) const;
   void launch(const Operation& operation);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;  // until close()
   const int32_t rank_;
   const int32_t world_size_;
-  const std::optional<c10::ScalarType> wire_;
+  const Encoding wire_;
   std::vector<Buffer> buffers_;
   std::vector<Extent> extents_;              // of the buffers
-  std::shared_ptr<WireWorker> wire_worker_;  // nullptr without a wire format
+  std::shared_ptr<WireWorker> wire_worker_;  // nullptr with fp32 on one level
   const std::shared_ptr<CompletionGate> gate_ = std::make_shared<CompletionGate>();
 };
 

@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/capsule.h"
@@ -28,7 +30,8 @@ using SharedTransport = std::shared_ptr<C10dTransport>;
 
 // Destroying a transport joins its threads, which must not happen with the GIL held.
 SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                               const std::vector<at::Tensor>& buffers, const std::string& wire) {
+                               const std::vector<at::Tensor>& buffers, const std::string& wire,
+                               const std::vector<int>& host_of) {
   if (!group) throw std::invalid_argument("a transport needs a process group, not None");
   const auto destroy = [](C10dTransport* transport) {
     if (PyGILState_Check() != 0) {
@@ -38,7 +41,15 @@ SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
       delete transport;
     }
   };
-  return SharedTransport(new C10dTransport(group, buffers, wire), destroy);
+  return SharedTransport(new C10dTransport(group, buffers, wire, host_of), destroy);
+}
+
+void set_groups(C10dTransport& transport, int32_t buffer,
+                const std::vector<std::tuple<int64_t, int64_t, bool, int32_t>>& segments, const at::Tensor& residual) {
+  std::vector<GroupSegment> given;
+  for (const auto& [first, count, is_exact, first_owner] : segments)
+    given.push_back({first, count, is_exact ? Encoding::kFloat32 : Encoding::kInt8, first_owner});
+  transport.set_groups(buffer, std::move(given), residual);
 }
 
 std::vector<py::bytes> gather_bytes(c10d::ProcessGroup& group, const std::string& own, const at::Device& device) {
@@ -133,8 +144,11 @@ PYBIND11_MODULE(_c10d, module) {
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
-                                                       "format (fp32, bf16, fp16). For the engine: see `capsule`.")
-      .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32")
+                                                       "format (fp32, bf16, fp16, int8), and on two levels if "
+                                                       "`host_of` tells each rank's host. For the engine: see "
+                                                       "`capsule`.")
+      .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32",
+           py::arg("host_of") = std::vector<int>{})
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<C10dTransport&>(), self); })
       .def("on_written", &C10dTransport::on_written, py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
@@ -145,5 +159,11 @@ PYBIND11_MODULE(_c10d, module) {
           "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
           "as the engine has called it queued.")
       .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),
-           "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.");
+           "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.")
+      .def("set_groups", &gradcast::set_groups, py::arg("buffer"), py::arg("segments"), py::arg("residual"),
+           WithoutGil(),
+           "For int8: the segments of an fp32 buffer, each (first element, element count, is exact, first owner), and "
+           "the tensor of rounding errors.")
+      .def("send_residual", &C10dTransport::send_residual, py::arg("buffer"), py::arg("first"), py::arg("sends"),
+           WithoutGil(), "For int8: whether the rounding errors of the segment at this element are sent.");
 }

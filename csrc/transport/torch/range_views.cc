@@ -5,20 +5,16 @@
 #include <algorithm>
 #include <cstring>
 
-#include "transport/torch/cast.h"
-
 namespace gradcast {
 
 namespace {
 
 // On the host a plain copy: it costs no dispatch, and threads of a backend start no pool of helpers each.
 void copy(const at::Tensor& target, const at::Tensor& source) {
-  if (!target.is_cpu()) {
-    target.copy_(source, /*non_blocking=*/true);
-  } else if (target.scalar_type() != source.scalar_type()) {
-    cast(target, source);
-  } else {
+  if (target.is_cpu() && target.scalar_type() == source.scalar_type()) {
     std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
+  } else {
+    target.copy_(source, /*non_blocking=*/true);
   }
 }
 

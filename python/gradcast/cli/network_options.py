@@ -95,7 +95,8 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
     if args.bandwidth is None and args.wire is None and (on_hosts := given(args, *_HOSTS)):
         raise Error(f"{on_hosts[0]} needs --bandwidth or --wire")
     found = [
-        _narrowed(args, Network(named.link, f"{named.name} ({named.summary})"), named.world_size, fp32_form=RING)
+        # These are networks of GPUs, between which a wire format goes on one level.
+        _narrowed(args, Network(named.link, f"{named.name} ({named.summary})"), named.world_size, FLAT, RING)
         for named in _published(args.network or [])
     ]
     if args.link is not None:
@@ -144,7 +145,8 @@ def _narrowed(
     cost = wire_cost(hosts, args.wire, form, fp32_form)
     words = f", {args.wire} on the wire"
     if hosts.ranks_per_host > 1:
-        words += f" ({cost:.2f} times fp32's cost per byte)"
+        where = "" if form == FLAT else "for gradients in host memory "
+        words += f" ({where}{cost:.2f} times fp32's cost per byte)"
     return replace(network, link=network.link.scaled(1, cost), description=network.description + words)
 
 

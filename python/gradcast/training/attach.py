@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
-from gradcast.host_traffic import Hosts, saves_nothing
+from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules
@@ -97,19 +97,24 @@ def attach_inside(
             preflight.copy_model_from_first(group, accepted.module, options)
         attached = Attachment(accepted, optimizers, group, options, callbacks)
     if group.rank == 0 and not disabled:
-        _tell_hosts(group.hosts, doubt, options.wire)
+        _tell_exchange(group.hosts, doubt, options.wire, on_device=device.type != "cpu")
     handle = Handle(accepted.module, attached)
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)
     return handle
 
 
-def _tell_hosts(found: Hosts, doubt: str | None, wire: str) -> None:
+def _tell_exchange(found: Hosts, doubt: str | None, wire: str, *, on_device: bool) -> None:
     if doubt is not None:
         _log.warning("the hosts of the ranks: %s", doubt)
     if found.count < len(found.host_of):
-        _log.info("%s", found.describe())
-    if (sentence := saves_nothing(found, wire)) is not None:
+        form = exchange_form(found, wire, on_device=on_device)
+        levels = "; gradients are summed inside each host first" if form == TWO_LEVEL else ""
+        _log.info("%s%s", found.describe(), levels)
+    if wire != "fp32":
+        feedback = " with error feedback, which keeps one more copy of the fp32 gradients" if wire == "int8" else ""
+        _log.info("lossy: %s on the wire%s", wire, feedback)
+    if (sentence := saves_nothing(found, wire, on_device=on_device)) is not None:
         _log.warning("%s; leave options.wire out", sentence)
 
 

@@ -7,11 +7,10 @@ from typing import ClassVar
 
 from gradcast import _core
 from gradcast.errors import Error
+from gradcast.host_traffic import WIRE_SHARES
 
 # This module alone reads the variable.
 PLAN_VARIABLE = "GRADCAST_PLAN"
-# Wire formats of fp32 gradients, with the bytes of one element.
-WIRES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +27,11 @@ class Options:
       blocks pays the true one for each.
     * ``adapt``: gradcast measures and plans again when the network or compute has changed, tries the DDP baseline from
       time to time, and keeps to it if it is as fast. Off: the first plan is followed in any case.
-    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers, with loss. Each rank's numbers are rounded
-      once, and their sum, made in fp32, once more. With one rank per host they are half of the bytes; with several
-      they may be more, and ``attach`` warns. "fp32": gradients travel unchanged.
+    * ``wire``: "bf16" or "fp16" sends fp32 gradients as 16-bit numbers: half the bytes, with loss. Each rank's numbers
+      are rounded once, and their sum, made in fp32, once more. "int8": 8-bit numbers with one scale for each 128, a
+      quarter of the bytes; every rank adds what rounding has taken to its next gradient (error feedback). Gradients of
+      one dimension travel unchanged. For tensors on the CPU. "fp32": all gradients travel unchanged. ``attach`` warns
+      where a format sends no fewer bytes than fp32.
     * ``max_grad_norm``, ``grad_norm_type``: in overlap mode every step clips the gradients, as
       ``clip_grad_norm_(module.parameters(), max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the
       ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
@@ -81,8 +82,8 @@ class Options:
             raise Error("options.grad_norm_type is given without max_grad_norm; give both, or leave it out")
         if self.grad_norm_type != float("inf"):
             _require_positive("grad_norm_type", self.grad_norm_type)
-        if self.wire not in list(WIRES):
-            raise Error(f"options.wire is {self.wire!r}; one of {', '.join(WIRES)} is expected")
+        if self.wire not in list(WIRE_SHARES):
+            raise Error(f"options.wire is {self.wire!r}; one of {', '.join(WIRE_SHARES)} is expected")
         names = [policy.name for policy in _core.policies()]
         if self.policy not in names:
             raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")

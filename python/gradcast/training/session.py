@@ -38,7 +38,7 @@ from gradcast.training.plan import agreement
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import plan_stats
-from gradcast.training.step import clipping, parameter_state, pending
+from gradcast.training.step import clipping, parameter_state, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -92,7 +92,7 @@ class Session(TrainingSession):
         if sent_along is not None:
             names.append(BUFFERS_NAME)
             values.append(sent_along)
-        self.buffers = GradientBuffers(names, values, group.world_size)
+        self.buffers = GradientBuffers(names, values, group.world_size, options.wire)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.trace = StepTrace(options.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
@@ -204,12 +204,20 @@ class Session(TrainingSession):
 
     def state_dict(self) -> dict[str, Any]:
         unseen = [self._states[index].name for index in sorted(self.controller.unseen_reads)]
-        return agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
+        if self.buffers.residuals:
+            self.flush()
+        state = agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
+        return state | residuals.saved(self.buffers, self.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.flush()
+        dropped = residuals.restore(self.buffers, self.group, state)
+        if dropped is not None:
+            _log.warning(
+                "what rounding has left of earlier gradients is dropped on rank %d: %s", self.group.rank, dropped
+            )
         with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
-            state = self.group.from_first(state)
+            state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
         reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, self.group.world_size)
         if reason is not None:
             if self.group.rank == 0:

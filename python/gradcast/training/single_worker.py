@@ -40,7 +40,9 @@ class SingleWorkerSession(TrainingSession):
         parameters = accepted.parameters
         names, values = list(parameters), list(parameters.values())
         self._seen: set[int] = set()  # parameters that the open backward pass has reached
-        self._warmup = Warmup(names, values, GradientSizes(values), group, self.mode, options, order=range(len(values)))
+        self._warmup = Warmup(
+            names, values, GradientSizes(values, options.wire), group, self.mode, options, order=range(len(values))
+        )
         self._is_warming_up = True
         if options.clips:
             self.early_clipping = ClipOnce(accepted.called, options)

@@ -1,9 +1,12 @@
-"""Wire formats: fp32 gradients travel as 16-bit numbers, and every rank has the bits that plain torch gives.
+"""Wire formats: fp32 gradients travel as 16- or 8-bit numbers, and every rank has the bits that plain torch gives.
 
 The reference knows nothing of blocks, layouts or plans: what a wire format gives does not depend on them, however many
 ranks there are.
 """
 
+import contextlib
+import copy
+import functools
 import math
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 import gradcast
 from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 from training import compare, optimizers
-from training.attached import attach
+from training.attached import attach, heard, not_refused
 from training.models import TASKS, Branches
 from training.needs import torch
 from training.ours import Ours
@@ -24,23 +27,82 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 14
 
 
-def average(parameters, wire, world_size):
-    """Scaled, cast, added up in fp32 and in the order of the ranks, cast. Other types than fp32: scaled and summed."""
+def host_sums(term, ranks_per_host):
+    """Each host's sum of this tensor, in fp32 and in the order of the ranks."""
+    terms = [torch.empty_like(term) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(terms, term)
+    hosts = range(0, len(terms), ranks_per_host)
+    return [functools.reduce(torch.add, terms[first : first + ranks_per_host]) for first in hosts]
+
+
+def average(parameters, wire, world_size, ranks_per_host):
+    """Scaled, summed on each host, cast, added up in fp32 and in order, cast. Other types: scaled and summed."""
     for parameter in parameters:
         term = parameter.grad * (1 / world_size)
         if term.dtype == torch.float32:
-            terms = [torch.empty_like(term, dtype=DTYPES[wire]) for _ in range(world_size)]
-            torch.distributed.all_gather(terms, term.to(DTYPES[wire]))
-            total = terms[0].float()
-            for other in terms[1:]:
-                total += other.float()
-            parameter.grad = total.to(DTYPES[wire]).float()
+            terms = [each.to(DTYPES[wire]).float() for each in host_sums(term, ranks_per_host)]
+            parameter.grad = functools.reduce(torch.add, terms).to(DTYPES[wire]).float()
         else:
             torch.distributed.all_reduce(term)
             parameter.grad = term
 
 
+class Int8:
+    """The same for the wire format int8, with error feedback. On two levels, the rank of a host that has the local
+    number of a group's owner keeps what rounding takes from the host's sum of that group."""
+
+    def __init__(self, parameters, rank, world_size, ranks_per_host):
+        self.parameters = list(parameters)
+        self.rank, self.world_size, self.ranks_per_host = rank, world_size, ranks_per_host
+        self.residuals = [groups_of(torch.zeros_like(parameter)) for parameter in self.parameters]
+
+    @torch.no_grad()
+    def average(self):
+        for index, parameter in enumerate(self.parameters):
+            term = parameter.grad * (1 / self.world_size)
+            if term.dtype != torch.float32:
+                torch.distributed.all_reduce(term)
+            elif term.dim() < 2:
+                term = functools.reduce(torch.add, host_sums(term, self.ranks_per_host))
+            else:
+                # Groups are of numbers that are adjacent in memory.
+                term = torch.empty_like(parameter).copy_(term)
+                flat = term.as_strided((term.numel(),), (1,))
+                flat.copy_(self.in_groups(index, flat))
+            parameter.grad = term
+
+    def in_groups(self, index, term):
+        residual = self.residuals[index]
+        own_host = self.rank // self.ranks_per_host
+        value = groups_of(host_sums(term, self.ranks_per_host)[own_host]) + residual
+        sent = rounded(value)
+        owners = (torch.arange(len(value)) + index) % self.world_size
+        sends = owners % self.ranks_per_host == self.rank % self.ranks_per_host
+        residual[sends] = (value - sent)[sends]
+        total = functools.reduce(torch.add, host_sums(torch.where(sends[:, None], sent, 0.0), 1))
+        result = rounded(total)
+        residual[owners == self.rank] += (total - result)[owners == self.rank]
+        return result.flatten()[: len(term)]
+
+
+def groups_of(tensor):
+    return torch.cat([tensor.flatten(), torch.zeros(-tensor.numel() % 128)]).view(-1, 128)
+
+
+def rounded(groups):
+    """Each row as the nearest multiples, ties to even, of a 127th of its largest magnitude."""
+    scale = groups.abs().amax(1, keepdim=True) / 127
+    return torch.where(scale > 0, torch.round(groups * (1 / scale)) * scale, torch.zeros_like(groups))
+
+
 CASES = [
+    ("int8", Case("transformer", "adam fused", 4, "overlap", False, {"adapt": True, "ranks_per_host": 2})),
+    ("bf16", Case("convnet", "sgd plain", 4, "hook", False, CUT | {"ranks_per_host": 2, "in_flight": 2})),
+    ("int8", Case("transformer", "adam fused", 2, "overlap", False, {"adapt": True})),
+    ("int8", Case("transformer", "sgd plain", 3, "overlap", False, CUT | {"in_flight": 2})),
+    ("int8", Case("convnet", "adamw fused", 4, "hook", True, CUT)),
+    ("int8", Case("odd", "adam plain", 3, "overlap", False, {"policy": "fifo", "adapt": True})),
+    ("int8", Case("plain", "sgd plain", 2, "overlap", False, {"max_grad_norm": 0.1})),
     ("bf16", Case("transformer", "adam fused", 2, "overlap", False, {"adapt": True})),
     ("fp16", Case("transformer", "sgd plain", 3, "overlap", False, CUT | {"in_flight": 2})),
     ("bf16", Case("convnet", "adamw fused", 4, "hook", True, CUT)),
@@ -51,18 +113,35 @@ CASES = [
 ]
 
 
+@contextlib.contextmanager
+def hosts_of(rank, ranks_per_host):
+    """As if torchrun had started so many ranks on each host."""
+    places = zip(("GROUP_RANK", "LOCAL_RANK"), divmod(rank.index, ranks_per_host), strict=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in [*places, ("LOCAL_WORLD_SIZE", ranks_per_host)]:
+            patch.setenv(name, str(value))
+        yield
+
+
 def train_both(rank, wire, case):
-    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, wire=wire, **case.options)
+    options = dict(case.options)
+    ranks_per_host = options.pop("ranks_per_host", 1)
+    with hosts_of(rank, ranks_per_host):
+        ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, wire=wire, **options)
     task = TASKS[case.task]
     reference = task.module(seed=0)
     recipe = optimizers.make(case.optimizer, reference)
+    int8 = Int8(reference.parameters(), rank.index, rank.size, ranks_per_host)
     for number in range(STEPS):
         ours.step(number)
         for buffer in reference.buffers():
             torch.distributed.broadcast(buffer, 0)
         recipe.optimizer.zero_grad()
         task.loss(reference, task.batch(rank.index, number)).backward()
-        average(reference.parameters(), wire, rank.size)
+        if wire == "int8":
+            int8.average()
+        else:
+            average(reference.parameters(), wire, rank.size, ranks_per_host)
         if "max_grad_norm" in case.options:
             nn.utils.clip_grad_norm_(reference.parameters(), case.options["max_grad_norm"])
         recipe.optimizer.step()
@@ -109,7 +188,9 @@ def other_branches(rank, mode, wire):
     return compare.digest(module)
 
 
-@pytest.mark.parametrize(("mode", "wire", "world_size"), [("overlap", "bf16", 2), ("hook", "fp16", 3)])
+@pytest.mark.parametrize(
+    ("mode", "wire", "world_size"), [("overlap", "bf16", 2), ("hook", "fp16", 3), ("overlap", "int8", 2)]
+)
 def test_usage_flags_travel_in_a_wire_format(ranks, mode, wire, world_size):
     assert len(set(ranks.run(world_size, other_branches, mode, wire))) == 1
 
@@ -150,6 +231,67 @@ def test_a_scaler_skips_what_fp16_cannot_hold(rank, mode):
     return [each for each in rank.gather("result", result) if each != result]
 
 
+@on_ranks(2)
+def test_int8_brings_what_is_not_finite_and_nothing_else_of_its_group(rank):
+    module = nn.Linear(256, 1, bias=False)
+    attach(module, None, "hook", wire="int8")
+    inputs = torch.ones(1, 256)
+    for number in range(2):
+        if number == 1:
+            inputs[0, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")])
+        module.zero_grad()
+        module(inputs).sum().backward()
+    found = module.weight.grad[0]
+    assert found[:2].tolist() == [float("inf"), -float("inf")]
+    assert found[2].isnan()
+    return compare.trees(found[3:].tolist(), [0.0] * 125 + [1.0] * 128, "gradient")
+
+
+@on_ranks(2)
+def test_a_scaler_is_refused_with_int8(rank):
+    ours = Ours("plain", "sgd plain", rank.index, wire="int8")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(ours.task.loss(ours.module, ours.task.batch(rank.index, 0))).backward()
+    return not_refused(lambda: scaler.step(ours.optimizer), "GradScaler", "options.wire='bf16'")
+
+
+def train_with_int8(rank, state=None):
+    """Trains, from a state of this program or none. Returns the state before the last steps, and what they lead to."""
+    ours = Ours("transformer", "sgd plain", rank.index, wire="int8", policy="fifo")
+    if state is not None:
+        ours.bare.load_state_dict(state["module"])
+        ours.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        ours.handle.load_state_dict(state["gradcast"])
+    else:
+        ours.train(range(6))
+    before = {
+        "module": copy.deepcopy(ours.bare.state_dict()),
+        "optimizer": copy.deepcopy(ours.optimizer.state_dict()),
+        "gradcast": ours.handle.state_dict(),
+    }
+    for number in range(6, 9):
+        ours.step(number)
+    ours.handle.flush()
+    return before, compare.digest(ours.bare)
+
+
+@on_ranks(2)
+def test_residuals_are_in_checkpoints(rank):
+    state, expected = train_with_int8(rank)
+    assert train_with_int8(rank, state)[1] == expected
+    with heard() as lines:
+        _, without = train_with_int8(rank, state | {"gradcast": {**state["gradcast"], "residuals": None}})
+    assert without != expected, "the residuals matter"
+    dropped = "what rounding has left of earlier gradients is dropped on rank"
+    assert [line for line in lines if dropped in line] == [f"{dropped} {rank.index}: the checkpoint has none"]
+    saved = state["gradcast"]["residuals"]
+    name = next(iter(saved["tensors"]))
+    other = {**saved, "tensors": {**saved["tensors"], name: torch.zeros(3)}}
+    return not_refused(
+        lambda: train_with_int8(rank, state | {"gradcast": {**state["gradcast"], "residuals": other}}), name, "differs"
+    )
+
+
 def ranges(handle):
     return [(block.buffer, tuple(block.ranges)) for block in handle.plan.blocks]
 
@@ -184,7 +326,7 @@ def test_statistics_tell_what_travels(rank):
     assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + REPORT_ELEMENTS))
 
 
-@pytest.mark.parametrize("wire", ["int8", "FP16", None, torch.bfloat16, ["bf16"]])
+@pytest.mark.parametrize("wire", ["int4", "FP16", None, torch.bfloat16, ["bf16"]])
 def test_a_wire_format_that_there_is_not(wire):
-    with pytest.raises(gradcast.Error, match=r"^options\.wire is .*; one of fp32, bf16, fp16 is expected$"):
+    with pytest.raises(gradcast.Error, match=r"^options\.wire is .*; one of fp32, bf16, fp16, int8 is expected$"):
         gradcast.Options(wire=wire)

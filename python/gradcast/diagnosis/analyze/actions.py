@@ -16,7 +16,7 @@ from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
 from gradcast.diagnosis.runs import WORTHWHILE_SPEEDUP
-from gradcast.host_traffic import Hosts, saves_nothing, wire_cost
+from gradcast.host_traffic import RING, WIRE_SHARES, WORTHWHILE_COST, Hosts, wire_cost
 
 _MS = 1e6
 _PASSES = ("forward", "backward", "launch")
@@ -137,22 +137,26 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
         plan = _core.make_plan(profile, profile.link.scaled(1, byte_cost), mode=mode)
         return by_play(key, title, how, lambda link: _core.play(profile, link.scaled(1, byte_cost), plan).iteration_ns)
 
-    yield planned(
-        "hook", "hook mode (planned blocks that overlap with backward only)", "gradcast.attach(model)", "hook"
-    )
+    # DDP, which was measured, sends fp32 in a ring.
+    on_device = situation.setup.device != "cpu"
+    costs = {wire: wire_cost(situation.hosts, wire, fp32_form=RING, on_device=on_device) for wire in WIRE_SHARES}
+    hook = "hook mode (planned blocks that overlap with backward only)"
+    yield planned("hook", hook, "gradcast.attach(model)", "hook", costs["fp32"])
     caps = {cap: _ddp_ns(situation, caps_bytes=ddp_baseline.same_caps(cap)) for cap in ddp_baseline.SWEPT_CAPS_MIB}
     best = min(caps, key=lambda cap: caps[cap])
     how = f"DistributedDataParallel(model, bucket_cap_mb={best})"
     best_bytes = ddp_baseline.same_caps(best)
     yield by_play("bucket", "a different bucket size in DDP", how, lambda link: _ddp_ns(situation, link, best_bytes))
     if mode == "overlap":
-        yield planned("overlap", "overlap mode", "gradcast.attach(model, optimizer)", mode)
-    if situation.setup.is_fp32 and not saves_nothing(situation.hosts, "bf16"):
-        given = "model" if mode == "hook" else "model, optimizer"
-        how = f'gradcast.attach({given}, options=gradcast.Options(wire="bf16"))'
-        # Casting is not included, so this is the cost at best.
-        cost = wire_cost(situation.hosts, "bf16")
-        yield planned("wire", f"{mode} mode with bf16 on the wire (lossy)", how, mode, cost)
+        yield planned("overlap", "overlap mode", "gradcast.attach(model, optimizer)", mode, costs["fp32"])
+    for key, wire in (("wire", "bf16"), ("int8", "int8")):
+        is_possible = situation.setup.is_fp32 and not (wire == "int8" and on_device)
+        if is_possible and costs[wire] < WORTHWHILE_COST * costs["fp32"]:
+            given = "model" if mode == "hook" else "model, optimizer"
+            how = f'gradcast.attach({given}, options=gradcast.Options(wire="{wire}"))'
+            # Casting is not included, so this is the cost at best.
+            title = f"{mode} mode with {wire} on the wire (lossy)"
+            yield planned(key, title, how, mode, costs[wire])
     if situation.streams_gain is not None:
         # Each operation uses one connection, so DDP gains from as many as it has operations in flight.
         gain = min(situation.streams_gain, ddp_baseline.IN_FLIGHT)

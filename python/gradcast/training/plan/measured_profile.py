@@ -93,7 +93,7 @@ def _tensor(
         name=names[index],
         bytes=sizes.bytes_of(index),
         buffer=sizes.buffer_of[index],
-        element_bytes=sizes.element_bytes_of(index),
+        element_bytes=sizes.unit_bytes_of(index),
         ready_ns=ready_ns,
         need_ns=need_ns,
         update_ns=update_ns,

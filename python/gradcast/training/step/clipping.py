@@ -134,7 +134,8 @@ class NormClipping:
         self._unasked = options.clips_unasked
         self.index = len(states)
         self._certificate = None
-        if self._norm_type in CERTIFIED_NORM_TYPES:
+        # The certificate does not know what rounding has left of earlier gradients.
+        if self._norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
             self._certificate = ClipCertificate(parameters, self._max_norm, self._norm_type, world_size, options.wire)
         self._sent: dict[int, torch.Tensor] = {}  # by parameter: the norm of what this rank sends

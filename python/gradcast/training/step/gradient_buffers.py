@@ -9,6 +9,10 @@ has used the parameter, without a collective of its own. The flag of the largest
 the **step reports** (step_reports.py). Zeros fill up to the next multiple of ALIGNMENT_BYTES. Gradients begin at such
 multiples, and so do blocks that do not cut a gradient.
 
+With 8-bit numbers on the wire, fp32 gradients consist of **groups** of GROUP_ELEMENTS, as do flag and reports behind
+them. Blocks cut no group, so the numbers that a group sends do not depend on the plan. What rounding has taken from a
+gradient is its **residual** (error feedback), which moves with it.
+
 A program may keep a gradient beyond its step, because DDP gives each step new ones. A gradient that the program keeps
 is never overwritten: the buffer moves to other memory, once, and from then on that parameter's ``.grad`` lies **apart**
 from the buffer, in memory of its own, as with DDP.
@@ -27,6 +31,7 @@ from gradcast.training.ranks.step_reports import REPORT_ELEMENTS
 ALIGNMENT_BYTES = 32
 # Names of tensors that travel with the gradients and are none begin with this.
 PASSENGER_PREFIX = "gradcast."
+GROUP_ELEMENTS = 128  # kInt8GroupElements in int8_group.h
 # The flags of all ranks that could have used a parameter sum to less than that of one that has; fp16 and bf16 hold it.
 _UNUSED = 2.0**-14
 _ALL_UNUSED_MAX = 0.5
@@ -54,45 +59,72 @@ class GradientRange:
 
 
 class GradientSizes:
-    """The buffer that each parameter's gradient belongs to, and its size there: all that a profile needs to know."""
+    """The buffer that each parameter's gradient belongs to, and its size there: all that a profile needs to know.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    ``wire``: the wire format of fp32 gradients.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], wire: str = "fp32") -> None:
         self._parameters = list(parameters)
+        self._wire = wire
         self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self.dtypes.index(parameter.dtype) for parameter in parameters]
         floating = [index for index, each in enumerate(self._parameters) if each.is_floating_point()]
         self.reports_index = max(floating, key=lambda index: self._parameters[index].numel())
 
+    def has_groups(self, index: int) -> bool:
+        """Whether this gradient travels in groups."""
+        return self._wire == "int8" and self._parameters[index].dtype == torch.float32
+
+    def flag_offset_of(self, index: int) -> int:
+        """Elements in front of the usage flag."""
+        count = self._parameters[index].numel()
+        return _multiple(count, GROUP_ELEMENTS) if self.has_groups(index) else count
+
     def elements_of(self, index: int) -> int:
         """Elements of the gradient, its usage flag, the step reports (of one parameter), and padding."""
-        count = self._parameters[index].numel() + 1 + (REPORT_ELEMENTS if index == self.reports_index else 0)
+        count = self.flag_offset_of(index) + self._marks_of(index)
         alignment = ALIGNMENT_BYTES // self._parameters[index].element_size()
-        return -(-count // alignment) * alignment
+        return _multiple(count, GROUP_ELEMENTS if self.has_groups(index) else alignment)
 
     def bytes_of(self, index: int) -> int:
-        return self.elements_of(index) * self.element_bytes_of(index)
+        return self.elements_of(index) * self._parameters[index].element_size()
 
-    def element_bytes_of(self, index: int) -> int:
-        return self._parameters[index].element_size()
+    def unit_bytes_of(self, index: int) -> int:
+        """What a plan must not cut: an element or a group."""
+        return self._parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
+
+    def _marks_of(self, index: int) -> int:
+        """The usage flag and the step reports, if this parameter has them."""
+        return 1 + (REPORT_ELEMENTS if index == self.reports_index else 0)
 
 
 class GradientBuffers(GradientSizes):
     """``flats[b]`` is the b-th buffer (1-d); ``views[i]`` is the gradient of the i-th parameter, in its buffer;
-    ``names[i]`` is that parameter's name.
+    ``names[i]`` is that parameter's name. ``residuals[b]``: of the b-th buffer, as large, if its gradients have groups;
+    ``with_groups``: the parameters of which that is so.
 
     A view has its parameter's shape and dtype and, if the parameter is dense, its strides, as autograd makes gradients.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], world_size: int) -> None:
-        super().__init__(parameters)
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], world_size: int, wire: str = "fp32"
+    ) -> None:
+        super().__init__(parameters, wire)
         self.names = list(names)
+        self._world_size = world_size
         self._unused = min(_UNUSED, _ALL_UNUSED_MAX / (2 * world_size))
         self.flats = [self._new_flat(buffer) for buffer in range(len(self.dtypes))]
+        self.with_groups = [index for index in range(len(self._parameters)) if self.has_groups(index)]
+        self.residuals = {
+            buffer: torch.zeros_like(self.flats[buffer]) for buffer in {self.buffer_of[i] for i in self.with_groups}
+        }
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []  # of the views when they were made; `grad.data = ...` gives a view other memory
         self.apart: set[int] = set()  # parameters whose .grad has memory of its own
         self._flags: list[torch.Tensor] = []  # by parameter: its usage flag, one element
         self._flag_offsets: list[torch.Tensor] = []  # by buffer: the offsets of its usage flags
+        self._offsets = [0] * len(self._parameters)  # by parameter: of its gradient, in elements
         self._members: list[list[int]] = []  # by buffer: its parameters, in the order of the offsets
         self.reports = torch.Tensor()  # REPORT_ELEMENTS elements
         self.layout: tuple[GradientRange, ...] = ()
@@ -110,7 +142,7 @@ class GradientBuffers(GradientSizes):
             for index, (view, parameter) in enumerate(self._pairs()):
                 if parameter.grad is view and index not in kept:
                     parameter.grad = view.clone()
-        self.flats, self.views, self._flags, self.reports = [], [], [], torch.Tensor()
+        self.flats, self.views, self._flags, self.reports, self.residuals = [], [], [], torch.Tensor(), {}
 
     def flag_all_used(self) -> None:
         """This rank uses every parameter, unless told otherwise. REQUIRES: nothing of the buffers travels."""
@@ -124,6 +156,31 @@ class GradientBuffers(GradientSizes):
     def flag_failed(self, index: int) -> None:
         """This rank's backward pass has failed before it reached this parameter. No sum hides a NaN."""
         self._flags[index].fill_(float("nan"))
+
+    def offset_of(self, index: int) -> int:
+        """The gradient's first element in its buffer."""
+        return self._offsets[index]
+
+    def residual_of(self, index: int) -> torch.Tensor:
+        """The residual of a gradient that has groups, flat."""
+        offset = self._offsets[index]
+        return self.residuals[self.buffer_of[index]][offset : offset + self._parameters[index].numel()]
+
+    def groups(self, buffer: int) -> list[tuple[int, int, bool, int]]:
+        """The segments of a buffer with groups: first element, number of elements, whether they travel exactly, and the
+        rank that sums the first group; the next ranks sum the next groups. A gradient has two: its own groups, and
+        those of flag and reports.
+
+        Gradients of one dimension (norms, biases) travel exactly: they are few and sensitive. Who sums a group depends
+        neither on the layout nor on the plan.
+        """
+        segments = []
+        for index in self._members[buffer]:
+            lo, parameter = self._offsets[index], self._parameters[index]
+            if parameter.numel() > 0:
+                segments.append((lo, parameter.numel(), parameter.dim() < 2, index % self._world_size))
+            segments.append((lo + self.flag_offset_of(index), self._marks_of(index), True, index % self._world_size))
+        return segments
 
     def any_rank_failed(self) -> torch.Tensor:
         """Whether a backward pass of any rank has failed: one element, 1 or 0, of the reports' dtype. REQUIRES: all
@@ -176,6 +233,7 @@ class GradientBuffers(GradientSizes):
         kept = self._kept()
         self.keep_apart(kept)
         moving = self._moving(kept)
+        residuals = {i: self.residual_of(i).clone() for i in self.with_groups}
         reports = self.reports.clone()
         left_behind = {self.buffer_of[index] for index in kept}
         self.views = [torch.Tensor()] * len(self._parameters)
@@ -185,29 +243,34 @@ class GradientBuffers(GradientSizes):
                 self.flats[buffer] = self._new_flat(buffer)
             else:
                 flat.zero_()
+        for residual in self.residuals.values():
+            residual.zero_()
         layout = []
         offsets = [0] * len(self.flats)
         self._members = [[] for _ in self.flats]
         flags: list[list[int]] = [[] for _ in self.flats]
         for index in order:
             parameter, buffer = self._parameters[index], self.buffer_of[index]
-            lo, size = offsets[buffer], parameter.numel()
+            lo = self._offsets[index] = offsets[buffer]
             end = offsets[buffer] = lo + self.elements_of(index)
+            flag = lo + self.flag_offset_of(index)
             self.views[index] = _view(self.flats[buffer], lo, parameter)
-            self._flags[index] = self.flats[buffer][lo + size]
+            self._flags[index] = self.flats[buffer][flag]
             if index == self.reports_index:
-                self.reports = self.flats[buffer][lo + size + 1 : lo + size + 1 + REPORT_ELEMENTS]
+                self.reports = self.flats[buffer][flag + 1 : flag + 1 + REPORT_ELEMENTS]
             width = parameter.element_size()
-            ends_bytes = (lo + size) * width, end * width
+            ends_bytes = (lo + parameter.numel()) * width, end * width
             layout.append(GradientRange(self.names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
             self._members[buffer].append(index)
-            flags[buffer].append(lo + size)
+            flags[buffer].append(flag)
         self.addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(layout)
         self._flag_offsets = [torch.tensor(at, device=flat.device) for at, flat in zip(flags, self.flats, strict=True)]
         for index, gradient in moving.items():
             self.views[index].copy_(gradient)
             self._parameters[index].grad = self.views[index]
+        for index, residual in residuals.items():
+            self.residual_of(index).copy_(residual)
         if len(reports) > 0:
             self.reports.copy_(reports)
 
@@ -251,6 +314,11 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
     memory = flat.untyped_storage()[offset * width : (offset + parameter.numel()) * width]
     strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.size(), device="meta").stride()
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(memory, 0, parameter.size(), strides)
+
+
+def _multiple(count: int, unit: int) -> int:
+    """The least multiple that is not smaller."""
+    return -(-count // unit) * unit
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,9 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error
+from gradcast.host_traffic import TWO_LEVEL, WIRE_SHARES, exchange_form
 from gradcast.training.compat import extension
-from gradcast.training.options import WIRES, Options
+from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.stall_watchdog import StallWatchdog
 from gradcast.training.step.gradient_buffers import GradientBuffers
@@ -40,8 +41,11 @@ class GradientExchange:
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self._buffers = buffers
         self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
-        self._transport = extension.load().Transport(group.own, buffers.flats, options.wire)
         self.wire = options.wire
+        self.form = exchange_form(group.hosts, options.wire, on_device=self._on_device)
+        host_of = group.hosts.host_of if self.form == TWO_LEVEL else ()
+        self._transport = extension.load().Transport(group.own, buffers.flats, options.wire, host_of)
+        self._set_groups()
         self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
         self.tensor_of: list[int] = []
@@ -64,9 +68,22 @@ class GradientExchange:
         for buffer, (old, new) in enumerate(zip(before, self._buffers.flats, strict=True)):
             if new is not old:
                 self._transport.replace_buffer(buffer, new)
+        self._set_groups()
         self.tensor_of = [0] * len(order)
         for tensor, index in enumerate(order):
             self.tensor_of[index] = tensor
+
+    def _set_groups(self) -> None:
+        for buffer, residual in self._buffers.residuals.items():
+            self._transport.set_groups(buffer, self._buffers.groups(buffer), residual)
+        self._kept_residuals: list[tuple[int, int]] = []  # of this step: buffer and first element
+
+    def keep_residual(self, index: int) -> None:
+        """This rank has not used the parameter, so it does not send what rounding has left of earlier gradients."""
+        if self._buffers.has_groups(index) and self._buffers.views[index].numel() > 0:
+            where = self._buffers.buffer_of[index], self._buffers.offset_of(index)
+            self._transport.send_residual(*where, sends=False)
+            self._kept_residuals.append(where)
 
     def begin(self) -> int:
         """Opens an iteration and returns the engine's number of it."""
@@ -76,6 +93,8 @@ class GradientExchange:
         except Error as error:
             raise self.watch.explain(error) from None
         self._has_begun = True
+        while self._kept_residuals:
+            self._transport.send_residual(*self._kept_residuals.pop(), sends=True)
         return iteration
 
     def on_flags_written(self) -> None:
@@ -134,11 +153,8 @@ class GradientExchange:
 
     def wire_bytes(self, plan: _core.Plan) -> int:
         """Bytes of the plan's blocks in the wire format."""
-        is_fp32 = [dtype == torch.float32 for dtype in self._buffers.dtypes]
-        return sum(
-            block.size_bytes * WIRES[self.wire] // WIRES["fp32"] if is_fp32[block.buffer] else block.size_bytes
-            for block in plan.blocks
-        )
+        shares = [WIRE_SHARES[self.wire] if dtype == torch.float32 else 1.0 for dtype in self._buffers.dtypes]
+        return sum(round(block.size_bytes * shares[block.buffer]) for block in plan.blocks)
 
     @property
     def busy(self) -> bool:

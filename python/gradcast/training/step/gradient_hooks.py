@@ -390,6 +390,7 @@ class GradientHooks:
             self._buffers.flag_failed(state.index)
         else:
             self._buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
+        self._exchange.keep_residual(state.index)
 
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:

@@ -162,6 +162,12 @@ class OptimizerSteps:
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)",
                 "invalid_use",
             )
+        if self._exchange.wire == "int8" and partial_step.is_called_by_scaler():
+            raise Error(
+                "a GradScaler changes the scale of gradients, but int8 keeps their rounding errors for the next step; "
+                "use options.wire='bf16', or train without the scaler",
+                "invalid_use",
+            )
         # The gradients have arrived by a second step with them, and nothing guards them any more.
         synchronous = synchronous or number in self._stepped
         reason = None if synchronous else self.reason_to_wait(number)

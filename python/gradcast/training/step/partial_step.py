@@ -9,6 +9,7 @@ one by one. Scalars that an optimizer keeps in a group (a step count) advance on
 import collections
 import contextlib
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -196,3 +197,13 @@ class StepInterception:
                 del self._optimizer.__dict__["step"]
             else:
                 self._optimizer.step = self._before
+
+
+def is_called_by_scaler() -> bool:
+    """Whether a GradScaler has called ``step()`` of the optimizer, to which this call belongs."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False
