@@ -16,7 +16,7 @@ from dataclasses import dataclass
 RING, FLAT, TWO_LEVEL = "ring", "flat", "two-level"
 # Bytes on the wire per byte of fp32; int8 has a scale of 4 bytes for each 128 elements.
 WIRE_SHARES = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (128 + 4) / 512}
-NARROW_WIRES = ("bf16", "fp16")  # that Options knows
+NARROW_WIRES = ("bf16", "fp16", "int8")
 # A wire format is not worth its loss if it does not save at least this share of the time of fp32.
 WORTHWHILE_COST = 0.98
 

@@ -59,7 +59,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--intra-bandwidth", "BANDWIDTH", inside, BANDWIDTH)
     inside = f"hierarchical: latency of a hop inside a host (default: {_INTRA_LATENCY})"
     option(group, "--intra-latency", "TIME", inside, TIME)
-    wire = "send fp32 gradients as 16-bit numbers, as gradcast.Options(wire=...) does, by the bytes that leave a host"
+    wire = "send fp32 gradients as 16- or 8-bit numbers, as gradcast.Options(wire=...) does: fewer bytes leave a host"
     option(group, "--wire", None, wire, choices=NARROW_WIRES)
     renamed(group, topology="--algorithm", workers_per_node="--ranks-per-host")
 

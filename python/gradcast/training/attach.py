@@ -108,8 +108,11 @@ def _tell_exchange(found: Hosts, doubt: str | None, wire: str, *, on_device: boo
     if doubt is not None:
         _log.warning("the hosts of the ranks: %s", doubt)
     if found.count < len(found.host_of):
-        form = exchange_form(found, wire, on_device=on_device)
-        levels = "; gradients are summed inside each host first" if form == TWO_LEVEL else ""
+        levels = ""
+        if exchange_form(found, wire, on_device=on_device) == TWO_LEVEL:
+            levels = "; gradients are summed inside each host first"
+        elif found.ranks_per_host is None and not on_device:
+            levels = "; hosts with differently many ranks do not sum their gradients first"
         _log.info("%s%s", found.describe(), levels)
     if wire != "fp32":
         feedback = " with error feedback, which keeps one more copy of the fp32 gradients" if wire == "int8" else ""

@@ -12,7 +12,7 @@ from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
 from gradcast.host_traffic import Hosts
-from gradcast.training.attach import _tell_hosts
+from gradcast.training.attach import _tell_exchange
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.hosts import Launch, Place
 
@@ -89,9 +89,21 @@ def test_attach_agrees_on_the_hosts_and_tells_them(rank):
 
 def test_a_wire_format_that_is_slower_is_warned_of_once():
     with heard(logging.WARNING) as lines:
-        _tell_hosts(Hosts.even(4, 8), None, "bf16")
-        _tell_hosts(Hosts.even(4, 8), None, "fp32")
-        _tell_hosts(Hosts.even(8, 2), None, "bf16")
+        _tell_exchange(Hosts.even(4, 8), None, "bf16", on_device=True)
+        _tell_exchange(Hosts.even(4, 8), None, "bf16", on_device=False)
+        _tell_exchange(Hosts.even(4, 8), None, "fp32", on_device=True)
+        _tell_exchange(Hosts.even(8, 2), None, "bf16", on_device=True)
     assert len(lines) == 1
     assert "6.00 times the bytes" in lines[0]
     assert "with fp32 1.94 times; leave options.wire out" in lines[0]
+
+
+def test_what_is_lossy_and_what_is_summed_first_is_said():
+    with heard(logging.INFO) as lines:
+        _tell_exchange(Hosts.even(2, 4), None, "int8", on_device=False)
+        _tell_exchange(Hosts((0, 0, 1)), None, "fp32", on_device=False)
+    assert lines[0] == "2 hosts of 4 ranks; gradients are summed inside each host first"
+    assert lines[1].startswith("lossy: int8 on the wire with error feedback")
+    assert lines[2:] == [
+        "2 hosts with 3 ranks in all; hosts with differently many ranks do not sum their gradients first"
+    ]
