@@ -110,7 +110,9 @@ class Gradients:
         chance = torch.Generator().manual_seed(1 + rank)
         shifts = [_SHIFT_ELEMENTS * kind for kind in range(GRADIENT_KINDS)]
         whole = torch.empty(sum(elements) + shifts[-1]).normal_(std=_GRADIENT_SIZE, generator=chance)
-        self._kinds = [whole[shift : shift + sum(elements)].split(list(elements)) for shift in shifts]
+        self._kinds = [
+            whole[shift : shift + sum(elements)].unsqueeze(0).split(list(elements), dim=1) for shift in shifts
+        ]
 
     def of_step(self, step: int) -> Sequence[torch.Tensor]:
         return self._kinds[step % GRADIENT_KINDS]
@@ -125,7 +127,8 @@ class StandIn(nn.Module):
         self._device = device
         self._gradients = gradients
         self._steps = 0
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(count).mul_(0.02)) for count in shape.elements])
+        # Matrices, like most of a model's parameters: int8 sends vectors unchanged.
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(1, count).mul_(0.02)) for count in shape.elements])
         self._parameters_of = [[self.weights[index] for index in layer.tensors] for layer in shape.layers]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

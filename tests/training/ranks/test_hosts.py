@@ -76,7 +76,7 @@ def test_attach_agrees_on_the_hosts_and_tells_them(rank):
     logging.getLogger("gradcast").setLevel(logging.INFO)
     own = {"GROUP_RANK": rank.index // 2, "LOCAL_RANK": rank.index % 2, "LOCAL_WORLD_SIZE": 2}
     torchrun = {name: str(value) for name, value in own.items()}
-    two = {"count": 2, "ranks_per_host": 2}, ["2 hosts of 2 ranks"]
+    two = {"count": 2, "ranks_per_host": 2}, ["2 hosts of 2 ranks; gradients are summed inside each host first"]
     one = {"count": 1, "ranks_per_host": 4}, ["1 host of 4 ranks"]
     found = [told(torchrun), told({}), told(torchrun if rank.index < 3 else {})]
     if rank.index > 0:
@@ -99,6 +99,7 @@ def test_a_wire_format_that_is_slower_is_warned_of_once():
 
 
 def test_what_is_lossy_and_what_is_summed_first_is_said():
+    logging.getLogger("gradcast").setLevel(logging.INFO)
     with heard(logging.INFO) as lines:
         _tell_exchange(Hosts.even(2, 4), None, "int8", on_device=False)
         _tell_exchange(Hosts((0, 0, 1)), None, "fp32", on_device=False)
