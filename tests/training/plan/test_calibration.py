@@ -15,7 +15,7 @@ from gradcast.training.measure.compute_cost import Compute, compute_of, replace_
 from gradcast.training.measure.network_cost import Sample
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.measure.stopwatch import Measurement
-from gradcast.training.plan import calibration, measured_profile, proposals
+from gradcast.training.plan import calibration, candidates, measured_profile, proposals
 from gradcast.training.plan.calibration import Calibration, corrected_compute, planned_busy_periods_ns
 
 CALIBRATION_STEPS = 9
@@ -39,7 +39,7 @@ def measured_by(*compute_ms):
     ],
 )
 def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
-    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
+    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4)
     profile = measured_profile.combine_measurements(
         [measured_by(*each) for each in ranks], ["only"], sizes, name="measured"
     )
@@ -48,7 +48,7 @@ def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
 
 
 def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
-    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, element_bytes_of=lambda _: 4)
+    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4)
     with pytest.raises(gradcast.Error, match="no step could be measured, because backward failed in each of them"):
         measured_profile.combine_measurements(
             [measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured"
@@ -72,7 +72,7 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
 def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, baseline):
     profile = even_profile(linear(alpha_ns, 2.0))
     plan = (
-        proposals.baseline_plan(profile) if baseline else proposals.choose_plan(profile, "overlap", gradcast.Options())
+        proposals.baseline_plan(profile) if baseline else candidates.choose_plan(profile, "overlap", gradcast.Options())
     )
     assert plan.in_flight == (2 if baseline else 1)
     calibration = Calibration(plan, pack_ns_per_byte=0)

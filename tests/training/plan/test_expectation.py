@@ -123,13 +123,15 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
         for each in (1.0, 1.0, 1.2)
     ]
     agreed = agreement.AgreedPlan(profile, plan, (0, 1), baseline, expected[0])
-    live = mock.Mock(agreed=agreed, profile=profile)
+    live, same = mock.Mock(agreed=agreed, profile=profile), _core.Plan.from_json(plan.to_json())
     keep_if_confirmed = controller.PlanController.keep_if_confirmed
-    assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=baseline, expectation=expected[1]))
+    assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[1]))
     live.describe.assert_not_called()
-    assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=baseline, expectation=expected[2]))
+    assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[2]))
     live.describe.assert_called_once()
     assert live.agreed.typical_step.step_ns == expected[2].plan.step_ns > expected[0].plan.step_ns
     assert live.agreed.plan is plan, "the object by which steps that followed it are found"
     assert not keep_if_confirmed(live, dataclasses.replace(agreed, profile=profile_of(200, 100, 20)))
     assert not keep_if_confirmed(live, dataclasses.replace(agreed, runs_as_baseline=True))
+    for other in (baseline, _core.make_plan(profile, profile.link, mode="hook")):
+        assert not keep_if_confirmed(live, dataclasses.replace(agreed, plan=other))

@@ -292,6 +292,12 @@ class PlanController:
             return False
         if agreed.runs_as_baseline != self.agreed.runs_as_baseline:
             return False
+        # Not ==, since the times that a plan promises may be rounded on their way to other ranks.
+        kept, now = (
+            (each.plan.mode, each.plan.in_flight, each.plan.hash(agreed.profile)) for each in (self.agreed, agreed)
+        )
+        if kept != now:
+            return False
         before, self.agreed = self.agreed, dataclasses.replace(self.agreed, expectation=agreed.expectation)
         if agreed.expectation.sentence() != before.expectation.sentence():
             self.describe()

@@ -135,14 +135,24 @@ def typical_step(
     ``waiting_share``: of the steps, those that wait for all gradients before forward, because they are clipped. The
     result is then the mean of the typical steps of both kinds.
     """
+    return typical_of(step_profiles(profile, steps), profile.link.scaled(link_factor, link_factor), plan, waiting_share)
+
+
+def step_profiles(profile: _core.Profile, steps: Sequence[ComputeFactors]) -> list[_core.Profile]:
+    """The profile with the compute of each step; the profile itself if no step is known."""
+    return [compute_cost.scale_compute(profile, factors) for factors in steps] or [profile]
+
+
+def typical_of(
+    profiles: Sequence[_core.Profile], link: _core.LinkModel, plan: _core.Plan, waiting_share: float
+) -> TypicalStep:
+    """See typical_step. ``profiles``: one for each step."""
     if waiting_share > 0:
         kinds = [
-            (share, typical_step(profile, _in_mode(plan, mode), steps, link_factor))
+            (share, typical_of(profiles, link, _in_mode(plan, mode), 0.0))
             for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap"))
         ]
         return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
-    profiles = [compute_cost.scale_compute(profile, factors) for factors in steps] or [profile]
-    link = profile.link.scaled(link_factor, link_factor)
     bounds = [
         _core.bound(each, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan))
         for each in profiles

@@ -4,7 +4,7 @@ Also why a plan is made again during training, and how long the next change is t
 """
 
 import dataclasses
-import json
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +20,12 @@ from gradcast.training.options import Options
 from gradcast.training.plan import calibration, measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import CalibrationSteps
-from gradcast.training.plan.expectation import StepVariation, expect, typical_step
+from gradcast.training.plan.candidates import best_for_steps
+from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.clipping import NORMS_NAME, NormClipping
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientSizes
 
-# Makes a plan of packed blocks more expensive than any other.
-_NEVER_PACK_NS_PER_BYTE = 1e6
-# The docstring of Options says why.
-_FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
 _BASELINE_TOLERANCE = 0.002
 # If measuring again has gained nothing, the next changes are ignored for so many iterations, doubled each time.
 _HOLD_ITERATIONS = 64
@@ -97,7 +94,7 @@ class Proposer:
         path = self._options.plan_path
         if path is not None:
             return pinned_proposal(path, self._names, self._sizes, self._modes, self._world_size)
-        plan = self._choose(profile)
+        plan = self._choose(profile, warmup.variation)
         proposal = self._proposal(profile, plan, warmup.variation)
         if change is None or proposal.baseline is None:
             return proposal
@@ -123,9 +120,10 @@ class Proposer:
             else self.variation.link
         )
         factors = compute_cost.compute_variation(corrected, steps.compute) or self.variation.compute
+        variation = StepVariation(link_spread, factors)
         is_confirmed = link is None and compute is None
-        plan = agreed.plan if is_confirmed else self._choose(corrected)
-        proposal = self._proposal(corrected, plan, StepVariation(link_spread, factors), baseline_profile)
+        plan = self._choose(corrected, variation, present=agreed.plan if is_confirmed else None)
+        proposal = self._proposal(corrected, plan, variation, baseline_profile)
         return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
 
     def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
@@ -169,9 +167,12 @@ class Proposer:
         """The modes that a plan may have. Steps that clip wait for all gradients, which suits plans of hook mode."""
         return (self._mode,) if self._clipping is None else (self._mode, "hook")
 
-    def _choose(self, profile: _core.Profile) -> _core.Plan:
-        plans = [choose_plan(profile, mode, self._options) for mode in self._modes]
-        return min(plans, key=lambda plan: typical_step(profile, plan, (), 1.0, self._waiting_share(profile, plan))[0])
+    def _choose(
+        self, profile: _core.Profile, variation: StepVariation, present: _core.Plan | None = None
+    ) -> _core.Plan:
+        """``present``: see best_for_steps."""
+        share = functools.partial(self._waiting_share, profile)
+        return best_for_steps(profile, self._modes, variation, self._options, share, present)
 
     def _waiting_share(self, profile: _core.Profile, plan: _core.Plan) -> float:
         """The share of steps in which clipping waits for all gradients: as if the last ones had followed this plan."""
@@ -187,32 +188,6 @@ def arrived_with_first(profile: _core.Profile, plan: _core.Plan) -> set[str]:
     touched = [set(tensor_names(profile, block)) for block in plan.blocks]
     last = max(number for number, names in enumerate(touched) if names & {first, NORMS_NAME})
     return set().union(*touched[: last + 1]) - set().union(*touched[last + 1 :])
-
-
-def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Plan:
-    """A plan for a measured profile.
-
-    A model knows only roughly what time and memory a packed block needs. So packed blocks have to promise a noticeable
-    gain over a plan without any.
-    """
-    plan = _made_plan(profile, profile.link, mode, options)
-    if any(len(block.ranges) > 1 for block in plan.blocks):
-        link = json.loads(profile.link.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
-        unpacked = _made_plan(profile, _core.LinkModel.from_json(json.dumps(link)), mode, options)
-        if unpacked.predicted_ns <= plan.predicted_ns * (1 + NOTICEABLE_GAIN):
-            plan = unpacked
-    return plan
-
-
-def _made_plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Options) -> _core.Plan:
-    return _core.make_plan(
-        profile,
-        link,
-        policy=options.policy,
-        mode=mode,
-        in_flight=options.in_flight,
-        parameters=_FEWER_BLOCKS.get(options.policy, {}) | dict(options.policy_parameters),
-    )
 
 
 def baseline_plan(profile: _core.Profile) -> _core.Plan:
