@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast import _core
+from gradcast.host_traffic import Hosts
 from gradcast.lab import predictions, replays
 from gradcast.lab.cores import BusyCores, wake_promptly
 from gradcast.lab.counters import sent_bytes
@@ -63,8 +64,9 @@ class Training:
         known = [variant(name) for name in settings.names if name not in (DDP_NEAR, DDP_MGWFBP)]
         by_gradcast = [self._prepared(each) for each in known if each.by_gradcast]
         profile = self._measured(by_gradcast)
-        as_ddp_counts = predictions.with_sizes(profile, _parameter_bytes(self._task.module()))
-        found = [each for name in settings.names for each in _resolved(name, as_ddp_counts, settings.scale_size)]
+        hosts = Hosts.even(settings.hosts, settings.ranks_per_host)
+        as_ddp_sends = predictions.as_ddp_sends(profile, _parameter_bytes(self._task.module()), hosts)
+        found = [each for name in settings.names for each in _resolved(name, as_ddp_sends, settings.scale_size)]
         others = [self._prepared(each) for each in dict.fromkeys(found) if not each.by_gradcast]
         trainers = sorted([*by_gradcast, *others], key=lambda trainer: found.index(trainer.variant))
         rounds = [self._round(trainers, number) for number in range(settings.rounds)]
@@ -74,7 +76,7 @@ class Training:
             "profile": json.loads(profile.to_json()),
             "rounds": rounds,
             "differences": differences(trainers, self._task.module()),
-            "variants": {trainer.variant.name: self._facts(trainer, as_ddp_counts) for trainer in trainers},
+            "variants": {trainer.variant.name: self._facts(trainer, as_ddp_sends) for trainer in trainers},
         }
         for trainer in trainers:
             trainer.detach()
@@ -142,10 +144,10 @@ class Training:
         before, kept = self._steps.get(name, (version, []))
         self._steps[name] = version, [*(kept if before == version else []), *zip(*ranks, strict=True)]
 
-    def _facts(self, trainer: Trainer, as_ddp_counts: _core.Profile) -> dict[str, Any]:
+    def _facts(self, trainer: Trainer, as_ddp_sends: _core.Profile) -> dict[str, Any]:
         """The number of operations of a step and its predicted time, None if nothing is sent."""
         if trainer.variant.mode == "ddp":
-            plan = predictions.ddp_plan(as_ddp_counts, trainer.variant)
+            plan = predictions.ddp_plan(as_ddp_sends, trainer.variant)
             return {
                 "blocks": trainer.bucket_count(),
                 "planned_blocks": len(plan.blocks),
