@@ -38,6 +38,9 @@ class Options:
       waits for all gradients. Norm types other than 1, 2 and inf always wait.
     * ``max_grad_value``: likewise as ``clip_grad_value_(module.parameters(), max_grad_value)``; it never waits.
     * ``broadcast_buffers``: a bare module gets rank 0's buffers, as with DDP's argument of this name.
+    * ``unseen_reads``: where forward waits for parameters that it reads unseen, as C++ extensions do. "by_module": at
+      the module that owns them, if autograd's graph shows that it alone uses them. "before_forward": before forward
+      begins, for models that also read them earlier, where autograd does not record it.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -57,6 +60,7 @@ class Options:
     grad_norm_type: float = 2.0
     max_grad_value: float | None = None
     broadcast_buffers: bool = True
+    unseen_reads: str = "by_module"
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
@@ -84,6 +88,8 @@ class Options:
             _require_positive("grad_norm_type", self.grad_norm_type)
         if self.wire not in list(WIRE_SHARES):
             raise Error(f"options.wire is {self.wire!r}; one of {', '.join(WIRE_SHARES)} is expected")
+        if self.unseen_reads not in ["by_module", "before_forward"]:
+            raise Error(f"options.unseen_reads is {self.unseen_reads!r}; by_module or before_forward is expected")
         names = [policy.name for policy in _core.policies()]
         if self.policy not in names:
             raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")

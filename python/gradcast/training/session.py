@@ -38,7 +38,7 @@ from gradcast.training.plan import agreement
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import plan_stats
-from gradcast.training.step import clipping, parameter_state, pending, residuals
+from gradcast.training.step import clipping, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -48,6 +48,7 @@ from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuff
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.unseen_waits import UnseenWaits
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import TrainingSession, require_attached
 from gradcast.training.warmup_reads import WarmupReads
@@ -131,9 +132,10 @@ class Session(TrainingSession):
             )  # fmt: skip
         self._callbacks = callbacks
         self.on_callbacks_changed()
+        self._unseen = UnseenWaits(accepted.module, self._states, self._steps, self._lock, self._warn_once)
         self.controller = PlanController(
-            names, values, self.buffers, group, self.exchange, self.trace, self._waits, self.mode, options,
-            self._clipping,
+            names, values, accepted.module, self.buffers, group, self.exchange, self.trace, self._waits, self.mode,
+            options, self._clipping,
         )  # fmt: skip
         self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits, self.trace, len(values))
         self._handles = self._gradients.install(self)
@@ -203,7 +205,7 @@ class Session(TrainingSession):
         return agreement.plan_text(self.plan, self.controller.agreed.profile, profile_path)
 
     def state_dict(self) -> dict[str, Any]:
-        unseen = [self._states[index].name for index in sorted(self.controller.unseen_reads)]
+        unseen = {self._states[index].name: read for index, read in self.controller.unseen_reads.items()}
         if self.buffers.residuals:
             self.flush()
         state = agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
@@ -294,7 +296,9 @@ class Session(TrainingSession):
     def release(self, *, leaves: bool, reusable: bool = False) -> None:
         """Removes gradcast from the module and its optimizers, and gradients from the buffers. ``leaves``: no other
         session of this module follows. ``reusable``: see Group.leave."""
-        self.stop_watching_reads()
+        if self.controller.warmup is not None:
+            self.controller.warmup.release()
+        self._unseen.release()
         self._steps.release()
         for handle in self._handles:
             handle.remove()
@@ -435,8 +439,9 @@ class Session(TrainingSession):
         if compiled or torch.jit.is_tracing():
             with self._waits.at(Cause.COMPILED if compiled else Cause.COMPLETION):
                 self.complete_step()
-        self._complete_unseen_reads()
         training = module.training and torch.is_grad_enabled()
+        if self.mode == "overlap":
+            self._unseen.before_forward(self.controller.unseen_reads, training)
         if training:
             self._refuse_capture()
         if torch.is_grad_enabled():
@@ -462,27 +467,12 @@ class Session(TrainingSession):
     def after_forward(self, module: nn.Module, output: Any) -> None:
         self._forward_end_ns = time.perf_counter_ns()
         if self.controller.warmup is not None:
-            self.controller.warmup.stopwatch.forward_ended()
+            self.controller.warmup.forward_ended(output)
         self._gradients.watch_output(module, output)
 
     def watch_output(self, module: nn.Module, output: Any) -> None:
         """Backward through this output may lead to parameters."""
         self._gradients.watch_output(module, output)
-
-    def _complete_unseen_reads(self) -> None:
-        """Updates what forward reads unseen, before it begins."""
-        with self._lock:
-            reads = [self._states[index] for index in sorted(self.controller.unseen_reads)]
-            due = [state for state in reads if state.is_update_due]
-            if not due:
-                return
-            self._warn_once(
-                "forward reads %s in a way that gradcast does not see, as C++ extensions do: it waits for them before "
-                "it begins",
-                parameter_state.names(due),
-            )
-            self._steps.stream.on_parameter_read()
-            self._steps.complete_updates(due)
 
     def _warn_if_forward_unseen(self) -> None:
         if not self._forward_seen:

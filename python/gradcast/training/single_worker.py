@@ -40,9 +40,8 @@ class SingleWorkerSession(TrainingSession):
         parameters = accepted.parameters
         names, values = list(parameters), list(parameters.values())
         self._seen: set[int] = set()  # parameters that the open backward pass has reached
-        self._warmup = Warmup(
-            names, values, GradientSizes(values, options.wire), group, self.mode, options, order=range(len(values))
-        )
+        sizes, order = GradientSizes(values, options.wire), range(len(values))
+        self._warmup = Warmup(names, values, accepted.module, sizes, group, self.mode, options, order=order)
         self._is_warming_up = True
         if options.clips:
             self.early_clipping = ClipOnce(accepted.called, options)
@@ -62,7 +61,7 @@ class SingleWorkerSession(TrainingSession):
         self.released = True
 
     def _unhook(self, leave_steps: bool = False) -> None:
-        self._warmup.stop_watching()
+        self._warmup.release()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -75,9 +74,9 @@ class SingleWorkerSession(TrainingSession):
         if not compiled and torch.is_grad_enabled() and module.training:
             self._warmup.watch_reads(lambda _: None)
 
-    def _after_forward(self, _module: nn.Module, _output: Any, _compiled: bool) -> None:
+    def _after_forward(self, _module: nn.Module, output: Any, _compiled: bool) -> None:
         self._warmup.stop_watching()
-        self._warmup.stopwatch.forward_ended()
+        self._warmup.forward_ended(output)
         self._seen.clear()  # not empty if the last backward pass failed
 
     def _on_gradient(self, index: int, _: Any) -> None:

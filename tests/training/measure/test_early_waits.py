@@ -219,9 +219,9 @@ def test_the_first_use_of_a_parameter_may_be_the_loops():
         watch.read(0)
         watch.read(1)
     watch.backward_started()
-    measured = watch.medians([], 0.0)
+    measured = watch.medians([], 0.0, {})
     assert measured.need_ns[0] > 1.5 * MS > measured.need_ns[1]
-    assert measured.unseen_reads == []
+    assert measured.unseen_reads == {}
 
 
 def test_nothing_is_expected_of_an_overlap_that_the_loop_prevents():

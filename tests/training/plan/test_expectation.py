@@ -1,6 +1,7 @@
 """What a plan is expected to take and to gain, from the steps that were measured."""
 
 import dataclasses
+import json
 from unittest import mock
 
 import pytest
@@ -25,6 +26,26 @@ def test_what_ddp_would_take_has_no_network_beside_its_forward():
     assert beside.gain < alone.gain
     assert beside.low <= beside.gain <= beside.high
     assert beside.compute_share == alone.compute_share
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("first", "last"), "forward reads 2 parameters unseen, before it begins"),
+        (("first",), "forward reads 1 parameter unseen, before it begins"),
+        ((), None),
+    ],
+)
+def test_what_is_read_unseen_is_named_if_only_that_prevents_a_gain(names, reason):
+    fields = json.loads(profile_of(200, 100, 10).to_json())
+    for tensor in fields["tensors"]:
+        tensor |= {"ready_ns": 200e6, "need_ns": 0}
+    profile = _core.Profile.from_json(json.dumps(fields))
+    plan, baseline = _core.make_plan(profile, profile.link), proposals.baseline_plan(profile)
+    said = expect(profile, plan, profile, baseline, StepVariation(), read_first=names)
+    assert said.limit < 1.02
+    assert said.reason == reason
+    assert reason is None or f"but {reason}: expected gain below 2 %" in said.sentence()
 
 
 @pytest.mark.parametrize(("mode", "baseline_ms"), [("overlap", 100), ("hook", 200)])

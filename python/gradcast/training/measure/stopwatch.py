@@ -21,6 +21,7 @@ import torch
 
 from gradcast.training.measure.compute_cost import Compute
 from gradcast.training.measure.network_cost import Sample
+from gradcast.training.measure.unseen_reads import UnseenRead
 
 _PACK_PROBE_ELEMENTS = 1 << 20
 _PACK_PROBES = 5
@@ -31,7 +32,7 @@ class Measurement:
     """What one rank measured during the warm-up; times in ns.
 
     ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
-    ``blocks``: by warm-up step and block. ``unseen_reads``: parameters whose reads no hook sees.
+    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees.
     """
 
     ready_ns: list[float]
@@ -39,7 +40,7 @@ class Measurement:
     compute: list[Compute | None]
     blocks: list[list[Sample]]
     pack_ns_per_byte: float
-    unseen_reads: list[int] = dataclasses.field(default_factory=list)
+    unseen_reads: dict[int, UnseenRead] = dataclasses.field(default_factory=dict)
 
 
 class HostClock:
@@ -73,16 +74,19 @@ class _Step:
     used: set[int] = dataclasses.field(default_factory=set)  # parameters that autograd made a gradient of
     need: dict[int, Any] = dataclasses.field(default_factory=dict)
     early: dict[int, Any] = dataclasses.field(default_factory=dict)  # the same before forward: the program's own reads
+    owner_start: dict[int, Any] = dataclasses.field(default_factory=dict)  # forward of the module that owns it begins
     watched: bool = False  # the forward pass after it was watched for reads
     backward_end: Any = None
     waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     next_backward: Any = None
 
-    def first_use(self, index: int) -> Any:
-        """When the parameter was read first; None if no read was seen."""
+    def first_use(self, index: int, *, is_unseen: bool) -> Any:
+        """When the parameter was read first, or could be read unseen; None if that is not known."""
         # If forward was not seen, the early reads may be its own.
-        return self.early[index] if self.watched and index in self.early else self.need.get(index)
+        if self.watched and index in self.early:
+            return self.early[index]
+        return (self.owner_start if is_unseen else self.need).get(index)
 
     @property
     def complete(self) -> bool:
@@ -98,17 +102,23 @@ class Stopwatch:
         self._parameter_count = parameter_count
         self._steps: list[_Step] = []
         self._forward_end: Any = None
+        self._resumed: Any = None  # when the program went on after that
 
     def forward_ended(self) -> None:
-        self._forward_end = self._clock.stamp()
+        self._forward_end = self._resumed = self._clock.stamp()
+
+    def resumed(self) -> None:
+        """What has run since forward ended was gradcast's own work."""
+        self._resumed = self._clock.stamp()
 
     def backward_started(self) -> None:
         """Called at the first gradient. If the end of forward is known, backward counts from there."""
-        start = self._forward_end if self._forward_end is not None else self._clock.stamp()
-        self._forward_end = None
+        if self._forward_end is None:
+            self.forward_ended()
         if self._steps:
-            self._steps[-1].next_backward = start
-        self._steps.append(_Step(start))
+            self._steps[-1].next_backward = self._forward_end
+        self._steps.append(_Step(self._resumed))
+        self._forward_end = None
 
     def ready(self, index: int, *, used: bool) -> None:
         """``used``: autograd made the gradient; False for zeros in place of a missing one."""
@@ -149,6 +159,11 @@ class Stopwatch:
         if self._steps:
             self._steps[-1].early.setdefault(index, self._clock.stamp())
 
+    def owner_started(self, indices: Sequence[int]) -> None:
+        """The forward of the module that owns these parameters begins."""
+        if self._steps:
+            self._steps[-1].owner_start |= dict.fromkeys(indices, self._clock.stamp())
+
     def unseen_reads(self) -> set[int]:
         """Parameters that forward used although no read was seen, since they have gradients. C++ extensions and views
         that the program has kept read in such ways."""
@@ -167,7 +182,9 @@ class Stopwatch:
             times.append(self._clock.between(start, self._clock.stamp()))
         return statistics.median(times) / (part.numel() * part.element_size())
 
-    def medians(self, blocks: list[list[Sample]], pack_ns_per_byte: float) -> Measurement:
+    def medians(
+        self, blocks: list[list[Sample]], pack_ns_per_byte: float, unseen_reads: dict[int, UnseenRead]
+    ) -> Measurement:
         """Medians of all complete steps but the first, which allocates memory. Single disturbed steps do not count."""
         compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
@@ -176,11 +193,12 @@ class Stopwatch:
         for index in range(self._parameter_count):
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
             ready_ns.append(max(0.0, statistics.median(ready)) if ready else 0.0)
-            first_use = [(step.first_use(index), since) for step, since in zip(steps, since_backward, strict=True)]
-            need = [since(stamp) for stamp, since in first_use if stamp is not None]
-            # No read was seen: the parameter is not urgent, or its reads are unseen.
-            need_ns.append(statistics.median(need) if need else float("inf"))
-        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, sorted(self.unseen_reads()))
+            is_unseen = index in unseen_reads
+            first_use = [step.first_use(index, is_unseen=is_unseen) for step in steps]
+            need = [since(stamp) for stamp, since in zip(first_use, since_backward, strict=True) if stamp is not None]
+            # A parameter that nobody reads is not urgent.
+            need_ns.append(statistics.median(need) if need else 0.0 if is_unseen else float("inf"))
+        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, unseen_reads)
 
     def _compute(self, step: _Step) -> Compute | None:
         if not step.complete:

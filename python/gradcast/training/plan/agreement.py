@@ -5,12 +5,13 @@ Ranks that follow different plans average the wrong bytes without an error.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.files import plan_hash
+from gradcast.training.measure.unseen_reads import UnseenRead
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientSizes
@@ -83,11 +84,11 @@ def agree(group: Group, names: Sequence[str], propose: Callable[[], AgreedPlan])
 
 
 def checkpoint_state(
-    agreed: AgreedPlan, profile: _core.Profile | None, mode: str, unseen_reads: Sequence[str]
+    agreed: AgreedPlan, profile: _core.Profile | None, mode: str, unseen_reads: Mapping[str, UnseenRead]
 ) -> dict[str, Any]:
     """What a checkpoint holds of the plan: strings and numbers. Before the first profile there is nothing to keep.
 
-    ``unseen_reads``: names of parameters, see measure.Stopwatch.
+    ``unseen_reads``: by name of a parameter.
     """
     state: dict[str, Any] = {
         "version": STATE_VERSION,
@@ -100,6 +101,7 @@ def checkpoint_state(
         # The layout is that of the plan's own profile; a pinned plan's profile holds nothing else.
         state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
         state["unseen_reads"] = list(unseen_reads)
+        state["unseen_modules"] = {name: read.module for name, read in unseen_reads.items() if read.module}
     return state
 
 
@@ -125,7 +127,7 @@ def reason_to_measure(
         if saved != own:
             differing = sorted(name for name in {*saved, *own} if saved.get(name) != own.get(name))
             return f"it was made for another model: {differing[0]} differs"
-        if not own.keys() >= set(state["unseen_reads"]):
+        if not own.keys() >= unseen_reads(state).keys():
             raise KeyError("unseen_reads")
     except (KeyError, TypeError) as error:
         raise Error(
@@ -133,6 +135,13 @@ def reason_to_measure(
             "invalid_use",
         ) from None
     return None
+
+
+def unseen_reads(state: dict[str, Any]) -> dict[str, UnseenRead]:
+    """By name of a parameter, what ``checkpoint_state`` was given. Early states name no modules."""
+    modules = {**state.get("unseen_modules", {})}
+    without = UnseenRead("", "the checkpoint names no module")
+    return {name: UnseenRead(modules[name]) if name in modules else without for name in state["unseen_reads"]}
 
 
 def plan_text(plan: _core.Plan, profile: _core.Profile, profile_path: str | None) -> str:

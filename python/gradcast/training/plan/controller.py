@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
@@ -36,6 +37,7 @@ from gradcast.training.measure import compute_cost
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.stage_exposure import StageExposure
 from gradcast.training.measure.step_trace import StepTrace
+from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, calibration
 from gradcast.training.plan.agreement import AgreedPlan
@@ -172,6 +174,7 @@ class PlanController:
         self,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
+        module: nn.Module,
         buffers: GradientBuffers,
         group: Group,
         exchange: GradientExchange,
@@ -183,6 +186,7 @@ class PlanController:
     ) -> None:
         """``clipping``: tells how often it lets a step wait for all gradients."""
         self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
+        self._module = module
         self._group, self.exchange, self._trace = group, exchange, trace
         self.mode, self._options = mode, options
         self.step_reports = StepReports(buffers, group.rank, group.world_size)
@@ -193,8 +197,8 @@ class PlanController:
         self.exposed = StageExposure()
         self.comparison: _core.Comparison | None = None  # the last one with the baseline
         self.profile: _core.Profile | None = None  # the measured one
-        # Parameters with unseen reads on some rank (see measure.Stopwatch), in any warm-up or in the checkpoint.
-        self.unseen_reads: set[int] = set()
+        # Of parameters with unseen reads on some rank, in any warm-up or in the checkpoint.
+        self.unseen_reads: dict[int, UnseenRead] = {}
         self.version = 0
         self.interrupted = False  # how long the open iteration takes tells nothing
         # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
@@ -219,9 +223,10 @@ class PlanController:
     def adopt(self, state: dict[str, Any]) -> None:
         """Follows the plan of a checkpoint. Collective."""
         if self.warmup is not None:
-            self.warmup.stop_watching()
+            self.warmup.release()
         self.profile = _core.Profile.from_json(state["profile"])
-        self.unseen_reads |= {self._names.index(name) for name in state["unseen_reads"]}
+        reads = agreement.unseen_reads(state)
+        self._add_unseen({self._names.index(name): read for name, read in reads.items()})
         agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
         self._phase = self.start_plan(agreed, Following)
 
@@ -276,7 +281,8 @@ class PlanController:
         """Collective."""
         with self.exchange.watch.waiting("the agreement on the plan"):
             self.profile = warmup.profile(self._buffers.flats)
-            self.unseen_reads |= warmup.unseen_reads
+            warmup.release()
+            self._add_unseen(warmup.unseen_reads)
             return self._agree(lambda: self.proposer.from_warmup(self.profile, warmup, change))
 
     def agree_on_calibrated_plan(self, calibration_: Calibration) -> AgreedPlan:
@@ -352,9 +358,23 @@ class PlanController:
 
     # --- Parts ---
 
+    def _add_unseen(self, reads: dict[int, UnseenRead]) -> None:
+        self.unseen_reads = agreed_reads([self.unseen_reads, reads])
+        self.proposer.read_first = {self._names[i] for i, read in self.unseen_reads.items() if not read.module}
+        modules = {read.module for read in self.unseen_reads.values()} - {""}
+        if modules and self.mode == "overlap":
+            self.log(logging.INFO, f"{len(modules)} modules wait, when they begin, for weights that they read unseen")
+
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
         warmup = Warmup(
-            self._names, self._parameters, self._buffers, self._group, self.mode, self._options, order=order
+            self._names,
+            self._parameters,
+            self._module,
+            self._buffers,
+            self._group,
+            self.mode,
+            self._options,
+            order=order,
         )
         self.follow(warmup.agree_on_first_plan())
         return WarmingUp(self, warmup, change)

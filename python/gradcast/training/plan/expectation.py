@@ -1,8 +1,9 @@
 """What a plan is expected to gain over DDP: said before it is followed, and compared with the measurement later."""
 
 import dataclasses
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from gradcast import _core
@@ -41,7 +42,7 @@ class Expectation:
 
     ``low``, ``high``: speed-ups with the network's costs at the first and the last decile of the measured blocks.
     ``limit``: the speed-up that no plan can exceed. ``compute_share``: of the baseline's step. ``reason``: what in the
-    program costs the most overlap, with its line; None if nothing does.
+    program costs the most overlap, with its line where one does; None if nothing does.
     """
 
     plan: TypicalStep
@@ -75,12 +76,12 @@ class Expectation:
             return f"{expected}{allowed}, so the plan is tried, and kept if it is faster"
         if self.compute_share >= _COMPUTE_BOUND_SHARE:
             return "your step is compute-bound: expected gain below 2 %, running as DDP"
-        nothing_to_hide = self.limit < _WORTHWHILE
-        why = self.reason or (
-            "no schedule can hide the remaining communication"
-            if nothing_to_hide
-            else "no plan was found that hides more communication"
-        )
+        if self.reason:
+            why = self.reason
+        elif self.limit < _WORTHWHILE:
+            why = "no schedule can hide the remaining communication"
+        else:
+            why = "no plan was found that hides more communication"
         return (
             f"compute is {self.compute_share:.0%} of your step, but {why}: expected gain below 2 %, running as DDP "
             "with its best bucket size"
@@ -94,11 +95,14 @@ def expect(
     baseline: _core.Plan,
     variation: StepVariation,
     waiting_share: float = 0.0,
+    *,
+    read_first: Collection[str] = (),
 ) -> Expectation:
     """The expected gain of ``plan`` over ``baseline``.
 
     ``baseline_profile``: with the compute times under the baseline, which uses the network at other times.
     ``variation``: of the steps that the profiles were made from. ``waiting_share``: see typical_step, of the plan's.
+    ``read_first``: tensors that are needed before forward begins because it reads them unseen.
     """
     pairs = [
         (
@@ -109,13 +113,21 @@ def expect(
     ]
     gains = [of_baseline.step_ns / of_plan.step_ns for of_plan, of_baseline in pairs]
     of_plan, of_baseline = pairs[0]
+    limit = of_baseline.step_ns / of_plan.bound_ns
+    reason = None
+    if read_first and limit < _WORTHWHILE:
+        free = step_profiles(_needed_last(profile, read_first), variation.compute)
+        if of_baseline.step_ns / _median_bound_ns(free, plan, profile.link) >= _WORTHWHILE:
+            what = "1 parameter" if len(read_first) == 1 else f"{len(read_first)} parameters"
+            reason = f"forward reads {what} unseen, before it begins"
     return Expectation(
         plan=of_plan,
         baseline=of_baseline,
         low=min(gains),
         high=max(gains),
-        limit=of_baseline.step_ns / of_plan.bound_ns,
+        limit=limit,
         compute_share=compute_ns(baseline_profile) / of_baseline.step_ns,
+        reason=reason,
     )
 
 
@@ -153,14 +165,27 @@ def typical_of(
             for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap"))
         ]
         return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
-    bounds = [
-        _core.bound(each, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan))
-        for each in profiles
-    ]
     return TypicalStep(
         statistics.median(_core.play(each, link, plan).iteration_ns for each in profiles),
-        statistics.median(bound.best_ns for bound in bounds),
+        _median_bound_ns(profiles, plan, link),
     )
+
+
+def _median_bound_ns(profiles: Sequence[_core.Profile], plan: _core.Plan, link: _core.LinkModel) -> float:
+    return statistics.median(
+        _core.bound(each, link, mode=plan.mode, in_flight=plan.in_flight, any_op=has_other_ops(plan)).best_ns
+        for each in profiles
+    )
+
+
+def _needed_last(profile: _core.Profile, names: Collection[str]) -> _core.Profile:
+    """The profile if forward read these tensors where it ends."""
+    fields = json.loads(profile.to_json())
+    for tensor in fields["tensors"]:
+        if tensor["name"] in names:
+            tensor["need_ns"] = fields["forward_ns"]
+    fields["tensors"].sort(key=lambda tensor: tensor["need_ns"])
+    return _core.Profile.from_json(json.dumps(fields))
 
 
 def _in_mode(plan: _core.Plan, mode: str) -> _core.Plan:

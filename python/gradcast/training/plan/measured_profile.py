@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from gradcast import _core
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
+from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 
@@ -37,12 +38,14 @@ def combine_measurements(
     forward_ns = statistics.median(each.forward_ns for each in typical)
     update_ns = statistics.median(each.update_ns for each in typical)
     total = sum(sizes.bytes_of(index) for index in range(count))
-    # Forward waits for these before it begins.
-    needed_first = unseen_reads(ranks)
+    unseen = unseen_reads(ranks)
     tensors = []
     for index in range(count):
         ready_ns = max(rank.ready_ns[index] for rank in ranks)
-        need_ns = 0.0 if index in needed_first else statistics.median(rank.need_ns[index] for rank in ranks)
+        # Forward waits for a parameter before it begins, if it reads that unseen and not inside a known module.
+        needed_first = index in unseen and not unseen[index].module
+        needs_ns = [rank.need_ns[index] for rank in ranks if index not in unseen or index in rank.unseen_reads]
+        need_ns = 0.0 if needed_first else statistics.median(needs_ns)
         tensors.append(
             _tensor(
                 names,
@@ -67,9 +70,9 @@ def combine_measurements(
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
 
 
-def unseen_reads(ranks: Sequence[Measurement]) -> set[int]:
-    """Parameters with unseen reads on any rank."""
-    return {index for rank in ranks for index in rank.unseen_reads}
+def unseen_reads(ranks: Sequence[Measurement]) -> dict[int, UnseenRead]:
+    """By parameter with unseen reads on any rank."""
+    return agreed_reads([rank.unseen_reads for rank in ranks])
 
 
 def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:

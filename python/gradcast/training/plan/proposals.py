@@ -87,6 +87,7 @@ class Proposer:
         self._world_size, self._options = world_size, options
         self._idle_saving_ns = 0.0  # found in the last warm-up
         self.variation = StepVariation()  # of the steps that the last proposal was made from
+        self.read_first: set[str] = set()  # tensors that forward waits for before it begins, as it reads them unseen
 
     def from_warmup(self, profile: _core.Profile, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
         """The plan that the user has pinned, or one for the measured profile. ``change``: why it was measured again."""
@@ -157,9 +158,12 @@ class Proposer:
         baseline_profile = baseline_profile or profile
         baseline = baseline_plan(baseline_profile)
         waiting_share = self._waiting_share(profile, plan)
-        expectation = expect(profile, plan, baseline_profile, baseline, variation, waiting_share)
-        if self._waits is not None and expectation is not None:
-            expectation = dataclasses.replace(expectation, reason=self._waits.reason())
+        expectation = expect(
+            profile, plan, baseline_profile, baseline, variation, waiting_share, read_first=self.read_first
+        )
+        reason = None if self._waits is None else self._waits.reason()
+        if reason is not None:
+            expectation = dataclasses.replace(expectation, reason=reason)
         return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation)
 
     @property

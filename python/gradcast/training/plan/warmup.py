@@ -5,12 +5,15 @@ ends on all ranks after the same one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from gradcast import _core
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement, Stopwatch
+from gradcast.training.measure.unseen_reads import ConsumerSearch, UnseenRead
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
@@ -33,6 +36,7 @@ class Warmup:
         self,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
+        module: nn.Module,
         sizes: GradientSizes,
         group: Group,
         mode: str,
@@ -59,10 +63,11 @@ class Warmup:
         # Known on rank 0 once there is a profile.
         self.variation = StepVariation()
         self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
-        # Known on all ranks once there is a profile: parameters with unseen reads on some rank, see measure.Stopwatch.
-        self.unseen_reads: set[int] = set()
+        # Known on all ranks once there is a profile: of parameters with unseen reads on some rank.
+        self.unseen_reads: dict[int, UnseenRead] = {}
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
         self.watches_early = False  # reads between step() and forward are being watched
+        self._search = ConsumerSearch(module, self._parameters, self.stopwatch.owner_started)
 
     def agree_on_first_plan(self) -> AgreedPlan:
         """Collective."""
@@ -72,6 +77,8 @@ class Warmup:
         """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then with
         the number of parameters."""
         self.stopwatch.watching()
+        if self._options.unseen_reads == "by_module":
+            self._search.forward_begins(self.stopwatch.unseen_reads())
         self._watch(on_read, early=False)
 
     def watch_early_reads(self, on_read: Callable[[int], None]) -> None:
@@ -94,6 +101,16 @@ class Warmup:
         self.watches_early = False
         for parameter in self._parameters:
             pending.clear(parameter)
+
+    def forward_ended(self, output: Any) -> None:
+        self.stopwatch.forward_ended()
+        if self._search.forward_ended(pending.tensors_in(output)):
+            self.stopwatch.resumed()
+
+    def release(self) -> None:
+        """Leaves the module. Nothing is measured any more."""
+        self.stop_watching()
+        self._search.release()
 
     def resolve(self, tensors: list[torch.Tensor]) -> None:
         self._on_read(len(tensors))
@@ -126,7 +143,12 @@ class Warmup:
         ``flats``: the gradient buffers. REQUIRES: nothing is in flight.
         """
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
-        ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte))
+        unseen = self.stopwatch.unseen_reads()
+        if self._options.unseen_reads == "by_module":
+            reads = self._search.results(unseen)
+        else:
+            reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
+        ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads))
         self.unseen_reads = measured_profile.unseen_reads(ranks)
         return self._group.computed_by_first(lambda: self._combined(ranks))
 

@@ -1,0 +1,93 @@
+"""Waits for parameters that forward reads unseen (measure/unseen_reads.py): where the module that owns them begins its
+forward, or before the whole forward pass begins."""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from gradcast.training.compat.module_hooks import UncopiedHook
+from gradcast.training.measure.unseen_reads import Owners, UnseenRead
+from gradcast.training.step import parameter_state
+from gradcast.training.step.optimizer_steps import OptimizerSteps
+from gradcast.training.step.parameter_state import ParameterState
+
+
+class UnseenWaits:
+    """One per session."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        states: Sequence[ParameterState],
+        steps: OptimizerSteps,
+        lock: threading.RLock,
+        warn_once: Callable[..., None],
+    ) -> None:
+        self._module, self._states, self._steps, self._lock = module, states, steps, lock
+        self._warn_once = warn_once
+        self._reads: Mapping[int, UnseenRead] = {}
+        self._hooks: list[Any] = []
+        self._waited_first: dict[str, list[ParameterState]] = {}  # before forward begins, by the reason
+
+    def before_forward(self, reads: Mapping[int, UnseenRead], training: bool) -> None:
+        """Updates what forward reads unseen and not where a known module begins. What passes that do not train read is
+        not known from the warm-up, so they wait for all."""
+        if reads != self._reads:
+            self._follow(reads)
+            training = False  # hooks of a module that has already been called do not see this pass
+        first = [state for states in self._waited_first.values() for state in states]
+        if any(state.is_update_due for state in first):
+            self._warn()
+        self._complete(first if training else [self._states[index] for index in reads])
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._waited_first.clear()
+
+    def _follow(self, reads: Mapping[int, UnseenRead]) -> None:
+        self.release()
+        self._reads = dict(reads)
+        owners = Owners(self._module)
+        by_part: dict[nn.Module, list[ParameterState]] = {}
+        for index, read in reads.items():
+            state = self._states[index]
+            owner, part = owners.place(state.parameter)
+            if read.module and part is not None and owner == read:
+                by_part.setdefault(part, []).append(state)
+            else:
+                why = read.why or "another module owns them than when this was measured"
+                self._waited_first.setdefault(why, []).append(state)
+        # A part of the module must not keep its session alive.
+        complete = weakref.WeakMethod(self._complete)
+        for part, states in by_part.items():
+            hook = UncopiedHook(_waiting(complete, states))
+            self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
+
+    def _warn(self) -> None:
+        for why, states in self._waited_first.items():
+            self._warn_once(
+                "forward reads %s in a way that gradcast does not see, as C++ extensions do, and waits for them "
+                f"before it begins: {why}",
+                parameter_state.names(states),
+            )
+
+    def _complete(self, states: Sequence[ParameterState]) -> None:
+        if any(state.is_update_due for state in states):
+            with self._lock:
+                due = [state for state in states if state.is_update_due]
+                self._steps.stream.on_parameter_read()
+                self._steps.complete_updates(due)
+
+
+def _waiting(complete: weakref.WeakMethod, states: Sequence[ParameterState]) -> Callable[[nn.Module, Any, bool], None]:
+    def wait(_: nn.Module, __: Any, ___: bool) -> None:
+        method = complete()
+        if method is not None:
+            method(states)
+
+    return wait
