@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/capsule.h"
 #include "gradcast/engine.h"
+#include "gradcast/gradient_sink.h"
 
 namespace py = pybind11;
 
@@ -20,12 +21,21 @@ struct TransportOwner {
 };
 
 // An engine and the Python object that its transport lives in, which is released after it.
-class BoundEngine : private TransportOwner, public Engine {
+class BoundEngine : private TransportOwner, public Engine, public GradientSink {
  public:
   BoundEngine(py::object owner, std::string thread_name, int32_t timeline_iterations)
       : TransportOwner{std::move(owner)},
         Engine(transport_of(transport), EngineOptions{std::move(thread_name), timeline_iterations}) {}
   ~BoundEngine() { shutdown(); }
+
+  bool ready(int32_t tensor) noexcept override {
+    try {
+      on_ready(tensor);
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
 
   // Ending a thread takes a moment, and whoever that thread waits for may need the GIL.
   void shutdown() {
@@ -63,6 +73,17 @@ bool wait_all(BoundEngine& engine, int64_t timeout_ns, bool queued) {
   return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine.wait_all(time_ns, until(queued)); });
 }
 
+// The capsule keeps the engine.
+py::object sink_of(const py::object& engine) {
+  GradientSink& sink = engine.cast<BoundEngine&>();
+  const auto release = [](PyObject* capsule) { Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule))); };
+  PyObject* capsule = PyCapsule_New(&sink, kGradientSinkCapsule, release);
+  if (capsule == nullptr || PyCapsule_SetContext(capsule, engine.inc_ref().ptr()) != 0) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
 void bind_records(py::module_& module) {
   def_record<BlockRecord>(module, "BlockRecord", "ready_ns", &BlockRecord::ready_ns, "due_ns", &BlockRecord::due_ns,
                           "launch_ns", &BlockRecord::launch_ns, "finish_ns", &BlockRecord::finish_ns);
@@ -86,6 +107,7 @@ void bind_engine(py::module_& module) {
       .def("follow", &Engine::follow, py::arg("profile"), py::arg("plan"), ReleaseGil())
       .def("begin", &Engine::begin)
       .def("on_ready", &Engine::on_ready, py::arg("tensor"))
+      .def_property_readonly("sink", &sink_of)
       .def("wait", &wait, py::arg("tensors"), py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def("wait_all", &wait_all, py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def(

@@ -304,6 +304,10 @@ class Engine:
     def on_ready(self, tensor: int) -> None:
         """The gradient of this tensor exists from now on; once per tensor and iteration."""
 
+    @property
+    def sink(self) -> object:
+        """A capsule through which hooks of another module call ``on_ready`` without Python; it keeps the engine."""
+
     def wait(self, tensors: Sequence[int], timeout_ns: int = -1, *, queued: bool = False) -> bool:
         """True when these tensors have arrived, False when the time is over first; a negative timeout has no end.
 

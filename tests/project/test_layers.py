@@ -23,8 +23,8 @@ PUBLIC_LAYER = {
     "nccl.h": "transport",
     "transport.h": "transport",
 }
-# Public headers that carry nothing but words and errors, which even a transport may use.
-WORDS = {"gradcast/types.h", "gradcast/error.h"}
+# Public headers that carry nothing but words, errors and an interface, which even a transport may use.
+WORDS = {"gradcast/types.h", "gradcast/error.h", "gradcast/gradient_sink.h"}
 
 # Standard headers that a pure layer has no use for: threads, clocks, randomness, printing, files.
 IMPURE = {

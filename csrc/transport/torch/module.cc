@@ -1,9 +1,10 @@
 // The Python module `_c10d`: a transport over torch.distributed, handed to the engine of `_core` as a capsule.
 //
-// It also has what Python cannot do safely or cheaply: messages between ranks, DDP's buckets, and other owners of a
-// tensor.
+// It also has what Python cannot do safely or cheaply: messages between ranks, DDP's buckets, hooks that send gradients,
+// many tensors at once, and other owners of a tensor.
 //
-// Compiled for one version of torch; `_core` serves all of them, so nothing but the capsule passes between the two.
+// Compiled for one version of torch; `_core` serves all of them, so nothing but capsules passes between the two.
+#include <pybind11/functional.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -17,10 +18,12 @@
 
 #include "bindings/capsule.h"
 #include "gradcast/transport.h"
+#include "transport/torch/accumulation_hooks.h"
 #include "transport/torch/bucket_hook.h"
 #include "transport/torch/c10d_transport.h"
 #include "transport/torch/control.h"
 #include "transport/torch/owners.h"
+#include "transport/torch/tensor_lists.h"
 
 namespace gradcast {
 
@@ -93,6 +96,58 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::
       average_bucket(group, bucket, piece_bytes, std::move(result)));
 }
 
+void bind_tensor_lists(py::module_& module) {
+  py::class_<PendingMarks>(module, "PendingMarks", "Marks many tensors as pending: see pending.py.")
+      .def(py::init<py::object, py::dict, py::object>(), py::arg("base"), py::arg("owners"), py::arg("class_for"))
+      .def("mark", &PendingMarks::mark, py::arg("tensors"), py::arg("owner"))
+      .def("clear", &PendingMarks::clear, py::arg("tensors"));
+  module.def("gradient_attribute", &gradient_attribute, py::arg("base"), py::arg("asked_for"),
+             "torch's attribute `grad` for a class of pending tensors, which asks that class only as long as the set "
+             "`asked_for` is not empty.");
+  module.def("swap_gradients", &swap_gradients, py::arg("parameters"), py::arg("gradients"),
+             "Sets the .grad of these parameters, unchecked, and returns the former ones.");
+  module.def("hold_gradients", &hold_gradients, py::arg("parameters"), py::arg("gradients"),
+             "Whether the .grad of each parameter is this tensor.");
+  module.def("lie_at", &lie_at, py::arg("tensors"), py::arg("addresses"),
+             "Whether each of these tensors still begins at this address.");
+}
+
+// Without the GIL, except for a transport of the tests' own.
+AccumulationHooks::OnWritten on_written_of(const py::object& transport) {
+  if (!py::isinstance<C10dTransport>(transport))
+    return transport.attr("on_written").cast<AccumulationHooks::OnWritten>();
+  return [shared = transport.cast<SharedTransport>()](int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+    shared->on_written(buffer, lo_bytes, hi_bytes);
+  };
+}
+
+std::shared_ptr<AccumulationHooks> make_hooks(const py::object& sink, const py::object& transport, double scale,
+                                              std::optional<double> norm_type, py::object on_gradient) {
+  return std::make_shared<AccumulationHooks>(sink, on_written_of(transport), scale, norm_type, std::move(on_gradient));
+}
+
+void bind_accumulation_hooks(py::module_& module) {
+  module.def("foreign_hooks", &foreign_hooks, py::arg("parameters"),
+             "How many hooks of C++ other than gradcast's run behind the accumulation of each parameter's gradient.");
+  module.def("own_hooks", &own_hooks, py::arg("parameters"), "Positions of the parameters that gradcast has hooked.");
+  py::class_<AccumulationHooks, std::shared_ptr<AccumulationHooks>>(
+      module, "AccumulationHooks",
+      "Hooks that send ordinary gradients without Python, and call `on_gradient(index)` for all others.")
+      .def(py::init(&make_hooks), py::arg("sink"), py::arg("transport"), py::arg("scale"), py::arg("norm_type"),
+           py::arg("on_gradient"))
+      .def("install", &AccumulationHooks::install, py::arg("parameters"))
+      .def("refresh", &AccumulationHooks::refresh,
+           "Hooks parameters again that were converted. Those that have or had post-accumulate hooks of the program.")
+      .def("remove", &AccumulationHooks::remove)
+      .def("follow_layout", &AccumulationHooks::follow_layout, py::arg("places"))
+      .def("arm", &AccumulationHooks::arm, py::arg("task"), py::arg("indices"), py::arg("views"), py::arg("addresses"),
+           "Gradients of these parameters, made by this backward pass, are sent without Python.")
+      .def("disarm", &AccumulationHooks::disarm)
+      .def("take_sent", &AccumulationHooks::take_sent,
+           "What was sent since the last call, in order, and the norms of that.")
+      .def("with_gradient", &AccumulationHooks::with_gradient, "Parameters that have a gradient.");
+}
+
 // Wrong arguments raise gradcast.Error in Python, like everything else that gradcast refuses.
 void raise_in_python(const std::invalid_argument& error) {
   const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
@@ -111,7 +166,7 @@ PYBIND11_MODULE(_c10d, module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   module.doc() =
       "The part of gradcast that is compiled for one version of torch: a transport over torch.distributed, "
-      "messages between ranks, DDP's buckets, and who else holds a tensor.";
+      "messages between ranks, DDP's buckets, hooks that send gradients, and who else holds a tensor.";
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -139,8 +194,7 @@ PYBIND11_MODULE(_c10d, module) {
       py::arg("are_gradients"),
       "Positions of the tensors that somebody else holds: in Python beyond the list and `python_references` more "
       "(None: not counted), in C++, or by their memory.");
-  module.def("accumulation_hooks", &gradcast::accumulation_hooks, py::arg("parameters"),
-             "How many hooks of C++ run behind the accumulation of each parameter's gradient.");
+  gradcast::bind_tensor_lists(module);
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
@@ -166,4 +220,5 @@ PYBIND11_MODULE(_c10d, module) {
            "the tensor of rounding errors.")
       .def("send_residual", &C10dTransport::send_residual, py::arg("buffer"), py::arg("first"), py::arg("sends"),
            WithoutGil(), "For int8: whether the rounding errors of the segment at this element are sent.");
+  gradcast::bind_accumulation_hooks(module);
 }

@@ -51,13 +51,4 @@ std::vector<int64_t> held_elsewhere(const py::list& tensors, std::optional<int64
   return held;
 }
 
-std::vector<int64_t> accumulation_hooks(const py::list& parameters) {
-  std::vector<int64_t> counts;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(tensor_at(parameters, i));
-    counts.push_back(node == nullptr ? 0 : static_cast<int64_t>(node->post_hooks().size()));
-  }
-  return counts;
-}
-
 }  // namespace gradcast

@@ -1,5 +1,4 @@
-// Finds other owners of a tensor and other users of a gradient, from reference counts and hooks: nobody has to
-// register.
+// Finds other owners of a tensor, from reference counts: nobody has to register.
 //
 // Thread safety: any thread that holds the GIL.
 #pragma once
@@ -19,9 +18,5 @@ namespace gradcast {
 // Python do not count.
 std::vector<int64_t> held_elsewhere(const pybind11::list& tensors, std::optional<int64_t> python_references,
                                     bool are_gradients);
-
-// How many hooks run after the accumulation of each parameter's gradient. Only C++ and Node.register_hook() install
-// such hooks: DistributedDataParallel's reducer, and whatever else reduces gradients.
-std::vector<int64_t> accumulation_hooks(const pybind11::list& parameters);
 
 }  // namespace gradcast

@@ -23,7 +23,6 @@ from gradcast.training.compat import extension
 from gradcast.training.compat.ddp_takeover import check_comm_hooks
 from gradcast.training.ranks.group import shared_group
 from gradcast.training.step import partial_step
-from gradcast.training.step.gradient_hooks import GradientHook
 from gradcast.training.step.partial_step_check import require_splittable
 
 # Modules that own gradients or parameters: package and name of the class, what to call it, and why it is refused.
@@ -311,15 +310,15 @@ def _check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[Distribute
             "does, and would average it, too; attach to that wrapper itself, gradcast.attach(ddp), or, if it is no "
             "longer used, delete what refers to it"
         )
-    for name, parameter in parameters.items():
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        if any(isinstance(hook, GradientHook) for hook in hooks.values()):
-            raise refused(f"gradcast is attached to {name} already, by another module; call its handle.detach() first")
+    hooked = extension.load().own_hooks(list(parameters.values()))
+    if hooked:
+        name = list(parameters)[hooked[0]]
+        raise refused(f"gradcast is attached to {name} already, by another module; call its handle.detach() first")
 
 
 def _unknown_hook(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> str | None:
     expected = collections.Counter(id(each) for ddp in known for each in ddp._module_parameters)
-    counts = extension.load().accumulation_hooks(list(parameters.values()))
+    counts = extension.load().foreign_hooks(list(parameters.values()))
     for (name, parameter), count in zip(parameters.items(), counts, strict=True):
         if count > expected[id(parameter)]:
             return name

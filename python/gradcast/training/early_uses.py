@@ -36,13 +36,11 @@ class EarlyUses:
         self.stop()
         self._cause, self._watched = cause, [tensor for tensor in tensors if tensor is not None]
         self._index_of = {id(tensor): index for index, tensor in enumerate(tensors) if tensor is not None}
-        for tensor in self._watched:
-            pending.mark(tensor, self)
+        pending.mark(self._watched, self)
 
     def stop(self) -> None:
         if self._index_of:
-            for tensor in self._watched:
-                pending.clear(tensor)
+            pending.clear(self._watched)
             self._index_of, self._watched = {}, []
 
     # --- Owner of pending tensors ---
@@ -52,7 +50,7 @@ class EarlyUses:
         _, used = self.lines.setdefault((where, self._cause), (advice, set()))
         for tensor in tensors:
             used.add(self._index_of[id(tensor)])
-            pending.clear(tensor)
+        pending.clear(tensors)
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         return False

@@ -289,8 +289,7 @@ class Session(TrainingSession):
     def abandon(self) -> None:
         """In a forked child, nothing waits any more."""
         self._lock = threading.RLock()
-        for state in self._states:
-            state.release()
+        parameter_state.release(self._states)
         self.released = True
 
     def release(self, *, leaves: bool, reusable: bool = False) -> None:
@@ -391,6 +390,10 @@ class Session(TrainingSession):
         end_ns = time.perf_counter_ns()
         self.trace.span("wait", start_ns, end_ns)
         return end_ns
+
+    @property
+    def times_gradients(self) -> bool:
+        return self.controller.warmup is not None
 
     def on_gradient_sent(self, index: int, *, used: bool) -> None:
         if self.controller.warmup is not None:

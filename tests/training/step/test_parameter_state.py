@@ -3,7 +3,7 @@
 import pytest
 
 import gradcast
-from gradcast.training.step import pending
+from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.parameter_state import LocallyUnused, ParameterState, ParameterStates, Phase, names
 from training.needs import torch
 
@@ -28,17 +28,17 @@ def state():
     state = ParameterState(0, "weight", torch.nn.Parameter(torch.ones(2)), 0)
     state.visible_grad = state.update_grad = torch.ones(2)
     yield state
-    state.release()
+    parameter_state.release([state])
 
 
 def bring_to(state, phase):
     if phase is Phase.IDLE:
         return
-    state.depart(OWNER)
+    parameter_state.depart([state], OWNER)
     if phase is Phase.ARRIVED:
-        state.arrive()
+        parameter_state.arrive([state])
     if phase is Phase.UPDATE_DUE:
-        state.defer_update(OWNER)
+        parameter_state.defer_update([state], OWNER)
 
 
 def pending_parts(state):
@@ -47,7 +47,7 @@ def pending_parts(state):
 
 def call(state, transition):
     owner = () if transition in ("begin_step", "start_update") else (OWNER,)
-    getattr(state, transition)(*owner)
+    getattr(parameter_state, transition)([state], *owner)
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
@@ -77,29 +77,29 @@ def test_a_transition_checks_where_it_comes_from(state, phase, transition):
 def test_a_phase_says_what_is_pending(state, phase, expected):
     bring_to(state, phase)
     assert pending_parts(state) == expected
-    state.release()
+    parameter_state.release([state])
     assert (state.phase, pending_parts(state)) == (Phase.IDLE, (False, False))
 
 
 def test_an_unused_parameter_is_pending_until_its_gradient_has_arrived(state):
     state.locally_unused = LocallyUnused(None, False)
-    state.depart(OWNER)
+    parameter_state.depart([state], OWNER)
     assert pending_parts(state) == (True, True)
-    state.arrive()
+    parameter_state.arrive([state])
     assert pending_parts(state) == (False, False)
 
 
 def test_an_arrival_leaves_a_due_update_pending(state):
     bring_to(state, Phase.UPDATE_DUE)
-    state.arrive()
+    parameter_state.arrive([state])
     assert (state.phase, pending_parts(state)) == (Phase.UPDATE_DUE, (True, True))
 
 
 def test_a_failed_update_stays_due(state):
     bring_to(state, Phase.UPDATE_DUE)
-    state.start_update()
+    parameter_state.start_update([state])
     assert (state.phase, pending_parts(state)) == (Phase.ARRIVED, (False, False))
-    state.fail_update(OWNER)
+    parameter_state.fail_update([state], OWNER)
     assert state.is_update_due
     assert pending.is_pending(state.parameter)
 

@@ -16,6 +16,7 @@ MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # The headers of other folders that csrc/transport/torch includes; a test compares this list with the sources.
 HEADERS = (
     "include/gradcast/error.h",
+    "include/gradcast/gradient_sink.h",
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
     "csrc/bindings/capsule.h",

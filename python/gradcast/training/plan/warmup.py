@@ -93,14 +93,11 @@ class Warmup:
 
     def _watch(self, on_read: Callable[[int], None], *, early: bool) -> None:
         self._on_read, self.watches_early = on_read, early
-        for parameter in self._parameters:
-            if not pending.is_pending(parameter):
-                pending.mark(parameter, self)
+        pending.mark(self._parameters, self)
 
     def stop_watching(self) -> None:
         self.watches_early = False
-        for parameter in self._parameters:
-            pending.clear(parameter)
+        pending.clear(self._parameters)
 
     def forward_ended(self, output: Any) -> None:
         self.stopwatch.forward_ended()
@@ -117,7 +114,7 @@ class Warmup:
         note = self.stopwatch.read_early if self.watches_early else self.stopwatch.read
         for tensor in tensors:
             note(self._index_of[id(tensor)])
-            pending.clear(tensor)
+        pending.clear(tensors)
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         """In the warm-up nothing needs old values."""

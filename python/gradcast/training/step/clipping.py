@@ -123,21 +123,21 @@ class NormClipping:
 
     ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
     open step are clipped, or certainly need not be. ``asked``: the program has asked for that before ``step()``.
-    ``total_norm``: of the last clipped step, before clipping.
+    ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it.
     """
 
     def __init__(
         self, states: Sequence[ParameterState], buffers: GradientBuffers, options: Options, world_size: int
     ) -> None:
         self._states, self._buffers = states, buffers
-        self._max_norm, self._norm_type = options.max_grad_norm, options.grad_norm_type
+        self._max_norm, self.norm_type = options.max_grad_norm, float(options.grad_norm_type)
         self._unasked = options.clips_unasked
         self.index = len(states)
         self._certificate = None
         # The certificate does not know what rounding has left of earlier gradients.
-        if self._norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
+        if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
-            self._certificate = ClipCertificate(parameters, self._max_norm, self._norm_type, world_size, options.wire)
+            self._certificate = ClipCertificate(parameters, self._max_norm, self.norm_type, world_size, options.wire)
         self._sent: dict[int, torch.Tensor] = {}  # by parameter: the norm of what this rank sends
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
@@ -150,7 +150,11 @@ class NormClipping:
 
     def on_sent(self, state: ParameterState) -> None:
         """The gradient is in its view, and does not travel yet."""
-        self._sent[state.index] = torch.linalg.vector_norm(self._buffers.views[state.index], self._norm_type)
+        self._sent[state.index] = torch.linalg.vector_norm(self._buffers.views[state.index], self.norm_type)
+
+    def take_norms(self, indices: Sequence[int], norms: Sequence[torch.Tensor]) -> None:
+        """The norms of gradients whose hooks have computed them before they were sent."""
+        self._sent |= zip(indices, norms, strict=True)
 
     def write_norms(self) -> None:
         """Writes the norms of what this rank sends into the buffer. REQUIRES: all have been sent."""
@@ -244,7 +248,7 @@ class NormClipping:
         """Clips what ``.grad`` holds now: the program has replaced gradients that have arrived."""
         self.done = True
         parameters = [state.parameter for state in self._states]
-        self.total_norm = nn.utils.clip_grad_norm_(parameters, self._max_norm, self._norm_type)
+        self.total_norm = nn.utils.clip_grad_norm_(parameters, self._max_norm, self.norm_type)
 
     # --- What is known of the last steps ---
 
@@ -286,7 +290,7 @@ class NormClipping:
             return None
         norms = [self._norms[state.index] for state in _in_torch_order(used)]
         device = used[0].parameter.device
-        self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
+        self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self.norm_type)
         self._promise(None, is_=self.total_norm)
         if self._refuses_nonfinite and not self.certified and not bool(self.total_norm.isfinite()):
             raise Error(
@@ -307,7 +311,7 @@ class NormClipping:
             # If no rank has used the parameter, what its .grad was before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None
             if before is not None:
-                own = self._certificate.bound_of(state.index, torch.linalg.vector_norm(before, self._norm_type))
+                own = self._certificate.bound_of(state.index, torch.linalg.vector_norm(before, self.norm_type))
                 bounds[state.index] = torch.maximum(bounds[state.index], own)
         return bounds if not known else bounds.index_copy(0, *self._indexed(known, bounds))
 
@@ -335,7 +339,7 @@ class NormClipping:
         and sum in their own order."""
         found: dict[int, torch.Tensor] = {}
         for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
-            found |= zip(indices, torch._foreach_norm(alike, self._norm_type), strict=True)
+            found |= zip(indices, torch._foreach_norm(alike, self.norm_type), strict=True)
         return [found[i] for i in range(len(gradients))]
 
 
@@ -345,11 +349,11 @@ class PendingNorm:
     def __init__(self, dtype: torch.dtype, device: torch.device, finish: Callable[[], None]) -> None:
         self.tensor = torch.full((), math.nan, dtype=dtype, device=device)
         self._finish = finish
-        pending.mark(self.tensor, self)
+        pending.mark([self.tensor], self)
 
     def set(self, norm: torch.Tensor | None) -> None:
         """None: it will never be known, and stays NaN."""
-        pending.clear(self.tensor)
+        pending.clear([self.tensor])
         if norm is not None:
             with torch.no_grad():
                 self.tensor.copy_(norm)

@@ -200,8 +200,12 @@ class GradientBuffers(GradientSizes):
 
     def is_in_place(self, index: int) -> bool:
         """Whether the view still lies in the buffer."""
-        with torch._C.DisableTorchFunctionSubclass():  # the gradient may be pending
-            return self.views[index].data_ptr() == self.addresses[index]
+        return self.are_in_place([index])
+
+    def are_in_place(self, indices: Sequence[int]) -> bool:
+        """Whether these views still lie in the buffers."""
+        views, addresses = [self.views[index] for index in indices], [self.addresses[index] for index in indices]
+        return extension.load().lie_at(views, addresses)
 
     def renew(self, index: int) -> None:
         """Makes a new view in the buffer."""

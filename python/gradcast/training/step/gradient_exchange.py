@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -36,7 +37,8 @@ class ActivePlan:
 
 
 class GradientExchange:
-    """``active``: the plan in force. ``tensor_of``: by parameter, the index of its tensor in that plan's profile."""
+    """``active``: the plan in force. ``tensor_of``: by parameter, the index of its tensor in that plan's profile.
+    ``places``: by parameter, that index, its buffer, and the bytes there that are written with its gradient."""
 
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self._buffers = buffers
@@ -49,6 +51,7 @@ class GradientExchange:
         self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
         self.tensor_of: list[int] = []
+        self.places: list[tuple[int, int, int, int]] = []
         self.active: ActivePlan | None = None
         self._arrivals_seen = 0
         self._has_begun = False
@@ -72,6 +75,15 @@ class GradientExchange:
         self.tensor_of = [0] * len(order)
         for tensor, index in enumerate(order):
             self.tensor_of[index] = tensor
+        where = [self._buffers.layout[tensor] for tensor in self.tensor_of]
+        self.places = [
+            (tensor, each.buffer, each.lo_bytes, each.end_bytes)
+            for tensor, each in zip(self.tensor_of, where, strict=True)
+        ]
+
+    def hooks(self, scale: float, norm_type: float | None, on_gradient: Callable[[int], None]) -> Any:
+        """Hooks that hand gradients over as ``ready`` does, but without Python (accumulation_hooks.h)."""
+        return extension.load().AccumulationHooks(self._engine.sink, self._transport, scale, norm_type, on_gradient)
 
     def _set_groups(self) -> None:
         for buffer, residual in self._buffers.residuals.items():

@@ -1,5 +1,9 @@
 """From autograd to the network: each gradient goes into the buffer and is pending until it has arrived.
 
+In an ordinary step the hooks do that in C++ for each gradient but the first (accumulation_hooks.h), and what follows
+from it here is made up for when backward ends, for all at once. So inside backward these gradients are not pending.
+What is not ordinary comes to ``_on_gradient``, gradient by gradient.
+
 Meanwhile ``.grad`` is the view of the buffer; or, for a gradient that the program keeps, the tensor that autograd has
 made, into which the sum is copied when it arrives (gradient_buffers.py, "apart").
 
@@ -9,7 +13,6 @@ says that this rank has not used it. If no rank has, ``.grad`` stays what it was
 Thread safety: hooks run on autograd's threads, one backward pass at a time; everything else under the session's lock.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +23,7 @@ from torch import nn
 
 from gradcast.errors import Error
 from gradcast.training.compat import extension
-from gradcast.training.step import pending
+from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -46,6 +49,10 @@ class Listener(pending.Owner, Protocol):
     def is_synchronizing(self) -> bool:
         """Whether the gradients of this backward pass travel: not inside no_sync()."""
 
+    @property
+    def times_gradients(self) -> bool:
+        """Whether ``on_gradient_sent`` must be called when the gradient is sent."""
+
     def on_backward_begin(self) -> None:
         """The first gradient of a step exists. Opens an iteration."""
 
@@ -68,13 +75,28 @@ class Listener(pending.Owner, Protocol):
 class GradientHook:
     """Hook of autograd's that calls a method while its object lives: a tensor must not keep its session alive."""
 
-    def __init__(self, method: Callable[..., None], *arguments: Any) -> None:
-        self._method, self._arguments = weakref.WeakMethod(method), arguments
+    def __init__(self, method: Callable[[Any], None]) -> None:
+        self._method = weakref.WeakMethod(method)
 
-    def __call__(self, _: torch.Tensor) -> None:
+    def __call__(self, argument: Any) -> None:
         method = self._method()
         if method is not None:
-            method(*self._arguments)
+            method(argument)
+
+
+class _BackwardEnd:
+    """What autograd calls when the backward pass ``task`` has ended, and drops uncalled when it has failed."""
+
+    def __init__(self, gradients: "GradientHooks", task: int) -> None:
+        self._gradients, self._task, self._is_called = gradients, task, False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        self._gradients._on_backward_end(self._task)
+
+    def __del__(self) -> None:
+        if not self._is_called:
+            self._gradients._enter_sent(ended=True)
 
 
 class GradientHooks:
@@ -112,6 +134,7 @@ class GradientHooks:
         self._backward_thread: int | None = None  # of the backward pass that makes the open gradients
         # Of forward passes since the last backward pass: the module that was called, and its graph.
         self._graphs: list[tuple[nn.Module, weakref.ref]] = []
+        self._places: list[Any] = []  # what the hooks know of the layout
         self.open = False
         self.values_used = False
         self.long_frozen: set[int] = set()
@@ -119,21 +142,19 @@ class GradientHooks:
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
-        hooks = [_hooked(state.parameter, GradientHook(self._on_gradient, state)) for state in self._states]
-        self._hook_ids = [hook.id for hook in hooks]
-        return hooks
+        norm_type = None if self._clipping is None else self._clipping.norm_type
+        self._hooks = self._exchange.hooks(self._scale, norm_type, GradientHook(self._on_gradient))
+        self._hooks.install([state.parameter for state in self._states])
+        return [self._hooks]
 
     def before_forward(self) -> None:
-        """Moves our hooks behind the program's own ones, whenever those were registered: they see this rank's gradient,
-        as with DDP, and may keep it."""
-        self._hooked_by_program = []
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending
-            for state, own in zip(self._states, self._hook_ids, strict=True):
-                hooks = state.parameter._post_accumulate_grad_hooks
-                state.forward_version = None
-                if len(hooks) > 1:
-                    hooks[own] = hooks.pop(own)  # autograd goes by insertion, not by OrderedDict's order
-                    self._hooked_by_program.append(state)
+        """Finds post-accumulate hooks of the program, whenever those were registered. They run before ours: they see
+        this rank's gradient, as with DDP, and may keep it."""
+        for state in self._hooked_by_program:
+            state.forward_version = None
+        found = [self._states[index] for index in self._hooks.refresh()]
+        # Once the program has removed its hooks, {} remains; None, if they are C++.
+        self._hooked_by_program = [each for each in found if each.parameter._post_accumulate_grad_hooks != {}]
         self._buffers.keep_apart(state.index for state in self._hooked_by_program)
 
     def watch_output(self, module: nn.Module, output: Any) -> None:
@@ -160,12 +181,9 @@ class GradientHooks:
 
     def are_in_place(self, states: Sequence[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
-        apart, is_in_place = self._buffers.apart, self._buffers.is_in_place
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending
-            unchanged = [state for state in states if state.parameter.grad is state.visible_grad]
-        return len(unchanged) == len(states) and all(
-            state.index in apart or is_in_place(state.index) for state in unchanged
-        )
+        if not extension.load().hold_gradients([each.parameter for each in states], [e.visible_grad for e in states]):
+            return False
+        return self._buffers.are_in_place([each.index for each in states if each.index not in self._buffers.apart])
 
     def refuse_inside_backward(self) -> None:
         """Raises if the backward pass that makes the open gradients calls this, since it would use them too early."""
@@ -177,6 +195,7 @@ class GradientHooks:
 
     def wait_for_all(self) -> None:
         """Waits until all gradients of this step have arrived, after sending those that backward has not made."""
+        self._enter_sent()
         if not self.all_sent:
             self.refuse_inside_backward()
             if self.is_backward_on_another_thread():
@@ -218,7 +237,7 @@ class GradientHooks:
                 self._restore(state, locally_unused)
         for state in states:
             self.copy_arrived(state)
-            state.arrive()
+        parameter_state.arrive(states)
 
     def copy_arrived(self, state: ParameterState) -> None:
         """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""
@@ -252,7 +271,7 @@ class GradientHooks:
         """Forgets which parameters backward passes inside no_sync() have used."""
         self._used_unsynchronized.clear()
 
-    def _on_backward_start(self) -> None:
+    def _on_backward_start(self, _: torch.Tensor) -> None:
         listener = self._listener()
         task = torch._C._current_graph_task_id()
         if listener is None or task == self._task:
@@ -267,9 +286,11 @@ class GradientHooks:
 
     def _await_end(self, task: int) -> None:
         self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._on_backward_end, task))
+        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self, task))
 
-    def _on_gradient(self, state: ParameterState) -> None:
+    def _on_gradient(self, index: int) -> None:
+        state = self._states[index]
+        self._enter_sent()
         if state.is_update_due or state.updated_late:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
@@ -280,7 +301,7 @@ class GradientHooks:
             self._used_unsynchronized.add(state.index)
             return
         if state.parameter.grad is None:
-            if len(state.parameter._post_accumulate_grad_hooks) > 1:
+            if state.parameter._post_accumulate_grad_hooks:
                 raise used_inside_backward(state)
             return  # a function has returned None as this gradient, as if the pass had not reached the parameter
         if not self.open or state.phase is not Phase.IDLE or self._task != self._open_task:
@@ -300,20 +321,48 @@ class GradientHooks:
             self._keep_accumulated_apart(first)
         self._buffers.flag_all_used()
         self._exchange.on_flags_written()
-        for state in self._states:
-            state.begin_step()
+        parameter_state.begin_step(self._states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
         # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
         self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
+        if not listener.times_gradients:
+            self._arm()
+
+    def _arm(self) -> None:
+        """Lets the hooks send what is ordinary in the backward pass that runs."""
+        if self._places is not self._exchange.places:
+            self._places = self._exchange.places
+            self._hooks.follow_layout(self._places)
+        special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
+        ordinary = [each.index for each in self._states if each.index not in special and not each.updated_late]
+        self._hooks.arm(self._task, ordinary, self._buffers.views, self._buffers.addresses)
+
+    def _enter_sent(self, *, ended: bool = False) -> None:
+        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
+        if ended:
+            self._hooks.disarm()
+        indices, norms = self._hooks.take_sent()
+        if not indices:
+            return
+        if self._clipping is not None:
+            self._clipping.take_norms(indices, norms)
+        sent = [self._states[index] for index in indices]
+        for state in sent:
+            self._show(state, self._buffers.views[state.index])
+            if state.frozen_steps:
+                self._count_frozen(state, Usage.USED)
+        self._sent_count += len(sent)
+        parameter_state.depart(sent, self._listener())
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
         ``first``: a gradient that autograd may still hold, because it is about to hand it over."""
         self._checked_task = self._task
-        others = [state for state in self._states if state is not first and state.index not in self._buffers.apart]
-        found = [state for state in others if state.parameter.grad is not None]
+        states = [self._states[index] for index in self._hooks.with_gradient() if index not in self._buffers.apart]
+        # Reading .grad shows whether the ranks have agreed that there is none.
+        found = [state for state in states if state is not first and state.parameter.grad is not None]
         views, is_in_place = self._buffers.views, self._buffers.is_in_place
         # A conversion of the module (.double(), .to()) gives .grad other memory. As with DDP it stays the same tensor.
         moved = [each for each in found if each.parameter.grad is views[each.index] and not is_in_place(each.index)]
@@ -346,13 +395,17 @@ class GradientHooks:
         state.copy_due = state.index in self._buffers.apart
         if not state.copy_due:
             state.parameter.grad = gradient = view
+        self._show(state, gradient)
+
+    def _show(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """This is the gradient in ``.grad``."""
         state.update_grad = gradient
         self._states.set_visible_grad(state, gradient)
 
     def _send(self, state: ParameterState, listener: Listener) -> None:
         if self._clipping is not None:
             self._clipping.on_sent(state)
-        state.depart(listener)
+        parameter_state.depart([state], listener)
         if state.locally_unused is None:
             self._count_frozen(state, Usage.USED)
         self._send_tensor(state.index, listener, used=state.locally_unused is None)
@@ -395,6 +448,7 @@ class GradientHooks:
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:
             return
+        self._enter_sent(ended=True)
         self._task = _NO_TASK
         # The pass may have made none of the gradients, while those of an earlier one wait for step().
         if not self.open or self._ended_task == self._open_task:
@@ -403,15 +457,6 @@ class GradientHooks:
         self._send_missing()
         self._backward_thread = None
         self._listener().on_backward_end()
-
-
-def _hooked(parameter: torch.nn.Parameter, hook: Any) -> Any:
-    """Registers the hook, also on a frozen parameter: torch refuses a hook on what needs no gradient."""
-    needs_gradient = parameter.requires_grad
-    try:
-        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    finally:
-        parameter.requires_grad_(needs_gradient)
 
 
 def _copy(value: torch.Tensor, into: torch.Tensor) -> None:

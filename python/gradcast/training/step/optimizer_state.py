@@ -76,8 +76,7 @@ class OptimizerStateGuard:
             self._tensors[state.index] = tensors
             for tensor in tensors:
                 self._states.setdefault(id(tensor), []).append(state)
-                if not pending.is_pending(tensor):
-                    pending.mark(tensor, owner)
+            pending.mark(tensors, owner)
 
     def clear(self, states: Sequence[ParameterState]) -> None:
         """The updates of these parameters are about to run."""
@@ -87,7 +86,7 @@ class OptimizerStateGuard:
                 waiting.remove(state)
                 if not waiting:
                     del self._states[id(tensor)]
-                    pending.clear(tensor)
+                    pending.clear([tensor])
 
     def parameters_changing(self, tensor: torch.Tensor) -> list[ParameterState] | None:
         """Parameters whose updates change this tensor: none while the optimizer itself runs. None if the tensor is not
@@ -106,8 +105,7 @@ class OptimizerStateGuard:
     def release(self) -> None:
         """Gives the optimizer an ordinary state again, whatever is still due."""
         for tensors in self._tensors.values():
-            for tensor in tensors:
-                pending.clear(tensor)
+            pending.clear(tensors)
         self._tensors.clear()
         self._states.clear()
         state = self._optimizer.state

@@ -308,8 +308,7 @@ class OptimizerSteps:
         with interrupts.after_this():
             self._partial[number] = partial_step.PartialStep(self._optimizers[number])
             held = self.held(number)
-            for state in due:
-                state.defer_update(owner)
+            parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
             self._update_others(number)
         if self._clipping is not None:
@@ -344,8 +343,7 @@ class OptimizerSteps:
             self._clipping.compute_norms(part)
         if self._values is not None:
             self._values.clip(part)
-        for state in part:
-            state.start_update()
+        parameter_state.start_update(part)
         grads = [state.parameter.grad for state in part]
         guard = self._guards[number]
         guard.clear(part)
@@ -376,8 +374,7 @@ class OptimizerSteps:
 
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
         """Some of these parameters may be updated, others not: every later use of one raises."""
-        for state in part:
-            state.fail_update(self._gradients.listener)
+        parameter_state.fail_update(part, self._gradients.listener)
         self._failure = Error(
             f"the update of {parameter_state.names(part)} has failed on this rank ({type(error).__name__}: {error}), "
             "perhaps half-way, so its parameters differ from those of the other ranks; end the training and continue "

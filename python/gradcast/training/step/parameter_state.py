@@ -77,60 +77,69 @@ class ParameterState:
     def is_update_due(self) -> bool:
         return self.phase is Phase.UPDATE_DUE
 
-    def begin_step(self) -> None:
-        """A new step's backward begins."""
-        self._require(Phase.IDLE, Phase.ARRIVED)
-        self.phase = Phase.IDLE
 
-    def depart(self, owner: pending.Owner) -> None:
-        """The gradient is in the buffer. An unused parameter is pending, too: it may turn out to have no gradient."""
-        self._require(Phase.IDLE)
-        pending.mark(self.visible_grad, owner)
-        if self.locally_unused is not None:
-            pending.mark(self.parameter, owner)
-        self.phase = Phase.TRAVELLING
+def begin_step(states: Sequence[ParameterState]) -> None:
+    """A new step's backward begins."""
+    _enter(Phase.IDLE, states, Phase.IDLE, Phase.ARRIVED)
 
-    def arrive(self) -> None:
-        """The gradient has arrived and is in place. While an update is due, everything stays pending for that."""
-        if self.phase is Phase.TRAVELLING:
-            self._clear()
-            self.phase = Phase.ARRIVED
 
-    def defer_update(self, owner: pending.Owner) -> None:
-        """``step()`` was called, and the update runs later."""
-        self._require(Phase.TRAVELLING, Phase.ARRIVED)
-        for tensor in (self.parameter, self.visible_grad, *self.owned):
-            if not pending.is_pending(tensor):
-                pending.mark(tensor, owner)
-        self.phase = Phase.UPDATE_DUE
+def depart(states: Sequence[ParameterState], owner: pending.Owner) -> None:
+    """The gradients are in the buffer. An unused parameter is pending, too: it may turn out to have no gradient."""
+    _enter(Phase.TRAVELLING, states, Phase.IDLE)
+    pending.mark([state.visible_grad for state in states], owner)
+    unused = [state.parameter for state in states if state.locally_unused is not None]
+    if unused:
+        pending.mark(unused, owner, gradients_known=False)
 
-    def start_update(self) -> None:
-        """The update runs now; the optimizer finds ordinary tensors. REQUIRES: the gradient has arrived."""
-        self._require(Phase.UPDATE_DUE)
-        self._clear()
-        self.phase = Phase.ARRIVED
 
-    def fail_update(self, owner: pending.Owner) -> None:
-        """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameter."""
-        self._require(Phase.ARRIVED)
-        for tensor in (self.parameter, *self.owned):
-            pending.mark(tensor, owner)
-        self.phase = Phase.UPDATE_DUE
+def arrive(states: Sequence[ParameterState]) -> None:
+    """The gradients have arrived and are in place. While an update is due, everything stays pending for that."""
+    travelling = [state for state in states if state.phase is Phase.TRAVELLING]
+    _clear(travelling)
+    _enter(Phase.ARRIVED, travelling, Phase.TRAVELLING)
 
-    def release(self) -> None:
-        """Nothing waits any more, whatever the phase."""
-        self._clear()
-        self.phase = Phase.IDLE
 
-    def _clear(self) -> None:
-        pending.clear(self.parameter)
-        pending.clear(self.visible_grad)
-        for tensor in self.owned:
-            pending.clear(tensor)
+def defer_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
+    """``step()`` was called, and the updates run later."""
+    _enter(Phase.UPDATE_DUE, states, Phase.TRAVELLING, Phase.ARRIVED)
+    pending.mark(_tensors(states, gradients=True), owner)
 
-    def _require(self, *phases: Phase) -> None:
-        if self.phase not in phases:
-            raise Error(f"{self.name} is {self.phase.name} where that cannot be: a defect of gradcast", "internal")
+
+def start_update(states: Sequence[ParameterState]) -> None:
+    """The updates run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived."""
+    _enter(Phase.ARRIVED, states, Phase.UPDATE_DUE)
+    _clear(states)
+
+
+def fail_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
+    """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameters."""
+    _enter(Phase.UPDATE_DUE, states, Phase.ARRIVED)
+    pending.mark(_tensors(states, gradients=False), owner)
+
+
+def release(states: Sequence[ParameterState]) -> None:
+    """Nothing waits any more, whatever the phase."""
+    _clear(states)
+    for state in states:
+        state.phase = Phase.IDLE
+
+
+def _enter(phase: Phase, states: Sequence[ParameterState], *before: Phase) -> None:
+    for state in states:
+        if state.phase not in before:
+            raise Error(f"{state.name} is {state.phase.name} where that cannot be: a defect of gradcast", "internal")
+        state.phase = phase
+
+
+def _tensors(states: Sequence[ParameterState], *, gradients: bool) -> list[torch.Tensor]:
+    found = [state.parameter for state in states]
+    if gradients:
+        found += [state.visible_grad for state in states if state.visible_grad is not None]
+    return found + [tensor for state in states if state.owned for tensor in state.owned]
+
+
+def _clear(states: Sequence[ParameterState]) -> None:
+    pending.clear(_tensors(states, gradients=True))
 
 
 class ParameterStates(list[ParameterState]):
@@ -163,8 +172,8 @@ class ParameterStates(list[ParameterState]):
 
     def release(self) -> None:
         """Nothing waits any more, and no gradient is referred to."""
+        release(self)
         for state in self:
-            state.release()
             state.visible_grad = state.update_grad = None
         self._by_tensor.clear()
 

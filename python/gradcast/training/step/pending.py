@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from gradcast.training.compat import extension
+
 # Attributes and methods of Tensor whose result is known while the values are not.
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "names", "itemsize",
@@ -59,7 +61,7 @@ class Owner(Protocol):
     """The object that knows how to finish a pending tensor."""
 
     def resolve(self, tensors: list[torch.Tensor]) -> None:
-        """Finishes these pending tensors and calls ``clear`` for each, or raises."""
+        """Finishes these pending tensors and calls ``clear`` for them, or raises."""
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         """Whether the owner zeroes this pending tensor itself, once its values are no longer needed."""
@@ -72,6 +74,8 @@ class Owner(Protocol):
 # its owner alive: a module that is no longer trained can be freed with everything that belongs to it. A leftover entry
 # does not affect a later tensor with the same id, because that tensor's class is not a pending one.
 _owners: dict[int, tuple["weakref.ref[Owner]", type]] = {}
+# Ids of pending parameters of which it is not known yet whether they have a gradient.
+_without_known_gradient: set[int] = set()
 
 
 class _Pending:
@@ -105,18 +109,28 @@ def _pending_class(original: type) -> type:
     return type(original.__name__, (_Pending, original), {"__module__": original.__module__})
 
 
-def mark(tensor: torch.Tensor, owner: Owner) -> None:
-    """From now on any use of the tensor waits for ``owner``. REQUIRES: the tensor is not pending."""
-    original = tensor.__class__
-    _owners[id(tensor)] = (weakref.ref(owner), original)
-    tensor.__class__ = _pending_class(original)
+@functools.cache
+def _marks() -> Any:
+    """C++, since there are hundreds of tensors in each step."""
+    native = extension.load()
+    # Reading or setting .grad asks __torch_function__ only as long as something is to be done about that.
+    _Pending.grad = native.gradient_attribute(_Pending, _without_known_gradient)
+    return native.PendingMarks(_Pending, _owners, _pending_class)
 
 
-def clear(tensor: torch.Tensor) -> None:
-    """The tensor is finished. Does nothing if it is not pending."""
-    entry = _owners.pop(id(tensor), None)
-    if entry is not None and isinstance(tensor, _Pending):
-        tensor.__class__ = entry[1]
+def mark(tensors: list[torch.Tensor], owner: Owner, *, gradients_known: bool = True) -> int:
+    """From now on any use of these tensors waits for ``owner``, except of those that are pending already. Returns how
+    many were not. ``gradients_known``: otherwise ``owner`` hears of reads of their ``.grad``."""
+    if not gradients_known:
+        _without_known_gradient.update(map(id, tensors))
+    return _marks().mark(tensors, weakref.ref(owner))
+
+
+def clear(tensors: list[torch.Tensor | None]) -> None:
+    """The tensors are finished. Those that are not pending stay as they are."""
+    if _without_known_gradient:
+        _without_known_gradient.difference_update(map(id, tensors))
+    _marks().clear(tensors)
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
@@ -183,7 +197,7 @@ def _owner_of(tensor: torch.Tensor) -> Owner | None:
         return None
     owner = entry[0]()
     if owner is None:
-        clear(tensor)
+        clear([tensor])
     return owner
 
 

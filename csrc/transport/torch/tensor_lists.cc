@@ -1,0 +1,153 @@
+#include "transport/torch/tensor_lists.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace gradcast {
+
+namespace {
+
+PyObject* at_position(const py::list& list, size_t position) {
+  return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(position));
+}
+
+const at::Tensor& tensor_of(PyObject* object) {
+  if (!THPVariable_Check(object)) throw py::type_error("a list of tensors is expected");
+  return THPVariable_Unpack(object);
+}
+
+py::object id_of(PyObject* object) {
+  return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(object));
+}
+
+void set_class(PyObject* object, const py::handle& type) {
+  static PyObject* const name = PyUnicode_InternFromString("__class__");
+  if (PyObject_SetAttr(object, name, type.ptr()) != 0) throw py::error_already_set();
+}
+
+// Undoes what it has changed when it ends.
+class WithoutTorchFunction {
+ public:
+  WithoutTorchFunction() : before_(Tls::get_disabled_state()) {
+    if (before_ == at::impl::TorchFunctionDisabledState::ENABLED)
+      Tls::set_disabled_state(at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
+  }
+  ~WithoutTorchFunction() { Tls::set_disabled_state(before_); }
+  WithoutTorchFunction(const WithoutTorchFunction&) = delete;
+  WithoutTorchFunction& operator=(const WithoutTorchFunction&) = delete;
+
+ private:
+  using Tls = at::impl::PythonTorchFunctionTLS;
+  const at::impl::TorchFunctionDisabledState before_;
+};
+
+// Both live as long as the process: so do classes that the attribute may have been put into.
+struct GradientAttribute {
+  PyObject* torchs;     // torch.Tensor.grad
+  PyObject* asked_for;  // a set
+};
+
+PyObject* get_gradient(PyObject* tensor, void* closure) {
+  const auto& attribute = *static_cast<GradientAttribute*>(closure);
+  const auto get = [&] {
+    return Py_TYPE(attribute.torchs)
+        ->tp_descr_get(attribute.torchs, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+  };
+  if (PySet_GET_SIZE(attribute.asked_for) > 0) return get();
+  const WithoutTorchFunction without;
+  return get();
+}
+
+int set_gradient(PyObject* tensor, PyObject* value, void* closure) {
+  const auto& attribute = *static_cast<GradientAttribute*>(closure);
+  const WithoutTorchFunction without;
+  return Py_TYPE(attribute.torchs)->tp_descr_set(attribute.torchs, tensor, value);
+}
+
+}  // namespace
+
+bool PendingMarks::is_pending(PyObject* tensor) const {
+  if (PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(base.ptr())) == 0) return false;
+  return owners.contains(id_of(tensor));
+}
+
+int64_t PendingMarks::mark(const py::list& tensors, const py::object& owner) const {
+  int64_t count = 0;
+  py::object last_class, pending_class, entry;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* tensor = at_position(tensors, i);
+    if (is_pending(tensor)) continue;
+    const auto own_class = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+    if (!own_class.is(last_class)) {
+      last_class = own_class;
+      pending_class = class_for(own_class);
+      entry = py::make_tuple(owner, own_class);
+    }
+    if (PyDict_SetItem(owners.ptr(), id_of(tensor).ptr(), entry.ptr()) != 0) throw py::error_already_set();
+    set_class(tensor, pending_class);
+    ++count;
+  }
+  return count;
+}
+
+void PendingMarks::clear(const py::list& tensors) const {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* tensor = at_position(tensors, i);
+    const py::object id = id_of(tensor);
+    PyObject* held = PyDict_GetItemWithError(owners.ptr(), id.ptr());
+    if (held == nullptr) {
+      if (PyErr_Occurred()) throw py::error_already_set();
+      continue;
+    }
+    const auto entry = py::reinterpret_borrow<py::tuple>(held);
+    if (PyDict_DelItem(owners.ptr(), id.ptr()) != 0) throw py::error_already_set();
+    if (PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(base.ptr())) != 0)
+      set_class(tensor, entry[1]);
+  }
+}
+
+py::object gradient_attribute(const py::object& base, py::set asked_for) {
+  py::object torchs = py::module_::import("torch").attr("Tensor").attr("grad");
+  static PyGetSetDef definition = {"grad", get_gradient, set_gradient, nullptr,
+                                   new GradientAttribute{torchs.release().ptr(), asked_for.release().ptr()}};
+  return py::reinterpret_steal<py::object>(PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(base.ptr()), &definition));
+}
+
+py::list swap_gradients(const py::list& parameters, const py::list& gradients) {
+  if (parameters.size() != gradients.size()) throw py::value_error("as many gradients as parameters are expected");
+  py::list before(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    PyObject* given = at_position(gradients, i);
+    at::Tensor gradient = given == Py_None ? at::Tensor() : tensor_of(given);
+    at::Tensor& place = tensor_of(at_position(parameters, i)).mutable_grad();
+    std::swap(gradient, place);
+    PyObject* former = THPVariable_Wrap(std::move(gradient));  // None if there was none
+    if (former == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(before.ptr(), static_cast<Py_ssize_t>(i), former);
+  }
+  return before;
+}
+
+bool hold_gradients(const py::list& parameters, const py::list& gradients) {
+  if (parameters.size() != gradients.size()) return false;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    PyObject* expected = at_position(gradients, i);
+    const at::Tensor& gradient = tensor_of(at_position(parameters, i)).grad();
+    const bool same = expected == Py_None ? !gradient.defined() : gradient.is_same(tensor_of(expected));
+    if (!same) return false;
+  }
+  return true;
+}
+
+bool lie_at(const py::list& tensors, const std::vector<int64_t>& addresses) {
+  if (tensors.size() != addresses.size()) return false;
+  for (size_t i = 0; i < addresses.size(); ++i)
+    if (reinterpret_cast<int64_t>(tensor_of(at_position(tensors, i)).const_data_ptr()) != addresses[i]) return false;
+  return true;
+}
+
+}  // namespace gradcast

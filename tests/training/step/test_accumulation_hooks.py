@@ -1,0 +1,98 @@
+"""Gradients that are sent without Python, and what makes one of them special."""
+
+from unittest import mock
+
+import pytest
+
+import gradcast
+from gradcast.training.compat import extension
+from gradcast.training.step import pending
+from gradcast.training.step.gradient_hooks import GradientHook
+from training.attached import Attached, error_of, not_refused
+from training.bomb import Bomb
+from training.needs import torch
+from training.pool import on_ranks
+
+nn = torch.nn
+LAYERS = 4
+
+
+def trained(mode="overlap", **options) -> Attached:
+    """Beyond the warm-up, in which each gradient is timed."""
+    attached = Attached(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))), mode, **options)
+    for _ in range(4):
+        attached.step(torch.ones(2, 4))
+    attached.handle.flush()
+    return attached
+
+
+def in_python(step) -> int:
+    """How many gradients of this step came to Python."""
+    with mock.patch.object(GradientHook, "__call__", autospec=True, side_effect=GradientHook.__call__) as seen:
+        step()
+    return sum(isinstance(call.args[1], int) for call in seen.call_args_list)
+
+
+@on_ranks(2)
+def test_only_the_first_gradient_of_a_step_and_special_ones_come_to_python(rank, mode):
+    attached = trained(mode)
+    step = lambda: attached.step(torch.ones(2, 4))  # noqa: E731
+    counts = [in_python(step), in_python(step)]
+    attached.module[1].weight.register_post_accumulate_grad_hook(lambda _: None)
+    counts.append(in_python(step))
+    with attached.handle.no_sync():
+        counts.append(in_python(lambda: attached.module(torch.ones(2, 4)).sum().backward()))
+    attached.handle.detach()
+    counts.append(in_python(step))
+    return [] if counts == [1, 1, 2, LAYERS, 0] else counts
+
+
+@on_ranks(2)
+def test_what_a_failed_pass_has_sent_is_pending(rank):
+    attached = trained()
+    attached.optimizer.zero_grad()
+    hook = attached.module[1].register_forward_hook(lambda *call: Bomb.apply(call[2]))
+    with pytest.raises(RuntimeError, match="in backward"):
+        attached.module(torch.ones(2, 4)).sum().backward()
+    hook.remove()
+    return [layer.weight.grad is not None and pending.is_pending(layer.weight.grad) for layer in attached.module] != [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+@on_ranks(2)
+def test_a_module_that_was_converted_there_and_back_is_hooked_again(rank, mode):
+    """torch gives its parameters other nodes of the graph."""
+    attached = trained(mode)
+    attached.module.double()
+    attached.module.float()
+    attached.step(torch.full((2, 4), 1.0 + rank.index))
+    attached.handle.flush()
+    weights = [layer.weight for layer in attached.module]
+    values = [weight.tolist() for weight in weights]
+    hooked = extension.load().own_hooks(weights)
+    return hooked != list(range(LAYERS)) or rank.gather("values", values) != [values, values]
+
+
+@on_ranks(2)
+def test_gradients_with_a_graph_of_their_own_are_refused_as_before(rank):
+    attached = trained()
+    loss = attached.module(torch.ones(2, 4)).sum()
+    return not_refused(lambda: loss.backward(create_graph=True), "has a graph of its own")
+
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused(rank):
+    from torch._dynamo import compiled_autograd
+
+    attached = trained()
+    loss = attached.module(torch.ones(2, 4)).sum()
+    with compiled_autograd._enable(lambda graph: graph), pytest.raises(RuntimeError, match="compiled_autograd off"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_the_same_parameters_are_not_hooked_twice(rank):
+    attached = trained()
+    code, message = error_of(lambda: gradcast.attach(nn.Sequential(attached.module)))
+    return [] if code == "invalid_use" and "attached to 0.0.weight already" in message else message
