@@ -1,6 +1,6 @@
 """What a loop's own work costs the overlap: variants of one training loop on hosts with slow links, in turns.
 
-    python -m benchmarks.loops [--hosts 2] [--rate 400mbit] [--rounds 5] [--variants ddp,overlap,...]
+    python -m benchmarks.loops [--hosts 2] [--rate 400mbit] [--rounds 5] [--variants ddp,overlap,...] [--steady]
 
 A timed stand-in of ResNet-50 (root, iproute2). Each variant trains a copy of its own, step by step; the first step of
 each turn is trained, but not timed. Another variant is a function that makes a ``Loop``, entered in ``VARIANTS``.
@@ -10,10 +10,11 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ from gradcast.lab import Network
 from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.standin import GRADIENT_SIZE, Gradients, StandIn
 from gradcast.lab.workers import run_for_result
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
 
 _BASE = "overlap"  # with which the others are compared
+_LARGE_EVERY, _LARGE_FACTOR = 5, 8  # with max-norm: gradients that are clipped
+_OPTIONS: dict[str, Any] = {}  # of all variants, by the command line
 _TIMEOUT_S = 1800.0
 _SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
 
@@ -57,7 +61,8 @@ def _ddp(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
 
 
 def _overlap(module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Loop:
-    return Loop(module, optimizer, gradcast.attach(module, optimizer, options=gradcast.Options(**options)))
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(**_OPTIONS, **options))
+    return Loop(module, optimizer, handle)
 
 
 def _average_of(module: nn.Module) -> AveragedModel:
@@ -82,12 +87,31 @@ def _clipped_by_loop(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loo
     return loop
 
 
+class _SometimesLarge:
+    """Gradients that are large in one of five steps, in the same one on all ranks."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._usual, self._large = gradients, [_LARGE_FACTOR * each for each in gradients.of_step(0)]
+
+    def of_step(self, step: int) -> Sequence[torch.Tensor]:
+        return self._large if step % _LARGE_EVERY == 0 else self._usual.of_step(step)
+
+
+def _max_norm(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    assert isinstance(module, StandIn)
+    module.gradients = _SometimesLarge(module.gradients)
+    # The ranks' gradients are independent, so the bound of their mean's norm is the norm of one rank's.
+    usual_norm = GRADIENT_SIZE * math.sqrt(sum(parameter.numel() for parameter in module.parameters()))
+    return _overlap(module, optimizer, max_grad_norm=1.5 * usual_norm)
+
+
 VARIANTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Loop]] = {
     "ddp": _ddp,
     "overlap": _overlap,
     "ema-kept": _ema_kept,
     "ema-after-step": _ema_after_step,
     "clipped-by-loop": _clipped_by_loop,
+    "max-norm": _max_norm,
 }
 
 
@@ -123,13 +147,17 @@ class Training:
     def facts(self) -> dict[str, Any]:
         stats = {} if self.loop.handle is None else self.loop.handle.stats()
         keys = ("expected_gain", "runs_as_ddp", "waits")
-        return {"times_ms": self.times_ms} | {key: stats.get(key) for key in keys}
+        clipping = stats.get("clipping") or {}
+        share = {"certified_share": clipping.get("certified_share")}
+        return {"times_ms": self.times_ms} | {key: stats.get(key) for key in keys} | share
 
 
 def worker(args: argparse.Namespace) -> None:
     """One rank; rank 0 writes what it measured."""
     torch.set_num_threads(1)
     wake_promptly()
+    if args.steady:
+        _OPTIONS["adapt"] = False
     dist.init_process_group("gloo")
     profile = gradcast.load_profile(args.model)
     profile = _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"world_size": args.hosts}))
@@ -163,12 +191,23 @@ def table(facts: dict[str, dict[str, Any]]) -> str:
                 name,
                 f"{medians[name]:.1f}",
                 f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
+                f"{statistics.mean(times):.1f}",
                 f"{medians[_BASE] / medians[name]:.3f}" if _BASE in medians else "",
                 "" if gain is None else f"{gain:.2f} x" + (", runs as DDP" if each["runs_as_ddp"] else ""),
                 "" if worst is None else f"{worst['what']}: {worst['ms_per_step']:.0f} ms",
+                "" if each["certified_share"] is None else f"{each['certified_share']:.0%}",
             ]
         )
-    head = ["loop", "ms per step", "80 % of steps", f"speed, {_BASE} = 1", "expected over DDP", "waits"]
+    head = [
+        "loop",
+        "ms per step",
+        "80 % of steps",
+        "mean ms",
+        f"speed, {_BASE} = 1",
+        "expected over DDP",
+        "waits",
+        "certified",
+    ]
     return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
@@ -188,6 +227,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default: 5)")
     parser.add_argument("--steps", type=int, default=6, help="per turn (default: 6)")
     parser.add_argument("--variants", type=_names, default=[*VARIANTS], help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--steady", action="store_true", help="without tries of the DDP baseline, which count in means")
     parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -147,8 +147,8 @@ def test_whoever_writes_into_a_gradient_does_not_change_the_next(model):
     for _ in range(standin.GRADIENT_KINDS):
         for gradient in train_once(model):
             gradient.zero_()
-    assert all(map(torch.equal, train_once(model), model._gradients.of_step(standin.GRADIENT_KINDS + 1)))
-    assert all(map(torch.equal, first, model._gradients.of_step(0)))
+    assert all(map(torch.equal, train_once(model), model.gradients.of_step(standin.GRADIENT_KINDS + 1)))
+    assert all(map(torch.equal, first, model.gradients.of_step(0)))
 
 
 def test_the_update_is_that_of_torch_and_takes_the_devices_time(model, time):

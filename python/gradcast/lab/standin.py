@@ -20,7 +20,7 @@ from gradcast import _core
 # Models the launch queue of an accelerator: a host that comes up to this much later than the device is free would have
 # queued the work in time.
 TOLERANCE_NS = 1_000_000
-_GRADIENT_SIZE = 1e-3
+GRADIENT_SIZE = 1e-3
 # Gradients differ from step to step, so that a gradient of an earlier step is a wrong number. They repeat after this
 # many steps, and are shifted views of one buffer. 16 elements are a cache line, which keeps copies fast.
 GRADIENT_KINDS = 3
@@ -109,7 +109,7 @@ class Gradients:
     def __init__(self, elements: Sequence[int], rank: int) -> None:
         chance = torch.Generator().manual_seed(1 + rank)
         shifts = [_SHIFT_ELEMENTS * kind for kind in range(GRADIENT_KINDS)]
-        whole = torch.empty(sum(elements) + shifts[-1]).normal_(std=_GRADIENT_SIZE, generator=chance)
+        whole = torch.empty(sum(elements) + shifts[-1]).normal_(std=GRADIENT_SIZE, generator=chance)
         self._kinds = [
             whole[shift : shift + sum(elements)].unsqueeze(0).split(list(elements), dim=1) for shift in shifts
         ]
@@ -125,14 +125,14 @@ class StandIn(nn.Module):
         super().__init__()
         self._shape = shape
         self._device = device
-        self._gradients = gradients
+        self.gradients = gradients
         self._steps = 0
         # Matrices, like most of a model's parameters: int8 sends vectors unchanged.
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(1, count).mul_(0.02)) for count in shape.elements])
         self._parameters_of = [[self.weights[index] for index in layer.tensors] for layer in shape.layers]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gradients = self._gradients.of_step(self._steps)
+        gradients = self.gradients.of_step(self._steps)
         self._steps += 1
         x = Wait.apply(self._device, self._shape.first_forward_ns, self._shape.last_backward_ns, (), x)
         for layer, parameters in zip(self._shape.layers, self._parameters_of, strict=True):
