@@ -38,7 +38,7 @@ from gradcast.training.plan import agreement
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import plan_stats
-from gradcast.training.step import clipping, pending, residuals
+from gradcast.training.step import clipping, parameter_state, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange

@@ -181,7 +181,7 @@ def test_the_advice_is_for_the_function_that_was_called(monkeypatch, program, ad
     class Owner:
         def resolve(self, tensors):
             loop.wait(Cause.GRADIENTS)
-            pending.clear(tensors[0])
+            pending.clear(tensors)
 
         def zero_later(self, tensor):
             return False
@@ -190,7 +190,7 @@ def test_the_advice_is_for_the_function_that_was_called(monkeypatch, program, ad
     p.grad = torch.ones(3)
     names = {"nn": nn, "torch": torch, "copy": copy, "p": p, "sgd": torch.optim.SGD([p], lr=0.1)}
     loop.begin()
-    pending.mark(p.grad, owner)
+    pending.mark([p.grad], owner)
     exec(compile(f"\n{program}", "/somewhere/project/train.py", "exec"), names)
     (line,) = loop.waits.stats()
     assert line["where"] == "project/train.py:2"
