@@ -1,0 +1,186 @@
+"""What it brings to choose a plan by the measured steps instead of by their medians.
+
+    python -m benchmarks.plan_choice --model char_gpt --rate 200mbit --batch 24 [--hosts 2] [--rounds 20]
+    python -m benchmarks.plan_choice --model resnet50 --rate 60mbit --scatter 0.05
+
+One training measures a profile and how much its steps differ. Two plans are made for that: the best one for the
+profile, and the one that training would follow. If they differ, two copies of the model follow one plan each, in turns.
+Real models compute on the CPU; a profile's name is trained by a stand-in (200 ms of backward, 100 of forward, 6 MB of
+gradients), whose compute with ``--scatter`` differs from step to step and rank to rank. Needs root and iproute2.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+import gradcast
+from benchmarks.pages import run_program
+from gradcast import _core
+from gradcast.comparison.compare import total_bytes
+from gradcast.files import load_profile, plan_hash
+from gradcast.lab import Network
+from gradcast.lab.cores import wake_promptly
+from gradcast.lab.models import StandInTask, Task, make_task
+from gradcast.lab.settings import REAL_MODELS, Settings
+from gradcast.lab.trainer import Trainer
+from gradcast.lab.variants import Variant
+from gradcast.lab.workers import run_for_result
+from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.training.plan.candidates import best_for_steps, choose_plan
+from gradcast.training.plan.expectation import StepVariation, typical_step
+from gradcast.units import parse_bandwidth_bits_per_s
+
+_GRADIENT_BYTES = 6e6
+_BACKWARD_NS, _FORWARD_NS = 200e6, 100e6
+_SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
+_TIMEOUT_S = 1200.0
+_PLANS = ("for medians", "for the steps")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    rates = (args.rate,) * args.hosts
+    if args.model in REAL_MODELS:
+        return Settings(args.model, None, rates, (), batch=args.batch)
+    profile = load_profile(args.model)
+    fields = json.loads(profile.to_json())
+    for owner in (fields, *fields["tensors"]):
+        for keys, factor in (
+            (("backward_ns", "ready_ns"), _BACKWARD_NS / profile.backward_ns),
+            (("forward_ns", "need_ns"), _FORWARD_NS / profile.forward_ns),
+        ):
+            owner.update({key: round(factor * owner[key]) for key in keys if key in owner})
+    return Settings(args.model, json.dumps(fields), rates, (), scale_size=_GRADIENT_BYTES / total_bytes(profile))
+
+
+class Turns:
+    """Trains copies of the model, each step of a stand-in with another speed."""
+
+    def __init__(self, task: Task, scatter: float) -> None:
+        self.task, self._scatter = task, scatter
+        self._chance = random.Random(dist.get_rank())
+
+    def trainer(self, plan: str | None) -> Trainer:
+        module = self.task.module()
+        trainer = Trainer(Variant("overlap", "overlap"), module, self.task.optimizer(module), self.task.loss)
+        if plan is not None:
+            trainer.detach()
+            options = gradcast.Options(plan=plan)
+            optimizer = trainer._optimizer
+            trainer.handle = gradcast.attach(module, optimizer, options=options)
+        self.train(trainer, _SETTLING_STEPS)
+        return trainer
+
+    def train(self, trainer: Trainer, steps: int) -> list[float]:
+        dist.barrier()
+        times_ms = trainer.steps(self.task.batches(trainer.step_count, steps))
+        found = []
+        for _ in range(steps):
+            if isinstance(self.task, StandInTask):
+                self.task.device.factor = max(0.5, self._chance.gauss(1.0, self._scatter))
+            found.append(next(times_ms))
+        trainer.finish()
+        return found[1:]  # the first one finds caches and TCP's windows as another copy has left them
+
+
+def made_plans(profile: _core.Profile, variation: StepVariation, folder: str) -> list[dict[str, Any]]:
+    """Both plans, each saved in a file."""
+    options = gradcast.Options()
+    plans = (choose_plan(profile, "overlap", options), best_for_steps(profile, ("overlap",), variation, options))
+    found = []
+    for name, plan in zip(_PLANS, plans, strict=True):
+        made_with = {"tensors": [tensor.name for tensor in profile.tensors], "hash": plan_hash(plan, profile)}
+        path = Path(folder) / f"{name}.json"
+        path.write_text(json.dumps(json.loads(plan.to_json()) | {"made_with": made_with}))
+        at_links = [
+            typical_step(profile, plan, variation.compute, factor).step_ns / 1e6 for factor in (1.0, *variation.link)
+        ]
+        predicted_ms = statistics.mean(at_links)
+        found.append({"path": str(path), "hash": made_with["hash"], "blocks": len(plan.blocks), "ms": predicted_ms})
+    return found
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+    settings = settings_of(args)
+    if settings.stand_in:
+        wake_promptly()
+    dist.init_process_group("gloo")
+    turns = Turns(make_task(settings, dist.get_rank()), args.scatter)
+    measuring = turns.trainer(None)
+    diagnostics = measuring.handle._diagnostics()
+    told: list[Any] = [None]
+    with tempfile.TemporaryDirectory() as folder:
+        if dist.get_rank() == 0:
+            told = [made_plans(diagnostics.profile, diagnostics.variation, folder)]
+        dist.broadcast_object_list(told)
+        plans = told[0]
+        variation = diagnostics.variation
+        measuring.detach()
+        times_ms: list[list[float]] = [[], []]
+        if plans[0]["hash"] != plans[1]["hash"]:
+            trainers = [turns.trainer(plan["path"]) for plan in plans]
+            for number in range(args.rounds):
+                for index in (0, 1) if number % 2 == 0 else (1, 0):
+                    times_ms[index] += turns.train(trainers[index], args.steps)
+    if dist.get_rank() == 0:
+        facts = {"plans": plans, "times_ms": times_ms, "link": variation.link, "compute": variation.compute}
+        Path(args.worker).write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+def table(facts: dict[str, Any]) -> str:
+    rows = []
+    for name, plan, times in zip(_PLANS, facts["plans"], facts["times_ms"], strict=True):
+        times, tenth = sorted(times), len(times) // 10
+        measured = ["-"] * 3
+        if times:
+            measured = [
+                f"{statistics.median(times):.1f}",
+                f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
+                f"{statistics.mean(times):.1f}",
+            ]
+        rows.append([name, plan["blocks"], f"{plan['ms']:.1f}", *measured])
+    head = ["plan", "blocks", "predicted ms", "median ms", "80 % of steps", "mean ms"]
+    return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help=f"{' or '.join(REAL_MODELS)}, or a profile's name")
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, required=True, help="of each link, each way")
+    parser.add_argument("--batch", type=int, default=24, help="of a real model (default: 24)")
+    parser.add_argument("--scatter", type=float, default=0.0, help="of a stand-in's compute, a share (default: 0)")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each plan (default: 20)")
+    parser.add_argument("--steps", type=int, default=5, help="per turn; the first is not counted (default: 5)")
+    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    arguments = [*sys.argv[1:], "--worker"]
+    with Network(args.hosts, args.rate) as network:
+        facts = run_for_result(
+            "benchmarks.plan_choice", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
+        )
+    low, high = facts["link"]
+    print(f"{args.model}, {args.hosts} hosts: 80 % of the blocks take {low:.2f} to {high:.2f} of the profile's time,")
+    print("backward takes", ", ".join(f"{backward:.2f}" for backward, _, _ in facts["compute"]), "of it")
+    print(table(facts))
+    if not facts["times_ms"][0]:
+        print("Both plans are the same.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, "plan_choice"))
