@@ -32,7 +32,7 @@ from gradcast.lab import Network
 from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.standin import GRADIENT_SIZE, Gradients, StandIn
+from gradcast.lab.standin import GRADIENT_SIZE, Gradients, Layer, SimulatedDevice, StandIn, Wait
 from gradcast.lab.workers import run_for_result
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
@@ -105,6 +105,48 @@ def _max_norm(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
     return _overlap(module, optimizer, max_grad_norm=1.5 * usual_norm)
 
 
+class _UnseenLayer(nn.Module):
+    """A layer of the stand-in that only gives its weights to an autograd.Function."""
+
+    def __init__(self, device: SimulatedDevice, layer: Layer, weights: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._device, self._layer = device, layer
+        for number, weight in enumerate(weights):
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, value: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        layer, weights = self._layer, self._parameters.values()
+        return Wait.apply(self._device, layer.forward_ns, layer.backward_ns, gradients, value, *weights)
+
+
+class _Unseen(nn.Module):
+    """The stand-in made of such layers."""
+
+    def __init__(self, seen: StandIn) -> None:
+        super().__init__()
+        self._gradients, self._shape, self._device, self._steps = seen.gradients, seen._shape, seen._device, 0
+        self.layers = nn.ModuleList(
+            _UnseenLayer(seen._device, layer, [seen.weights[index] for index in layer.tensors])
+            for layer in seen._shape.layers
+        )
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        gradients, shape = self._gradients.of_step(self._steps), self._shape
+        self._steps += 1
+        value = Wait.apply(self._device, shape.first_forward_ns, shape.last_backward_ns, (), value)
+        for layer, of_shape in zip(self.layers, shape.layers, strict=True):
+            value = layer(value, gradients[of_shape.tensors.start : of_shape.tensors.stop])
+        return value
+
+
+def _unseen(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    return _overlap(_Unseen(module), optimizer)
+
+
+def _unseen_before_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    return _overlap(_Unseen(module), optimizer, unseen_reads="before_forward")
+
+
 VARIANTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Loop]] = {
     "ddp": _ddp,
     "overlap": _overlap,
@@ -112,6 +154,8 @@ VARIANTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Loop]] = {
     "ema-after-step": _ema_after_step,
     "clipped-by-loop": _clipped_by_loop,
     "max-norm": _max_norm,
+    "unseen": _unseen,
+    "unseen-before-forward": _unseen_before_forward,
 }
 
 

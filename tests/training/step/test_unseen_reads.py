@@ -4,6 +4,7 @@ them waits, and as CUDA graphs do, which are known."""
 import pytest
 from torch.utils.checkpoint import checkpoint
 
+from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.step import pending
 from training import compare
 from training.attached import attach, heard
@@ -237,6 +238,13 @@ def test_modules_of_a_list_wait_where_they_begin(rank):
     handle.detach()
     assert not any(part._forward_pre_hooks for each in ours for part in each.modules())
     return [each for pair in zip(ours, bare, strict=True) for each in compare.modules(*pair)]
+
+
+def test_what_ranks_found_differently_is_waited_for_before_forward():
+    first, second, before = UnseenRead("first"), UnseenRead("second"), UnseenRead("", "why")
+    differing = UnseenRead("", "not always the same module uses them")
+    ranks = [{0: first, 1: first, 2: before, 3: first}, {3: second, 2: first, 1: before}, {0: first, 3: first}]
+    assert agreed_reads(ranks) == {0: first, 1: before, 2: before, 3: differing}
 
 
 def graphed(module):
