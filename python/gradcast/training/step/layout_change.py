@@ -28,7 +28,7 @@ def change_layout(
     shown = [state for state in states if state.visible_grad is old_views[state.index]]
     in_use = {state.index for state in shown if state.update_grad is state.visible_grad}
     for state in shown:  # any reference of ours to a view would look like one of the program's
-        states.set_visible_grad(state, None)
+        state.visible_grad = None
         state.update_grad = None if state.index in in_use else state.update_grad
     apart_count = len(buffers.apart)
     change()
@@ -36,13 +36,11 @@ def change_layout(
         exchange.lay_out(exchange.active.order)
     for state in shown:
         old_view, view = old_views[state.index], buffers.views[state.index]
-        if view is old_view:
-            now = view
-        else:  # the gradient has moved, or was left to the program, or is not in use
+        state.visible_grad = old_view
+        if view is not old_view:  # the gradient has moved, or was left to the program, or is not in use
             grad = state.parameter.grad
-            now = grad if grad is view or grad is old_view else None
-        states.set_visible_grad(state, now)
-        state.update_grad = now if state.index in in_use else state.update_grad
+            states.set_visible_grad(state, grad if grad is view or grad is old_view else None)
+        state.update_grad = state.visible_grad if state.index in in_use else state.update_grad
     if tells and len(buffers.apart) > apart_count:
         kept = [states[index] for index in sorted(buffers.apart)]
         _log.info(

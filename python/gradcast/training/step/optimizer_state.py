@@ -18,7 +18,11 @@ from gradcast.training.step import pending
 from gradcast.training.step.parameter_state import ParameterState
 
 
-class GuardedState(collections.defaultdict):
+class _OpenState(collections.defaultdict):
+    """What a GuardedState is while its optimizer runs, which waits for nothing."""
+
+
+class GuardedState(_OpenState):
     """Replaces ``optimizer.state``. ``before_access`` runs before each access. Copies are ordinary dicts."""
 
     def __init__(self, held: Any, before_access: Callable[[], None]) -> None:
@@ -62,8 +66,9 @@ class OptimizerStateGuard:
     def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None]) -> None:
         self._optimizer, self._complete_updates = optimizer, complete_updates
         self._is_updating = False
-        self._tensors: dict[int, list[torch.Tensor]] = {}  # by parameter index: the pending tensors of its entry
-        self._states: dict[int, list[ParameterState]] = {}  # by id of a tensor: parameters whose updates change it
+        self._entries: dict[int, tuple[ParameterState, list[torch.Tensor]]] = {}  # by index: its pending tensors
+        self._pending_ids: set[int] = set()  # of these tensors, and of some that are pending no more
+        self._are_shared = False  # whether some tensor is in several entries
 
     def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
         """The updates of these parameters are due from now on."""
@@ -72,42 +77,50 @@ class OptimizerStateGuard:
             self._optimizer.state = GuardedState(held, self._before_access)
         for state in states:
             entry = dict.get(self._optimizer.state, state.parameter)
-            tensors = list(pending.tensors_in(entry)) if entry else []
-            self._tensors[state.index] = tensors
-            for tensor in tensors:
-                self._states.setdefault(id(tensor), []).append(state)
-            pending.mark(tensors, owner)
+            self._entries[state.index] = state, _tensors_in(entry) if entry else []
+        tensors = self._tensors()
+        self._pending_ids = set(map(id, tensors))
+        self._are_shared = len(self._pending_ids) < len(tensors)
+        pending.mark(tensors, owner)
 
     def clear(self, states: Sequence[ParameterState]) -> None:
         """The updates of these parameters are about to run."""
-        for state in states:
-            for tensor in self._tensors.pop(state.index, ()):
-                waiting = self._states[id(tensor)]
-                waiting.remove(state)
-                if not waiting:
-                    del self._states[id(tensor)]
-                    pending.clear([tensor])
+        entries = [self._entries.pop(state.index) for state in states if state.index in self._entries]
+        finished = [tensor for _, tensors in entries for tensor in tensors]
+        if self._are_shared:
+            left = set(map(id, self._tensors()))
+            finished = [tensor for tensor in finished if id(tensor) not in left]
+        pending.clear(finished)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for _, tensors in self._entries.values() for tensor in tensors]
 
     def parameters_changing(self, tensor: torch.Tensor) -> list[ParameterState] | None:
         """Parameters whose updates change this tensor: none while the optimizer itself runs. None if the tensor is not
         of this state, or not pending."""
-        found = self._states.get(id(tensor))
-        return [] if found is not None and self._is_updating else found
+        if id(tensor) not in self._pending_ids:
+            return None
+        found = [state for state, tensors in self._entries.values() if any(each is tensor for each in tensors)]
+        return ([] if self._is_updating else found) if found else None
 
     def update(self, action: Callable[[], None]) -> None:
         """Runs the optimizer's own step, which waits for nothing."""
+        state = self._optimizer.state
+        opens = type(state) is GuardedState
         self._is_updating = True
+        if opens:
+            state.__class__ = _OpenState
         try:
             action()
         finally:
             self._is_updating = False
+            if opens:
+                state.__class__ = GuardedState
 
     def release(self) -> None:
         """Gives the optimizer an ordinary state again, whatever is still due."""
-        for tensors in self._tensors.values():
-            pending.clear(tensors)
-        self._tensors.clear()
-        self._states.clear()
+        pending.clear(self._tensors())
+        self._entries.clear()
         state = self._optimizer.state
         if type(state) is GuardedState:
             self._optimizer.state = collections.defaultdict(dict, dict.items(state))
@@ -115,3 +128,9 @@ class OptimizerStateGuard:
     def _before_access(self) -> None:
         if not self._is_updating:
             self._complete_updates()
+
+
+def _tensors_in(entry: Any) -> list[torch.Tensor]:
+    if type(entry) is dict and set(map(type, entry.values())) == {torch.Tensor}:  # torch's own: no need to look deeper
+        return list(entry.values())
+    return list(pending.tensors_in(entry))

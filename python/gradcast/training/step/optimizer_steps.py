@@ -55,6 +55,7 @@ class OptimizerSteps:
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
         self._exchange, self._gradients, self._trace, self._waits = exchange, gradients, trace, waits
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
+        self._left: dict[int, list[ParameterState]] = {}  # by optimizer: whose updates are due
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()  # parameters whose gradients of the open step are known to have arrived
         self._interceptions: list[partial_step.StepInterception] = []
@@ -82,7 +83,7 @@ class OptimizerSteps:
     @property
     def due(self) -> list[ParameterState]:
         """Parameters whose updates are due."""
-        return [state for states in self._states_of for state in states if state.is_update_due]
+        return [state for left in self._left.values() for state in left if state.is_update_due]
 
     def on_backward_begin(self) -> None:
         """The gradients of the open step are replaced; an optimizer that has not taken them never will."""
@@ -195,10 +196,11 @@ class OptimizerSteps:
         arrived_ns = time.perf_counter_ns()
         self._clip()
         with interrupts.after_this():
-            for number in list(self._partial):
-                part = [s for s in self._states_of[number] if s.is_update_due and s.index in self._arrived]
+            for number, left in list(self._left.items()):
+                part = [state for state in left if state.index in self._arrived and state.is_update_due]
                 if part:
                     self._update(number, part)
+                    left[:] = [state for state in left if state.is_update_due]
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _wait_for(self, due: Sequence[ParameterState]) -> None:
@@ -307,6 +309,7 @@ class OptimizerSteps:
         due = self._states_of[number]
         with interrupts.after_this():
             self._partial[number] = partial_step.PartialStep(self._optimizers[number])
+            self._left[number] = list(due)
             held = self.held(number)
             parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
@@ -344,21 +347,20 @@ class OptimizerSteps:
         if self._values is not None:
             self._values.clip(part)
         parameter_state.start_update(part)
-        grads = [state.parameter.grad for state in part]
         guard = self._guards[number]
         guard.clear(part)
-        last = not any(state.is_update_due for state in self._states_of[number])
+        last = not any(state.is_update_due for state in self._left[number])
+        parameters = [state.parameter for state in part]
         used = [state.parameter for state in part if state.update_grad is not None]
+        swap_gradients = extension.load().swap_gradients
+        before = swap_gradients(parameters, [state.update_grad for state in part])
         try:
-            for state in part:
-                state.parameter.grad = state.update_grad
             guard.update(lambda: self._partial[number].run(used, last=last))
         except BaseException as error:
             self._fail(part, error)
             raise
         finally:
-            for state, grad in zip(part, grads, strict=True):
-                state.parameter.grad = grad
+            swap_gradients(parameters, before)
         for state in part:
             if state.zero_after_update:
                 state.zero_after_update = False
@@ -366,7 +368,7 @@ class OptimizerSteps:
                     state.update_grad.zero_()
             self._gradients.drop_released(state)
         if last:
-            del self._partial[number]
+            del self._partial[number], self._left[number]
         self._trace.count_update()
         self._note_updated(part)
         if self._clipping is not None and self._clipping.certified and not self._partial:
