@@ -1,0 +1,161 @@
+"""What a session of two or more workers consists of, and what it tells; session.py has what happens in a step."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradcast import _core
+from gradcast.training.acceptance import Accepted
+from gradcast.training.diagnostics import Diagnostics
+from gradcast.training.measure.early_waits import EarlyWaits
+from gradcast.training.measure.step_trace import StepTrace
+from gradcast.training.no_sync import NoSyncBlocks
+from gradcast.training.options import Options
+from gradcast.training.plan import agreement
+from gradcast.training.plan.controller import PlanController
+from gradcast.training.ranks.group import Group
+from gradcast.training.stats import plan_stats
+from gradcast.training.step import clipping
+from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
+from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.gradient_hooks import GradientHooks
+from gradcast.training.step.layout_change import change_layout
+from gradcast.training.step.module_buffers import BUFFERS_NAME, ModuleBuffers, buffers_tensor
+from gradcast.training.step.optimizer_steps import OptimizerSteps
+from gradcast.training.step.parameter_state import ParameterState, ParameterStates
+from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.unseen_waits import UnseenWaits
+from gradcast.training.step.update_callbacks import UpdateCallbacks
+from gradcast.training.training_session import TrainingSession, require_attached
+from gradcast.training.warmup_reads import WarmupReads
+
+_log = logging.getLogger("gradcast")
+
+
+class SessionParts(TrainingSession):
+    """The parts of a session, wired to one another."""
+
+    def __init__(
+        self,
+        accepted: Accepted,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+        callbacks: UpdateCallbacks,
+    ) -> None:
+        """``parameters``: those whose gradients travel. They may change; ``accepted`` stays, as do ``callbacks``."""
+        self.mode = "overlap" if optimizers else "hook"
+        self.group = group
+        self.no_sync_blocks = NoSyncBlocks([] if accepted.ddp is None else [accepted.ddp])
+        self._lock = threading.RLock()
+        self._told: set[str] = set()
+        index_of = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
+        self._states = ParameterStates(
+            ParameterState(index, name, parameter, index_of.get(id(parameter)))
+            for index, (name, parameter) in enumerate(parameters.items())
+        )
+        names, values = list(parameters), list(parameters.values())
+        if options.max_grad_norm is not None:  # the norms travel as one more gradient
+            names.append(clipping.NORMS_NAME)
+            values.append(clipping.norms_tensor(values))
+        modules = accepted.called if accepted.ddp is None and options.broadcast_buffers else ()
+        sent_along = buffers_tensor(modules, group.device)
+        if sent_along is not None:
+            names.append(BUFFERS_NAME)
+            values.append(sent_along)
+        self.buffers = GradientBuffers(names, values, group.world_size, options.wire)
+        self.exchange = GradientExchange(self.buffers, group, options)
+        self.trace = StepTrace(options.timeline_steps)
+        self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
+        self._consistency = RankConsistency(self.buffers, self.exchange, group, options.compare_every)
+        index = None if sent_along is None else len(values) - 1
+        self._module_buffers = ModuleBuffers(modules, index, self.buffers, self.exchange, group) if modules else None
+        self._clipping = None
+        if options.max_grad_norm is not None:
+            self._clipping = clipping.NormClipping(self._states, self.buffers, options, group.world_size)
+        self._gradients = GradientHooks(
+            self._states,
+            self.buffers,
+            self.exchange,
+            group.world_size,
+            self._clipping,
+            None if sent_along is None else self._module_buffers,
+        )
+        self._by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
+        self._steps = OptimizerSteps(
+            optimizers,
+            self._states,
+            self.buffers,
+            self.exchange,
+            self._gradients,
+            self.trace,
+            self._waits,
+            warn_once=self._warn_once,
+            clipping=self._clipping,
+            values=self._by_value,
+            callbacks=callbacks,
+        )
+        self._callbacks = callbacks
+        self.on_callbacks_changed()
+        self._unseen = UnseenWaits(accepted.module, self._states, self._steps, self._lock, self._warn_once)
+        self.controller = PlanController(
+            names, values, accepted.module, self.buffers, group, self.exchange, self.trace, self._waits, self.mode,
+            options, self._clipping,
+        )  # fmt: skip
+        self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits, self.trace, len(values))
+
+    @property
+    def profile(self) -> _core.Profile | None:
+        return self.controller.profile
+
+    @property
+    def plan(self) -> _core.Plan:
+        require_attached(self)
+        return self.controller.agreed.in_force
+
+    @property
+    def plan_version(self) -> int:
+        require_attached(self)
+        return self.controller.version
+
+    @property
+    def measuring(self) -> bool:
+        require_attached(self)
+        return self.controller.warmup is not None
+
+    @property
+    def layout(self) -> tuple[GradientRange, ...]:
+        require_attached(self)
+        return self.buffers.layout
+
+    def on_callbacks_changed(self) -> None:
+        for state in self._states if self.mode == "overlap" else ():
+            self._states.set_owned(state, self._callbacks.owned(state.name))
+
+    def stats(self) -> dict[str, Any]:
+        values = super().stats() | plan_stats(self.controller, self.exchange, self.buffers, self.trace)
+        values |= {"grad_norm": self._steps.grad_norm, "clipping": self._clipping and self._clipping.stats()}
+        return values | {"waits": self._waits.stats()}
+
+    def timeline_events(self) -> list[dict[str, Any]]:
+        return self.trace.events(self.group.rank, self.exchange.timeline())
+
+    def plan_text(self, profile_path: str | None) -> str:
+        require_attached(self)
+        return agreement.plan_text(self.plan, self.controller.agreed.profile, profile_path)
+
+    def diagnostics(self) -> Diagnostics:
+        return Diagnostics(self.controller, self.exchange, self.trace)
+
+    def _warn_once(self, message: str, *arguments: Any) -> None:
+        if self.group.rank == 0 and message not in self._told:
+            self._told.add(message)
+            _log.warning(message, *arguments)
+
+    def _change_layout(self, change: Callable[[], None]) -> None:
+        change_layout(self._states, self.buffers, self.exchange, change, tells=self.group.rank == 0)
