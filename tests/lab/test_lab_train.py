@@ -70,7 +70,8 @@ def test_a_plan_of_mgwfbp_is_one_of_ddps_buckets(measured):
 
 def test_ddp_counts_the_parameters_alone(measured):
     sizes = {tensor.name: tensor.bytes + 4 for tensor in measured.tensors}
-    assert {tensor.name: tensor.bytes for tensor in predictions.as_ddp_sends(measured, sizes, Hosts.even(2, 1)).tensors} == sizes
+    counted = predictions.as_ddp_sends(measured, sizes, Hosts.even(2, 1))
+    assert {tensor.name: tensor.bytes for tensor in counted.tensors} == sizes
 
 
 # --- The table ---

@@ -84,6 +84,7 @@ LAYERS = {
     "benchmarks": Layer(
         LIVE,
         "benchmark/ sys/resource.h cuda_runtime csrc/core/ tests/core/ csrc/bench/instant_transport.h "
+        "csrc/transport/torch/int8_group.h "
         "tests/sim/simulator/simulate.h",
     ),
 }
