@@ -46,7 +46,7 @@ def test_the_part_that_explains_it(before):
 
 
 def test_an_action_that_only_one_run_knows(before):
-    after = before | {"actions": before["actions"][1:]}
+    after = before | {"actions": [action for action in before["actions"] if action["key"] != "wire"]}
     rows = {row.key: row for row in run_comparison.compare(before, after).actions}
     assert (rows["wire"].b, rows["wire"].difference, rows["wire"].clear) == (None, None, None)
     assert rows["overlap"].difference == 0
@@ -83,7 +83,7 @@ def test_the_command_for_programs(run, paths):
     fields = json.loads(run("compare", paths[0] / "doctor.json", paths[1], "--json").out)
     step = fields["times_ms"][0]
     assert (step["key"], step["a"], step["b"], step["clear"]) == ("step", 520.0, 400.0, True)
-    assert [row["key"] for row in fields["actions_speedup"]][:2] == ["wire", "overlap"]
+    assert {row["key"] for row in fields["actions_speedup"]} >= {"int8", "wire", "overlap"}
 
 
 @pytest.mark.parametrize(("limit", "code"), [("31%", 0), ("29%", 1), ("0.29", 1)])

@@ -7,7 +7,7 @@
 // The hooks keep autograd's nodes alive, and so the parameters. A parameter whose type or device has changed has a new
 // node; refresh() hooks that.
 //
-// Thread safety: hooks run on autograd's threads, everything else on any thread that holds the GIL. REQUIRES: refresh(),
+// Thread safety: any thread; hooks run on autograd's, everything else with the GIL. REQUIRES: refresh(),
 // follow_layout() and remove() do not run while another thread is in backward.
 #pragma once
 
