@@ -6,7 +6,7 @@ the same iteration::
     phase          next phase
     WarmingUp      Calibrating or Fixed
     Calibrating    Following
-    Following      WarmingUp
+    Following      WarmingUp or Calibrating
     Fixed          none
 
 * ``WarmingUp``: the first steps, and the first ones after a change, are measured. Then all ranks agree on a plan made
@@ -16,7 +16,8 @@ the same iteration::
 * ``Following``: the monitor (include/gradcast/monitor.h) learns the same facts on every rank, and so decides the same.
   It tries the DDP baseline for a few iterations from time to time. If that is as fast, or if the plan is expected to
   gain too little, the baseline is in force: gradients travel as DDP sends them. If the network or the compute has
-  changed for good, ``WarmingUp`` follows.
+  changed for good, ``WarmingUp`` follows. If clipping certifies many more or fewer steps than before, the plan is made
+  again from the same measurements, and ``Calibrating`` follows if it is another one.
 * ``Fixed``: the plan is followed whatever happens.
 
 ``adopt`` follows the plan of a checkpoint, from any phase: ``Following`` or ``Fixed`` begins.
@@ -51,6 +52,9 @@ from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientBu
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 _log = logging.getLogger("gradcast")
+
+# After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
+_SHARE_STEPS = 64
 
 
 class PlanPhase:
@@ -152,7 +156,23 @@ class Calibrating(_Monitored):
 
 
 class Following(_Monitored):
+    def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
+        super().__init__(controller, feed)
+        self._iterations = 0
+
     def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> PlanPhase:
+        phase = self._obey_monitor(reports)
+        self._iterations += 1
+        if phase is not self:
+            return phase
+        rounds, position = divmod(self._iterations, _SHARE_STEPS)
+        if rounds and position == 0:
+            self._controller.proposer.ask_if_share_differs()
+        if rounds and position == 1 and self._controller.proposer.is_asked:
+            return self._controller.plan_for_certified_share(self)
+        return self
+
+    def _obey_monitor(self, reports: Sequence[StepReport] | None) -> PlanPhase:
         decision = self._feed.decide(reports)
         if decision is None:
             return self
@@ -290,6 +310,17 @@ class PlanController:
         with self.exchange.watch.waiting("the agreement on the plan"):
             steps = calibration_.gather(self._group)
             return self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
+
+    def plan_for_certified_share(self, present: PlanPhase) -> PlanPhase:
+        """``present``: the phase that stays if the plan does. Collective."""
+        with self.exchange.watch.waiting("the agreement on the plan"):
+            agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
+        self.log(logging.INFO, self.proposer.share_sentence(self.agreed, agreed))
+        if self.keep_if_confirmed(agreed):
+            return present
+        phase = self.start_plan(agreed, Calibrating)
+        self.describe()
+        return phase
 
     def keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
         """Keeps the plan in force if calibration has confirmed it; its own steps update what is expected of it. Returns

@@ -3,6 +3,7 @@
 Also why a plan is made again during training, and how long the next change is then ignored.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from gradcast.training.options import Options
 from gradcast.training.plan import calibration, measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import CalibrationSteps
-from gradcast.training.plan.candidates import best_for_steps
+from gradcast.training.plan.candidates import best_for_steps, choose_plan
 from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.clipping import NORMS_NAME, NormClipping
@@ -31,6 +32,8 @@ _BASELINE_TOLERANCE = 0.002
 _HOLD_ITERATIONS = 64
 _HOLD_ITERATIONS_MAX = 4096
 _REAL_CHANGE = 0.05  # share of the predicted step
+# Another plan may be better if clipping certifies so many more or fewer steps, as a share of all.
+_OTHER_SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Proposer:
         self._world_size, self._options = world_size, options
         self._idle_saving_ns = 0.0  # found in the last warm-up
         self.variation = StepVariation()  # of the steps that the last proposal was made from
+        self._baseline_profile: _core.Profile | None = None  # of the last proposal
+        # Of the last proposals, the last one first: the share of steps that clipping certifies. Empty but on rank 0.
+        self._shares: collections.deque[float] = collections.deque(maxlen=2)
+        self._arrived = frozenset[str]()  # what has arrived when it decides
         self.read_first: set[str] = set()  # tensors that forward waits for before it begins, as it reads them unseen
 
     def from_warmup(self, profile: _core.Profile, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
@@ -127,6 +134,35 @@ class Proposer:
         proposal = self._proposal(corrected, plan, variation, baseline_profile)
         return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
 
+    def from_certified_share(self, agreed: AgreedPlan) -> AgreedPlan:
+        """A plan for the share of steps that clipping certifies now; nothing is measured anew."""
+        profile = agreed.profile
+        plan = self._choose(profile, self.variation)
+        proposal = self._proposal(profile, plan, self.variation, self._baseline_profile)
+        return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
+
+    def ask_if_share_differs(self) -> None:
+        """Rank 0 asks all ranks to plan again if clipping certifies many more or fewer steps than when the plan was
+        made. That travels with the norms: ranks whose programs replace gradients or leave out steps count differently.
+        """
+        if self._shares:
+            change = self._clipping.certified_share_if(self._arrived) - self._shares[0]
+            self._clipping.asks_for_plan = abs(change) >= _OTHER_SHARE
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether rank 0 has asked in the iteration before; the same on all ranks."""
+        return self._clipping is not None and self._clipping.any_asks_for_plan
+
+    def share_sentence(self, before: AgreedPlan, now: AgreedPlan) -> str:
+        """What to log of a plan for another share; of rank 0."""
+        shares = " of steps, ".join(f"{share:.0%}" for share in self._shares)
+        return (
+            f"clipping now certifies {shares} when the plan was made; planned again: "
+            f"{now.typical_step.step_ns / 1e6:.1f} ms per step predicted, "
+            f"{before.typical_step.step_ns / 1e6:.1f} before"
+        )
+
     def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
         plan = _core.Plan.from_json(state["plan"])
         return self._proposal(_core.Profile.from_json(state["layout"]), plan, StepVariation())
@@ -156,7 +192,7 @@ class Proposer:
         if not self._options.adapt or profile.link is None:
             return AgreedPlan(profile, plan)
         baseline_profile = baseline_profile or profile
-        baseline = baseline_plan(baseline_profile)
+        self._baseline_profile, baseline = baseline_profile, baseline_plan(baseline_profile)
         waiting_share = self._waiting_share(profile, plan)
         expectation = expect(
             profile, plan, baseline_profile, baseline, variation, waiting_share, read_first=self.read_first
@@ -164,6 +200,11 @@ class Proposer:
         reason = None if self._waits is None else self._waits.reason()
         if reason is not None:
             expectation = dataclasses.replace(expectation, reason=reason)
+        if self._clipping is not None and self._clipping.certifies:
+            # If the plan waits anyway, the share counts that would make the best one of overlap mode the better one.
+            overlap = plan if plan.mode == self._mode else choose_plan(profile, self._mode, self._options)
+            self._arrived = frozenset(arrived_with_first(profile, overlap))
+            self._shares.appendleft(self._clipping.certified_share_if(self._arrived))
         return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation)
 
     @property

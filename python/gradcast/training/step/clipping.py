@@ -33,8 +33,9 @@ _RECORDED_STEPS = 64
 
 
 def norms_tensor(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of the size and type of the norms that a rank sends: float64, so that no wire rounds them."""
-    return torch.empty(len(parameters), dtype=torch.float64, device=parameters[0].device)
+    """A tensor of the size and type of what a rank sends: its norms, and whether it asks for a plan. float64, so that
+    no wire rounds them."""
+    return torch.empty(len(parameters) + 1, dtype=torch.float64, device=parameters[0].device)
 
 
 def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
@@ -123,7 +124,8 @@ class NormClipping:
 
     ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
     open step are clipped, or certainly need not be. ``asked``: the program has asked for that before ``step()``.
-    ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it.
+    ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it. ``asks_for_plan``: with
+    its next norms, this rank asks all ranks to plan again.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class NormClipping:
         self._told = False
         self.total_norm: torch.Tensor | None = None
         self._promised: PendingNorm | None = None
+        self.asks_for_plan = False
         self.begin_step()
 
     # --- Sending ---
@@ -159,8 +162,16 @@ class NormClipping:
     def write_norms(self) -> None:
         """Writes the norms of what this rank sends into the buffer. REQUIRES: all have been sent."""
         norms = torch.stack([self._sent[state.index] for state in self._states])
-        self._buffers.views[self.index].copy_(norms)
+        self._buffers.views[self.index][:-1].copy_(norms)
+        self._buffers.views[self.index][-1].fill_(float(self.asks_for_plan))
+        self.asks_for_plan = False
         self._sent.clear()
+
+    @property
+    def any_asks_for_plan(self) -> bool:
+        """Whether a rank has asked for a plan with the last norms; the same on all ranks. On a device the host waits
+        for the answer. REQUIRES: the norms have arrived, and no new ones are written."""
+        return bool(self._buffers.views[self.index][-1] > 0)
 
     # --- Receiving ---
 
@@ -306,7 +317,7 @@ class NormClipping:
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from what the ranks have sent."""
-        bounds = self._certificate.bounds(self._buffers.views[self.index])
+        bounds = self._certificate.bounds(self._buffers.views[self.index][:-1])
         for state in self._states:
             # If no rank has used the parameter, what its .grad was before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None
