@@ -79,6 +79,8 @@ class Program:
         settings = {
             "compiled": "compiled" in self.wrapper,
             "ddp_given": self.wrapper not in ("none", "compiled"),
+            # What their passes in between change reaches other ranks later than with DDP.
+            "bare_norms": self.wrapper in ("none", "compiled") and "batch norm" in parts,
             "many_ranks": self.ranks > 2,
             "static": "static_graph" in self.ddp_options,
             "accumulation": self.micro_batches > 1,

@@ -92,6 +92,7 @@ class Attachment:
         changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
         self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._accepted.module))
         if self._is_borrowed:
+            self.session.before_borrowed_forward(called)
             return
         if self._taken_over is not None:
             self._taken_over.before_forward()
@@ -110,7 +111,7 @@ class Attachment:
         if self.session.released:
             return
         if self._is_borrowed:
-            self.session.watch_output(called, output)
+            self.session.after_borrowed_forward(called, output)
         else:
             self.session.after_forward(called, output)
 

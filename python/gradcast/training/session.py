@@ -339,28 +339,36 @@ class Session(SessionParts):
         if not in_backward:
             self._forget_late_updates()
         self._forward_start_ns[id(module)], self._forward_end_ns = time.perf_counter_ns(), 0
-        if training and not in_backward and self._module_buffers is not None:
+        is_evaluation = not module.training and not torch.is_grad_enabled()
+        if not is_evaluation and not in_backward and self._module_buffers is not None:
             self._bring_buffers(module)
         if training:
             self._reads.forward_begins(compiled=compiled)
         self._waits.forward_begins()
 
     def _bring_buffers(self, module: nn.Module) -> None:
-        """Rank 0's buffers, for the forward pass for training that begins."""
+        """Rank 0's buffers, for the forward pass that begins."""
         with self._lock, self.trace.timed("wait"), pending.not_traced():
             if self._gradients.open and not self._gradients.all_sent:
                 self._gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
             needed = self._gradients.is_backward_expected(module)
-            self._module_buffers.before_forward(module, synchronizing=self.is_synchronizing(), needed=needed)
+            synchronizing = self.is_synchronizing() and torch.is_grad_enabled()
+            self._module_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
+
+    def before_borrowed_forward(self, module: nn.Module) -> None:
+        """``module`` is called with other tensors in place of its own."""
+        if self._module_buffers is not None and torch._C._current_graph_task_id() == -1:
+            self._module_buffers.before_borrowed_forward(module)
+
+    def after_borrowed_forward(self, module: nn.Module, output: Any) -> None:
+        self._gradients.watch_output(module, output)
+        if self._module_buffers is not None and torch._C._current_graph_task_id() == -1:
+            self._module_buffers.after_borrowed_forward(module)
 
     def after_forward(self, module: nn.Module, output: Any) -> None:
         self._forward_end_ns = time.perf_counter_ns()
         if self.controller.warmup is not None:
             self.controller.warmup.forward_ended(output)
-        self._gradients.watch_output(module, output)
-
-    def watch_output(self, module: nn.Module, output: Any) -> None:
-        """Backward through this output may lead to parameters."""
         self._gradients.watch_output(module, output)
 
     def _warn_if_forward_unseen(self) -> None:

@@ -132,6 +132,37 @@ def changes_between_steps(side):
     return loop.result()
 
 
+def forwards_without_gradients(side):
+    """In training mode, as a pass for pseudo-labels: DDP sends before it, and not before the next one."""
+    loop = Loop(side)
+    for number in range(8):
+        if number in (2, 3, 6):
+            with torch.no_grad():
+                loop.called(side.batch(number + 50))
+        loop.step(number)
+    return loop.result()
+
+
+def training_in_evaluation_mode(side):
+    """As fine-tuning with frozen statistics: forward reads the buffers."""
+    loop = Loop(side)
+    for number in range(8):
+        loop.called.train(number % 3 == 0)
+        loop.step(number)
+    return loop.result()
+
+
+def other_weights_on_one_rank(side):
+    """That pass changes buffers of a rank that the others know nothing of, and rank 0's replace them."""
+    loop = Loop(side)
+    for number in range(8):
+        loop.step(number)
+        if side.rank == 1 and number % 3:
+            others = {name: each.detach() * 0.5 for name, each in loop.module.named_parameters()}
+            torch.func.functional_call(loop.module, others, side.batch(number + 50))
+    return loop.result()
+
+
 LOOPS = {
     "steps": steps,
     "checkpointing": lambda side: steps(side, again=True),
@@ -140,6 +171,9 @@ LOOPS = {
     "a plan for what was measured": lambda side: steps(side, policy=gradcast.Options().policy),
     "accumulation": accumulation,
     "forwards without backward": forwards_without_backward,
+    "forwards without gradients": forwards_without_gradients,
+    "training in evaluation mode": training_in_evaluation_mode,
+    "other weights on one rank": other_weights_on_one_rank,
     "changes between steps": changes_between_steps,
 }
 

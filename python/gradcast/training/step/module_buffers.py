@@ -2,7 +2,7 @@
 
 Forward changes buffers, so they travel with the gradients of the backward pass behind it: one more tensor of the plan
 holds their bytes, as whole numbers of 64 bits. Rank 0 contributes its bytes and every other rank zeros, so the sum is
-exact for any dtype and wire. The next forward pass for training copies them in, which is when DDP sends them.
+exact for any dtype and wire. The next forward pass copies them in, which is when DDP sends them.
 
 Where no backward pass has sent them (before the first forward pass, or between two in a row), rank 0 sends and all
 wait.
@@ -48,6 +48,7 @@ class ModuleBuffers:
         self._layout: object = None  # that of the slots
         self._slots: list[list[torch.Tensor]] = []  # by part and buffer: its place in the tensor
         self._is_written = False  # in the open step
+        self._unchanged: dict[int, torch.Tensor] = {}  # before the borrowed forward pass that runs
         # Checkpoints run forward again inside backward. Until the first pass has shown whether they do: None.
         self._changes_in_backward: bool | None = None
 
@@ -70,22 +71,27 @@ class ModuleBuffers:
         return True
 
     def before_forward(self, module: nn.Module, *, synchronizing: bool, needed: bool) -> None:
-        """Rank 0's values, for the forward pass for training of ``module`` that begins; not after a pass in
-        no_sync(), as with DDP. Collective if no backward pass has sent them.
+        """Rank 0's values, for the forward pass of ``module`` that begins; not after a pass in no_sync() or without
+        gradients, as with DDP. Collective if no backward pass has sent them. Passes in evaluation or without gradients,
+        which one rank may run alone, leave that to the next one.
 
         ``needed``: backward of an earlier pass still needs this rank's values, so they stay. (With DDP that backward
         raises.)
         """
-        number = next(number for number, each in enumerate(self._modules) if each is module)
+        number = self._number_of(module)
         part = self._parts[number]
         arriving, due = part.arriving, part.due
-        part.arriving, part.due = False, synchronizing
+        if not arriving and not (module.training and torch.is_grad_enabled()):
+            return
+        if module.training:
+            part.arriving, part.due = False, synchronizing
         is_first = self._group.rank == 0
         if arriving and not needed and not is_first:
             self._exchange.wait([self.index])
             # What the program has changed since backward, on all ranks alike (load_state_dict), stays.
             slots, tensors = self._slots_now()[number], part.unchanged()
             _copy([(each, slots[position]) for position, each in tensors.items()])
+            part.still_unchanged(tensors)
         elif due and not arriving:
             tensors = part.current()
             if tensors:
@@ -93,6 +99,15 @@ class ModuleBuffers:
                 with self._exchange.watch.waiting(f"{WHAT} from rank 0"):
                     keeps = needed and not is_first
                     self._group.copy_from_first([each.clone() for each in tensors] if keeps else tensors, WHAT)
+
+    def before_borrowed_forward(self, module: nn.Module) -> None:
+        """A forward pass begins with other tensors in place of the module's own (functional_call)."""
+        self._unchanged = self._parts[self._number_of(module)].unchanged()
+
+    def after_borrowed_forward(self, module: nn.Module) -> None:
+        """What that pass has changed is not the program's, so rank 0's values replace it."""
+        self._parts[self._number_of(module)].still_unchanged(self._unchanged)
+        self._unchanged = {}
 
     def send_before_forward(self) -> None:
         """What has travelled is dropped: the next forward pass begins with sending."""
@@ -107,6 +122,9 @@ class ModuleBuffers:
     def release(self) -> None:
         """Lets go of the gradient buffers."""
         self._slots, self._layout = [], None
+
+    def _number_of(self, module: nn.Module) -> int:
+        return next(number for number, each in enumerate(self._modules) if each is module)
 
     def _write(self) -> None:
         self._is_written = True
@@ -169,6 +187,13 @@ class _Part:
         """By position, the buffers that are as at the last look."""
         seen = zip(self.current(), self.tensors, self._versions, strict=False)
         return {n: now for n, (now, then, version) in enumerate(seen) if now is then and now._version == version}
+
+    def still_unchanged(self, before: dict[int, torch.Tensor]) -> None:
+        """The buffers at the positions of ``before`` count as unchanged as they are now, if they are alike."""
+        for position, now in enumerate(self.current()):
+            then = before.get(position)
+            if then is not None and (now.shape, now.dtype) == (then.shape, then.dtype):
+                self.tensors[position], self._versions[position] = now, now._version
 
     def _kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
         return [(each.shape, each.dtype) for each in self.tensors]
