@@ -7,6 +7,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <stdexcept>
@@ -132,16 +133,18 @@ void AccumulationHooks::remove() {
   on_gradient_ = py::none();
 }
 
-void AccumulationHooks::follow_layout(std::vector<Place> places) {
+void AccumulationHooks::follow_layout(std::vector<Place> places, std::vector<int64_t> addresses) {
   places_ = std::move(places);
+  addresses_ = std::move(addresses);
 }
 
-void AccumulationHooks::arm(int64_t task, const std::vector<int64_t>& indices, const std::vector<at::Tensor>& views,
-                            const std::vector<int64_t>& addresses) {
+void AccumulationHooks::arm(int64_t task, const py::list& views, const std::vector<int64_t>& special) {
   const MutexLock lock(mutex_);
   task_ = task;
-  for (const int64_t index : indices)
-    armed_.at(index) = Armed{views.at(index), addresses.at(index)};
+  for (size_t i = 0; i < armed_.size(); ++i)
+    armed_[i] = Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i)};
+  for (const int64_t index : special)
+    armed_.at(index).reset();
 }
 
 void AccumulationHooks::disarm() {

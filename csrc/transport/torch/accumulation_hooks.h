@@ -49,11 +49,11 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
 
   // By parameter: its tensor in the engine's profile, its buffer, and the bytes there that are written with it.
   using Place = std::tuple<int32_t, int32_t, int64_t, int64_t>;
-  void follow_layout(std::vector<Place> places);
-  // Gradients of these parameters in the outermost backward pass `task` are ordinary, once each. `views`, `addresses`: of
-  // all parameters.
-  void arm(int64_t task, const std::vector<int64_t>& indices, const std::vector<at::Tensor>& views,
-           const std::vector<int64_t>& addresses) GC_EXCLUDES(mutex_);
+  // `addresses`: those of the views.
+  void follow_layout(std::vector<Place> places, std::vector<int64_t> addresses);
+  // Gradients of all parameters but the `special` ones are ordinary in the outermost backward pass `task`, once each.
+  // `views`: of all parameters.
+  void arm(int64_t task, const pybind11::list& views, const std::vector<int64_t>& special) GC_EXCLUDES(mutex_);
   void disarm() GC_EXCLUDES(mutex_);
   // The parameters whose gradients were sent since the last call, in order, and the norms of what was sent.
   std::pair<std::vector<int64_t>, std::vector<at::Tensor>> take_sent() GC_EXCLUDES(mutex_);
@@ -90,6 +90,7 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   };
   std::vector<Hooked> hooked_;
   std::vector<Place> places_;
+  std::vector<int64_t> addresses_;
 
   Mutex mutex_;
   int64_t task_ GC_GUARDED_BY(mutex_);

@@ -108,6 +108,7 @@ void bind_tensor_lists(py::module_& module) {
              "Sets the .grad of these parameters, unchecked, and returns the former ones.");
   module.def("hold_gradients", &hold_gradients, py::arg("parameters"), py::arg("gradients"),
              "Whether the .grad of each parameter is this tensor.");
+  module.def("kinds", &kinds, py::arg("tensors"), "The types and devices of these tensors, for comparison.");
   module.def("lie_at", &lie_at, py::arg("tensors"), py::arg("addresses"),
              "Whether each of these tensors still begins at this address.");
 }
@@ -139,9 +140,9 @@ void bind_accumulation_hooks(py::module_& module) {
       .def("refresh", &AccumulationHooks::refresh,
            "Hooks parameters again that were converted. Those that have or had post-accumulate hooks of the program.")
       .def("remove", &AccumulationHooks::remove)
-      .def("follow_layout", &AccumulationHooks::follow_layout, py::arg("places"))
-      .def("arm", &AccumulationHooks::arm, py::arg("task"), py::arg("indices"), py::arg("views"), py::arg("addresses"),
-           "Gradients of these parameters, made by this backward pass, are sent without Python.")
+      .def("follow_layout", &AccumulationHooks::follow_layout, py::arg("places"), py::arg("addresses"))
+      .def("arm", &AccumulationHooks::arm, py::arg("task"), py::arg("views"), py::arg("special"),
+           "Gradients of all parameters but the special ones, made by this backward pass, are sent without Python.")
       .def("disarm", &AccumulationHooks::disarm)
       .def("take_sent", &AccumulationHooks::take_sent,
            "What was sent since the last call, in order, and the norms of that.")
@@ -194,6 +195,10 @@ PYBIND11_MODULE(_c10d, module) {
       py::arg("are_gradients"),
       "Positions of the tensors that somebody else holds: in Python beyond the list and `python_references` more "
       "(None: not counted), in C++, or by their memory.");
+  module.def("any_view_held", &gradcast::any_view_held, py::arg("views"), py::arg("parameters"),
+             "Whether somebody but the list holds a view that is not the .grad of its parameter.");
+  module.def("entries_held", &gradcast::entries_held, py::arg("attributes"),
+             "Ids of the keys of an optimizer's state whose entries somebody may read without asking the optimizer.");
   gradcast::bind_tensor_lists(module);
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "

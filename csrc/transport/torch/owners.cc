@@ -24,6 +24,20 @@ int64_t python_references(const py::list& tensors, size_t position, const at::Te
          (tensor.use_count() > 1 ? 1 : 0);
 }
 
+// Whether nobody but its entry refers to a value of an optimizer's state, or could notice that it changes.
+bool is_own_value(PyObject* value) {
+  if (value == Py_None || PyFloat_CheckExact(value) || PyLong_CheckExact(value) || PyBool_Check(value)) return true;
+  return THPVariable_CheckExact(value) && Py_REFCNT(value) == 1 && THPVariable_Unpack(value).use_count() == 1;
+}
+
+bool is_own_entry(PyObject* entry) {
+  if (!PyDict_CheckExact(entry) || Py_REFCNT(entry) != 1) return false;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t position = 0; PyDict_Next(entry, &position, &key, &value) != 0;)
+    if (!is_own_value(value)) return false;
+  return true;
+}
+
 // A storage that was asked for in Python keeps its Python object, which nobody need refer to.
 size_t owners_of(const c10::Storage& storage) {
   const bool is_known_only = storage.unsafeGetStorageImpl()->pyobj_slot()->has_unique_reference();
@@ -48,6 +62,29 @@ std::vector<int64_t> held_elsewhere(const py::list& tensors, std::optional<int64
     const bool by_memory = owners_of(tensor.storage()) > in_memory[tensor.storage().unsafeGetStorageImpl()];
     if (by_python || by_memory || tensor.use_count() > known) held.push_back(static_cast<int64_t>(i));
   }
+  return held;
+}
+
+bool any_view_held(const py::list& views, const py::list& parameters) {
+  if (views.size() != parameters.size()) throw py::value_error("as many views as parameters are expected");
+  for (size_t i = 0; i < views.size(); ++i) {
+    const at::Tensor& view = tensor_at(views, i);
+    if (tensor_at(parameters, i).grad().is_same(view)) continue;
+    const bool is_accumulated = torch::autograd::impl::try_get_grad_accumulator(view) != nullptr;
+    if (python_references(views, i, view) > 1 || view.use_count() > (is_accumulated ? 2 : 1)) return true;
+    if (owners_of(view.storage()) > 1) return true;
+  }
+  return false;
+}
+
+std::optional<py::set> entries_held(const py::dict& attributes) {
+  PyObject* state = PyDict_GetItemString(attributes.ptr(), "state");
+  if (state == nullptr || !PyDict_Check(state)) return std::nullopt;
+  const bool is_held = Py_REFCNT(state) > 1;
+  py::set held;
+  PyObject *parameter = nullptr, *entry = nullptr;
+  for (Py_ssize_t position = 0; PyDict_Next(state, &position, &parameter, &entry) != 0;)
+    if (is_held || !is_own_entry(entry)) held.add(py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(parameter)));
   return held;
 }
 

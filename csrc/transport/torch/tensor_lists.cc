@@ -3,6 +3,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <string>
 #include <utility>
 
 namespace py = pybind11;
@@ -141,6 +142,19 @@ bool hold_gradients(const py::list& parameters, const py::list& gradients) {
     if (!same) return false;
   }
   return true;
+}
+
+py::bytes kinds(const py::list& tensors) {
+  std::string kinds;
+  kinds.reserve(3 * tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensor_of(at_position(tensors, i));
+    const at::Device device = tensor.device();
+    kinds.push_back(static_cast<char>(tensor.scalar_type()));
+    kinds.push_back(static_cast<char>(device.type()));
+    kinds.push_back(static_cast<char>(device.index()));
+  }
+  return kinds;
 }
 
 bool lie_at(const py::list& tensors, const std::vector<int64_t>& addresses) {

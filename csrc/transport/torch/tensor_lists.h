@@ -36,6 +36,9 @@ pybind11::list swap_gradients(const pybind11::list& parameters, const pybind11::
 // Whether the .grad of each parameter is this tensor.
 bool hold_gradients(const pybind11::list& parameters, const pybind11::list& gradients);
 
+// The types and devices of these tensors, for comparison.
+pybind11::bytes kinds(const pybind11::list& tensors);
+
 // Whether each of these tensors still begins at this address.
 bool lie_at(const pybind11::list& tensors, const std::vector<int64_t>& addresses);
 

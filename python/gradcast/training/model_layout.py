@@ -6,9 +6,10 @@ import operator
 import sys
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from gradcast.training.compat import extension
 
 _STATELESS = "torch.nn.utils.stateless"
 
@@ -43,12 +44,11 @@ class ModelLayout:
         self._held = self._now()
         self._held_kinds = self._kinds()
 
-    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending
-            return [(each.dtype, each.device) for each in self._trained]
+    def _kinds(self) -> object:
+        return extension.load().kinds(self._trained)
 
     def _now(self) -> list[object]:
-        return list(itertools.chain(*(held.values() for held in self._members), *self._updated()))
+        return list(itertools.chain(*map(operator.methodcaller("values"), self._members), *self._updated()))
 
     def _all_parameters(self) -> list[object]:
         return list(itertools.chain(self._module.parameters(), *self._updated()))

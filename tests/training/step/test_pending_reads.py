@@ -12,6 +12,7 @@ import threading
 
 import pytest
 
+from gradcast.training.compat import extension
 from gradcast.training.step import pending
 from training import compare
 from training.needs import torch
@@ -165,3 +166,19 @@ def test_tensors_are_found_at_any_depth():
     one, two, three = torch.ones(3).unbind()
     found = pending.tensors_in([{"a": one}, Output(two, (4, {three}))])
     assert [id(each) for each in found] == [id(one), id(two), id(three)]
+
+
+def test_which_entries_of_a_state_may_be_read_unasked():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = torch.optim.Adam(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    held = lambda: extension.load().entries_held(vars(optimizer))  # noqa: E731
+    assert held() == set()
+    kept = optimizer.state[parameters[0]]["exp_avg"], optimizer.state[parameters[1]]
+    optimizer.state[parameters[2]]["more"] = [torch.ones(2)]
+    assert held() == set(map(id, parameters[:3]))
+    kept = optimizer.state
+    assert held() == set(map(id, parameters))
+    del kept
+    assert held() == {id(parameters[2])}

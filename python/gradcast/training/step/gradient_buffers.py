@@ -202,8 +202,10 @@ class GradientBuffers(GradientSizes):
         """Whether the view still lies in the buffer."""
         return self.are_in_place([index])
 
-    def are_in_place(self, indices: Sequence[int]) -> bool:
-        """Whether these views still lie in the buffers."""
+    def are_in_place(self, indices: Sequence[int] | None) -> bool:
+        """Whether these views (None: all) still lie in the buffers."""
+        if indices is None:
+            return extension.load().lie_at(self.views, self.addresses)
         views, addresses = [self.views[index] for index in indices], [self.addresses[index] for index in indices]
         return extension.load().lie_at(views, addresses)
 
@@ -215,10 +217,7 @@ class GradientBuffers(GradientSizes):
 
     def is_kept(self) -> bool:
         """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite."""
-        with torch._C.DisableTorchFunctionSubclass():
-            free = [view for view, parameter in self._pairs() if parameter.grad is not view]
-        # python_references=1: `views` refers to each, too.
-        return bool(extension.load().held_elsewhere(free, python_references=1, are_gradients=False))
+        return extension.load().any_view_held(self.views, self._parameters)
 
     def keep_apart(self, indices: Iterable[int]) -> None:
         """From now on the gradients of these parameters have memory of their own; the sums are copied there."""

@@ -181,9 +181,10 @@ class GradientHooks:
 
     def are_in_place(self, states: Sequence[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
+        apart = self._buffers.apart
         if not extension.load().hold_gradients([each.parameter for each in states], [e.visible_grad for e in states]):
             return False
-        return self._buffers.are_in_place([each.index for each in states if each.index not in self._buffers.apart])
+        return self._buffers.are_in_place(None if not apart else [e.index for e in states if e.index not in apart])
 
     def refuse_inside_backward(self) -> None:
         """Raises if the backward pass that makes the open gradients calls this, since it would use them too early."""
@@ -235,7 +236,7 @@ class GradientHooks:
             if usage is not Usage.USED:
                 state.copy_due = False
                 self._restore(state, locally_unused)
-        for state in states:
+        for state in [state for state in states if state.copy_due]:
             self.copy_arrived(state)
         parameter_state.arrive(states)
 
@@ -261,11 +262,13 @@ class GradientHooks:
         if state.parameter.grad is state.visible_grad:
             state.parameter.grad = locally_unused.grad_before
 
-    def drop_released(self, state: ParameterState) -> None:
-        """Drops a gradient that lies apart from the buffer once the program has released it, with zero_grad()."""
-        if state.index in self._buffers.apart and state.parameter.grad is not state.visible_grad:
-            state.update_grad = None
-            self._states.set_visible_grad(state, None)
+    def drop_released(self, states: Sequence[ParameterState]) -> None:
+        """Drops gradients that lie apart from the buffer once the program has released them, with zero_grad()."""
+        apart = self._buffers.apart
+        for state in [state for state in states if state.index in apart] if apart else ():
+            if state.parameter.grad is not state.visible_grad:
+                state.update_grad = None
+                self._states.set_visible_grad(state, None)
 
     def forget_unsynchronized(self) -> None:
         """Forgets which parameters backward passes inside no_sync() have used."""
@@ -334,10 +337,10 @@ class GradientHooks:
         """Lets the hooks send what is ordinary in the backward pass that runs."""
         if self._places is not self._exchange.places:
             self._places = self._exchange.places
-            self._hooks.follow_layout(self._places)
+            self._hooks.follow_layout(self._places, self._buffers.addresses)
         special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
-        ordinary = [each.index for each in self._states if each.index not in special and not each.updated_late]
-        self._hooks.arm(self._task, ordinary, self._buffers.views, self._buffers.addresses)
+        special.update([state.index for state in self._states if state.updated_late])
+        self._hooks.arm(self._task, self._buffers.views, list(special))
 
     def _enter_sent(self, *, ended: bool = False) -> None:
         """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
@@ -348,9 +351,11 @@ class GradientHooks:
             return
         if self._clipping is not None:
             self._clipping.take_norms(indices, norms)
-        sent = [self._states[index] for index in indices]
+        sent, views = [self._states[index] for index in indices], self._buffers.views
         for state in sent:
-            self._show(state, self._buffers.views[state.index])
+            state.update_grad = view = views[state.index]
+            if state.visible_grad is not view:
+                self._states.set_visible_grad(state, view)
             if state.frozen_steps:
                 self._count_frozen(state, Usage.USED)
         self._sent_count += len(sent)

@@ -1,8 +1,9 @@
 """The optimizer's state while updates are due: any access waits for them first.
 
-A tensor of the state is as pending as its parameter. ``optimizer.state`` itself is guarded as well, since an update may
-replace numbers, add tensors, and create the entries of the first step. One access is not seen: a number in the entry of
-one parameter (``optimizer.state[p]``) to which the program has kept a reference.
+A tensor of the state to which the program has kept a reference is as pending as its parameter. Everything else is
+reached through ``optimizer.state``, which is guarded itself; an update may also replace numbers, add tensors, and
+create the entries of the first step. One access is not seen: a number in the entry of one parameter
+(``optimizer.state[p]``) to which the program has kept a reference.
 
 Thread safety: under the session's lock.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gradcast.training.compat import extension
 from gradcast.training.step import pending
 from gradcast.training.step.parameter_state import ParameterState
 
@@ -72,10 +74,10 @@ class OptimizerStateGuard:
 
     def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
         """The updates of these parameters are due from now on."""
-        held = self._optimizer.state
-        if type(held) is not GuardedState:  # also after load_state_dict(), which makes another dict
-            self._optimizer.state = GuardedState(held, self._before_access)
-        for state in states:
+        if type(self._optimizer.state) is not GuardedState:  # also after load_state_dict(), which makes another dict
+            self._optimizer.state = GuardedState(self._optimizer.state, self._before_access)
+        held = extension.load().entries_held(vars(self._optimizer))
+        for state in states if held is None else [state for state in states if id(state.parameter) in held]:
             entry = dict.get(self._optimizer.state, state.parameter)
             self._entries[state.index] = state, _tensors_in(entry) if entry else []
         tensors = self._tensors()
@@ -85,6 +87,8 @@ class OptimizerStateGuard:
 
     def clear(self, states: Sequence[ParameterState]) -> None:
         """The updates of these parameters are about to run."""
+        if not self._entries:
+            return
         entries = [self._entries.pop(state.index) for state in states if state.index in self._entries]
         finished = [tensor for _, tensors in entries for tensor in tensors]
         if self._are_shared:

@@ -53,9 +53,10 @@ class OptimizerSteps:
         self._optimizers = list(optimizers)
         self._states = states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
+        self._ids_of = [{id(state.parameter) for state in own} for own in self._states_of]
         self._exchange, self._gradients, self._trace, self._waits = exchange, gradients, trace, waits
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
-        self._left: dict[int, list[ParameterState]] = {}  # by optimizer: whose updates are due
+        self._left: dict[int, dict[int, ParameterState]] = {}  # by optimizer and index: whose updates are due
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
         self._arrived: set[int] = set()  # parameters whose gradients of the open step are known to have arrived
         self._interceptions: list[partial_step.StepInterception] = []
@@ -83,7 +84,7 @@ class OptimizerSteps:
     @property
     def due(self) -> list[ParameterState]:
         """Parameters whose updates are due."""
-        return [state for left in self._left.values() for state in left if state.is_update_due]
+        return [state for left in self._left.values() for state in left.values()]
 
     def on_backward_begin(self) -> None:
         """The gradients of the open step are replaced; an optimizer that has not taken them never will."""
@@ -197,10 +198,9 @@ class OptimizerSteps:
         self._clip()
         with interrupts.after_this():
             for number, left in list(self._left.items()):
-                part = [state for state in left if state.index in self._arrived and state.is_update_due]
+                part = [state for index, state in left.items() if index in self._arrived]
                 if part:
                     self._update(number, part)
-                    left[:] = [state for state in left if state.is_update_due]
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _wait_for(self, due: Sequence[ParameterState]) -> None:
@@ -234,7 +234,7 @@ class OptimizerSteps:
 
     def complete_updates_of(self, number: int) -> None:
         """Completes all updates of one optimizer that are due."""
-        self.complete_updates([state for state in self._states_of[number] if state.is_update_due])
+        self.complete_updates(list(self._left.get(number, {}).values()))
 
     def _on_state_access(self, number: int) -> None:
         with self._waits.at(Cause.STATE):
@@ -309,7 +309,7 @@ class OptimizerSteps:
         due = self._states_of[number]
         with interrupts.after_this():
             self._partial[number] = partial_step.PartialStep(self._optimizers[number])
-            self._left[number] = list(due)
+            self._left[number] = {state.index: state for state in due}
             held = self.held(number)
             parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
@@ -322,8 +322,7 @@ class OptimizerSteps:
 
     def _update_others(self, number: int) -> None:
         """Updates what else the optimizer updates: frozen parameters that have a gradient."""
-        own = {id(state.parameter) for state in self._states_of[number]}
-        groups = self._optimizers[number].param_groups
+        own, groups = self._ids_of[number], self._optimizers[number].param_groups
         others = [p for group in groups for p in group["params"] if id(p) not in own and p.grad is not None]
         if others:
             self._guards[number].update(lambda: self._partial[number].run(others, last=False))
@@ -347,9 +346,11 @@ class OptimizerSteps:
         if self._values is not None:
             self._values.clip(part)
         parameter_state.start_update(part)
-        guard = self._guards[number]
+        left, guard = self._left[number], self._guards[number]
+        for state in part:
+            del left[state.index]
         guard.clear(part)
-        last = not any(state.is_update_due for state in self._left[number])
+        last = not left
         parameters = [state.parameter for state in part]
         used = [state.parameter for state in part if state.update_grad is not None]
         swap_gradients = extension.load().swap_gradients
@@ -357,6 +358,7 @@ class OptimizerSteps:
         try:
             guard.update(lambda: self._partial[number].run(used, last=last))
         except BaseException as error:
+            left.update((state.index, state) for state in part)
             self._fail(part, error)
             raise
         finally:
@@ -366,7 +368,7 @@ class OptimizerSteps:
                 state.zero_after_update = False
                 if state.update_grad is not None:
                     state.update_grad.zero_()
-            self._gradients.drop_released(state)
+        self._gradients.drop_released(part)
         if last:
             del self._partial[number], self._left[number]
         self._trace.count_update()

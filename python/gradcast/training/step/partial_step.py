@@ -29,7 +29,7 @@ class PartialStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = step_without_hooks(optimizer)
-        self._known_count = len(optimizer.state)  # entries; those of new parameters are added behind them
+        self._known_count = dict.__len__(optimizer.state)  # entries; those of new parameters are added behind them
         self._live_groups = list(optimizer.param_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
         self._begun = False
@@ -61,8 +61,10 @@ class PartialStep:
     def _order_state(self) -> None:
         """Puts the entries of parameters that were updated for the first time into the order of a whole step."""
         state = self._optimizer.state
+        if dict.__len__(state) == self._known_count:
+            return
         new = set(itertools.islice(dict.keys(state), self._known_count, None))
-        for parameter in itertools.chain(*(group["params"] for group in self._live_groups)) if new else ():
+        for parameter in itertools.chain(*(group["params"] for group in self._live_groups)):
             if parameter in new:
                 dict.__setitem__(state, parameter, dict.pop(state, parameter))
 
