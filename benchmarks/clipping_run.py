@@ -1,0 +1,185 @@
+"""How often clipping at 1.0 costs the overlap while a model trains from scratch, and what a step takes against DDP's.
+
+    python -m benchmarks.clipping_run [--hosts 2] [--rate 200mbit] [--rounds 40] [-o docs/images/clipping.png]
+
+The small GPT of examples/char_gpt.py with AdamW on hosts with slow links (root, iproute2): one copy under DDP with
+``clip_grad_norm_``, one in overlap mode with ``Options(max_grad_norm=1.0)``, from the same parameters and on the same
+texts, in turns of 8 steps. The first step of each turn is trained, but not timed. What is logged goes to standard
+error.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcast
+from benchmarks.pages import run_program
+from gradcast.lab import Network
+from gradcast.lab.models import Task, make_task
+from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
+from gradcast.palette import CHANGED, CURVES
+from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
+
+_MAX_NORM = 1.0
+_TURN_STEPS = 8
+_WINDOW_STEPS = 64  # over which stats() counts certified steps
+_TIMEOUT_S = 1800.0
+
+
+class Copy:
+    """The model as it is trained with DDP or with gradcast."""
+
+    def __init__(self, task: Task, *, ddp: bool) -> None:
+        self._task, self._module = task, task.module()
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+        self.times_ms: list[list[float]] = []  # by turn
+        # After each turn: the share of the last steps that were certified, and whether the steps follow DDP's plan.
+        self.shares: list[float | None] = []
+        self.plans: list[str] = []
+        self._called: nn.Module = self._module
+        self._handle = None
+        if ddp:
+            self._called = DistributedDataParallel(self._module, process_group=dist.new_group())
+        else:
+            options = gradcast.Options(max_grad_norm=_MAX_NORM)
+            self._handle = gradcast.attach(self._module, self._optimizer, options=options)
+
+    def train(self) -> None:
+        batches = self._task.batches(len(self.losses), _TURN_STEPS)
+        dist.barrier()
+        times_ms = []
+        for inputs, targets in batches:
+            start = time.perf_counter()
+            self._optimizer.zero_grad()
+            loss = self._task.loss(self._called(inputs), targets)
+            loss.backward()
+            if self._handle is None:
+                nn.utils.clip_grad_norm_(self._module.parameters(), _MAX_NORM)
+            self._optimizer.step()
+            self.losses.append(loss.item())
+            times_ms.append(1e3 * (time.perf_counter() - start))
+        self.times_ms.append(times_ms[1:])  # the first finds caches and TCP's windows as the other copy has left them
+        if self._handle is not None:
+            self._handle.flush()
+            stats = self._handle.stats()
+            self.shares.append((stats["clipping"] or {}).get("certified_share"))
+            self.plans.append("DDP's" if stats["runs_as_ddp"] else f"{self._handle.plan.mode} mode's")
+
+    def facts(self) -> dict[str, Any]:
+        return {"losses": self.losses, "times_ms": self.times_ms, "shares": self.shares, "plans": self.plans}
+
+    def detach(self) -> None:
+        if self._handle is not None:
+            self._handle.detach()
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+    if int(os.environ["RANK"]) == 0:
+        logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    dist.init_process_group("gloo")
+    task = make_task(Settings("char_gpt", None, (), (), batch=args.batch), dist.get_rank())
+    copies = {name: Copy(task, ddp=name == "ddp") for name in ("ddp", "overlap")}
+    for number in range(args.rounds):
+        for name in [*copies] if number % 2 == 0 else [*copies][::-1]:
+            copies[name].train()
+    if dist.get_rank() == 0:
+        Path(args.worker).write_text(json.dumps({name: copy.facts() for name, copy in copies.items()}))
+    for copy in copies.values():
+        copy.detach()
+    dist.destroy_process_group()
+
+
+def report(facts: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each window of steps, and one for the whole run."""
+    turns = _WINDOW_STEPS // _TURN_STEPS
+    ddp, overlap = facts["ddp"], facts["overlap"]
+    lines = []
+    for end in range(turns, len(overlap["shares"]) + 1, turns):
+        medians = [
+            statistics.median(time_ms for times in each["times_ms"][end - turns : end] for time_ms in times)
+            for each in (ddp, overlap)
+        ]
+        share = overlap["shares"][end - 1]
+        certified = (
+            "none decided" if share is None or overlap["plans"][end - 1] == "DDP's" else f"{share:.0%} certified"
+        )
+        loss = overlap["losses"][end * _TURN_STEPS - 1]
+        lines.append(
+            f"to step {end * _TURN_STEPS}: {certified}, {overlap['plans'][end - 1]} plan, {medians[0]:.1f} ms per step "
+            f"with DDP, {medians[1]:.1f} with gradcast, {medians[0] / medians[1]:.2f} x, loss {loss:.3f}"
+        )
+    apart = max(abs(a - b) for a, b in zip(ddp["losses"], overlap["losses"], strict=True))
+    return [*lines, f"largest difference of the losses: {apart:.2g}"]
+
+
+def draw(path: str, facts: dict[str, dict[str, Any]]) -> None:
+    from gradcast.plots.canvas import draw_grid, plt, save
+
+    figure, (above, below) = plt.subplots(2, figsize=(6.2, 3.6), sharex=True, layout="constrained")
+    overlap = facts["overlap"]
+    steps = [_TURN_STEPS * (number + 1) for number in range(len(overlap["plans"]))]
+    percent = [
+        math.nan if share is None or plan == "DDP's" else 100 * share
+        for share, plan in zip(overlap["shares"], overlap["plans"], strict=True)
+    ]
+    above.plot(steps, percent, color=CURVES[0])
+    above.set_ylim(0, 103)
+    above.set_ylabel(f"% certified\nof the last {_WINDOW_STEPS} steps")
+    for color, label, name in ((CURVES[1], "DDP", "ddp"), (CURVES[0], "gradcast", "overlap")):
+        medians = [statistics.median(times) for times in facts[name]["times_ms"]]
+        below.plot(steps, medians, color=color, label=label)
+    below.set_ylim(bottom=0)
+    below.set_ylabel("ms per step")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        draw_grid(axes)
+        labels = iter(["gradcast runs as DDP"])
+        for step, plan in zip(steps, overlap["plans"], strict=True):
+            if plan == "DDP's":
+                axes.axvspan(step - _TURN_STEPS, step, color=CHANGED, linewidth=0, label=next(labels, None))
+    below.legend(frameon=False, loc="lower right", ncols=3)
+    save(figure, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="200mbit", help="of each link, each way")
+    parser.add_argument("--batch", type=int, default=24, help="of each rank (default: 24)")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of 8 steps of each copy (default: 40)")
+    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw it")
+    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    arguments = [*sys.argv[1:], "--worker"]
+    with Network(args.hosts, args.rate) as network:
+        facts = run_for_result(
+            "benchmarks.clipping_run", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
+        )
+    print(f"char_gpt, {args.hosts} hosts, {format_bandwidth(args.rate)}")
+    print("\n".join(report(facts)))
+    if args.output:
+        draw(args.output, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, "clipping_run"))
