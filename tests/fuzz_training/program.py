@@ -81,6 +81,8 @@ class Program:
             "ddp_given": self.wrapper not in ("none", "compiled"),
             # What their passes in between change reaches other ranks later than with DDP.
             "bare_norms": self.wrapper in ("none", "compiled") and "batch norm" in parts,
+            # Given other memory, DDP's views lose their buckets, and what DLPack has taken of a gradient is freed.
+            "bucket_view": "gradient_as_bucket_view" in self.ddp_options,
             "many_ranks": self.ranks > 2,
             "static": "static_graph" in self.ddp_options,
             "accumulation": self.micro_batches > 1,
