@@ -16,7 +16,7 @@ from training.profiles import linear
 from training.twins import Twins
 
 pytest.importorskip("training.needs")
-from gradcast.training.measure import network_cost
+from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.plan import calibration, proposals
 from gradcast.training.plan.warmup import Warmup
 
@@ -63,7 +63,9 @@ def train(rank, gain_if_waiting):
         heard(logging.INFO) as lines,
         mock.patch.object(Warmup, "_combined", half_hidden),
         mock.patch.object(network_cost, "corrected_link", return_value=None),
+        mock.patch.object(network_cost, "cost_spread", return_value=(1.0, 1.0)),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
+        mock.patch.object(compute_cost, "compute_variation", return_value=()),
         mock.patch.object(proposals, "expect", measured if gain_if_waiting is None else expect),
     ):
         twins = Twins(rank, "plain", "adamw foreach", adapt=True, warmup_steps=WARMUP_STEPS, max_grad_norm=1.0)
