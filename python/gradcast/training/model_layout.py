@@ -40,7 +40,9 @@ class ModelLayout:
 
     def _hold(self) -> None:
         # Any change of a parameter or submodule changes one of these dicts.
-        self._members = [held for each in self._module.modules() for held in (each._parameters, each._modules)]
+        self._members = [
+            held for each in self._module.modules() for held in (each._parameters.values(), each._modules.values())
+        ]
         self._held = self._now()
         self._held_kinds = self._kinds()
 
@@ -48,7 +50,7 @@ class ModelLayout:
         return extension.load().kinds(self._trained)
 
     def _now(self) -> list[object]:
-        return list(itertools.chain(*map(operator.methodcaller("values"), self._members), *self._updated()))
+        return list(itertools.chain(*self._members, *self._updated()))
 
     def _all_parameters(self) -> list[object]:
         return list(itertools.chain(self._module.parameters(), *self._updated()))

@@ -44,7 +44,7 @@ _log = logging.getLogger("gradcast")
 
 
 class Session(SessionParts):
-    """The owner of pending parameters and gradients, too (pending.Owner, gradient_hooks.Listener)."""
+    """The owner of pending parameters and gradients, too (pending.Owner, gradient_listener.Listener)."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Session(SessionParts):
             if state is not None and state.locally_unused is not None:
                 self.resolve([tensor])
 
-    # --- Backward (gradient_hooks.Listener) ---
+    # --- Backward (gradient_listener.Listener) ---
 
     def is_synchronizing(self) -> bool:
         return not self.ddp_reduces and self.no_sync_blocks.is_synchronizing
@@ -280,6 +280,10 @@ class Session(SessionParts):
     @property
     def times_gradients(self) -> bool:
         return self.controller.warmup is not None
+
+    @property
+    def awaits_gradients(self) -> bool:
+        return self.mode == "hook"
 
     def on_gradient_sent(self, index: int, *, used: bool) -> None:
         if self.controller.warmup is not None:

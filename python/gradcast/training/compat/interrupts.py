@@ -1,7 +1,7 @@
 """Delays Ctrl-C until a change that has to be complete is complete."""
 
+import _signal
 import contextlib
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +14,16 @@ def after_this() -> Iterator[None]:
     Python runs signal handlers on the main thread only, so other threads need no delay. Neither do handlers that are
     not Python functions (None, SIG_IGN, SIG_DFL): they raise nothing.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
+    handler = _signal.getsignal(_signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
     caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *arguments: caught.append(arguments))
+    _signal.signal(_signal.SIGINT, lambda *arguments: caught.append(arguments))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         if caught:
             handler(*caught[0])

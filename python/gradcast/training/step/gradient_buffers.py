@@ -185,8 +185,9 @@ class GradientBuffers(GradientSizes):
     def any_rank_failed(self) -> torch.Tensor:
         """Whether a backward pass of any rank has failed: one element, 1 or 0, of the reports' dtype. REQUIRES: all
         gradients have arrived."""
-        failed = [flat[offsets].isnan().any() for flat, offsets in zip(self.flats, self._flag_offsets, strict=True)]
-        return torch.stack(failed).any().to(self.reports.dtype).unsqueeze(0)
+        flags = (flat.index_select(0, at) for flat, at in zip(self.flats, self._flag_offsets, strict=True))
+        failed = [each.sum(0, keepdim=True).isnan() for each in flags]  # flags are not negative: nothing else gives NaN
+        return (failed[0] if len(failed) == 1 else torch.cat(failed).any(0, keepdim=True)).to(self.reports.dtype)
 
     def usage(self, indices: Sequence[int]) -> list[Usage]:
         """What all ranks together have done with these parameters, the same on every rank. On a device the host waits

@@ -16,7 +16,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.gradient_listener import Listener
 from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.parameter_state import (
     LocallyUnused,
@@ -41,35 +42,6 @@ from gradcast.training.step.parameter_state import (
 # More steps than a loop that alternates between frozen parts leaves one frozen, and more than a warm-up takes.
 _LONG_FROZEN_STEPS = 64
 _NO_TASK = -1  # autograd's task id outside of backward
-
-
-class Listener(pending.Owner, Protocol):
-    """What the gradients need of a session, which also owns pending gradients."""
-
-    def is_synchronizing(self) -> bool:
-        """Whether the gradients of this backward pass travel: not inside no_sync()."""
-
-    @property
-    def times_gradients(self) -> bool:
-        """Whether ``on_gradient_sent`` must be called when the gradient is sent."""
-
-    def on_backward_begin(self) -> None:
-        """The first gradient of a step exists. Opens an iteration."""
-
-    def on_gradient_sent(self, index: int, *, used: bool) -> None:
-        """A gradient, or what travels with the gradients, is in the buffer. ``used``: backward has made it."""
-
-    def on_backward_end(self) -> None:
-        """All gradients of the step have been sent."""
-
-    def on_backward_failure(self) -> None:
-        """The backward pass of the open step has failed before all gradients existed."""
-
-    def wait_for_gradients(self) -> None:
-        """Waits until all gradients of the open step have arrived."""
-
-    def stop_watching_reads(self) -> None:
-        """Backward begins: reads of parameters are no longer those of forward."""
 
 
 class GradientHook:
@@ -342,8 +314,9 @@ class GradientHooks:
         special.update([state.index for state in self._states if state.updated_late])
         self._hooks.arm(self._task, self._buffers.views, list(special))
 
-    def _enter_sent(self, *, ended: bool = False) -> None:
-        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
+    def _enter_sent(self, *, ended: bool = False, marks: bool = True) -> None:
+        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing. ``marks``:
+        these gradients are pending from now on."""
         if ended:
             self._hooks.disarm()
         indices, norms = self._hooks.take_sent()
@@ -359,7 +332,7 @@ class GradientHooks:
             if state.frozen_steps:
                 self._count_frozen(state, Usage.USED)
         self._sent_count += len(sent)
-        parameter_state.depart(sent, self._listener())
+        parameter_state.depart(sent, self._listener() if marks else None)
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
@@ -453,15 +426,21 @@ class GradientHooks:
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:
             return
-        self._enter_sent(ended=True)
-        self._task = _NO_TASK
-        # The pass may have made none of the gradients, while those of an earlier one wait for step().
-        if not self.open or self._ended_task == self._open_task:
-            return
-        self._ended_task = self._open_task
-        self._send_missing()
-        self._backward_thread = None
-        self._listener().on_backward_end()
+        listener = self._listener()
+        try:
+            # What arrives before the program goes on need not be pending, unless waiting for it fails.
+            self._enter_sent(ended=True, marks=not listener.awaits_gradients)
+            self._task = _NO_TASK
+            # The pass may have made none of the gradients, while those of an earlier one wait for step().
+            if not self.open or self._ended_task == self._open_task:
+                return
+            self._ended_task = self._open_task
+            self._send_missing()
+            self._backward_thread = None
+            listener.on_backward_end()
+        except BaseException:
+            parameter_state.mark_travelling(self._states, listener)
+            raise
 
 
 def _copy(value: torch.Tensor, into: torch.Tensor) -> None:

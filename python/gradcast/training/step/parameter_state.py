@@ -83,13 +83,21 @@ def begin_step(states: Sequence[ParameterState]) -> None:
     _enter(Phase.IDLE, states, Phase.IDLE, Phase.ARRIVED)
 
 
-def depart(states: Sequence[ParameterState], owner: pending.Owner) -> None:
-    """The gradients are in the buffer. An unused parameter is pending, too: it may turn out to have no gradient."""
+def depart(states: Sequence[ParameterState], owner: pending.Owner | None) -> None:
+    """The gradients are in the buffer. An unused parameter is pending, too: it may turn out to have no gradient.
+    ``owner``: None if the program cannot use them before they arrive or ``mark_travelling`` is called."""
     _enter(Phase.TRAVELLING, states, Phase.IDLE)
+    if owner is None:
+        return
     pending.mark([state.visible_grad for state in states], owner)
     unused = [state.parameter for state in states if state.locally_unused is not None]
     if unused:
         pending.mark(unused, owner, gradients_known=False)
+
+
+def mark_travelling(states: Sequence[ParameterState], owner: pending.Owner) -> None:
+    """All gradients that have departed and not arrived are pending from now on."""
+    pending.mark([state.visible_grad for state in states if state.phase is Phase.TRAVELLING], owner)
 
 
 def arrive(states: Sequence[ParameterState]) -> None:
