@@ -112,11 +112,10 @@ def test_a_forward_in_any_form_reads_finished_weights(rank, task, mode):
     inputs = twins.batch()[0]
     values = []
     for module, _, forward in twins.each():
-        if mode == "eval":
-            module.eval()
-        # A forward in training sends buffers; others are the rank's own business, unless they go through DDP.
-        with torch.no_grad() if mode != "train" else torch.enable_grad():
-            values.append((forward if mode == "train" else module)(inputs).detach())
+        # Each rank evaluates with buffers of its own, as it does when it calls the module inside DDP.
+        runs = module.eval() if mode == "eval" else forward
+        with torch.enable_grad() if mode == "train" else torch.no_grad():
+            values.append(runs(inputs).detach())
         module.train()
     found = compare.trees(values[1], values[0])
     return found + twins.differences()
