@@ -119,3 +119,21 @@ def test_a_gradient_stays_the_same_tensor_when_the_module_is_converted_and_back(
     for module, gradients in zip(twins.modules, kept, strict=True):
         assert all(p.grad is grad for p, grad in zip(module.parameters(), gradients, strict=True))
     return twins.differences() + compare.trees(kept[1], kept[0], "kept")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_what_numpy_holds_of_gradients_survives_a_conversion_of_the_module(rank, set_to_none):
+    """An array holds memory, not a tensor, and the conversion gives the gradient other memory."""
+    twins, held = Twins(rank, "plain", "sgd plain"), []
+    for number in range(8):
+        twins.step(set_to_none=set_to_none)
+        if number in (3, 5):
+            twins.handle.flush()
+            held += [p.grad.numpy() for module in twins.modules for p in module.parameters()]
+            copies = [each.copy() for each in held]
+            for module in twins.modules:
+                module.double().float()
+            twins.wrap()
+    twins.handle.flush()
+    return twins.differences() + [f"held {n}" for n, each in enumerate(copies) if (each != held[n]).any()]

@@ -218,7 +218,7 @@ class GradientBuffers(GradientSizes):
 
     def is_kept(self) -> bool:
         """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite."""
-        return extension.load().any_view_held(self.views, self._parameters)
+        return not self.are_in_place(None) or extension.load().any_view_held(self.views, self._parameters)
 
     def keep_apart(self, indices: Iterable[int]) -> None:
         """From now on the gradients of these parameters have memory of their own; the sums are copied there."""
@@ -289,7 +289,8 @@ class GradientBuffers(GradientSizes):
 
     def _kept(self) -> list[int]:
         """Parameters whose view the program keeps, whether it is the ``.grad`` or not."""
-        found: list[int] = []
+        # A conversion of the module gives views other memory; who holds the old one is not known.
+        found = [] if self.are_in_place(None) else [i for i in range(len(self.views)) if not self.is_in_place(i)]
         with torch._C.DisableTorchFunctionSubclass():  # views may be pending
             for are_gradients in (False, True):
                 indices = [i for i, (view, p) in enumerate(self._pairs()) if (p.grad is view) == are_gradients]
