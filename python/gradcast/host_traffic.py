@@ -86,17 +86,25 @@ def wire_cost(
     hosts: Hosts, wire: str, form: str | None = None, fp32_form: str | None = None, *, on_device: bool = False
 ) -> float:
     """The cost per byte of gradients with this wire format, as a multiple of that with fp32. ``form``, ``fp32_form``:
-    None for the ones that gradcast takes. On one host, bytes between its ranks count."""
+    None for the ones that gradcast takes. On one host, bytes between devices count; in host memory no wire format
+    is used."""
     if hosts.count == 1:
-        return WIRE_SHARES[wire]
+        return WIRE_SHARES[wire] if on_device or form == FLAT else 1.0
     narrow = leaving_share(hosts, form or exchange_form(hosts, wire, on_device=on_device), wire)
     return narrow / leaving_share(hosts, fp32_form or exchange_form(hosts, "fp32", on_device=on_device))
+
+
+def wire_taken(hosts: Hosts, wire: str, *, on_device: bool = False) -> str:
+    """The wire format that gradcast uses if this one is asked for."""
+    return "fp32" if hosts.count == 1 and not on_device else wire
 
 
 def saves_nothing(hosts: Hosts, wire: str, *, on_device: bool = False) -> str | None:
     """A sentence if this wire format is not faster than fp32 on these hosts, else None."""
     if wire == "fp32" or wire_cost(hosts, wire, on_device=on_device) < WORTHWHILE_COST:
         return None
+    if hosts.count == 1:
+        return f"{wire} on the wire saves nothing on {hosts.describe()}: no gradient leaves it"
     forms = {each: exchange_form(hosts, each, on_device=on_device) for each in (wire, "fp32")}
     narrow, full = (leaving_share(hosts, form, each) for each, form in forms.items())
     return (

@@ -80,4 +80,6 @@ def test_a_wire_format_that_sends_more_is_told_with_both_numbers():
         (Hosts.even(4, 8), "fp32"),
     ):
         assert saves_nothing(hosts, wire) is None
-    assert wire_cost(Hosts.even(1, 8), "bf16") == wire_cost(Hosts.even(8, 1), "bf16") == 0.5
+    assert wire_cost(Hosts.even(8, 1), "bf16") == wire_cost(Hosts.even(1, 8), "bf16", on_device=True) == 0.5
+    assert wire_cost(Hosts.even(1, 8), "int8") == 1.0
+    assert saves_nothing(Hosts.even(1, 8), "int8").endswith("on 1 host of 8 ranks: no gradient leaves it")

@@ -66,7 +66,7 @@ def storage_and_all_else(result, said):
     told_apart(result, "data_storage", "data_cpu")
     assert (result["world_size"], result["nodes"], result["script"]) == (2, [[0, 1]], str(SCRIPT))
     assert result["not_tried"] is None
-    assert {action["key"] for action in result["actions"]} >= {"overlap", "bucket", "wire", "accumulate", "loader"}
+    assert {action["key"] for action in result["actions"]} >= {"overlap", "bucket", "accumulate", "loader"}
     assert result["floor_ms"] <= result["step"]["ms"] + 1
     assert [each["rank"] for each in result["timeline"]] == [0, 1]
     assert all(each["blocks"] and each["spans"] for each in result["timeline"])

@@ -61,7 +61,7 @@ def test_around_a_loop(ranks, tmp_path):
     ]  # fmt: skip
     found = results[0][2]
     assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["step"]["ms"], abs=1e-6)
-    assert {"overlap", "wire"} <= {each["key"] for each in found["actions"]}
+    assert {"overlap", "bucket"} <= {each["key"] for each in found["actions"]}
     assert found["overlap_left_out"] is None
     assert (tmp_path / "run" / "trace.json.gz").exists()
 

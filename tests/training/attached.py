@@ -2,17 +2,33 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import gradcast
 from training.needs import torch
 
 
+@contextlib.contextmanager
+def hosts_of(ranks_per_host: int) -> Iterator[None]:
+    """As if torchrun had started so many ranks on each host."""
+    places = zip(("GROUP_RANK", "LOCAL_RANK"), divmod(torch.distributed.get_rank(), ranks_per_host), strict=True)
+    variables = {name: str(value) for name, value in [*places, ("LOCAL_WORLD_SIZE", ranks_per_host)]}
+    with mock.patch.dict(os.environ, variables):
+        yield
+
+
 def attach(module, optimizer, mode="overlap", process_group=None, **options) -> gradcast.Handle:
-    """In hook mode without the optimizer. ``options``: beside a short warm-up and one plan for good."""
+    """In hook mode without the optimizer. ``options``: beside a short warm-up and one plan for good.
+
+    With a wire format each rank is on a host of its own, if nothing is said: on one host there is none.
+    """
     chosen = gradcast.Options(**{"adapt": False, "warmup_steps": 3} | options)
     optimizer = optimizer if mode == "overlap" else None
-    return gradcast.attach(module, optimizer, process_group=process_group, options=chosen)
+    is_untold = chosen.wire != "fp32" and "GROUP_RANK" not in os.environ
+    with hosts_of(1) if is_untold else contextlib.nullcontext():
+        return gradcast.attach(module, optimizer, process_group=process_group, options=chosen)
 
 
 class Attached:

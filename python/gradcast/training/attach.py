@@ -1,16 +1,18 @@
 """``gradcast.attach``: checks the call on all ranks, and puts a session on the module."""
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
-from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing
+from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules
@@ -25,6 +27,7 @@ from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import Attached
 
 _log = logging.getLogger("gradcast")
+_NAMED = 3  # the most gradients that a sentence names
 
 
 def attach(
@@ -86,6 +89,10 @@ def attach_inside(
     group = make_group(process_group, device, options.timeout_s, reuses=True)
     group.hosts, doubt = hosts.agreed(places)
     preflight.check_same_model(group, accepted.module)
+    is_on_device = device.type != "cpu"
+    if group.rank == 0 and not disabled:
+        _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
+    options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
     in_parts = bool(optimizers) and group.world_size > 1 and not disabled
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
     if disabled:
@@ -96,15 +103,15 @@ def attach_inside(
         if accepted.ddp is None:
             preflight.copy_model_from_first(group, accepted.module, options)
         attached = Attachment(accepted, optimizers, group, options, callbacks)
-    if group.rank == 0 and not disabled:
-        _tell_exchange(group.hosts, doubt, options.wire, on_device=device.type != "cpu")
     handle = Handle(accepted.module, attached)
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)
     return handle
 
 
-def _tell_exchange(found: Hosts, doubt: str | None, wire: str, *, on_device: bool) -> None:
+def _tell_exchange(
+    found: Hosts, doubt: str | None, wire: str, parameters: dict[str, nn.Parameter], *, on_device: bool
+) -> None:
     if doubt is not None:
         _log.warning("the hosts of the ranks: %s", doubt)
     if found.count < len(found.host_of):
@@ -114,9 +121,16 @@ def _tell_exchange(found: Hosts, doubt: str | None, wire: str, *, on_device: boo
         elif found.ranks_per_host is None and not on_device:
             levels = "; hosts with differently many ranks do not sum their gradients first"
         _log.info("%s%s", found.describe(), levels)
+    if wire_taken(found, wire, on_device=on_device) != wire:
+        _log.warning("%s; they travel in fp32", saves_nothing(found, wire))
+        return
     if wire != "fp32":
         feedback = " with error feedback, which keeps one more copy of the fp32 gradients" if wire == "int8" else ""
         _log.info("lossy: %s on the wire%s", wire, feedback)
+        exact = [f"{name} ({each.dtype})" for name, each in parameters.items() if each.dtype != torch.float32]
+        if exact:
+            more = f" and {len(exact) - _NAMED} more" if len(exact) > _NAMED else ""
+            _log.info("not in %s, but as they are: the gradients of %s%s", wire, ", ".join(exact[:_NAMED]), more)
     if (sentence := saves_nothing(found, wire, on_device=on_device)) is not None:
         _log.warning("%s; leave options.wire out", sentence)
 

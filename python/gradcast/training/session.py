@@ -68,6 +68,8 @@ class Session(SessionParts):
                 options, self._states, self._gradients, self._steps, clips, self._waits, self._lock, self._use_gradients
             )  # fmt: skip
         self._handles = self._gradients.install(self)
+        if self.buffers.residuals:
+            self._handles.append(residuals.refuse_scalers_of(parameters.values(), self))
         self._steps.intercept(self._on_step, self.flush)
 
     # --- For the handle (TrainingSession) ---

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from training.attached import attach, heard
+from training.attached import attach, heard, hosts_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -89,10 +89,10 @@ def test_attach_agrees_on_the_hosts_and_tells_them(rank):
 
 def test_a_wire_format_that_is_slower_is_warned_of_once():
     with heard(logging.WARNING) as lines:
-        _tell_exchange(Hosts.even(4, 8), None, "bf16", on_device=True)
-        _tell_exchange(Hosts.even(4, 8), None, "bf16", on_device=False)
-        _tell_exchange(Hosts.even(4, 8), None, "fp32", on_device=True)
-        _tell_exchange(Hosts.even(8, 2), None, "bf16", on_device=True)
+        _tell_exchange(Hosts.even(4, 8), None, "bf16", {}, on_device=True)
+        _tell_exchange(Hosts.even(4, 8), None, "bf16", {}, on_device=False)
+        _tell_exchange(Hosts.even(4, 8), None, "fp32", {}, on_device=True)
+        _tell_exchange(Hosts.even(8, 2), None, "bf16", {}, on_device=True)
     assert len(lines) == 1
     assert "6.00 times the bytes" in lines[0]
     assert "with fp32 1.94 times; leave options.wire out" in lines[0]
@@ -101,10 +101,29 @@ def test_a_wire_format_that_is_slower_is_warned_of_once():
 def test_what_is_lossy_and_what_is_summed_first_is_said():
     logging.getLogger("gradcast").setLevel(logging.INFO)
     with heard(logging.INFO) as lines:
-        _tell_exchange(Hosts.even(2, 4), None, "int8", on_device=False)
-        _tell_exchange(Hosts((0, 0, 1)), None, "fp32", on_device=False)
+        _tell_exchange(Hosts.even(2, 4), None, "int8", {}, on_device=False)
+        _tell_exchange(Hosts((0, 0, 1)), None, "fp32", {}, on_device=False)
     assert lines[0] == "2 hosts of 4 ranks; gradients are summed inside each host first"
     assert lines[1].startswith("lossy: int8 on the wire with error feedback")
     assert lines[2:] == [
         "2 hosts with 3 ranks in all; hosts with differently many ranks do not sum their gradients first"
     ]
+
+
+def test_gradients_that_travel_as_they_are_are_named():
+    logging.getLogger("gradcast").setLevel(logging.INFO)
+    parameters = {f"{name}.weight": torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "abcde"}
+    parameters |= {"f": torch.nn.Parameter(torch.zeros(2))}
+    with heard(logging.INFO) as lines:
+        _tell_exchange(Hosts.even(2, 1), None, "bf16", parameters, on_device=False)
+    named = ", ".join(f"{name}.weight (torch.float64)" for name in "abc")
+    assert lines[1:] == [f"not in bf16, but as they are: the gradients of {named} and 2 more"]
+
+
+@on_ranks(2)
+def test_on_one_host_there_is_no_wire_format(rank):
+    with hosts_of(2), heard(logging.WARNING) as lines:
+        handle = attach(torch.nn.Linear(3, 3), None, "hook", wire="int8")
+    expected = "int8 on the wire saves nothing on 1 host of 2 ranks: no gradient leaves it; they travel in fp32"
+    assert lines == ([expected] if rank.index == 0 else [])
+    assert handle.stats()["wire"] == "fp32"

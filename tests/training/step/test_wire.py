@@ -4,7 +4,6 @@ The reference knows nothing of blocks, layouts or plans: what a wire format give
 ranks there are.
 """
 
-import contextlib
 import copy
 import functools
 import math
@@ -14,7 +13,8 @@ import pytest
 import gradcast
 from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 from training import compare, optimizers
-from training.attached import attach, heard, not_refused
+from training.attached import attach, heard, hosts_of, not_refused
+from training.int8_mean import Int8Mean
 from training.models import TASKS, Branches
 from training.needs import torch
 from training.ours import Ours
@@ -48,51 +48,20 @@ def average(parameters, wire, world_size, ranks_per_host):
 
 
 class Int8:
-    """The same for the wire format int8, with error feedback. On two levels, the rank of a host that has the local
-    number of a group's owner keeps what rounding takes from the host's sum of that group."""
+    """The same for the wire format int8: ``int8_mean`` of what all ranks have."""
 
-    def __init__(self, parameters, rank, world_size, ranks_per_host):
+    def __init__(self, parameters, world_size, ranks_per_host):
         self.parameters = list(parameters)
-        self.rank, self.world_size, self.ranks_per_host = rank, world_size, ranks_per_host
-        self.residuals = [groups_of(torch.zeros_like(parameter)) for parameter in self.parameters]
+        self.mean = Int8Mean(self.parameters, world_size, ranks_per_host)
 
     @torch.no_grad()
     def average(self):
         for index, parameter in enumerate(self.parameters):
-            term = parameter.grad * (1 / self.world_size)
-            if term.dtype != torch.float32:
-                torch.distributed.all_reduce(term)
-            elif term.dim() < 2:
-                term = functools.reduce(torch.add, host_sums(term, self.ranks_per_host))
-            else:
-                # Groups are of numbers that are adjacent in memory.
-                term = torch.empty_like(parameter).copy_(term)
-                flat = term.as_strided((term.numel(),), (1,))
-                flat.copy_(self.in_groups(index, flat))
-            parameter.grad = term
-
-    def in_groups(self, index, term):
-        residual = self.residuals[index]
-        own_host = self.rank // self.ranks_per_host
-        value = groups_of(host_sums(term, self.ranks_per_host)[own_host]) + residual
-        sent = rounded(value)
-        owners = (torch.arange(len(value)) + index) % self.world_size
-        sends = owners % self.ranks_per_host == self.rank % self.ranks_per_host
-        residual[sends] = (value - sent)[sends]
-        total = functools.reduce(torch.add, host_sums(torch.where(sends[:, None], sent, 0.0), 1))
-        result = rounded(total)
-        residual[owners == self.rank] += (total - result)[owners == self.rank]
-        return result.flatten()[: len(term)]
-
-
-def groups_of(tensor):
-    return torch.cat([tensor.flatten(), torch.zeros(-tensor.numel() % 128)]).view(-1, 128)
-
-
-def rounded(groups):
-    """Each row as the nearest multiples, ties to even, of a 127th of its largest magnitude."""
-    scale = groups.abs().amax(1, keepdim=True) / 127
-    return torch.where(scale > 0, torch.round(groups * (1 / scale)) * scale, torch.zeros_like(groups))
+            gradient = torch.empty_like(parameter).copy_(parameter.grad)  # in the parameter's layout
+            gradients = [torch.empty_like(parameter) for _ in range(self.mean.world_size)]
+            flat = [each.as_strided((each.numel(),), (1,)) for each in (gradient, *gradients)]
+            torch.distributed.all_gather(flat[1:], flat[0])
+            parameter.grad = self.mean.of(index, gradients)
 
 
 CASES = [
@@ -113,25 +82,15 @@ CASES = [
 ]
 
 
-@contextlib.contextmanager
-def hosts_of(rank, ranks_per_host):
-    """As if torchrun had started so many ranks on each host."""
-    places = zip(("GROUP_RANK", "LOCAL_RANK"), divmod(rank.index, ranks_per_host), strict=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in [*places, ("LOCAL_WORLD_SIZE", ranks_per_host)]:
-            patch.setenv(name, str(value))
-        yield
-
-
 def train_both(rank, wire, case):
     options = dict(case.options)
     ranks_per_host = options.pop("ranks_per_host", 1)
-    with hosts_of(rank, ranks_per_host):
+    with hosts_of(ranks_per_host):
         ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, wire=wire, **options)
     task = TASKS[case.task]
     reference = task.module(seed=0)
     recipe = optimizers.make(case.optimizer, reference)
-    int8 = Int8(reference.parameters(), rank.index, rank.size, ranks_per_host)
+    int8 = Int8(reference.parameters(), rank.size, ranks_per_host)
     for number in range(STEPS):
         ours.step(number)
         for buffer in reference.buffers():
@@ -248,11 +207,14 @@ def test_int8_brings_what_is_not_finite_and_nothing_else_of_its_group(rank):
 
 
 @on_ranks(2)
-def test_a_scaler_is_refused_with_int8(rank):
-    ours = Ours("plain", "sgd plain", rank.index, wire="int8")
+def test_a_scaler_is_refused_with_int8(rank, mode):
+    ours = Ours("plain", "sgd plain", rank.index, mode=mode, wire="int8")
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(ours.task.loss(ours.module, ours.task.batch(rank.index, 0))).backward()
-    return not_refused(lambda: scaler.step(ours.optimizer), "GradScaler", "options.wire='bf16'")
+    wrong = not_refused(lambda: scaler.step(ours.optimizer), "GradScaler", "options.wire='bf16'")
+    ours.handle.detach()
+    scaler.step(ours.optimizer)
+    return wrong
 
 
 def train_with_int8(rank, state=None):
@@ -288,7 +250,8 @@ def test_residuals_are_in_checkpoints(rank):
     name = next(iter(saved["tensors"]))
     other = {**saved, "tensors": {**saved["tensors"], name: torch.zeros(3)}}
     return not_refused(
-        lambda: train_with_int8(rank, state | {"gradcast": {**state["gradcast"], "residuals": other}}), name, "differs"
+        lambda: train_with_int8(rank, state | {"gradcast": {**state["gradcast"], "residuals": other}}),
+        f"of another model: {name} has shape (3,) in it and has shape {tuple(saved['tensors'][name].shape)} here",
     )
 
 

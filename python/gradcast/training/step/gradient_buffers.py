@@ -94,6 +94,9 @@ class GradientSizes:
         """What a plan must not cut: an element or a group."""
         return self._parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
 
+    def shape_of(self, index: int) -> torch.Size:
+        return self._parameters[index].shape
+
     def _marks_of(self, index: int) -> int:
         """The usage flag and the step reports, if this parameter has them."""
         return 1 + (REPORT_ELEMENTS if index == self.reports_index else 0)
@@ -162,9 +165,8 @@ class GradientBuffers(GradientSizes):
         return self._offsets[index]
 
     def residual_of(self, index: int) -> torch.Tensor:
-        """The residual of a gradient that has groups, flat."""
-        offset = self._offsets[index]
-        return self.residuals[self.buffer_of[index]][offset : offset + self._parameters[index].numel()]
+        """The residual of a gradient that has groups, like its view."""
+        return _view(self.residuals[self.buffer_of[index]], self._offsets[index], self._parameters[index])
 
     def groups(self, buffer: int) -> list[tuple[int, int, bool, int]]:
         """The segments of a buffer with groups: first element, number of elements, whether they travel exactly, and the

@@ -16,7 +16,7 @@ from gradcast.errors import Error
 from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
-from gradcast.training.step import parameter_state, partial_step, pending
+from gradcast.training.step import parameter_state, partial_step, pending, residuals
 from gradcast.training.step.clipping import NormClipping, ValueClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -164,12 +164,8 @@ class OptimizerSteps:
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)",
                 "invalid_use",
             )
-        if self._exchange.wire == "int8" and partial_step.is_called_by_scaler():
-            raise Error(
-                "a GradScaler changes the scale of gradients, but int8 keeps their rounding errors for the next step; "
-                "use options.wire='bf16', or train without the scaler",
-                "invalid_use",
-            )
+        if self._exchange.wire == "int8":
+            residuals.refuse_scaler()
         # The gradients have arrived by a second step with them, and nothing guards them any more.
         synchronous = synchronous or number in self._stepped
         reason = None if synchronous else self.reason_to_wait(number)

@@ -1,9 +1,15 @@
-"""Residuals in checkpoints: what rounding has taken from this rank's gradients (wire format int8)."""
+"""Residuals: what rounding has taken from this rank's gradients (wire format int8), in checkpoints and with scalers."""
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from gradcast.errors import Error
 from gradcast.training.ranks.group import Group
+from gradcast.training.step import partial_step
 from gradcast.training.step.gradient_buffers import GradientBuffers
 
 KEY = "residuals"
@@ -27,9 +33,12 @@ def restore(buffers: GradientBuffers, group: Group, state: dict[str, Any]) -> st
         return "the checkpoint has none" if buffers.residuals else None
     tensors = found["tensors"]
     own = {buffers.names[index]: buffers.residual_of(index) for index in buffers.with_groups}
-    differing = sorted(name for name in {*own, *tensors} if _size(own.get(name)) != _size(tensors.get(name)))
-    if differing:
-        raise Error(f"the checkpoint's residuals are of another model: {differing[0]} differs", "invalid_use")
+    for name in [*own, *tensors]:
+        here, there = _shape(own, name), _shape(tensors, name)
+        if here != there:
+            raise Error(
+                f"the checkpoint's residuals are of another model: {name} {there} in it and {here} here", "invalid_use"
+            )
     if found["world_size"] != group.world_size:
         return f"they are of {found['world_size']} workers, this training has {group.world_size}"
     if found["rank"] != group.rank:
@@ -39,5 +48,30 @@ def restore(buffers: GradientBuffers, group: Group, state: dict[str, Any]) -> st
     return None
 
 
-def _size(tensor: Any) -> int | None:
-    return None if tensor is None else tensor.numel()
+def refuse_scaler() -> None:
+    """Raises Error(invalid_use) inside a step that a GradScaler has called."""
+    if partial_step.is_called_by_scaler():
+        raise Error(
+            "a GradScaler changes the scale of gradients, but int8 keeps their rounding errors for the next step; "
+            "use options.wire='bf16', or train without the scaler",
+            "invalid_use",
+        )
+
+
+def refuse_scalers_of(parameters: Iterable[torch.Tensor], owner: object) -> Any:
+    """Refuses scalers in the steps of all optimizers of these parameters, while their owner lives. Returns the handle
+    that ends it."""
+    own, reference = set(map(id, parameters)), weakref.ref(owner)
+
+    def before_step(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
+        is_ours = any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+        if is_ours and reference() is not None:
+            refuse_scaler()
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(owner, handle.remove)
+    return handle
+
+
+def _shape(tensors: dict[str, Any], name: str) -> str:
+    return f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is missing"
