@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import gradcast
+from gradcast.comparison.powersgd import with_shapes
 
 _FORWARD_NS, _BACKWARD_NS = 100_000_000, 200_000_000
 # What an accelerator computes while it moves a byte, about: 15 TFLOP/s and 900 GB/s are a V100's.
@@ -67,7 +68,8 @@ def profile_of(name: str, model: nn.Module, *inputs: torch.Tensor) -> gradcast.P
         )
         for tensor, before in work.before.items()
     ]
-    return gradcast.Profile(name=name, forward_ns=_FORWARD_NS, backward_ns=_BACKWARD_NS, tensors=tensors)
+    profile = gradcast.Profile(name=name, forward_ns=_FORWARD_NS, backward_ns=_BACKWARD_NS, tensors=tensors)
+    return with_shapes(profile, {each: parameter.shape for each, parameter in parameters.items()})
 
 
 def _vision(name: str, side: int) -> tuple[nn.Module, torch.Tensor]:

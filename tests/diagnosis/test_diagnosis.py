@@ -9,7 +9,7 @@ import pytest
 import gradcast
 from diagnosis import doctor_runs
 from gradcast import _core
-from gradcast.comparison import ddp_baseline
+from gradcast.comparison import ddp_baseline, powersgd
 from gradcast.diagnosis import runs
 from gradcast.diagnosis.analyze import actions, timelines
 from gradcast.diagnosis.analyze.actions import Situation
@@ -125,6 +125,17 @@ def test_a_wire_format_is_offered_only_where_it_saves_bytes():
     cheaper = gradcast.make_plan(slow, slow.link.scaled(1, 1 / 3), mode="overlap")
     assert some.predicted_ms == pytest.approx(cheaper.predicted_ns / MS)
     assert "wire" not in by_key(situation(slow, hosts=Hosts((0, 0, 0, 0, 1, 1, 1, 2))))
+
+
+def test_powersgd_is_predicted_where_shapes_are_known():
+    slow = with_link(500e3, 6.0)
+    assert "powersgd" not in by_key(situation(slow))
+    # All of it as matrices of 1,000 columns, so that nearly nothing travels.
+    shapes = {tensor.name: [-(-tensor.bytes // 4000), 1000] for tensor in slow.tensors}
+    found = by_key(situation(powersgd.with_shapes(slow, shapes)))["powersgd"]
+    sent = 16 * sum(rows + columns for rows, columns in shapes.values() if 8 * (rows + columns) < rows * columns)
+    assert found.predicted_ms == pytest.approx((slow.forward_ns + slow.backward_ns + 1.5e6 + 6 * sent) / MS, rel=0.02)
+    assert "changes the numbers" in found.title
 
 
 def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_under_forward():

@@ -70,7 +70,7 @@ def test_a_plan_of_mgwfbp_is_one_of_ddps_buckets(measured):
 
 def test_ddp_counts_the_parameters_alone(measured):
     sizes = {tensor.name: tensor.bytes + 4 for tensor in measured.tensors}
-    counted = predictions.as_ddp_sends(measured, sizes, Hosts.even(2, 1))
+    counted = predictions.as_ddp_sends(measured, sizes)
     assert {tensor.name: tensor.bytes for tensor in counted.tensors} == sizes
 
 

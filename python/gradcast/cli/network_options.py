@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from gradcast import _core
 from gradcast.cli.common import BANDWIDTH, TIME, WORKERS_MAX, argument, list_of, option, renamed, whole_number
+from gradcast.comparison.measured_exchange import exchange_of
 from gradcast.errors import Error
 from gradcast.files import load_link
 from gradcast.host_traffic import FLAT, NARROW_WIRES, RING, TWO_LEVEL, WIRE_SHARES, Hosts, exchange_form, wire_cost
@@ -103,8 +104,20 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
         network = Network(load_link(args.link), f"the link of {args.link}")
         found.append(_narrowed(args, network, max(worker_counts(args) or [profile.world_size])))
     if args.bandwidth is not None:
-        found += _derived(args, profile)
-    return found or [_narrowed(args, _own(profile), profile.world_size)]
+        found += _derived(_placed(args, profile), profile)
+    return found or [_own(args, profile)]
+
+
+def _placed(args: argparse.Namespace, profile: _core.Profile) -> argparse.Namespace:
+    """The options, with the hosts and the algorithm of the profile's measurement where they name no others."""
+    exchange = exchange_of(profile)
+    per_host = None if exchange is None else exchange.hosts.ranks_per_host
+    others = [count for count in args.workers or [] if count != profile.world_size]
+    if per_host in (None, 1) or exchange.hosts.count == 1 or others or given(args, *_HOSTS):
+        return args
+    algorithm = args.algorithm or ["hierarchical" if exchange.form == TWO_LEVEL else "ring"]
+    placed = {"ranks_per_host": per_host, "algorithm": algorithm}
+    return argparse.Namespace(**vars(args) | placed)
 
 
 def worker_counts(args: argparse.Namespace) -> list[int]:
@@ -136,15 +149,16 @@ def _narrowed(
     worker_count: int,
     form: str | None = None,
     fp32_form: str | None = None,
+    hosts: Hosts | None = None,
 ) -> Network:
     """The network with the wire format, if one is given. ``form``, ``fp32_form``: see ``wire_cost``; the latter is what
-    the network's costs are of."""
+    the network's costs are of. ``hosts``: None for those of the options."""
     if args.wire is None:
         return network
-    hosts = _hosts(args, worker_count)
+    hosts = hosts or _hosts(args, worker_count)
     cost = wire_cost(hosts, args.wire, form, fp32_form)
     words = f", {args.wire} on the wire"
-    if hosts.ranks_per_host > 1:
+    if hosts.ranks_per_host != 1:
         where = "" if form == FLAT else "for gradients in host memory "
         words += f" ({where}{cost:.2f} times fp32's cost per byte)"
     return replace(network, link=network.link.scaled(1, cost), description=network.description + words)
@@ -169,13 +183,23 @@ def _published(names: list[str]) -> list[_core.NamedNetwork]:
     return list(found.values())
 
 
-def _own(profile: _core.Profile) -> Network:
+def _own(args: argparse.Namespace, profile: _core.Profile) -> Network:
     if profile.link is None:
         raise Error(
             f"the profile {profile.name} has no link; choose a network with --bandwidth 10gbit --workers 8, "
             "or with --network NAME (`gradcast dev published-networks` lists them)"
         )
-    return Network(profile.link, "the profile's own link")
+    exchange = exchange_of(profile)
+    if exchange is None:
+        return _narrowed(args, Network(profile.link, "the profile's own link"), profile.world_size)
+    if args.wire is not None and exchange.wire != "fp32":
+        raise Error(f"the profile's link was measured with {exchange.wire} on the wire; leave out --wire")
+    network = Network(profile.link, f"the profile's own link, measured on {exchange.describe()}")
+    if given(args, *_HOSTS):
+        return _narrowed(args, network, profile.world_size)
+    # A ring on hosts with several ranks was measured on devices, or on uneven hosts.
+    form = FLAT if exchange.form == RING and exchange.hosts.count > 1 else None
+    return _narrowed(args, network, profile.world_size, form, exchange.form, exchange.hosts)
 
 
 def _derived(args: argparse.Namespace, profile: _core.Profile) -> list[Network]:

@@ -6,10 +6,12 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common, simulate_networks, simulate_scaling
 from gradcast.cli.network_options import Network, add_network_options, given, networks_from
+from gradcast.comparison import powersgd
 from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
 from gradcast.comparison.verdict import verdict
 from gradcast.errors import Error
 from gradcast.files import check_writable
+from gradcast.units import format_size
 
 _EXAMPLE = """gradcast simulate resnet50 --scale 0.5 --bandwidth 3gbit --workers 8
   gradcast simulate resnet50 --scale 0.5 --bandwidth 1gbit,3gbit,10gbit --workers 2,8,64 --csv networks.csv
@@ -34,6 +36,8 @@ def add_parser(commands: Any) -> None:
     )
     common.option(group, "--policy", "NAMES", names, common.argument(parse_policies))
     common.add_schedule_options(group)
+    hook = "also predict DDP with torch's PowerSGD hook of this rank, which is lossy"
+    common.option(group, "--powersgd", "RANK", hook, common.whole_number(1, 1_000_000))
     group = parser.add_argument_group("output")
     pictures = "also draw the plans of one network, the speed-up on several, or with --scaling step time and efficiency"
     common.option(group, "--plot", "PNG", pictures)
@@ -48,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.plot, "picture")
     if args.csv not in (None, "-"):
         check_writable(args.csv, "table")
+    if args.powersgd is not None and (others := [*(["--scaling"] if args.scaling else []), *given(args, "wire")]):
+        raise Error(f"--powersgd does not work with {others[0]}; leave one of them out")
     if args.scaling:
         simulate_scaling.run(args)
         return
@@ -59,6 +65,8 @@ def run(args: argparse.Namespace) -> None:
     networks = networks_from(args, profile)
     names = args.policy or parse_policies("all")
     if len(networks) > 1:
+        if args.powersgd is not None:
+            raise Error("--powersgd is predicted on one network; give one")
         simulate_networks.run(args, profile, networks, names)
         return
     comparison = compare(profile, networks[0].link, names, mode=args.mode, in_flight=args.in_flight)
@@ -72,8 +80,16 @@ def run(args: argparse.Namespace) -> None:
         parts += ["hook mode"] if args.mode == "hook" else []
         parts += [f"{args.in_flight} blocks in flight"] if args.in_flight > 1 else []
         draw_comparison(args.plot, profile, networks[0].link, comparison, title=", ".join(parts))
-    if not simulate_networks.print_result(args, simulate_networks.as_json(args, profile, networks, [comparison])):
-        _print(args, profile, networks[0], comparison)
+    fields = simulate_networks.as_json(args, profile, networks, [comparison])
+    if args.powersgd is not None:
+        fields["networks"][0]["powersgd"] = _powersgd(args.powersgd, profile, networks[0].link)
+    if not simulate_networks.print_result(args, fields):
+        _print(args, profile, networks[0], comparison, fields["networks"][0].get("powersgd"))
+
+
+def _powersgd(rank: int, profile: _core.Profile, link: _core.LinkModel) -> dict[str, Any]:
+    step_ns = powersgd.step_ns(profile, link, rank)
+    return {"rank": rank, "step_ms": step_ns / 1e6, "sent_bytes": sum(powersgd.sent_bytes(profile, rank))}
 
 
 def _row_cells(row: PolicyResult) -> list[str]:
@@ -87,7 +103,13 @@ def _row_cells(row: PolicyResult) -> list[str]:
     ]
 
 
-def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, comparison: Comparison) -> None:
+def _print(
+    args: argparse.Namespace,
+    profile: _core.Profile,
+    network: Network,
+    comparison: Comparison,
+    low_rank: dict[str, Any] | None,
+) -> None:
     print(common.describe_profile(profile, args.scale))
     print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     if args.mode == "hook":
@@ -104,6 +126,12 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, c
     for name, reason in comparison.skipped.items():
         print(f"{name} is left out: {reason}.")
     print(verdict(comparison))
+    if low_rank is not None:
+        gain = comparison.ddp.predicted_ns / 1e6 / low_rank["step_ms"]
+        print(
+            f"DDP with PowerSGD of rank {low_rank['rank']}, lossy: {low_rank['step_ms']:.1f} ms ({gain:.2f} x), with "
+            f"{format_size(low_rank['sent_bytes'])} per step and without the time of its arithmetic."
+        )
     simulate_networks.print_paths(args)
 
 

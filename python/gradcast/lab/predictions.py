@@ -5,20 +5,18 @@ from collections.abc import Mapping
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
-from gradcast.host_traffic import RING, Hosts, wire_cost
+from gradcast.comparison.measured_exchange import in_a_ring
 from gradcast.lab.variants import DDP_MGWFBP, TORCH_CAPS_MIB, Variant
 
 _MIB = 1 << 20
 
 
-def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int], hosts: Hosts) -> _core.Profile:
+def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
     """The profile with the parameters' own sizes, as DDP counts them: gradcast adds a usage flag to each gradient. And
     with the link that it would have measured in a ring of all ranks."""
-    fields = json.loads(profile.to_json())
+    fields = json.loads(in_a_ring(profile).to_json())
     for tensor in fields["tensors"]:
         tensor["bytes"] = size_bytes[tensor["name"]]
-    if profile.link is not None:
-        fields["link"] = json.loads(profile.link.scaled(1, 1 / wire_cost(hosts, "fp32", fp32_form=RING)).to_json())
     return _core.Profile.from_json(json.dumps(fields))
 
 

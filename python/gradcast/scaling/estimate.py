@@ -12,6 +12,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.compare import BASELINE, compute_ns, ratio, total_bytes
+from gradcast.comparison.measured_exchange import in_a_ring
 from gradcast.errors import Error
 from gradcast.scaling.growth import ALGORITHMS, SPREAD, Cluster, Network, Nodes
 
@@ -115,7 +116,7 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
 
 
 def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring") -> Network:
-    """A network with the links of the profiles."""
+    """A network with the links of the profiles, as rings of all ranks."""
     costs: dict[int, _core.LinkModel] = {}
     for profile in profiles:
         if profile.link is None:
@@ -132,7 +133,7 @@ def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring")
             raise Error(
                 f"two profiles were measured on {profile.world_size} workers; give one for each number of workers"
             )
-        costs[profile.world_size] = profile.link
+        costs[profile.world_size] = in_a_ring(profile).link
     return Network(MEASURED, tuple(sorted(costs.items(), key=lambda cost: cost[0])), algorithm)
 
 

@@ -39,7 +39,7 @@ def measured_by(*compute_ms):
     ],
 )
 def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
-    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4)
+    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4, shape_of=lambda _: [25])
     profile = measured_profile.combine_measurements(
         [measured_by(*each) for each in ranks], ["only"], sizes, name="measured"
     )
@@ -48,7 +48,7 @@ def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
 
 
 def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
-    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4)
+    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4, shape_of=lambda _: [25])
     with pytest.raises(gradcast.Error, match="no step could be measured, because backward failed in each of them"):
         measured_profile.combine_measurements(
             [measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured"

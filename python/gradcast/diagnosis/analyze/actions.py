@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradcast import _core
-from gradcast.comparison import ddp_baseline
+from gradcast.comparison import ddp_baseline, powersgd
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
@@ -37,8 +37,8 @@ class Action:
 class Situation:
     """What the predictions start from.
 
-    * ``profile``: with its link, as ``attach`` measured it in this training, so that forward includes the loop's own
-      work; None if there was no trial.
+    * ``profile``: as ``attach`` measured it in this training, so that forward includes the loop's own work, but with
+      the link of a ring in fp32, which DDP uses; None if there was no trial.
     * ``hosts``: of the ranks, which share their host's link.
     * ``spread``: low and high factor of the network's costs (``link_costs.spread``).
     * ``streams_gain``: how many times the bytes of one TCP stream several streams carry; None if unknown.
@@ -54,6 +54,15 @@ class Situation:
     @property
     def step_ms(self) -> float:
         return self.breakdown.step.value
+
+    def byte_cost(self, wire: str) -> float:
+        """What gradcast's bytes cost in this format, as a multiple of those of DDP's ring."""
+        return wire_cost(self.hosts, wire, fp32_form=RING, on_device=self.setup.device != "cpu")
+
+    @property
+    def own_link(self) -> _core.LinkModel:
+        """The link as gradcast uses it in fp32. REQUIRES: there is a profile."""
+        return self.profile.link.scaled(1, self.byte_cost("fp32"))
 
     @property
     def mode(self) -> str:
@@ -71,7 +80,7 @@ def floor_ms(situation: Situation) -> float | None:
     """Returns a lower bound of the step for all schedules of all-reduces on this network; None without a profile."""
     if situation.profile is None:
         return None
-    bound_ns = _core.bound(situation.profile, situation.profile.link, mode=situation.mode).best_ns
+    bound_ns = _core.bound(situation.profile, situation.own_link, mode=situation.mode).best_ns
     return _with_passes(situation, situation.step_ms + (bound_ns - _ddp_ns(situation)) / _MS)
 
 
@@ -105,7 +114,8 @@ def early_waits(situation: Situation) -> list[dict[str, Any]]:
         if profile is not None:
             needed = [t | ({"need_ns": 0} if t["name"] in use["parameters"] else {}) for t in _json(profile)["tensors"]]
             early = _core.Profile.from_json(json.dumps(_json(profile) | {"tensors": needed}))
-            ends_ns = [_core.make_plan(each, profile.link, mode="overlap").predicted_ns for each in (early, profile)]
+            link = situation.own_link
+            ends_ns = [_core.make_plan(each, link, mode="overlap").predicted_ns for each in (early, profile)]
             ms = max(0.0, (ends_ns[0] - ends_ns[1]) / _MS)
         found.append({key: use[key] for key in ("where", "what", "advice")} | {"ms": ms})
     return sorted(found, key=lambda each: -(each["ms"] or 0.0))
@@ -137,9 +147,7 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
         plan = _core.make_plan(profile, profile.link.scaled(1, byte_cost), mode=mode)
         return by_play(key, title, how, lambda link: _core.play(profile, link.scaled(1, byte_cost), plan).iteration_ns)
 
-    # DDP, which was measured, sends fp32 in a ring.
-    on_device = situation.setup.device != "cpu"
-    costs = {wire: wire_cost(situation.hosts, wire, fp32_form=RING, on_device=on_device) for wire in WIRE_SHARES}
+    costs = {wire: situation.byte_cost(wire) for wire in WIRE_SHARES}
     hook = "hook mode (planned blocks that overlap with backward only)"
     yield planned("hook", hook, "gradcast.attach(model)", "hook", costs["fp32"])
     caps = {cap: _ddp_ns(situation, caps_bytes=ddp_baseline.same_caps(cap)) for cap in ddp_baseline.SWEPT_CAPS_MIB}
@@ -150,13 +158,18 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
     if mode == "overlap":
         yield planned("overlap", "overlap mode", "gradcast.attach(model, optimizer)", mode, costs["fp32"])
     for key, wire in (("wire", "bf16"), ("int8", "int8")):
-        is_possible = situation.setup.is_fp32 and not (wire == "int8" and on_device)
+        is_possible = situation.setup.is_fp32 and not (wire == "int8" and situation.setup.device != "cpu")
         if is_possible and costs[wire] < WORTHWHILE_COST * costs["fp32"]:
             given = "model" if mode == "hook" else "model, optimizer"
             how = f'gradcast.attach({given}, options=gradcast.Options(wire="{wire}"))'
             # Casting is not included, so this is the cost at best.
-            title = f"{mode} mode with {wire} on the wire (lossy)"
+            title = f"{mode} mode with {wire} on the wire (lossy: changes the numbers)"
             yield planned(key, title, how, mode, costs[wire])
+    if powersgd.has_shapes(profile):
+        rank = powersgd.USUAL_RANK
+        how = f"torch's powerSGD_hook with PowerSGDState(None, {rank}), in one bucket over Gloo"
+        title = f"DDP with PowerSGD of rank {rank} (lossy: changes the numbers)"
+        yield by_play("powersgd", title, how, lambda link: powersgd.step_ns(profile, link, rank))
     if situation.streams_gain is not None:
         # Each operation uses one connection, so DDP gains from as many as it has operations in flight.
         gain = min(situation.streams_gain, ddp_baseline.IN_FLIGHT)

@@ -12,6 +12,7 @@ from typing import Any
 
 from gradcast import __version__, _core
 from gradcast.comparison import ddp_baseline
+from gradcast.comparison.measured_exchange import in_a_ring
 from gradcast.diagnosis.analyze import actions, lint, lint_costs, timelines
 from gradcast.diagnosis.analyze.actions import Situation
 from gradcast.diagnosis.analyze.bottleneck import bottleneck
@@ -30,7 +31,8 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     found = breakdown(steps, TWO_SYNCS if setup.broadcast_buffers and setup.buffer_bytes else ONE_SYNC)
     launch_unknown, trial, network = ranks[0].launch_unknown, ranks[0].trial, ranks[0].network
     known_parts = [part for part in PARTS if not (launch_unknown and part == "launch")]
-    profile = None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
+    own = None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
+    profile = None if own is None else in_a_ring(own)
     situation = Situation(
         found,
         setup,
@@ -77,7 +79,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         "hopeless": actions.hopeless(situation, listed),
         "lint": [asdict(mistake) for mistake in mistakes],
         "network": network,
-        **_trial_fields(ranks, profile),
+        **_trial_fields(ranks, own),
         "scaling": None if profile is None else scaling.as_json(scaling.band(profile, _growth(nodes))),
     }
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradcast import _core
+from gradcast.comparison.powersgd import with_shapes
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
@@ -65,7 +66,7 @@ def combine_measurements(
         link=None if len(ranks) == 1 else _measured_link(ranks),
     )
     # Through JSON, which rounds and sorts, so that the plan is made for exactly what a file of the profile holds.
-    profile = _core.Profile.from_json(profile.to_json())
+    profile = with_shapes(profile, {each: sizes.shape_of(index) for index, each in enumerate(names)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
 

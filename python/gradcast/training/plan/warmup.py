@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from gradcast import _core
+from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
+from gradcast.host_traffic import exchange_form
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement, Stopwatch
 from gradcast.training.measure.unseen_reads import ConsumerSearch, UnseenRead
@@ -152,6 +154,9 @@ class Warmup:
     def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
         profile = measured_profile.combine_measurements(ranks, self._names, self._sizes, name="measured")
         if profile.link is not None:
+            hosts, wire = self._group.hosts, self._options.wire
+            form = exchange_form(hosts, wire, on_device=self._parameters[0].device.type != "cpu")
+            profile = with_exchange(profile, MeasuredExchange(hosts, form, wire))
             samples = measured_profile.block_samples(ranks)
             steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
             self.variation = StepVariation(

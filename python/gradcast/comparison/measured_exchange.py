@@ -1,0 +1,44 @@
+"""How a profile's link was measured: on which hosts, in which form, and with which wire format. Pure."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from gradcast import _core
+from gradcast.host_traffic import RING, TWO_LEVEL, Hosts, leaving_share
+
+
+@dataclass(frozen=True)
+class MeasuredExchange:
+    """``form`` and ``wire``: see host_traffic."""
+
+    hosts: Hosts
+    form: str
+    wire: str
+
+    def describe(self) -> str:
+        levels = ", in two levels" if self.form == TWO_LEVEL else ""
+        return self.hosts.describe() + levels + (f", {self.wire} on the wire" if self.wire != "fp32" else "")
+
+
+def with_exchange(profile: _core.Profile, exchange: MeasuredExchange) -> _core.Profile:
+    fields = json.loads(profile.to_json())
+    return _core.Profile.from_json(json.dumps(fields | {"exchange": asdict(exchange) | asdict(exchange.hosts)}))
+
+
+def exchange_of(profile: _core.Profile) -> MeasuredExchange | None:
+    """None if the profile does not say it, or has no link."""
+    fields = json.loads(profile.to_json())
+    found = fields.get("exchange")
+    if found is None or "link" not in fields:
+        return None
+    return MeasuredExchange(Hosts(tuple(found["host_of"])), found["form"], found["wire"])
+
+
+def in_a_ring(profile: _core.Profile) -> _core.Profile:
+    """The profile with the link that fp32 in a ring of all ranks would have measured, as DDP's is."""
+    found = exchange_of(profile)
+    if found is None or found.hosts.count == 1:
+        return profile
+    share = leaving_share(found.hosts, RING) / leaving_share(found.hosts, found.form, found.wire)
+    fields = json.loads(profile.to_json()) | {"link": json.loads(profile.link.scaled(1, share).to_json())}
+    return with_exchange(_core.Profile.from_json(json.dumps(fields)), MeasuredExchange(found.hosts, RING, "fp32"))

@@ -1,0 +1,76 @@
+"""What torch's PowerSGD hook for DistributedDataParallel sends, and how long a step takes with it. Pure.
+
+The hook sends three all-reduces for each bucket, each after the one before: the gradients that it does not compress,
+and the factors P and Q of the others. Over Gloo several buckets mix up their messages, so a prediction is for a single
+bucket. It leaves out the time that the factors take to compute.
+
+Source: torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et al., "PowerSGD" (NeurIPS 2019).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from gradcast import _core
+from gradcast.comparison.compare import compute_ns
+from gradcast.errors import Error
+
+# The rank that the doctor tries, as the paper does for language models.
+USUAL_RANK = 4
+# PowerSGDState's default.
+MIN_COMPRESSION_RATE = 2.0
+
+
+def with_shapes(profile: _core.Profile, shapes: Mapping[str, Sequence[int]]) -> _core.Profile:
+    """The profile with the parameters' shapes, by name."""
+    fields = json.loads(profile.to_json())
+    for tensor in fields["tensors"]:
+        if tensor["name"] in shapes:
+            tensor["shape"] = list(shapes[tensor["name"]])
+    return _core.Profile.from_json(json.dumps(fields))
+
+
+def has_shapes(profile: _core.Profile) -> bool:
+    return any("shape" in tensor for tensor in json.loads(profile.to_json())["tensors"])
+
+
+def sent_elements(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
+    """The elements of a gradient that travel as they are, in P, and in Q."""
+    count = math.prod(shape)
+    if not shape or count == 0:
+        return count, 0, 0
+    rows, columns = shape[0], count // shape[0]
+    rank = min(rows, columns, rank)
+    if (rows + columns) * rank * MIN_COMPRESSION_RATE < count:
+        return 0, rows * rank, columns * rank
+    return count, 0, 0
+
+
+def sent_bytes(profile: _core.Profile, rank: int) -> list[int]:
+    """The sizes of the all-reduces, in their order: three for each data type. At least one element travels in each.
+
+    Raises Error if the profile does not hold the parameters' shapes.
+    """
+    return [elements * element_bytes for element_bytes, each in _sent(profile, rank) for elements in each]
+
+
+def step_ns(profile: _core.Profile, link: _core.LinkModel, rank: int) -> float:
+    """Predicts a step: all gradients in one bucket, sent after backward. Raises Error as sent_bytes() does."""
+    return compute_ns(profile) + sum(link.all_reduce.cost_ns(size) for size in sent_bytes(profile, rank))
+
+
+def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
+    if not has_shapes(profile):
+        raise Error(
+            f"the profile {profile.name} does not hold the shapes of parameters, on which PowerSGD depends; "
+            "measure it again, or leave out --powersgd"
+        )
+    by_buffer: dict[int, list[dict]] = {}
+    for tensor in json.loads(profile.to_json())["tensors"]:
+        by_buffer.setdefault(tensor["buffer"], []).append(tensor)
+    for tensors in by_buffer.values():
+        # Gradients that were measured with 8-bit numbers are counted in groups of fp32.
+        element_bytes = tensors[0]["element_bytes"] if tensors[0]["element_bytes"] <= 8 else 4
+        shapes = [tensor.get("shape", [tensor["bytes"] // element_bytes]) for tensor in tensors]
+        sums = [sum(each) for each in zip(*(sent_elements(shape, rank) for shape in shapes), strict=True)]
+        yield element_bytes, [max(1, elements) for elements in sums]
