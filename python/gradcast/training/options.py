@@ -31,7 +31,7 @@ class Options:
       are rounded once, and their sum, made in fp32, once more. "int8": 8-bit numbers with one scale for each 128, a
       quarter of the bytes; every rank adds what rounding has taken to its next gradient (error feedback). Gradients of
       one dimension travel unchanged. For tensors on the CPU. "fp32": all gradients travel unchanged. ``attach`` warns
-      where a format sends no fewer bytes than fp32.
+      where a format sends no fewer bytes than fp32; in host memory on one host it uses fp32.
     * ``max_grad_norm``, ``grad_norm_type``: in overlap mode every step clips the gradients, as
       ``clip_grad_norm_(module.parameters(), max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the
       ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
