@@ -5,6 +5,7 @@ import unittest.mock
 
 import pytest
 
+from gradcast.training.plan import candidates, proposals
 from gradcast.training.step.clip_certificate import ClipCertificate
 from training.models import Branches
 from training.needs import torch
@@ -65,6 +66,20 @@ def test_each_kind_of_step_equals_torch(rank, optimizer, asks):
     # An opposed step is certified if all its gradients have arrived early.
     assert [kind for kind, known in zip(kinds, certified, strict=True) if known and kind != OPPOSED] == [QUIET] * 4
     assert twins.handle.stats()["clipping"]["certified_share"] > 0.4
+    return twins.differences()
+
+
+@on_ranks(2)
+def test_a_plan_that_waits_tries_no_certificate(rank):
+    """Planning has found that certificates gain nothing."""
+
+    def best(profile, modes, _variation, options, *_):
+        return candidates.choose_plan(profile, modes[-1], options)
+
+    with unittest.mock.patch.object(proposals, "best_for_steps", best):
+        twins, certified = train(rank, [QUIET, LOUD, QUIET])
+    assert (twins.handle.plan.mode, certified) == ("hook", [False] * 3)
+    assert twins.handle.stats()["clipping"]["certified_share"] is None
     return twins.differences()
 
 

@@ -125,7 +125,8 @@ class NormClipping:
     ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
     open step are clipped, or certainly need not be. ``asked``: the program has asked for that before ``step()``.
     ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it. ``asks_for_plan``: with
-    its next norms, this rank asks all ranks to plan again.
+    its next norms, this rank asks all ranks to plan again. ``may_certify``: otherwise the plan waits for all gradients,
+    because certificates gain nothing.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class NormClipping:
         self._told = False
         self.total_norm: torch.Tensor | None = None
         self._promised: PendingNorm | None = None
-        self.asks_for_plan = False
+        self.asks_for_plan, self.may_certify = False, True
         self.begin_step()
 
     # --- Sending ---
@@ -311,7 +312,7 @@ class NormClipping:
                 "invalid_use",
             )
         if self._certificate is not None:
-            certified = self.certified if deferred else None
+            certified = self.certified if deferred and self.may_certify else None
             self._recorded.append(_ClippedStep(self._bounds({}), self._arrived_norms(), certified))
         return torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
 
@@ -382,7 +383,7 @@ class PendingNorm:
 @dataclasses.dataclass(frozen=True)
 class _ClippedStep:
     """``bounds``: of the norms, as known before any gradient had arrived; ``norms``: those. 1-d float64, by parameter.
-    ``certified``: None if the step was synchronous, so that nothing was to gain."""
+    ``certified``: None if nothing was to gain: the step was synchronous, or its plan waits."""
 
     bounds: torch.Tensor
     norms: torch.Tensor

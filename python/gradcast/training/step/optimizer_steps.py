@@ -157,6 +157,8 @@ class OptimizerSteps:
         for clipping in (self._clipping, self._values):
             if clipping is not None:
                 clipping.on_step()
+        if self._clipping is not None:
+            self._clipping.may_certify = self._exchange.active.plan.mode == "overlap"
         optimizer = self._optimizers[number]
         if self._clips and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
@@ -205,7 +207,7 @@ class OptimizerSteps:
         clipping, indices = self._clipping, [state.index for state in due]
         if clipping is None or clipping.done:
             self._note_arrived(indices)
-        elif clipping.certifies and all(state.is_update_due for state in self._states):
+        elif clipping.certifies and clipping.may_certify and all(state.is_update_due for state in self._states):
             self._note_arrived([*indices, clipping.index])
             with self._trace.timed("update"):
                 self._take_norms(self._states)
