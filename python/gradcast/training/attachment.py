@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -24,7 +23,7 @@ from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
-from gradcast.training.step.compiled_blocks import CompiledBlocks
+from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 _log = logging.getLogger("gradcast")
@@ -49,7 +48,7 @@ class Attachment:
         self._is_borrowed = False  # the open forward pass uses other tensors than the module's own
         self._failure: Error | None = None  # of the start of a new session; nothing synchronizes the module since
         self._begin(accepted.parameters)
-        self._compiled = CompiledBlocks(accepted.whole)
+        self._compiled = self._compiled_blocks()
         self._taken_over = None
         if accepted.ddp is not None:
             self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
@@ -62,6 +61,10 @@ class Attachment:
         self.callbacks.follow(parameters)
         self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks)
         self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
+
+    def _compiled_blocks(self) -> CompiledBlocks:
+        split = self._options.split_compiled and bool(self._optimizers)  # in hook mode forward waits for nothing
+        return CompiledBlocks(self._accepted.whole, split, lambda: self.session.controller.warmup is not None)
 
     @property
     def released(self) -> bool:
@@ -100,7 +103,11 @@ class Attachment:
             self._restart(frozen)
         if not compiled:
             self._compiled.find()
-        self.session.before_forward(called, compiled or isinstance(called, OptimizedModule))
+        compiled = compiled or is_compiled(called) or is_compiled(self._accepted.module)
+        split = compiled and self._compiled.is_split(called)
+        self.session.before_forward(called, compiled and not split)
+        if split:
+            self._compiled.resolve_first(called)
 
     def _before_inner(self, _: nn.Module, __: Any, ___: bool) -> None:
         """The module inside a wrapper may be traced alone. The trace must not contain our waiting."""
@@ -157,7 +164,7 @@ class Attachment:
         self._left_out |= frozen
         self._thawed |= self._left_out & set(map(id, parameters.values()))
         self._compiled.release()
-        self._compiled = CompiledBlocks(self._accepted.whole)
+        self._compiled = self._compiled_blocks()
         if self._group.rank == 0:
             why = (
                 f"{len(frozen)} parameters have long been frozen, and no longer travel"

@@ -41,6 +41,9 @@ class Options:
     * ``unseen_reads``: where forward waits for parameters that it reads unseen, as C++ extensions do. "by_module": at
       the module that owns them, if autograd's graph shows that it alone uses them. "before_forward": before forward
       begins, for models that also read them earlier, where autograd does not record it.
+    * ``split_compiled``: a model that is compiled as a whole is split before its larger parts, each of which becomes a
+      graph, so that communication overlaps with backward and forward. Where a compiler's roundings depend on what lies
+      in one graph, they are those of the split model. Off: its forward waits for all parameters.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -61,6 +64,7 @@ class Options:
     max_grad_value: float | None = None
     broadcast_buffers: bool = True
     unseen_reads: str = "by_module"
+    split_compiled: bool = False
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0

@@ -321,20 +321,21 @@ class Session(SessionParts):
     # --- Forward ---
 
     def before_forward(self, module: nn.Module, compiled: bool) -> None:
-        """``module``: that is called. ``compiled``: as a whole."""
+        """``module``: that is called. ``compiled``: as a whole, and not split."""
         self._forward_seen = True
-        if compiled and self.mode == "overlap":
+        training = module.training and torch.is_grad_enabled()
+        if compiled and training and self.mode == "overlap" and self.controller.warmup is None:
             # Compiled code has fixed the class of its parameters, so nothing shows which of them it reads.
             self._warn_once(
-                "%s: the model is compiled as a whole, so its forward pass waits for all parameters; compile its "
-                "blocks instead (block.compile()), so that communication overlaps with forward",
+                "%s: the model is compiled as a whole, so its forward pass waits for all parameters; pass "
+                "gradcast.Options(split_compiled=True) (and torch.compile no fullgraph=True), or compile its blocks "
+                "(block.compile()), so that communication overlaps with it",
                 where(),
             )
         self.stop_watching_reads()  # of the loop
         if compiled or torch.jit.is_tracing():
             with self._waits.at(Cause.COMPILED if compiled else Cause.COMPLETION):
                 self.complete_step()
-        training = module.training and torch.is_grad_enabled()
         if self.mode == "overlap":
             self._unseen.before_forward(self.controller.unseen_reads, training)
         if training:

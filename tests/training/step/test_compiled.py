@@ -1,11 +1,16 @@
 """A model that is compiled as a whole or in parts, with DDP's result bit for bit."""
 
+import functools
+
 import pytest
 
 from training.attached import heard
 from training.needs import torch
 from training.pool import on_ranks
 from training.twins import Twins
+
+pytest.importorskip("training.needs")
+from gradcast.training.step import compiled_blocks
 
 
 @pytest.mark.parametrize(
@@ -43,3 +48,88 @@ def test_compiled_modules(rank, what, mode):
     assert warnings == ((what, mode, rank.index) == ("module", "overlap", 0))
     assert what == "functions" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     return twins.differences()
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+
+class Blocks(torch.nn.Module):
+    """A loop over blocks, one of which comes twice, tied weights, and parameters before which no part begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.places = torch.nn.Embedding(4, 16)
+        self.first = torch.nn.Linear(12, 16)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.tied = torch.nn.Linear(12, 16)
+        self.tied.weight = self.first.weight
+        self.last = torch.nn.Linear(16, 10)
+
+    def forward(self, inputs):
+        x = self.first(inputs) * self.scale + self.places.weight[1]
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.last(torch.relu(x + self.tied(inputs)))
+
+
+def compiled_model(**options):
+    return torch.compile(Blocks(), backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("how", ["module", "wrapped", "ddp"])
+@on_ranks(2, timeout_s=120)
+def test_a_split_model_waits_part_by_part(rank, how):
+    """Nothing is compiled again. DDP's model has the same code, compiled before without breaks."""
+    torch._dynamo.reset()
+    blocks = {"policy": "p3", "policy_parameters": {"slice_elements": 150}}
+    model = Blocks if how == "module" else compiled_model
+    twins = Twins(rank, model, split_compiled=True, wrap=how == "ddp", **blocks)
+    if how == "module":
+        for module in twins.modules:
+            module.compile(backend="aot_eager")
+    with heard() as lines:
+        twins.train(7)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        twins.train(5)
+    found = [line for line in lines if "compiled" in line]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    needs = {tensor.need_ns for tensor in twins.handle._session.profile.tensors}
+    assert len(needs) >= 6, f"forward needs parameters at {needs}"
+    twins.pending_step()
+    with torch.no_grad():
+        theirs, ours = (module.eval()(torch.ones(2, 12)) for module in twins.modules)
+    found += [] if torch.equal(theirs, ours) else ["evaluation reads parameters that are not updated"]
+    for module in twins.modules:
+        module.train()
+    twins.train(3)
+    return found + twins.differences()
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_full_graph_is_not_split(rank):
+    torch._dynamo.reset()
+    twins = Twins(rank, functools.partial(compiled_model, fullgraph=True), split_compiled=True)
+    with heard() as lines:
+        twins.train(7)
+    found = twins.differences()
+    assert sum("compiled as a whole" in line for line in lines) == (rank.index == 0)
+    inside = Twins(rank, Blocks)
+    inside.ours.bare.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="give attach the compiled module"):
+        inside.ours.bare(torch.ones(2, 12))
+    return found
+
+
+def test_parts_hold_a_share_each():
+    flat = Blocks()
+    assert compiled_blocks.parts(flat) == [flat.places, flat.first, flat.tied, flat.last, *flat.blocks]
+    deep = torch.nn.Sequential(Block(), torch.nn.Sequential(*(Block() for _ in range(4))), torch.nn.Tanh())
+    assert compiled_blocks.parts(deep) == [deep[0], *deep[1]]
+    assert compiled_blocks.parts(torch.nn.Linear(2, 2)) == []

@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+# Part of the error of a compiler that must not break the graph.
+_REASON = (
+    "gradcast waits here, around forward; give attach the compiled module, torch.compile(module, fullgraph=True), or "
+    "leave out fullgraph=True"
+)
+
 
 class UncopiedHook:
     """A hook that calls ``function(module, value, compiled)``, hidden from torch.compile.
@@ -20,7 +26,7 @@ class UncopiedHook:
     """
 
     def __init__(self, function: Callable[[nn.Module, Any, bool], Any]) -> None:
-        self._function = torch.compiler.disable(function)
+        self._function = torch.compiler.disable(function, reason=_REASON)
 
     def __call__(self, *arguments: Any) -> Any:
         # torch.compile sees and keeps the first branch when it traces.

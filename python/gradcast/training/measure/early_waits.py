@@ -59,7 +59,7 @@ class Cause(enum.Enum):
     )
     COMPILED = (
         "calls a model that is compiled as a whole",
-        "compile its blocks instead (block.compile())",
+        "pass gradcast.Options(split_compiled=True), or compile its blocks instead (block.compile())",
     )
     COMPLETION = "completes the step (flush(), state_dict())", "do so less often"
 
