@@ -31,6 +31,7 @@ from gradcast.files import load_profile
 
 if TYPE_CHECKING:
     from gradcast.diagnosis.context import doctor
+    from gradcast.snapshots import ResumableLoader, ResumableSampler
     from gradcast.training import Handle, HookState, Options, attach, comm_hook, verify
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "Options",
     "Plan",
     "Profile",
+    "ResumableLoader",
+    "ResumableSampler",
     "Tensor",
     "Timeline",
     "__version__",
@@ -61,6 +64,7 @@ __all__ = [
 # These need torch, which the commands and the core do without: imported when first asked for.
 _TRAINING = dict.fromkeys(("Handle", "HookState", "Options", "attach", "comm_hook", "verify"), "gradcast.training")
 _TRAINING["doctor"] = "gradcast.diagnosis.context"
+_TRAINING |= dict.fromkeys(("ResumableLoader", "ResumableSampler"), "gradcast.snapshots")
 
 
 def __getattr__(name: str) -> Any:

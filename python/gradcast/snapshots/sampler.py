@@ -1,0 +1,144 @@
+"""A place in the data that survives a restart: each sample of an epoch is handed out once, whatever W was and is.
+
+All ranks walk through one order of the whole epoch. Rank r takes every W-th sample from the position on, so after n
+samples of each rank the W ranks together have taken a prefix of that order, which one number describes. It counts what
+the loop was handed: workers of a DataLoader that have prefetched more change nothing.
+
+Thread safety: the training thread.
+"""
+
+import math
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+
+from gradcast.errors import refused
+
+
+class ResumableSampler(Sampler[int]):
+    """Shares out an epoch's samples over the ranks, in an order that depends on ``seed`` and the epoch alone.
+
+    In place of DistributedSampler, together with ResumableLoader. ``epoch``: the current one. ``position``: the number
+    of its samples that all ranks together were handed. The ranks get equally many samples: of what is left of an epoch,
+    up to W - 1 samples at its end are dropped, and none is handed out twice. The next epoch begins by itself where one
+    ends: ``for epoch in range(sampler.epoch, epochs)`` goes on after a restart.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """``dataset``: anything with a length. ``rank``, ``world_size``: None for those of torch.distributed, or of a
+        single worker. ``seed``: the same on all ranks. Raises Error(invalid_use) for a rank out of range."""
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._size = len(dataset)
+        self._shuffle, self._seed = shuffle, seed
+        self._rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
+        self._world_size = world_size if world_size is not None else dist.get_world_size() if is_distributed else 1
+        if not 0 <= self._rank < self._world_size:
+            raise refused(f"ResumableSampler got rank {self._rank} of {self._world_size}; ranks count from 0")
+        self.epoch, self.position = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples from the position on."""
+        start, stop = self.position + self._rank, self.position + self.left * self._world_size
+        if not self._shuffle:
+            yield from range(start, stop, self._world_size)
+            return
+        # 2^32 epochs before two seeds share an order; manual_seed takes 64 bits.
+        generator = torch.Generator().manual_seed((self._seed << 32) + self.epoch)
+        yield from torch.randperm(self._size, generator=generator)[start : stop : self._world_size].tolist()
+
+    def __len__(self) -> int:
+        """The samples of this rank in a whole epoch, so that a schedule computed from it is the same after a restart.
+
+        ``left`` tells how many are still to come.
+        """
+        return self._size // self._world_size
+
+    @property
+    def left(self) -> int:
+        """The samples that each rank still gets in this epoch."""
+        return (self._size - self.position) // self._world_size
+
+    def advance(self, count: int) -> None:
+        """Each rank's loop was handed ``count`` more samples."""
+        self.position += count * self._world_size
+
+    def end_epoch(self) -> None:
+        """The loop was handed all that this epoch has for it."""
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """As DistributedSampler's. Another epoch than the current one begins at its first sample."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"epoch": self.epoch, "position": self.position, "size": self._size}
+        return own | {"shuffle": self._shuffle, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the place of ``state``. Raises Error(invalid_use) if it is of other data, or of another order."""
+        own = self.state_dict()
+        for key, what in (("size", "samples"), ("shuffle", "shuffle"), ("seed", "seed")):
+            if state[key] != own[key]:
+                raise refused(
+                    f"the saved place in the data is of a ResumableSampler with {what} {state[key]}, and this one has "
+                    f"{what} {own[key]}, so the place means other samples; give it the same data and arguments"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class ResumableLoader:
+    """A DataLoader with a ResumableSampler, counted: a batch counts when the loop is handed it.
+
+    ``for batch in ResumableLoader(DataLoader(dataset, sampler=ResumableSampler(dataset), ...))`` hands out what is left
+    of the epoch. Give this object as ``loader`` to whatever saves and restores; its state is one for all ranks.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        """Raises Error(invalid_use) for a loader whose batches cannot be counted."""
+        sampler = loader.sampler
+        if not isinstance(sampler, ResumableSampler):
+            raise refused(
+                f"ResumableLoader got a DataLoader with a {type(sampler).__name__}, whose place cannot be saved; pass "
+                "sampler=gradcast.ResumableSampler(dataset) and batch_size to the DataLoader, and neither shuffle nor "
+                "batch_sampler"
+            )
+        if not getattr(loader, "in_order", True):
+            raise refused("ResumableLoader counts batches in order; leave in_order=False out")
+        self.loader, self.sampler = loader, sampler
+        self._batch_size = loader.batch_size or 1  # without automatic batching, a batch is a sample
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, left = self.sampler.epoch, self.sampler.left
+        for batch in self.loader:
+            count = min(self._batch_size, left)
+            left -= count
+            self.sampler.advance(count)
+            yield batch
+        if self.sampler.epoch == epoch:  # the loop may have gone to another one itself
+            self.sampler.end_epoch()
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch."""
+        samples = len(self.sampler)
+        return samples // self._batch_size if self.loader.drop_last else math.ceil(samples / self._batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
