@@ -231,6 +231,7 @@ def _wrapping(program: Program) -> str:
     else:
         wrap = f"    nonlocal syncing\n    ddp = syncing = {ddp}\n    return {wrapped}"
     settings = f"adapt={program.adapt}, warmup_steps=3" + (", compare_every=2" if "compares" in program.tags else "")
+    settings += ", split_compiled=True" if "compiled" in program.wrapper and program.seed % 2 else ""
     clips = "    if side == 'overlap':\n        settings['max_grad_norm'] = 0.5" if program.max_grad_norm else ""
     # rewrap() works before the next forward pass, which is where gradcast begins again: DDP sends the buffers there.
     return f"""
