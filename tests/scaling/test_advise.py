@@ -9,6 +9,8 @@ import pytest
 import gradcast
 from conftest import link_of
 from gradcast import _core
+from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
+from gradcast.host_traffic import RING, Hosts
 from gradcast.scaling import prices, spot
 from gradcast.scaling.advise import ClusterOption, Request, advise, machine_counts, pareto_rows
 from gradcast.scaling.prices import Machine, Prices, Spot
@@ -171,6 +173,11 @@ def test_a_measurement_inside_a_machine_leaves_the_network_between_them_to_the_f
     rows = by_count(advice(machine, own=profile(2, link_of(1e6, 0)), measured_on="plain", spread=0.0))
     assert (rows[1].basis, rows[1].step_ns) == ("predicted on measured costs", pytest.approx(10e6))
     # A ring of four workers: six steps of 0.5 ms.
+    assert (rows[2].basis, rows[2].step_ns) == ("predicted", pytest.approx(12e6))
+    # Measured between two hosts, it says nothing of what is inside one, nor of four workers in pairs.
+    apart = with_exchange(profile(2, link_of(1e6, 0)), MeasuredExchange(Hosts.even(2, 1), RING, "fp32"))
+    rows = by_count(advice(machine, own=apart, measured_on="plain", spread=0.0))
+    assert (rows[1].basis, rows[1].step_ns) == ("predicted", pytest.approx(9e6))
     assert (rows[2].basis, rows[2].step_ns) == ("predicted", pytest.approx(12e6))
 
 

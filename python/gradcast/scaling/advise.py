@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gradcast import _core
 from gradcast.comparison.compare import BASELINE
+from gradcast.comparison.measured_exchange import exchange_of
 from gradcast.errors import Error
 from gradcast.files import scaled_profile
 from gradcast.scaling.estimate import Band, Options, Point, band, measured_network
@@ -160,11 +161,12 @@ def _band(profiles: Sequence[_core.Profile], machine: Machine, request: Request,
 def _network(measured: Sequence[_core.Profile], machine: Machine, request: Request) -> tuple[Network, Nodes]:
     """The networks between machines and inside one: measured, or else from the price file.
 
-    A profile does not say how its ranks were placed. If one machine can hold them all, they are taken to be on one.
+    A profile that does not say where its ranks were is taken to be of one machine, if one can hold them all. One that
+    was measured on several hosts with fewer ranks than this machine holds says nothing of either network.
     """
     linked = [profile for profile in measured if profile.world_size > 1 and profile.link is not None]
-    inner = [profile for profile in linked if profile.world_size <= machine.workers]
-    outer = [profile for profile in linked if profile.world_size > machine.workers]
+    inner = [each for each in linked if each.world_size <= machine.workers and _host_count(each) in (None, 1)]
+    outer = [each for each in linked if each.world_size > machine.workers and _host_count(each) != 1]
     algorithm = request.measured_algorithm
     # A single machine needs no network, so any rate will do.
     outside_hop = hop(machine.bandwidth_bits_per_s or 1e9, machine.latency_ns)
@@ -175,6 +177,11 @@ def _network(measured: Sequence[_core.Profile], machine: Machine, request: Reque
         return between, Nodes(machine.workers)
     inside_hop = hop(machine.intra_bandwidth_bits_per_s, machine.intra_latency_ns)
     return between, Nodes(machine.workers, from_hop("inside", inside_hop))
+
+
+def _host_count(profile: _core.Profile) -> int | None:
+    exchange = exchange_of(profile)
+    return None if exchange is None else exchange.hosts.count
 
 
 def _hours(step_ns: float, workers: int, request: Request) -> float:
