@@ -187,6 +187,9 @@ def test_no_step_is_predicted_to_be_shorter_than_its_passes():
     found = of_parts(Estimate(100.0, 90.0, 400.0), forward=10, backward=30, waiting=Estimate(70.0, 0.0, 500.0))
     assert [found[key].high for key in ("accumulate", "straggler")] == pytest.approx([100 / 40] * 2)
     assert (found["straggler"].predicted_ms, found["straggler"].speedup) == (40, pytest.approx(100 / 40))
+    # Passes too short to be measured, in steps of launching.
+    unseen = of_parts(2.0, launch=2)
+    assert unseen["launch"].speedup == 1.0
 
 
 def test_a_step_that_only_computes_is_hopeless_and_says_so():

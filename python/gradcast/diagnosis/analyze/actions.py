@@ -245,7 +245,7 @@ def _with_passes(situation: Situation, after_ms: float, passes: Sequence[str] = 
     """Keeps the passes in the step, whatever else an action removes.
 
     Otherwise a step of nearly 0 would be promised if an interval is as wide as the step, or if the network was slower
-    during the trial than in the training.
+    during the trial than in the training. Passes too short to be measured promise nothing.
     """
     passes_ms = sum(situation.breakdown.parts[part].value for part in passes)
-    return max(after_ms, min(situation.step_ms, passes_ms))
+    return max(after_ms, min(situation.step_ms, passes_ms)) if passes_ms > 0 else situation.step_ms
