@@ -31,7 +31,7 @@ from gradcast.files import load_profile
 
 if TYPE_CHECKING:
     from gradcast.diagnosis.context import doctor
-    from gradcast.snapshots import ResumableLoader, ResumableSampler
+    from gradcast.snapshots import ResumableLoader, ResumableSampler, Snapshots, resume
     from gradcast.training import Handle, HookState, Options, attach, comm_hook, verify
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Profile",
     "ResumableLoader",
     "ResumableSampler",
+    "Snapshots",
     "Tensor",
     "Timeline",
     "__version__",
@@ -58,13 +59,14 @@ __all__ = [
     "make_plan",
     "play",
     "policies",
+    "resume",
     "verify",
 ]
 
 # These need torch, which the commands and the core do without: imported when first asked for.
 _TRAINING = dict.fromkeys(("Handle", "HookState", "Options", "attach", "comm_hook", "verify"), "gradcast.training")
 _TRAINING["doctor"] = "gradcast.diagnosis.context"
-_TRAINING |= dict.fromkeys(("ResumableLoader", "ResumableSampler"), "gradcast.snapshots")
+_TRAINING |= dict.fromkeys(("ResumableLoader", "ResumableSampler", "Snapshots", "resume"), "gradcast.snapshots")
 
 
 def __getattr__(name: str) -> Any:

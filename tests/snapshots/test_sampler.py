@@ -125,3 +125,12 @@ def test_loaders_that_cannot_be_counted_are_refused():
             ResumableLoader(loader)
     with pytest.raises(Error, match="ranks count from 0"):
         ResumableSampler(data, rank=2, world_size=2)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def order(seed: int, epoch: int) -> tuple[int, ...]:
+        sampler = ResumableSampler(range(50), seed=seed, rank=0, world_size=1)
+        sampler.set_epoch(epoch)
+        return tuple(sampler)
+
+    assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9

@@ -7,6 +7,7 @@ the loop was handed: workers of a DataLoader that have prefetched more change no
 Thread safety: the training thread.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -53,8 +54,9 @@ class ResumableSampler(Sampler[int]):
         if not self._shuffle:
             yield from range(start, stop, self._world_size)
             return
-        # 2^32 epochs before two seeds share an order; manual_seed takes 64 bits.
-        generator = torch.Generator().manual_seed((self._seed << 32) + self.epoch)
+        # Of a seed, torch's generator on the CPU uses 32 bits: a hash of both numbers.
+        digest = hashlib.blake2b(f"{self._seed} {self.epoch}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         yield from torch.randperm(self._size, generator=generator)[start : stop : self._world_size].tolist()
 
     def __len__(self) -> int:

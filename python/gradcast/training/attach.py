@@ -103,7 +103,7 @@ def attach_inside(
         if accepted.ddp is None:
             preflight.copy_model_from_first(group, accepted.module, options)
         attached = Attachment(accepted, optimizers, group, options, callbacks)
-    handle = Handle(accepted.module, attached)
+    handle = Handle(accepted.module, attached, accepted.called, optimizers)
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)
     return handle

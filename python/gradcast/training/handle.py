@@ -3,10 +3,12 @@
 import contextlib
 import json
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from gradcast import _core
@@ -19,14 +21,23 @@ from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
 from gradcast.training.training_session import Attached, TrainingSession, require_attached
 
+if TYPE_CHECKING:
+    from gradcast.snapshots import Snapshots
+
 
 class Handle:
     """Returned by ``attach``. The program need not keep it: training goes on without it."""
 
-    def __init__(self, module: nn.Module, attached: Attached) -> None:
-        """``module``: without DDP's wrapper; for a list, an nn.ModuleList of it."""
+    def __init__(
+        self, module: nn.Module, attached: Attached, called: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """``module``: without DDP's wrapper; for a list, an nn.ModuleList of it. ``called``: whose forward the program
+        calls."""
         self._attached = attached
         self._module = weakref.ref(module)
+        self._called = [weakref.ref(each) for each in called]
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._snapshots: Snapshots | None = None
         close_at_exit(attached)
 
     @property
@@ -102,7 +113,8 @@ class Handle:
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
-        return self._session.stats()
+        snapshots = None if self._snapshots is None else self._snapshots.stats()
+        return self._session.stats() | {"snapshots": snapshots}
 
     def timeline(self) -> dict[str, Any]:
         """The last steps of this rank as a Chrome trace; ui.perfetto.dev opens it."""
@@ -165,6 +177,42 @@ class Handle:
         """
         return self._register(kept_average(averaged, self._require_module()))
 
+    def snapshots(
+        self,
+        folder: str | Path,
+        *,
+        overhead: float = 0.035,
+        keep: int = 2,
+        every: int | None = None,
+        loader: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    ) -> "Snapshots":
+        """Writes a snapshot of the training into ``folder`` again and again, from which ``gradcast.resume`` goes on.
+        Collective. Ends with ``detach()``, or with the program.
+
+        ``folder``: one that all ranks see. ``overhead``: the share of the training's time that snapshots may cost;
+        ``every``: steps from one to the next, in place of it. ``keep``: so many complete ones stay. ``loader``: a
+        ResumableLoader, or anything whose state_dict() is the same on all ranks. ``extra``: by name, more objects with
+        state_dict() and load_state_dict(), the same on all ranks (a scheduler, a GradScaler). ``optimizer``: in hook
+        mode, where ``attach`` is given none.
+
+        Raises Error(invalid_use), on every rank, if a rank does not see the folder, if it cannot be written, or if it
+        holds snapshots that this program has not resumed.
+        """
+        from gradcast.snapshots.start import start
+
+        if self._snapshots is not None:
+            self._snapshots.close()
+        self._snapshots = start(
+            self, self._require_module(), folder, overhead, keep, every, loader, dict(extra or {}), optimizer
+        )
+        return self._snapshots
+
+    def _follow(self, snapshots: "Snapshots") -> "UpdateRegistration":
+        """Tells these what was updated."""
+        return self._register(UpdateCallback(snapshots.on_update, {}, snapshots.after_step))
+
     def _register(self, callback: UpdateCallback) -> "UpdateRegistration":
         self._session.complete_due_updates()
         self._attached.callbacks.add(callback)
@@ -195,6 +243,8 @@ class Handle:
         longer; the module is given back all the same, and its parameters may lack an update.
         """
         try:
+            if self._snapshots is not None and not self._attached.released and wait_s is None:
+                self._snapshots.close()
             if not self._attached.released:
                 detach(self._attached, wait_s)
         finally:

@@ -88,6 +88,10 @@ class Session(SessionParts):
         with self._lock:
             self._steps.complete_all_updates()
 
+    def due_names(self) -> list[str]:
+        with self._lock:
+            return [state.name for state in self._steps.due]
+
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         self.flush()
         with self.exchange.watch.waiting(f"{WHAT} from rank 0"):

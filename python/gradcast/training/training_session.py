@@ -60,6 +60,10 @@ class TrainingSession:
     def complete_due_updates(self) -> None:
         """Runs all updates that are due. Unlike ``flush`` it leaves open gradients alone."""
 
+    def due_names(self) -> list[str]:
+        """Parameters whose updates are due."""
+        return []
+
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Rank 0's values into the module's buffers of every rank. Collective."""
         self.group.copy_from_first(buffers, WHAT)

@@ -1,0 +1,168 @@
+"""Goes on from the newest snapshot of a folder."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from gradcast.errors import refused
+from gradcast.snapshots import store
+from gradcast.snapshots.state import COMMON, from_bytes, group_names, model_tensors, own_path, restore_random_state
+from gradcast.training.acceptance import unwrapped, unwrapped_optimizer
+from gradcast.training.compat.module_hooks import UncopiedHook
+
+
+@dataclasses.dataclass
+class Resumed:
+    """``plan``: for handle.load_state_dict(); None if it is of another number of workers."""
+
+    step: int
+    plan: dict[str, Any] | None
+
+
+# By folder, what this process has resumed: handle.snapshots() goes on from there.
+resumed: dict[Path, Resumed] = {}
+
+
+def resume(
+    folder: str | Path,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> int | None:
+    """Puts a training into the state of the newest complete snapshot in ``folder``. Returns its step, or None if there
+    is none. Call it on every rank, before or after ``attach``, and before ``handle.snapshots``.
+
+    ``model``, ``optimizer``: as for ``attach``, in the form that the snapshot was taken of. ``loader``, ``extra``: as
+    for ``handle.snapshots``. Random states are set now, and once more where the first training forward pass begins, so
+    that making the loader's iterator changes nothing; with another number of workers they are left alone.
+
+    Raises Error(invalid_use) with the first difference if the snapshot is of another model or optimizer, before
+    anything is changed.
+    """
+    folder = Path(folder).resolve()
+    steps = store.complete_steps(folder)
+    if not steps:
+        return None
+    reading = store.Reading(store.place_of(folder, steps[-1]))
+    common = from_bytes(reading.object(COMMON))
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [unwrapped_optimizer(each) for each in given]
+    extra = extra or {}
+    difference = _difference(reading, common, module, optimizers, loader, extra)
+    if difference is not None:
+        raise refused(
+            f"the snapshot of step {steps[-1]} in {folder} does not fit: {difference}; resume with the model and "
+            "optimizer that it was taken of, or name another folder"
+        )
+    reading.read({("model", name): tensor for name, tensor in model_tensors(module).items()})
+    for name, value in common["model"].items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    for number, each in enumerate(optimizers):
+        _restore_optimizer(reading, common["optimizers"][number], module, each, number)
+    if loader is not None:
+        loader.load_state_dict(common["loader"])
+    for name, state in common["extra"].items():
+        extra[name].load_state_dict(state)
+    own = _own(reading, common)
+    if own is not None:
+        _restore_random_state(own["random"], modules, next(module.parameters()).device)
+    resumed[folder] = Resumed(steps[-1], None if own is None else own["plan"])
+    return steps[-1]
+
+
+def _own(reading: store.Reading, common: dict[str, Any]) -> dict[str, Any] | None:
+    """What the snapshot keeps for this rank; None if the number of workers is another one."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+    return from_bytes(reading.object(own_path(rank))) if world_size == common["world_size"] else None
+
+
+def _restore_random_state(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
+    restore_random_state(state, device)
+    hooks: list[Any] = []
+
+    def before_forward(module: nn.Module, _inputs: Any, _compiled: bool) -> None:
+        if hooks and module.training and torch.is_grad_enabled():
+            restore_random_state(state, device)
+            while hooks:
+                hooks.pop().remove()
+
+    hooks += [each.register_forward_pre_hook(UncopiedHook(before_forward)) for each in modules]
+
+
+def _difference(
+    reading: store.Reading,
+    common: dict[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    loader: Any,
+    extra: Mapping[str, Any],
+) -> str | None:
+    own = {name: (tensor.shape, tensor.dtype) for name, tensor in model_tensors(module).items()}
+    saved = {path[1]: value for path, value in reading.contents.items() if path[0] == "model"}
+    for name in [*own, *saved]:
+        if own.get(name) != saved.get(name):
+            return f"{name} is {_described(own.get(name))} in the model and {_described(saved.get(name))} in it"
+    if len(optimizers) != len(common["optimizers"]):
+        return f"{len(optimizers)} optimizers are given, and it is of {len(common['optimizers'])}"
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = group_names(optimizers, names)
+    for each, mine, theirs in zip(optimizers, groups, common["optimizers"], strict=True):
+        if type(each).__name__ != theirs["kind"]:
+            return f"the optimizer is a {type(each).__name__}, and it is of a {theirs['kind']}"
+        if len(mine) != len(theirs["names"]):
+            return f"the optimizer has {len(mine)} parameter groups, and it has {len(theirs['names'])}"
+        for number, (here, there) in enumerate(zip(mine, theirs["names"], strict=True)):
+            if here != there:
+                first = next((n for n in [*here, *there] if (n in here) != (n in there)), "the order")
+                return f"group {number} of the optimizer has other parameters ({first})"
+    for what, mine, theirs in (
+        ("loader", loader is not None, common["loader"] is not None),
+        ("extra", sorted(extra), sorted(common["extra"])),
+    ):
+        if mine != theirs:
+            return f"resume() is given {what}={mine}, and it was taken with {what}={theirs}"
+    return None
+
+
+def _described(value: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "missing" if value is None else f"{tuple(value[0])} in {value[1]}"
+
+
+def _restore_optimizer(
+    reading: store.Reading, common: dict[str, Any], module: nn.Module, optimizer: Optimizer, number: int
+) -> None:
+    parameters = dict(module.named_parameters())
+    tensors = {
+        path: torch.empty(value[0], dtype=value[1])
+        for path, value in reading.contents.items()
+        if path[:2] == ("optimizer", str(number)) and value is not None
+    }
+    reading.read(tensors)
+    entries: dict[str, dict[str, Any]] = {name: dict(each) for name, each in common["scalars"].items()}
+    for (_, _, name, key), tensor in tensors.items():
+        on_host = key in common["on_host"][name]
+        entries[name][key] = tensor if on_host else tensor.to(parameters[name].device)
+    order = [name for group in common["names"] for name in group]
+    index = {name: place for place, name in enumerate(order)}
+    groups = [
+        group | {"params": [index[name] for name in names]}
+        for group, names in zip(common["groups"], common["names"], strict=True)
+    ]
+    state = {index[name]: entry for name, entry in entries.items() if entry}
+    optimizer.load_state_dict({"state": state | common["others"], "param_groups": groups})
+    # load_state_dict() gives state the type of its parameter, which would round fp32 state of bf16 parameters.
+    for name, entry in entries.items():
+        for key, value in entry.items():
+            held = optimizer.state[parameters[name]]
+            if isinstance(value, torch.Tensor) and held[key].dtype != value.dtype:
+                held[key] = value

@@ -1,0 +1,78 @@
+"""A training that resumes from its snapshots, started by launch() on every rank, and killed by tests.
+
+Each step appends a line to ``log-RANK``: the step, the samples that the loop was handed, and the bits of the loss.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gradcast
+
+SAMPLES, FEATURES, BATCH = 120, 8, 2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 16), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(16, 1))
+
+
+def dataset() -> list[tuple[int, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [(index, torch.randn(FEATURES, generator=generator)) for index in range(SAMPLES)]
+
+
+def train(folder: Path, *, steps: int, mode: str, every: int, log: Path | None, waits: bool) -> dict:
+    """Returns the statistics of the snapshots. ``waits``: for each to be written, so that none is taken later."""
+    module, data = model(), dataset()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    sampler = gradcast.ResumableSampler(data)
+    loader = gradcast.ResumableLoader(DataLoader(data, BATCH, sampler=sampler, drop_last=True, num_workers=0))
+    extra = {"scheduler": scheduler}
+    step = gradcast.resume(folder, module, optimizer, loader, extra) or 0
+    handle = gradcast.attach(module, optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
+    taking = handle.snapshots(folder, every=every, loader=loader, extra=extra, optimizer=optimizer)
+    while step < steps:
+        for ids, batch in loader:
+            loss = module(batch).square().mean()
+            if log is not None:
+                line = json.dumps([step + 1, ids.tolist(), loss.item().hex()]) + "\n"
+                with log.open("a") as file:
+                    file.write(line)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            if waits:
+                taking.wait()
+            else:
+                time.sleep(0.004)
+            if step >= steps:
+                break
+    assert handle.stats()["snapshots"].keys() == taking.stats().keys()
+    handle.detach()  # takes the snapshot of the last step, if it is due
+    return taking.stats()
+
+
+def main() -> None:
+    _, folder, log, steps, mode, every, waits = sys.argv
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    log = Path(log, f"log-{os.environ['RANK']}")
+    told = train(Path(folder), steps=int(steps), mode=mode, every=int(every), log=log, waits=waits == "waits")
+    print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

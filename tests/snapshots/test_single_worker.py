@@ -1,0 +1,148 @@
+"""Snapshots of one worker: what is refused, what fails, and what stays."""
+
+import random
+import shutil
+
+import pytest
+
+import gradcast
+from gradcast.snapshots import frequency, resuming, store
+from snapshots import program
+from training.needs import torch
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_resumed():
+    resuming.resumed.clear()
+
+
+def train(folder, steps=20, mode="hook", every=4):
+    resuming.resumed.clear()
+    random.seed(3)
+    return program.train(folder, steps=steps, mode=mode, every=every, log=None, waits=True)
+
+
+def parts(folder):
+    """A model, an optimizer and what else the program gives."""
+    module, data = program.model(), program.dataset()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    sampler = gradcast.ResumableSampler(data)
+    loader = gradcast.ResumableLoader(torch.utils.data.DataLoader(data, program.BATCH, sampler=sampler))
+    return module, optimizer, loader, {"scheduler": scheduler}
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+def test_resuming_gives_the_bits_of_the_undisturbed(tmp_path, mode):
+    train(tmp_path / "whole", mode=mode)
+    train(tmp_path / "twice", steps=13, mode=mode)
+    assert store.complete_steps(tmp_path / "twice") == [8, 12]
+    train(tmp_path / "twice", mode=mode)
+    states = []
+    for name in ("whole", "twice"):
+        module, optimizer, loader, extra = parts(tmp_path)
+        assert gradcast.resume(tmp_path / name, module, optimizer, loader, extra) == 20
+        states.append((module.state_dict(), optimizer.state_dict()["state"], loader.state_dict(), torch.rand(3)))
+    (first, first_state, place, numbers), (second, second_state, other_place, other_numbers) = states
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(v, second_state[i][k]) for i, entry in first_state.items() for k, v in entry.items())
+    assert place == other_place
+    assert place["position"] == 40
+    assert torch.equal(numbers, other_numbers)
+
+
+def test_an_empty_folder_has_nothing_to_resume(tmp_path):
+    assert gradcast.resume(tmp_path / "none", *parts(tmp_path)) is None
+
+
+def test_other_trainings_are_refused_with_the_first_difference(tmp_path):
+    train(tmp_path)
+    module, optimizer, loader, extra = parts(tmp_path)
+    wider = torch.nn.Sequential(torch.nn.Linear(program.FEATURES, 33))
+    for message, arguments in {
+        r"0.weight is \(33, 8\) in torch.float32 in the model": (wider, optimizer, loader, extra),
+        "1.weight is missing in the model": (module[:1], torch.optim.AdamW(module[:1].parameters()), loader, extra),
+        "a SGD, and it is of a AdamW": (module, torch.optim.SGD(module.parameters(), 0.1), loader, extra),
+        r"other parameters \(0.weight\)": (module, torch.optim.AdamW(module[1:].parameters()), loader, extra),
+        "loader=False": (module, optimizer, None, extra),
+        r"extra=\[\]": (module, optimizer, loader, {}),
+    }.items():
+        before = {name: tensor.clone() for name, tensor in arguments[0].state_dict().items()}
+        with pytest.raises(gradcast.Error, match=message):
+            gradcast.resume(tmp_path, *arguments)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in arguments[0].state_dict().items())
+
+
+def test_a_folder_that_was_not_resumed_is_refused(tmp_path):
+    train(tmp_path)
+    resuming.resumed.clear()
+    module, optimizer, _, _ = parts(tmp_path)
+    handle = gradcast.attach(module, optimizer)
+    with pytest.raises(gradcast.Error, match="step 20, which this program has not resumed"):
+        handle.snapshots(tmp_path)
+    with pytest.raises(gradcast.Error, match="without state_dict"):
+        handle.snapshots(tmp_path / "b", loader=[1])
+    with pytest.raises(gradcast.Error, match="keep=0"):
+        handle.snapshots(tmp_path / "b", keep=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(gradcast.Error, match="cannot be written"):
+        handle.snapshots(tmp_path / "file")
+    handle.detach()
+
+
+def test_hook_mode_needs_the_optimizer(tmp_path):
+    module = program.model()
+    handle = gradcast.attach(module)
+    with pytest.raises(gradcast.Error, match="hook mode is not given"):
+        handle.snapshots(tmp_path)
+    with pytest.raises(gradcast.Error, match="parameters of the module only"):
+        handle.snapshots(tmp_path, optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1))
+    handle.detach()
+
+
+def test_what_was_never_completed_is_not_there(tmp_path):
+    train(tmp_path)
+    (tmp_path / "step-24.tmp").mkdir()
+    (tmp_path / "step-16" / ".metadata").unlink()  # a deletion that was cut off
+    assert store.complete_steps(tmp_path) == [20]
+    store.remove_leftovers(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-20"]
+
+
+@pytest.mark.parametrize("cause", ["part", "metadata"])
+def test_a_failure_to_write_is_said_and_leaves_the_last_snapshot(tmp_path, monkeypatch, caplog, cause):
+    written, failing = [], {8, 12}
+    method = {"part": "write_part", "metadata": "complete"}[cause]
+    before = getattr(store.Writing, method)
+
+    def fails(self, *arguments):
+        written.append(self._place.name)
+        if int(self._place.name[5:]) in failing:
+            raise OSError(28, "No space left on device")
+        return before(self, *arguments)
+
+    monkeypatch.setattr(store.Writing, method, fails)
+    told = train(tmp_path)
+    assert written == ["step-4", "step-8", "step-12", "step-16", "step-20"]
+    assert store.complete_steps(tmp_path) == [16, 20]
+    assert (told["failed"], told["error"]) == (2, None)
+    warnings = [each.getMessage() for each in caplog.records if "could not be written" in each.getMessage()]
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
+    assert "the last snapshot is step 4" in warnings[0]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.Writing, "complete", lambda self, *_: shutil.rmtree(tmp_path / "gone") or 1 / 0)
+    told = train(tmp_path / "gone", steps=8)
+    assert (told["step"], told["failed"]) == (None, 2)
+    assert "ZeroDivisionError" in told["error"]
+
+
+def test_frequency():
+    assert frequency.steps_between(write_s=0.95, cost_s=0.01, step_s=0.1, overhead=0.035) == 10
+    assert frequency.steps_between(write_s=0.05, cost_s=0.1, step_s=0.1, overhead=0.05) == 20
+    assert frequency.steps_between(write_s=0.01, cost_s=0.0, step_s=0.1, overhead=0.05) == 1
+    text = frequency.sentence(12, write_s=0.7, cost_s=0.0252, step_s=0.1)
+    assert text == "a snapshot every 12 steps costs 2.1%; at most 20 steps are lost"
