@@ -146,3 +146,31 @@ def test_frequency():
     assert frequency.steps_between(write_s=0.01, cost_s=0.0, step_s=0.1, overhead=0.05) == 1
     text = frequency.sentence(12, write_s=0.7, cost_s=0.0252, step_s=0.1)
     assert text == "a snapshot every 12 steps costs 2.1%; at most 20 steps are lost"
+
+
+@pytest.mark.parametrize("steps", [8, 9])
+def test_what_the_program_does_between_epochs_is_not_repeated(tmp_path, steps):
+    def begin():
+        module, data = torch.nn.Linear(2, 1), torch.ones(8, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = torch.utils.data.DataLoader(data, 2, sampler=gradcast.ResumableSampler(data))
+        return module, optimizer, scheduler, gradcast.ResumableLoader(loader)
+
+    module, optimizer, scheduler, loader = begin()
+    handle = gradcast.attach(module, optimizer)
+    handle.snapshots(tmp_path, every=8, loader=loader, extra={"scheduler": scheduler})
+    step = 0
+    while step < steps:
+        for batch in loader:
+            module(batch).sum().backward()
+            optimizer.step()
+            step += 1
+            if step == steps > 8:
+                break
+        else:
+            scheduler.step()
+    handle.detach()
+    module, optimizer, scheduler, loader = begin()
+    assert gradcast.resume(tmp_path, module, optimizer, loader, {"scheduler": scheduler}) == 8
+    assert (loader.sampler.epoch, loader.sampler.position, scheduler.last_epoch) == (2, 0, 2)

@@ -130,3 +130,16 @@ def test_killed_at_any_moment_it_goes_on_with_the_same_bits(undisturbed, tmp_pat
 def test_killed_again_and_again(undisturbed, tmp_path, seed):
     mode, whole, _ = undisturbed
     kill_and_compare(mode, whole, tmp_path, seed, crashes=5)
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_goes_on_without_a_sample_twice(tmp_path):
+    # Of 120 samples, 8 steps of 4 x 2 and 8 of 3 x 2 leave one step of 4 x 2; each run ends behind its last snapshot.
+    history, begin = [], 0
+    for world_size, steps, snapshot in ((4, 10, 8), (3, 18, 16), (4, 17, 17)):
+        before = [len(lines(tmp_path, rank)) if begin else 0 for rank in range(4)]
+        require_ended_well(run(tmp_path, world_size, "overlap", steps=steps))
+        for rank in range(world_size):
+            history += [i for step, ids, _ in lines(tmp_path, rank)[before[rank] :] if step <= snapshot for i in ids]
+        begin = snapshot
+    assert sorted(history) == list(range(program.SAMPLES))

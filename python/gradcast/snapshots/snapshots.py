@@ -13,6 +13,7 @@ guards what both use.
 
 import atexit
 import contextlib
+import copy
 import dataclasses
 import datetime
 import logging
@@ -35,6 +36,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.snapshots import frequency, store
+from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.state import COMMON, Copies, from_bytes, own_path, random_state, to_bytes
 from gradcast.training.ranks.group import Group, gather, lasting_group
 
@@ -183,7 +185,7 @@ class Snapshots:
             if self._next != self._step or self._ended is not None:
                 return
             self._next = None
-        position = None if self._loader is None else to_bytes(self._loader.state_dict())
+        position = None if self._loader is None else copy.deepcopy(self._loader.state_dict())
         self._taken = _Taken(self._step, position, time.perf_counter())
 
     def before_forward(self, module: nn.Module, _inputs: Any, _compiled: bool) -> None:
@@ -233,7 +235,7 @@ class Snapshots:
             taken.common_bytes = {
                 "model": to_bytes(extra_state),
                 "extra": to_bytes({name: each.state_dict() for name, each in self._extra.items()}),
-                "loader": taken.position if taken.position is not None else to_bytes(None),
+                "loader": to_bytes(self._position(taken)),
             }
         self._slowed_s.clear()
         self._copies.begin()
@@ -243,6 +245,13 @@ class Snapshots:
         taken.stall_s += time.perf_counter() - start_s
         if not taken.awaiting:
             self._finish_copy()
+
+    def _position(self, taken: _Taken) -> Any:
+        """The place behind the data of the step. The batch that the loop was handed since is the next step's, but if an
+        epoch has ended since, what the program does there is in the state, too."""
+        if isinstance(self._loader, ResumableLoader) and self._loader.state_dict()["epoch"] != taken.position["epoch"]:
+            return self._loader.state_dict() | {"position": 0}
+        return taken.position
 
     def _finish_copy(self) -> None:
         """All updates of the step have run: copies the rest, and starts the writer."""
