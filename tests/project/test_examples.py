@@ -1,6 +1,7 @@
 """The examples train, and every way of sending the gradients gives the same losses."""
 
 import re
+import shutil
 import tempfile
 
 import pytest
@@ -63,3 +64,16 @@ def test_one_process_is_enough(script, length):
     for package in NEEDED[script]:
         pytest.importorskip(package)
     assert len(printed(1, script, "--gradcast", "overlap", *length)) == 1
+
+
+def test_a_training_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path):
+    pytest.importorskip("sklearn")
+    script = "resume_digits.py"
+    whole = printed(2, script, "--folder", str(tmp_path / "whole"), "--epochs", "4")
+    assert len(whole) == 4
+    # Without what was saved last it is a training that was killed before its end.
+    *_, before, last = sorted((int(path.name[5:]), path) for path in (tmp_path / "whole").iterdir())
+    shutil.rmtree(last[1])
+    again = printed(2, script, "--folder", str(tmp_path / "whole"), "--epochs", "4")
+    assert again[0] == f"goes on after step {before[0]}, in epoch {5 - len(again[1:])}"
+    assert again[-1] == whole[-1]
