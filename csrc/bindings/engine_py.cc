@@ -23,9 +23,9 @@ struct TransportOwner {
 // An engine and the Python object that its transport lives in, which is released after it.
 class BoundEngine : private TransportOwner, public Engine, public GradientSink {
  public:
-  BoundEngine(py::object owner, std::string thread_name, int32_t timeline_iterations)
+  BoundEngine(py::object owner, std::string thread_name, int32_t timeline_iterations, int32_t queue_window)
       : TransportOwner{std::move(owner)},
-        Engine(transport_of(transport), EngineOptions{std::move(thread_name), timeline_iterations}) {}
+        Engine(transport_of(transport), EngineOptions{std::move(thread_name), timeline_iterations, queue_window}) {}
   ~BoundEngine() { shutdown(); }
 
   bool ready(int32_t tensor) noexcept override {
@@ -101,9 +101,10 @@ void bind_records(py::module_& module) {
 void bind_engine(py::module_& module) {
   bind_records(module);
   py::class_<BoundEngine>(module, "Engine")
-      .def(py::init<py::object, std::string, int32_t>(), py::arg("transport"), py::kw_only(),
+      .def(py::init<py::object, std::string, int32_t, int32_t>(), py::arg("transport"), py::kw_only(),
            py::arg("thread_name") = EngineOptions{}.thread_name,
-           py::arg("timeline_iterations") = EngineOptions{}.timeline_iterations)
+           py::arg("timeline_iterations") = EngineOptions{}.timeline_iterations,
+           py::arg("queue_window") = EngineOptions{}.queue_window)
       .def("follow", &Engine::follow, py::arg("profile"), py::arg("plan"), ReleaseGil())
       .def("begin", &Engine::begin)
       .def("on_ready", &Engine::on_ready, py::arg("tensor"))

@@ -3,6 +3,7 @@
 // Thread safety: any thread; pop_all() from one.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -25,7 +26,8 @@ class BoundedQueue {
   explicit BoundedQueue(size_t capacity) { raise_capacity(capacity); }
 
   // Never waits. If the queue is full, drops the item, returns false, and shows the consumer `overflowed`.
-  bool push(Item item, Wake wake) GC_EXCLUDES(mutex_) {
+  // `then_min`: with this item and so many more, the consumer has something to do, whatever it has said before.
+  bool push(Item item, Wake wake, size_t then_min = kUnsaid) GC_EXCLUDES(mutex_) {
     bool due = false;
     bool kept = false;
     {
@@ -36,6 +38,7 @@ class BoundedQueue {
       } else {
         condition_.overflowed = true;
       }
+      if (then_min != kUnsaid) then_min_ = items_.size() + then_min;
       at_once_ = at_once_ || wake == Wake::kAtOnce || !kept;
       due = is_due();
     }
@@ -62,6 +65,7 @@ class BoundedQueue {
       filled_.wait_until(mutex_, deadline_ns);
     }
     at_once_ = false;
+    then_min_ = kUnsaid;
     std::swap(items, items_);
     items_.reserve(capacity_);
     return condition_;
@@ -85,13 +89,16 @@ class BoundedQueue {
   }
 
  private:
-  bool is_due() const GC_REQUIRES(mutex_) { return at_once_ || items_.size() >= counted_min_; }
+  static constexpr size_t kUnsaid = std::numeric_limits<size_t>::max();
+
+  bool is_due() const GC_REQUIRES(mutex_) { return at_once_ || items_.size() >= std::min(counted_min_, then_min_); }
 
   mutable Mutex mutex_;
   CondVar filled_;
   std::vector<Item> items_ GC_GUARDED_BY(mutex_);
   size_t capacity_ GC_GUARDED_BY(mutex_) = 0;
-  size_t counted_min_ GC_GUARDED_BY(mutex_) = std::numeric_limits<size_t>::max();
+  size_t counted_min_ GC_GUARDED_BY(mutex_) = kUnsaid;
+  size_t then_min_ GC_GUARDED_BY(mutex_) = kUnsaid;
   bool at_once_ GC_GUARDED_BY(mutex_) = false;
   Condition condition_ GC_GUARDED_BY(mutex_);
 };

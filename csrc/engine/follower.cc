@@ -115,6 +115,7 @@ void Follower::on_queued(int32_t block) {
     return;
   }
   states_[block] = BlockState::kQueued;
+  ++queued_count_;
   if (plan_->plan.blocks[block].op == Op::kReduceScatter) {
     return;  // nothing arrives by it alone
   }
@@ -127,6 +128,7 @@ void Follower::on_queued(int32_t block) {
 std::vector<int32_t> Follower::on_finish(int32_t block) {
   on_queued(block);
   states_[block] = BlockState::kFinished;
+  --queued_count_;
   --in_flight_count_;
   std::vector<int32_t> arrived;
   if (plan_->plan.blocks[block].op == Op::kReduceScatter) {

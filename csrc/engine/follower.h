@@ -1,13 +1,15 @@
 // The follower decides which block may start now, and how far each tensor has come. It is told what happens and reads
 // no clock.
 //
-// Blocks start in the plan's order only, at most `in_flight` at a time. What only one rank knows (its own gradients,
+// Blocks start in the plan's order only, at most `in_flight` at a time. A block in a device's queue is not counted there,
+// because that queue keeps the order; what may stand in it is limited by the window. What only one rank knows (its own gradients,
 // its own clock) may delay a block, but never lets another block pass it. That keeps the operations of all ranks
 // matched.
 //
 // Thread safety: pure; any thread.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -46,6 +48,9 @@ struct FollowedPlan {
 
 class Follower {
  public:
+  // `window`: EngineOptions::queue_window. Without one, `in_flight` limits what is queued, too.
+  explicit Follower(int32_t window = 1) : window_(window) {}
+
   // Opens an iteration: no gradient exists, nothing has arrived. REQUIRES: none() in flight.
   void begin(std::shared_ptr<const FollowedPlan> plan);
 
@@ -76,14 +81,18 @@ class Follower {
  private:
   // There is a next block, and room in flight for it.
   bool has_room_for_next() const {
-    return is_open() && next_block_ < plan_->block_count() && in_flight_count_ < plan_->plan.in_flight;
+    return is_open() && next_block_ < plan_->block_count() &&
+           in_flight_count_ - queued_count_ < plan_->plan.in_flight &&
+           in_flight_count_ < std::max(window_, plan_->plan.in_flight);
   }
 
   enum class BlockState : uint8_t { kWaiting, kInFlight, kQueued, kFinished };
 
+  int32_t window_;
   std::shared_ptr<const FollowedPlan> plan_;
   int32_t next_block_ = 0;
-  int32_t in_flight_count_ = 0;
+  int32_t in_flight_count_ = 0;  // with those that are queued
+  int32_t queued_count_ = 0;
   std::vector<BlockState> states_;
   std::vector<int32_t> missing_;     // by block: gradients (for an all-gather: reduce-scatters) that it still waits for
   std::vector<int32_t> unfinished_;  // by tensor: blocks that it still waits for

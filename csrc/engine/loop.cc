@@ -32,6 +32,12 @@ int64_t together_ns(std::vector<BlockRecord>& blocks) {
   return total_ns;
 }
 
+// The network could not take the block before this.
+void put_off(BlockRecord& record, int64_t time_ns) {
+  record.due_ns = std::max(record.due_ns, time_ns);
+  record.launch_ns = std::max(record.launch_ns, time_ns);
+}
+
 }  // namespace
 
 void Engine::Loop::run_on_loop() {
@@ -117,6 +123,7 @@ void Engine::Loop::progress_on_loop(int32_t block, const Event& event) {
   GC_CHECK(on_loop());
   if (event.kind == Event::Kind::kQueued) {
     follower_.on_queued(block);
+    room_since_ns_ = event.time_ns;
   }
   MutexLock lock(mutex_);
   if (event.kind == Event::Kind::kQueued) {
@@ -124,7 +131,8 @@ void Engine::Loop::progress_on_loop(int32_t block, const Event& event) {
   } else {
     // The block counts from now on: before this the device had not written its gradients.
     BlockRecord& record = recorder_.current().blocks[block];
-    record.ready_ns = record.due_ns = record.launch_ns = event.time_ns;
+    record.ready_ns = event.time_ns;
+    put_off(record, event.time_ns);
   }
 }
 
@@ -149,6 +157,11 @@ void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
   room_since_ns_ = finish_ns;
   MutexLock lock(mutex_);
   recorder_.current().blocks[block].finish_ns = finish_ns;
+  // In a device's queue another block has waited for this.
+  const int32_t in_flight = follower_.plan().plan.in_flight;
+  if (follower_.in_flight_count() >= in_flight && follower_.is_in_flight(int64_t{block} + in_flight)) {
+    put_off(recorder_.current().blocks[block + in_flight], finish_ns);
+  }
   lately_on_network_.push_back(recorder_.current().blocks[block]);
   take_progress_on_loop(block);
   arrivals_.insert(arrivals_.end(), arrived.begin(), arrived.end());

@@ -123,6 +123,7 @@ class Engine::Loop final : public CompletionSink {
   // Constant after construction.
   Transport& transport_;
   const std::string thread_name_;
+  const int32_t queue_window_;
 
   // Loop only.
   std::thread::id loop_id_;

@@ -10,6 +10,7 @@ namespace {
 
 // Far more than anyone looks at. Without a limit, a mistyped option would show only when memory has run out.
 constexpr int32_t kTimelineIterationsMax = 1 << 20;
+constexpr int32_t kQueueWindowMax = 1 << 10;
 // Room in the queue for the event that is no gradient and no completion: the beginning of an iteration.
 constexpr size_t kOtherEvents = 1;
 
@@ -21,6 +22,10 @@ const EngineOptions& checked(const EngineOptions& options) {
   if (options.timeline_iterations < 1 || options.timeline_iterations > kTimelineIterationsMax) {
     throw Error(ErrorCode::kInvalidOption, "timeline_iterations is " + std::to_string(options.timeline_iterations) +
                                                "; it must be 1 to " + std::to_string(kTimelineIterationsMax));
+  }
+  if (options.queue_window < 1 || options.queue_window > kQueueWindowMax) {
+    throw Error(ErrorCode::kInvalidOption, "queue_window is " + std::to_string(options.queue_window) +
+                                               "; it must be 1 to " + std::to_string(kQueueWindowMax));
   }
   return options;
 }
@@ -35,6 +40,8 @@ int64_t deadline_of(int64_t timeout_ns) {
 Engine::Loop::Loop(Transport& transport, const EngineOptions& options)
     : transport_(transport),
       thread_name_(checked(options).thread_name),
+      queue_window_(options.queue_window),
+      follower_(queue_window_),
       queue_(kOtherEvents),
       recorder_(options.timeline_iterations) {
   MutexLock lock(join_mutex_);
@@ -53,7 +60,7 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
                                             " are not finished; wait for all of them first");
   }
   // One event for each gradient of an iteration, and three for each block in flight: began, queued, complete.
-  const size_t in_flight_max = std::min(static_cast<size_t>(plan.in_flight), plan.blocks.size());
+  const size_t in_flight_max = std::min<size_t>(std::max(plan.in_flight, queue_window_), plan.blocks.size());
   queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 3 * in_flight_max);
   next_plan_ = std::move(followed);
   return ++plan_version_;
@@ -79,7 +86,9 @@ int64_t Engine::Loop::begin() {
   Event event;
   event.kind = Event::Kind::kBegin;
   event.plan = plan_;
-  GC_CHECK(queue_.push(std::move(event), Queue::Wake::kAtOnce));
+  // The first block needs its gradients; before those the thread has nothing to do.
+  const size_t needed = plan_->block_count() > 0 ? plan_->block_tensors.front().size() : 0;
+  GC_CHECK(queue_.push(std::move(event), Queue::Wake::kCounted, needed));
   return iteration_;
 }
 

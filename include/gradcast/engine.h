@@ -28,10 +28,14 @@ namespace gradcast {
 struct EngineOptions {
   std::string thread_name = "gradcast";  // not empty; the system shows at most 15 characters
   int32_t timeline_iterations = 16;      // how many iterations timeline() keeps, 1 to 2^20
+  // Blocks that a device holds in its queue count no more as the plan's `in_flight`, since its queue keeps their order.
+  // So many blocks in all may be started and unfinished then, 1 to 1,024.
+  int32_t queue_window = 16;
 };
 
 // Times of the steady clock in ns; 0 for what has not happened. If a device had still to write the gradients when the
-// block was handed to the transport, the first three times are the moment at which it had.
+// block was handed to the transport, the first three times are the moment at which it had. If the block stood in a
+// device's queue behind others, it was due and launched when one of these made room.
 struct BlockRecord {
   int64_t ready_ns = 0;   // its gradients existed; for an all-gather, its reduce-scatter had finished
   int64_t due_ns = 0;     // it was ready and no earlier block was in its way

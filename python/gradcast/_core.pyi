@@ -294,7 +294,14 @@ class Engine:
     The first failure is raised by each later call that begins, waits or follows.
     """
 
-    def __init__(self, transport: object, *, thread_name: str = "gradcast", timeline_iterations: int = 16) -> None: ...
+    def __init__(
+        self,
+        transport: object,
+        *,
+        thread_name: str = "gradcast",
+        timeline_iterations: int = 16,
+        queue_window: int = 16,
+    ) -> None: ...
     def follow(self, profile: Profile, plan: Plan) -> int:
         """Follows the plan from the next iteration on; returns its version, from 1."""
 

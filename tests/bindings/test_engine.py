@@ -128,8 +128,9 @@ def test_wrong_use_is_refused():
     assert engine.waiting_for() == "block 1 of 3 (t2, 32 B) waits for the gradient of t2"
     assert not engine.wait([1], 0)
     assert not engine.wait_all(1_000_000)
-    with pytest.raises(gradcast.Error, match="timeline_iterations is 0"):
-        _core.Engine(_testing.InprocWorld(1).transport(0, []), timeline_iterations=0)
+    for option in ("timeline_iterations", "queue_window"):
+        with pytest.raises(gradcast.Error, match=f"{option} is 0"):
+            _core.Engine(_testing.InprocWorld(1).transport(0, []), **{option: 0})
     engine.shutdown()
     engine.shutdown()
     with pytest.raises(gradcast.Error, match="has been shut down"):

@@ -28,6 +28,23 @@ TEST(BoundedQueue, AnItemThatFindsNoPlaceIsRefusedAndTheConsumerSeesIt) {
   EXPECT_TRUE(queue.pop_all(items, kNone, kNever).overflowed) << "an overflow is remembered";
 }
 
+TEST(BoundedQueue, AnItemMaySayHowManyMoreAreEnough) {
+  Queue queue(8);
+  std::vector<int> items;
+  EXPECT_TRUE(queue.push(1, Queue::Wake::kCounted, 2));
+  std::thread consumer([&] { queue.pop_all(items, kNone, kNever); });
+  EXPECT_TRUE(queue.push(2, Queue::Wake::kCounted));
+  EXPECT_TRUE(queue.push(3, Queue::Wake::kCounted));
+  consumer.join();
+  EXPECT_EQ(items, std::vector<int>({1, 2, 3}));
+  EXPECT_TRUE(queue.push(4, Queue::Wake::kCounted));
+  queue.pop_all(items, kNone, 0);
+  EXPECT_EQ(items, std::vector<int>({4})) << "no longer";
+  EXPECT_TRUE(queue.push(5, Queue::Wake::kCounted, 0));
+  queue.pop_all(items, kNone, kNever);
+  EXPECT_EQ(items, std::vector<int>({5}));
+}
+
 TEST(BoundedQueue, ARaisedCapacityHoldsMore) {
   Queue queue(1);
   queue.raise_capacity(3);

@@ -14,8 +14,28 @@
 namespace gradcast {
 namespace {
 
+TEST(EngineOnDevice, TheNextBlockStartsWhenTheOneBeforeIsQueuedUpToAWindow) {
+  BusyEngine fixture(5, 1, HandEngine::Manner::kByHand, {.queue_window = 3});
+  for (size_t started = 1; started < 3; ++started) {
+    ASSERT_TRUE(fixture.transport.await_started(started));
+    EXPECT_EQ(fixture.transport.started().size(), started) << "one at a time that is not queued";
+    fixture.transport.queued(static_cast<int64_t>(started) - 1);
+  }
+  ASSERT_TRUE(fixture.transport.await_started(3));
+  fixture.transport.queued(2);
+  ASSERT_TRUE(fixture.engine.wait(Tensors{4, 3, 2}, kPatienceNs, Progress::kQueued));
+  EXPECT_EQ(fixture.transport.started().size(), 3U) << "the window is full";
+  fixture.transport.complete(0);
+  ASSERT_TRUE(fixture.transport.await_started(4));
+  EXPECT_EQ(fixture.transport.started().size(), 4U);
+  const std::vector<BlockRecord> blocks = fixture.engine.timeline().back().blocks;
+  EXPECT_GE(blocks[1].launch_ns, blocks[0].finish_ns) << "one at a time is on the wire";
+  EXPECT_GE(blocks[1].due_ns, blocks[0].finish_ns);
+  EXPECT_LT(blocks[2].launch_ns, blocks[0].finish_ns);
+}
+
 TEST(EngineOnDevice, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
-  BusyEngine fixture(3, 2);
+  BusyEngine fixture(3, 2, HandEngine::Manner::kByHand, {.queue_window = 2});
   Engine& engine = fixture.engine;
   ASSERT_TRUE(fixture.transport.await_started(2));
   EXPECT_FALSE(engine.wait(Tensors{2}, 0, Progress::kQueued));
@@ -24,7 +44,7 @@ TEST(EngineOnDevice, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
   EXPECT_FALSE(engine.wait(Tensors{2}, 0)) << "the device is not there yet";
   EXPECT_FALSE(engine.wait(Tensors{2, 1}, 0, Progress::kQueued));
   EXPECT_TRUE(engine.arrivals(0).empty());
-  EXPECT_EQ(fixture.transport.started().size(), 2U) << "it still counts as in flight";
+  EXPECT_EQ(fixture.transport.started().size(), 2U) << "the window is full";
   fixture.transport.complete(1);  // which needs no queue
   EXPECT_TRUE(engine.wait(Tensors{2, 1}, kPatienceNs, Progress::kQueued));
   ASSERT_TRUE(fixture.transport.await_started(3));

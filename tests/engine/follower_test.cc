@@ -152,14 +152,17 @@ class Naive {
   std::vector<Range> ranges_;  // by tensor
 };
 
-void play_random_events(Random& random, const Profile& profile, const Plan& plan, Follower& follower) {
+void play_random_events(Random& random, const Profile& profile, const Plan& plan, int32_t window, Follower& follower) {
   Naive naive(profile, plan);
   std::vector<int32_t> unready = random_order(random, static_cast<int32_t>(profile.tensors.size()));
   std::vector<bool> arrived(profile.tensors.size(), false);
   std::vector<int32_t> in_flight;
   size_t started = 0;
   while (std::ranges::count(naive.finished, true) < std::ssize(naive.finished)) {
-    const bool has_room = started < plan.blocks.size() && in_flight.size() < static_cast<size_t>(plan.in_flight);
+    const auto unqueued =
+        std::ranges::count_if(in_flight, [&](int32_t each) { return !naive.queued[each]; });
+    const bool has_room = started < plan.blocks.size() && unqueued < plan.in_flight &&
+                          std::ssize(in_flight) < std::max(plan.in_flight, window);
     const bool is_startable = has_room && naive.missing(started) == 0;
     if (const std::optional<int32_t> block = follower.next()) {
       ASSERT_TRUE(is_startable);
@@ -210,11 +213,12 @@ TEST(Follower, RandomEventsNeverBreakTheRules) {
     const Profile profile = random_tensors(random);
     const Plan plan = random_followable(random, profile, random.chance(0.5));
     check_plan(plan, profile);
-    Follower follower;
+    const auto window = static_cast<int32_t>(random.integer(1, 4));
+    Follower follower(window);
     const auto compiled = followed(profile, plan);
     for (int iteration = 0; iteration < 2; ++iteration) {
       follower.begin(compiled);
-      play_random_events(random, profile, plan, follower);
+      play_random_events(random, profile, plan, window, follower);
       if (testing::Test::HasFatalFailure()) {
         return;
       }

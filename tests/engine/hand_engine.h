@@ -40,8 +40,9 @@ struct HandEngine {
 
 // One that has been given all gradients.
 struct BusyEngine : HandEngine {
-  explicit BusyEngine(int32_t tensor_count, int32_t in_flight = 1, Manner manner = Manner::kByHand)
-      : HandEngine(tensor_count, in_flight, manner) {
+  explicit BusyEngine(int32_t tensor_count, int32_t in_flight = 1, Manner manner = Manner::kByHand,
+                      const EngineOptions& options = {})
+      : HandEngine(tensor_count, in_flight, manner, options) {
     begin_with_all();
   }
 };

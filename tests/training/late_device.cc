@@ -157,6 +157,7 @@ PYBIND11_MODULE(_late_device, module) {
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<LateTransport&>(), self); })
       .def("on_written", &LateTransport::on_written)
+      .def("forget_ranges", [](LateTransport&) {})
       .def("written_count", &LateTransport::written_count)
       .def("fail", &LateTransport::fail)
       .def("order_behind", &LateTransport::order_behind, py::call_guard<py::gil_scoped_release>())

@@ -35,10 +35,12 @@ class RangeMap {
   void for_each(int32_t buffer, Range range, const Action& action) const {
     const auto values = values_.find(buffer);
     if (values == values_.end()) return;
-    for (const auto& [lo_bytes, entry] : values->second) {
-      if (lo_bytes >= range.hi_bytes) return;
-      if (entry.first > range.lo_bytes) action(entry.second);
-    }
+    const Values& entries = values->second;
+    auto each = entries.lower_bound(range.lo_bytes);
+    // The entry before this range may reach into it.
+    if (each != entries.begin() && std::prev(each)->second.first > range.lo_bytes) --each;
+    for (; each != entries.end() && each->first < range.hi_bytes; ++each)
+      action(each->second.second);
   }
 
   void clear() { values_.clear(); }

@@ -71,16 +71,59 @@ int64_t count_hooks(const at::Tensor& parameter, bool own) {
   return count;
 }
 
+// Takes the GIL.
+void call(const py::object& function, size_t index) {
+  const py::gil_scoped_acquire gil;
+  if (!function || function.is_none()) return;
+  PyObject* result = PyObject_CallFunction(function.ptr(), "n", static_cast<Py_ssize_t>(index));
+  if (result == nullptr) {
+    python_error error;
+    error.persist();
+    throw std::move(error);
+  }
+  Py_DECREF(result);
+}
+
+// A call of torch's costs more than this many multiplications. From some size on, torch divides them among threads.
+constexpr int64_t kFewElements = 4096;
+
+template <typename Number>
+void multiply(const at::Tensor& from, double factor, const at::Tensor& to) {
+  const auto* values = static_cast<const Number*>(from.const_data_ptr());
+  auto* products = static_cast<Number*>(to.mutable_data_ptr());
+  const auto as_torch = static_cast<Number>(factor);
+  for (int64_t i = 0; i < to.numel(); ++i)
+    products[i] = values[i] * as_torch;
+  impl::bump_version(to);
+}
+
+// As torch does it, with the same bits. Returns whether these tensors are of a kind for which that is so simple.
+bool multiply_few(const at::Tensor& from, double factor, const at::Tensor& to) {
+  const bool is_simple = to.is_cpu() && to.numel() <= kFewElements && from.is_non_overlapping_and_dense() &&
+                         from.strides() == to.strides() && !from.is_neg() && to.is_non_overlapping_and_dense();
+  if (!is_simple) return false;
+  if (to.scalar_type() == at::kFloat) {
+    multiply<float>(from, factor, to);
+  } else if (to.scalar_type() == at::kDouble) {
+    multiply<double>(from, factor, to);
+  } else {
+    return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 AccumulationHooks::AccumulationHooks(const py::object& sink, OnWritten on_written, double scale,
-                                     std::optional<double> norm_type, py::object on_gradient)
+                                     std::optional<double> norm_type, py::object on_gradient, py::object on_view)
     : sink_owner_(sink),
       sink_(sink_in(sink)),
       on_written_(std::move(on_written)),
-      scale_(at::native::wrapped_scalar_tensor(scale)),
+      scale_(scale),
+      scale_tensor_(at::native::wrapped_scalar_tensor(scale)),
       norm_type_(norm_type),
       on_gradient_(std::move(on_gradient)),
+      on_view_(std::move(on_view)),
       task_(kNoTask) {}
 
 AccumulationHooks::~AccumulationHooks() {
@@ -88,7 +131,7 @@ AccumulationHooks::~AccumulationHooks() {
   const py::gil_scoped_acquire gil;
   for (size_t i = 0; i < hooked_.size(); ++i)
     unhook(i);
-  on_gradient_ = py::object();
+  on_gradient_ = on_view_ = py::object();
   sink_owner_ = py::object();
 }
 
@@ -130,7 +173,7 @@ void AccumulationHooks::remove() {
   for (size_t i = 0; i < hooked_.size(); ++i)
     unhook(i);
   hooked_.clear();
-  on_gradient_ = py::none();
+  on_gradient_ = on_view_ = py::none();
 }
 
 void AccumulationHooks::follow_layout(std::vector<Place> places, std::vector<int64_t> addresses) {
@@ -138,13 +181,17 @@ void AccumulationHooks::follow_layout(std::vector<Place> places, std::vector<int
   addresses_ = std::move(addresses);
 }
 
-void AccumulationHooks::arm(int64_t task, const py::list& views, const std::vector<int64_t>& special) {
+py::list AccumulationHooks::arm(int64_t task, const py::list& views, const std::vector<int64_t>& special) {
+  py::list unmade;  // made without the lock: Python may collect garbage here, and call these functions
   const MutexLock lock(mutex_);
   task_ = task;
   for (size_t i = 0; i < armed_.size(); ++i)
-    armed_[i] = Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i)};
+    armed_[i] = Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i), !gradient_of(i).defined()};
   for (const int64_t index : special)
     armed_.at(index).reset();
+  for (size_t i = 0; i < armed_.size(); ++i)
+    if (armed_[i] && armed_[i]->is_pending) unmade.append(views[i]);
+  return unmade;
 }
 
 void AccumulationHooks::disarm() {
@@ -168,16 +215,7 @@ std::vector<int64_t> AccumulationHooks::with_gradient() const {
 }
 
 void AccumulationHooks::on_gradient(size_t index) {
-  if (send(index)) return;
-  const py::gil_scoped_acquire gil;
-  if (!on_gradient_ || on_gradient_.is_none()) return;
-  PyObject* result = PyObject_CallFunction(on_gradient_.ptr(), "n", static_cast<Py_ssize_t>(index));
-  if (result == nullptr) {
-    python_error error;
-    error.persist();
-    throw std::move(error);
-  }
-  Py_DECREF(result);
+  if (!send(index)) call(on_gradient_, index);
 }
 
 at::Tensor& AccumulationHooks::gradient_of(size_t index) const {
@@ -199,7 +237,7 @@ bool AccumulationHooks::send(size_t index) {
                            gradient.key_set() == armed->view.key_set() && gradient.sizes() == armed->view.sizes() &&
                            reinterpret_cast<int64_t>(armed->view.const_data_ptr()) == armed->address;
   if (!is_ordinary) return false;
-  const std::optional<at::Tensor> norm = put_into_view(gradient, *armed);
+  const std::optional<at::Tensor> norm = put_into_view(index, gradient, *armed);
   const auto& [tensor, buffer, lo_bytes, hi_bytes] = places_.at(index);
   on_written_(buffer, lo_bytes, hi_bytes);
   if (!sink_.ready(tensor)) return false;  // the same call from Python raises the error
@@ -210,13 +248,15 @@ bool AccumulationHooks::send(size_t index) {
 }
 
 // The same operations as in Python, for the same bits. Returns the norm of what is sent, if that is wanted.
-std::optional<at::Tensor> AccumulationHooks::put_into_view(at::Tensor& gradient, const Armed& armed) const {
+std::optional<at::Tensor> AccumulationHooks::put_into_view(size_t index, at::Tensor& gradient,
+                                                           const Armed& armed) const {
   const at::NoGradGuard no_grad;
   at::Tensor view = armed.view;
+  if (!armed.is_pending) call(on_view_, index);
   if (gradient.is_same(view)) {
-    view.mul_(scale_);
+    view.mul_(scale_tensor_);
   } else {
-    at::mul_out(view, gradient, scale_);
+    if (!multiply_few(gradient, scale_, view)) at::mul_out(view, gradient, scale_tensor_);
     gradient = view;
   }
   if (!norm_type_) return std::nullopt;

@@ -4,6 +4,10 @@
 // scales the gradient into its view of the buffer, makes the view the .grad, and tells the engine. What has been sent so
 // is fetched with take_sent(). All other gradients go to the Python function.
 //
+// So that nobody uses a gradient inside backward, the views are made pending beforehand, all at once: arm() returns them.
+// Where there is a .grad already, because the program has not set it to None, that is what autograd adds to, and the
+// view becomes pending when it is sent.
+//
 // The hooks keep autograd's nodes alive, and so the parameters. A parameter whose type or device has changed has a new
 // node; refresh() hooks that.
 //
@@ -33,10 +37,10 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
  public:
   // C10dTransport::on_written.
   using OnWritten = std::function<void(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes)>;
-  // `on_gradient(index)` is called for gradients that are not sent here. `norm_type`: the norm of what is sent is kept
-  // for take_sent().
+  // `on_gradient(index)` is called for gradients that are not sent here, `on_view(index)` before a gradient is sent whose
+  // view is not pending yet. `norm_type`: the norm of what is sent is kept for take_sent().
   AccumulationHooks(const pybind11::object& sink, OnWritten on_written, double scale, std::optional<double> norm_type,
-                    pybind11::object on_gradient);
+                    pybind11::object on_gradient, pybind11::object on_view);
   ~AccumulationHooks();
   AccumulationHooks(const AccumulationHooks&) = delete;
   AccumulationHooks& operator=(const AccumulationHooks&) = delete;
@@ -52,8 +56,9 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   // `addresses`: those of the views.
   void follow_layout(std::vector<Place> places, std::vector<int64_t> addresses);
   // Gradients of all parameters but the `special` ones are ordinary in the outermost backward pass `task`, once each.
-  // `views`: of all parameters.
-  void arm(int64_t task, const pybind11::list& views, const std::vector<int64_t>& special) GC_EXCLUDES(mutex_);
+  // `views`: of all parameters. Returns those of ordinary gradients that do not exist yet.
+  pybind11::list arm(int64_t task, const pybind11::list& views, const std::vector<int64_t>& special)
+      GC_EXCLUDES(mutex_);
   void disarm() GC_EXCLUDES(mutex_);
   // The parameters whose gradients were sent since the last call, in order, and the norms of what was sent.
   std::pair<std::vector<int64_t>, std::vector<at::Tensor>> take_sent() GC_EXCLUDES(mutex_);
@@ -68,21 +73,23 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   struct Armed {
     at::Tensor view;
     int64_t address = 0;
+    bool is_pending = false;  // the view
   };
 
   at::Tensor& gradient_of(size_t index) const;
   std::optional<Armed> claim(size_t index) GC_EXCLUDES(mutex_);
   bool send(size_t index) GC_EXCLUDES(mutex_);
-  std::optional<at::Tensor> put_into_view(at::Tensor& gradient, const Armed& armed) const;
+  std::optional<at::Tensor> put_into_view(size_t index, at::Tensor& gradient, const Armed& armed) const;
   void hook(size_t index, std::shared_ptr<torch::autograd::Node> node);
   void unhook(size_t index);
 
   pybind11::object sink_owner_;  // a capsule; it keeps the engine
   GradientSink& sink_;
   const OnWritten on_written_;
-  const at::Tensor scale_;  // a number, for torch
+  const double scale_;
+  const at::Tensor scale_tensor_;  // a number, for torch
   const std::optional<double> norm_type_;
-  pybind11::object on_gradient_;
+  pybind11::object on_gradient_, on_view_;
 
   struct Hooked {
     std::shared_ptr<torch::autograd::Node> node;  // AccumulateGrad

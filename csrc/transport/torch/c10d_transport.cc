@@ -247,6 +247,11 @@ void C10dTransport::order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_by
   if (used.stream != nullptr) used.stream->order_behind(buffer, {lo_bytes, hi_bytes});
 }
 
+void C10dTransport::forget_ranges() {
+  for (const Buffer& each : buffers_)
+    if (each.stream != nullptr) each.stream->forget();
+}
+
 void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {
   const at::Tensor& before = buffer_at(buffer).tensor;
   if (tensor.numel() != before.numel() || tensor.scalar_type() != before.scalar_type() ||

@@ -57,6 +57,9 @@ class C10dTransport final : public Transport {
   // queued. CPU: does nothing. Throws as above.
   void order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes);
 
+  // Gradients lie elsewhere in the buffers from now on. REQUIRES: nothing is in flight.
+  void forget_ranges();
+
   // Blocks of this buffer are carried from and into `tensor` from now on. Throws std::invalid_argument unless it has as
   // many elements of the same type on the same device, and as the constructor does. REQUIRES: nothing is in flight.
   void replace_buffer(int32_t buffer, const at::Tensor& tensor);

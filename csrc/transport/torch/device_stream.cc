@@ -3,6 +3,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 #include "platform/thread.h"
 
 namespace gradcast {
@@ -42,13 +44,33 @@ void DeviceStream::on_written(int32_t buffer, Range range) {
 bool DeviceStream::wait_for_writes(int32_t buffer, Range range) {
   bool is_waiting = false;
   MutexLock lock(writes_mutex_);
-  for (const auto& [written, event] : writes_[buffer]) {
-    if (written.first >= range.hi_bytes) break;
-    if (written.second <= range.lo_bytes) continue;
-    event.block(stream_);
-    is_waiting = is_waiting || !event.query();
-  }
+  const Writes& writes = writes_[buffer];
+  const auto wait_for = [&](const Writes::value_type& write) {
+    if (write.first.second <= range.lo_bytes) return;
+    write.second.block(stream_);
+    is_waiting = is_waiting || !write.second.query();
+  };
+  // What begins with the buffer may reach anywhere; of the others, one before this range may reach into it.
+  const auto behind_first = writes.lower_bound({1, 0});
+  for (auto each = writes.begin(); each != behind_first; ++each)
+    wait_for(*each);
+  auto each = writes.lower_bound({std::max<int64_t>(range.lo_bytes, 1), 0});
+  if (each != behind_first) --each;
+  for (; each != writes.end() && each->first.first < range.hi_bytes; ++each)
+    wait_for(*each);
   return is_waiting;
+}
+
+void DeviceStream::forget() {
+  // Destroyed without the locks, as in note_end().
+  std::map<int32_t, Writes> writes;
+  RangeMap<std::shared_ptr<const c10::Event>> ends;
+  {
+    MutexLock lock(writes_mutex_);
+    std::swap(writes, writes_);
+  }
+  MutexLock lock(ends_mutex_);
+  std::swap(ends, ends_);
 }
 
 void DeviceStream::watch(StreamPoint here) {

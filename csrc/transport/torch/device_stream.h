@@ -54,10 +54,14 @@ class DeviceStream {
   // which takes memory there: with many ranks on a host, hundreds of MB for each on the first device.
   void enter_device() const noexcept;
 
-  // The calling thread's current stream has been given the kernels that write this range.
+  // The calling thread's current stream has been given the kernels that write this range. REQUIRES: written ranges are
+  // disjoint or begin with the buffer, until the next forget().
   void on_written(int32_t buffer, Range range) GC_EXCLUDES(writes_mutex_);
   // Orders the stream behind these kernels, as far as the ranges overlap. Returns whether one of them has still to run.
   bool wait_for_writes(int32_t buffer, Range range) GC_EXCLUDES(writes_mutex_);
+
+  // Other ranges are written and arrive from now on: drops what is known of earlier ones. REQUIRES: nothing is in flight.
+  void forget() GC_EXCLUDES(writes_mutex_, ends_mutex_);
 
   // Reports when the stream has passed the point where it is now.
   void watch(StreamPoint here) GC_EXCLUDES(mutex_);
@@ -102,8 +106,9 @@ class DeviceStream {
   const c10::Stream end_stream_;
 
   Mutex writes_mutex_;
-  // By buffer and range. An event is recorded again in each iteration, so none is ever removed.
-  std::map<int32_t, std::map<std::pair<int64_t, int64_t>, c10::Event>> writes_ GC_GUARDED_BY(writes_mutex_);
+  // By buffer and range. An event is recorded again in each iteration.
+  using Writes = std::map<std::pair<int64_t, int64_t>, c10::Event>;
+  std::map<int32_t, Writes> writes_ GC_GUARDED_BY(writes_mutex_);
 
   Mutex ends_mutex_;
   RangeMap<std::shared_ptr<const c10::Event>> ends_ GC_GUARDED_BY(ends_mutex_);  // of the last operation on each byte

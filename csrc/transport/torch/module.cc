@@ -22,6 +22,7 @@
 #include "transport/torch/bucket_hook.h"
 #include "transport/torch/c10d_transport.h"
 #include "transport/torch/control.h"
+#include "transport/torch/fields.h"
 #include "transport/torch/owners.h"
 #include "transport/torch/tensor_lists.h"
 
@@ -97,10 +98,9 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::
 }
 
 void bind_tensor_lists(py::module_& module) {
-  py::class_<PendingMarks>(module, "PendingMarks", "Marks many tensors as pending: see pending.py.")
-      .def(py::init<py::object, py::dict, py::object>(), py::arg("base"), py::arg("owners"), py::arg("class_for"))
-      .def("mark", &PendingMarks::mark, py::arg("tensors"), py::arg("owner"))
-      .def("clear", &PendingMarks::clear, py::arg("tensors"));
+  module.def("mark_pending", &mark_pending, py::arg("base"), py::arg("tensors"), py::arg("class_for"),
+             "Makes tensors pending: see pending.py. Returns how many were not.");
+  module.def("clear_pending", &clear_pending, py::arg("base"), py::arg("tensors"));
   module.def("gradient_attribute", &gradient_attribute, py::arg("base"), py::arg("asked_for"),
              "torch's attribute `grad` for a class of pending tensors, which asks that class only as long as the set "
              "`asked_for` is not empty.");
@@ -113,6 +113,19 @@ void bind_tensor_lists(py::module_& module) {
              "Whether each of these tensors still begins at this address.");
 }
 
+void bind_fields(py::module_& module) {
+  module.def("fields", &fields, py::arg("objects"), py::arg("name"), "The field of each object, a slot of its class.");
+  module.def("with_field", &with_field, py::arg("objects"), py::arg("name"), py::arg("value"), py::arg("is_") = true,
+             "The objects whose field is, or is not, this value.");
+  module.def("with_other_field", &with_other_field, py::arg("objects"), py::arg("name"), py::arg("values"),
+             "The objects whose field is not the value at their position.");
+  module.def("set_fields", &set_fields, py::arg("objects"), py::arg("name"), py::arg("values"));
+  module.def("change_fields", &change_fields, py::arg("objects"), py::arg("name"), py::arg("before"), py::arg("value"),
+             "Changes the field of each object. The first one of which it is none of `before`, where that ends.");
+  module.def("contain", &contain, py::arg("containers"), py::arg("expected"),
+             "Whether the values of these dicts and lists, one after the other, are these objects.");
+}
+
 // Without the GIL, except for a transport of the tests' own.
 AccumulationHooks::OnWritten on_written_of(const py::object& transport) {
   if (!py::isinstance<C10dTransport>(transport))
@@ -123,8 +136,10 @@ AccumulationHooks::OnWritten on_written_of(const py::object& transport) {
 }
 
 std::shared_ptr<AccumulationHooks> make_hooks(const py::object& sink, const py::object& transport, double scale,
-                                              std::optional<double> norm_type, py::object on_gradient) {
-  return std::make_shared<AccumulationHooks>(sink, on_written_of(transport), scale, norm_type, std::move(on_gradient));
+                                              std::optional<double> norm_type, py::object on_gradient,
+                                              py::object on_view) {
+  return std::make_shared<AccumulationHooks>(sink, on_written_of(transport), scale, norm_type, std::move(on_gradient),
+                                             std::move(on_view));
 }
 
 void bind_accumulation_hooks(py::module_& module) {
@@ -135,14 +150,15 @@ void bind_accumulation_hooks(py::module_& module) {
       module, "AccumulationHooks",
       "Hooks that send ordinary gradients without Python, and call `on_gradient(index)` for all others.")
       .def(py::init(&make_hooks), py::arg("sink"), py::arg("transport"), py::arg("scale"), py::arg("norm_type"),
-           py::arg("on_gradient"))
+           py::arg("on_gradient"), py::arg("on_view"))
       .def("install", &AccumulationHooks::install, py::arg("parameters"))
       .def("refresh", &AccumulationHooks::refresh,
            "Hooks parameters again that were converted. Those that have or had post-accumulate hooks of the program.")
       .def("remove", &AccumulationHooks::remove)
       .def("follow_layout", &AccumulationHooks::follow_layout, py::arg("places"), py::arg("addresses"))
       .def("arm", &AccumulationHooks::arm, py::arg("task"), py::arg("views"), py::arg("special"),
-           "Gradients of all parameters but the special ones, made by this backward pass, are sent without Python.")
+           "Gradients of all parameters but the special ones, made by this backward pass, are sent without Python. The "
+           "views of those that do not exist yet.")
       .def("disarm", &AccumulationHooks::disarm)
       .def("take_sent", &AccumulationHooks::take_sent,
            "What was sent since the last call, in order, and the norms of that.")
@@ -195,11 +211,12 @@ PYBIND11_MODULE(_c10d, module) {
       py::arg("are_gradients"),
       "Positions of the tensors that somebody else holds: in Python beyond the list and `python_references` more "
       "(None: not counted), in C++, or by their memory.");
-  module.def("any_view_held", &gradcast::any_view_held, py::arg("views"), py::arg("parameters"),
-             "Whether somebody but the list holds a view that is not the .grad of its parameter.");
+  module.def("any_view_held", &gradcast::any_view_held, py::arg("views"), py::arg("parameters"), py::arg("known"),
+             "Whether somebody but the lists holds a view that is not the .grad of its parameter.");
   module.def("entries_held", &gradcast::entries_held, py::arg("attributes"),
              "Ids of the keys of an optimizer's state whose entries somebody may read without asking the optimizer.");
   gradcast::bind_tensor_lists(module);
+  gradcast::bind_fields(module);
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
@@ -217,6 +234,8 @@ PYBIND11_MODULE(_c10d, module) {
           WithoutGil(),
           "CUDA: what this thread's current stream is given from now on runs behind the traffic of these bytes, as far "
           "as the engine has called it queued.")
+      .def("forget_ranges", &C10dTransport::forget_ranges, WithoutGil(),
+           "CUDA: gradients lie elsewhere in the buffers from now on. Nothing may be in flight.")
       .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),
            "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.")
       .def("set_groups", &gradcast::set_groups, py::arg("buffer"), py::arg("segments"), py::arg("residual"),

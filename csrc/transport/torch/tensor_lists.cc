@@ -21,8 +21,8 @@ const at::Tensor& tensor_of(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
-py::object id_of(PyObject* object) {
-  return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(object));
+bool is_of(PyObject* object, const py::object& type) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(type.ptr())) != 0;
 }
 
 void set_class(PyObject* object, const py::handle& type) {
@@ -71,43 +71,34 @@ int set_gradient(PyObject* tensor, PyObject* value, void* closure) {
 
 }  // namespace
 
-bool PendingMarks::is_pending(PyObject* tensor) const {
-  if (PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(base.ptr())) == 0) return false;
-  return owners.contains(id_of(tensor));
-}
-
-int64_t PendingMarks::mark(const py::list& tensors, const py::object& owner) const {
+int64_t mark_pending(const py::object& base, const py::list& tensors, const py::object& class_for) {
   int64_t count = 0;
-  py::object last_class, pending_class, entry;
+  py::object last_class, pending_class;
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyObject* tensor = at_position(tensors, i);
-    if (is_pending(tensor)) continue;
+    if (tensor == Py_None || is_of(tensor, base)) continue;
     const auto own_class = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
     if (!own_class.is(last_class)) {
       last_class = own_class;
       pending_class = class_for(own_class);
-      entry = py::make_tuple(owner, own_class);
     }
-    if (PyDict_SetItem(owners.ptr(), id_of(tensor).ptr(), entry.ptr()) != 0) throw py::error_already_set();
     set_class(tensor, pending_class);
     ++count;
   }
   return count;
 }
 
-void PendingMarks::clear(const py::list& tensors) const {
+void clear_pending(const py::object& base, const py::list& tensors) {
+  py::object last_class, own_class;
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyObject* tensor = at_position(tensors, i);
-    const py::object id = id_of(tensor);
-    PyObject* held = PyDict_GetItemWithError(owners.ptr(), id.ptr());
-    if (held == nullptr) {
-      if (PyErr_Occurred()) throw py::error_already_set();
-      continue;
+    if (!is_of(tensor, base)) continue;
+    const auto pending_class = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+    if (!pending_class.is(last_class)) {
+      last_class = pending_class;
+      own_class = pending_class.attr("_gradcast_class");
     }
-    const auto entry = py::reinterpret_borrow<py::tuple>(held);
-    if (PyDict_DelItem(owners.ptr(), id.ptr()) != 0) throw py::error_already_set();
-    if (PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(base.ptr())) != 0)
-      set_class(tensor, entry[1]);
+    set_class(tensor, own_class);
   }
 }
 

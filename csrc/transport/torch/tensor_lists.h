@@ -6,24 +6,16 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 namespace gradcast {
 
-// What pending.py keeps. `base` is mixed into the class of a pending tensor; `owners` has its owner and its own class, by
-// its id; `class_for(own class)` makes its pending class.
-struct PendingMarks {
-  pybind11::object base;
-  pybind11::dict owners;
-  pybind11::object class_for;
+// Makes tensors pending that are not, whose class is then `class_for(own class)`, a subclass of `base`. Returns how many.
+// None is allowed in the list.
+int64_t mark_pending(const pybind11::object& base, const pybind11::list& tensors, const pybind11::object& class_for);
 
-  // Makes tensors pending that are not. Returns how many.
-  int64_t mark(const pybind11::list& tensors, const pybind11::object& owner) const;
-  // Makes pending tensors ordinary again. None is allowed in the list.
-  void clear(const pybind11::list& tensors) const;
-  bool is_pending(PyObject* tensor) const;
-};
+// Gives pending tensors their own class again, which the pending one has as its `_gradcast_class`. None is allowed in the list.
+void clear_pending(const pybind11::object& base, const pybind11::list& tensors);
 
 // An attribute `grad` for `base`: that of torch, for which __torch_function__ is asked only if the set `asked_for` is not
 // empty.

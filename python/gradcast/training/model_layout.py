@@ -30,7 +30,7 @@ class ModelLayout:
         Freezing a parameter does not count: it has no gradient then, and loops (of GANs, for example) freeze and thaw
         parameters in turn.
         """
-        if not _same(self._now(), self._held):
+        if not extension.load().contain([*self._members, *self._updated()], self._held):
             if not _same(self._all_parameters(), self._parameters):
                 return True
             self._hold()  # a part without parameters was replaced: a metric, or a loss with this step's weights
@@ -40,17 +40,15 @@ class ModelLayout:
 
     def _hold(self) -> None:
         # Any change of a parameter or submodule changes one of these dicts.
-        self._members = [
-            held for each in self._module.modules() for held in (each._parameters.values(), each._modules.values())
-        ]
-        self._held = self._now()
+        all_members = (held for each in self._module.modules() for held in (each._parameters, each._modules))
+        # A module of TorchScript has something else.
+        self._members = [held if isinstance(held, dict) else list(held.values()) for held in all_members]
+        in_modules = (held.values() if isinstance(held, dict) else held for held in self._members)
+        self._held = list(itertools.chain(*in_modules, *self._updated()))
         self._held_kinds = self._kinds()
 
     def _kinds(self) -> object:
         return extension.load().kinds(self._trained)
-
-    def _now(self) -> list[object]:
-        return list(itertools.chain(*self._members, *self._updated()))
 
     def _all_parameters(self) -> list[object]:
         return list(itertools.chain(self._module.parameters(), *self._updated()))

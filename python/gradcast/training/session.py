@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
-from gradcast.training.compat import graph_capture
+from gradcast.training.compat import extension, graph_capture
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.options import Options
@@ -207,6 +207,8 @@ class Session(SessionParts):
     def resolve(self, tensors: list[torch.Tensor]) -> None:
         with self._lock:
             used: list[ParameterState] = []
+            if torch._C._current_graph_task_id() != -1:
+                self._gradients.note_sent()
             for tensor in tensors:
                 changing = self._steps.parameters_changing(tensor)
                 used += [self._states.of(tensor)] if changing is None else changing
@@ -286,10 +288,6 @@ class Session(SessionParts):
     @property
     def times_gradients(self) -> bool:
         return self.controller.warmup is not None
-
-    @property
-    def awaits_gradients(self) -> bool:
-        return self.mode == "hook"
 
     def on_gradient_sent(self, index: int, *, used: bool) -> None:
         if self.controller.warmup is not None:
@@ -442,8 +440,7 @@ class Session(SessionParts):
 
     def _forget_late_updates(self) -> None:
         """What forward reads from now on is up to date."""
-        for state in self._states:
-            state.updated_late = False
+        extension.load().change_fields(self._states, "updated_late", (True, False), False)
 
     def _refuse_capture(self) -> None:
         graph_capture.refuse_capture(self.buffers.flats[0].device)

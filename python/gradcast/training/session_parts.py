@@ -1,5 +1,6 @@
 """What a session of two or more workers consists of, and what it tells; session.py has what happens in a step."""
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from gradcast.training.step import clipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
-from gradcast.training.step.layout_change import change_layout
+from gradcast.training.step.layout_change import change_layout, with_new_views
 from gradcast.training.step.module_buffers import BUFFERS_NAME, ModuleBuffers, buffers_tensor
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
@@ -70,6 +71,7 @@ class SessionParts(TrainingSession):
             values.append(sent_along)
         self.buffers = GradientBuffers(names, values, group.world_size, options.wire)
         self.exchange = GradientExchange(self.buffers, group, options)
+        self.exchange.around_lay_out = functools.partial(with_new_views, self._states, self.buffers)
         self.trace = StepTrace(options.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
         self._consistency = RankConsistency(self.buffers, self.exchange, group, options.compare_every)

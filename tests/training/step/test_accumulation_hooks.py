@@ -61,6 +61,47 @@ def test_what_a_failed_pass_has_sent_is_pending(rank):
 
 
 @on_ranks(2)
+def test_what_was_sent_without_python_is_not_used_inside_backward(rank, mode):
+    """A hook of the program's on an early output reads the gradient of a later layer."""
+    attached, wrong = trained(mode), []
+    read = attached.module[2].weight
+
+    def read_it(_module, _inputs, output):
+        output.register_hook(lambda _: read.grad.norm())
+
+    hook = attached.module[0].register_forward_hook(read_it)
+    for is_dropped in (True, False):
+        attached.optimizer.zero_grad(set_to_none=is_dropped)
+        loss = attached.module(torch.ones(2, 4)).sum()
+        wrong += not_refused(loss.backward, "used inside backward")
+    hook.remove()
+    attached.step(torch.ones(2, 4))
+    attached.handle.flush()
+    return wrong + [name for name, each in attached.module.named_parameters() if pending.is_pending(each.grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_the_mean_has_the_bits_of_torch(rank, mode, dtype):
+    """Small gradients are divided without torch, larger ones with it, transposed ones, and those that lie elsewhere."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(3, generator=generator)[:, None] * torch.tensor([1e-30, 1.0, float("inf"), float("nan"), -0.0])
+    sizes = ((), (5, 3), (70, 70))
+    module = nn.Module()
+    for number, size in enumerate(sizes):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
+    module.forward = lambda given: sum((p * g).sum() for p, g in zip(module.parameters(), given, strict=True))
+    attached = Attached(module, mode)
+    for _ in range(5):
+        given = [torch.ones(sizes[0], dtype=dtype) / 3, values.T.to(dtype), torch.full(sizes[2], 1 / 7, dtype=dtype)]
+        attached.step(given)
+    attached.handle.flush()
+    expected = [(2 * (each * 0.5)).tolist() for each in given]
+    found = [p.grad.tolist() for p in module.parameters()]
+    return [] if str(found) == str(expected) else (found, expected)
+
+
+@on_ranks(2)
 def test_a_module_that_was_converted_there_and_back_is_hooked_again(rank, mode):
     """torch gives its parameters other nodes of the graph."""
     attached = trained(mode)

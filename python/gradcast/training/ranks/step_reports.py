@@ -105,18 +105,18 @@ class StepReports:
                 self._known[rank] = None
 
     def _write(self, own: StepReport | None) -> None:
-        values = [0.0] * REPORT_ELEMENTS
+        reports = self._buffers.reports
+        reports.zero_()
         turn, position = divmod(self._rank, _RANKS_PER_TURN)
-        if own is not None and turn == self._turn(self._iteration):
-            start = position * _ELEMENTS_PER_RANK
-            facts = own.facts
-            stages_ns = [own.stages_ns[name] for name in STAGES]
-            times_ns = (facts.step_ns, facts.busy_ns, facts.link_ns, *stages_ns)
-            for number, time_ns in enumerate(times_ns):
-                values[start + 2 * number : start + 2 * number + 2] = _halves(time_ns / _NS_PER_S)
+        if own is None or turn != self._turn(self._iteration):
+            return
+        facts = own.facts
+        times_ns = (facts.step_ns, facts.busy_ns, facts.link_ns, *(own.stages_ns[name] for name in STAGES))
+        values = [half for time_ns in times_ns for half in _halves(time_ns / _NS_PER_S)]
         # Pinned, so that the host does not wait for the device here either.
-        written = torch.tensor(values, dtype=self._buffers.reports.dtype, device="cpu", pin_memory=self._on_device)
-        self._buffers.reports.copy_(written, non_blocking=True)
+        written = torch.tensor(values, dtype=reports.dtype, device="cpu", pin_memory=self._on_device)
+        start = position * _ELEMENTS_PER_RANK
+        reports[start : start + _ELEMENTS_PER_RANK].copy_(written, non_blocking=True)
 
     def _turn(self, iteration: int) -> int:
         return iteration % self._turns

@@ -193,7 +193,7 @@ class NormClipping:
         self._order, self._refuses_nonfinite, self.asked = order, refuse_nonfinite, True
         parameters = [state.parameter for state in order]
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
-        self._promise(PendingNorm(dtype, parameters[0].device, finish))
+        self._promise(PendingNorm(dtype, parameters[0].device, finish, self))
         return self._promised.tensor
 
     def on_step(self) -> None:
@@ -209,6 +209,18 @@ class NormClipping:
         if self._promised is not None:
             self._promised.set(is_)
         self._promised = norm
+
+    # Owner of the promised norm (pending.Owner)
+
+    def resolve(self, _tensors: list[torch.Tensor]) -> None:
+        if self._promised is not None:
+            self._promised.finish()
+
+    def zero_later(self, _tensor: torch.Tensor) -> bool:
+        return False
+
+    def gradient_read(self, _tensor: torch.Tensor) -> None:
+        """A norm has no gradient."""
 
     def compute_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of gradients that have arrived where the update reads them; they may be pending."""
@@ -356,12 +368,14 @@ class NormClipping:
 
 
 class PendingNorm:
-    """A norm that is not known yet: a pending tensor of one element, whose owner this is (pending.Owner)."""
+    """A norm that is not known yet: a pending tensor of one element. ``finish`` computes it."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, finish: Callable[[], None], owner: pending.Owner
+    ) -> None:
         self.tensor = torch.full((), math.nan, dtype=dtype, device=device)
-        self._finish = finish
-        pending.mark([self.tensor], self)
+        self.finish = finish
+        pending.mark([self.tensor], owner)
 
     def set(self, norm: torch.Tensor | None) -> None:
         """None: it will never be known, and stays NaN."""
@@ -369,15 +383,6 @@ class PendingNorm:
         if norm is not None:
             with torch.no_grad():
                 self.tensor.copy_(norm)
-
-    def resolve(self, _tensors: list[torch.Tensor]) -> None:
-        self._finish()
-
-    def zero_later(self, _tensor: torch.Tensor) -> bool:
-        return False
-
-    def gradient_read(self, _tensor: torch.Tensor) -> None:
-        """A norm has no gradient."""
 
 
 @dataclasses.dataclass(frozen=True)

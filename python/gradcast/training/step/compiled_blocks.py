@@ -37,6 +37,9 @@ class CompiledBlocks:
     def find(self) -> None:
         """Finds blocks that were compiled or captured since the last call."""
         for module in self._modules:
+            own = vars(module)
+            if "_compiled_call_impl" not in own and "forward" not in own and not isinstance(module, OptimizedModule):
+                continue  # as most modules
             # block.compile()
             call = module._compiled_call_impl
             if call is not None and type(call) is not _ResolvingCall:

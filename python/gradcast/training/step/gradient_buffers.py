@@ -218,9 +218,11 @@ class GradientBuffers(GradientSizes):
         offset = where.lo_bytes // where.dtype.itemsize
         self.views[index] = _view(self.flats[where.buffer], offset, self._parameters[index])
 
-    def is_kept(self) -> bool:
-        """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite."""
-        return not self.are_in_place(None) or extension.load().any_view_held(self.views, self._parameters)
+    def is_kept(self, known: Sequence[list[torch.Tensor | None]]) -> bool:
+        """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite.
+        ``known``: what else of ours refers to views, by parameter."""
+        held = extension.load().any_view_held(self.views, self._parameters, list(known))
+        return held or not self.are_in_place(None)
 
     def keep_apart(self, indices: Iterable[int]) -> None:
         """From now on the gradients of these parameters have memory of their own; the sums are copied there."""

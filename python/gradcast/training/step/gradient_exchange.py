@@ -38,7 +38,8 @@ class ActivePlan:
 
 class GradientExchange:
     """``active``: the plan in force. ``tensor_of``: by parameter, the index of its tensor in that plan's profile.
-    ``places``: by parameter, that index, its buffer, and the bytes there that are written with its gradient."""
+    ``places``: by parameter, that index, its buffer, and the bytes there that are written with its gradient.
+    ``around_lay_out``: put around each change of the buffers' layout."""
 
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self._buffers = buffers
@@ -53,6 +54,7 @@ class GradientExchange:
         self.tensor_of: list[int] = []
         self.places: list[tuple[int, int, int, int]] = []
         self.active: ActivePlan | None = None
+        self.around_lay_out: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self._arrivals_seen = 0
         self._has_begun = False
         self._deadline_s: float | None = None
@@ -67,7 +69,10 @@ class GradientExchange:
     def lay_out(self, order: Sequence[int]) -> None:
         """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: nothing travels."""
         before = list(self._buffers.flats)
-        self._buffers.lay_out(order)
+        with self.around_lay_out():
+            self._buffers.lay_out(order)
+        if self._on_device:
+            self._transport.forget_ranges()
         for buffer, (old, new) in enumerate(zip(before, self._buffers.flats, strict=True)):
             if new is not old:
                 self._transport.replace_buffer(buffer, new)
@@ -81,9 +86,16 @@ class GradientExchange:
             for tensor, each in zip(self.tensor_of, where, strict=True)
         ]
 
-    def hooks(self, scale: float, norm_type: float | None, on_gradient: Callable[[int], None]) -> Any:
+    def hooks(
+        self,
+        scale: float,
+        norm_type: float | None,
+        on_gradient: Callable[[int], None],
+        on_view: Callable[[int], None],
+    ) -> Any:
         """Hooks that hand gradients over as ``ready`` does, but without Python (accumulation_hooks.h)."""
-        return extension.load().AccumulationHooks(self._engine.sink, self._transport, scale, norm_type, on_gradient)
+        make = extension.load().AccumulationHooks
+        return make(self._engine.sink, self._transport, scale, norm_type, on_gradient, on_view)
 
     def _set_groups(self) -> None:
         for buffer, residual in self._buffers.residuals.items():

@@ -1,8 +1,8 @@
 """From autograd to the network: each gradient goes into the buffer and is pending until it has arrived.
 
-In an ordinary step the hooks do that in C++ for each gradient but the first (accumulation_hooks.h), and what follows
-from it here is made up for when backward ends, for all at once. So inside backward these gradients are not pending.
-What is not ordinary comes to ``_on_gradient``, gradient by gradient.
+In an ordinary step the hooks do that in C++ for each gradient but the first (accumulation_hooks.h). Their views are
+pending from the first one on, and the rest is made up for when backward ends, for all at once. What is not ordinary
+comes to ``_on_gradient``, gradient by gradient.
 
 Meanwhile ``.grad`` is the view of the buffer; or, for a gradient that the program keeps, the tensor that autograd has
 made, into which the sum is copied when it arrives (gradient_buffers.py, "apart").
@@ -68,7 +68,7 @@ class _BackwardEnd:
 
     def __del__(self) -> None:
         if not self._is_called:
-            self._gradients._enter_sent(ended=True)
+            self._gradients.note_sent(ended=True)
 
 
 class GradientHooks:
@@ -115,7 +115,9 @@ class GradientHooks:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
         norm_type = None if self._clipping is None else self._clipping.norm_type
-        self._hooks = self._exchange.hooks(self._scale, norm_type, GradientHook(self._on_gradient))
+        self._hooks = self._exchange.hooks(
+            self._scale, norm_type, GradientHook(self._on_gradient), GradientHook(self._on_view)
+        )
         self._hooks.install([state.parameter for state in self._states])
         return [self._hooks]
 
@@ -151,10 +153,11 @@ class GradientHooks:
         self._graphs = [each for each in self._graphs if each[1]() is not None]
         return any(called is module for called, _ in self._graphs)
 
-    def are_in_place(self, states: Sequence[ParameterState]) -> bool:
+    def are_in_place(self, states: list[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
         apart = self._buffers.apart
-        if not extension.load().hold_gradients([each.parameter for each in states], [e.visible_grad for e in states]):
+        native = extension.load()
+        if not native.hold_gradients(native.fields(states, "parameter"), native.fields(states, "visible_grad")):
             return False
         return self._buffers.are_in_place(None if not apart else [e.index for e in states if e.index not in apart])
 
@@ -168,7 +171,7 @@ class GradientHooks:
 
     def wait_for_all(self) -> None:
         """Waits until all gradients of this step have arrived, after sending those that backward has not made."""
-        self._enter_sent()
+        self.note_sent()
         if not self.all_sent:
             self.refuse_inside_backward()
             if self.is_backward_on_another_thread():
@@ -178,7 +181,7 @@ class GradientHooks:
                     "invalid_use",
                 )
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
-            failed = any(state.phase is Phase.IDLE for state in self._states)
+            failed = bool(extension.load().with_field(self._states, "phase", Phase.IDLE))
             if failed:
                 self._listener().on_backward_failure()
             self._send_missing(failed=failed)
@@ -198,17 +201,18 @@ class GradientHooks:
         """Whether another thread is in the backward pass of the open gradients, as far as this thread can know."""
         return self._backward_thread is not None and self._backward_thread != threading.get_ident()
 
-    def settle(self, states: Sequence[ParameterState]) -> None:
+    def settle(self, states: list[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
         gradients have arrived."""
-        unused = [state for state in states if state.locally_unused is not None]
+        native = extension.load()
+        unused = native.with_field(states, "locally_unused", None, False)
         for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
             locally_unused, state.locally_unused = state.locally_unused, None
             self._count_frozen(state, usage)
             if usage is not Usage.USED:
                 state.copy_due = False
                 self._restore(state, locally_unused)
-        for state in [state for state in states if state.copy_due]:
+        for state in native.with_field(states, "copy_due", True):
             self.copy_arrived(state)
         parameter_state.arrive(states)
 
@@ -265,7 +269,7 @@ class GradientHooks:
 
     def _on_gradient(self, index: int) -> None:
         state = self._states[index]
-        self._enter_sent()
+        self.note_sent()
         if state.is_update_due or state.updated_late:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
@@ -311,28 +315,44 @@ class GradientHooks:
             self._places = self._exchange.places
             self._hooks.follow_layout(self._places, self._buffers.addresses)
         special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
-        special.update([state.index for state in self._states if state.updated_late])
-        self._hooks.arm(self._task, self._buffers.views, list(special))
+        special.update(state.index for state in extension.load().with_field(self._states, "updated_late", True))
+        # What is sent without Python must not be used before backward has ended.
+        pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special)), self._listener())
 
-    def _enter_sent(self, *, ended: bool = False, marks: bool = True) -> None:
-        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing. ``marks``:
-        these gradients are pending from now on."""
+    def _on_view(self, index: int) -> None:
+        """The hooks are about to send a gradient that was in its view before, and not pending."""
+        pending.mark([self._buffers.views[index]], self._listener())
+
+    def note_sent(self, *, ended: bool = False) -> None:
+        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
         if ended:
             self._hooks.disarm()
         indices, norms = self._hooks.take_sent()
-        if not indices:
-            return
         if self._clipping is not None:
             self._clipping.take_norms(indices, norms)
-        sent, views = [self._states[index] for index in indices], self._buffers.views
-        for state in sent:
-            state.update_grad = view = views[state.index]
-            if state.visible_grad is not view:
-                self._states.set_visible_grad(state, view)
-            if state.frozen_steps:
-                self._count_frozen(state, Usage.USED)
+        if indices:
+            self._enter(indices)
+        if ended:
+            self._clear_unsent()
+
+    def _enter(self, indices: Sequence[int]) -> None:
+        sent, views, native = self._states, self._buffers.views, extension.load()
+        if len(indices) < len(sent):
+            sent, views = [sent[index] for index in indices], [views[index] for index in indices]
+        native.set_fields(sent, "update_grad", views)
+        for state in native.with_other_field(sent, "visible_grad", views):
+            self._states.set_visible_grad(state, state.update_grad)
+        for state in native.with_field(sent, "frozen_steps", 0, False):
+            self._count_frozen(state, Usage.USED)
         self._sent_count += len(sent)
-        parameter_state.depart(sent, self._listener() if marks else None)
+        parameter_state.depart(sent, None)  # pending already
+
+    def _clear_unsent(self) -> None:
+        """Views of gradients that backward has not made, or not yet, are nobody's, and need not be pending."""
+        views = self._buffers.views
+        if views:  # gradcast may have left the module
+            idle = extension.load().with_field(self._states, "phase", Phase.IDLE)
+            pending.clear([views[state.index] for state in idle])
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
@@ -360,6 +380,7 @@ class GradientHooks:
         """Writes the gradient, divided by the number of workers as DDP does it, into its view."""
         gradient = state.parameter.grad
         view = self._buffers.views[state.index]
+        pending.clear([view])
         if not self._buffers.is_in_place(state.index):
             self._buffers.renew(state.index)
             view = self._buffers.views[state.index]
@@ -396,16 +417,16 @@ class GradientHooks:
     def _send_missing(self, *, failed: bool = False) -> None:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
         listener = self._listener()
-        for state in self._states:
-            if state.phase is Phase.IDLE:
-                if failed or state.index not in self._used_unsynchronized:
-                    self._note_unused(state, failed)
-                if state.parameter.grad is None and state.index in self._buffers.apart:
-                    state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
-                elif state.parameter.grad is None:
-                    state.parameter.grad = self._buffers.views[state.index].zero_()
-                self._put_into_buffer(state)
-                self._send(state, listener)
+        self._clear_unsent()
+        for state in extension.load().with_field(self._states, "phase", Phase.IDLE):
+            if failed or state.index not in self._used_unsynchronized:
+                self._note_unused(state, failed)
+            if state.parameter.grad is None and state.index in self._buffers.apart:
+                state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
+            elif state.parameter.grad is None:
+                state.parameter.grad = self._buffers.views[state.index].zero_()
+            self._put_into_buffer(state)
+            self._send(state, listener)
         if self._clipping is not None:
             self._clipping.write_norms()
             self._send_tensor(self._clipping.index, listener, used=True)
@@ -426,21 +447,15 @@ class GradientHooks:
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:
             return
-        listener = self._listener()
-        try:
-            # What arrives before the program goes on need not be pending, unless waiting for it fails.
-            self._enter_sent(ended=True, marks=not listener.awaits_gradients)
-            self._task = _NO_TASK
-            # The pass may have made none of the gradients, while those of an earlier one wait for step().
-            if not self.open or self._ended_task == self._open_task:
-                return
-            self._ended_task = self._open_task
-            self._send_missing()
-            self._backward_thread = None
-            listener.on_backward_end()
-        except BaseException:
-            parameter_state.mark_travelling(self._states, listener)
-            raise
+        self.note_sent(ended=True)
+        self._task = _NO_TASK
+        # The pass may have made none of the gradients, while those of an earlier one wait for step().
+        if not self.open or self._ended_task == self._open_task:
+            return
+        self._ended_task = self._open_task
+        self._send_missing()
+        self._backward_thread = None
+        self._listener().on_backward_end()
 
 
 def _copy(value: torch.Tensor, into: torch.Tensor) -> None:

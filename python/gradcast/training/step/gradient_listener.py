@@ -15,10 +15,6 @@ class Listener(pending.Owner, Protocol):
     def times_gradients(self) -> bool:
         """Whether ``on_gradient_sent`` must be called when the gradient is sent."""
 
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether ``on_backward_end`` returns only when all gradients have arrived."""
-
     def on_backward_begin(self) -> None:
         """The first gradient of a step exists. Opens an iteration."""
 

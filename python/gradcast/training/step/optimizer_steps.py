@@ -55,6 +55,8 @@ class OptimizerSteps:
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
         self._ids_of = [{id(state.parameter) for state in own} for own in self._states_of]
         self._exchange, self._gradients, self._trace, self._waits = exchange, gradients, trace, waits
+        self._places: dict[int, partial_step.Places] = {}  # by optimizer
+        self._others: dict[int, list[torch.Tensor]] = {}  # by optimizer: what else it updates
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
         self._left: dict[int, dict[int, ParameterState]] = {}  # by optimizer and index: whose updates are due
         self._stepped: set[int] = set()  # optimizers that have taken the gradients of the open step
@@ -196,7 +198,7 @@ class OptimizerSteps:
         self._clip()
         with interrupts.after_this():
             for number, left in list(self._left.items()):
-                part = [state for index, state in left.items() if index in self._arrived]
+                part = [left[index] for index in sorted(left.keys() & self._arrived)]
                 if part:
                     self._update(number, part)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
@@ -286,7 +288,8 @@ class OptimizerSteps:
     def held(self, number: int) -> list[ParameterState]:
         """Parameters of this optimizer whose memory the program holds: it could read an update unnoticed."""
         states = self._states_of[number]
-        found = extension.load().held_elsewhere([state.parameter for state in states], None, False)
+        native = extension.load()
+        found = native.held_elsewhere(native.fields(states, "parameter"), None, False)
         return [states[position] for position in found]
 
     def _step_now(self, number: int, reason: Cause | None) -> None:
@@ -306,8 +309,8 @@ class OptimizerSteps:
         """Leaves all updates of this optimizer due."""
         due = self._states_of[number]
         with interrupts.after_this():
-            self._partial[number] = partial_step.PartialStep(self._optimizers[number])
-            self._left[number] = {state.index: state for state in due}
+            self._partial[number] = partial_step.PartialStep(self._optimizers[number], self._places_of(number))
+            self._left[number] = dict(zip(extension.load().fields(due, "index"), due, strict=True))
             held = self.held(number)
             parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
@@ -318,10 +321,16 @@ class OptimizerSteps:
         if held:
             self._complete_held(held)
 
+    def _places_of(self, number: int) -> partial_step.Places:
+        groups = self._optimizers[number].param_groups
+        if number not in self._places or not self._places[number].are_those_of(groups):
+            self._places[number] = partial_step.Places(groups)
+            self._others[number] = self._places[number].without(self._ids_of[number])
+        return self._places[number]
+
     def _update_others(self, number: int) -> None:
         """Updates what else the optimizer updates: frozen parameters that have a gradient."""
-        own, groups = self._ids_of[number], self._optimizers[number].param_groups
-        others = [p for group in groups for p in group["params"] if id(p) not in own and p.grad is not None]
+        others = [parameter for parameter in self._others[number] if parameter.grad is not None]
         if others:
             self._guards[number].update(lambda: self._partial[number].run(others, last=False))
 
@@ -345,14 +354,14 @@ class OptimizerSteps:
             self._values.clip(part)
         parameter_state.start_update(part)
         left, guard = self._left[number], self._guards[number]
-        for state in part:
-            del left[state.index]
+        native = extension.load()
+        for index in native.fields(part, "index"):
+            del left[index]
         guard.clear(part)
         last = not left
-        parameters = [state.parameter for state in part]
-        used = [state.parameter for state in part if state.update_grad is not None]
-        swap_gradients = extension.load().swap_gradients
-        before = swap_gradients(parameters, [state.update_grad for state in part])
+        parameters = native.fields(part, "parameter")
+        used = native.fields(native.with_field(part, "update_grad", None, False), "parameter")
+        before = native.swap_gradients(parameters, native.fields(part, "update_grad"))
         try:
             guard.update(lambda: self._partial[number].run(used, last=last))
         except BaseException as error:
@@ -360,12 +369,11 @@ class OptimizerSteps:
             self._fail(part, error)
             raise
         finally:
-            swap_gradients(parameters, before)
-        for state in part:
-            if state.zero_after_update:
-                state.zero_after_update = False
-                if state.update_grad is not None:
-                    state.update_grad.zero_()
+            native.swap_gradients(parameters, before)
+        for state in native.with_field(part, "zero_after_update", True):
+            state.zero_after_update = False
+            if state.update_grad is not None:
+                state.update_grad.zero_()
         self._gradients.drop_released(part)
         if last:
             del self._partial[number], self._left[number]

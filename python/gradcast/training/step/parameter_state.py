@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from gradcast.errors import Error
+from gradcast.training.compat import extension
 from gradcast.training.step import pending
 
 _NAMES_SHOWN = 3
@@ -78,75 +79,71 @@ class ParameterState:
         return self.phase is Phase.UPDATE_DUE
 
 
-def begin_step(states: Sequence[ParameterState]) -> None:
+def begin_step(states: list[ParameterState]) -> None:
     """A new step's backward begins."""
     _enter(Phase.IDLE, states, Phase.IDLE, Phase.ARRIVED)
 
 
-def depart(states: Sequence[ParameterState], owner: pending.Owner | None) -> None:
+def depart(states: list[ParameterState], owner: pending.Owner | None) -> None:
     """The gradients are in the buffer. An unused parameter is pending, too: it may turn out to have no gradient.
-    ``owner``: None if the program cannot use them before they arrive or ``mark_travelling`` is called."""
+    ``owner``: None if they are pending already."""
     _enter(Phase.TRAVELLING, states, Phase.IDLE)
     if owner is None:
         return
-    pending.mark([state.visible_grad for state in states], owner)
-    unused = [state.parameter for state in states if state.locally_unused is not None]
+    native = extension.load()
+    pending.mark(native.fields(states, "visible_grad"), owner)
+    unused = native.with_field(states, "locally_unused", None, False)
     if unused:
-        pending.mark(unused, owner, gradients_known=False)
+        pending.mark(native.fields(unused, "parameter"), owner, gradients_known=False)
 
 
-def mark_travelling(states: Sequence[ParameterState], owner: pending.Owner) -> None:
-    """All gradients that have departed and not arrived are pending from now on."""
-    pending.mark([state.visible_grad for state in states if state.phase is Phase.TRAVELLING], owner)
-
-
-def arrive(states: Sequence[ParameterState]) -> None:
+def arrive(states: list[ParameterState]) -> None:
     """The gradients have arrived and are in place. While an update is due, everything stays pending for that."""
-    travelling = [state for state in states if state.phase is Phase.TRAVELLING]
+    travelling = extension.load().with_field(states, "phase", Phase.TRAVELLING)
     _clear(travelling)
     _enter(Phase.ARRIVED, travelling, Phase.TRAVELLING)
 
 
-def defer_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
+def defer_update(states: list[ParameterState], owner: pending.Owner) -> None:
     """``step()`` was called, and the updates run later."""
     _enter(Phase.UPDATE_DUE, states, Phase.TRAVELLING, Phase.ARRIVED)
     pending.mark(_tensors(states, gradients=True), owner)
 
 
-def start_update(states: Sequence[ParameterState]) -> None:
+def start_update(states: list[ParameterState]) -> None:
     """The updates run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived."""
     _enter(Phase.ARRIVED, states, Phase.UPDATE_DUE)
     _clear(states)
 
 
-def fail_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
+def fail_update(states: list[ParameterState], owner: pending.Owner) -> None:
     """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameters."""
     _enter(Phase.UPDATE_DUE, states, Phase.ARRIVED)
     pending.mark(_tensors(states, gradients=False), owner)
 
 
-def release(states: Sequence[ParameterState]) -> None:
+def release(states: list[ParameterState]) -> None:
     """Nothing waits any more, whatever the phase."""
     _clear(states)
-    for state in states:
-        state.phase = Phase.IDLE
+    _enter(Phase.IDLE, states, *Phase)
 
 
-def _enter(phase: Phase, states: Sequence[ParameterState], *before: Phase) -> None:
-    for state in states:
-        if state.phase not in before:
-            raise Error(f"{state.name} is {state.phase.name} where that cannot be: a defect of gradcast", "internal")
-        state.phase = phase
+def _enter(phase: Phase, states: list[ParameterState], *before: Phase) -> None:
+    wrong = extension.load().change_fields(states, "phase", before, phase)
+    if wrong is not None:
+        raise Error(f"{wrong.name} is {wrong.phase.name} where that cannot be: a defect of gradcast", "internal")
 
 
-def _tensors(states: Sequence[ParameterState], *, gradients: bool) -> list[torch.Tensor]:
-    found = [state.parameter for state in states]
+def _tensors(states: list[ParameterState], *, gradients: bool) -> list[torch.Tensor | None]:
+    native = extension.load()
+    found = native.fields(states, "parameter")
     if gradients:
-        found += [state.visible_grad for state in states if state.visible_grad is not None]
-    return found + [tensor for state in states if state.owned for tensor in state.owned]
+        found += native.fields(states, "visible_grad")
+    owned = native.fields(states, "owned")
+    return found + [tensor for each in owned for tensor in each] if any(owned) else found
 
 
-def _clear(states: Sequence[ParameterState]) -> None:
+def _clear(states: list[ParameterState]) -> None:
     pending.clear(_tensors(states, gradients=True))
 
 

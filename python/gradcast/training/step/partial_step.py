@@ -6,44 +6,77 @@ the optimizer's own, so parts give the numbers of a whole step, bit for bit, for
 one by one. Scalars that an optimizer keeps in a group (a step count) advance once per step, not once per part.
 """
 
+import bisect
 import collections
 import contextlib
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from gradcast.errors import Error
+from gradcast.training.compat import extension
+
+
+class Places:
+    """Where an optimizer has its parameters: ``index``: their positions, by id, in all groups one after the other."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self._in_order = [parameter for group in groups for parameter in group["params"]]
+        self._ends = list(itertools.accumulate(len(group["params"]) for group in groups))  # of each group
+        self.index = {id(parameter): position for position, parameter in enumerate(self._in_order)}
+
+    def are_those_of(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups have not changed since."""
+        return extension.load().contain([group["params"] for group in groups], self._in_order)
+
+    def by_group(self, parameters: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """These parameters in the optimizer's order, by group. Leaves out those of other optimizers."""
+        positions = sorted(place for place in map(self.index.get, map(id, parameters)) if place is not None)
+        found: dict[int, list[torch.Tensor]] = {}
+        start = 0
+        for group, end in enumerate(self._ends):
+            stop = bisect.bisect_left(positions, end, start)
+            if stop > start:
+                found[group] = [self._in_order[position] for position in positions[start:stop]]
+            start = stop
+        return found
+
+    def without(self, ids: Container[int]) -> list[torch.Tensor]:
+        """The parameters whose id is not among these."""
+        return [parameter for parameter in self._in_order if id(parameter) not in ids]
 
 
 class PartialStep:
     """One call of ``optimizer.step()``, carried out in parts. REQUIRES: ``step()`` was called just now."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, places: Places | None = None) -> None:
+        """``places``: of the optimizer's parameters as they are, if known."""
         self._optimizer = optimizer
         self._step = step_without_hooks(optimizer)
         self._known_count = dict.__len__(optimizer.state)  # entries; those of new parameters are added behind them
         self._live_groups = list(optimizer.param_groups)
+        self._places = places or Places(self._live_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
         self._begun = False
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars after the last part
 
     def run(self, parameters: Iterable[torch.Tensor], *, last: bool) -> None:
         """Updates these parameters from their ``.grad``. ``last``: this is the last part of the step."""
-        part = {id(parameter) for parameter in parameters}
+        members = self._places.by_group(parameters)
         reduced = []
-        for index, live in enumerate(self._live_groups):
-            members = [parameter for parameter in live["params"] if id(parameter) in part]
+        for index in range(len(self._live_groups)):
             # A group of which no parameter is updated has its turn all the same, as in a whole step.
-            if members or (last and index not in self._after):
-                group = {**_copied(self._scalars[index]), "params": members}
+            if index in members or (last and index not in self._after):
+                group = {**_copied(self._scalars[index]), "params": members.get(index, [])}
                 self._after[index] = group
                 reduced.append(group)
         whole, self._optimizer.param_groups = self._optimizer.param_groups, reduced
@@ -97,6 +130,9 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
 @contextlib.contextmanager
 def default_context():
     """Undoes the modes that a forward pass may have entered, so that an update runs as in the user's call of step()."""
+    if _is_default_context():
+        yield
+        return
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_disable_current_modes())  # selective checkpointing, torch.device(...)
@@ -106,6 +142,19 @@ def default_context():
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def _is_default_context() -> bool:
+    """Whether default_context() would change nothing, which is usual, and costs a tenth to find out."""
+    return (
+        torch.is_grad_enabled()
+        and torch._C._is_fwd_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and _len_torch_dispatch_stack() == 0
+        and _len_torch_dispatch_stack_pre_dispatch() == 0
+        and _len_torch_function_stack() == 0
+        and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    )
 
 
 @contextlib.contextmanager

@@ -70,10 +70,9 @@ class Owner(Protocol):
         """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet."""
 
 
-# Keyed by id, since copies of a tensor inherit its attributes. An entry lives from mark() to clear(). It does not keep
-# its owner alive: a module that is no longer trained can be freed with everything that belongs to it. A leftover entry
-# does not affect a later tensor with the same id, because that tensor's class is not a pending one.
-_owners: dict[int, tuple["weakref.ref[Owner]", type]] = {}
+# The classes that an owner's tensors have, by their own class. Only a class knows the owner, and it does not keep the
+# owner alive: a module that is no longer trained can be freed with everything that belongs to it.
+_classes: "weakref.WeakKeyDictionary[Owner, dict[type, type]]" = weakref.WeakKeyDictionary()
 # Ids of pending parameters of which it is not known yet whether they have a gradient.
 _without_known_gradient: set[int] = set()
 
@@ -104,37 +103,41 @@ class _Pending:
         return self.__reduce_ex__(protocol)
 
 
-@functools.cache
-def _pending_class(original: type) -> type:
-    return type(original.__name__, (_Pending, original), {"__module__": original.__module__})
+def _pending_class(owner: Owner, own_class: type) -> type:
+    classes = _classes.setdefault(owner, {})
+    if own_class not in classes:
+        members = {"__module__": own_class.__module__, "_gradcast_class": own_class}
+        members["_gradcast_owner"] = weakref.ref(owner)
+        classes[own_class] = type(own_class.__name__, (_Pending, own_class), members)
+    return classes[own_class]
 
 
 @functools.cache
-def _marks() -> Any:
+def _native() -> Any:
     """C++, since there are hundreds of tensors in each step."""
     native = extension.load()
     # Reading or setting .grad asks __torch_function__ only as long as something is to be done about that.
     _Pending.grad = native.gradient_attribute(_Pending, _without_known_gradient)
-    return native.PendingMarks(_Pending, _owners, _pending_class)
+    return native
 
 
-def mark(tensors: list[torch.Tensor], owner: Owner, *, gradients_known: bool = True) -> int:
+def mark(tensors: list[torch.Tensor | None], owner: Owner, *, gradients_known: bool = True) -> int:
     """From now on any use of these tensors waits for ``owner``, except of those that are pending already. Returns how
     many were not. ``gradients_known``: otherwise ``owner`` hears of reads of their ``.grad``."""
     if not gradients_known:
         _without_known_gradient.update(map(id, tensors))
-    return _marks().mark(tensors, weakref.ref(owner))
+    return _native().mark_pending(_Pending, tensors, functools.partial(_pending_class, owner))
 
 
 def clear(tensors: list[torch.Tensor | None]) -> None:
     """The tensors are finished. Those that are not pending stay as they are."""
     if _without_known_gradient:
         _without_known_gradient.difference_update(map(id, tensors))
-    _marks().clear(tensors)
+    _native().clear_pending(_Pending, tensors)
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, _Pending) and id(tensor) in _owners
+    return isinstance(tensor, _Pending)
 
 
 def resolve(values: Any) -> None:
@@ -192,10 +195,10 @@ def _is_zeroing() -> bool:
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:
     """The owner, or None if another thread has just finished the tensor or if its owner no longer exists."""
-    entry = _owners.get(id(tensor))
-    if entry is None or not isinstance(tensor, _Pending):
+    known = getattr(type(tensor), "_gradcast_owner", None) if isinstance(tensor, _Pending) else None
+    if known is None:
         return None
-    owner = entry[0]()
+    owner = known()
     if owner is None:
         clear([tensor])
     return owner
