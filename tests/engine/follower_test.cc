@@ -159,8 +159,7 @@ void play_random_events(Random& random, const Profile& profile, const Plan& plan
   std::vector<int32_t> in_flight;
   size_t started = 0;
   while (std::ranges::count(naive.finished, true) < std::ssize(naive.finished)) {
-    const auto unqueued =
-        std::ranges::count_if(in_flight, [&](int32_t each) { return !naive.queued[each]; });
+    const auto unqueued = std::ranges::count_if(in_flight, [&](int32_t each) { return !naive.queued[each]; });
     const bool has_room = started < plan.blocks.size() && unqueued < plan.in_flight &&
                           std::ssize(in_flight) < std::max(plan.in_flight, window);
     const bool is_startable = has_room && naive.missing(started) == 0;

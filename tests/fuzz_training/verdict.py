@@ -31,9 +31,10 @@ def verdict(program: Program, ranks: list[dict]) -> Verdict:
             if side not in rank:
                 continue  # a side before it raised
             outcome = rank[side]
-            if outcome["state"] == "raised" or (outcome["state"] == "refused" and outcome["kind"] == "communication"):
+            is_refused = outcome["state"] == "refused"
+            if outcome["state"] == "raised" or (is_refused and outcome["kind"] in ("communication", "internal")):
                 failures.append(f"{side}, rank {number}: {outcome['text']}")
-            elif outcome["state"] == "refused":
+            elif is_refused:
                 reasons.append(_reason(outcome["text"]))
             elif outcome["differences"]:
                 failures.append(f"{side}, rank {number}: " + "; ".join(outcome["differences"]))

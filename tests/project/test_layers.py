@@ -61,7 +61,7 @@ LAYERS = {
     "csrc/transport/mpi": Layer(TRANSPORT, f"mpi.h {SHARED}", words_only=True),
     "csrc/transport/nccl": Layer(TRANSPORT, f"nccl.h cuda_runtime {SHARED}", words_only=True),
     "csrc/transport/torch": Layer(
-        TRANSPORT, f"torch/ c10/ ATen/ pybind11/ csrc/bindings/capsule.h {SHARED}", words_only=True
+        TRANSPORT, f"torch/ c10/ ATen/ pybind11/ structmember.h csrc/bindings/capsule.h {SHARED}", words_only=True
     ),
     "csrc/engine": Layer(LIVE, "csrc/platform/"),
     "csrc/cuda": Layer("", "cuda"),
