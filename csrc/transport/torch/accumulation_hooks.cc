@@ -54,7 +54,7 @@ GradientSink& sink_in(const py::object& capsule) {
 }
 
 // Also of a frozen parameter, for which torch makes none.
-std::shared_ptr<Node> accumulator_of(const at::Tensor& parameter) {
+NodePtr accumulator_of(const at::Tensor& parameter) {
   if (parameter.requires_grad()) return impl::grad_accumulator(parameter);
   parameter.set_requires_grad(true);
   auto node = impl::grad_accumulator(parameter);
@@ -65,7 +65,7 @@ std::shared_ptr<Node> accumulator_of(const at::Tensor& parameter) {
 int64_t count_hooks(const at::Tensor& parameter, bool own) {
   const auto node = impl::try_get_grad_accumulator(parameter);
   int64_t count = 0;
-  if (node != nullptr)
+  if (node)
     for (const auto& hook : node->post_hooks())
       count += (dynamic_cast<const Hook*>(hook.get()) != nullptr) == own ? 1 : 0;
   return count;
@@ -145,14 +145,14 @@ void AccumulationHooks::install(const std::vector<at::Tensor>& parameters) {
     hook(i, accumulator_of(parameters[i]));
 }
 
-void AccumulationHooks::hook(size_t index, std::shared_ptr<Node> node) {
+void AccumulationHooks::hook(size_t index, NodePtr node) {
   const uintptr_t key = node->add_post_hook(std::make_unique<Hook>(weak_from_this(), index));
   hooked_[index] = {std::move(node), key};
 }
 
 void AccumulationHooks::unhook(size_t index) {
   Hooked old = std::exchange(hooked_[index], {});
-  if (old.node != nullptr) old.node->del_post_hook(old.key);
+  if (old.node) old.node->del_post_hook(old.key);
 }
 
 std::vector<int64_t> AccumulationHooks::refresh() {

@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <functional>
@@ -32,6 +33,9 @@
 #include "platform/sync.h"
 
 namespace gradcast {
+
+// A std::shared_ptr in torch 2.11, a c10::intrusive_ptr in 2.15.
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks> {
  public:
@@ -80,7 +84,7 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   std::optional<Armed> claim(size_t index) GC_EXCLUDES(mutex_);
   bool send(size_t index) GC_EXCLUDES(mutex_);
   std::optional<at::Tensor> put_into_view(size_t index, at::Tensor& gradient, const Armed& armed) const;
-  void hook(size_t index, std::shared_ptr<torch::autograd::Node> node);
+  void hook(size_t index, NodePtr node);
   void unhook(size_t index);
 
   pybind11::object sink_owner_;  // a capsule; it keeps the engine
@@ -92,8 +96,8 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   pybind11::object on_gradient_, on_view_;
 
   struct Hooked {
-    std::shared_ptr<torch::autograd::Node> node;  // AccumulateGrad
-    uintptr_t key = 0;                            // of the hook, for the node
+    NodePtr node;       // AccumulateGrad
+    uintptr_t key = 0;  // of the hook, for the node
   };
   std::vector<Hooked> hooked_;
   std::vector<Place> places_;
