@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.snapshots [--model resnet50 | char_gpt] [--folder /tmp/snapshots]
 
 Trains a stand-in for an accelerator (or char_gpt on the CPU) in overlap mode. gradcast first chooses how often; then
-the kinds take turns, each for the steps of three snapshots, and the time of a step is compared with that without
+the kinds take turns, each for the steps of two snapshots, and the time of a step is compared with that without
 snapshots in the same round. The ranks share this host's loopback, CPUs and disk.
 """
 
@@ -55,19 +55,16 @@ class Training:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def chosen_every(training: Training, folder: Path) -> dict[str, Any]:
-    """The statistics once gradcast has settled on a number of steps."""
+def chosen_every(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+    """The statistics after so many steps with snapshots as often as gradcast chooses."""
     taking = training.handle.snapshots(folder / "chosen")
-    for _ in range(40):
-        training.steps(10)
-        if (training.handle.stats()["snapshots"]["step"] or 0) > 100:
-            break
+    training.steps(steps)
     taking.close()
-    return training.handle.stats()["snapshots"]
+    return taking.stats()
 
 
 def timed(training: Training, kind: str, every: int, folder: Path) -> float:
-    """Seconds per step over the steps of three snapshots."""
+    """Seconds per step over two snapshots, of which the second is not written to the end."""
     shutil.rmtree(folder, ignore_errors=True) if dist.get_rank() == 0 else None
     dist.barrier()
     pending: list[Any] = []
@@ -86,12 +83,12 @@ def timed(training: Training, kind: str, every: int, folder: Path) -> float:
             pending.append(dcp.async_save(training.state(), checkpoint_id=folder / str(step)))
 
     taking = training.handle.snapshots(folder, every=every) if kind == "gradcast" else None
-    duration_s = training.steps(3 * every, save)  # of the last of three snapshots only the copy is in it
+    duration_s = training.steps(2 * every + 1, save)  # of the second snapshot only the copy is in it
     while pending:
         pending.pop().result()
     if taking is not None:
         taking.close()
-    return duration_s / (3 * every)
+    return duration_s / (2 * every + 1)
 
 
 def main() -> None:
@@ -99,7 +96,8 @@ def main() -> None:
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--scale-size", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/gradcast-snapshots"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle-steps", type=int, default=60, help="until the number of steps is taken as chosen")
     args = parser.parse_args()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
@@ -107,7 +105,7 @@ def main() -> None:
     folder = args.folder / str(os.getppid())
     training = Training(args.model, args.scale_size)
     training.steps(30)  # the warm-up, and the plan's first steps
-    told = chosen_every(training, folder)
+    told = chosen_every(training, folder, args.settle_steps)
     rounds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(args.rounds):
         seconds = {kind: timed(training, kind, told["every"], folder / kind) for kind in KINDS}
@@ -117,11 +115,10 @@ def main() -> None:
         print(f"{args.model}: {' '.join(f'{k}={v}' for k, v in told.items())}")
         rows = []
         for kind in KINDS:
-            longer = [each / none - 1 for each, none in zip(rounds[kind], rounds["none"], strict=True)]
-            rows.append([kind, statistics.median(rounds[kind]) * 1e3, *(f"{100 * each:.1f} %" for each in longer)])
-        print(
-            tabulate(rows, headers=["", "ms per step", *(f"round {n + 1}" for n in range(args.rounds))], floatfmt=".1f")
-        )
+            longer = sorted(100 * (each / none - 1) for each, none in zip(rounds[kind], rounds["none"], strict=True))
+            spread = f"{longer[0]:.1f} to {longer[-1]:.1f}"
+            rows.append([kind, statistics.median(rounds[kind]) * 1e3, statistics.median(longer), spread])
+        print(tabulate(rows, headers=["", "ms per step", "longer by %", "rounds"], floatfmt=".1f"))
         shutil.rmtree(folder)
     training.handle.detach()
     dist.destroy_process_group()

@@ -39,7 +39,17 @@ def train(folder: Path, *, steps: int, mode: str, every: int, log: Path | None, 
     loader = gradcast.ResumableLoader(DataLoader(data, BATCH, sampler=sampler, drop_last=True, num_workers=0))
     extra = {"scheduler": scheduler}
     step = gradcast.resume(folder, module, optimizer, loader, extra) or 0
-    handle = gradcast.attach(module, optimizer if mode == "overlap" else None, options=gradcast.Options(warmup_steps=3))
+    # Blocks of a few elements, so that a forward pass waits for updates one after the other.
+    small = {"policy": "p3", "policy_parameters": {"slice_elements": 150}}
+    options = gradcast.Options(warmup_steps=3, adapt=False, **small)
+    handle = gradcast.attach(module, optimizer if mode == "overlap" else None, options=options)
+    parts = 0
+
+    def count(names: list[str], _: list[nn.Parameter]) -> None:
+        nonlocal parts
+        parts += bool(taking._taken is not None and taking._taken.awaiting and names)
+
+    handle.on_update(count)
     taking = handle.snapshots(folder, every=every, loader=loader, extra=extra, optimizer=optimizer)
     while step < steps:
         for ids, batch in loader:
@@ -61,7 +71,7 @@ def train(folder: Path, *, steps: int, mode: str, every: int, log: Path | None, 
                 break
     assert handle.stats()["snapshots"].keys() == taking.stats().keys()
     handle.detach()  # takes the snapshot of the last step, if it is due
-    return taking.stats()
+    return taking.stats() | {"parts": parts}
 
 
 def main() -> None:

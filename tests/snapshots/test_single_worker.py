@@ -141,9 +141,9 @@ def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):
 
 
 def test_frequency():
-    assert frequency.steps_between(write_s=0.95, cost_s=0.01, step_s=0.1, overhead=0.035) == 10
+    assert frequency.steps_between(write_s=0.95, cost_s=0.01, step_s=0.1, overhead=0.035) == 11
     assert frequency.steps_between(write_s=0.05, cost_s=0.1, step_s=0.1, overhead=0.05) == 20
-    assert frequency.steps_between(write_s=0.01, cost_s=0.0, step_s=0.1, overhead=0.05) == 1
+    assert frequency.steps_between(write_s=0.01, cost_s=0.0, step_s=0.1, overhead=0.05) == 2
     text = frequency.sentence(12, write_s=0.7, cost_s=0.0252, step_s=0.1)
     assert text == "a snapshot every 12 steps costs 2.1%; at most 20 steps are lost"
 

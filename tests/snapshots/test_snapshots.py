@@ -1,9 +1,7 @@
 """Trainings that end at any moment go on with the bits, and with each sample once, as if they had not ended."""
 
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -56,11 +54,10 @@ def killer(tmp: Path, seed: int, world_size: int, upto: int):
             time.sleep(0.001)
         time.sleep(delay_s)
         for process in processes if victims is None else [processes[v] for v in victims]:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
         time.sleep(0.2 if victims else 0)
         for process in processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()
 
     return during
 
@@ -74,11 +71,13 @@ def undisturbed(request, tmp_path_factory):
 
 
 def test_the_last_two_snapshots_stay_and_are_told(undisturbed):
-    _, tmp, ends = undisturbed
+    mode, tmp, ends = undisturbed
     assert sorted(each.name for each in (tmp / "snapshots").iterdir()) == ["step-36", "step-40"]
     for end in ends:
         told = end.told[-1]
         assert (told["step"], told["every"], told["failed"], told["error"]) == (40, 4, 0, None)
+        # In overlap mode at least two parts of each of the snapshots, but for the last one, were copied behind updates.
+        assert told["parts"] >= 2 * 9 if mode == "overlap" else told["parts"] == 0
         assert told["write_ms"] > 0
         assert told["copy_bytes"] > 0
 
@@ -108,7 +107,7 @@ def test_a_resumed_training_has_the_bits_of_the_undisturbed(undisturbed, tmp_pat
 
 def kill_and_compare(mode: str, whole: Path, tmp: Path, seed: int, crashes: int) -> None:
     for crash in range(crashes):
-        run(tmp, 2, mode, waits=False, during=killer(tmp, 1000 * seed + crash, 2, STEPS))
+        run(tmp, 2, mode, waits=False, during=killer(tmp, 1000 * seed + crash, 2, STEPS if crashes == 1 else 12))
     require_ended_well(run(tmp, 2, mode))
     for rank in range(2):
         expected = surviving(whole, rank)
