@@ -204,6 +204,7 @@ class Handle:
 
         if self._snapshots is not None:
             self._snapshots.close()
+        self.flush()  # blocks in flight share the group on which ranks agree
         self._snapshots = start(
             self, self._require_module(), folder, overhead, keep, every, loader, dict(extra or {}), optimizer
         )
