@@ -313,7 +313,10 @@ class Session(SessionParts):
 
     def wait_for_gradients(self) -> None:
         self._refuse_capture()
-        with self._lock, self._waits.at(Cause.SECOND_BACKWARD, in_forward=True), self.trace.timed("wait"):
+        # Gradients that were used have arrived, and what that has waited is counted there.
+        used = self._gradients.values_used
+        counted = contextlib.nullcontext() if used else self._waits.at(Cause.SECOND_BACKWARD, in_forward=True)
+        with self._lock, counted, self.trace.timed("wait"):
             self._gradients.wait_for_all()
             self._steps.clip_asked()
 
