@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n"
 HIERARCHICAL = ["--algorithm", "hierarchical", "--ranks-per-host", "4", "--intra-bandwidth", "10GB/s"]
 ON_HOSTS = ["--hosts", "4", "--ranks-per-host", "8"]
 # As the help groups them.
-COMMANDS = ["doctor", "network", "compare", "report", "info", "simulate", "advise", "dev"]
+COMMANDS = ["doctor", "network", "compare", "report", "watch", "info", "simulate", "advise", "dev"]
 
 
 def parsers(parser):

@@ -96,6 +96,15 @@ def test_prometheus_reads_stats():
     assert len(found) == 6
 
 
+def test_alarms_are_a_gauge_for_each_cause():
+    stats = STATS | {"alarms": [{"cause": "link"}]}
+    found = read(metrics.prometheus_stats(stats, rank=3))
+    assert found["gradcast_alarm", '{rank="3",cause="link"}'] == 1
+    assert found["gradcast_alarm", '{rank="3",cause="data"}'] == 0
+    assert metrics.flat_stats(stats)["gradcast/alarm/link"] == 1
+    assert metrics.flat_stats(STATS | {"alarms": []})["gradcast/alarm/link"] == 0
+
+
 def test_labels_are_escaped():
     run = doctor_runs.doctor(model={"name": 'a"b\\c\nd', "tensors": 1, "bytes": 1})
     assert 'model="a\\"b\\\\c\\nd"' in metrics.prometheus(run)

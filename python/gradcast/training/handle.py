@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from gradcast import _core
+from gradcast.alarms import Alarm
 from gradcast.errors import Error, refused
 from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach, forget
@@ -115,6 +116,11 @@ class Handle:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
         snapshots = None if self._snapshots is None else self._snapshots.stats()
         return self._session.stats() | {"snapshots": snapshots}
+
+    def alarms(self) -> list[Alarm]:
+        """The alarms since the module's parameters last changed, in order, the same on every rank. One that lasts has
+        ``until_step`` None."""
+        return self._session.alarms()
 
     def timeline(self) -> dict[str, Any]:
         """The last steps of this rank as a Chrome trace; ui.perfetto.dev opens it."""

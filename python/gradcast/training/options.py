@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from gradcast import _core
+from gradcast.alarms import Alarm
 from gradcast.errors import Error
 from gradcast.host_traffic import WIRE_SHARES
 
@@ -50,6 +51,8 @@ class Options:
     * ``stall_warning_s``: a wait that takes longer, or longer than a quarter of the timeout, is logged with its cause.
     * ``dump_dir``: folder for the last events of all ranks when one fails (default: the folder for temporary files).
     * ``timeline_steps``: the number of steps that the record holds.
+    * ``on_alarm``: called with a ``gradcast.alarms.Alarm`` when steps take longer than expected, on each rank that has
+      one, after the same step. It must not do collective operations. What it raises is logged, and training goes on.
     """
 
     warmup_steps: int = 6
@@ -70,6 +73,7 @@ class Options:
     stall_warning_s: float = 30.0
     dump_dir: str | None = None
     timeline_steps: int = 16
+    on_alarm: Callable[[Alarm], Any] | None = None
     # Whether every step clips. Otherwise (frameworks/clipping.py) only one before which the program has asked for it.
     clips_unasked: ClassVar[bool] = True
 
@@ -81,6 +85,8 @@ class Options:
         _require_int("compare_every", self.compare_every, 0)
         if self.timeout_s is not None:
             _require_positive("timeout_s", self.timeout_s)
+        if self.on_alarm is not None and not callable(self.on_alarm):
+            raise Error(f"options.on_alarm is {self.on_alarm!r}; a function of an alarm is expected")
         for name in ("max_grad_norm", "max_grad_value"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))

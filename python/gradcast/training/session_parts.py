@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradcast import _core
+from gradcast.alarms import Alarm
 from gradcast.training.acceptance import Accepted
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.measure.early_waits import EarlyWaits
@@ -119,6 +120,9 @@ class SessionParts(TrainingSession):
     def plan(self) -> _core.Plan:
         require_attached(self)
         return self.controller.agreed.in_force
+
+    def alarms(self) -> list[Alarm]:
+        return self.controller.alarms.alarms.all
 
     @property
     def plan_version(self) -> int:

@@ -14,7 +14,7 @@ _KEYS = (
     "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
     "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
-    "exposed", "wire", "wire_bytes", "clipping", "hosts", "waits",
+    "exposed", "wire", "wire_bytes", "clipping", "hosts", "waits", "alarms", "observed",
     "snapshots",
 )  # fmt: skip
 
@@ -42,6 +42,7 @@ def plan_stats(
       norm.
     * ``exposed``: per stage (backward, loop, forward) how long it delays the group, in the median of the last 64 steps,
       and the rank that ends it last. The stages add up to the step of the slowest rank.
+    * ``alarms``: those that last; ``observed``: the last step that alarms were judged by (gradcast/alarms.py).
     """
     agreed, compared, counters = controller.agreed, controller.comparison, exchange.counters()
     plan = agreed.in_force
@@ -67,6 +68,7 @@ def plan_stats(
         "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
         "update_calls": sorted(record.update_calls for record in records)[len(records) // 2] if records else None,
     }
+    values |= controller.alarms.stats()
     if controller.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans
         typical = agreed.typical_step
         values |= {"predicted_ms": typical.step_ns / 1e6, "bound_ms": typical.bound_ns / 1e6}

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from gradcast import _core
+from gradcast.alarms import Alarm
 from gradcast.errors import refused
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.no_sync import NoSyncBlocks
@@ -74,6 +75,10 @@ class TrainingSession:
     def stats(self) -> dict[str, Any]:
         """The values of ``handle.stats()``."""
         return base_stats(self.steps, self.mode, self.group, self.profile)
+
+    def alarms(self) -> list[Alarm]:
+        """All that were raised, in order."""
+        return []
 
     def timeline_events(self) -> list[dict[str, Any]]:
         """Chrome trace events of the last steps."""

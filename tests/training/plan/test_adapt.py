@@ -15,7 +15,9 @@ from training.needs import torch
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
+from gradcast.errors import Error
 from gradcast.training.measure import network_cost
+from gradcast.training.options import Options
 from gradcast.training.plan import calibration, proposals
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 
@@ -31,7 +33,7 @@ def make_module():
 
 
 def expectation(gain, limit=2.0, compute_share=0.97):
-    steps = TypicalStep(1e6, 1e6), TypicalStep(gain * 1e6, 1e6)
+    steps = TypicalStep(25e6, 20e6), TypicalStep(gain * 25e6, 20e6)
     return Expectation(*steps, low=gain - 0.1, high=gain + 0.1, limit=limit, compute_share=compute_share)
 
 
@@ -40,6 +42,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
 
     def prepare(handle):
         live = handle._session.controller
+        live.exposed.own_stages_ns = lambda *_: {"backward": 0.6 * USUAL_NS, "loop": 1e6, "forward": 0.5 * USUAL_NS}
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
 
         def tell(step):
@@ -58,6 +61,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
         mock.patch.object(proposals, "expect", return_value=expectation(gain)),
         mock.patch.object(network_cost, "corrected_link", return_value=None),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
+        mock.patch.object(calibration, "planned_busy_periods_ns", return_value=[0.5 * USUAL_NS]),
     ):
         return train_both(rank, mode, steps, note, prepare, **options)
 
@@ -117,7 +121,9 @@ def slower(rank, mode, what):
         link_ns = USUAL_NS if is_slow and what == "network" else 0.5 * USUAL_NS
         return facts(step_ns=with_slower_baseline(on_baseline), busy_ns=busy_ns, link_ns=link_ns)
 
-    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of)
+    raised = []
+    result = train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of, on_alarm=raised.append)
+    return result | {"raised": raised}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,44 @@ def test_a_change_that_stays_is_measured_and_named(ranks, what, said, mode):
     assert versions[60 + STEPS_TO_ADAPT] == versions[59] + 4  # three plans of a warm-up, and the new one
     lines = [line for line in results[0]["lines"] if "planned again" in line]
     assert len([line for line in lines if line.startswith(said)]) == 1, lines
+
+
+@pytest.mark.parametrize(("what", "cause", "slow_rank"), [("rank", "compute", 1), ("network", "link", None)])
+def test_a_change_for_the_worse_is_an_alarm_on_every_rank(ranks, what, cause, slow_rank, mode):
+    results = ranks.run(2, slower, mode, what)
+    require_agreement(results)
+    (alarm,) = results[0]["raised"]
+    assert (alarm.cause, alarm.rank) == (cause, slow_rank)
+    assert 60 <= alarm.since_step <= 62
+    assert alarm.since_step < alarm.step <= 60 + STEPS_TO_ADAPT
+    assert alarm.sentence in results[0]["lines"]
+    for result in results:
+        assert result["raised"] == [alarm]
+        # The training was planned again, for what it has become; it is still not what was expected.
+        assert [each["cause"] for each in result["stats"]["alarms"]] == [cause]
+        assert result["stats"]["observed"]["step"] > alarm.step
+
+
+def failing(rank, mode):
+    def facts_of(rank, step, on_baseline):
+        return facts(step_ns=with_slower_baseline(on_baseline), link_ns=(1 if step < 60 else 2) * 0.5 * USUAL_NS)
+
+    def fail(alarm):
+        raise ValueError("not today")
+
+    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of, on_alarm=fail)
+
+
+def test_a_function_for_alarms_that_fails_is_said_and_training_goes_on(ranks, mode):
+    results = ranks.run(2, failing, mode)
+    for rank, result in enumerate(results):
+        assert result["equal"]
+        assert f"options.on_alarm failed on rank {rank}; training goes on" in result["lines"]
+
+
+def test_what_is_called_with_alarms_must_be_a_function():
+    with pytest.raises(Error, match="on_alarm is 'log'; a function of an alarm is expected"):
+        Options(on_alarm="log")
 
 
 def steady(rank, gain, adapt):

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from gradcast.alarms import CAUSES
+
 _PREFIX = "gradcast"
 _HELP = {
     "step_seconds": "Median time of a step.",
@@ -23,6 +25,7 @@ _HELP = {
     "predicted_seconds": "Predicted step of the plan that was followed last.",
     "measured_seconds": "Measured step of the plan that was followed last.",
     "bus_bytes_per_second": "Bus bandwidth of large collectives.",
+    "alarm": "1 while steps take longer than expected for this cause.",
     "info": "Always 1; the labels describe the run.",
 }
 # Prometheus' unit for each of ours: multiply by the first number, divide by the second.
@@ -48,7 +51,16 @@ def flat(run: Mapping[str, Any]) -> dict[str, float]:
 
 def flat_stats(stats: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of ``handle.stats()``. Booleans become 1 and 0; texts are left out."""
-    return {f"{_PREFIX}/{key}": value for key, value in _numbers(stats).items()}
+    causes = {f"alarm/{cause}": value for cause, value in _alarms(stats).items()}
+    return {f"{_PREFIX}/{key}": value for key, value in (_numbers(stats) | causes).items()}
+
+
+def _alarms(stats: Mapping[str, Any]) -> dict[str, int]:
+    """By cause: 1 if there is an alarm now. Empty if nobody watches yet."""
+    if stats.get("alarms") is None:
+        return {}
+    active = {alarm["cause"] for alarm in stats["alarms"]}
+    return {cause: int(cause in active) for cause in CAUSES}
 
 
 def _without_labels(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +102,9 @@ def prometheus(run: Mapping[str, Any]) -> str:
 def prometheus_stats(stats: Mapping[str, Any], *, rank: int, host: str = "") -> str:
     """Returns one rank's ``handle.stats()`` in Prometheus' text format. Each rank needs its own file."""
     labels = {"rank": str(rank)} | ({"host": host} if host else {})
-    return _text([_converted(key, value, labels) for key, value in _numbers(stats).items()])
+    samples = [_converted(key, value, labels) for key, value in _numbers(stats).items()]
+    samples += [Sample("alarm", labels | {"cause": cause}, value) for cause, value in _alarms(stats).items()]
+    return _text(samples)
 
 
 def _converted(key: str, value: float, labels: dict[str, str]) -> Sample:

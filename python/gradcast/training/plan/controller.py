@@ -44,6 +44,7 @@ from gradcast.training.plan import agreement, calibration
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import Calibration
 from gradcast.training.plan.proposals import PlanChange, Proposer
+from gradcast.training.plan.step_alarms import StepAlarms
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
@@ -213,6 +214,9 @@ class PlanController:
         self.proposer = Proposer(names, buffers, mode, group.world_size, options, clipping, waits)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = buffers.flats[0].device.type == "cpu"
+        self.alarms = StepAlarms(
+            group, self.step_reports.lag, exchange.wire, options.on_alarm, on_device=not self._sees_compute
+        )
         self._link_ns = 0  # of all iterations until now
         self.exposed = StageExposure()
         self.comparison: _core.Comparison | None = None  # the last one with the baseline
@@ -256,8 +260,11 @@ class PlanController:
         reports = self.step_reports.exchange(own)
         if reports is not None:
             self.exposed.add(reports)
+        self.alarms.hear(self._trace.current.step if self._trace.current else 0, reports)
         self._phase = self._phase.begin_iteration(own, reports)
         self._phase.iteration_began()
+        is_usual = self.warmup is None and self.on_baseline == self.agreed.runs_as_baseline
+        self.alarms.iteration_began(self._waiting_stage() if is_usual else None)
 
     def log_comparison(self) -> None:
         """The expected and the measured speed-up, if the baseline was tried."""
@@ -277,12 +284,14 @@ class PlanController:
     def start_plan(self, agreed: AgreedPlan, first_phase: type[_Monitored]) -> PlanPhase:
         """Follows a plan made from measurements. ``first_phase``: of a plan that is not fixed."""
         self.follow(agreed)
+        self.alarms.plan_began(agreed)
         self.comparison = None
         if not self._options.adapt or agreed.profile.link is None:  # a pinned plan has no link
             return Fixed()
         return first_phase(self, MonitorFeed(self._new_monitor(agreed), self.step_reports.lag))
 
     def measure_again(self, change: _core.Change) -> PlanPhase:
+        self.alarms.change_found(change)
         phase = self._begin_warmup(self.agreed.order, PlanChange(change, self.agreed))
         phase.warmup.stopwatch.backward_started()
         return phase
@@ -295,6 +304,7 @@ class PlanController:
             f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
         )
         self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
+        self.alarms.plan_began(self.agreed)
         self.version += 1
 
     def agree_on_measured_plan(self, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
@@ -336,6 +346,7 @@ class PlanController:
         if kept != now:
             return False
         before, self.agreed = self.agreed, dataclasses.replace(self.agreed, expectation=agreed.expectation)
+        self.alarms.plan_began(self.agreed, is_new=False)
         if agreed.expectation.sentence() != before.expectation.sentence():
             self.describe()
         return True

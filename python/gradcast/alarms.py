@@ -1,0 +1,266 @@
+"""Alarms: steps take longer than expected, and why. Pure: ranks that are given the same steps decide the same.
+
+The monitor (include/gradcast/monitor.h) compares a step with those before it; here it is compared with what was
+expected, which does not move when a training gets slower and slower. Each cause has a one-sided cumulative sum (E. S.
+Page, *Continuous inspection schemes*, Biometrika 41, 1954) of the share of a step that it costs::
+
+    sum = max(0, sum + min((value - expected) / step / allowed, 2) - 1),     alarm: sum > 11, over: sum = 0
+
+So noise around what is allowed adds nothing, twice as much or more alarms after 12 steps, and no single step does. The
+numbers 2 and 11 come from published speeds of clusters (docs/evaluation/predictions.md).
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcast.errors import Error
+
+COMPUTE, DATA, LINK, WORKERS = "compute", "data", "link", "workers"
+# By cause: the share of a step that it may cost.
+_ALLOWED = {COMPUTE: 0.05, DATA: 0.025, LINK: 0.05, WORKERS: 0.067}
+CAUSES = tuple(_ALLOWED)
+
+_CLIP = 2.0
+_LIMIT = 11.0
+# What is not predicted is learned from the first steps. They also show how much single steps vary: so many standard
+# deviations are allowed, and as many ms, which a busy machine takes from any step.
+_SETTLING_STEPS, _LEARNING_STEPS = 2, 12
+_DEVIATIONS, _LEAST_MS = 3.0, 2.0
+_DEVIATION_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation
+# First steps that are nearer to the prediction than this correct it.
+_TOLERANCE = 0.10
+_KEPT = 100  # alarms that are over
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """One step. ``step_ms``: of the slowest rank. ``compute_ms``, ``data_ms``: by rank, its passes without waiting for
+    gradients, and what lies between them (loading data, for one); empty if not known. ``link_ms``: time during which
+    blocks were on the network. None, or 0 for a time: not known."""
+
+    step: int
+    step_ms: float
+    expected_ms: float | None = None
+    compute_ms: tuple[float, ...] = ()
+    data_ms: tuple[float, ...] = ()
+    link_ms: float | None = None
+    expected_link_ms: float | None = None
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Observation":
+        """``fields``: of a dict like ``handle.stats()["observed"]``. Raises Error for anything else."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            value = fields.get(field.name, field.default)
+            if value is dataclasses.MISSING:
+                raise Error(f"{field.name} is missing")
+            is_list = field.default == ()
+            if is_list and not isinstance(value, list | tuple):
+                raise Error(f"{field.name} is {value!r}; a list of times is expected")
+            may_lack = field.default is None
+            if not all(_is_number(each) or (each is None and may_lack) for each in (value if is_list else [value])):
+                raise Error(f"{field.name} is {value!r}; numbers of at least 0 are expected")
+            values[field.name] = tuple(value) if is_list else value
+        return cls(**values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """``cause``: "compute" (a rank computes longer), "data" (it spends longer between its passes), "link" (blocks take
+    longer), "workers" (none of these, but steps take longer). ``rank``: None for most ranks, or no rank. ``step``,
+    ``since_step``: where it was raised, and since when the cause lasts. ``step_ms``, ``expected_ms``: of a step.
+    ``value_ms``, ``reference_ms``: of what the cause is about. ``until_step``: None while it lasts."""
+
+    cause: str
+    rank: int | None
+    step: int
+    since_step: int
+    step_ms: float
+    expected_ms: float
+    value_ms: float
+    reference_ms: float
+    sentence: str
+    until_step: int | None = None
+
+
+class _Sum:
+    """The cumulative sum of one number, and its mean since the sum was 0."""
+
+    __slots__ = ("allowed", "count", "reference", "since", "spread_ms", "total", "value")
+
+    def __init__(self, allowed: float, reference: float = 0.0, spread_ms: float = 0.0) -> None:
+        self.allowed, self.reference, self.spread_ms = allowed, reference, spread_ms
+        self.value, self.total, self.count, self.since = 0.0, 0.0, 0, 0
+
+    def add(self, observed: Observation, value_ms: float, expected_ms: float) -> None:
+        allowed_ms = max(self.allowed * observed.step_ms, self.spread_ms)
+        excess = max(-_CLIP, min(_CLIP, (value_ms - expected_ms) / allowed_ms))
+        grown = min(self.value + excess - 1, _LIMIT + _CLIP)
+        if grown <= 0:
+            self.value, self.total, self.count = 0.0, 0.0, 0
+            return
+        if self.value == 0:
+            self.since = observed.step
+        self.value = grown
+        self.total += value_ms
+        self.count += 1
+        self.reference = expected_ms
+
+    @property
+    def mean_ms(self) -> float:
+        return self.total / self.count if self.count else self.reference
+
+    @property
+    def lost_ms(self) -> float:
+        return self.mean_ms - self.reference
+
+
+class Alarms:
+    """``world_size``: number of ranks. ``exact``: the expected step is right as it is, and nothing else is known.
+    ``link_bits``: bits that leave the busiest host in a step, to speak of rates; None if not known."""
+
+    def __init__(self, world_size: int, *, exact: bool = False, link_bits: float | None = None) -> None:
+        self._world_size, self._exact, self.link_bits = world_size, exact, link_bits
+        self._active: dict[str, Alarm] = {}
+        self._over: list[Alarm] = []
+        self.learn()
+
+    @property
+    def active(self) -> list[Alarm]:
+        return list(self._active.values())
+
+    @property
+    def all(self) -> list[Alarm]:
+        """In the order in which they were raised, those that last included."""
+        return sorted([*self._over, *self._active.values()], key=lambda alarm: alarm.step)
+
+    def learn(self, step: int = 0) -> None:
+        """What is not predicted is learned anew from the next steps. Ends all alarms. ``step``: the last one."""
+        for cause in list(self._active):
+            self._end(cause, step)
+        self._skipped, self._first = 0, []
+        self._factors: dict[str, float] = {}
+        self._expected_ms = 0.0  # the last step
+        self._sums: dict[str, list[_Sum]] = {WORKERS: [_Sum(_ALLOWED[WORKERS])]} if self._exact else {}
+
+    def add(self, observed: Observation) -> Alarm | None:
+        """Adds a step. Returns the alarm that it raises."""
+        if not observed.step_ms:
+            return None
+        if not self._sums:
+            self._learn_from(observed)
+            return None
+        if observed.expected_ms:
+            self._expected_ms = observed.expected_ms * self._factors.get(WORKERS, 1.0)
+        for cause in (COMPUTE, DATA):
+            for each, value in zip(self._sums.get(cause, ()), getattr(observed, f"{cause}_ms"), strict=False):
+                each.add(observed, value, each.reference)
+        self._add_predicted(LINK, observed, observed.link_ms, observed.expected_link_ms)
+        if max((each.value for cause in (COMPUTE, DATA, LINK) for each in self._sums.get(cause, ())), default=0) < 1:
+            self._add_predicted(WORKERS, observed, observed.step_ms, observed.expected_ms)
+        for cause in list(self._active):
+            if not any(each.value for each in self._sums[cause]):
+                self._end(cause, observed.step)
+        return self._raised(observed, [cause for cause in self._sums if self._worst(cause).value > _LIMIT])
+
+    def confirm(self, observed: Observation, causes: Sequence[str]) -> Alarm | None:
+        """The monitor has found a change of one of these causes for the worse, so no further steps are waited for.
+        ``observed``: the last step."""
+        return self._raised(observed, [cause for cause in causes if cause in self._sums and self._worst(cause).value])
+
+    def _add_predicted(self, cause: str, observed: Observation, value: float | None, expected: float | None) -> None:
+        if cause not in self._sums or value is None:
+            return
+        (each,) = self._sums[cause]
+        if expected:
+            each.add(observed, value, expected * self._factors.get(cause, 1.0))
+        elif not self._exact:
+            each.add(observed, value, each.reference)
+
+    def _raised(self, observed: Observation, causes: Sequence[str]) -> Alarm | None:
+        """Of several causes that nobody knows of yet, the one that costs the most."""
+        new = [cause for cause in causes if cause not in self._active]
+        if not new:
+            return None
+        cause = max(new, key=lambda each: self._worst(each).lost_ms)
+        worst, ranks = self._worst(cause), self._sums[cause]
+        rank = ranks.index(worst) if cause in (COMPUTE, DATA) else None
+        if 2 * sum(each.value > _LIMIT / 2 for each in ranks) > len(ranks):
+            rank = None
+        step, step_ms, expected_ms = observed.step, observed.step_ms, self._expected_ms
+        alarm = Alarm(cause, rank, step, worst.since, step_ms, expected_ms, worst.mean_ms, worst.reference, "")
+        alarm = dataclasses.replace(alarm, sentence=self._sentence(alarm))
+        self._active[cause] = alarm
+        return alarm
+
+    def _sentence(self, alarm: Alarm) -> str:
+        times = alarm.value_ms / alarm.reference_ms if alarm.reference_ms else float("inf")
+        who = "most ranks" if alarm.rank is None else f"rank {alarm.rank}"
+        verb = "" if alarm.rank is None else "s"
+        since = f"since step {alarm.since_step:,}"
+        if alarm.cause == COMPUTE:
+            what = (
+                f"{who} compute{verb} {times:.2f} times as long ({alarm.value_ms:.1f} ms, expected "
+                f"{alarm.reference_ms:.1f}) {since}; check clocks, temperature and other programs there"
+            )
+        elif alarm.cause == DATA:
+            what = (
+                f"{who} spend{verb} {alarm.value_ms:.1f} ms between the passes, expected {alarm.reference_ms:.1f}, "
+                f"{since}: waiting for data, most likely; check the loader and where it reads"
+            )
+        elif alarm.cause == LINK:
+            what = f"the network takes {times:.2f} times as long {since}"
+            if self.link_bits:
+                now, before = (self.link_bits / ms / 1e3 for ms in (alarm.value_ms, alarm.reference_ms))
+                what = f"the slowest link gives {now:.0f} of {before:.0f} Mbit/s {since}"
+            what += "; check with `gradcast network`, which names the link"
+        else:
+            worth = self._world_size * alarm.reference_ms / alarm.value_ms
+            what = (
+                f"{self._world_size} workers do the work of {worth:.1f} {since}, and neither compute, data nor blocks "
+                "explain it; check what the workers share"
+            )
+        return f"step {alarm.step:,}: {alarm.step_ms:.1f} ms, expected {alarm.expected_ms:.1f}: {what}"
+
+    def _worst(self, cause: str) -> _Sum:
+        return max(self._sums[cause], key=lambda each: (each.value, each.lost_ms))
+
+    def _end(self, cause: str, step: int) -> None:
+        over = dataclasses.replace(self._active.pop(cause), until_step=step)
+        self._over = [*self._over, over][-_KEPT:]
+
+    def _learn_from(self, observed: Observation) -> None:
+        self._skipped += 1
+        if self._skipped <= _SETTLING_STEPS:
+            return
+        self._first.append(observed)
+        if len(self._first) < _LEARNING_STEPS:
+            return
+        for cause in (COMPUTE, DATA):
+            ranks = zip(*(getattr(each, f"{cause}_ms") for each in self._first), strict=False)
+            if sums := [_learned(cause, values) for values in ranks]:
+                self._sums[cause] = sums
+        predicted = {
+            LINK: [(each.link_ms, each.expected_link_ms) for each in self._first],
+            WORKERS: [(each.step_ms, each.expected_ms) for each in self._first],
+        }
+        for cause, pairs in predicted.items():
+            if any(value is None for value, _ in pairs):
+                continue
+            self._sums[cause] = [_learned(cause, [value for value, _ in pairs])]
+            if all(expected for _, expected in pairs):
+                factor = statistics.median(value / expected for value, expected in pairs)
+                self._factors[cause] = max(1 - _TOLERANCE, min(1 + _TOLERANCE, factor))
+        self._expected_ms = self._sums[WORKERS][0].reference
+
+
+def _learned(cause: str, values: Sequence[float]) -> _Sum:
+    middle = statistics.median(values)
+    deviation = _DEVIATION_OF_MEDIAN * statistics.median(abs(value - middle) for value in values)
+    return _Sum(_ALLOWED[cause], middle, max(_LEAST_MS, _DEVIATIONS * deviation))

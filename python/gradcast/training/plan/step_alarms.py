@@ -1,0 +1,133 @@
+"""Alarms of a training: what the step reports say, against what the plan in force promised.
+
+All ranks hear the same reports and decide the same. What is expected stays when a training that has become slower is
+planned again, so an alarm lasts until its cause is gone.
+"""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradcast import _core
+from gradcast.alarms import COMPUTE, DATA, LINK, Alarm, Alarms, Observation
+from gradcast.host_traffic import exchange_form, leaving_share
+from gradcast.training.plan import calibration
+from gradcast.training.plan.agreement import AgreedPlan
+from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.step_reports import StepReport
+
+_log = logging.getLogger("gradcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expected:
+    """Of one iteration. ``waiting_stage``: see stage_exposure.py. None for a time that nobody has predicted."""
+
+    waiting_stage: str
+    step_ms: float | None
+    link_ms: float | None
+
+
+class StepAlarms:
+    def __init__(
+        self, group: Group, lag: int, wire: str, on_alarm: Callable[[Alarm], Any] | None, *, on_device: bool
+    ) -> None:
+        """``lag``: reports are of so many iterations ago. ``on_device``: hosts run ahead, so how long ranks compute is
+        not known."""
+        self._group, self._lag, self._wire, self._on_alarm, self._on_device = group, lag, wire, on_alarm, on_device
+        self.alarms = Alarms(group.world_size)
+        self.observed: Observation | None = None
+        self._iterations: collections.deque[_Expected | None] = collections.deque(maxlen=lag)
+        self._keeps = False  # what was expected, under the next plan
+        self._reference: _core.Profile | None = None
+        self._factor = 1.0  # what is expected of a step over what `play` says of the reference
+        self._expected_ms: tuple[float | None, float | None] = None, None  # step, link
+
+    def plan_began(self, agreed: AgreedPlan, *, is_new: bool = True) -> None:
+        """``is_new``: not the one before, of which more is known."""
+        if agreed.profile.link is None:  # a pinned plan
+            self._reference = None
+            self.alarms.learn(self._last_step)
+            return
+        plan = agreed.in_force
+        names, known = (
+            [tensor.name for tensor in each.tensors] if each else [] for each in (agreed.profile, self._reference)
+        )
+        if not self._keeps or names != known:
+            self._reference = agreed.profile
+            played_ns = _core.play(agreed.profile, agreed.profile.link, plan).iteration_ns
+            self._factor = agreed.typical_step.step_ns / played_ns
+            if is_new:
+                self.alarms.learn(self._last_step)
+        step_ns = self._factor * _core.play(self._reference, self._reference.link, plan).iteration_ns
+        self._expected_ms = step_ns / 1e6, sum(calibration.planned_busy_periods_ns(plan, self._reference)) / 1e6
+        hosts = self._group.hosts
+        if hosts is not None and hosts.count > 1:
+            form = exchange_form(hosts, self._wire, on_device=self._on_device)
+            bits = 8 * sum(block.size_bytes for block in plan.blocks)
+            self.alarms.link_bits = bits * leaving_share(hosts, form, self._wire)
+
+    def iteration_began(self, waiting_stage: str | None) -> None:
+        """``waiting_stage``: None if the iteration does not follow the plan in force."""
+        expected = None if waiting_stage is None else _Expected(waiting_stage, *self._expected_ms)
+        self._iterations.append(expected)
+
+    def hear(self, begun: int, reports: Sequence[StepReport] | None) -> None:
+        """``begun``: how many steps had ended when the last iteration began."""
+        if len(self._iterations) < self._lag or self._iterations[0] is None or reports is None:
+            return
+        self.observed = self._observation(begun + 2 - self._lag, self._iterations[0], reports)
+        self._raise(self.alarms.add(self.observed))
+
+    def change_found(self, change: _core.Change) -> None:
+        """The monitor has found it, and a plan for it follows. Where most ranks compute longer, with larger batches for
+        one, that is what is expected from then on."""
+        is_worse = change.after_ns > change.before_ns
+        self._keeps = is_worse and not (change.cause == "compute" and change.rank < 0)
+        if is_worse and self.observed is not None:
+            causes = [LINK] if change.cause == "network" else [COMPUTE, DATA]
+            self._raise(self.alarms.confirm(self.observed, causes))
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "alarms": [dataclasses.asdict(alarm) for alarm in self.alarms.active],
+            "observed": None if self.observed is None else dataclasses.asdict(self.observed),
+        }
+
+    @property
+    def _last_step(self) -> int:
+        return 0 if self.observed is None else self.observed.step
+
+    def _observation(self, step: int, expected: _Expected, reports: Sequence[StepReport]) -> Observation:
+        compute_ms, data_ms = [], []
+        for report in reports if not self._on_device else ():
+            facts, data_ns = report.facts, report.stages_ns["loop"]
+            if expected.waiting_stage == "loop":
+                data_ns -= facts.step_ns - facts.busy_ns
+            data_ms.append(max(0.0, data_ns) / 1e6)
+            compute_ms.append(max(0.0, facts.busy_ns - data_ns) / 1e6)
+        return Observation(
+            step=step,
+            step_ms=max(report.facts.step_ns for report in reports) / 1e6,
+            expected_ms=expected.step_ms,
+            compute_ms=tuple(compute_ms),
+            data_ms=tuple(data_ms),
+            # The last rank to join does not wait for the others: its blocks take what the network takes.
+            link_ms=min(report.facts.link_ns for report in reports) / 1e6,
+            expected_link_ms=expected.link_ms,
+        )
+
+    def _raise(self, alarm: Alarm | None) -> None:
+        if alarm is None:
+            return
+        if self._group.rank == 0:
+            _log.warning("%s", alarm.sentence)
+        if self._on_alarm is None:
+            return
+        try:
+            self._on_alarm(alarm)
+        except Exception:
+            # In the midst of backward, where the ranks must stay together.
+            _log.exception("options.on_alarm failed on rank %d; training goes on", self._group.rank)

@@ -1,0 +1,40 @@
+"""Predictions and alarms against published measurements, for whoever has them."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+DATA = os.environ.get("GRADCAST_PUBLISHED_DATA")
+
+
+@pytest.fixture(scope="module")
+def published_runs():
+    """The program, which is no part of the package."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import published_runs
+    finally:
+        sys.path.remove(str(ROOT))
+    return published_runs
+
+
+@pytest.fixture
+def folder():
+    """folder(name) -> that of one publication."""
+
+    def of(name):
+        if DATA is None or not Path(DATA, name).is_dir():
+            pytest.skip(f"GRADCAST_PUBLISHED_DATA names no folder with {name}, see benchmarks/published_runs.py")
+        return Path(DATA, name)
+
+    return of
+
+
+def test_alarms_are_right_on_every_series_that_is_decided(published_runs, folder):
+    series = published_runs.alarm_series(folder("cmdare"))
+    assert len(series) == 64
+    assert [each for each in series if each.is_decided and not each.is_right] == []
