@@ -1,9 +1,13 @@
 """Predictions and alarms against published measurements, which stay where they are: the folder is an argument.
 
     python -m benchmarks.published_runs alarms FOLDER
+    python -m benchmarks.published_runs elastic FOLDER
 
 ``alarms``: cluster_speed_series.csv of CM-DARE (S. Li et al., ICDCS 2020, arXiv 2004.03072): speeds over time of
 clusters of 1 to 8 workers with one parameter server. Expected are n times the speed of one worker.
+
+``elastic``: runs.csv of transient-deep-learning (S. Li et al., ICAC 2019, arXiv 1903.00045): trainings whose machines
+are revoked. The others go on at the speed that on-demand workers have.
 """
 
 import argparse
@@ -16,9 +20,11 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from gradcast.alarms import Alarms, Observation
+from gradcast.scaling.spot import elastic_run
 
 SETTLED_S = 30.0
 THRESHOLD = 0.067
+START_S = 340.0  # from the start of a machine to that of its training
 UNDECIDED = 0.02  # nearer to the threshold than this, either answer is right
 
 
@@ -86,6 +92,54 @@ def print_alarms(folder: Path) -> None:
     )
 
 
+class Revoked(NamedTuple):
+    name: str
+    ends_s: tuple[float, ...]  # from the start of the training
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def revoked_runs(folder: Path) -> list[Revoked]:
+    table = rows(folder / "runs.csv")
+    times_s: dict[int, list[float]] = {}
+    for row in table:
+        if row["cluster"] == "k80-on-demand":
+            times_s.setdefault(int(row["workers"]), []).append(float(row["duration_s_64k_steps"]))
+    # Trainings per second and worker; 3 workers were not measured.
+    speed = {workers: 1 / statistics.mean(values) / workers for workers, values in times_s.items()}
+    speeds = [count * speed.get(count, speed[max(speed)]) for count in range(1, max(speed) + 1)]
+    found = []
+    for row in table:
+        ends_s = sorted(max(0.0, float(uptime) - START_S) for uptime in row["uptimes_s_of_revoked_vms"].split())
+        if ends_s:
+            run = elastic_run(speeds[: int(row["workers"])], ends_s)
+            name = f"{row['cluster']} {row['workers']} {row['zone']} {row['run']}"
+            assert run is not None, "these trainings have ended"
+            found.append(Revoked(name, tuple(ends_s), float(row["duration_s_64k_steps"]), run.time_s))
+    return found
+
+
+def print_elastic(folder: Path) -> None:
+    found = revoked_runs(folder)
+    table = [
+        (
+            each.name,
+            " ".join(f"{end:.0f}" for end in each.ends_s),
+            each.measured_s,
+            each.predicted_s,
+            f"{each.error:+.1%}",
+        )
+        for each in found
+    ]
+    print(tabulate(table, ["training", "revoked at s", "measured s", "predicted s", "error"], floatfmt=".0f"))
+    errors = [abs(each.error) for each in found]
+    print(f"\n{len(errors)} trainings, error {statistics.mean(errors):.1%} in the mean, {max(errors):.1%} at most")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=PROGRAMS)
@@ -94,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PROGRAMS[args.what](args.folder)
 
 
-PROGRAMS = {"alarms": print_alarms}
+PROGRAMS = {"alarms": print_alarms, "elastic": print_elastic}
 
 if __name__ == "__main__":
     main()

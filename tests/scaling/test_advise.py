@@ -1,6 +1,8 @@
 """What to rent: the price file, the frontier by hand, and the command."""
 
+import dataclasses
 import json
+import math
 import statistics
 import sys
 
@@ -12,7 +14,7 @@ from gradcast import _core
 from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
 from gradcast.host_traffic import RING, Hosts
 from gradcast.scaling import prices, spot
-from gradcast.scaling.advise import ClusterOption, Request, advise, machine_counts, pareto_rows
+from gradcast.scaling.advise import ClusterOption, Request, _shares, advise, machine_counts, pareto_rows
 from gradcast.scaling.prices import Machine, Prices, Spot
 from scaling.test_spot import HOUR, terms
 
@@ -87,6 +89,9 @@ def test_the_bundled_sample():
         ('"30min"', '"30"', "machine[0]: spot: checkpoint_interval: '30' has no known unit of time"),
         ('"30min"', '"0s"', "checkpoint_interval is 0"),
         ("[[machine]]", "[machine]", "at least one [[machine]]"),
+        ("revocations_per_hour = 0.1", "elastic = true", "spot: revocations_per_hour is missing"),
+        ("revocations_per_hour = 0.1", "revocations_per_hour = 0\nelastic = true", "spot: elastic needs a lifetime"),
+        ("[machine.spot]", "[machine.spot]\nelastic = 'yes'", "elastic: 'yes' is neither true nor false"),
         ("[machine.spot]", "[[machine.spot]]", "spot: it must be a table"),
         ("[[machine]]", "[[machine", "is not valid TOML"),
         ("[machine.spot]", "[[machine]]\nname='small'\nworkers=1\nprice_per_hour=1\nmax_machines=1\n[machine.spot]",
@@ -191,6 +196,23 @@ def test_spot_machines_that_never_end_are_left_out():
     found = advice(plain(max_machines=1, spot=terms(revocations_per_hour=60.0)))
     assert [row.spot for row in found.rows] == [False]
     assert found.skipped == {"1 x plain (spot)": "revocations make the training 20 times as long or more"}
+
+
+def test_an_elastic_row_pays_machines_until_they_leave():
+    """A step of two takes 10 ms, of one 9 ms; machines live for 20 hours."""
+    often = terms(revocations_per_hour=0.05, checkpoint_cost_s=0, elastic=True)
+    row = spot_row(advice(plain(spot=often)), 2)
+    runs = spot.simulate_elastic(500 / 9 * HOUR, [10 / 18, 1.0], often, run_count=300, seed=1)
+    assert row.hours == pytest.approx(statistics.mean(run.time_s for run in runs) / HOUR, rel=1e-3)
+    assert row.cost == pytest.approx(statistics.mean(run.machine_s for run in runs) / HOUR, rel=1e-3)
+    assert row.hours < row.cost < 2 * row.hours
+
+
+def test_between_known_numbers_of_machines_one_workers_speed_is_interpolated():
+    point = dataclasses.make_dataclass("Point", ["step_ns"])
+    assert _shares({1: point(1.0), 2: point(1.25), 4: point(2.0)}, 4) == pytest.approx(
+        [0.5, 0.8, 3 * ((1 - math.log2(1.5)) / 1.25 + math.log2(1.5) / 2) / 2, 1.0]
+    )
 
 
 def test_with_ddp_nothing_travels_under_the_forward_pass():

@@ -34,6 +34,13 @@ def folder():
     return of
 
 
+def test_the_time_to_finish_of_revoked_trainings(published_runs, folder):
+    errors = [abs(each.error) for each in published_runs.revoked_runs(folder("transient"))]
+    assert len(errors) == 15
+    assert sum(errors) / len(errors) <= 0.03
+    assert max(errors) <= 0.06
+
+
 def test_alarms_are_right_on_every_series_that_is_decided(published_runs, folder):
     series = published_runs.alarm_series(folder("cmdare"))
     assert len(series) == 64

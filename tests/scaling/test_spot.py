@@ -92,3 +92,46 @@ def test_nothing_is_revoked():
 
 def test_quantiles():
     assert [spot.quantile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], share) for share in (0.1, 0.5, 0.9, 1.0)] == [1, 5, 9, 10]
+
+
+def test_an_elastic_training_goes_on_with_the_machines_that_are_left():
+    speeds = [0.01, 0.019]  # of one machine, of two
+    assert spot.elastic_run(speeds, []) == (pytest.approx(1 / 0.019), pytest.approx(2 / 0.019))
+    # Half is done when one leaves.
+    time_s = 0.5 / 0.019 + 0.5 / 0.01
+    assert spot.elastic_run(speeds, [0.5 / 0.019]) == (pytest.approx(time_s), pytest.approx(time_s + 0.5 / 0.019))
+    assert spot.elastic_run(speeds, [1000.0]) == spot.elastic_run(speeds, [])
+    assert spot.elastic_run(speeds, [0.0, 1000.0]) == (pytest.approx(100), pytest.approx(100))
+    assert spot.elastic_run(speeds, [10.0, 20.0]) is None
+
+
+def elastic(work_h, shares, **changes):
+    return spot.simulate_elastic(work_h * HOUR, shares, terms(**changes), run_count=4000, seed=7)
+
+
+def test_a_single_elastic_machine_is_an_ordinary_one():
+    """Without a cost of checkpoints, which an elastic training pays with its speed."""
+    changes = {"checkpoint_cost_s": 0}
+    times = [run.time_s for run in elastic(5, [1.0], **changes)]
+    error = statistics.stdev(times) / math.sqrt(len(times))
+    assert statistics.mean(times) == pytest.approx(spot.expected_s(5 * HOUR, 1, terms(**changes)), abs=4 * error)
+
+
+def test_two_elastic_machines_have_the_mean_of_the_formula():
+    """Machines that leave hardly ever together: the first after 5 / 2 hours in the mean, the last not at all."""
+    work_h, rate, shares = 0.5, 0.2, [0.5, 1.0]
+    runs = elastic(work_h, shares, checkpoint_cost_s=0)
+    # Until one leaves at t < work, work - t is left for one machine, which takes twice as long; to the first order.
+    lost_h = sum(
+        2 * rate * math.exp(-2 * rate * t) * (work_h - t) for t in [work_h * (k + 0.5) / 1e3 for k in range(1000)]
+    )
+    expected_h = work_h + lost_h * work_h / 1000
+    assert statistics.mean(run.time_s for run in runs) / HOUR == pytest.approx(expected_h, rel=0.03)
+    # Perfectly shared work is paid once, however many do it.
+    assert runs[0].machine_s == pytest.approx(2 * work_h * HOUR)
+    assert runs[len(runs) * 95 // 100].machine_s == pytest.approx(2 * work_h * HOUR, rel=1e-6)
+
+
+def test_elastic_trainings_that_never_end_are_abandoned():
+    runs = elastic(5, [0.5, 1.0], revocations_per_hour=600.0)
+    assert {run.time_s for run in runs} == {math.inf}

@@ -17,7 +17,7 @@ from gradcast.files import scaled_profile
 from gradcast.scaling.estimate import Band, Options, Point, band, measured_network
 from gradcast.scaling.growth import SPREAD, Network, Nodes, from_hop, hop
 from gradcast.scaling.prices import Machine, Prices, Spot
-from gradcast.scaling.spot import ABANDONED_FACTOR, mean_s, quantile, simulate_s
+from gradcast.scaling.spot import ABANDONED_FACTOR, mean_s, quantile, simulate_elastic, simulate_s
 
 # A spot training that is recommended for a time ends within it nine times out of ten.
 _CONFIDENCE = 0.9
@@ -52,7 +52,7 @@ class ClusterOption:
     low_hours: float
     high_hours: float
     sure_hours: float  # for spot clusters at least the mean, and not exceeded by nine of ten trainings
-    price_per_hour: float  # of the cluster
+    price_per_hour: float  # of the cluster; the mean over the time if machines leave
     basis: str  # of the step: PREDICTED or ON_MEASURED
 
     @property
@@ -135,7 +135,7 @@ def _machine_rows(
         rows.append(_on_demand(machine, points[count], request))
         if machine.spot is None:
             continue
-        row = _on_spot(rows[-1], machine.spot, points[count], request)
+        row = _on_spot(rows[-1], machine.spot, points[count], request, _shares(points, count))
         if row.hours < math.inf:
             rows.append(row)
         else:
@@ -206,8 +206,21 @@ def _on_demand(machine: Machine, point: Point, request: Request) -> ClusterOptio
     )
 
 
-def _on_spot(row: ClusterOption, spot: Spot, point: Point, request: Request) -> ClusterOption:
-    """``row``: the same cluster without revocations.
+def _shares(points: dict[int, Point], most: int) -> list[float]:
+    """Speed with 1, 2, … machines as a share of that with ``most`` of them. ``points``: by number of machines; between
+    them the speed of one worker is interpolated over the logarithm of the number."""
+    known = sorted(points)
+    speeds = []
+    for count in range(1, most + 1):
+        low = max((each for each in known if each <= count), default=known[0])
+        high = min(each for each in known if each >= count)
+        part = 0.0 if low >= high else math.log(count / low) / math.log(high / low)
+        speeds.append(count * ((1 - part) / points[low].step_ns + part / points[high].step_ns))
+    return [speed / speeds[-1] for speed in speeds]
+
+
+def _on_spot(row: ClusterOption, spot: Spot, point: Point, request: Request, shares: Sequence[float]) -> ClusterOption:
+    """``row``: the same cluster without revocations. ``shares``: see _shares.
 
     With the shortest step nine of ten trainings take longer than ``low_hours``, with the longest step less than
     ``high_hours``. The range is widened to hold the mean, which a few long trainings may move.
@@ -217,8 +230,14 @@ def _on_spot(row: ClusterOption, spot: Spot, point: Point, request: Request) -> 
         return 3600 * _hours(step_ns, point.workers, request)
 
     def runs_s(step_ns: float) -> list[float]:
+        if spot.elastic:
+            runs = simulate_elastic(work_s(step_ns), shares, spot, run_count=request.run_count, seed=request.seed)
+            ended = [run for run in runs if run.time_s < math.inf]
+            paid.append(sum(run.machine_s for run in ended) / max(sum(run.time_s for run in ended), 1e-9))
+            return [run.time_s for run in runs]
         return simulate_s(work_s(step_ns), row.machines, spot, run_count=request.run_count, seed=request.seed)
 
+    paid: list[float] = []  # machines, in the mean over the time
     usual_s = runs_s(point.step_ns)
     hours = mean_s(usual_s, work_s(point.step_ns), spot) / 3600
     sure_hours = max(hours, quantile(usual_s, _CONFIDENCE) / 3600)
@@ -229,5 +248,5 @@ def _on_spot(row: ClusterOption, spot: Spot, point: Point, request: Request) -> 
         low_hours=min(hours, quantile(runs_s(point.low_ns), 1 - _CONFIDENCE) / 3600),
         high_hours=max(sure_hours, quantile(runs_s(point.high_ns), _CONFIDENCE) / 3600),
         sure_hours=sure_hours,
-        price_per_hour=row.machines * spot.price_per_hour,
+        price_per_hour=(paid[0] if paid else row.machines) * spot.price_per_hour,
     )

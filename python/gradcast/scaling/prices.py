@@ -42,6 +42,12 @@ def _number(low: float) -> Callable[[Any], float]:
     return convert
 
 
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise Error(f"{value!r} is neither true nor false")
+    return value
+
+
 def _quantity(parse: Callable[[str], float], example: str) -> Callable[[Any], float]:
     def convert(value: Any) -> float:
         if not isinstance(value, str):
@@ -68,6 +74,8 @@ def _spot(value: Any) -> "Spot":
     spot = _from_table(Spot, value, "")
     if spot.checkpoint_interval_s == 0:
         raise Error("checkpoint_interval is 0; write for instance 30min")
+    if spot.elastic and spot.revocations_per_hour == 0:
+        raise Error("elastic needs a lifetime; give revocations_per_hour, 1 over the mean lifetime in hours")
     return spot
 
 
@@ -86,6 +94,7 @@ class Spot:
     restart_s: float = _field("restart_time", _duration_s)  # from a revocation until training goes on
     # Of the Weibull distribution of lifetimes; above 1, older machines are revoked more often.
     shape: float = _field("weibull_shape", _number(0.1), 1.0)
+    elastic: bool = _field("elastic", _truth, False)  # the training goes on with the machines that are left
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,17 @@
 
 The training stops when any of its machines is revoked. Its work since the last checkpoint is lost, a new machine joins,
 and the training continues after a restart time. A revocation during a restart begins the restart again.
+
+An elastic training loses a machine and goes on with the others, each as fast as in a cluster of their number (S. Li et
+al., *Speeding up deep learning with transient servers*, ICAC 2019, arXiv 1903.00045). When the last one is revoked, it
+continues from its last checkpoint, after a restart time, with as many as at first.
 """
 
 import heapq
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from gradcast.scaling.prices import Spot
 
@@ -85,6 +90,65 @@ def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callab
             heapq.heapreplace(ends_s, now_s + lifetime_s())
         now_s += spot.restart_s
     return math.inf
+
+
+class ElasticRun(NamedTuple):
+    """``machine_s``: time for which machines are paid, added up."""
+
+    time_s: float
+    machine_s: float
+
+
+def elastic_run(speeds: Sequence[float], ends_s: Sequence[float], work: float = 1.0) -> ElasticRun | None:
+    """The training whose machines leave at ``ends_s`` (ascending; machines without an entry stay). None if they all
+    leave before its end. ``speeds``: work per second with 1, 2, … machines; it begins with all of them."""
+    machine_s = 0.0
+    for begin_s, end_s, count in _phases(len(speeds), ends_s):
+        needed_s = work / speeds[count - 1]
+        if needed_s <= end_s - begin_s:
+            return ElasticRun(begin_s + needed_s, machine_s + count * needed_s)
+        work -= speeds[count - 1] * (end_s - begin_s)
+        machine_s += count * (end_s - begin_s)
+    return None
+
+
+def _phases(machine_count: int, ends_s: Sequence[float]) -> Iterator[tuple[float, float, int]]:
+    """From when, until when, with how many machines."""
+    begins_s = [0.0, *ends_s]
+    for left, (begin_s, end_s) in enumerate(zip(begins_s, [*ends_s, math.inf], strict=True)):
+        if left < machine_count:
+            yield begin_s, end_s, machine_count - left
+
+
+def simulate_elastic(
+    work_s: float, shares: Sequence[float], spot: Spot, *, run_count: int, seed: int
+) -> list[ElasticRun]:
+    """Simulated trainings, ascending by time; infinite if abandoned. ``work_s``: of a training with all machines.
+    ``shares``: speed with 1, 2, … machines as a share of that with all. Equal seeds give equal times."""
+    undisturbed = undisturbed_s(work_s, spot)
+    limit_s = ABANDONED_FACTOR * undisturbed
+    generator = random.Random(seed)
+    scale_s = 3600 / spot.revocations_per_hour / math.gamma(1 + 1 / spot.shape)
+    # Checkpoints are paid with a little of the speed, so that it does not matter when they are written.
+    speeds = [share / undisturbed for share in shares]
+    part_s = spot.checkpoint_interval_s + spot.checkpoint_cost_s
+
+    def one_run() -> ElasticRun:
+        now_s = machine_s = 0.0
+        work = 1.0
+        while now_s <= limit_s:
+            ends_s = sorted(generator.weibullvariate(scale_s, spot.shape) for _ in speeds)
+            found = elastic_run(speeds, ends_s, work)
+            if found is not None:
+                return ElasticRun(now_s + found.time_s, machine_s + found.machine_s)
+            saved_s = ends_s[-1] // part_s * part_s
+            for begin_s, end_s, count in _phases(len(speeds), ends_s):
+                work -= speeds[count - 1] * max(0.0, min(end_s, saved_s) - begin_s)
+            now_s += ends_s[-1] + spot.restart_s
+            machine_s += sum(ends_s) + len(speeds) * spot.restart_s
+        return ElasticRun(math.inf, math.inf)
+
+    return sorted(one_run() for _ in range(run_count))
 
 
 def quantile(ascending: list[float], share: float) -> float:
