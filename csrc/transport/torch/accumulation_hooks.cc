@@ -114,13 +114,11 @@ bool multiply_few(const at::Tensor& from, double factor, const at::Tensor& to) {
 
 }  // namespace
 
-AccumulationHooks::AccumulationHooks(const py::object& sink, OnWritten on_written, double scale,
-                                     std::optional<double> norm_type, py::object on_gradient, py::object on_view)
+AccumulationHooks::AccumulationHooks(const py::object& sink, OnWritten on_written, std::optional<double> norm_type,
+                                     py::object on_gradient, py::object on_view)
     : sink_owner_(sink),
       sink_(sink_in(sink)),
       on_written_(std::move(on_written)),
-      scale_(scale),
-      scale_tensor_(at::native::wrapped_scalar_tensor(scale)),
       norm_type_(norm_type),
       on_gradient_(std::move(on_gradient)),
       on_view_(std::move(on_view)),
@@ -181,12 +179,15 @@ void AccumulationHooks::follow_layout(std::vector<Place> places, std::vector<int
   addresses_ = std::move(addresses);
 }
 
-py::list AccumulationHooks::arm(int64_t task, const py::list& views, const std::vector<int64_t>& special) {
+py::list AccumulationHooks::arm(int64_t task, const py::list& views, const std::vector<int64_t>& special,
+                                double scale) {
+  const at::Tensor scale_tensor = at::native::wrapped_scalar_tensor(scale);
   py::list unmade;  // made without the lock: Python may collect garbage here, and call these functions
   const MutexLock lock(mutex_);
   task_ = task;
   for (size_t i = 0; i < armed_.size(); ++i)
-    armed_[i] = Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i), !gradient_of(i).defined()};
+    armed_[i] = Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i), !gradient_of(i).defined(),
+                      scale, scale_tensor};
   for (const int64_t index : special)
     armed_.at(index).reset();
   for (size_t i = 0; i < armed_.size(); ++i)
@@ -254,9 +255,9 @@ std::optional<at::Tensor> AccumulationHooks::put_into_view(size_t index, at::Ten
   at::Tensor view = armed.view;
   if (!armed.is_pending) call(on_view_, index);
   if (gradient.is_same(view)) {
-    view.mul_(scale_tensor_);
+    view.mul_(armed.scale_tensor);
   } else {
-    if (!multiply_few(gradient, scale_, view)) at::mul_out(view, gradient, scale_tensor_);
+    if (!multiply_few(gradient, armed.scale, view)) at::mul_out(view, gradient, armed.scale_tensor);
     gradient = view;
   }
   if (!norm_type_) return std::nullopt;

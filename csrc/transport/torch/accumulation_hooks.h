@@ -43,7 +43,7 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   using OnWritten = std::function<void(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes)>;
   // `on_gradient(index)` is called for gradients that are not sent here, `on_view(index)` before a gradient is sent whose
   // view is not pending yet. `norm_type`: the norm of what is sent is kept for take_sent().
-  AccumulationHooks(const pybind11::object& sink, OnWritten on_written, double scale, std::optional<double> norm_type,
+  AccumulationHooks(const pybind11::object& sink, OnWritten on_written, std::optional<double> norm_type,
                     pybind11::object on_gradient, pybind11::object on_view);
   ~AccumulationHooks();
   AccumulationHooks(const AccumulationHooks&) = delete;
@@ -60,8 +60,9 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   // `addresses`: those of the views.
   void follow_layout(std::vector<Place> places, std::vector<int64_t> addresses);
   // Gradients of all parameters but the `special` ones are ordinary in the outermost backward pass `task`, once each.
-  // `views`: of all parameters. Returns those of ordinary gradients that do not exist yet.
-  pybind11::list arm(int64_t task, const pybind11::list& views, const std::vector<int64_t>& special)
+  // `views`: of all parameters. `scale`: what gradients are multiplied by. Returns the views of ordinary gradients that
+  // do not exist yet.
+  pybind11::list arm(int64_t task, const pybind11::list& views, const std::vector<int64_t>& special, double scale)
       GC_EXCLUDES(mutex_);
   void disarm() GC_EXCLUDES(mutex_);
   // The parameters whose gradients were sent since the last call, in order, and the norms of what was sent.
@@ -78,6 +79,8 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
     at::Tensor view;
     int64_t address = 0;
     bool is_pending = false;  // the view
+    double scale = 0;
+    at::Tensor scale_tensor;  // a number, for torch; one for all
   };
 
   at::Tensor& gradient_of(size_t index) const;
@@ -90,8 +93,6 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
   pybind11::object sink_owner_;  // a capsule; it keeps the engine
   GradientSink& sink_;
   const OnWritten on_written_;
-  const double scale_;
-  const at::Tensor scale_tensor_;  // a number, for torch
   const std::optional<double> norm_type_;
   pybind11::object on_gradient_, on_view_;
 

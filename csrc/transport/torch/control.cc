@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
@@ -179,6 +181,25 @@ void send(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double 
 void receive(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s) {
   std::vector<at::Tensor> message = {lend(tensor)};
   group.recv(message, peer, kTag)->wait(milliseconds(timeout_s));
+}
+
+Numbers::Numbers(c10d::ProcessGroup& group, double own, at::Device device) : everyone_(1) {
+  if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  const at::NoGradGuard no_grad;
+  const c10::OptionalStreamGuard guard(stream_);
+  std::vector<at::Tensor> message = {at::empty({1}, at::kDouble).fill_(own).to(device)};
+  for (int rank = 0; rank < group.getSize(); ++rank)
+    everyone_[0].push_back(at::empty_like(message[0]));
+  work_ = group.allgather(everyone_, message);
+}
+
+std::vector<double> Numbers::wait() {
+  const c10::OptionalStreamGuard guard(stream_);
+  work_->wait();
+  std::vector<double> numbers;
+  for (const at::Tensor& each : everyone_[0])
+    numbers.push_back(each.item<double>());
+  return numbers;
 }
 
 at::Tensor lend(const at::Tensor& tensor) {

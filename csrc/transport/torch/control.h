@@ -6,13 +6,15 @@
 // noexcept destructor: SIGABRT.
 //
 // All functions but send and receive are collective. They wait for the other ranks, and throw what the backend throws.
-// REQUIRES: nothing else of the group is in flight; the caller does not hold the GIL.
+// REQUIRES: nothing else of the group is in flight, but for Numbers; the caller does not hold the GIL.
 //
 // Thread safety: any thread; a group is called by one thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -36,6 +38,22 @@ void all_reduce(c10d::ProcessGroup& group, const at::Tensor& tensor);
 // `timeout_s`.
 void send(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 void receive(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
+
+// One number of each rank. It travels beside blocks that are started after it: the constructor does not wait.
+//
+// On a device it has a stream of its own, so that waiting for it does not wait for what computes. NOT YET RUN ON A GPU.
+class Numbers {
+ public:
+  // `device`: one that the group has a backend for. REQUIRES: nothing else of the group is in flight.
+  Numbers(c10d::ProcessGroup& group, double own, at::Device device);
+  // In rank order. Throws what the backend throws.
+  std::vector<double> wait();
+
+ private:
+  std::optional<c10::Stream> stream_;
+  std::vector<std::vector<at::Tensor>> everyone_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
 
 // Another tensor for the same elements, to be given to a backend. It has its own version counter, so that autograd does
 // not take an arriving value for a change by the user. On the host it does not own the memory: a backend's thread could

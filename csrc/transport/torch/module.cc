@@ -135,10 +135,10 @@ AccumulationHooks::OnWritten on_written_of(const py::object& transport) {
   };
 }
 
-std::shared_ptr<AccumulationHooks> make_hooks(const py::object& sink, const py::object& transport, double scale,
+std::shared_ptr<AccumulationHooks> make_hooks(const py::object& sink, const py::object& transport,
                                               std::optional<double> norm_type, py::object on_gradient,
                                               py::object on_view) {
-  return std::make_shared<AccumulationHooks>(sink, on_written_of(transport), scale, norm_type, std::move(on_gradient),
+  return std::make_shared<AccumulationHooks>(sink, on_written_of(transport), norm_type, std::move(on_gradient),
                                              std::move(on_view));
 }
 
@@ -149,16 +149,17 @@ void bind_accumulation_hooks(py::module_& module) {
   py::class_<AccumulationHooks, std::shared_ptr<AccumulationHooks>>(
       module, "AccumulationHooks",
       "Hooks that send ordinary gradients without Python, and call `on_gradient(index)` for all others.")
-      .def(py::init(&make_hooks), py::arg("sink"), py::arg("transport"), py::arg("scale"), py::arg("norm_type"),
-           py::arg("on_gradient"), py::arg("on_view"))
+      .def(py::init(&make_hooks), py::arg("sink"), py::arg("transport"), py::arg("norm_type"), py::arg("on_gradient"),
+           py::arg("on_view"))
       .def("install", &AccumulationHooks::install, py::arg("parameters"))
       .def("refresh", &AccumulationHooks::refresh,
            "Hooks parameters again that were converted. Those that have or had post-accumulate hooks of the program.")
       .def("remove", &AccumulationHooks::remove)
       .def("follow_layout", &AccumulationHooks::follow_layout, py::arg("places"), py::arg("addresses"))
-      .def("arm", &AccumulationHooks::arm, py::arg("task"), py::arg("views"), py::arg("special"),
-           "Gradients of all parameters but the special ones, made by this backward pass, are sent without Python. The "
-           "views of those that do not exist yet.")
+      .def(
+          "arm", &AccumulationHooks::arm, py::arg("task"), py::arg("views"), py::arg("special"), py::arg("scale"),
+          "Gradients of all parameters but the special ones, made by this backward pass, are multiplied by `scale` and "
+          "sent without Python. The views of those that do not exist yet.")
       .def("disarm", &AccumulationHooks::disarm)
       .def("take_sent", &AccumulationHooks::take_sent,
            "What was sent since the last call, in order, and the norms of that.")
@@ -193,6 +194,10 @@ PYBIND11_MODULE(_c10d, module) {
   });
   module.def("gather", &gradcast::gather_bytes, py::arg("process_group"), py::arg("own"), py::arg("device"),
              "Every rank's bytes, in rank order. Collective.");
+  py::class_<gradcast::Numbers>(module, "Numbers", "A number of each rank, under way beside blocks.")
+      .def(py::init<c10d::ProcessGroup&, double, at::Device>(), py::arg("process_group"), py::arg("own"),
+           py::arg("device"), py::keep_alive<1, 2>(), WithoutGil(), "Sends this rank's. Collective.")
+      .def("wait", &gradcast::Numbers::wait, WithoutGil(), "All of them, in rank order.");
   module.def("from_first", &gradcast::bytes_from_first, py::arg("process_group"), py::arg("own"), py::arg("device"),
              "Rank 0's bytes. Collective.");
   module.def("copy_from_first", &gradcast::copy_from_first, py::arg("process_group"), py::arg("tensors"), WithoutGil(),

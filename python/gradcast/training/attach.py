@@ -17,7 +17,7 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules
 from gradcast.training.attachment import Attachment
-from gradcast.training.disabled import DisabledSession, is_disabled
+from gradcast.training.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
@@ -72,6 +72,8 @@ def attach_inside(
     refusal, accepted = None, None
     try:
         preflight.check_clipping(options, given)
+        if disabled and options.weight is not None:
+            raise weights_refused()
         accepted = accept(module, optimizers, process_group, idle)
         if any(each in attached_modules for each in accepted.owned):
             raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")

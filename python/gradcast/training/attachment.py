@@ -4,8 +4,9 @@ A session is made for a set of parameters. When that set changes (a layer is tha
 with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs, DDP reduces by itself.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +14,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted, check_optimizers, check_owners, trainable
 from gradcast.training.compat import fork
 from gradcast.training.compat.ddp_takeover import DdpTakeover
-from gradcast.training.compat.module_hooks import UncopiedHook, around_forward
+from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import Group, gather, naming
 from gradcast.training.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.update_callbacks import UpdateCallbacks
+from gradcast.training.step.weights import GivenWeights
 
 _log = logging.getLogger("gradcast")
 
@@ -42,6 +44,7 @@ class Attachment:
     ) -> None:
         self._accepted, self._optimizers, self._group, self._options = accepted, list(optimizers), group, options
         self.callbacks = callbacks
+        self._given = GivenWeights(options.weight)
         # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
         self._left_out: set[int] = set()
         self._thawed: set[int] = set()
@@ -55,11 +58,16 @@ class Attachment:
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
+        if options.weight == "samples":
+            count = InputsHook(self._count_samples)
+            self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in accepted.called]
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
         self.callbacks.follow(parameters)
-        self.session = Session(self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks)
+        self.session = Session(
+            self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks, self._given
+        )
         self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
@@ -83,6 +91,44 @@ class Attachment:
             self._taken_over.give_back()
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
         del self._accepted, self._layout, self._compiled
+
+    @contextlib.contextmanager
+    def weight(self, n: Any) -> Iterator[None]:
+        given = self._given
+        if not given.active:
+            self._agree_to_weigh()
+        given.enter(n)
+        try:
+            yield
+            if not given.used and not self.session.released:
+                self._send_nothing()
+        finally:
+            given.leave()
+
+    def _agree_to_weigh(self) -> None:
+        """Uses the user's group: in gradcast's own, blocks of a rank that does not come would mix with this."""
+        group, what = self._group, "the first handle.weight() on every rank"
+        with self.session.exchange.watch.waiting(what), naming(what, group.rank, group.world_size):
+            gather(group.shared, True, group.device)
+        self._given.active = True
+
+    def _send_nothing(self) -> None:
+        """This rank runs no backward pass in this step, and perhaps no forward pass, while others do."""
+        if self._given.contributes or not self.session.is_synchronizing():
+            raise refused(
+                "no gradients have travelled inside handle.weight(); put it around the backward pass of the step that "
+                "is not in no_sync(), with all samples of the step; only a rank with 0 samples may leave backward out"
+            )
+        with torch.enable_grad():
+            for each in self._accepted.called:
+                self._before_forward(each, (), False)
+            if self._taken_over is not None:
+                self._taken_over.send_buffers()
+            self.session.send_nothing()
+
+    def _count_samples(self, module: nn.Module, inputs: Any, _: bool) -> None:
+        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._given.count_samples(module, inputs)
 
     def _before_forward(self, called: nn.Module, _: Any, compiled: bool) -> None:
         if self._failure is not None:

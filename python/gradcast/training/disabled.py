@@ -1,5 +1,6 @@
 """GRADCAST_DISABLE=1: ``attach`` leaves everything to stock DDP. So one variable shows whether gradcast is to blame."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.no_sync import NoSyncBlocks
@@ -31,6 +32,10 @@ def is_disabled() -> bool:
     if value not in ("", "0", "1"):
         raise Error(f"{VARIABLE} is {value!r}; 1 (stock DDP) or 0 is expected", "invalid_use")
     return value == "1"
+
+
+def weights_refused() -> Error:
+    return refused(f"{VARIABLE} is set, and stock DDP counts all ranks alike; weights need gradcast, so unset it")
 
 
 class DisabledSession(TrainingSession):
@@ -75,6 +80,11 @@ class DisabledSession(TrainingSession):
             find_unused_parameters=True,
             broadcast_buffers=self._broadcast_buffers,
         )
+
+    def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
+        if self.group.world_size > 1:
+            raise weights_refused()
+        return super().weight(n)
 
     def release(self, *, reusable: bool) -> None:
         self.group.leave(reusable=reusable)

@@ -112,6 +112,19 @@ class Handle:
         finally:
             blocks.leave()
 
+    def weight(self, n: float) -> contextlib.AbstractContextManager[None]:
+        """Around backward: this rank counts n in the mean over the ranks, which is the sum of n times the rank's
+        gradient over the sum of all n. The loss is the mean over the rank's own samples, as usual.
+
+        ``n``: a number from 0 to 2^53: the samples or tokens of the whole step, with all its micro-batches. A rank
+        without any takes part with ``with handle.weight(0): pass``, and steps as the others do; what it computes all
+        the same does not count, NaN included. The first call is collective, and from then on every rank has to give
+        each step a weight. Raises Error(invalid_use), on every rank where the sum is used first, for other weights,
+        for one that is missing, and if all are 0.
+        """
+        require_attached(self._session)
+        return self._attached.weight(n)
+
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
         snapshots = None if self._snapshots is None else self._snapshots.stats()

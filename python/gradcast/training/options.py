@@ -38,6 +38,9 @@ class Options:
       ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
       waits for all gradients. Norm types other than 1, 2 and inf always wait.
     * ``max_grad_value``: likewise as ``clip_grad_value_(module.parameters(), max_grad_value)``; it never waits.
+    * ``weight``: "samples": the mean over the ranks is weighted with the samples of each rank's step: the length of the
+      first tensor that forward is given, summed over the step's forward passes. ``handle.weight(n)`` overrules it.
+      None: all ranks count alike, as with DDP, unless the program calls ``handle.weight(n)``.
     * ``broadcast_buffers``: a bare module gets rank 0's buffers, as with DDP's argument of this name.
     * ``unseen_reads``: where forward waits for parameters that it reads unseen, as C++ extensions do. "by_module": at
       the module that owns them, if autograd's graph shows that it alone uses them. "before_forward": before forward
@@ -65,6 +68,7 @@ class Options:
     max_grad_norm: float | None = None
     grad_norm_type: float = 2.0
     max_grad_value: float | None = None
+    weight: str | None = None
     broadcast_buffers: bool = True
     unseen_reads: str = "by_module"
     split_compiled: bool = False
@@ -98,6 +102,8 @@ class Options:
             _require_positive("grad_norm_type", self.grad_norm_type)
         if self.wire not in list(WIRE_SHARES):
             raise Error(f"options.wire is {self.wire!r}; one of {', '.join(WIRE_SHARES)} is expected")
+        if self.weight not in [None, "samples"]:
+            raise Error(f"options.weight is {self.weight!r}; samples or None is expected")
         if self.unseen_reads not in ["by_module", "before_forward"]:
             raise Error(f"options.unseen_reads is {self.unseen_reads!r}; by_module or before_forward is expected")
         names = [policy.name for policy in _core.policies()]

@@ -44,6 +44,7 @@ _SAME_OPTIONS = (
     "max_grad_norm",
     "grad_norm_type",
     "max_grad_value",
+    "weight",
     "broadcast_buffers",
 )
 

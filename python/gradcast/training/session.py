@@ -39,6 +39,7 @@ from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.update_callbacks import UpdateCallbacks
+from gradcast.training.step.weights import GivenWeights
 
 _log = logging.getLogger("gradcast")
 
@@ -54,9 +55,10 @@ class Session(SessionParts):
         group: Group,
         options: Options,
         callbacks: UpdateCallbacks,
+        given: GivenWeights,
     ) -> None:
         """See SessionParts."""
-        super().__init__(accepted, parameters, optimizers, group, options, callbacks)
+        super().__init__(accepted, parameters, optimizers, group, options, callbacks, given)
         self.ddp_reduces = False  # inside ddp.join()
         self._iteration = 0  # the engine's number of the open one
         self._forward_start_ns: dict[int, int] = {}  # by id of a module: start of its last forward pass
@@ -154,6 +156,11 @@ class Session(SessionParts):
     def continue_from(self, before: "Session") -> None:
         """Continues the counts of an earlier session of the same module."""
         self.steps, self.no_sync_blocks = before.steps, before.no_sync_blocks
+
+    def send_nothing(self) -> None:
+        """Takes part in a step without a backward pass of this rank's."""
+        with self._lock:
+            self._gradients.send_nothing()
 
     def leave_reduction_to_ddp(self, leave: bool) -> None:
         """``leave``: from now on DDP reduces the gradients itself. Otherwise gradcast does so again."""
@@ -270,6 +277,7 @@ class Session(SessionParts):
             measuring, on_baseline = self.controller.warmup is not None, self.controller.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
             self._consistency.check(self.controller.step_reports.failed_iteration)
+            self._weights.begin_step(len(self._states))
             active = self.exchange.active
             self._iteration = self.exchange.begin()
             self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))

@@ -32,6 +32,7 @@ from gradcast.training.step.parameter_state import ParameterState, ParameterStat
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.unseen_waits import UnseenWaits
 from gradcast.training.step.update_callbacks import UpdateCallbacks
+from gradcast.training.step.weights import GivenWeights, StepWeights
 from gradcast.training.training_session import TrainingSession, require_attached
 from gradcast.training.warmup_reads import WarmupReads
 
@@ -49,8 +50,10 @@ class SessionParts(TrainingSession):
         group: Group,
         options: Options,
         callbacks: UpdateCallbacks,
+        given: GivenWeights,
     ) -> None:
-        """``parameters``: those whose gradients travel. They may change; ``accepted`` stays, as do ``callbacks``."""
+        """``parameters``: those whose gradients travel. They may change; ``accepted`` stays, as do ``callbacks`` and
+        ``given``."""
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
         self.no_sync_blocks = NoSyncBlocks([] if accepted.ddp is None else [accepted.ddp])
@@ -78,14 +81,17 @@ class SessionParts(TrainingSession):
         self._consistency = RankConsistency(self.buffers, self.exchange, group, options.compare_every)
         index = None if sent_along is None else len(values) - 1
         self._module_buffers = ModuleBuffers(modules, index, self.buffers, self.exchange, group) if modules else None
+        self._weights = StepWeights(given, self.buffers, self.exchange, group)
         self._clipping = None
         if options.max_grad_norm is not None:
-            self._clipping = clipping.NormClipping(self._states, self.buffers, options, group.world_size)
+            self._clipping = clipping.NormClipping(
+                self._states, self.buffers, options, group.world_size, self._weights.factor
+            )
         self._gradients = GradientHooks(
             self._states,
             self.buffers,
             self.exchange,
-            group.world_size,
+            self._weights,
             self._clipping,
             None if sent_along is None else self._module_buffers,
         )
@@ -102,6 +108,7 @@ class SessionParts(TrainingSession):
             clipping=self._clipping,
             values=self._by_value,
             callbacks=callbacks,
+            weights=self._weights,
         )
         self._callbacks = callbacks
         self.on_callbacks_changed()

@@ -5,6 +5,7 @@ SingleWorkerSession  one worker: measures the warm-up steps; nothing is sent (si
 DisabledSession      GRADCAST_DISABLE is set: stock DDP trains the module (disabled.py)
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.update_callbacks import UpdateCallbacks
+from gradcast.training.step.weights import check_single
 
 
 class TrainingSession:
@@ -57,6 +59,11 @@ class TrainingSession:
 
     def finish(self, limit_s: float | None = None) -> None:
         """Flushes, and logs on rank 0 the expected and the measured gain if both are known."""
+
+    def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
+        """See Attached. A single worker's mean is its own gradient."""
+        check_single(n)
+        return contextlib.nullcontext()
 
     def complete_due_updates(self) -> None:
         """Runs all updates that are due. Unlike ``flush`` it leaves open gradients alone."""
@@ -119,6 +126,9 @@ class Attached(Protocol):
 
     @property
     def released(self) -> bool: ...
+
+    def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
+        """Around backward: this rank counts n in the mean."""
 
     def release(self, *, reusable: bool) -> None:
         """Gives module and optimizers back as they were. ``reusable``: see Group.leave."""

@@ -61,8 +61,8 @@ def verify(
         raise Error("verify compares workers: start two or more, and call init_process_group() first", "invalid_use")
     are_several = isinstance(module, list | tuple)
     module = joined(module) if are_several else unwrapped(module)
-    # adapt=False: the plan is followed even if it gains nothing.
-    options = dataclasses.replace(options or Options(), adapt=False)
+    # adapt=False: the plan is followed even if it gains nothing. DDP has no weights.
+    options = dataclasses.replace(options or Options(), adapt=False, weight=None)
     random_state = torch.get_rng_state()
     device_states = torch.cuda.get_rng_state_all()  # empty without CUDA
 

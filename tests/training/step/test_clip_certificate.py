@@ -178,6 +178,10 @@ def test_bounds_hold_for_what_torch_computes(dtype, wire, norm_type):
                     computed = torch.linalg.vector_norm(summed(sent, dtype, wire), norm_type)
                     bound = certificate.bounds(sums.unsqueeze(0))
                     assert computed.double() <= bound, (world_size, count, size, same)
+                    for factor in (1e-3, 0.7, 1e3):
+                        scaled = torch.linalg.vector_norm(summed(sent, dtype, wire).mul_(factor), norm_type).double()
+                        bound_of_scaled = certificate.bounds(sums.unsqueeze(0), factor)
+                        assert scaled <= bound_of_scaled or scaled.isinf(), (world_size, count, size, same, factor)
                     if size == 1.0 and same and torch.isfinite(computed):
                         assert bound <= computed.double() * 1.5 + 1e-6, "the bound is of no use"
 

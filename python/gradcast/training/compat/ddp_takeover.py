@@ -67,6 +67,12 @@ class DdpTakeover:
         if self._in_join and self.active and self._ddp()._join_config.enable:
             self._joining()
 
+    def send_buffers(self) -> None:
+        """What DDP's forward does with buffers, on a rank that runs none while the others do."""
+        ddp = self._ddp()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_buffers()
+
     def end_join(self) -> None:
         self._in_join = False
         self._joined()

@@ -41,6 +41,13 @@ class UncopiedHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
 
+class InputsHook(UncopiedHook):
+    """A forward pre-hook with keywords: ``value`` is (positional inputs, keyword inputs)."""
+
+    def __call__(self, *arguments: Any) -> None:
+        super().__call__(arguments[0], arguments[1:])
+
+
 def around_forward(
     modules: Iterable[nn.Module],
     before: Callable[[nn.Module, Any, bool], None],

@@ -40,15 +40,18 @@ class ClipCertificate:
         pairs = [_inflation(parameter, norm_type, world_size, wire) for parameter in parameters]
         self._factors, self._offsets = torch.tensor(pairs, dtype=torch.float64, device=device).unbind(1)
         types = [torch.finfo(dtype) for dtype in {parameter.dtype for parameter in parameters}]
-        eps = max(info.eps for info in types)
+        self._eps = eps = max(info.eps for info in types)
         # A norm beyond the range of its type is inf.
         self._limit = min([max_norm - 2 * _TORCH_EPSILON, *(info.max / 2 for info in types)])
         adds = _longest_sum(len(parameters), device, is_vectorized=False)
         self._total_growth = _growth(adds, norm_type, torch.float32) * (1 + 8 * eps) + _SLACK
 
-    def bounds(self, sums: torch.Tensor) -> torch.Tensor:
-        """Upper bounds of the norms that torch computes for what arrives. ``sums``: of the ranks' own norms."""
-        return sums * self._factors + self._offsets
+    def bounds(self, sums: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """Upper bounds of the norms that torch computes for what arrives. ``sums``: of the ranks' own norms. What
+        arrives is multiplied by ``factor``."""
+        bounds = sums * self._factors + self._offsets
+        # One more rounding of each element, and one more underflow.
+        return bounds if factor == 1.0 else bounds * (factor * (1 + self._eps)) + self._offsets
 
     def bound_of(self, index: int, norm: torch.Tensor) -> torch.Tensor:
         """An upper bound of a norm that torch computes for parameter ``index``, from another one of the same tensor."""

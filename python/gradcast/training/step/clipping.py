@@ -130,9 +130,15 @@ class NormClipping:
     """
 
     def __init__(
-        self, states: Sequence[ParameterState], buffers: GradientBuffers, options: Options, world_size: int
+        self,
+        states: Sequence[ParameterState],
+        buffers: GradientBuffers,
+        options: Options,
+        world_size: int,
+        factor: Callable[[], float],
     ) -> None:
-        self._states, self._buffers = states, buffers
+        """``factor``: waits for what the sums of the open step are multiplied by."""
+        self._states, self._buffers, self._factor = states, buffers, factor
         self._max_norm, self.norm_type = options.max_grad_norm, float(options.grad_norm_type)
         self._unasked = options.clips_unasked
         self.index = len(states)
@@ -330,7 +336,7 @@ class NormClipping:
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from what the ranks have sent."""
-        bounds = self._certificate.bounds(self._buffers.views[self.index][:-1])
+        bounds = self._certificate.bounds(self._buffers.views[self.index][:-1], self._factor())
         for state in self._states:
             # If no rank has used the parameter, what its .grad was before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None

@@ -86,16 +86,10 @@ class GradientExchange:
             for tensor, each in zip(self.tensor_of, where, strict=True)
         ]
 
-    def hooks(
-        self,
-        scale: float,
-        norm_type: float | None,
-        on_gradient: Callable[[int], None],
-        on_view: Callable[[int], None],
-    ) -> Any:
+    def hooks(self, norm_type: float | None, on_gradient: Callable[[int], None], on_view: Callable[[int], None]) -> Any:
         """Hooks that hand gradients over as ``ready`` does, but without Python (accumulation_hooks.h)."""
         make = extension.load().AccumulationHooks
-        return make(self._engine.sink, self._transport, scale, norm_type, on_gradient, on_view)
+        return make(self._engine.sink, self._transport, norm_type, on_gradient, on_view)
 
     def _set_groups(self) -> None:
         for buffer, residual in self._buffers.residuals.items():

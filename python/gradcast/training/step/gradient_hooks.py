@@ -38,6 +38,7 @@ from gradcast.training.step.parameter_state import (
     stale_read,
     used_inside_backward,
 )
+from gradcast.training.step.weights import StepWeights
 
 # More steps than a loop that alternates between frozen parts leaves one frozen, and more than a warm-up takes.
 _LONG_FROZEN_STEPS = 64
@@ -83,7 +84,7 @@ class GradientHooks:
         states: ParameterStates,
         buffers: GradientBuffers,
         exchange: GradientExchange,
-        world_size: int,
+        weights: StepWeights,
         clipping: NormClipping | None,
         module_buffers: ModuleBuffers | None,
     ) -> None:
@@ -91,9 +92,9 @@ class GradientHooks:
         self._states = states
         self._buffers = buffers
         self._exchange = exchange
+        self._weights = weights
         self._clipping, self._module_buffers = clipping, module_buffers
         self._tensor_count = len(states) + sum(each is not None for each in (clipping, module_buffers))
-        self._scale = 1.0 / world_size
         self._sent_count = 0
         # Autograd's task ids of outermost backward passes:
         self._task = _NO_TASK  # the one that runs, if its end is awaited
@@ -115,9 +116,7 @@ class GradientHooks:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
         norm_type = None if self._clipping is None else self._clipping.norm_type
-        self._hooks = self._exchange.hooks(
-            self._scale, norm_type, GradientHook(self._on_gradient), GradientHook(self._on_view)
-        )
+        self._hooks = self._exchange.hooks(norm_type, GradientHook(self._on_gradient), GradientHook(self._on_view))
         self._hooks.install([state.parameter for state in self._states])
         return [self._hooks]
 
@@ -205,6 +204,7 @@ class GradientHooks:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
         gradients have arrived."""
         native = extension.load()
+        self.finish(states)
         unused = native.with_field(states, "locally_unused", None, False)
         for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
             locally_unused, state.locally_unused = state.locally_unused, None
@@ -215,6 +215,10 @@ class GradientHooks:
         for state in native.with_field(states, "copy_due", True):
             self.copy_arrived(state)
         parameter_state.arrive(states)
+
+    def finish(self, states: Sequence[ParameterState]) -> None:
+        """Makes the sums in the buffer the mean. REQUIRES: these gradients have arrived."""
+        self._weights.finish(extension.load().fields(states, "index"))
 
     def copy_arrived(self, state: ParameterState) -> None:
         """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""
@@ -294,6 +298,27 @@ class GradientHooks:
             listener.wait_for_gradients()
         if self._task == _NO_TASK:
             self._await_end(torch._C._current_graph_task_id())
+        self._open_step(listener, first)
+        # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
+        self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
+        if not listener.times_gradients:
+            self._arm()
+
+    def send_nothing(self) -> None:
+        """A step without backward on this rank: as a pass that reaches no parameter."""
+        listener = self._listener()
+        if self.open:
+            listener.wait_for_gradients()
+        self._task = self._ended_task = _NO_TASK
+        with torch.no_grad():
+            self._keep_accumulated_apart()
+            self._open_step(listener)
+            self._send_missing()
+            self._backward_thread = None
+            listener.on_backward_end()
+
+    def _open_step(self, listener: Listener, first: ParameterState | None = None) -> None:
+        """Opens a step. ``first``: its first gradient."""
         listener.on_backward_begin()
         self._graphs.clear()
         if self._task != self._checked_task:
@@ -304,10 +329,6 @@ class GradientHooks:
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
-        # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
-        self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
-        if not listener.times_gradients:
-            self._arm()
 
     def _arm(self) -> None:
         """Lets the hooks send what is ordinary in the backward pass that runs."""
@@ -316,8 +337,11 @@ class GradientHooks:
             self._hooks.follow_layout(self._places, self._buffers.addresses)
         special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
         special.update(state.index for state in extension.load().with_field(self._states, "updated_late", True))
+        scale = self._weights.scale
+        if scale == 0:
+            special.update(range(len(self._states)))
         # What is sent without Python must not be used before backward has ended.
-        pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special)), self._listener())
+        pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special), scale), self._listener())
 
     def _on_view(self, index: int) -> None:
         """The hooks are about to send a gradient that was in its view before, and not pending."""
@@ -377,20 +401,22 @@ class GradientHooks:
             raise second_gradient(state)
 
     def _put_into_buffer(self, state: ParameterState) -> None:
-        """Writes the gradient, divided by the number of workers as DDP does it, into its view."""
-        gradient = state.parameter.grad
+        """Writes the gradient into its view: divided by the number of workers as DDP does it, or weighted."""
+        gradient, scale = state.parameter.grad, self._weights.scale
         view = self._buffers.views[state.index]
         pending.clear([view])
         if not self._buffers.is_in_place(state.index):
             self._buffers.renew(state.index)
             view = self._buffers.views[state.index]
-        if gradient is view:
-            view.mul_(self._scale)
-        elif gradient.is_sparse or gradient.requires_grad:
+        if gradient is not view and (gradient.is_sparse or gradient.requires_grad):
             kind = "is sparse" if gradient.is_sparse else "has a graph of its own (create_graph=True)"
             raise Error(f"the gradient of {state.name} {kind}; gradcast needs ordinary gradients", "invalid_use")
+        if scale == 0:
+            view.zero_()  # a batch of nothing has NaNs
+        elif gradient is view:
+            view.mul_(scale)
         else:
-            torch.mul(gradient, self._scale, out=view)
+            torch.mul(gradient, scale, out=view)
         state.copy_due = state.index in self._buffers.apart
         if not state.copy_due:
             state.parameter.grad = gradient = view

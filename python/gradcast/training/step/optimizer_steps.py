@@ -25,6 +25,7 @@ from gradcast.training.step.optimizer_state import OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.update_stream import UpdateStream
+from gradcast.training.step.weights import StepWeights
 
 
 class OptimizerSteps:
@@ -47,6 +48,7 @@ class OptimizerSteps:
         clipping: NormClipping | None,
         values: ValueClipping | None,
         callbacks: UpdateCallbacks,
+        weights: StepWeights,
     ) -> None:
         """``clipping``: by the norm of all gradients, before the first update. ``values``: of each element, before its
         update."""
@@ -64,7 +66,7 @@ class OptimizerSteps:
         self._interceptions: list[partial_step.StepInterception] = []
         self._guards: list[OptimizerStateGuard] = []
         self.stream = UpdateStream(buffers.flats[0].device)
-        self._clipping, self._values = clipping, values
+        self._clipping, self._values, self._weights = clipping, values, weights
         self._warn_once = warn_once
         self._callbacks = callbacks
         self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
@@ -222,12 +224,14 @@ class OptimizerSteps:
     def _note_arrived(self, indices: Sequence[int]) -> None:
         with self._trace.timed("wait"):
             self._arrived.update(self._exchange.wait(indices))
+            self._weights.receive()
         self._arrived.update(self._exchange.newly_arrived())
 
     def _take_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of those gradients that have arrived. If this rank has not used a parameter, whether
         another one has is not known yet."""
         arrived = [state for state in states if state.index in self._arrived and state.locally_unused is None]
+        self._gradients.finish(arrived)
         for state in arrived:
             self._gradients.copy_arrived(state)
         self._clipping.compute_norms(arrived)
