@@ -2,12 +2,15 @@
 
     python -m benchmarks.published_runs alarms FOLDER
     python -m benchmarks.published_runs elastic FOLDER
+    python -m benchmarks.published_runs flops FOLDER
 
 ``alarms``: cluster_speed_series.csv of CM-DARE (S. Li et al., ICDCS 2020, arXiv 2004.03072): speeds over time of
 clusters of 1 to 8 workers with one parameter server. Expected are n times the speed of one worker.
 
 ``elastic``: runs.csv of transient-deep-learning (S. Li et al., ICAC 2019, arXiv 1903.00045): trainings whose machines
 are revoked. The others go on at the speed that on-demand workers have.
+
+``flops``: step_time_by_model.csv of CM-DARE: 20 models on one K80, each predicted from the others.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from tabulate import tabulate
 
 from gradcast.alarms import Alarms, Observation
 from gradcast.scaling.spot import elastic_run
+from gradcast.scaling.step_times import Fit, ModelStep, fit
 
 SETTLED_S = 30.0
 THRESHOLD = 0.067
@@ -140,6 +144,36 @@ def print_elastic(folder: Path) -> None:
     print(f"\n{len(errors)} trainings, error {statistics.mean(errors):.1%} in the mean, {max(errors):.1%} at most")
 
 
+def step_times(folder: Path) -> Fit:
+    return fit(
+        [
+            ModelStep(row["model"], float(row["model_flops"]), int(row["tensors"]), 1e3 * float(row["mean_step_s"]))
+            for row in rows(folder / "step_time_by_model.csv")
+        ]
+    )
+
+
+def inner_errors(found: Fit) -> list[float]:
+    """Of the models that are at no end of a range, so that predicting them is no extrapolation."""
+    models = found.models
+    ends = [end(models, key=key) for key in (lambda m: m.flops, lambda m: m.tensors) for end in (min, max)]
+    return [abs(error) for model, error in zip(models, found.errors, strict=True) if model not in ends]
+
+
+def print_flops(folder: Path) -> None:
+    found = step_times(folder)
+    table = [
+        (model.name, model.flops / 1e9, model.tensors, model.step_ms, f"{error:+.1%}")
+        for model, error in zip(found.models, found.errors, strict=True)
+    ]
+    print(tabulate(table, ["model", "GFLOPs", "tensors", "step ms", "error when left out"], floatfmt=".1f"))
+    inner = inner_errors(found)
+    print(
+        f"\nerror {found.mean_error:.1%} in the mean, {found.worst_error:.1%} at most; of the {len(inner)} models at "
+        f"no end of a range {statistics.mean(inner):.1%}, {max(inner):.1%}"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=PROGRAMS)
@@ -148,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PROGRAMS[args.what](args.folder)
 
 
-PROGRAMS = {"alarms": print_alarms, "elastic": print_elastic}
+PROGRAMS = {"alarms": print_alarms, "elastic": print_elastic, "flops": print_flops}
 
 if __name__ == "__main__":
     main()

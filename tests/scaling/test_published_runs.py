@@ -41,6 +41,12 @@ def test_the_time_to_finish_of_revoked_trainings(published_runs, folder):
     assert max(errors) <= 0.06
 
 
+def test_steps_of_models_that_are_left_out(published_runs, folder):
+    found = published_runs.step_times(folder("cmdare"))
+    assert len(found.errors) == 20
+    assert found.mean_error <= 0.045
+
+
 def test_alarms_are_right_on_every_series_that_is_decided(published_runs, folder):
     series = published_runs.alarm_series(folder("cmdare"))
     assert len(series) == 64

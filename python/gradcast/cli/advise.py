@@ -13,8 +13,6 @@ from gradcast.scaling.growth import ALGORITHMS, SPREAD
 from gradcast.scaling.prices import Prices, load_prices, sample_path
 from gradcast.units import parse_positive
 
-_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
-
 
 def add_parser(commands: Any) -> None:
     parser = common.command(
@@ -37,7 +35,7 @@ def add_parser(commands: Any) -> None:
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("length of the training (--samples and --batch, or --steps)")
     samples = "number of samples of one epoch: 50000, 1.28M"
-    common.option(group, "--samples", "N", samples, common.argument(_count))
+    common.option(group, "--samples", "N", samples, common.argument(common.count))
     common.option(group, "--epochs", "N", "number of epochs (default: 1)", common.POSITIVE)
     batch = "number of samples per worker and step, as in the profile"
     common.option(group, "--batch", "N", batch, common.whole_number(1, 10**9))
@@ -70,12 +68,6 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     common.option(group, "--runs", "N", runs, common.whole_number(10, 1_000_000), str(Request.run_count))
     common.option(group, "--seed", "N", "seed of the simulations", common.whole_number(0, 2**63), "1")
     common.renamed(group, spread="--uncertainty")
-
-
-def _count(text: str) -> float:
-    """Parses 50000, 20k, 1.28M or 3G."""
-    factor = _FACTORS.get(text[-1:].lower(), 1)
-    return parse_positive(text if factor == 1 else text[:-1]) * factor
 
 
 def _money(text: str) -> float:
@@ -122,6 +114,7 @@ def _worker_steps(args: argparse.Namespace, worker_count: int) -> float:
 
 
 def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
+    common.print_step_time(args)
     print(f"Prices of {prices.date} in {prices.currency}{_sample_words(args)}.\n")
     shown = found.rows if args.all else found.frontier
     headers = ["cluster", "workers", "step ms", "hours", "range", f"cost, {prices.currency}", "step"]
@@ -198,6 +191,7 @@ def _as_json(args: argparse.Namespace, prices: Prices, found: Advice) -> dict[st
         "prices": {"date": prices.date, "currency": prices.currency, "sample": args.prices is None},
         "rows": [_row_json(row, found) for row in found.rows],
         "skipped": found.skipped,
+        "step_time": args.step_time,
     }
     if args.time_limit is not None:
         result["cheapest_within_time_limit"] = _row_json(found.cheapest_within(args.time_limit / 3600), found)

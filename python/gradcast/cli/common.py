@@ -12,8 +12,9 @@ from tabulate import tabulate
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns, total_bytes
 from gradcast.errors import Error
-from gradcast.files import ESTIMATED_PROFILES, bundled_profiles, load_profile
+from gradcast.files import ESTIMATED_PROFILES, bundled_profiles, load_profile, scaled_profile
 from gradcast.scaling.growth import MEASURED_ALGORITHMS, SPREAD
+from gradcast.scaling.step_times import fit, load_step_times
 from gradcast.units import (
     format_ms,
     format_size,
@@ -29,6 +30,7 @@ EXIT_FINDING = 1  # returned by a command's ``run``: it has found what it was as
 JSON_VERSION = 2  # of what commands print with --json; 1 had other units and names
 WORKERS_MAX = 1_000_000
 _HELP_WIDTH = 100
+_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -126,6 +128,10 @@ def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = Fal
     )
     scale = "multiply every time of the profile; 0.5 models a device twice as fast"
     option(parser, "--scale", "FACTOR", scale, POSITIVE, "1")
+    if several:
+        table = "steps of other models on a machine that you do not have (CSV: flops, tensors, step_ms); predicts yours"
+        option(parser, "--step-times", "FILE", table)
+        option(parser, "--flops", "N", "with --step-times: floating-point operations of a step: 4.1G", argument(count))
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +153,41 @@ def add_json_option(parser: argparse.ArgumentParser, help_: str = "print JSON in
 
 
 def profiles_from(args: argparse.Namespace) -> list[_core.Profile]:
-    return [load_profile(name, args.scale) for name in args.profiles]
+    """Also sets ``args.step_time``: what is known of a predicted step, for JSON, or None."""
+    args.step_time = None
+    if (args.step_times is None) != (args.flops is None):
+        raise Error("--step-times and --flops need each other; give both, or leave both out")
+    if args.step_times is None:
+        return [load_profile(name, args.scale) for name in args.profiles]
+    if args.scale != 1:
+        raise Error("--step-times says how long a step takes; leave out --scale")
+    profiles = [load_profile(name) for name in args.profiles]
+    found = fit(load_step_times(args.step_times))
+    step_ms = found.step_ms(args.flops, len(profiles[0].tensors))
+    args.step_time = {
+        "step_ms": step_ms,
+        "models": len(found.models),
+        "mean_error": found.mean_error,
+        "worst_error": found.worst_error,
+    }
+    return [scaled_profile(profile, 1e6 * step_ms / compute_ns(profiles[0])) for profile in profiles]
+
+
+def print_step_time(args: argparse.Namespace) -> None:
+    """What a predicted step rests on; nothing if it is not predicted."""
+    if args.step_time is not None:
+        known = args.step_time
+        print(
+            f"compute is predicted from {known['models']} other models: {known['step_ms']:.1f} ms. Each of these, left "
+            f"out and predicted from the others, is off by {known['mean_error']:.1%} in the mean, "
+            f"{known['worst_error']:.1%} at most"
+        )
+
+
+def count(text: str) -> float:
+    """Parses 50000, 20k, 1.28M or 3G."""
+    factor = _FACTORS.get(text[-1:].lower(), 1)
+    return parse_positive(text if factor == 1 else text[:-1]) * factor
 
 
 def require_torch(command_: str) -> None:

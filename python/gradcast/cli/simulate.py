@@ -111,6 +111,7 @@ def _print(
     low_rank: dict[str, Any] | None,
 ) -> None:
     print(common.describe_profile(profile, args.scale))
+    common.print_step_time(args)
     print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     if args.mode == "hook":
         print("hook mode: the next forward pass starts when all gradients have arrived")

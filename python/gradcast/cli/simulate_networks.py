@@ -48,7 +48,7 @@ def print_result(args: argparse.Namespace, fields: dict[str, Any]) -> bool:
     if args.csv:
         write_text(args.csv, _as_csv(_rows(fields)), "table")
     if args.json:
-        common.print_json(fields)
+        common.print_json({**fields, "step_time": args.step_time})
     return args.json
 
 
@@ -63,6 +63,7 @@ def _print(
     args: argparse.Namespace, profile: _core.Profile, networks: list[Network], comparisons: list[Comparison]
 ) -> None:
     print(common.describe_profile(profile, args.scale))
+    common.print_step_time(args)
     print()
     headers = ["network", "DDP ms", "bound ms", "fastest", "step ms", "speed-up over ddp"]
     found = zip(networks, comparisons, strict=True)

@@ -99,6 +99,7 @@ def _nodes(args: argparse.Namespace) -> Nodes | None:
 
 def _print(args: argparse.Namespace, profiles: list[_core.Profile], found: Band) -> None:
     print(common.describe_profile(profiles[0], args.scale))
+    common.print_step_time(args)
     for (network, algorithm), points in found.curves().items():
         print(f"\n{network}, {algorithm}:\n")
         headers = [
@@ -173,6 +174,7 @@ def _as_json(args: argparse.Namespace, profiles: list[_core.Profile], found: Ban
     return {
         "profiles": [profile.name for profile in profiles],
         "scale": args.scale,
+        "step_time": args.step_time,
         "policy": options.policy,
         "mode": args.mode,
         "in_flight": args.in_flight,

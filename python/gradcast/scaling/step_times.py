@@ -1,0 +1,151 @@
+"""Step time of a model on a machine that one does not have, from the steps of other models there. Pure.
+
+A step of one worker takes ``a + b · FLOPs + c · tensors``: something once, the arithmetic, and a launch per tensor.
+None of the three is negative, and relative errors count (least squares). What such an answer is worth is measured by
+leaving out each model in turn and predicting it from the others.
+"""
+
+import csv
+import io
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradcast.comparison.compare import compute_ns
+from gradcast.errors import Error
+from gradcast.files import load_profile, read_text
+
+# With fewer, leaving one out leaves hardly more models than there are unknowns.
+_MODELS_MIN = 5
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """``flops``: of a step. ``step_ms``: of one worker, without communication."""
+
+    name: str
+    flops: float
+    tensors: int
+    step_ms: float
+
+    @property
+    def _features(self) -> tuple[float, float, float]:
+        return 1.0, self.flops, float(self.tensors)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``coefficients``: ms, ms per FLOP, ms per tensor. ``errors``: relative, of each model when it is left out."""
+
+    models: tuple[ModelStep, ...]
+    coefficients: tuple[float, float, float]
+    errors: tuple[float, ...]
+
+    @property
+    def mean_error(self) -> float:
+        return statistics.mean(abs(error) for error in self.errors)
+
+    @property
+    def worst_error(self) -> float:
+        return max(abs(error) for error in self.errors)
+
+    def step_ms(self, flops: float, tensors: int) -> float:
+        """Raises Error outside of what the models cover."""
+        for what, value, known in (
+            ("FLOPs", flops, [model.flops for model in self.models]),
+            ("tensors", tensors, [model.tensors for model in self.models]),
+        ):
+            if not min(known) <= value <= max(known):
+                raise Error(
+                    f"a model of {value:g} {what} cannot be predicted from models of {min(known):g} to {max(known):g}; "
+                    "add a model on the other side of it to the step times"
+                )
+        return _predicted(self.coefficients, ModelStep("", flops, tensors, 0))
+
+
+def fit(models: Sequence[ModelStep]) -> Fit:
+    """Raises Error for fewer than five models."""
+    if len(models) < _MODELS_MIN:
+        raise Error(f"{len(models)} models are too few to predict another from; give at least {_MODELS_MIN}")
+    errors = []
+    for index, model in enumerate(models):
+        others = [*models[:index], *models[index + 1 :]]
+        errors.append(_predicted(_coefficients(others), model) / model.step_ms - 1)
+    return Fit(tuple(models), _coefficients(models), tuple(errors))
+
+
+def load_step_times(path: str) -> list[ModelStep]:
+    """A CSV file with the columns flops, and tensors and step_ms or profile (of which both are taken); model, a name,
+    may be left out."""
+    found = []
+    for number, row in enumerate(csv.DictReader(io.StringIO(read_text(path, "step times"))), 2):
+        try:
+            found.append(_model(row))
+        except Error as error:
+            raise Error(f"{path}, line {number}: {error}") from None
+    return found
+
+
+def _model(row: dict[str, str]) -> ModelStep:
+    name = row.get("model") or row.get("profile") or ""
+    flops = _number(row, "flops")
+    if row.get("profile"):
+        profile = load_profile(row["profile"])
+        return ModelStep(name, flops, len(profile.tensors), compute_ns(profile) / 1e6)
+    return ModelStep(name, flops, int(_number(row, "tensors")), _number(row, "step_ms"))
+
+
+def _number(row: dict[str, str], column: str) -> float:
+    text = row.get(column)
+    if not text:
+        raise Error(f"{column} is missing; the columns are model, flops, and tensors and step_ms or profile")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise Error(f"{column} is {text!r}; a number above 0 is expected")
+    return value
+
+
+def _predicted(coefficients: Sequence[float], model: ModelStep) -> float:
+    return sum(each * feature for each, feature in zip(coefficients, model._features, strict=True))
+
+
+def _coefficients(models: Sequence[ModelStep]) -> tuple[float, float, float]:
+    """The best of the least squares over each choice of terms whose coefficients are not negative."""
+    scaled = [[feature / model.step_ms for feature in model._features] for model in models]
+    best, least = (0.0, 0.0, 0.0), float("inf")
+    for count in (3, 2, 1):
+        for terms in itertools.combinations(range(3), count):
+            solved = _least_squares([[row[term] for term in terms] for row in scaled])
+            if solved is None or min(solved) < 0:
+                continue
+            found = [0.0, 0.0, 0.0]
+            for term, value in zip(terms, solved, strict=True):
+                found[term] = value
+            residual = sum((sum(a * b for a, b in zip(found, row, strict=True)) - 1) ** 2 for row in scaled)
+            if residual < least:
+                best, least = (found[0], found[1], found[2]), residual
+    return best
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
+    """The x that minimizes the sum of (row · x - 1)²; None if it is not determined."""
+    count = len(rows[0])
+    units = [max(abs(row[i]) for row in rows) for i in range(count)]  # so that pivots can be compared
+    scaled = [[value / unit for value, unit in zip(row, units, strict=True)] for row in rows]
+    table = [[sum(row[i] * row[j] for row in scaled) for j in range(count)] for i in range(count)]
+    for i, line in enumerate(table):
+        line.append(sum(row[i] for row in scaled))
+    for i in range(count):
+        pivot = max(range(i, count), key=lambda k: abs(table[k][i]))
+        table[i], table[pivot] = table[pivot], table[i]
+        if abs(table[i][i]) < 1e-9 * len(rows):
+            return None
+        for k in range(count):
+            if k != i:
+                factor = table[k][i] / table[i][i]
+                table[k] = [a - factor * b for a, b in zip(table[k], table[i], strict=True)]
+    return [table[i][count] / table[i][i] / units[i] for i in range(count)]
