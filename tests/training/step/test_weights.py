@@ -4,11 +4,12 @@ import contextlib
 import copy
 import itertools
 import math
+import time
 
 import pytest
 
 from training import compare
-from training.attached import attach, error_of, not_refused
+from training.attached import attach, error_of, heard, not_refused
 from training.models import Branches, ConvNet
 from training.needs import torch
 from training.pool import on_ranks
@@ -433,6 +434,19 @@ def test_weights_that_reach_no_backward_pass_are_refused(rank, mode):
 
     found = not_refused(without, "no gradients have travelled")
     return found + not_refused(unsynchronized, "no gradients have travelled", "no_sync()")
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_to_the_first_weight_is_named(rank):
+    uneven = Uneven(rank, "overlap", layers(), stall_warning_s=0.2)
+    with heard() as lines:
+        if rank.index == 1:
+            time.sleep(3)
+        for number in range(5):
+            uneven.step(lambda number=number: uneven.weigh(number, 3))
+        uneven.handle.detach()
+    is_named = any("the first handle.weight() on every rank" in line and "rank 1 has not" in line for line in lines)
+    return [] if rank.index == 1 or is_named else lines
 
 
 @on_ranks(2)
