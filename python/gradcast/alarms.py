@@ -19,7 +19,7 @@ from gradcast.errors import Error
 
 COMPUTE, DATA, LINK, WORKERS = "compute", "data", "link", "workers"
 # By cause: the share of a step that it may cost.
-_ALLOWED = {COMPUTE: 0.05, DATA: 0.025, LINK: 0.05, WORKERS: 0.067}
+_ALLOWED = {COMPUTE: 0.05, DATA: 0.015, LINK: 0.05, WORKERS: 0.067}
 CAUSES = tuple(_ALLOWED)
 
 _CLIP = 2.0

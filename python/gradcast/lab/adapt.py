@@ -15,9 +15,11 @@ SCENARIOS = {
     "network": "all links become {factor:g} times slower",
     "link": "the link of host 1 becomes {factor:g} times slower",
     "host": "host 1 computes {factor:g} times longer",
+    "data": "host 1 loads data {factor:g} times as long, before 10 ms a step as all do",
     "batch": "all hosts compute {factor:g} times longer, as with a larger batch",
 }
 CHANGED_HOST = 1
+LOADING_S = 0.01  # per step in the scenario data
 CHANGE, CHANGE_BACK = b"+", b"-"  # requests of rank 0
 
 

@@ -4,6 +4,7 @@ Trains a stand-in in overlap mode, and records for each step how long it took an
 requests changes of the network through the file descriptor PIPE, and writes the file RESULTS.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import gradcast
-from gradcast.lab.adapt import CHANGE, CHANGE_BACK, CHANGED_HOST, AdaptSettings
+from gradcast.lab.adapt import CHANGE, CHANGE_BACK, CHANGED_HOST, LOADING_S, AdaptSettings
 from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
@@ -44,13 +45,13 @@ def main(settings: AdaptSettings, pipe: int, results_path: Path) -> None:
     recorder = LogRecorder()
     logging.getLogger("gradcast").addHandler(recorder)
     logging.getLogger("gradcast").setLevel(logging.INFO)
-    steps = _train(settings, recorder, pipe)
+    results = _train(settings, recorder, pipe)
     if dist.get_rank() == 0:
-        results_path.write_text(json.dumps({"torch": torch.__version__, "steps": steps, "said": recorder.lines}))
+        results_path.write_text(json.dumps({"torch": torch.__version__, **results, "said": recorder.lines}))
     dist.destroy_process_group()
 
 
-def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> list[dict[str, Any]]:
+def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> dict[str, Any]:
     rank = dist.get_rank()
     task = StandInTask(
         Settings(settings.model, settings.profile, settings.rates_bits_per_s, (), scale_size=settings.scale_size), rank
@@ -58,12 +59,16 @@ def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> list[di
     module = task.module()
     optimizer = task.optimizer(module)
     handle = gradcast.attach(module, optimizer)
+    is_changed_host = rank // settings.ranks_per_host == CHANGED_HOST
     steps = []
     for number, (inputs, targets) in enumerate(task.batches(0, settings.steps)):
         recorder.step = number
         if number in (settings.changes_at, settings.returns_at):
             _change(settings, task, rank, pipe, begins=number == settings.changes_at)
         start = time.perf_counter()
+        if settings.scenario == "data":
+            is_longer = is_changed_host and settings.changes_at <= number < settings.returns_at
+            time.sleep(LOADING_S * (settings.factor if is_longer else 1))
         optimizer.zero_grad()
         task.loss(module(inputs), targets).backward()
         optimizer.step()
@@ -76,7 +81,7 @@ def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> list[di
         if rank == 0 and number % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             print(f"step {number + 1} of {settings.steps}: {took_ms:.0f} ms", flush=True)
     handle.detach()
-    return steps
+    return {"steps": steps, "alarms": [dataclasses.asdict(alarm) for alarm in handle.alarms()]}
 
 
 def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *, begins: bool) -> None:
