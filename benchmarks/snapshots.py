@@ -1,17 +1,19 @@
 """What snapshots cost a training, beside torch.save and DCP's async_save as often.
 
-    torchrun --nproc-per-node 2 -m benchmarks.snapshots [--model resnet50 | char_gpt] [--folder /tmp/snapshots]
+    python -m benchmarks.snapshots [--model resnet50 | char_gpt] [--rate 400mbit] [--write-mb-per-s 200]
 
-Trains a stand-in for an accelerator (or char_gpt on the CPU) in overlap mode. gradcast first chooses how often; then
-the kinds take turns, each for the steps of two snapshots, and the time of a step is compared with that without
-snapshots in the same round. The ranks share this host's loopback, CPUs and disk.
+Hosts with slow links (root, iproute2) train a stand-in for an accelerator, or char_gpt on the CPU, in overlap mode.
+gradcast first chooses how often; then the kinds take turns, each for whole intervals between snapshots, and the time of
+a step is compared with that without snapshots in the same round. The hosts share this machine's cores and disk.
 """
 
 import argparse
+import json
 import logging
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +25,17 @@ import torch.distributed.checkpoint as dcp
 from tabulate import tabulate
 
 import gradcast
+from benchmarks.pages import run_program
+from gradcast.lab import Network
+from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
+from gradcast.units import parse_bandwidth_bits_per_s
 
 KINDS = ("none", "gradcast", "torch.save", "async_save")
+_STEPS_MIN = 12  # of a turn
+_TIMEOUT_S = 1200.0
 
 
 class Training:
@@ -55,74 +64,107 @@ class Training:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def chosen_every(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+def chosen_every(training: Training, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """The statistics after so many steps with snapshots as often as gradcast chooses."""
-    taking = training.handle.snapshots(folder / "chosen")
+    taking = training.handle.snapshots(folder / "chosen", **options)
     training.steps(steps)
     taking.close()
     return taking.stats()
 
 
-def timed(training: Training, kind: str, every: int, folder: Path) -> float:
-    """Seconds per step over two snapshots, of which the second is not written to the end."""
-    shutil.rmtree(folder, ignore_errors=True) if dist.get_rank() == 0 else None
+def timed(training: Training, kind: str, every: int, folder: Path, options: dict[str, Any]) -> float:
+    """Seconds per step over whole intervals, from behind the first save."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     pending: list[Any] = []
+    made = 0
 
-    def save(step: int) -> None:
-        if step % every:
+    def save(_: int) -> None:
+        nonlocal made
+        made += 1
+        if made % every:
             return
         if kind == "torch.save" and dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"{step}.pt", "wb") as file:
+            with open(folder / f"{made}.pt", "wb") as file:
                 torch.save(training.state(), file)
                 os.fsync(file.fileno())
         elif kind == "async_save":
             while pending:
                 pending.pop().result()
-            pending.append(dcp.async_save(training.state(), checkpoint_id=folder / str(step)))
+            pending.append(dcp.async_save(training.state(), checkpoint_id=folder / str(made)))
 
-    taking = training.handle.snapshots(folder, every=every) if kind == "gradcast" else None
-    duration_s = training.steps(2 * every + 1, save)  # of the second snapshot only the copy is in it
+    taking = training.handle.snapshots(folder, every=every, **options) if kind == "gradcast" else None
+    count = every * -(-_STEPS_MIN // every)
+    training.steps(every + 1, save)
+    duration_s = training.steps(count, save)
     while pending:
         pending.pop().result()
     if taking is not None:
         taking.close()
-    return duration_s / (2 * every + 1)
+        assert taking.stats()["failed"] == 0
+    return duration_s / count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--scale-size", type=float, default=1.0)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/gradcast-snapshots"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--settle-steps", type=int, default=60, help="until the number of steps is taken as chosen")
-    args = parser.parse_args()
+def worker(args: argparse.Namespace) -> None:
+    """One rank; rank 0 writes what it measured."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
+    wake_promptly()
     dist.init_process_group("gloo")
     folder = args.folder / str(os.getppid())
+    options = {"write_bytes_per_s": args.write_mb_per_s and 1e6 * args.write_mb_per_s}
     training = Training(args.model, args.scale_size)
     training.steps(30)  # the warm-up, and the plan's first steps
-    told = chosen_every(training, folder, args.settle_steps)
-    rounds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(args.rounds):
-        seconds = {kind: timed(training, kind, told["every"], folder / kind) for kind in KINDS}
-        for kind, each in seconds.items():
-            rounds[kind].append(each)
+    told = chosen_every(training, folder, args.settle_steps, options)
+    rounds: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+    for number in range(args.rounds):
+        first = number % len(args.kinds)
+        for kind in [*args.kinds[first:], *args.kinds[:first]]:
+            rounds[kind].append(timed(training, kind, args.every or told["every"], folder / kind, options))
     if dist.get_rank() == 0:
-        print(f"{args.model}: {' '.join(f'{k}={v}' for k, v in told.items())}")
-        rows = []
-        for kind in KINDS:
-            longer = sorted(100 * (each / none - 1) for each, none in zip(rounds[kind], rounds["none"], strict=True))
-            spread = f"{longer[0]:.1f} to {longer[-1]:.1f}"
-            rows.append([kind, statistics.median(rounds[kind]) * 1e3, statistics.median(longer), spread])
-        print(tabulate(rows, headers=["", "ms per step", "longer by %", "rounds"], floatfmt=".1f"))
+        Path(args.worker).write_text(json.dumps({"told": told, "rounds": rounds}))
         shutil.rmtree(folder)
     training.handle.detach()
     dist.destroy_process_group()
 
 
+def table(rounds: dict[str, list[float]]) -> str:
+    rows = []
+    for kind, times in rounds.items():
+        longer = sorted(100 * (each / none - 1) for each, none in zip(times, rounds["none"], strict=True))
+        spread = f"{longer[0]:.1f} to {longer[-1]:.1f}"
+        rows.append([kind, statistics.median(times) * 1e3, statistics.median(longer), spread])
+    return tabulate(rows, headers=["", "ms per step", "longer by %", "rounds"], tablefmt="github", floatfmt=".1f")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50", help="a profile, or char_gpt (default: resnet50)")
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="400mbit", help="of each link, each way")
+    parser.add_argument("--scale-size", type=float, default=1.0, help="of the stand-in's tensors (default: 1)")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/gradcast-snapshots"))
+    parser.add_argument("--write-mb-per-s", type=float, help="the most that each rank writes")
+    parser.add_argument("--every", type=int, help="steps between snapshots, in place of what is chosen")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=[*KINDS], help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default: 5)")
+    parser.add_argument("--settle-steps", type=int, default=60, help="until the number of steps is taken as chosen")
+    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    with Network(args.hosts, args.rate) as network:
+        arguments = [*sys.argv[1:], "--worker"]
+        found = run_for_result(
+            "benchmarks.snapshots", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
+        )
+    print(f"{args.model}: {' '.join(f'{k}={v}' for k, v in found['told'].items())}")
+    print(table(found["rounds"]))
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main, "snapshots"))

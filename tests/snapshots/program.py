@@ -1,10 +1,13 @@
 """A training that resumes from its snapshots, started by launch() on every rank, and killed by tests.
 
-Each step appends a line to ``log-RANK``: the step, the samples that the loop was handed, and the bits of the loss.
+With DIES_AT in its environment, torchrun's first attempt kills itself behind that step. Each step appends a line to
+``log-RANK``: the step, the samples that the loop was handed, and the bits of the loss.
 """
 
+import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -30,8 +33,22 @@ def dataset() -> list[tuple[int, torch.Tensor]]:
     return [(index, torch.randn(FEATURES, generator=generator)) for index in range(SAMPLES)]
 
 
-def train(folder: Path, *, steps: int, mode: str, every: int, log: Path | None, waits: bool) -> dict:
-    """Returns the statistics of the snapshots. ``waits``: for each to be written, so that none is taken later."""
+def digest(state: dict) -> str:
+    """Of the tensors of a model's state, by name, and of its optimizer's, by name and key."""
+    found = hashlib.sha256()
+    for name, value in sorted(state["model"].items()):
+        found.update(name.encode() + value.detach().numpy().tobytes())
+    for name, entry in sorted(state["optimizer"].items()):
+        for key, value in sorted(entry.items()):
+            found.update(f"{name}.{key}".encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(
+    folder: Path, *, steps: int, mode: str, every: int, log: Path | None, waits: bool, digests: dict | None = None
+) -> dict:
+    """Returns the statistics of the snapshots. ``waits``: for each to be written, so that none is taken later.
+    ``digests``: gets that of each step's state."""
     module, data = model(), dataset()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
@@ -63,6 +80,12 @@ def train(folder: Path, *, steps: int, mode: str, every: int, log: Path | None, 
             optimizer.step()
             scheduler.step()
             step += 1
+            if step == int(os.environ.get("DIES_AT", -1)) and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if digests is not None:
+                names = {id(parameter): name for name, parameter in module.named_parameters()}
+                entries = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items()}
+                digests[step] = digest({"model": module.state_dict(), "optimizer": entries})
             if waits:
                 taking.wait()
             else:

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_folder_that_was_not_resumed_is_refused(tmp_path):
     with pytest.raises(gradcast.Error, match="keep=0"):
         handle.snapshots(tmp_path / "b", keep=0)
     (tmp_path / "file").touch()
-    with pytest.raises(gradcast.Error, match="cannot be written"):
+    with pytest.raises(gradcast.Error, match="cannot write"):
         handle.snapshots(tmp_path / "file")
     handle.detach()
 
@@ -105,7 +106,7 @@ def test_what_was_never_completed_is_not_there(tmp_path):
     (tmp_path / "step-24.tmp").mkdir()
     (tmp_path / "step-16" / ".metadata").unlink()  # a deletion that was cut off
     assert store.complete_steps(tmp_path) == [20]
-    store.remove_leftovers(tmp_path)
+    store.remove_leftovers(tmp_path, 20)
     assert [each.name for each in tmp_path.iterdir()] == ["step-20"]
 
 
@@ -131,6 +132,32 @@ def test_a_failure_to_write_is_said_and_leaves_the_last_snapshot(tmp_path, monke
     assert "No space left on device" in warnings[0]
     assert "the last snapshot is step 4" in warnings[0]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_old_snapshot_that_cannot_be_removed_is_no_failure(tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(store, "keep_newest", fails)
+    told = train(tmp_path)
+    assert (told["step"], told["failed"], told["error"]) == (20, 0, None)
+    assert [each.getMessage().endswith("cannot be removed (not yours)") for each in caplog.records].count(True) == 1
+
+
+def test_a_writer_keeps_its_pace(tmp_path):
+    """Half a second for as many bytes, and not before the network is idle."""
+    layout, busy = store.Layout(), iter([True, True, False])
+    pace = store.Pace(bytes_per_s=4e6, is_network_busy=lambda: next(busy, False))
+    values = {("model", "weight"): torch.arange(500_000.0)}
+    writing = store.Writing(tmp_path, 1, 0, layout, pace)
+    start_s = time.monotonic()
+    part = writing.write_part(values)
+    assert time.monotonic() - start_s >= 0.49
+    assert list(busy) == []
+    writing.complete(layout.take_in([part]), list(values))
+    tensor = torch.zeros(500_000)
+    store.Reading(store.place_of(tmp_path, 1)).read({("model", "weight"): tensor})
+    assert torch.equal(tensor, values["model", "weight"])
 
 
 def test_a_folder_that_is_gone_does_not_end_the_training(tmp_path, monkeypatch):

@@ -1,24 +1,22 @@
-"""Trainings that end at any moment go on with the bits, and with each sample once, as if they had not ended."""
+"""Trainings that end and begin again go on with the bits, and with each sample once, as if they had not ended."""
 
 import json
-import random
-import time
 from pathlib import Path
 
 import pytest
 
 from snapshots import program
-from training.launch import launch, require_ended_well
+from training.launch import launch, require_ended_well, torchrun
 from training.needs import torch
 
 STEPS = 40
 
 
-def run(tmp: Path, world_size: int, mode: str, *, steps: int = STEPS, waits=True, during=None) -> list:
+def run(tmp: Path, world_size: int, mode: str, *, steps: int = STEPS) -> list:
     log = tmp / "logs"
     log.mkdir(parents=True, exist_ok=True)
-    arguments = (str(tmp / "snapshots"), str(log), str(steps), mode, "4", "waits" if waits else "")
-    return launch(world_size, *arguments, module="snapshots.program", during=during)
+    arguments = (str(tmp / "snapshots"), str(log), str(steps), mode, "4", "waits")
+    return launch(world_size, *arguments, module="snapshots.program")
 
 
 def lines(tmp: Path, rank: int) -> list:
@@ -38,28 +36,6 @@ def require_each_sample_once(tmp: Path, world_size: int, steps: int = STEPS) -> 
         chosen = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
         samples = [sample for log in logs for step in chosen for sample in log[step][0]]
         assert len(samples) == len(set(samples))
-
-
-def killer(tmp: Path, seed: int, world_size: int, upto: int):
-    """Kills one rank, or all, when rank 0 has come to a random step, at a random moment of it."""
-    dice = random.Random(seed)
-    at, delay_s, victims = dice.randrange(2, upto), dice.random() * 0.01, dice.choice([[0], [world_size - 1], None])
-    started = len(lines(tmp, 0)) if (tmp / "logs" / "log-0").exists() else 0
-
-    def during(processes) -> None:
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s and all(each.poll() is None for each in processes):
-            if (tmp / "logs" / "log-0").exists() and len(lines(tmp, 0)) - started >= at:
-                break
-            time.sleep(0.001)
-        time.sleep(delay_s)
-        for process in processes if victims is None else [processes[v] for v in victims]:
-            process.kill()
-        time.sleep(0.2 if victims else 0)
-        for process in processes:
-            process.kill()
-
-    return during
 
 
 @pytest.fixture(scope="module", params=["overlap", "hook"])
@@ -105,30 +81,15 @@ def test_a_resumed_training_has_the_bits_of_the_undisturbed(undisturbed, tmp_pat
     require_each_sample_once(tmp_path, 2)
 
 
-def kill_and_compare(mode: str, whole: Path, tmp: Path, seed: int, crashes: int) -> None:
-    for crash in range(crashes):
-        run(tmp, 2, mode, waits=False, during=killer(tmp, 1000 * seed + crash, 2, STEPS if crashes == 1 else 12))
-    require_ended_well(run(tmp, 2, mode))
-    for rank in range(2):
-        expected = surviving(whole, rank)
-        # Every execution of a step, not only the last one.
-        assert all(expected[step] == (ids, loss) for step, ids, loss in lines(tmp, rank))
-        assert surviving(tmp, rank) == expected
-    require_each_sample_once(tmp, 2)
-
-
-@pytest.mark.parametrize("seed", [1])
-def test_killed_at_any_moment_it_goes_on_with_the_same_bits(undisturbed, tmp_path, seed):
-    mode, whole, _ = undisturbed
-    kill_and_compare(mode, whole, tmp_path, seed, crashes=1)
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(3, 6))
-def test_killed_again_and_again(undisturbed, tmp_path, seed):
+def test_torchrun_begins_again_where_the_snapshot_is(undisturbed, tmp_path):
     mode, whole, _ = undisturbed
-    kill_and_compare(mode, whole, tmp_path, seed, crashes=5)
+    (tmp_path / "logs").mkdir()
+    folders = (str(tmp_path / "snapshots"), str(tmp_path / "logs"))
+    torchrun("-m", "snapshots.program", *folders, str(STEPS), mode, "4", "waits", DIES_AT="18")
+    for rank in range(2):
+        assert surviving(tmp_path, rank) == surviving(whole, rank)
+        assert len(lines(tmp_path, rank)) in (STEPS + 1, STEPS + 2)  # steps 17 and 18 once more
 
 
 @pytest.mark.slow

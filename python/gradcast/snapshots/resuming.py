@@ -1,5 +1,6 @@
 """Goes on from the newest snapshot of a folder."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from gradcast.snapshots import store
 from gradcast.snapshots.state import COMMON, from_bytes, group_names, model_tensors, own_path, restore_random_state
 from gradcast.training.acceptance import unwrapped, unwrapped_optimizer
 from gradcast.training.compat.module_hooks import UncopiedHook
+from gradcast.training.ranks.group import gather
+
+_PIECE_BYTES = 4 << 20
 
 
 @dataclasses.dataclass
@@ -41,26 +45,31 @@ def resume(
 
     ``model``, ``optimizer``: as for ``attach``, in the form that the snapshot was taken of. ``loader``, ``extra``: as
     for ``handle.snapshots``. Random states are set now, and once more where the first training forward pass begins, so
-    that making the loader's iterator changes nothing; with another number of workers they are left alone.
+    that making the loader's iterator changes nothing; with another number of workers they are left alone. Where hosts
+    keep parts of their own, they send each other what they lack.
 
-    Raises Error(invalid_use) with the first difference if the snapshot is of another model or optimizer, before
-    anything is changed.
+    Raises Error(invalid_use) on every rank, with the first difference, if the snapshot is of another model or optimizer
+    or not whole, before anything is changed.
     """
     folder = Path(folder).resolve()
-    steps = store.complete_steps(folder)
-    if not steps:
+    step = _newest_step(folder)
+    if step is None:
         return None
-    reading = store.Reading(store.place_of(folder, steps[-1]))
+    reading = store.Reading(store.place_of(folder, step))
+    _complete(reading, step, folder)
     common = from_bytes(reading.object(COMMON))
     modules = list(model) if isinstance(model, list | tuple) else [model]
     module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
     extra = extra or {}
-    difference = _difference(reading, common, module, optimizers, loader, extra)
+    rank, world_size = _rank_and_world_size()
+    own = from_bytes(reading.object(own_path(rank))) if world_size == common["world_size"] else None
+    differences = _gather(_difference(reading, common, module, optimizers, loader, extra))
+    difference = next((each for each in differences if each is not None), None)
     if difference is not None:
         raise refused(
-            f"the snapshot of step {steps[-1]} in {folder} does not fit: {difference}; resume with the model and "
+            f"the snapshot of step {step} in {folder} does not fit: {difference}; resume with the model and "
             "optimizer that it was taken of, or name another folder"
         )
     reading.read({("model", name): tensor for name, tensor in model_tensors(module).items()})
@@ -69,21 +78,61 @@ def resume(
     for number, each in enumerate(optimizers):
         _restore_optimizer(reading, common["optimizers"][number], module, each, number)
     if loader is not None:
-        loader.load_state_dict(common["loader"])
+        loader.load_state_dict((own or from_bytes(reading.object(own_path(0))))["loader"])
     for name, state in common["extra"].items():
         extra[name].load_state_dict(state)
-    own = _own(reading, common)
     if own is not None:
         _restore_random_state(own["random"], modules, next(module.parameters()).device)
-    resumed[folder] = Resumed(steps[-1], None if own is None else own["plan"])
-    return steps[-1]
+    resumed[folder] = Resumed(step, None if own is None else own["plan"])
+    return step
 
 
-def _own(reading: store.Reading, common: dict[str, Any]) -> dict[str, Any] | None:
-    """What the snapshot keeps for this rank; None if the number of workers is another one."""
+def _rank_and_world_size() -> tuple[int, int]:
     is_distributed = dist.is_available() and dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
-    return from_bytes(reading.object(own_path(rank))) if world_size == common["world_size"] else None
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every rank's value, on every rank. Collective."""
+    if _rank_and_world_size()[1] == 1:
+        return [value]
+    return gather(dist.group.WORLD, value, None)
+
+
+def _newest_step(folder: Path) -> int | None:
+    """The newest step of which all ranks see a complete snapshot; None if no rank sees any. Raises
+    Error(invalid_use)."""
+    seen = _gather(store.complete_steps(folder))
+    common = set(seen[0]).intersection(*seen)
+    if common:
+        return max(common)
+    for rank, steps in enumerate(seen):
+        if steps:
+            other = next(each for each, theirs in enumerate(seen) if steps[-1] not in theirs)
+            raise refused(
+                f"rank {rank} sees a snapshot of step {steps[-1]} in {folder}, and rank {other} does not; start on the "
+                "hosts that have taken it, or copy the folder, or name an empty one to begin anew"
+            )
+    return None
+
+
+def _complete(reading: store.Reading, step: int, folder: Path) -> None:
+    """Sends files that a rank lacks from one that has them. Raises Error(invalid_use) if nobody has one. Collective."""
+    missing = _gather(reading.missing())
+    for name in sorted(set().union(*missing)):
+        sender = next((rank for rank, names in enumerate(missing) if name not in names), None)
+        if sender is None:
+            raise refused(
+                f"the snapshot of step {step} in {folder} is not whole: {name} is cut off or not there; delete the "
+                f"folder step-{step} to go on from the one before"
+            )
+        rank, _ = _rank_and_world_size()
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(reading.open_part(name)) if rank == sender else None
+            into = stack.enter_context(reading.replace_part(name)) if name in missing[rank] else None
+            while piece := _gather(source and source.read(_PIECE_BYTES))[sender]:
+                if into is not None:
+                    into.write(piece)
 
 
 def _restore_random_state(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -126,11 +175,14 @@ def _difference(
                 first = next((n for n in [*here, *there] if (n in here) != (n in there)), "the order")
                 return f"group {number} of the optimizer has other parameters ({first})"
     for what, mine, theirs in (
-        ("loader", loader is not None, common["loader"] is not None),
+        ("loader", loader is not None, common["has_loader"]),
         ("extra", sorted(extra), sorted(common["extra"])),
     ):
         if mine != theirs:
             return f"resume() is given {what}={mine}, and it was taken with {what}={theirs}"
+    workers = _rank_and_world_size()[1]
+    if workers != common["world_size"] and not common["is_global"]:
+        return f"the place of its loader is of {common['world_size']} workers, and these are {workers}"
     return None
 
 

@@ -1,5 +1,9 @@
 """``handle.snapshots``: checks the call on all ranks, and puts a Snapshots object on the training."""
 
+import contextlib
+import logging
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,25 +13,35 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
 from gradcast.snapshots import store
+from gradcast.snapshots.agreement import Agreement, store_of
 from gradcast.snapshots.resuming import resumed
-from gradcast.snapshots.snapshots import Snapshots, check
+from gradcast.snapshots.snapshots import Snapshots
 from gradcast.snapshots.state import group_names
+from gradcast.snapshots.writer import Place
 from gradcast.training.acceptance import unwrapped_optimizer
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.handle import Handle
+from gradcast.training.ranks.group import Group
+
+_log = logging.getLogger("gradcast")
+
+_SEEN_WITHIN_S = 1.0
 
 
 def start(
     handle: Handle,
     module: nn.Module,
     folder: str | Path,
-    overhead: float,
-    keep: int,
-    every: int | None,
-    loader: Any,
-    extra: dict[str, Any],
     optimizer: Optimizer | Sequence[Optimizer] | None,
+    *,
+    extra: dict[str, Any],
+    loader: Any,
+    write_bytes_per_s: float | None,
+    over_network: bool,
+    signals: Sequence[int],
+    **frequency: Any,
 ) -> Snapshots:
+    """The arguments of handle.snapshots."""
     folder = Path(folder).resolve()
     optimizers = [each() for each in handle._optimizers]
     if optimizer is not None:
@@ -37,30 +51,29 @@ def start(
     start_step = 0 if before is None else before.step
     failure = None
     try:
-        _require_arguments(folder, overhead, keep, every, loader, extra, optimizers)
+        _require_arguments(folder, loader, extra, optimizers, write_bytes_per_s, **frequency)
         group_names(optimizers, {id(parameter): name for name, parameter in module.named_parameters()})
     except Error as error:
         failure = str(error)
-    options = {"overhead": overhead, "keep": keep, "every": every, "extra": sorted(extra), "loader": loader is not None}
+    options = {**frequency, "extra": sorted(extra), "loader": loader is not None, "signals": list(map(int, signals))}
     options["plan"] = before is not None and before.plan is not None
-    group = handle._session.group
-    check(group, folder, start_step, options, failure)
+    name, place = agree_on_folder(handle._session.group, folder, start_step, options, failure)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
     snapshots = Snapshots(
-        folder,
+        place,
+        Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
         module,
         optimizers,
-        group,
         lambda: handle._session.due_names(),
         lambda: handle._session.complete_due_updates(),
         _plan_state(handle),
         start_step=start_step,
-        overhead=overhead,
-        keep=keep,
-        every=every,
         loader=loader,
         extra=extra,
+        pace=store.Pace(write_bytes_per_s, (lambda: handle._session.exchange.busy) if over_network else None),
+        signals=signals,
+        **frequency,
     )
     hooks = [each().register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in handle._called]
     hooks += [each.register_step_pre_hook(snapshots.before_step) for each in optimizers]
@@ -68,20 +81,83 @@ def start(
     return snapshots
 
 
+def agree_on_folder(
+    group: Group, folder: Path, start_step: int, options: dict[str, Any], failure: str | None
+) -> tuple[str, Place]:
+    """Returns a new name for these snapshots, and what this rank does for them. Collective. ``failure``: why this rank
+    cannot take any. Raises Error(invalid_use) on every rank if one cannot, or if they do not ask for the same."""
+    name = group.from_first(secrets.token_hex(8))
+    mark = folder / f".rank-{group.rank}"
+    try:
+        if failure is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(name)
+    except OSError as error:
+        failure = f"rank {group.rank} cannot write into the folder {folder} ({error}); name one that can be written"
+    try:
+        answers = group.gather((failure, start_step, options))
+        first = next((each for each, _, _ in answers if each is not None), None)
+        if first is not None:
+            raise refused(first)
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
+                raise refused(
+                    f"rank 0 goes on from step {answers[0][1]} with {answers[0][2]}, rank {rank} from step {answer[1]} "
+                    f"with {answer[2]}; call gradcast.resume() and handle.snapshots() alike on all ranks"
+                )
+        # Ranks that see one another's marks share the folder.
+        seen = _seen(folder, name, group.world_size)
+        everybody = group.gather(seen)
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+    if any(everybody[other] != each for each in everybody for other in each):
+        raise refused(f"the ranks see different files in {folder}; name a folder on local disks, or one that all share")
+    shared = len(seen) == group.world_size
+    if not shared and group.rank == 0:
+        _log.warning(
+            "%s is not one folder for all ranks: each host keeps its own part of a snapshot there, and only with all "
+            "of these hosts it can be resumed; name a folder that all hosts see if others may take their place",
+            folder,
+        )
+    place = Place(folder, group.rank, group.world_size, completes=seen[0] == group.rank, shared=shared)
+    if place.completes:
+        store.remove_leftovers(folder, start_step)
+    group.gather(None)  # nobody writes before
+    return name, place
+
+
+def _seen(folder: Path, name: str, world_size: int) -> tuple[int, ...]:
+    """The ranks whose marks show here, which may take a moment."""
+    end_s = time.monotonic() + _SEEN_WITHIN_S
+    found: set[int] = set()
+    while True:
+        for rank in set(range(world_size)) - found:
+            with contextlib.suppress(OSError):
+                if (folder / f".rank-{rank}").read_text() == name:
+                    found.add(rank)
+        if len(found) == world_size or time.monotonic() > end_s:
+            return tuple(sorted(found))
+        time.sleep(0.05)
+
+
 def _require_arguments(
     folder: Path,
-    overhead: float,
-    keep: int,
-    every: int | None,
     loader: Any,
     extra: dict[str, Any],
     optimizers: Sequence[Optimizer],
+    write_bytes_per_s: float | None,
+    overhead: float,
+    keep: int,
+    every: int | None,
 ) -> None:
     """Raises Error(invalid_use)."""
     if not optimizers:
         raise refused("a snapshot needs the optimizer, which hook mode is not given: handle.snapshots(optimizer=...)")
     if overhead <= 0 or keep < 1 or (every is not None and every < 1):
         raise refused(f"overhead={overhead}, keep={keep}, every={every}; give a share above 0, and numbers from 1 on")
+    if write_bytes_per_s is not None and write_bytes_per_s <= 0:
+        raise refused(f"write_bytes_per_s={write_bytes_per_s}; give bytes per second above 0, or leave it out")
     for name, each in {"loader": loader, **extra}.items():
         if each is not None and not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise refused(

@@ -119,9 +119,9 @@ class Copies:
                 pinned = tensor.device.type == "cuda"
                 self._held[path] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._taken.add(path)
-        with torch.no_grad():
-            for path, tensor in pairs:
-                self._held[path].copy_(tensor, non_blocking=True)
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([self._held[path] for path, _ in pairs], [t for _, t in pairs], non_blocking=True)
         if any(tensor.device.type == "cuda" for _, tensor in pairs):
             event = torch.cuda.Event()
             event.record()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -206,18 +207,24 @@ class Handle:
         loader: Any = None,
         extra: Mapping[str, Any] | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        write_bytes_per_s: float | None = None,
+        over_network: bool = False,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> "Snapshots":
         """Writes a snapshot of the training into ``folder`` again and again, from which ``gradcast.resume`` goes on.
         Collective. Ends with ``detach()``, or with the program.
 
-        ``folder``: one that all ranks see. ``overhead``: the share of the training's time that snapshots may cost;
-        ``every``: steps from one to the next, in place of it. ``keep``: so many complete ones stay. ``loader``: a
-        ResumableLoader, or anything whose state_dict() is the same on all ranks. ``extra``: by name, more objects with
-        state_dict() and load_state_dict(), the same on all ranks (a scheduler, a GradScaler). ``optimizer``: in hook
-        mode, where ``attach`` is given none.
+        ``folder``: one that all ranks see, or one of each host's own. ``overhead``: the share of the training's time
+        that snapshots may cost; ``every``: steps from one to the next, in place of it. ``keep``: so many complete ones
+        stay. ``loader``: a ResumableLoader, or anything with state_dict() and load_state_dict(). ``extra``: by name,
+        more objects with these, the same on all ranks (a scheduler, a GradScaler). ``optimizer``: in hook mode, where
+        ``attach`` is given none. ``write_bytes_per_s``: the most that a rank writes, for a disk that others need, too.
+        ``over_network``: the folder is reached over the network of the training, so that a part is written while no
+        block travels. ``signals``: those that end the program once a last snapshot is complete, if they leave time for
+        that.
 
-        Raises Error(invalid_use), on every rank, if a rank does not see the folder, if it cannot be written, or if it
-        holds snapshots that this program has not resumed.
+        Raises Error(invalid_use), on every rank, if the folder cannot be written, or if it holds snapshots that this
+        program has not resumed.
         """
         from gradcast.snapshots.start import start
 
@@ -225,7 +232,18 @@ class Handle:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree
         self._snapshots = start(
-            self, self._require_module(), folder, overhead, keep, every, loader, dict(extra or {}), optimizer
+            self,
+            self._require_module(),
+            folder,
+            optimizer,
+            overhead=overhead,
+            keep=keep,
+            every=every,
+            loader=loader,
+            extra=dict(extra or {}),
+            write_bytes_per_s=write_bytes_per_s,
+            over_network=over_network,
+            signals=signals,
         )
         return self._snapshots
 

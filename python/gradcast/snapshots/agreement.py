@@ -1,0 +1,98 @@
+"""What the ranks' writers decide together, through the store of torch.distributed.
+
+Rank 0 decides from what every rank says. This is no collective: a rank that has ended keeps nobody waiting.
+
+Thread safety: ``decide`` is one thread's; the others may be called from any thread.
+"""
+
+import logging
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_log = logging.getLogger("gradcast")
+
+_POLL_S = 0.002  # grows to the longest one while nothing comes
+_LONGEST_POLL_S = 0.05
+_SAID_AFTER_S = 60.0
+
+
+class LeftError(Exception):
+    """A rank takes no part any more. The text says which one, and why."""
+
+
+def store_of(name: str) -> dist.Store:
+    """A store for the keys of ``name``, the same on all ranks. REQUIRES: torch.distributed is initialized."""
+    # A connection of its own: on the one that all share, a request waits for those of other threads.
+    return dist.PrefixStore(f"gradcast snapshots {name}", dist.distributed_c10d._get_default_store()).clone()
+
+
+class Agreement:
+    """``store``: of these snapshots alone; None for a single worker."""
+
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size, self._round = store, rank, world_size, 0
+
+    def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What ``decide`` returns on rank 0 for the values of all ranks, in rank order. Every rank comes to the same
+        calls. Raises LeftError if a rank has left before it has said its value."""
+        if self._store is None:
+            return decide([value])
+        self._round += 1
+        name = f"{self._round}"
+        if self._rank > 0:
+            self._store.set(f"{name} {self._rank}", pickle.dumps(value))
+            return pickle.loads(self._await([f"{name} decided"])[0])
+        keys = [f"{name} {rank}" for rank in range(1, self._world_size)]
+        decision = decide([value, *map(pickle.loads, self._await(keys))])
+        self._store.set(f"{name} decided", pickle.dumps(decision))
+        # All have said something in this round, so they have read the last one.
+        for key in [*keys, f"{self._round - 1} decided"]:
+            self._store.delete_key(key)
+        return decision
+
+    def meet(self, value: Any, must_stop: Callable[[], bool]) -> list[Any] | None:
+        """The values of all ranks, once all have come here, which each does once. None if rank 0 ``must_stop`` before,
+        since a rank that it waits for may wait for it elsewhere."""
+        if self._store is None:
+            return [value]
+        if self._rank > 0:
+            self._store.set(f"meet {self._rank}", pickle.dumps(value))
+            return pickle.loads(self._await(["meet decided"])[0])
+        keys = [f"meet {rank}" for rank in range(1, self._world_size)]
+        found = self._await(keys, must_stop)
+        values = None if found is None else [value, *map(pickle.loads, found)]
+        self._store.set("meet decided", pickle.dumps(values))
+        return values
+
+    def leave(self, why: str) -> None:
+        """This rank takes no part any more."""
+        if self._store is not None:
+            self._store.set("left", f"rank {self._rank}: {why}")
+
+    def ask_for_one(self) -> None:
+        """Some rank wants a snapshot soon."""
+        if self._store is not None:
+            self._store.set("asked", "1")
+
+    def is_asked_for_one(self) -> bool:
+        return self._store is not None and self._store.check(["asked"])
+
+    def _await(self, keys: list[str], must_stop: Callable[[], bool] = lambda: False) -> list[bytes] | None:
+        poll_s, since_s, said = _POLL_S, time.monotonic(), False
+        while not self._store.check(keys):
+            if must_stop():
+                return None
+            if self._store.check(["left"]) and not self._store.check(keys):
+                raise LeftError(self._store.get("left").decode())
+            if not said and time.monotonic() > since_s + _SAID_AFTER_S:
+                said = True
+                missing = [key for key in keys if not self._store.check([key])]
+                ranks = ", ".join(key.split()[-1] for key in missing[:10]) if self._rank == 0 else "0"
+                _log.warning("snapshots: rank %d has waited %.0f s for rank %s", self._rank, _SAID_AFTER_S, ranks)
+            time.sleep(poll_s)
+            poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
+        return [self._store.get(key) for key in keys]

@@ -1,0 +1,58 @@
+"""The step of the next snapshot, which the training thread comes to while the writers agree on it. Pure.
+
+Thread safety: any thread.
+"""
+
+import threading
+
+
+class Schedule:
+    """``step``: how many the training has made. ``next``: of which a snapshot is taken, None if none is chosen."""
+
+    def __init__(self, step: int, first: int) -> None:
+        self._changed = threading.Condition()
+        self._step, self._next, self._proposed = step, first, None
+        self._ended = False
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def next(self) -> int | None:
+        return self._next
+
+    def advance(self) -> bool:
+        """The training has made a step. Returns whether a snapshot of it is due, which ends the choice. Waits if the
+        step is proposed, for as long as the ranks take to agree."""
+        with self._changed:
+            self._step += 1
+            while self._proposed == self._step and not self._ended:
+                self._changed.wait()
+            if self._next != self._step or self._ended:
+                return False
+            self._next = None
+            return True
+
+    def propose(self, step: int, instead_of: int | None) -> bool:
+        """Returns whether this rank can take a snapshot of ``step``: it has not come to it yet, nor to what was chosen
+        before. If so, it stops there until ``settle``."""
+        with self._changed:
+            fits = self._step < step and self._next == instead_of and not self._ended
+            if fits:
+                self._proposed = step
+            return fits
+
+    def settle(self, agreed: bool) -> None:
+        """Whether all ranks can take the proposed one."""
+        with self._changed:
+            if agreed and self._proposed is not None:
+                self._next = self._proposed
+            self._proposed = None
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No snapshot is due any more."""
+        with self._changed:
+            self._ended, self._next, self._proposed = True, None, None
+            self._changed.notify_all()

@@ -1,0 +1,47 @@
+"""Signals that end the program, held back until a last snapshot is complete.
+
+Thread safety: the main thread, where Python runs handlers.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Signals:
+    """``numbers``: of the signals. ``on_first``: called when the first comes. Of one that the program ignores, or that
+    something other than Python handles, nothing changes."""
+
+    def __init__(self, numbers: Sequence[int], on_first: Callable[[], None]) -> None:
+        self.received: int | None = None
+        self._on_first = on_first
+        self._before: dict[int, Any] = {}
+        for number in numbers if threading.current_thread() is threading.main_thread() else ():
+            before = signal.getsignal(number)
+            if before is not None and before is not signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _frame: Any) -> None:
+        if self.received is not None:  # once more: not to be held back
+            self.restore()
+            self.pass_on()
+            return
+        self.received = number
+        self._on_first()
+
+    def restore(self) -> None:
+        """The program's own handlers, unless it has set others since."""
+        for number, before in self._before.items():
+            with contextlib.suppress(ValueError):  # of another thread than the main one
+                if signal.getsignal(number) == self._receive:
+                    signal.signal(number, before)
+        self._before.clear()
+
+    def pass_on(self) -> None:
+        """What was held back takes effect, as it would have without this. REQUIRES: ``restore``."""
+        number, self.received = self.received, None
+        if number is not None:
+            signal.raise_signal(number)

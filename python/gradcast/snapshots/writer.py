@@ -1,0 +1,330 @@
+"""Writes what was copied, in a thread, and agrees with the other ranks' writers on the step of the next snapshot.
+
+When one snapshot is written, rank 0 chooses the step of the next. Each rank confirms that it has not come to it yet;
+otherwise a later one is chosen. Once a rank wants one soon, all look for an earlier step in the same way.
+
+Thread safety: ``submit`` and ``close`` are the training thread's, ``ask_for_last`` and ``stats`` any thread's.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import shutil
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradcast.snapshots import frequency, store
+from gradcast.snapshots.agreement import Agreement, LeftError
+from gradcast.snapshots.schedule import Schedule
+
+_log = logging.getLogger("gradcast")
+
+_COSTS_KEPT = 5  # snapshots whose median cost decides
+_LOOK_S = 1.0  # how often it is looked whether a rank wants a snapshot soon
+_SHOWN_CHANGE = 1.25  # the log tells a new frequency that differs by this factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """``completes``: this rank makes the snapshots of its folder complete. ``shared``: all ranks see one folder."""
+
+    folder: Path
+    rank: int
+    world_size: int
+    completes: bool
+    shared: bool
+
+
+@dataclasses.dataclass
+class Written:
+    """What is written of one snapshot. ``failure``: why it could not be copied."""
+
+    step: int
+    begun_s: float
+    stall_s: float = 0.0
+    failure: str | None = None
+    values: Callable[[], dict[store.Path_, Any]] = dict
+    paths: list[store.Path_] = dataclasses.field(default_factory=list)  # of all ranks; where ``completes``
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What all ranks know of a snapshot. The times are the longest of a rank."""
+
+    error: str | None
+    write_s: float
+    cost_s: float
+    step_s: float
+    step: int  # that the rank which is ahead has made by now
+
+
+class Writer:
+    def __init__(
+        self,
+        place: Place,
+        agreement: Agreement,
+        schedule: Schedule,
+        times: Callable[[float], tuple[float, float | None]],
+        *,
+        overhead: float,
+        keep: int,
+        every: int | None,
+        pace: store.Pace,
+        looks: bool,
+    ) -> None:
+        """``times``: from the stall, what the snapshot costs so far and a step without one, in seconds. ``looks``: for
+        ranks that want a snapshot soon."""
+        self._place, self._agreement, self._schedule, self._times = place, agreement, schedule, times
+        self._overhead, self._keep, self._every, self._pace = overhead, keep, every, pace
+        self._look_s = _LOOK_S if looks else None
+        self._layout = store.Layout()
+        self._changed = threading.Condition()
+        self._waiting: Written | None = None
+        self._closing = False
+        self.ended: str | None = None  # why
+        self._asked_at: int | None = None  # this rank's step when it wanted one
+        self._has_met = self._is_served = False
+        self._costs: deque[tuple[float, float, float]] = deque(maxlen=_COSTS_KEPT)  # write, cost, step
+        self._told_every: int | None = None
+        self._is_failing = self._deletion_fails = False
+        self._busy = False
+        self._written_s: float | None = None
+        self._stats: dict[str, Any] = dict.fromkeys(
+            ("step", "age_s", "every", "stall_ms", "write_ms", "overhead", "copy_bytes", "failed", "error")
+        )
+        self._stats["failed"] = 0
+        self._thread = threading.Thread(target=self._run, name="gradcast snapshots", daemon=True)
+        self._thread.start()
+
+    # --- Called by other threads ---
+
+    def submit(self, written: Written) -> None:
+        with self._changed:
+            self._waiting, self._busy = written, True
+            self._changed.notify_all()
+
+    @property
+    def is_busy(self) -> bool:
+        """From ``submit`` until the snapshot is complete or has failed."""
+        return self._busy
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Waits until it is not busy."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy, limit_s)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Ends when what was submitted is written. Idempotent."""
+        self._schedule.end()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(limit_s)
+
+    def give_up(self, why: str) -> None:
+        """Snapshots end on this rank, and so on all."""
+        self._set_ended(why)
+        self.close()
+
+    def _set_ended(self, why: str) -> None:
+        with self._changed:
+            if self.ended is None:
+                self.ended = self._stats["error"] = why
+
+    def ask_for_last(self) -> None:
+        """A snapshot soon, before the program ends. Safe in a signal's handler."""
+        self._asked_at = self._schedule.step
+
+    @property
+    def last_is_written(self) -> bool:
+        """Whether what ``ask_for_last`` has asked for is complete, or cannot be."""
+        return self.ended is not None or (self._asked_at is not None and (self._stats["step"] or 0) >= self._asked_at)
+
+    def set_copy_bytes(self, size: int) -> None:
+        self._stats["copy_bytes"] = size
+
+    def stats(self) -> dict[str, Any]:
+        with self._changed:
+            age_s = None if self._written_s is None else time.monotonic() - self._written_s
+            return self._stats | {"age_s": age_s}
+
+    # --- The thread ---
+
+    def _run(self) -> None:
+        try:
+            while (written := self._next_task()) is not None:
+                if isinstance(written, Written):
+                    outcome = self._write(written)
+                    self._note(written, outcome)
+                    self._agree_on_next(written.step, outcome)
+                    with self._changed:
+                        self._busy = False
+                        self._changed.notify_all()
+                else:
+                    self._meet()
+        except LeftError as left:
+            if not self._closing:
+                self._set_ended(str(left))
+        except Exception as error:  # of the store, which ends with rank 0
+            self._set_ended(f"the ranks' writers have lost each other ({_described(error)})")
+        finally:
+            self._schedule.end()
+            with self._changed:
+                self.ended, self._busy = self.ended or "closed", False
+                self._changed.notify_all()
+            with contextlib.suppress(Exception):  # without the store the others end, too
+                self._agreement.leave(self.ended)
+
+    def _next_task(self) -> Written | bool | None:
+        """What was submitted, True if a rank wants a snapshot soon, None in the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closing, self._look_s)
+                written, self._waiting = self._waiting, None
+                if written is not None or self._closing:
+                    return written
+            if self._asked_at is not None and not self._has_met:
+                self._agreement.ask_for_one()
+            if not self._has_met and (self._asked_at is not None or self._agreement.is_asked_for_one()):
+                return True
+
+    def _write(self, written: Written) -> _Outcome:
+        writing = store.Writing(self._place.folder, written.step, self._place.rank, self._layout, self._pace)
+        error, part = written.failure, b""
+        if error is None:
+            try:
+                part = writing.write_part(written.values())
+            except Exception as failure:
+                error = _described(failure)
+        parts: list[bytes] = []
+
+        def decide_parts(answers: list[tuple[str | None, bytes]]) -> tuple[str | None, list[bytes]]:
+            parts[:] = [each for _, each in answers]
+            return _first_error([each for each, _ in answers]), [] if self._place.shared else parts
+
+        error, sent = self._agreement.decide((error, part), decide_parts)
+        if self._place.completes:
+            results = self._layout.take_in(parts or sent)
+            if error is None:
+                try:
+                    writing.complete(results, written.paths)
+                except Exception as failure:
+                    error = _described(failure)
+            if error is not None:
+                writing.abandon()
+        cost_s, step_s = self._times(written.stall_s)
+        write_s = time.perf_counter() - written.begun_s
+        own = _Outcome(error, write_s, cost_s, step_s or max(write_s, 1e-3), self._schedule.step)
+        outcome = self._agreement.decide(own, _worst)
+        self._delete_old(outcome)
+        return outcome
+
+    def _delete_old(self, outcome: _Outcome) -> None:
+        if not self._place.completes or outcome.error is not None:
+            return
+        try:
+            store.keep_newest(self._place.folder, self._keep)
+        except OSError as error:
+            if not self._deletion_fails:
+                _log.warning("an old snapshot in %s cannot be removed (%s)", self._place.folder, error)
+            self._deletion_fails = True
+
+    def _note(self, written: Written, outcome: _Outcome) -> None:
+        error = outcome.error
+        with self._changed:
+            self._stats["error"] = error
+            if error is None:
+                self._costs.append((outcome.write_s, outcome.cost_s, outcome.step_s))
+                self._written_s = time.monotonic()
+                ms = {"stall_ms": written.stall_s * 1e3, "write_ms": outcome.write_s * 1e3}
+                self._stats |= {"step": written.step, **ms}
+            else:
+                self._stats["failed"] += 1
+        if error is not None and not self._is_failing and self._place.rank == 0:
+            last = self._stats["step"]
+            _log.warning(
+                "the snapshot of step %d could not be written to %s (%s; %s): training goes on, the last snapshot is "
+                "%s, and the next is tried later",
+                written.step, self._place.folder, error, _space(self._place.folder),
+                "none" if last is None else f"step {last}",
+            )  # fmt: skip
+        self._is_failing = error is not None
+
+    # --- When the next one is taken ---
+
+    def _agree_on_next(self, step: int, outcome: _Outcome) -> None:
+        costs = self._costs or [(outcome.write_s, outcome.cost_s, outcome.step_s)]
+        write_s, cost_s, step_s = (statistics.median(values) for values in zip(*costs, strict=True))
+        every = self._every or frequency.steps_between(write_s, cost_s, step_s, self._overhead)
+        self._tell(every, write_s, cost_s, step_s)
+        soon = self._agreement.decide(None, lambda _: self._agreement.is_asked_for_one() and not self._is_served)
+        self._choose(outcome.step, lambda now: step + every * max(1, math.ceil((now - step) / every)), soon, None)
+
+    def _meet(self) -> None:
+        """A rank wants a snapshot before the one that is chosen. While some rank already takes that, there is none."""
+        self._has_met = True
+        pending = self._schedule.next
+        steps = self._agreement.meet((self._schedule.step, pending), lambda: self._waiting is not None)
+        if steps is None:
+            return
+        now = max(step for step, _ in steps)
+        if {each for _, each in steps} == {pending} and pending is not None and now + 2 < pending:
+            self._choose(now, lambda now: pending, True, pending)
+
+    def _choose(self, now: int, usual: Callable[[int], int], soon: bool, instead_of: int | None) -> None:
+        """``usual``: from the lowest step that it can be, that of a snapshot without hurry."""
+        margin = 1
+        while True:
+            chosen = now + margin if soon else usual(now + margin)
+            fits = self._schedule.propose(chosen, instead_of)
+            own = (fits, self._schedule.step, self._schedule.next == instead_of, self._closing)
+            agreed, now, possible, closing = self._agreement.decide(own, _combined)
+            self._schedule.settle(agreed)
+            if closing:
+                raise LeftError("another rank has closed its snapshots")
+            if agreed and soon:
+                self._is_served = True
+                if self._place.rank == 0:
+                    _log.info("snapshots: one is asked for, and taken at step %d", chosen)
+            if agreed or not possible:
+                return
+            margin *= 2
+
+    def _tell(self, every: int, write_s: float, cost_s: float, step_s: float) -> None:
+        self._stats |= {"every": every, "overhead": cost_s / (every * step_s)}
+        told = self._told_every
+        if self._place.rank == 0 and (told is None or max(every / told, told / every) >= _SHOWN_CHANGE):
+            _log.info("snapshots: %s", frequency.sentence(every, write_s, cost_s, step_s))
+            self._told_every = every
+
+
+def _combined(answers: list[tuple[bool, int, bool, bool]]) -> tuple[bool, int, bool, bool]:
+    fits, steps, possible, closing = zip(*answers, strict=True)
+    return all(fits), max(steps), all(possible), any(closing)
+
+
+def _worst(outcomes: list[_Outcome]) -> _Outcome:
+    longest = {n: max(getattr(each, n) for each in outcomes) for n in ("write_s", "cost_s", "step_s", "step")}
+    return _Outcome(_first_error([each.error for each in outcomes]), **longest)
+
+
+def _first_error(errors: list[str | None]) -> str | None:
+    found = ((rank, error) for rank, error in enumerate(errors) if error is not None)
+    return next((error if error.startswith("rank ") else f"rank {rank}: {error}" for rank, error in found), None)
+
+
+def _described(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _space(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.0f} MB are free"
+    except OSError:
+        return "the folder is gone"

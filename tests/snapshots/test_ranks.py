@@ -1,0 +1,230 @@
+"""Snapshots of two ranks that do not do the same, and of trainings that do more than plain steps."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import gradcast
+from gradcast.snapshots import resuming, store
+from snapshots import program
+from training.attached import heard
+from training.needs import torch
+from training.pool import on_ranks
+
+KINDS = {
+    "accumulated": {"accumulate": 3},
+    "with a scaler": {"scaler": True},
+    "int8": {"wire": "int8"},
+    "clipped": {"clip": 0.1},
+    "several optimizers": {"optimizers": 2},
+}
+
+
+class Place:
+    """The next step's number in the data, which the program keeps itself."""
+
+    at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def train(rank, folder, end, *, mode="overlap", accumulate=1, scaler=False, wire="fp32", clip=None, optimizers=1):
+    """Returns the digests of the steps. With ``scaler`` the gradients of one step overflow, so it is skipped."""
+    resuming.resumed.clear()
+    torch.manual_seed(3 + rank)
+    module, data = program.model(), torch.stack([row for _, row in program.dataset()])
+    parameters = list(module.parameters())
+    parts = [parameters] if optimizers == 1 else [parameters[:3], parameters[3:]]
+    made = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+    extra = {"place": Place()}
+    if scaler:
+        extra["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+    gradcast.resume(folder, module, made, extra=extra)
+    place, digests = extra["place"], {}
+    options = gradcast.Options(warmup_steps=3, adapt=False, policy="p3", wire=wire, max_grad_norm=clip)
+    handle = gradcast.attach(module, made if mode == "overlap" else None, options=options)
+    snapshots = handle.snapshots(folder, every=2, extra=extra, optimizer=None if mode == "overlap" else made)
+    while place.at < end:
+        for part in range(accumulate):
+            rows = data[(place.at * accumulate + part) * 2 + rank :][:2]
+            overflows = scaler and place.at == 4 and rank == 0
+            with handle.no_sync() if part + 1 < accumulate else contextlib.nullcontext():
+                loss = module(rows).square().mean() * (torch.inf if overflows else 1.0)
+                (extra["scaler"].scale(loss) if scaler else loss).backward()
+        for each in made:
+            extra["scaler"].step(each) if scaler else each.step()
+        if scaler:
+            extra["scaler"].update()
+        for each in made:
+            each.zero_grad()
+        place.at += 1
+        digests[place.at] = program.digest({"model": module.state_dict(), "optimizer": {}})
+        snapshots.wait()
+    assert snapshots.stats()["failed"] == 0
+    handle.detach()
+    return digests
+
+
+def goes_on(rank, folder, mode, kind):
+    """The steps of a training that has begun again whose bits are not those of one that has not."""
+    named = KINDS[kind] | {"mode": mode}
+    whole = train(rank.index, f"{folder}/whole", 12, **named)
+    train(rank.index, f"{folder}/parts", 9, **named)
+    after = train(rank.index, f"{folder}/parts", 12, **named)
+    assert len(after) in (3, 4), "the snapshot of step 8 is resumed"
+    return [step for step, digest in after.items() if digest != whole[step]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [*(("overlap", kind) for kind in KINDS), ("hook", "accumulated"), ("hook", "with a scaler")]
+)
+def test_a_training_goes_on_with_its_bits(ranks, tmp_path, mode, kind):
+    assert ranks.run(2, goes_on, str(tmp_path), mode, kind) == [[]] * 2
+
+
+def begun(rank, folder, **named):
+    """A module and its optimizer with snapshots, and what makes a step."""
+    resuming.resumed.clear()
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
+
+    def step():
+        module(torch.full((2, 8), float(rank))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return handle, handle.snapshots(folder, **named), step
+
+
+def told_that_ended(messages):
+    return [each for each in messages if "snapshots have ended" in each]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_ends_its_snapshots_alone_keeps_nobody_waiting(ranks, tmp_path, leaver):
+    told = ranks.run(2, one_leaves, str(tmp_path), leaver)
+    assert told[leaver] == []
+    assert len(told[1 - leaver]) == 1
+    assert f"on rank {1 - leaver} at step" in told[1 - leaver][0]
+    assert "closed" in told[1 - leaver][0]
+    assert len(store.complete_steps(tmp_path)) > 0
+
+
+def one_leaves(rank, folder, leaver):
+    with heard() as messages:
+        handle, snapshots, step = begun(rank.index, folder, every=3)
+        for number in range(60):
+            step()
+            time.sleep(0.01)
+            if number == 10 and rank.index == leaver:
+                snapshots.close()
+        handle.detach()
+    return told_that_ended(messages)
+
+
+def test_what_cannot_be_copied_on_one_rank_ends_no_training(ranks, tmp_path):
+    told = ranks.run(2, one_cannot_copy, str(tmp_path))
+    assert [failed for failed, _ in told] == [1, 1]
+    for _, error in told:
+        assert "rank 0: copying: MemoryError: no room" in error
+    assert store.complete_steps(tmp_path)[-1] >= 6
+
+
+class FailsOnce(Place):
+    calls = 0
+
+    def state_dict(self):
+        self.calls += 1
+        if self.calls == 1:
+            raise MemoryError("no room")
+        return {}
+
+
+def one_cannot_copy(rank, folder):
+    handle, snapshots, step = begun(rank.index, folder, every=3, extra={"fails": FailsOnce()})
+    errors = []
+    for _ in range(12):
+        step()
+        snapshots.wait()
+        errors.append(snapshots.stats()["error"])
+    handle.detach()
+    return snapshots.stats()["failed"], next(each for each in errors if each)
+
+
+def test_a_part_that_is_cut_off_is_refused_before_anything_changes(ranks, tmp_path):
+    for cut in range(2):
+        assert ranks.run(2, resumes_cut, str(tmp_path / str(cut)), cut) == [None, None]
+
+
+def resumes_cut(rank, folder, cut):
+    handle, snapshots, step = begun(rank.index, folder, every=3)
+    for _ in range(4):
+        step()
+        snapshots.wait()
+    handle.detach()
+    part = Path(folder) / "step-3" / f"__{cut}_0.distcp"
+    if rank.index == 0:
+        part.write_bytes(part.read_bytes()[:-10])
+    torch.distributed.barrier()
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    before = [each.clone() for each in module.parameters()]
+    with pytest.raises(gradcast.Error, match=rf"step 3 .* not whole: __{cut}_0.distcp .* delete the folder step-3"):
+        gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01))
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_a_step_that_one_rank_does_not_see_is_refused(ranks, tmp_path):
+    for rank, error in enumerate(ranks.run(2, resumes_apart, str(tmp_path))):
+        assert "rank 1 sees a snapshot of step 3" in error, rank
+        assert "rank 0 does not" in error
+
+
+def resumes_apart(rank, folder):
+    if rank.index == 1:
+        place = Path(folder) / "1" / "step-3"
+        place.mkdir(parents=True)
+        (place / ".metadata").touch()
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(gradcast.Error) as caught:
+        gradcast.resume(f"{folder}/{rank.index}", module, torch.optim.SGD(module.parameters(), 0.1))
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_the_ranks_ask_for_the_same(rank, tmp_path):
+    with pytest.raises(gradcast.Error, match="alike on all ranks"):
+        begun(rank.index, str(tmp_path), every=3 + rank.index)
+
+
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_a_signal_on_one_rank_brings_a_last_snapshot(ranks, tmp_path, receiver):
+    told = ranks.run(2, gets_a_signal, str(tmp_path), receiver)
+    assert told[0]["last"] == told[1]["last"]
+    assert told[receiver]["sent_at"] <= told[0]["last"] <= told[receiver]["passed_on_at"] < 400
+    assert store.complete_steps(tmp_path) == [told[0]["last"]]
+
+
+def gets_a_signal(rank, folder, receiver):
+    """Handles SIGTERM itself, behind the snapshots."""
+    told = {"sent_at": None, "passed_on_at": None}
+    before = signal.signal(signal.SIGTERM, lambda *_: told.update(passed_on_at=number))
+    handle, snapshots, step = begun(rank.index, folder, every=100_000)
+    for number in range(1, 400):
+        step()
+        time.sleep(0.01)
+        if number == 20 and rank.index == receiver:
+            told["sent_at"] = number
+            os.kill(os.getpid(), signal.SIGTERM)
+    handle.detach()
+    signal.signal(signal.SIGTERM, before)
+    return told | {"last": snapshots.stats()["step"]}
