@@ -82,7 +82,9 @@ class Snapshots:
         self._taken: _Taken | None = None
         self._last_step_s: float | None = None
         self._quiet_s: deque[float] = deque(maxlen=100)  # durations of steps without a snapshot
-        self._slowed_s: list[float] = []  # durations of steps from a snapshot until it is written
+        self._slowed_s: list[float] = []  # durations of the steps in which the last snapshot is copied and written
+        self._is_touched = False  # whether this step is one of them
+        self._cost_s = 0.0  # by how much longer those of a snapshot have taken, all together
         self._schedule = Schedule(start_step, start_step + (every or _FIRST_STEPS))
         frequency = {"overhead": overhead, "keep": keep, "every": every}
         self._writer = Writer(
@@ -192,7 +194,7 @@ class Snapshots:
 
     def _begin_copy(self) -> None:
         taken, module = self._taken, self._module()
-        self._slowed_s.clear()
+        self._is_touched = True
         with self._copying(taken):
             taken.own["random"] = random_state(self._device)
             if self._copies is None or not self._copies.fits(module):
@@ -254,13 +256,21 @@ class Snapshots:
     def _time_step(self) -> None:
         now_s, before_s = time.perf_counter(), self._last_step_s
         self._last_step_s = now_s
-        if before_s is not None:
-            is_slowed = self._taken is not None or self._writer.is_busy
-            (self._slowed_s if is_slowed else self._quiet_s).append(now_s - before_s)
+        if before_s is None:
+            return
+        is_busy = self._taken is not None or self._writer.is_busy
+        if is_busy or self._is_touched:
+            self._slowed_s.append(now_s - before_s)
+        else:
+            self._quiet_s.append(now_s - before_s)
+        self._is_touched = is_busy
+        if self._slowed_s and not is_busy and self._quiet_s:
+            quiet_s = statistics.median(self._quiet_s)
+            self._cost_s = sum(self._slowed_s) - len(self._slowed_s) * quiet_s
+            self._slowed_s.clear()
 
     def _times(self, stall_s: float) -> tuple[float, float | None]:
-        """What the snapshot has cost, and a step without one, in seconds. Called by the writer's thread."""
-        if not self._quiet_s:
-            return stall_s, None
-        quiet_s, slowed = statistics.median(list(self._quiet_s)), list(self._slowed_s)
-        return max(stall_s, sum(slowed) - len(slowed) * quiet_s), quiet_s
+        """What a snapshot costs, and a step without one, in seconds. Called by the writer's thread, while the step goes
+        on in which it has written the snapshot: the cost is that of the one before, and at first that of the copy."""
+        quiet_s = list(self._quiet_s)
+        return max(stall_s, self._cost_s), statistics.median(quiet_s) if quiet_s else None
