@@ -26,7 +26,7 @@ def crashed(folder, kills, seed, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["overlap", "own folders", pytest.param("hook", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]] + KINDS[2:])
 def test_a_few_kills(tmp_path, kind):
     crashed(tmp_path, 4, 11, kind)
 

@@ -271,6 +271,8 @@ class Snapshots:
 
     def _times(self, stall_s: float) -> tuple[float, float | None]:
         """What a snapshot costs, and a step without one, in seconds. Called by the writer's thread, while the step goes
-        on in which it has written the snapshot: the cost is that of the one before, and at first that of the copy."""
-        quiet_s = list(self._quiet_s)
-        return max(stall_s, self._cost_s), statistics.median(quiet_s) if quiet_s else None
+        on in which it has written the snapshot. So that step counts for the next one; until then, the others do."""
+        quiet, slowed = list(self._quiet_s), list(self._slowed_s)
+        quiet_s = statistics.median(quiet) if quiet else None
+        so_far_s = sum(slowed) - len(slowed) * quiet_s if quiet else 0.0
+        return max(stall_s, self._cost_s, so_far_s), quiet_s
