@@ -3,13 +3,14 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import gradcast
-from gradcast.snapshots import resuming, store
+from gradcast.snapshots import resuming, store, writer
 from snapshots import program
 from training.attached import heard
 from training.needs import torch
@@ -130,6 +131,29 @@ def one_leaves(rank, folder, leaver):
                 snapshots.close()
         handle.detach()
     return told_that_ended(messages)
+
+
+def test_a_rank_that_never_writes_holds_up_no_end(ranks, tmp_path):
+    told = ranks.run(2, one_is_stuck, str(tmp_path))
+    assert told[0] == ["the snapshot of step 3 is not complete: rank 1 did not answer"]
+    assert store.complete_steps(tmp_path) == []
+
+
+def one_is_stuck(rank, folder):
+    stuck = threading.Event()
+    with heard() as messages, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_OTHERS_AT_CLOSE_S", 0.5)
+        if rank.index == 1:
+            patch.setattr(store.Writing, "write_part", lambda *_: stuck.wait(30))
+        handle, _, step = begun(rank.index, folder, every=3)
+        for _ in range(4):
+            step()
+        if rank.index == 0:
+            handle.detach()
+        torch.distributed.barrier()
+        stuck.set()
+        handle.detach()
+    return [each for each in messages if "not complete" in each]
 
 
 def test_what_cannot_be_copied_on_one_rank_ends_no_training(ranks, tmp_path):

@@ -6,6 +6,7 @@ Thread safety: ``decide`` is one thread's; the others may be called from any thr
 """
 
 import logging
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class Agreement:
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size, self._round = store, rank, world_size, 0
+        self._end_s: float | None = None  # in monotonic time
 
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """What ``decide`` returns on rank 0 for the values of all ranks, in rank order. Every rank comes to the same
@@ -68,6 +70,10 @@ class Agreement:
         self._store.set("meet decided", pickle.dumps(values))
         return values
 
+    def end_within(self, limit_s: float) -> None:
+        """From now on nothing waits for longer: what waits then raises LeftError. A rank that was killed says nothing."""
+        self._end_s = min(time.monotonic() + limit_s, self._end_s or math.inf)
+
     def leave(self, why: str) -> None:
         """This rank takes no part any more."""
         if self._store is not None:
@@ -88,11 +94,19 @@ class Agreement:
                 return None
             if self._store.check(["left"]) and not self._store.check(keys):
                 raise LeftError(self._store.get("left").decode())
+            if self._end_s is not None and time.monotonic() > self._end_s:
+                raise LeftError(f"{self._ranks_of(keys)} did not answer")
             if not said and time.monotonic() > since_s + _SAID_AFTER_S:
                 said = True
-                missing = [key for key in keys if not self._store.check([key])]
-                ranks = ", ".join(key.split()[-1] for key in missing[:10]) if self._rank == 0 else "0"
-                _log.warning("snapshots: rank %d has waited %.0f s for rank %s", self._rank, _SAID_AFTER_S, ranks)
+                waited_for = self._ranks_of(keys)
+                _log.warning("snapshots: rank %d has waited %.0f s for %s", self._rank, _SAID_AFTER_S, waited_for)
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
         return [self._store.get(key) for key in keys]
+
+    def _ranks_of(self, keys: list[str]) -> str:
+        """Those that have not said theirs."""
+        if self._rank > 0:
+            return "rank 0"
+        missing = [key.split()[-1] for key in keys if not self._store.check([key])]
+        return f"rank {', '.join(missing[:10])}"

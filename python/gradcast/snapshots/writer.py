@@ -27,6 +27,7 @@ _log = logging.getLogger("gradcast")
 
 _COSTS_KEPT = 5  # snapshots whose median cost decides
 _LOOK_S = 1.0  # how often it is looked whether a rank wants a snapshot soon
+_OTHERS_AT_CLOSE_S = 120.0  # for ranks whose disks are slower; one that was killed never answers
 _SHOWN_CHANGE = 1.25  # the log tells a new frequency that differs by this factor
 
 
@@ -86,6 +87,7 @@ class Writer:
         self._layout = store.Layout()
         self._changed = threading.Condition()
         self._waiting: Written | None = None
+        self._writing: Written | None = None
         self._closing = False
         self.ended: str | None = None  # why
         self._asked_at: int | None = None  # this rank's step when it wanted one
@@ -120,8 +122,10 @@ class Writer:
             self._changed.wait_for(lambda: not self._busy, limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Ends when what was submitted is written. Idempotent."""
+        """Ends when what was submitted is written. Idempotent. ``limit_s``: of all that this waits for; None for other
+        ranks' limited time, and as long as this rank writes."""
         self._schedule.end()
+        self._agreement.end_within(_OTHERS_AT_CLOSE_S if limit_s is None else limit_s)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -160,8 +164,10 @@ class Writer:
         try:
             while (written := self._next_task()) is not None:
                 if isinstance(written, Written):
+                    self._writing = written
                     outcome = self._write(written)
                     self._note(written, outcome)
+                    self._writing = None
                     self._agree_on_next(written.step, outcome)
                     with self._changed:
                         self._busy = False
@@ -171,6 +177,8 @@ class Writer:
         except LeftError as left:
             if not self._closing:
                 self._set_ended(str(left))
+            elif self._writing is not None:
+                _log.warning("the snapshot of step %d is not complete: %s", self._writing.step, left)
         except Exception as error:  # of the store, which ends with rank 0
             self._set_ended(f"the ranks' writers have lost each other ({_described(error)})")
         finally:
