@@ -79,6 +79,18 @@ def test_ranks_meet_unless_the_first_must_stop():
     assert together(stopping) == [None] * RANKS
 
 
+def test_a_rank_that_wants_to_meet_is_not_waited_for_elsewhere():
+    def action(agreement, rank):
+        met = "elsewhere"
+        if rank == 1:
+            agreement.ask_for_one()
+            met = agreement.meet(rank, lambda: False)
+        found = agreement.decide(rank, max)
+        return met, found, agreement.meet(rank, lambda: False) if rank != 1 else None
+
+    assert together(action) == [("elsewhere", 2, None), (None, 2, None), ("elsewhere", 2, None)]
+
+
 def test_a_step_is_due_once():
     schedule = Schedule(step=4, first=6)
     assert [schedule.advance() for _ in range(3)] == [False, True, False]

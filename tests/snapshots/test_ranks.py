@@ -104,6 +104,7 @@ def begun(rank, folder, **named):
         optimizer.step()
         optimizer.zero_grad()
 
+    step.optimizer = optimizer
     return handle, handle.snapshots(folder, **named), step
 
 
@@ -154,6 +155,26 @@ def one_is_stuck(rank, folder):
         stuck.set()
         handle.detach()
     return [each for each in messages if "not complete" in each]
+
+
+def test_a_rank_without_samples_takes_part_in_snapshots(ranks, tmp_path):
+    assert ranks.run(2, has_no_samples, str(tmp_path)) == [(8, 0, None)] * 2
+
+
+def has_no_samples(rank, folder):
+    handle, snapshots, step = begun(rank.index, folder, every=2)
+    for number in range(1, 10):
+        if rank.index == 1 and number > 4:
+            with handle.weight(0):
+                pass
+            step.optimizer.step()
+        else:
+            with handle.weight(2):
+                step()
+        snapshots.wait()
+    stats = snapshots.stats()
+    handle.detach()
+    return stats["step"], stats["failed"], stats["error"]
 
 
 def test_what_cannot_be_copied_on_one_rank_ends_no_training(ranks, tmp_path):

@@ -134,6 +134,43 @@ def test_a_failure_to_write_is_said_and_leaves_the_last_snapshot(tmp_path, monke
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_snapshots_can_begin_again_in_one_program(tmp_path):
+    """What was written stays, and steps count on."""
+    (tmp_path / "step-3-best").mkdir()
+    (tmp_path / "step-4.pt").touch()
+    module, optimizer, _, _ = parts(tmp_path)
+    handle = gradcast.attach(module, optimizer)
+    for begin in (0, 6):
+        snapshots = handle.snapshots(tmp_path, every=3)
+        for step in range(begin + 1, begin + 7):
+            module(torch.ones(4, program.FEATURES)).sum().backward()
+            optimizer.step()
+            snapshots.wait()
+            assert store.complete_steps(tmp_path)[-1:] == [(step - 1) // 3 * 3][: step > 3]
+    handle.detach()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-12", "step-3-best", "step-4.pt", "step-9"]
+
+
+def test_parameters_that_an_optimizer_gets_later_are_in_the_snapshot(tmp_path):
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    module = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(layers[0].parameters())
+    handle = gradcast.attach(module, optimizer=None)
+    snapshots = handle.snapshots(tmp_path, every=2, optimizer=optimizer)
+    for step in range(1, 8):
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step == 4:
+            optimizer.add_param_group({"params": layers[1].parameters(), "lr": 0.5})
+        snapshots.wait()
+    handle.detach()
+    again = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.Adam([{"params": each.parameters()} for each in again])
+    assert gradcast.resume(tmp_path, again, optimizer) == 6
+    assert [float(optimizer.state[each.weight]["step"]) for each in again] == [6, 2]
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
 def test_an_old_snapshot_that_cannot_be_removed_is_no_failure(tmp_path, monkeypatch, caplog):
     def fails(*_):
         raise PermissionError("not yours")

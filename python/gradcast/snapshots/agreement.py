@@ -36,6 +36,7 @@ class Agreement:
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size, self._round = store, rank, world_size, 0
+        self._has_met = False
         self._end_s: float | None = None  # in monotonic time
 
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -57,21 +58,26 @@ class Agreement:
         return decision
 
     def meet(self, value: Any, must_stop: Callable[[], bool]) -> list[Any] | None:
-        """The values of all ranks, once all have come here, which each does once. None if rank 0 ``must_stop`` before,
-        since a rank that it waits for may wait for it elsewhere."""
+        """The values of all ranks, once all are here, where each comes once. None if rank 0 ``must_stop`` before, or
+        has waited in ``decide`` since a rank wanted this: each may wait for the other elsewhere."""
         if self._store is None:
             return [value]
         if self._rank > 0:
             self._store.set(f"meet {self._rank}", pickle.dumps(value))
             return pickle.loads(self._await(["meet decided"])[0])
         keys = [f"meet {rank}" for rank in range(1, self._world_size)]
-        found = self._await(keys, must_stop)
+        found = None if self._has_met else self._await(keys, must_stop)
         values = None if found is None else [value, *map(pickle.loads, found)]
-        self._store.set("meet decided", pickle.dumps(values))
+        self._end_meeting(values)
         return values
 
+    def _end_meeting(self, values: list[Any] | None) -> None:
+        if not self._has_met:
+            self._store.set("meet decided", pickle.dumps(values))
+            self._has_met = True
+
     def end_within(self, limit_s: float) -> None:
-        """From now on nothing waits for longer: what waits then raises LeftError. A rank that was killed says nothing."""
+        """From now on nothing waits for longer, but raises LeftError. A rank that was killed says nothing."""
         self._end_s = min(time.monotonic() + limit_s, self._end_s or math.inf)
 
     def leave(self, why: str) -> None:
@@ -87,11 +93,13 @@ class Agreement:
     def is_asked_for_one(self) -> bool:
         return self._store is not None and self._store.check(["asked"])
 
-    def _await(self, keys: list[str], must_stop: Callable[[], bool] = lambda: False) -> list[bytes] | None:
+    def _await(self, keys: list[str], must_stop: Callable[[], bool] | None = None) -> list[bytes] | None:
         poll_s, since_s, said = _POLL_S, time.monotonic(), False
         while not self._store.check(keys):
-            if must_stop():
+            if must_stop is not None and must_stop():
                 return None
+            if must_stop is None and self._rank == 0 and not self._has_met and self._store.check(["asked"]):
+                self._end_meeting(None)
             if self._store.check(["left"]) and not self._store.check(keys):
                 raise LeftError(self._store.get("left").decode())
             if self._end_s is not None and time.monotonic() > self._end_s:

@@ -55,8 +55,7 @@ def resume(
     step = _newest_step(folder)
     if step is None:
         return None
-    reading = store.Reading(store.place_of(folder, step))
-    _complete(reading, step, folder)
+    reading = _complete(step, folder)
     common = from_bytes(reading.object(COMMON))
     modules = list(model) if isinstance(model, list | tuple) else [model]
     module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
@@ -72,13 +71,13 @@ def resume(
             f"the snapshot of step {step} in {folder} does not fit: {difference}; resume with the model and "
             "optimizer that it was taken of, or name another folder"
         )
+    if loader is not None:  # first, since it may be of other data and refuse this
+        loader.load_state_dict((own or from_bytes(reading.object(own_path(0))))["loader"])
     reading.read({("model", name): tensor for name, tensor in model_tensors(module).items()})
     for name, value in common["model"].items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     for number, each in enumerate(optimizers):
         _restore_optimizer(reading, common["optimizers"][number], module, each, number)
-    if loader is not None:
-        loader.load_state_dict((own or from_bytes(reading.object(own_path(0))))["loader"])
     for name, state in common["extra"].items():
         extra[name].load_state_dict(state)
     if own is not None:
@@ -116,31 +115,57 @@ def _newest_step(folder: Path) -> int | None:
     return None
 
 
-def _complete(reading: store.Reading, step: int, folder: Path) -> None:
-    """Sends files that a rank lacks from one that has them. Raises Error(invalid_use) if nobody has one. Collective."""
-    missing = _gather(reading.missing())
+def _complete(step: int, folder: Path) -> store.Reading:
+    """Opens the snapshot, after files that a rank lacks were sent from one that has them. Raises Error(invalid_use) on
+    every rank if nobody has one, or one cannot be written. Collective."""
+    reading, failure = None, None
+    try:
+        reading = store.Reading(store.place_of(folder, step))
+    except Exception as error:  # of unpickling: anything
+        failure = f".metadata cannot be read ({type(error).__name__}: {error})"
+    missing = _gather_or_refuse(reading and reading.missing(), failure, step, folder)
+    rank, _ = _rank_and_world_size()
     for name in sorted(set().union(*missing)):
-        sender = next((rank for rank, names in enumerate(missing) if name not in names), None)
+        sender = next((each for each, names in enumerate(missing) if name not in names), None)
         if sender is None:
-            raise refused(
-                f"the snapshot of step {step} in {folder} is not whole: {name} is cut off or not there; delete the "
-                f"folder step-{step} to go on from the one before"
-            )
-        rank, _ = _rank_and_world_size()
+            _gather_or_refuse(None, f"{name} is cut off or not there", step, folder)
+        failure = None
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(reading.open_part(name)) if rank == sender else None
-            into = stack.enter_context(reading.replace_part(name)) if name in missing[rank] else None
+            into = None
+            if name in missing[rank]:
+                into = reading.new_part(name)
             while piece := _gather(source and source.read(_PIECE_BYTES))[sender]:
-                if into is not None:
-                    into.write(piece)
+                try:
+                    if into is not None and failure is None:
+                        with into.open("ab") as file:
+                            file.write(piece)
+                except OSError as error:
+                    failure = f"rank {rank} cannot write {name} ({error})"
+        _gather_or_refuse(None, failure, step, folder)
+        if into is not None:
+            reading.replace_part(name, into)
+    return reading
+
+
+def _gather_or_refuse(value: Any, failure: str | None, step: int, folder: Path) -> list[Any]:
+    """Every rank's value, unless one has failed. Collective."""
+    answers = _gather((value, failure))
+    first = next((each for _, each in answers if each is not None), None)
+    if first is not None:
+        raise refused(
+            f"the snapshot of step {step} in {folder} is not whole: {first}; delete the folder step-{step} to go on "
+            "from the one before"
+        )
+    return [each for each, _ in answers]
 
 
 def _restore_random_state(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
     restore_random_state(state, device)
     hooks: list[Any] = []
 
-    def before_forward(module: nn.Module, _inputs: Any, _compiled: bool) -> None:
-        if hooks and module.training and torch.is_grad_enabled():
+    def before_forward(_module: nn.Module, _inputs: Any, _compiled: bool) -> None:
+        if hooks and torch.is_grad_enabled():
             restore_random_state(state, device)
             while hooks:
                 hooks.pop().remove()
@@ -161,6 +186,9 @@ def _difference(
     for name in [*own, *saved]:
         if own.get(name) != saved.get(name):
             return f"{name} is {_described(own.get(name))} in the model and {_described(saved.get(name))} in it"
+    extra_state = sorted(name for name in module.state_dict(keep_vars=True) if name.endswith("_extra_state"))
+    if extra_state != sorted(common["model"]):
+        return f"the model has the extra state {extra_state}, and it is of {sorted(common['model'])}"
     if len(optimizers) != len(common["optimizers"]):
         return f"{len(optimizers)} optimizers are given, and it is of {len(common['optimizers'])}"
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -16,6 +16,7 @@ class Signals:
 
     def __init__(self, numbers: Sequence[int], on_first: Callable[[], None]) -> None:
         self.received: int | None = None
+        self._is_over = False
         self._on_first = on_first
         self._before: dict[int, Any] = {}
         for number in numbers if threading.current_thread() is threading.main_thread() else ():
@@ -24,13 +25,23 @@ class Signals:
                 self._before[number] = before
                 signal.signal(number, self._receive)
 
-    def _receive(self, number: int, _frame: Any) -> None:
-        if self.received is not None:  # once more: not to be held back
+    def _receive(self, number: int, frame: Any) -> None:
+        if self._is_over:  # another handler has kept this one and calls it
+            before = self._before[number]
+            if before is signal.SIG_DFL:
+                signal.signal(number, before)
+                signal.raise_signal(number)
+            else:
+                before(number, frame)
+        elif self.received is not None:  # once more: not to be held back
+            first = self.received
             self.restore()
             self.pass_on()
-            return
-        self.received = number
-        self._on_first()
+            if number != first:
+                signal.raise_signal(number)
+        else:
+            self.received = number
+            self._on_first()
 
     def restore(self) -> None:
         """The program's own handlers, unless it has set others since."""
@@ -38,7 +49,7 @@ class Signals:
             with contextlib.suppress(ValueError):  # of another thread than the main one
                 if signal.getsignal(number) == self._receive:
                     signal.signal(number, before)
-        self._before.clear()
+        self._is_over = True
 
     def pass_on(self) -> None:
         """What was held back takes effect, as it would have without this. REQUIRES: ``restore``."""

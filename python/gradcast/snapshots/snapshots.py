@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.snapshots.agreement import Agreement
+from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
 from gradcast.snapshots.signals import Signals
@@ -36,6 +37,7 @@ _log = logging.getLogger("gradcast")
 
 _FIRST_STEPS = 10  # before the first snapshot, so that a step's time is known
 _LIMIT_AT_EXIT_S = 60.0
+_LIMIT_AFTER_ERROR_S = 10.0
 
 
 @dataclasses.dataclass
@@ -43,7 +45,7 @@ class _Taken:
     """A snapshot that is being copied. ``awaiting``: parameters whose updates are due, None before forward begins."""
 
     written: Written
-    position: Any
+    position: Any = None
     awaiting: set[str] | None = None
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
     common: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -92,6 +94,7 @@ class Snapshots:
         )
         self._signals = Signals(signals, self._writer.ask_for_last)
         self._has_ended = False
+        self._registration: Any = None
         self._hooks: list[Any] = []
         atexit.register(self._close_at_exit)
 
@@ -104,20 +107,32 @@ class Snapshots:
     def close(self) -> None:
         """Ends the snapshots, after the one that is being written. If the last step is due for one, that is taken now.
         Idempotent; ``handle.detach()`` does it, too. Call it on every rank."""
-        if not self._has_ended and self._taken is not None and self._taken.awaiting is None:
-            self._complete_updates()
-            self._begin_copy()
-        self._end()
+        try:
+            if self._taken is not None and self._writer.ended is None:
+                self._complete_updates()
+                self.begin_copy()
+                if self._taken is not None:
+                    self._finish_copy()
+            if self._registration is not None:
+                self._registration.remove()
+        finally:
+            self._end()
+
+    def abandon(self) -> None:
+        """Ends them where gradcast has left the module, perhaps after an error."""
+        self._end(_LIMIT_AFTER_ERROR_S)
 
     def stats(self) -> dict[str, Any]:
         return self._writer.stats()
 
-    def follow(self, hooks: Sequence[Any]) -> None:
-        """``hooks``: by which the methods below are called; removed in the end."""
-        self._hooks += hooks
+    def follow(self, registration: Any, hooks: Sequence[Any]) -> None:
+        """By which the methods below are called; removed in the end."""
+        self._registration, self._hooks = registration, list(hooks)
 
     def _end(self, limit_s: float | None = None) -> None:
-        self._has_ended, self._taken = True, None
+        if not self._has_ended:
+            resumed[self._place.folder] = Resumed(self._schedule.step, None)
+        self._has_ended, self._taken, self._registration = True, None, None
         while self._hooks:
             self._hooks.pop().remove()
         self._writer.close(limit_s)
@@ -144,20 +159,21 @@ class Snapshots:
         if self._writer.ended is not None:
             step, why = self._schedule.step, self._writer.ended
             _log.warning("snapshots have ended on rank %d at step %d: %s", self._place.rank, step, why)
-            self._end()
+            self.close()
             return
         if self._signals.received and self._writer.last_is_written:
             _log.info("snapshots: the last one is of step %s; the signal takes effect now", self.stats()["step"])
-            self._end()
+            self.close()
             return
         if self._schedule.advance():
-            position = None if self._loader is None else copy.deepcopy(self._loader.state_dict())
-            self._taken = _Taken(Written(self._schedule.step, time.perf_counter()), position)
+            self._taken = _Taken(Written(self._schedule.step, time.perf_counter()))
+            with self._copying(self._taken):
+                if self._loader is not None:
+                    self._taken.position = copy.deepcopy(self._loader.state_dict())
 
     def before_forward(self, module: nn.Module, _inputs: Any, _compiled: bool) -> None:
-        is_training = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if self._taken is not None and self._taken.awaiting is None and is_training:
-            self._begin_copy()
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.begin_copy()
 
     def on_update(self, names: list[str], _parameters: list[nn.Parameter]) -> None:
         """These parameters' updates have run."""
@@ -184,34 +200,41 @@ class Snapshots:
         start_s = time.perf_counter()
         try:
             yield
-        except Error:  # of the training itself: updates that this waits for
-            raise
         except Exception as failure:
+            if isinstance(failure, Error) and failure.code == "communication":
+                raise  # of the training itself: updates that this waits for
             taken.written.failure = f"copying: {type(failure).__name__}: {failure}"
-            taken.awaiting = set()
+            taken.awaiting = taken.awaiting and set()
         finally:
             taken.written.stall_s += time.perf_counter() - start_s
 
-    def _begin_copy(self) -> None:
+    def begin_copy(self) -> None:
+        """A forward pass begins, or a step without one: what is complete of a snapshot that is due is copied."""
         taken, module = self._taken, self._module()
-        self._is_touched = True
-        with self._copying(taken):
-            taken.own["random"] = random_state(self._device)
-            if self._copies is None or not self._copies.fits(module):
-                self._copies = Copies(module, self._optimizers, self._place.rank, self._place.world_size)
-                self._tell_size()
-            taken.own["plan"] = self._plan_state()
-            taken.own["loader"] = self._position(taken)
-            if self._place.rank == 0:
-                extra_state = {n: v for n, v in module.state_dict(keep_vars=True).items() if n.endswith("_extra_state")}
-                extra = {name: each.state_dict() for name, each in self._extra.items()}
-                taken.common = {"model": to_bytes(extra_state), "extra": to_bytes(extra)}
-            self._copies.begin()
-            self._copies.copy_buffers()
-            taken.awaiting = set(self._due_names())
-            self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
+        if taken is None or taken.awaiting is not None:
+            return
+        self._is_touched, taken.awaiting = True, set()
+        if taken.written.failure is None:
+            with self._copying(taken):
+                self._copy_complete(taken, module)
         if not taken.awaiting:
             self._finish_copy()
+
+    def _copy_complete(self, taken: _Taken, module: nn.Module) -> None:
+        """Copies all but the parameters whose updates are due."""
+        taken.own["random"] = random_state(self._device)
+        if self._copies is None or not self._copies.fits(module):
+            self._copies = Copies(module, self._optimizers, self._place.rank, self._place.world_size)
+            self._tell_size()
+        taken.own |= {"plan": self._plan_state(), "loader": self._position(taken)}
+        if self._place.rank == 0:
+            extra_state = {n: v for n, v in module.state_dict(keep_vars=True).items() if n.endswith("_extra_state")}
+            extra = {name: each.state_dict() for name, each in self._extra.items()}
+            taken.common = {"model": to_bytes(extra_state), "extra": to_bytes(extra)}
+        self._copies.begin()
+        self._copies.copy_buffers()
+        taken.awaiting = set(self._due_names())
+        self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
 
     def _tell_size(self) -> None:
         size = self._copies.size_bytes

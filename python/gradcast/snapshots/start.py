@@ -77,7 +77,7 @@ def start(
     )
     hooks = [each().register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in handle._called]
     hooks += [each.register_step_pre_hook(snapshots.before_step) for each in optimizers]
-    snapshots.follow([handle._follow(snapshots), *hooks])
+    snapshots.follow(handle._follow(snapshots), hooks)
     return snapshots
 
 
@@ -121,9 +121,15 @@ def agree_on_folder(
             folder,
         )
     place = Place(folder, group.rank, group.world_size, completes=seen[0] == group.rank, shared=shared)
-    if place.completes:
-        store.remove_leftovers(folder, start_step)
-    group.gather(None)  # nobody writes before
+    failure = None
+    try:
+        if place.completes:
+            store.remove_leftovers(folder, None if shared else start_step)
+    except OSError as error:
+        failure = f"what an earlier training has left in {folder} cannot be removed ({error}); remove it"
+    first = next((each for each in group.gather(failure) if each is not None), None)  # nobody writes before
+    if first is not None:
+        raise refused(first)
     return name, place
 
 

@@ -71,7 +71,7 @@ class Copies:
             if name is not None and owner[name] == rank:
                 self._own_keys.setdefault(name, []).append(key)
         self._buffers = [key for key, tensor in self._tensors.items() if id(tensor) not in names and rank == 0]
-        self._groups = group_names(optimizers, names)
+        self._groups, self._updated = group_names(optimizers, names), _updated(optimizers)
         self._place = {name: (i, g, k) for i, each in enumerate(self._groups) for g, group in enumerate(each)
                        for k, name in enumerate(group)}  # fmt: skip
         self._held: dict[Path_, torch.Tensor] = {}
@@ -80,9 +80,10 @@ class Copies:
         self._running: list[torch.cuda.Event] = []  # behind copies on a device
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module still has the tensors that it had."""
+        """Whether the module still has the tensors that it had, and each optimizer its parameters."""
         now = model_tensors(module)
-        return now.keys() == self._tensors.keys() and all(now[key] is self._tensors[key] for key in now)
+        same = now.keys() == self._tensors.keys() and all(now[key] is self._tensors[key] for key in now)
+        return same and self._updated == _updated(self._optimizers)
 
     @property
     def size_bytes(self) -> int:
@@ -163,6 +164,10 @@ class Copies:
         number, group, index = self._place[name]
         optimizer = self._optimizers[number]
         return dict.get(optimizer.state, optimizer.param_groups[group]["params"][index]) or {}
+
+
+def _updated(optimizers: Sequence[Optimizer]) -> list[list[list[int]]]:
+    return [[[id(parameter) for parameter in group["params"]] for group in each.param_groups] for each in optimizers]
 
 
 def group_names(optimizers: Sequence[Optimizer], names: dict[int, str]) -> list[list[list[str]]]:

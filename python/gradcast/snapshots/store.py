@@ -33,6 +33,7 @@ Path_ = tuple[str, ...]  # of a value in the nested state dict
 _PIECE_BYTES = 1 << 20
 _LONGEST_WAIT_S = 0.2  # of a piece, for the network
 _LOOK_S = 0.001
+_OWN = re.compile(r"step-\d+(\.tmp)?")
 _COMPLETE = re.compile(r"step-(\d+)")
 
 
@@ -48,13 +49,13 @@ def place_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def remove_leftovers(folder: Path, beyond: int) -> None:
+def remove_leftovers(folder: Path, beyond: int | None) -> None:
     """Removes parts of snapshots that were never completed, and those of a step ``beyond`` that one, which hosts with
-    folders of their own do not all have. REQUIRES: nobody writes into the folder."""
+    folders of their own do not all have. Raises OSError. REQUIRES: nobody writes into the folder."""
     complete = complete_steps(folder)
-    kept = {place_of(folder, step) for step in complete if step <= beyond}
-    for entry in folder.glob("step-*"):
-        if entry not in kept:
+    kept = {place_of(folder, step) for step in complete if beyond is None or step <= beyond}
+    for entry in folder.iterdir():
+        if _OWN.fullmatch(entry.name) and entry.is_dir() and entry not in kept:
             (entry / ".metadata").unlink(missing_ok=True)
             shutil.rmtree(entry)
 
@@ -207,12 +208,13 @@ class Reading:
     def open_part(self, name: str) -> io.BufferedReader:
         return (self._place / name).open("rb")
 
-    @contextlib.contextmanager
-    def replace_part(self, name: str) -> Iterator[io.BufferedWriter]:
-        """A file to write, which then takes the place of this one. Several ranks of a host may do so at once."""
+    def new_part(self, name: str) -> Path:
+        """An empty file, which ``replace_part`` puts into the place of this one. Ranks of a host may do so at once."""
         new = self._place / f"{name}.{os.getpid()}"
-        with new.open("wb") as file:
-            yield file
+        new.unlink(missing_ok=True)
+        return new
+
+    def replace_part(self, name: str, new: Path) -> None:
         new.replace(self._place / name)
 
     def read(self, into: dict[Path_, torch.Tensor]) -> None:

@@ -88,6 +88,7 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: Written | None = None
         self._writing: Written | None = None
+        self._tried = -1  # the last step whose snapshot is complete or has failed
         self._closing = False
         self.ended: str | None = None  # why
         self._asked_at: int | None = None  # this rank's step when it wanted one
@@ -148,7 +149,7 @@ class Writer:
     @property
     def last_is_written(self) -> bool:
         """Whether what ``ask_for_last`` has asked for is complete, or cannot be."""
-        return self.ended is not None or (self._asked_at is not None and (self._stats["step"] or 0) >= self._asked_at)
+        return self.ended is not None or (self._asked_at is not None and self._tried >= self._asked_at)
 
     def set_copy_bytes(self, size: int) -> None:
         self._stats["copy_bytes"] = size
@@ -170,7 +171,7 @@ class Writer:
                     self._writing = None
                     self._agree_on_next(written.step, outcome)
                     with self._changed:
-                        self._busy = False
+                        self._busy = self._waiting is not None
                         self._changed.notify_all()
                 else:
                     self._meet()
@@ -244,7 +245,7 @@ class Writer:
             self._deletion_fails = True
 
     def _note(self, written: Written, outcome: _Outcome) -> None:
-        error = outcome.error
+        error, self._tried = outcome.error, written.step
         with self._changed:
             self._stats["error"] = error
             if error is None:
@@ -290,6 +291,8 @@ class Writer:
         margin = 1
         while True:
             chosen = now + margin if soon else usual(now + margin)
+            if instead_of is not None and chosen >= instead_of:
+                return
             fits = self._schedule.propose(chosen, instead_of)
             own = (fits, self._schedule.step, self._schedule.next == instead_of, self._closing)
             agreed, now, possible, closing = self._agreement.decide(own, _combined)

@@ -120,6 +120,7 @@ class Attachment:
                 "is not in no_sync(), with all samples of the step; only a rank with 0 samples may leave backward out"
             )
         with torch.enable_grad():
+            self.callbacks.without_forward()
             for each in self._accepted.called:
                 self._before_forward(each, (), False)
             if self._taken_over is not None:

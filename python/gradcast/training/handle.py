@@ -249,7 +249,8 @@ class Handle:
 
     def _follow(self, snapshots: "Snapshots") -> "UpdateRegistration":
         """Tells these what was updated."""
-        return self._register(UpdateCallback(snapshots.on_update, {}, snapshots.after_step))
+        functions = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
+        return self._register(UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions))
 
     def _register(self, callback: UpdateCallback) -> "UpdateRegistration":
         self._session.complete_due_updates()
@@ -283,6 +284,11 @@ class Handle:
         try:
             if self._snapshots is not None and not self._attached.released and wait_s is None:
                 self._snapshots.close()
+        finally:
+            self._detach(wait_s)
+
+    def _detach(self, wait_s: float | None) -> None:
+        try:
             if not self._attached.released:
                 detach(self._attached, wait_s)
         finally:

@@ -29,11 +29,14 @@ Owned = nn.Module | Mapping[str, torch.Tensor | Iterable[torch.Tensor]]
 @dataclasses.dataclass(eq=False)
 class UpdateCallback:
     """``owned``: tensors that the function writes, by name of their parameter. ``after_step``: called with the names
-    of all trained parameters once per step, where ``step()`` returns."""
+    of all trained parameters once per step, where ``step()`` returns. ``without_forward``: called where a step begins
+    in which this rank has no samples. ``on_detach``: called when gradcast has left the module."""
 
     function: UpdateFunction
     owned: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
     after_step: Callable[[Sequence[str]], None] | None = None
+    without_forward: Callable[[], None] | None = None
+    on_detach: Callable[[], None] | None = None
 
 
 class UpdateCallbacks:
@@ -67,6 +70,13 @@ class UpdateCallbacks:
     def remove_all(self) -> None:
         for callback in list(self._callbacks):
             self.remove(callback)
+            if callback.on_detach is not None:
+                callback.on_detach()
+
+    def without_forward(self) -> None:
+        for callback in self._callbacks:
+            if callback.without_forward is not None:
+                callback.without_forward()
 
     def owned(self, name: str) -> tuple[torch.Tensor, ...]:
         """The tensors that are written when this parameter has been updated."""
