@@ -154,7 +154,7 @@ def step_times(folder: Path) -> Fit:
 
 
 def inner_errors(found: Fit) -> list[float]:
-    """Of the models that are at no end of a range, so that predicting them is no extrapolation."""
+    """The errors of models inside the range of the others; the rest would be extrapolated."""
     models = found.models
     ends = [end(models, key=key) for key in (lambda m: m.flops, lambda m: m.tensors) for end in (min, max)]
     return [abs(error) for model, error in zip(models, found.errors, strict=True) if model not in ends]

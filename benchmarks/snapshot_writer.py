@@ -25,7 +25,7 @@ from gradcast.snapshots.state import Copies
 
 
 def state_of(mb: float, tensors: int) -> tuple[nn.ParameterList, torch.optim.Adam]:
-    """Half of the parameters are large, a third of the state each with both moments."""
+    """Parameters with Adam, ``mb`` in all: every second one is 100 times as large as the others."""
     sizes = [1.0 if index % 2 else 0.01 for index in range(tensors)]
     elements = [round(mb * 1e6 / 12 * size / sum(sizes)) for size in sizes]
     module = nn.ParameterList([nn.Parameter(torch.rand(count)) for count in elements])

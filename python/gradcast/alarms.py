@@ -184,7 +184,7 @@ class Alarms:
             each.add(observed, value, each.reference)
 
     def _raised(self, observed: Observation, causes: Sequence[str]) -> Alarm | None:
-        """Of several causes that nobody knows of yet, the one that costs the most."""
+        """Raises one alarm: for the cause that costs the most, of those without an alarm. None if all have one."""
         new = [cause for cause in causes if cause not in self._active]
         if not new:
             return None

@@ -34,7 +34,7 @@ def dataset() -> list[tuple[int, torch.Tensor]]:
 
 
 def digest(state: dict) -> str:
-    """Of the tensors of a model's state, by name, and of its optimizer's, by name and key."""
+    """A hash of the state's tensors. ``state``: "model" by name, "optimizer" by name of the parameter and key."""
     found = hashlib.sha256()
     for name, value in sorted(state["model"].items()):
         found.update(name.encode() + value.detach().numpy().tobytes())

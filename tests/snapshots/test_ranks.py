@@ -228,6 +228,34 @@ def resumes_cut(rank, folder, cut):
     assert all(map(torch.equal, before, module.parameters()))
 
 
+def test_what_only_one_rank_has_wrong_is_refused_on_both(ranks, tmp_path):
+    for rank, (unreadable, foreign) in enumerate(ranks.run(2, resumes_wrongly, str(tmp_path))):
+        assert "rank 1 cannot read it (OSError: gone)" in unreadable, rank
+        assert "parameters of the module only" in foreign, rank
+
+
+def resumes_wrongly(rank, folder):
+    handle, snapshots, step = begun(rank.index, folder, every=3)
+    for _ in range(4):
+        step()
+        snapshots.wait()
+    handle.detach()
+    module, other = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.index == 1:
+            patch.setattr(store.Reading, "object", fails_to_read)
+        with pytest.raises(gradcast.Error) as unreadable:
+            gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01))
+    updated = module if rank.index == 0 else other
+    with pytest.raises(gradcast.Error) as foreign:
+        gradcast.resume(folder, module, torch.optim.SGD(updated.parameters(), 0.01))
+    return str(unreadable.value), str(foreign.value)
+
+
+def fails_to_read(*_):
+    raise OSError("gone")
+
+
 def test_a_step_that_one_rank_does_not_see_is_refused(ranks, tmp_path):
     for rank, error in enumerate(ranks.run(2, resumes_apart, str(tmp_path))):
         assert "rank 1 sees a snapshot of step 3" in error, rank

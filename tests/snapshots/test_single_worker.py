@@ -151,6 +151,29 @@ def test_snapshots_can_begin_again_in_one_program(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-12", "step-3-best", "step-4.pt", "step-9"]
 
 
+def test_another_training_of_the_program_does_not_go_on_in_the_folder(tmp_path):
+    for number in range(2):
+        module, optimizer, _, _ = parts(tmp_path)
+        handle = gradcast.attach(module, optimizer)
+        if number == 0:
+            snapshots = handle.snapshots(tmp_path, every=1)
+            module(torch.ones(4, program.FEATURES)).sum().backward()
+            optimizer.step()
+        else:
+            with pytest.raises(gradcast.Error, match="step 1, which this program has not resumed"):
+                handle.snapshots(tmp_path)
+        handle.detach()
+    assert snapshots.stats()["step"] == 1
+
+
+def test_another_version_of_the_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradcast.snapshots.snapshots.VERSION", 1)
+    train(tmp_path)
+    module, optimizer, loader, extra = parts(tmp_path)
+    with pytest.raises(gradcast.Error, match="its format has the version 1, and this gradcast reads 2"):
+        gradcast.resume(tmp_path, module, optimizer, loader, extra)
+
+
 def test_parameters_that_an_optimizer_gets_later_are_in_the_snapshot(tmp_path):
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     module = torch.nn.Sequential(*layers)

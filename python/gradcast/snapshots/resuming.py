@@ -1,8 +1,7 @@
 """Goes on from the newest snapshot of a folder."""
 
-import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradcast.errors import refused
+from gradcast.errors import Error, refused
 from gradcast.snapshots import store
-from gradcast.snapshots.state import COMMON, from_bytes, group_names, model_tensors, own_path, restore_random_state
+from gradcast.snapshots.state import (
+    COMMON,
+    VERSION,
+    from_bytes,
+    group_names,
+    model_tensors,
+    own_path,
+    restore_random_state,
+)
 from gradcast.training.acceptance import unwrapped, unwrapped_optimizer
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.ranks.group import gather
@@ -23,13 +30,15 @@ _PIECE_BYTES = 4 << 20
 
 @dataclasses.dataclass
 class Resumed:
-    """``plan``: for handle.load_state_dict(); None if it is of another number of workers."""
+    """``plan``: for handle.load_state_dict(); None if it is of another number of workers. ``module``: refers to the one
+    that has taken the snapshots; None for the one that resume() was given."""
 
     step: int
-    plan: dict[str, Any] | None
+    plan: dict[str, Any] | None = None
+    module: Callable[[], nn.Module | None] | None = None
 
 
-# By folder, what this process has resumed: handle.snapshots() goes on from there.
+# By folder, what this process has resumed or has taken itself: handle.snapshots() goes on from there.
 resumed: dict[Path, Resumed] = {}
 
 
@@ -56,16 +65,17 @@ def resume(
     if step is None:
         return None
     reading = _complete(step, folder)
-    common = from_bytes(reading.object(COMMON))
     modules = list(model) if isinstance(model, list | tuple) else [model]
     module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
     extra = extra or {}
-    rank, world_size = _rank_and_world_size()
-    own = from_bytes(reading.object(own_path(rank))) if world_size == common["world_size"] else None
-    differences = _gather(_difference(reading, common, module, optimizers, loader, extra))
-    difference = next((each for each in differences if each is not None), None)
+    common, own = _objects(reading, step, folder)
+    try:
+        difference = _difference(reading, common, module, optimizers, loader, extra)
+    except Error as error:
+        difference = str(error)
+    difference = next((each for each in _gather(difference) if each is not None), None)
     if difference is not None:
         raise refused(
             f"the snapshot of step {step} in {folder} does not fit: {difference}; resume with the model and "
@@ -82,7 +92,7 @@ def resume(
         extra[name].load_state_dict(state)
     if own is not None:
         _restore_random_state(own["random"], modules, next(module.parameters()).device)
-    resumed[folder] = Resumed(step, None if own is None else own["plan"])
+    resumed[folder] = Resumed(step, own and own["plan"])
     return step
 
 
@@ -124,28 +134,49 @@ def _complete(step: int, folder: Path) -> store.Reading:
     except Exception as error:  # of unpickling: anything
         failure = f".metadata cannot be read ({type(error).__name__}: {error})"
     missing = _gather_or_refuse(reading and reading.missing(), failure, step, folder)
-    rank, _ = _rank_and_world_size()
     for name in sorted(set().union(*missing)):
         sender = next((each for each, names in enumerate(missing) if name not in names), None)
         if sender is None:
             _gather_or_refuse(None, f"{name} is cut off or not there", step, folder)
-        failure = None
-        with contextlib.ExitStack() as stack:
-            source = stack.enter_context(reading.open_part(name)) if rank == sender else None
-            into = None
-            if name in missing[rank]:
-                into = reading.new_part(name)
-            while piece := _gather(source and source.read(_PIECE_BYTES))[sender]:
-                try:
-                    if into is not None and failure is None:
-                        with into.open("ab") as file:
-                            file.write(piece)
-                except OSError as error:
-                    failure = f"rank {rank} cannot write {name} ({error})"
+        failure = _send(reading, name, sender, missing)
         _gather_or_refuse(None, failure, step, folder)
-        if into is not None:
-            reading.replace_part(name, into)
     return reading
+
+
+def _send(reading: store.Reading, name: str, sender: int, missing: Sequence[Sequence[str]]) -> str | None:
+    """Copies a file from one rank to those that lack it. Returns why this rank has failed, if so. Collective."""
+    rank, failure, offset = _rank_and_world_size()[0], None, 0
+    lacks, new = name in missing[rank], reading.new_part(name)
+    while True:
+        piece = b""
+        try:
+            piece = reading.piece(name, offset, _PIECE_BYTES) if rank == sender else b""
+        except OSError as error:
+            failure = f"rank {rank} cannot read {name} ({error})"
+        piece = _gather(piece)[sender]
+        offset += len(piece)
+        try:
+            if lacks and failure is None:
+                new.add(piece) if piece else new.replace()
+        except OSError as error:
+            failure = f"rank {rank} cannot write {name} ({error})"
+        if not piece:
+            return failure
+
+
+def _objects(reading: store.Reading, step: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What the snapshot holds besides tensors: for all ranks, and for this one (None if the number of workers is
+    another one). Raises Error(invalid_use), on every rank, if one cannot read it. Collective."""
+    rank, world_size = _rank_and_world_size()
+    common, own, failure = {}, None, None
+    try:
+        common = from_bytes(reading.object(COMMON))
+        if world_size == common["world_size"]:
+            own = from_bytes(reading.object(own_path(rank)))
+    except Exception as error:  # of unpickling: anything
+        failure = f"rank {rank} cannot read it ({type(error).__name__}: {error})"
+    _gather_or_refuse(None, failure, step, folder)
+    return common, own
 
 
 def _gather_or_refuse(value: Any, failure: str | None, step: int, folder: Path) -> list[Any]:
@@ -181,6 +212,8 @@ def _difference(
     loader: Any,
     extra: Mapping[str, Any],
 ) -> str | None:
+    if common["version"] != VERSION:
+        return f"its format has the version {common['version']}, and this gradcast reads {VERSION}"
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in model_tensors(module).items()}
     saved = {path[1]: value for path, value in reading.contents.items() if path[0] == "model"}
     for name in [*own, *saved]:

@@ -29,7 +29,7 @@ from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
 from gradcast.snapshots.signals import Signals
-from gradcast.snapshots.state import COMMON, Copies, from_bytes, own_path, random_state, to_bytes
+from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, own_path, random_state, to_bytes
 from gradcast.snapshots.store import Pace, Path_
 from gradcast.snapshots.writer import Place, Writer, Written
 
@@ -131,7 +131,7 @@ class Snapshots:
 
     def _end(self, limit_s: float | None = None) -> None:
         if not self._has_ended:
-            resumed[self._place.folder] = Resumed(self._schedule.step, None)
+            resumed[self._place.folder] = Resumed(self._schedule.step, module=self._module)
         self._has_ended, self._taken, self._registration = True, None, None
         while self._hooks:
             self._hooks.pop().remove()
@@ -257,7 +257,7 @@ class Snapshots:
                 self._copies.copy_rest()
                 if place.completes:
                     written.paths = self._copies.paths(place.world_size)
-                common = {"version": 1, "step": written.step, "world_size": place.world_size}
+                common = {"version": VERSION, "step": written.step, "world_size": place.world_size}
                 common["has_loader"] = self._loader is not None
                 common["is_global"] = self._loader is None or isinstance(self._loader, ResumableLoader)
                 if place.rank == 0:

@@ -48,10 +48,12 @@ def start(
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         optimizers = [unwrapped_optimizer(each) for each in given]
     before = resumed.get(folder)
+    if before is not None and before.module is not None and before.module() is not module:
+        before = None  # another training of this program
     start_step = 0 if before is None else before.step
     failure = None
     try:
-        _require_arguments(folder, loader, extra, optimizers, write_bytes_per_s, **frequency)
+        _require_arguments(folder, before is not None, loader, extra, optimizers, write_bytes_per_s, **frequency)
         group_names(optimizers, {id(parameter): name for name, parameter in module.named_parameters()})
     except Error as error:
         failure = str(error)
@@ -149,6 +151,7 @@ def _seen(folder: Path, name: str, world_size: int) -> tuple[int, ...]:
 
 def _require_arguments(
     folder: Path,
+    goes_on: bool,
     loader: Any,
     extra: dict[str, Any],
     optimizers: Sequence[Optimizer],
@@ -157,7 +160,7 @@ def _require_arguments(
     keep: int,
     every: int | None,
 ) -> None:
-    """Raises Error(invalid_use)."""
+    """Raises Error(invalid_use). ``goes_on``: from the snapshots in the folder."""
     if not optimizers:
         raise refused("a snapshot needs the optimizer, which hook mode is not given: handle.snapshots(optimizer=...)")
     if overhead <= 0 or keep < 1 or (every is not None and every < 1):
@@ -171,7 +174,7 @@ def _require_arguments(
                 "gradcast.ResumableLoader(loader)"
             )
     steps = store.complete_steps(folder)
-    if steps and folder not in resumed:
+    if steps and not goes_on:
         raise refused(
             f"{folder} holds a snapshot of step {steps[-1]}, which this program has not resumed; call "
             "gradcast.resume() before handle.snapshots(), or name another folder"

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.snapshots.store import Path_
 
-VERSION = 1
+VERSION = 2  # of what a snapshot holds besides tensors
 COMMON = ("gradcast",)  # the path of what is no tensor
 
 

@@ -205,17 +205,14 @@ class Reading:
             sizes[name] = max(sizes.get(name, 0), stored.offset + stored.length)
         return [name for name, size in sorted(sizes.items()) if _size_of(self._place / name) < size]
 
-    def open_part(self, name: str) -> io.BufferedReader:
-        return (self._place / name).open("rb")
+    def piece(self, name: str, offset: int, size: int) -> bytes:
+        """Of a file, at most ``size`` bytes; none behind its end. Raises OSError."""
+        with (self._place / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
 
-    def new_part(self, name: str) -> Path:
-        """An empty file, which ``replace_part`` puts into the place of this one. Ranks of a host may do so at once."""
-        new = self._place / f"{name}.{os.getpid()}"
-        new.unlink(missing_ok=True)
-        return new
-
-    def replace_part(self, name: str, new: Path) -> None:
-        new.replace(self._place / name)
+    def new_part(self, name: str) -> "NewPart":
+        return NewPart(self._place / name)
 
     def read(self, into: dict[Path_, torch.Tensor]) -> None:
         """Reads values into these tensors of the same shapes."""
@@ -230,6 +227,23 @@ class Reading:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self._metadata, True)
         self._reader.read_data(planner.create_local_plan(), planner)
+
+
+class NewPart:
+    """A file of a snapshot that comes in pieces. Ranks of a host may write the same one at once. Raises OSError."""
+
+    def __init__(self, place: Path) -> None:
+        self._place, self._new = place, place.with_name(f"{place.name}.{os.getpid()}")
+        self._mode = "wb"
+
+    def add(self, piece: bytes) -> None:
+        with self._new.open(self._mode) as file:
+            file.write(piece)
+        self._mode = "ab"
+
+    def replace(self) -> None:
+        """It is whole, and takes its place."""
+        self._new.replace(self._place)
 
 
 def _key(path: Path_) -> str:

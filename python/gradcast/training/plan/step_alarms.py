@@ -23,7 +23,7 @@ _log = logging.getLogger("gradcast")
 
 @dataclasses.dataclass(frozen=True)
 class _Expected:
-    """Of one iteration. ``waiting_stage``: see stage_exposure.py. None for a time that nobody has predicted."""
+    """What an iteration should take; None if it is not predicted. ``waiting_stage``: see stage_exposure.py."""
 
     waiting_stage: str
     step_ms: float | None
