@@ -222,8 +222,9 @@ class Alarms:
             what += "; check with `gradcast network`, which names the link"
         else:
             worth = self._world_size * alarm.reference_ms / alarm.value_ms
+            who = "1 worker does" if self._world_size == 1 else f"{self._world_size} workers do"
             what = (
-                f"{self._world_size} workers do the work of {worth:.1f} {since}, and neither compute, data nor blocks "
+                f"{who} the work of {worth:.1f} {since}, and neither compute, data nor blocks "
                 "explain it; check what the workers share"
             )
         return f"step {alarm.step:,}: {alarm.step_ms:.1f} ms, expected {alarm.expected_ms:.1f}: {what}"

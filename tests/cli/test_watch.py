@@ -24,7 +24,7 @@ def steps(count, slower_from=10**9, ranks=4):
 
 def test_a_quiet_run_has_no_alarms(run, tmp_path):
     result = run("watch", write(tmp_path / "run.jsonl", steps(200)))
-    assert (result.code, result.out) == (0, "200 steps, 0 alarms\n")
+    assert (result.code, result.out) == (0, "steps: 200, alarms: 0\n")
 
 
 def test_alarms_are_named_and_found(run, tmp_path):
@@ -32,7 +32,7 @@ def test_alarms_are_named_and_found(run, tmp_path):
     result = run("watch", path)
     assert result.code == 1
     assert "rank 3 spends 110.0 ms between the passes, expected 10.0, since step 60" in result.out
-    assert "(still at the end of the run)\n100 steps, 1 alarms" in result.out
+    assert "(still at the end of the run)\nsteps: 100, alarms: 1" in result.out
     found = json.loads(run("watch", path, "--json").out)
     assert (found["steps"], found["alarms"][0]["cause"], found["alarms"][0]["rank"]) == (100, "data", 3)
 
@@ -40,7 +40,7 @@ def test_alarms_are_named_and_found(run, tmp_path):
 def test_lines_may_be_statistics(run, tmp_path):
     """Those of the warm-up know no step yet, and one step may be written twice."""
     lines = [{"step": 1, "observed": None}, *({"step": 0, "observed": step} for step in steps(100, 60) for _ in "ab")]
-    assert run("watch", write(tmp_path / "run.jsonl", lines)).out.endswith("100 steps, 1 alarms\n")
+    assert run("watch", write(tmp_path / "run.jsonl", lines)).out.endswith("steps: 100, alarms: 1\n")
 
 
 def test_what_is_expected_may_be_given(run, tmp_path):

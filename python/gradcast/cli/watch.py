@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         for alarm in alarms.all:
             end = "still at the end of the run" if alarm.until_step is None else f"over at step {alarm.until_step:,}"
             print(f"{alarm.sentence} ({end})")
-        print(f"{len(steps)} steps, {len(alarms.all)} alarms")
+        print(f"steps: {len(steps)}, alarms: {len(alarms.all)}")
     return common.EXIT_FINDING if alarms.all else 0
 
 

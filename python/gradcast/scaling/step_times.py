@@ -67,7 +67,9 @@ class Fit:
 def fit(models: Sequence[ModelStep]) -> Fit:
     """Raises Error for fewer than five models."""
     if len(models) < _MODELS_MIN:
-        raise Error(f"{len(models)} models are too few to predict another from; give at least {_MODELS_MIN}")
+        raise Error(
+            f"step times of {_MODELS_MIN} models or more are needed to predict another; given are {len(models)}"
+        )
     errors = []
     for index, model in enumerate(models):
         others = [*models[:index], *models[index + 1 :]]
