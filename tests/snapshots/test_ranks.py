@@ -91,12 +91,14 @@ def test_a_training_goes_on_with_its_bits(ranks, tmp_path, mode, kind):
     assert ranks.run(2, goes_on, str(tmp_path), mode, kind) == [[]] * 2
 
 
-def begun(rank, folder, **named):
+def begun(rank, folder, resumes=False, **named):
     """A module and its optimizer with snapshots, and what makes a step."""
     resuming.resumed.clear()
     torch.manual_seed(3)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    if resumes:
+        assert gradcast.resume(folder, module, optimizer) is None
     handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
 
     def step():
@@ -271,6 +273,21 @@ def resumes_apart(rank, folder):
     with pytest.raises(gradcast.Error) as caught:
         gradcast.resume(f"{folder}/{rank.index}", module, torch.optim.SGD(module.parameters(), 0.1))
     return str(caught.value)
+
+
+@on_ranks(2)
+def test_a_first_snapshot_that_only_one_rank_has_completed_is_begun_anew(rank, tmp_path):
+    folder = tmp_path / str(rank.index)
+    (folder / ("step-3" if rank.index == 0 else "step-3.tmp")).mkdir(parents=True)
+    if rank.index == 0:
+        (folder / "step-3" / ".metadata").touch()
+    handle, snapshots, step = begun(rank.index, str(folder), resumes=True, every=3)
+    assert store.complete_steps(folder) + store.unfinished_steps(folder) == []
+    for _ in range(4):
+        step()
+        snapshots.wait()
+    handle.detach()
+    assert store.complete_steps(folder) == [3]
 
 
 @on_ranks(2)

@@ -109,19 +109,23 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _newest_step(folder: Path) -> int | None:
-    """The newest step of which all ranks see a complete snapshot; None if no rank sees any. Raises
-    Error(invalid_use)."""
-    seen = _gather(store.complete_steps(folder))
+    """The newest step of which all ranks see a complete snapshot; None if no rank sees any, or only a first one that
+    was not complete on all. Raises Error(invalid_use)."""
+    seen, unfinished = zip(*_gather((store.complete_steps(folder), store.unfinished_steps(folder))), strict=True)
     common = set(seen[0]).intersection(*seen)
     if common:
         return max(common)
     for rank, steps in enumerate(seen):
-        if steps:
-            other = next(each for each, theirs in enumerate(seen) if steps[-1] not in theirs)
+        # Where all ranks have had a snapshot before, each still has one.
+        other = next(
+            (each for each in range(len(seen)) if steps and steps[-1] not in seen[each] + unfinished[each]), None
+        )
+        if other is not None:
             raise refused(
                 f"rank {rank} sees a snapshot of step {steps[-1]} in {folder}, and rank {other} does not; start on the "
                 "hosts that have taken it, or copy the folder, or name an empty one to begin anew"
             )
+    resumed[folder] = Resumed(0)
     return None
 
 
