@@ -114,7 +114,52 @@ def fitted_again(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
     return module
 
 
-def fit(watch, module, strategy, attach, other: Callback | None = None, resume: Path | None = None, **more):
+class FailsAt(Callback):
+    """On every rank, when the last snapshot is complete. A second callback takes nothing."""
+
+    def __init__(self, attach: AttachCallback, step: int) -> None:
+        self.attach, self.step = attach, step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        self.attach.handle._snapshots.wait()
+        if trainer.global_step == self.step:
+            raise NoMoreDataError
+
+
+def counted_loader() -> gradcast.ResumableLoader:
+    data = small_data(BATCHES)
+    return gradcast.ResumableLoader(DataLoader(data, BATCH, sampler=gradcast.ResumableSampler(data)))
+
+
+def uninterrupted(watch: Watch) -> Net:
+    module = Net(manual=False)
+    fit(watch, module, DDPStrategy(process_group_backend="gloo"), None, loader=counted_loader())
+    return module
+
+
+def interrupted(watch: Watch, *, overlap: bool, step: int) -> Net:
+    """A training that fails behind this step, and another one that goes on from its snapshot."""
+    more = {"overlap": overlap, "options": options(), "snapshots": Path(sys.argv[1]) / f"{overlap} {step}", "every": 2}
+    first, second = AttachCallback(**more), AttachCallback(**more)
+    assert first.checkpoint() is None
+    with contextlib.suppress(NoMoreDataError):
+        gloo = DDPStrategy(process_group_backend="gloo")
+        fit(watch, Net(manual=False), gloo, first, FailsAt(first, step), loader=counted_loader())
+    torch.manual_seed(9)
+    module, found = Net(manual=False), second.checkpoint()
+    watch.notes["found"] = found.name
+    gloo = DDPStrategy(process_group_backend="gloo")
+    try:
+        fit(watch, module, gloo, second, loader=counted_loader())
+    except gradcast.Error as error:
+        watch.notes["refused"] = str(error)
+    third = AttachCallback(**more)
+    gloo = DDPStrategy(process_group_backend="gloo")
+    fit(watch, module, gloo, third, resume=third.checkpoint(), loader=counted_loader())
+    return module
+
+
+def fit(watch, module, strategy, attach, other: Callback | None = None, resume=None, loader=None, **more):
     data = small_data(EPOCHS * BATCHES)
     trainer = Trainer(
         accelerator="cpu",
@@ -130,7 +175,8 @@ def fit(watch, module, strategy, attach, other: Callback | None = None, resume: 
         enable_model_summary=False,
         **more,
     )
-    trainer.fit(watch.of(module), DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH), ckpt_path=resume)
+    loader = loader or DataLoader(data, BATCH, shuffle=True)
+    trainer.fit(watch.of(module), loader, DataLoader(data, BATCH), ckpt_path=resume)
     if attach is not None:
         watch.end(attach.handle)
         assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
@@ -182,6 +228,10 @@ CASES = cases_of(train, KINDS, {"stock": None, "hook": callback(False), "overlap
     "strategy on cpu": functools.partial(train, hook=True),
     "resumed stock": resumed,
     "resumed overlap": functools.partial(resumed, attach=callback(True)),
+    "uninterrupted": uninterrupted,
+    "interrupted in overlap mode": functools.partial(interrupted, overlap=True, step=9),
+    "interrupted in hook mode": functools.partial(interrupted, overlap=False, step=5),
+    "interrupted between epochs": functools.partial(interrupted, overlap=True, step=7),
     "again stock": fitted_again,
     "again hook": functools.partial(fitted_again, attach=callback(False)),
     "again overlap": functools.partial(fitted_again, attach=callback(True)),

@@ -62,6 +62,18 @@ def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_tra
     assert [rank["deferred"] for rank in told["resumed overlap"]] == [9 - 2 + 3] * 2
 
 
+@pytest.mark.parametrize(
+    ("how", "step"),
+    {"in overlap mode": 8, "in hook mode": 4, "between epochs": 6}.items(),
+    ids=lambda value: str(value),
+)
+def test_training_goes_on_from_a_snapshot_with_the_bits_of_one_that_was_not_interrupted(told, how, step):
+    assert told.digests(f"interrupted {how}") == told.digests("uninterrupted")
+    for rank in told[f"interrupted {how}"]:
+        assert rank["found"] == f"lightning-{step}"
+        assert f"begins at step 0, and the snapshot is of its step {step}" in rank["refused"]
+
+
 @pytest.mark.parametrize("way", ["hook", "overlap"])
 def test_a_fit_after_one_that_has_raised(told, way):
     assert told.digests(f"again {way}") == told.digests("again stock")

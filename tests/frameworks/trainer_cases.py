@@ -1,5 +1,6 @@
 """Trainings with the Trainer of Hugging Face, all of the same small GPT-2: python -m frameworks.trainer_cases FOLDER"""
 
+import contextlib
 import functools
 import sys
 import tempfile
@@ -72,6 +73,41 @@ def resumed(watch: Watch, *, attach=None) -> GPT2LMHeadModel:
     return fit(watch, folder, attach, resume=checkpoint, save_strategy="no", max_grad_norm=0.0)
 
 
+class FailsAt(TrainerCallback):
+    """On every rank, when the last snapshot is complete."""
+
+    def __init__(self, attach: AttachCallback, step: int) -> None:
+        self.attach, self.step = attach, step
+
+    def on_step_end(self, args, state, control, **_) -> None:
+        self.attach.handle._snapshots.wait()
+        if state.global_step == self.step:
+            raise NoMoreDataError
+
+
+class NoMoreDataError(Exception):
+    pass
+
+
+def interrupted(watch: Watch, *, overlap: bool, step: int) -> GPT2LMHeadModel:
+    """A training that fails behind this step, and another one that goes on from its snapshot."""
+    snapshots = Path(sys.argv[1]) / f"snapshots {overlap} {step}"
+    made: list[AttachCallback] = []
+
+    def attach(trainer: Trainer) -> AttachCallback:
+        made.append(AttachCallback(trainer, overlap, options(), snapshots=snapshots, every=2))
+        if len(made) == 1:
+            trainer.add_callback(FailsAt(made[0], step))
+        return made[-1]
+
+    more = {"save_strategy": "no", "max_grad_norm": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(NoMoreDataError):
+            fit(watch, folder, attach, **more)
+        torch.manual_seed(9)
+        return fit(watch, folder, attach, resume="snapshot", **more)
+
+
 def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=False, **arguments) -> GPT2LMHeadModel:
     model = watch.of(make_model())
     texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
@@ -95,6 +131,9 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=Fals
         trainer.add_callback(OutOfMemoryOnce())
     if attach is not None:
         trainer.add_callback(callback := attach(trainer))
+    if resume == "snapshot":
+        resume = callback.checkpoint()
+        watch.notes["found"] = Path(resume).name
     trainer.train(resume_from_checkpoint=resume)
     if attach is not None:
         watch.end(callback.handle)
@@ -137,6 +176,8 @@ CASES = (
         "disagreeing": disagreeing,
         "resumed stock": resumed,
         "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
+        "interrupted in overlap mode": functools.partial(interrupted, overlap=True, step=7),
+        "interrupted in hook mode": functools.partial(interrupted, overlap=False, step=5),
         "norm in any case": functools.partial(train, attach=PlainAttach, **UNCLIPPED),
     }
 )

@@ -1,13 +1,21 @@
 """For Lightning: ``Trainer(strategy="ddp", callbacks=[AttachCallback()])``."""
 
 import logging
+from pathlib import Path
+from typing import Any
 
+import lightning
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
 import gradcast
+from gradcast.errors import refused
 from gradcast.frameworks.clipping import ClipCalls, give_back, replace, tell_scaler, with_clipping
+from gradcast.frameworks.snapshots import FrameworkSnapshots, LoopState
+from gradcast.snapshots.whole import Whole
 from gradcast.training.attached_modules import detach_left
 
 _log = logging.getLogger("gradcast")
@@ -21,11 +29,26 @@ class AttachCallback(Callback):
     ``overlap``: overlap mode, in which gradients also travel during the next forward pass; False for hook mode. In
     overlap mode gradcast also clips where Lightning would (``gradient_clip_val``). ``options``: as for
     ``gradcast.attach``. ``handle``: what ``attach`` returned, None before.
+
+    ``snapshots``: a folder that all ranks see, for snapshots of the training, from which ``Trainer.fit(...,
+    ckpt_path=callback.checkpoint())`` goes on. ``snapshot_options``: of ``handle.snapshots``.
     """
 
-    def __init__(self, overlap: bool = True, options: gradcast.Options | None = None) -> None:
+    def __init__(
+        self,
+        overlap: bool = True,
+        options: gradcast.Options | None = None,
+        snapshots: str | Path | None = None,
+        **snapshot_options: Any,
+    ) -> None:
         self.overlap, self.options = overlap, options
         self.handle: gradcast.Handle | None = None
+        self._snapshots = FrameworkSnapshots(snapshots, snapshot_options)
+
+    def checkpoint(self) -> Path | None:
+        """The newest snapshot, as a checkpoint of Lightning's; None if there is none. Raises Error(invalid_use) if the
+        snapshot lacks files, and OSError."""
+        return self._snapshots.checkpoint("lightning", _write_checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = trainer.optimizers if self.overlap else None
@@ -34,6 +57,15 @@ class AttachCallback(Callback):
         self.handle = gradcast.attach(trainer.strategy.model, optimizers, options=options)
         if self.overlap:
             _take_over(trainer.precision_plugin, ClipCalls(self.handle, options))
+        self._snapshots.take(
+            self.handle,
+            trainer.strategy.model,
+            trainer.global_rank,
+            trainer.global_step,
+            loader=_counted_loader(trainer),
+            extra={"loop": LoopState(lambda: _loop_state(trainer))},
+            optimizer=None if self.overlap else trainer.optimizers,
+        )
 
     def _options(self, trainer: Trainer) -> gradcast.Options | None:
         """Those that were given, with Lightning's clipping."""
@@ -60,6 +92,40 @@ class AttachCallback(Callback):
             self.handle.detach(wait_s=_AFTER_ERROR_S)
         except gradcast.Error as error:
             _log.error("after the error of the fit: %s", error)
+
+
+def _counted_loader(trainer: Trainer) -> gradcast.ResumableLoader | None:
+    """Raises Error(invalid_use) for data whose place Lightning would save too late."""
+    loader = trainer.train_dataloader
+    if isinstance(loader, gradcast.ResumableLoader) or not hasattr(loader, "state_dict"):
+        return loader if isinstance(loader, gradcast.ResumableLoader) else None
+    raise refused(
+        f"snapshots cannot save the place of a {type(loader).__name__} under Lightning; give it "
+        "gradcast.ResumableLoader(DataLoader(...))"
+    )
+
+
+def _loop_state(trainer: Trainer) -> dict[str, Any]:
+    """Of Lightning's checkpoint all but model and optimizers. What is private here is what Lightning itself calls."""
+    checkpoint = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning.__version__,
+        "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+    plugin = trainer.precision_plugin
+    if state := plugin.state_dict():
+        checkpoint[type(plugin).__qualname__] = state
+    return {"steps": trainer.global_step, "checkpoint": checkpoint}
+
+
+def _write_checkpoint(whole: Whole, place: Path) -> None:
+    checkpoint = whole.extra["loop"]["checkpoint"]
+    if whole.ranks[0]["loader"] is not None:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [whole.ranks[0]["loader"]]
+    torch.save(checkpoint | {"state_dict": whole.model, "optimizer_states": whole.optimizers}, place)
 
 
 _CLIP_CALLS = ("clip_grad_by_norm", "clip_grad_by_value")

@@ -1,12 +1,20 @@
 """For the Trainer of Hugging Face: ``trainer.add_callback(AttachCallback(trainer))``."""
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import gradcast
 from gradcast.frameworks.accelerate import CLIP_CALLS, take_over
 from gradcast.frameworks.clipping import ClipCalls, give_back, tell_scaler, with_clipping
+from gradcast.frameworks.snapshots import FrameworkSnapshots, LoopState
+from gradcast.snapshots.whole import Whole
 from gradcast.training.attached_modules import detach_left
 
 
@@ -18,11 +26,29 @@ class AttachCallback(TrainerCallback):
     during the next forward pass; False for hook mode. In overlap mode gradcast also clips where the Trainer would
     (``max_grad_norm``); a step whose norm is logged waits. ``options``: as for ``gradcast.attach``. ``handle``: what
     ``attach`` returned, None before.
+
+    ``snapshots``: a folder that all ranks see, for snapshots of the training, from which
+    ``trainer.train(resume_from_checkpoint=callback.checkpoint())`` goes on. ``snapshot_options``: of
+    ``handle.snapshots``.
     """
 
-    def __init__(self, trainer: Trainer, overlap: bool = True, options: gradcast.Options | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        overlap: bool = True,
+        options: gradcast.Options | None = None,
+        snapshots: str | Path | None = None,
+        **snapshot_options: Any,
+    ) -> None:
         self.trainer, self.overlap, self.options = trainer, overlap, options
         self.handle: gradcast.Handle | None = None
+        self._snapshots = FrameworkSnapshots(snapshots, snapshot_options)
+
+    def checkpoint(self) -> str | None:
+        """The newest snapshot, as a folder of a checkpoint of the Trainer; None if there is none. Raises
+        Error(invalid_use) if the snapshot lacks files, and OSError."""
+        place = self._snapshots.checkpoint("trainer", _write_checkpoint)
+        return place and str(place)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # model_wrapped is the DDP module, which callbacks do not get.
@@ -37,6 +63,14 @@ class AttachCallback(TrainerCallback):
         # all gradients in each step for its log, so every step would wait for all of them.
         if self.overlap and not args.max_grad_norm:
             self.trainer._get_grad_norm = lambda *args, **kwargs: None
+        self._snapshots.take(
+            self.handle,
+            self.trainer.model_wrapped,
+            args.process_index,
+            state.global_step,
+            extra={"loop": LoopState(lambda: _loop_state(self.trainer))},
+            optimizer=None if self.overlap else self.trainer.optimizer,
+        )
 
     def _options(self, args: Any) -> gradcast.Options | None:
         """Those that were given, with the Trainer's clipping."""
@@ -56,3 +90,20 @@ class AttachCallback(TrainerCallback):
     def _give_back(self) -> None:
         give_back(self.trainer.accelerator, *CLIP_CALLS)
         give_back(self.trainer, "_get_grad_norm")
+
+
+def _loop_state(trainer: Trainer) -> dict[str, Any]:
+    """Of a checkpoint of the Trainer all but model, optimizer and random states."""
+    state = dataclasses.asdict(trainer.state)
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    state["stateful_callbacks"] = {type(e).__name__: e.state() for e in callbacks if isinstance(e, ExportableState)}
+    return {"steps": trainer.state.global_step, "state": state, "scheduler": trainer.lr_scheduler.state_dict()}
+
+
+def _write_checkpoint(whole: Whole, place: Path) -> None:
+    place.mkdir(exist_ok=True)
+    loop = whole.extra["loop"]
+    save_file(whole.model, place / "model.safetensors", metadata={"format": "pt"})
+    torch.save(whole.optimizers[0], place / "optimizer.pt")
+    torch.save(loop["scheduler"], place / "scheduler.pt")
+    (place / "trainer_state.json").write_text(json.dumps(loop["state"]))

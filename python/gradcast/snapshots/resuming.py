@@ -91,7 +91,7 @@ def resume(
     for name, state in common["extra"].items():
         extra[name].load_state_dict(state)
     if own is not None:
-        _restore_random_state(own["random"], modules, next(module.parameters()).device)
+        restore_random_states(own["random"], modules, next(module.parameters()).device)
     resumed[folder] = Resumed(step, own and own["plan"])
     return step
 
@@ -195,7 +195,8 @@ def _gather_or_refuse(value: Any, failure: str | None, step: int, folder: Path) 
     return [each for each, _ in answers]
 
 
-def _restore_random_state(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
+def restore_random_states(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Now, and once more where the first training forward pass of one of ``modules`` begins."""
     restore_random_state(state, device)
     hooks: list[Any] = []
 
@@ -255,20 +256,17 @@ def _described(value: tuple[torch.Size, torch.dtype] | None) -> str:
     return "missing" if value is None else f"{tuple(value[0])} in {value[1]}"
 
 
-def _restore_optimizer(
-    reading: store.Reading, common: dict[str, Any], module: nn.Module, optimizer: Optimizer, number: int
-) -> None:
-    parameters = dict(module.named_parameters())
-    tensors = {
-        path: torch.empty(value[0], dtype=value[1])
-        for path, value in reading.contents.items()
-        if path[:2] == ("optimizer", str(number)) and value is not None
-    }
-    reading.read(tensors)
+def optimizer_state(
+    reading: store.Reading, common: dict[str, Any], number: int
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The state dict of an optimizer, in host memory, and by parameter the state in it. ``common``: what the snapshot
+    holds of it besides tensors."""
+    contents = reading.contents.items()
+    paths = [path for path, value in contents if path[:2] == ("optimizer", str(number)) and value is not None]
+    tensors = reading.tensors(paths)
     entries: dict[str, dict[str, Any]] = {name: dict(each) for name, each in common["scalars"].items()}
     for (_, _, name, key), tensor in tensors.items():
-        on_host = key in common["on_host"][name]
-        entries[name][key] = tensor if on_host else tensor.to(parameters[name].device)
+        entries[name][key] = tensor
     order = [name for group in common["names"] for name in group]
     index = {name: place for place, name in enumerate(order)}
     groups = [
@@ -276,7 +274,19 @@ def _restore_optimizer(
         for group, names in zip(common["groups"], common["names"], strict=True)
     ]
     state = {index[name]: entry for name, entry in entries.items() if entry}
-    optimizer.load_state_dict({"state": state | common["others"], "param_groups": groups})
+    return {"state": state | common["others"], "param_groups": groups}, entries
+
+
+def _restore_optimizer(
+    reading: store.Reading, common: dict[str, Any], module: nn.Module, optimizer: Optimizer, number: int
+) -> None:
+    parameters = dict(module.named_parameters())
+    state, entries = optimizer_state(reading, common, number)
+    for name, entry in entries.items():
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and key not in common["on_host"][name]:
+                entry[key] = value.to(parameters[name].device)
+    optimizer.load_state_dict(state)
     # load_state_dict() gives state the type of its parameter, which would round fp32 state of bf16 parameters.
     for name, entry in entries.items():
         for key, value in entry.items():

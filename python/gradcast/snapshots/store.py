@@ -18,7 +18,7 @@ import pickle
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +280,12 @@ class Reading:
     def read(self, into: dict[Path_, torch.Tensor]) -> None:
         """Reads values into these tensors of the same shapes."""
         self._read({_key(path): tensor for path, tensor in into.items()})
+
+    def tensors(self, paths: Iterable[Path_]) -> dict[Path_, torch.Tensor]:
+        """Reads these, into host memory."""
+        found = {path: torch.empty(size, dtype=dtype) for path in paths for size, dtype in [self.contents[path]]}
+        self.read(found)
+        return found
 
     def object(self, path: Path_) -> Any:
         state = {_key(path): None}

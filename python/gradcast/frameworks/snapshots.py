@@ -1,0 +1,111 @@
+"""Snapshots under a framework, whose loop goes on from checkpoints of its own: the newest snapshot becomes one.
+
+What the loop has to restore is saved with each snapshot. Random states gradcast restores itself, since frameworks do so
+at other moments, or not at all.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import gradcast
+from gradcast.errors import refused
+from gradcast.snapshots.resuming import Resumed, restore_random_states, resumed
+from gradcast.snapshots.whole import Whole, newest_step, read_whole
+
+
+@dataclasses.dataclass
+class LoopState:
+    """For ``extra``. ``read``: returns what the framework's loop has to restore; "steps": those that it has made."""
+
+    read: Callable[[], dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.read()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise refused(
+            "this snapshot was taken under a framework; give its trainer AttachCallback.checkpoint() in place of "
+            "gradcast.resume()"
+        )
+
+
+class FrameworkSnapshots:
+    """``folder``: one that all ranks see; None for no snapshots. ``options``: of handle.snapshots."""
+
+    def __init__(self, folder: str | Path | None, options: dict[str, Any]) -> None:
+        if options and folder is None:
+            raise refused(f"AttachCallback got {', '.join(options)}, but no folder for snapshots; add snapshots=FOLDER")
+        self._folder = None if folder is None else Path(folder).resolve()
+        self._options = options
+        self._given: Whole | None = None  # what the trainer is to go on from, without its tensors
+
+    def checkpoint(self, kind: str, write: Callable[[Whole, Path], None]) -> Path | None:
+        """The newest snapshot in the form that ``write`` gives it, beside the snapshots; None if there is none. Any
+        process of the training may make it, and the others take it. Raises Error(invalid_use), OSError."""
+        if self._folder is None:
+            raise refused("AttachCallback has no folder for snapshots; add snapshots=FOLDER")
+        step = newest_step(self._folder)
+        if step is None:
+            return None
+        whole = read_whole(self._folder, step)
+        self._given = dataclasses.replace(whole, model={}, optimizers=[])
+        place = self._folder / f"{kind}-{step}"
+        with _alone(self._folder):
+            if not place.exists():
+                for old in self._folder.glob(f"{kind}-*"):
+                    _remove(old)
+                unfinished = place.with_suffix(".tmp")
+                write(whole, unfinished)
+                unfinished.rename(place)
+        return place
+
+    def take(self, handle: gradcast.Handle, module: nn.Module, rank: int, steps: int, **arguments: Any) -> None:
+        """Takes snapshots of a training that begins, or goes on from what ``checkpoint`` has made. ``steps``: that the
+        framework's loop has made. ``arguments``: of handle.snapshots. Collective."""
+        if self._folder is None:
+            return
+        whole, self._given = self._given, None
+        if whole is None and self._folder not in resumed and (newest := newest_step(self._folder)) is not None:
+            raise refused(
+                f"{self._folder} holds a snapshot of step {newest}, from which this training does not go on; give the "
+                "trainer AttachCallback.checkpoint(), or name another folder"
+            )
+        if whole is not None:
+            expected = whole.extra["loop"]["steps"]
+            if steps != expected:
+                raise refused(
+                    f"the trainer begins at step {steps}, and the snapshot is of its step {expected}; give the trainer "
+                    "AttachCallback.checkpoint()"
+                )
+            own = whole.ranks[rank] if rank < len(whole.ranks) else None
+            resumed[self._folder] = Resumed(whole.step, own and own["plan"])
+            if own is not None:
+                restore_random_states(own["random"], [module], next(module.parameters()).device)
+        handle.snapshots(self._folder, **arguments, **self._options)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process is in here for this folder, if its file system has locks. They end with their process."""
+    descriptor = os.open(folder / ".making-checkpoint", os.O_CREAT | os.O_RDWR)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink()

@@ -1,0 +1,75 @@
+"""What the callbacks of frameworks share for snapshots, and what they refuse."""
+
+import pytest
+
+import gradcast
+from training.needs import torch
+
+
+def module_and_optimizer():
+    module = torch.nn.Linear(2, 2)
+    return module, torch.optim.SGD(module.parameters(), 0.1)
+
+
+def taken(folder):
+    """A snapshot of a training's only step."""
+    from gradcast.frameworks.snapshots import LoopState
+
+    module, optimizer = module_and_optimizer()
+    handle = gradcast.attach(module, optimizer)
+    made = 0
+    loop = LoopState(lambda: {"steps": made})
+    handle.snapshots(folder, every=1, extra={"loop": loop})
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    made += 1
+    handle.detach()
+
+
+def written(whole, place):
+    place.write_text(str(whole.step))
+
+
+def test_a_checkpoint_is_made_once_and_older_ones_go(tmp_path):
+    from gradcast.frameworks.snapshots import FrameworkSnapshots
+
+    taken(tmp_path)
+    first = FrameworkSnapshots(tmp_path, {}).checkpoint("some", written)
+    (tmp_path / "some-0").mkdir()
+    assert first == tmp_path / "some-1"
+    first.write_text("made before")
+    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written).read_text() == "made before"
+    (tmp_path / "step-1").rename(tmp_path / "step-2")
+    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written) == tmp_path / "some-2"
+    assert [each.name for each in tmp_path.glob("some-*")] == ["some-2"]
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    from gradcast.frameworks.snapshots import FrameworkSnapshots
+
+    with pytest.raises(gradcast.Error, match="got every, keep, but no folder for snapshots"):
+        FrameworkSnapshots(None, {"every": 3, "keep": 2})
+    with pytest.raises(gradcast.Error, match="no folder for snapshots; add snapshots=FOLDER"):
+        FrameworkSnapshots(None, {}).checkpoint("some", written)
+    taken(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")  # of another program, as it were
+    module, optimizer = module_and_optimizer()
+    handle = gradcast.attach(module, optimizer)
+    snapshots = FrameworkSnapshots(tmp_path / "b", {})
+    with pytest.raises(
+        gradcast.Error, match=r"step 1, from which .* does not go on; give the trainer AttachCallback.ch"
+    ):
+        snapshots.take(handle, module, 0, 0)
+    with pytest.raises(
+        gradcast.Error, match=r"taken under a framework; give its trainer AttachCallback.checkpoint\(\)"
+    ):
+        gradcast.resume(tmp_path / "b", module, optimizer, extra={"loop": snapshots_of_a_loop()})
+    (tmp_path / "b" / "step-1" / "__0_0.distcp").unlink()
+    with pytest.raises(gradcast.Error, match=r"not whole: __0_0\.distcp is cut off or not there; a checkpoint for"):
+        FrameworkSnapshots(tmp_path / "b", {}).checkpoint("some", written)
+
+
+def snapshots_of_a_loop():
+    from gradcast.frameworks.snapshots import LoopState
+
+    return LoopState(dict)
