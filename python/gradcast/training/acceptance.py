@@ -85,11 +85,17 @@ class Accepted:
 
 
 def accept(
-    module: Any, optimizers: Sequence[Any], process_group: Any, idle: Sequence[DistributedDataParallel] = ()
+    module: Any,
+    optimizers: Sequence[Any],
+    process_group: Any,
+    idle: Sequence[DistributedDataParallel] = (),
+    *,
+    in_parts: bool = True,
 ) -> Accepted:
     """Raises Error(invalid_use), which says what to do, unless training is known to give DDP's numbers.
 
-    ``idle``: DDP modules around this one that nobody calls.
+    ``idle``: DDP modules around this one that nobody calls. ``in_parts``: optimizers have to update parameters one by
+    one.
     """
     members: tuple[nn.Module, ...] = ()
     if isinstance(module, list | tuple):
@@ -106,7 +112,7 @@ def accept(
         _check_ddp(ddp, process_group)
     _check_ignored(ddp, inner)
     check_optimizers(optimizers, parameters)
-    for each in optimizers:
+    for each in optimizers if in_parts else ():
         partial_step.require_own_step(each)
         require_splittable(each)
     shared = shared_group(process_group if ddp is None else ddp.process_group)

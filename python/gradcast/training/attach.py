@@ -19,6 +19,7 @@ from gradcast.training.attached_modules import attached_modules
 from gradcast.training.attachment import Attachment
 from gradcast.training.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.handle import Handle
+from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import make_group, on_device, require_backend
@@ -69,12 +70,14 @@ def attach_inside(
     listed = isinstance(optimizer, list | tuple)
     given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
+    local = options.sync_every is not None
     refusal, accepted = None, None
     try:
         preflight.check_clipping(options, given)
         if disabled and options.weight is not None:
             raise weights_refused()
-        accepted = accept(module, optimizers, process_group, idle)
+        preflight.check_local_steps(options, optimizers, module, disabled=disabled)
+        accepted = accept(module, optimizers, process_group, idle, in_parts=not local)
         if any(each in attached_modules for each in accepted.owned):
             raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
     except Error as error:
@@ -84,7 +87,7 @@ def attach_inside(
     device = None if accepted is None else accepted.device
     if device is not None:
         require_backend(process_group, device)
-    mode = "ddp" if disabled else "overlap" if optimizers else "hook"
+    mode = "ddp" if disabled else "local" if local else "overlap" if optimizers else "hook"
     with on_device(device):
         places = preflight.check_same_call(process_group, refusal, mode, options, device)
     assert accepted is not None, "the call was refused"
@@ -95,10 +98,14 @@ def attach_inside(
     if group.rank == 0 and not disabled:
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
-    in_parts = bool(optimizers) and group.world_size > 1 and not disabled
+    in_parts = bool(optimizers) and group.world_size > 1 and not disabled and not local
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
     if disabled:
         attached: Attached = DisabledSession(accepted, optimizers, group, options, callbacks)
+    elif local:
+        if group.world_size > 1:
+            preflight.copy_model_from_first(group, accepted.module, options)
+        attached = LocalStepsSession(accepted, optimizers, group, options, callbacks)
     elif group.world_size == 1:
         attached = SingleWorkerSession(accepted, optimizers, group, options, callbacks)
     else:

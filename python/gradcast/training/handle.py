@@ -48,7 +48,8 @@ class Handle:
 
     @property
     def mode(self) -> str:
-        """ "hook" or "overlap"; "ddp" if GRADCAST_DISABLE is set, so that stock DDP trains."""
+        """ "hook" or "overlap"; "local" with options.sync_every; "ddp" if GRADCAST_DISABLE is set, so that stock DDP
+        trains."""
         return self._session.mode
 
     @property
@@ -125,6 +126,23 @@ class Handle:
         """
         require_attached(self._session)
         return self._attached.weight(n)
+
+    def end_round(self) -> None:
+        """With local steps: averages the ranks' parameters now, whatever is left of the round, so that afterwards all
+        ranks have the global copy. Collective: after the same step on all ranks, or an Error says that they differ.
+        Call it after the last step, before the model is saved or used. The next round begins anew.
+
+        Raises Error(invalid_use) without ``Options(sync_every=...)``.
+        """
+        self._session.end_round()
+
+    def global_model(self) -> contextlib.AbstractContextManager[None]:
+        """With local steps: inside, the module has the global copy's parameters and buffers, the same on all ranks,
+        and afterwards this rank's own. Not collective. Needs memory for one more copy of the model meanwhile.
+
+        Raises Error(invalid_use) without ``Options(sync_every=...)``, and for ``step()`` inside.
+        """
+        return self._session.global_model()
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
@@ -228,6 +246,11 @@ class Handle:
         """
         from gradcast.snapshots.start import start
 
+        if self.mode == "local":
+            raise refused(
+                "a snapshot takes each parameter from one rank, and with local steps every rank has parameters of its "
+                "own; save model, optimizer and handle.state_dict() on each rank"
+            )
         if self._snapshots is not None:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree
@@ -265,13 +288,21 @@ class Handle:
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan and profile for a checkpoint: a dict of strings and numbers."""
+        """Plan and profile for a checkpoint: a dict of strings and numbers.
+
+        With local steps it holds tensors, too: this rank's parameters, the global copy, the outer momentum, and what
+        travels. Each rank saves its own. Never starts a collective operation.
+        """
         require_attached(self._session)
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows the plan of a checkpoint instead of measuring, if model, mode and number of workers are the same;
-        otherwise the warm-up goes on. Rank 0's state counts. Collective; not between backward and step()."""
+        otherwise the warm-up goes on. Rank 0's state counts. Collective; not between backward and step().
+
+        With local steps each rank loads what it has saved, right after ``attach``, and training goes on with the same
+        bits, also inside a round. Raises Error(invalid_use) on every rank if one of them cannot.
+        """
         require_attached(self._session)
         self._session.load_state_dict(state)
 

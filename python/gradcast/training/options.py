@@ -48,6 +48,16 @@ class Options:
     * ``split_compiled``: a model that is compiled as a whole is split before its larger parts, each of which becomes a
       graph, so that communication overlaps with backward and forward. Where a compiler's roundings depend on what lies
       in one graph, they are those of the split model. Off: its forward waits for all parameters.
+    * ``sync_every``: changes the algorithm: gradients stay on their rank, and every so many optimizer steps the ranks
+      average their parameters (local steps, docs/guide/local-steps.md).
+    * ``outer``: how. "nesterov" (the default): Nesterov momentum on the mean difference of the parameters since the
+      last time, with ``outer_lr`` (0.7) and ``outer_momentum`` (0.9), as DiLoCo. "average": the mean of the parameters,
+      as local SGD. If ``sync_every`` is 1, it has to be given.
+    * ``outer_overlap``: parameters are averaged in fragments, which travel under so many steps; less than
+      ``sync_every``. 0: all at once, while training waits. Default: the steps from one fragment to the next, and one
+      more.
+    * ``outer_merge``: the share of a rank's own parameters when a fragment is applied that has travelled under steps;
+      0.5 by default.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -72,6 +82,12 @@ class Options:
     broadcast_buffers: bool = True
     unseen_reads: str = "by_module"
     split_compiled: bool = False
+    sync_every: int | None = None
+    outer: str | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    outer_overlap: int | None = None
+    outer_merge: float | None = None
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
@@ -106,6 +122,7 @@ class Options:
             raise Error(f"options.weight is {self.weight!r}; samples or None is expected")
         if self.unseen_reads not in ["by_module", "before_forward"]:
             raise Error(f"options.unseen_reads is {self.unseen_reads!r}; by_module or before_forward is expected")
+        _check_local_steps(self)
         names = [policy.name for policy in _core.policies()]
         if self.policy not in names:
             raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")
@@ -128,6 +145,75 @@ class Options:
     def plan_path(self) -> str | None:
         """The plan file to follow, from the options or the environment."""
         return self.plan or os.environ.get(PLAN_VARIABLE) or None
+
+
+def _check_local_steps(options: Options) -> None:
+    every = options.sync_every
+    if every is None:
+        for name in _OUTER:
+            if getattr(options, name) is not None:
+                raise Error(f"options.{name} is given without sync_every; give both, or leave it out")
+        return
+    if isinstance(every, str):
+        raise Error(f"options.sync_every is {every!r}; gradcast does not choose it: give a whole number of at least 1")
+    _require_int("sync_every", every, 1)
+    if options.outer not in [None, "nesterov", "average"]:
+        raise Error(f"options.outer is {options.outer!r}; nesterov or average is expected")
+    if every == 1 and options.outer is None:
+        raise Error(
+            "options.sync_every is 1 and outer is not given: to average in every step, that is DDP: leave it out, or "
+            "name options.outer if the ranks are to average their parameters in every step"
+        )
+    for name in ("outer_lr", "outer_momentum"):
+        value = getattr(options, name)
+        if value is not None and options.outer == "average":
+            raise Error(f"options.{name} belongs to outer='nesterov', and outer is 'average'; leave one of them out")
+    if options.outer_lr is not None:
+        _require_positive("outer_lr", options.outer_lr)
+    _require_share("outer_momentum", options.outer_momentum)
+    if options.outer_overlap is not None:
+        _require_int("outer_overlap", options.outer_overlap, 0)
+        if options.outer_overlap >= every:
+            raise Error(
+                f"options.outer_overlap is {options.outer_overlap} steps and sync_every {every}; a fragment has to be "
+                f"applied before it is taken again, so at most {every - 1} is expected"
+            )
+    if options.outer_merge is not None and (options.outer_overlap == 0 or every == 1):
+        raise Error(
+            "options.outer_merge is given, and nothing travels under steps (outer_overlap 0 or sync_every 1), so there "
+            "is nothing to merge; leave it out"
+        )
+    _require_share("outer_merge", options.outer_merge)
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+    for name, why in _NOT_LOCAL.items():
+        if getattr(options, name) != defaults[name]:
+            raise Error(f"options.{name} is given with sync_every, and {why}; leave one of them out")
+
+
+_OUTER = ("outer", "outer_lr", "outer_momentum", "outer_overlap", "outer_merge")
+_PLANLESS = "local steps follow no measured plan"
+_NOT_LOCAL = {
+    "warmup_steps": _PLANLESS,
+    "plan": _PLANLESS,
+    "policy": _PLANLESS,
+    "in_flight": _PLANLESS,
+    "adapt": _PLANLESS,
+    "on_alarm": "alarms compare steps with a plan, which local steps have not",
+    "max_grad_norm": "gradients of single ranks are clipped: call clip_grad_norm_ before step()",
+    "max_grad_value": "gradients of single ranks are clipped: call clip_grad_value_ before step()",
+    "weight": "no gradients travel that could be weighed",
+    "broadcast_buffers": "buffers are averaged once a round",
+    "unseen_reads": "forward waits for nothing",
+    "split_compiled": "forward waits for nothing",
+    "compare_every": "the ranks' global copies are compared in every round",
+}
+
+
+def _require_share(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise Error(f"options.{name} is {value!r}; a number from 0 and below 1 is expected")
 
 
 def _require_int(name: str, value: object, least: int) -> None:

@@ -11,10 +11,36 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcast.errors import Error, refused
+from gradcast.training.acceptance import the_ddp
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group, device_of_messages, gather, naming, shared_group
 from gradcast.training.ranks.hosts import Place, own_place
+
+
+def check_local_steps(options: Options, optimizers: Sequence[Any], module: Any, *, disabled: bool) -> None:
+    """Raises if local steps are asked for and cannot be made."""
+    if options.sync_every is None:
+        return
+    if disabled:
+        raise refused(
+            "GRADCAST_DISABLE is set, and stock DDP averages gradients in every step; options.sync_every needs "
+            "gradcast, so unset the variable"
+        )
+    if not optimizers:
+        raise refused(
+            "options.sync_every counts the steps of an optimizer, so it needs one, and hook mode has none: "
+            "gradcast.attach(module, optimizer, options=...)"
+        )
+    members = module if isinstance(module, list | tuple) else [module]
+    if any(isinstance(each, nn.Module) and the_ddp(each) is not None for each in members):
+        raise refused(
+            "the module holds a DistributedDataParallel, which averages gradients in every backward pass, and "
+            "options.sync_every is there to avoid that; give the plain module (ddp.module), train with it, and delete "
+            "the DistributedDataParallel"
+        )
+    if options.plan_path is not None:
+        raise refused("GRADCAST_PLAN is set, and local steps follow no plan; unset it, or leave options.sync_every out")
 
 
 def check_clipping(options: Options, given: Sequence[Any]) -> None:
@@ -46,6 +72,12 @@ _SAME_OPTIONS = (
     "max_grad_value",
     "weight",
     "broadcast_buffers",
+    "sync_every",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+    "outer_overlap",
+    "outer_merge",
 )
 
 

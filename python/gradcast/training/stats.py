@@ -15,7 +15,7 @@ _KEYS = (
     "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
     "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
     "exposed", "wire", "wire_bytes", "clipping", "hosts", "waits", "alarms", "observed",
-    "snapshots",
+    "snapshots", "local_steps",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""What the handle needs of a session: one class for each of the three kinds.
+"""What the handle needs of a session: one class for each of the four kinds.
 
 Session              two or more workers: measures, plans, and follows the plan (session.py)
+LocalStepsSession    ranks train by themselves, and average parameters every few steps (local/session.py)
 SingleWorkerSession  one worker: measures the warm-up steps; nothing is sent (single_worker.py)
 DisabledSession      GRADCAST_DISABLE is set: stock DDP trains the module (disabled.py)
 """
@@ -30,9 +31,9 @@ from gradcast.training.step.weights import check_single
 class TrainingSession:
     """As it is for the kinds without plans, of which nothing is ever in flight; Session overrides most of it.
 
-    ``mode``: "hook", "overlap" or "ddp". ``steps``: completed so far. ``released``: gradcast has left the module.
-    ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows with
-    each. ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the
+    ``mode``: "hook", "overlap", "local" or "ddp". ``steps``: completed so far. ``released``: gradcast has left the
+    module. ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows
+    with each. ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the
     buffers, in the order of the plan's profile. ``early_clipping``: clips when the program asks for it.
     """
 
@@ -104,6 +105,14 @@ class TrainingSession:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows the plan of a checkpoint if it fits. Collective."""
 
+    def end_round(self) -> None:
+        """See Handle."""
+        raise refused(_NO_ROUNDS)
+
+    def global_model(self) -> contextlib.AbstractContextManager[None]:
+        """See Handle."""
+        raise refused(_NO_ROUNDS)
+
     def diagnostics(self) -> Diagnostics:
         """For gradcast's own tools."""
         raise refused(_NO_PLAN)
@@ -112,6 +121,10 @@ class TrainingSession:
         """The interpreter exits. ``failed``: by an error, so that other ranks may never answer."""
 
 
+_NO_ROUNDS = (
+    "there are no rounds: every step averages the gradients, so all ranks have the same parameters; leave the call "
+    "out, or train with local steps (options.sync_every)"
+)
 _NO_PLAN = "there is no plan: a single worker, or GRADCAST_DISABLE is set"
 
 

@@ -321,7 +321,7 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
     """A view with a storage of its own over the buffer's memory: its owner count shows whether the program keeps it."""
     width = flat.element_size()
     memory = flat.untyped_storage()[offset * width : (offset + parameter.numel()) * width]
-    strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.size(), device="meta").stride()
+    strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.size(), device="meta").stride()
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(memory, 0, parameter.size(), strides)
 
 
@@ -330,7 +330,7 @@ def _multiple(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the strides visit numel() adjacent elements once each, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n != 1):

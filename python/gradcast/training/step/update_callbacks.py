@@ -151,13 +151,13 @@ class _AfterStep:
 
         def hook(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
             method = reference()
-            if method is not None and not _is_inner_step(optimizer):
+            if method is not None and not is_inner_step(optimizer):
                 method(optimizer)
 
         self.remove = weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
 
 
-def _is_inner_step(optimizer: Optimizer) -> bool:
+def is_inner_step(optimizer: Optimizer) -> bool:
     """Whether a class's step() has called that of its base class: torch runs hooks around the inner one, too."""
     frame = sys._getframe(2).f_back  # behind the code that calls the hooks
     while frame is not None:

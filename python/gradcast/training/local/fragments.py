@@ -1,0 +1,261 @@
+"""The fragments of a model: where each element of its parameters and buffers lies in what travels, and the global copy.
+
+A fragment consists of pieces, one for each dtype and kind of its elements. Each piece is a tensor of the gradient
+buffers, and has a part of the global copy and of the outer momentum beside it. Parameters of 16 bits have a global
+copy, momentum and differences of fp32. Floating-point buffers of the module (batch norm's statistics) travel in the
+last fragments, and their global copy is always the mean.
+
+Thread safety: training thread.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradcast.errors import refused
+from gradcast.local_steps import Schedule
+from gradcast.training.local import header
+from gradcast.training.local.outer import OuterOptimizer, merge
+from gradcast.training.options import Options
+from gradcast.training.step.gradient_buffers import GradientBuffers, is_dense
+
+_SUM_MODULUS = (1 << 61) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A parameter, or a buffer of a module, which may replace it: ``held[key]``."""
+
+    name: str
+    held: Mapping[str, Any]
+    key: str
+    is_buffer: bool = False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.held[self.key].detach()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its global copy."""
+        return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
+
+    def flat(self) -> torch.Tensor:
+        """Its elements as they lie in memory, 1-d."""
+        tensor = self.tensor
+        if not is_dense(tensor):
+            raise refused(
+                f"{self.name} has gaps or overlaps in memory (strides {tensor.stride()}), and local steps need dense "
+                "parameters; make it with .contiguous()"
+            )
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Elements ``[lo, hi)`` of an entry, which begin at ``offset`` in their piece."""
+
+    entry: Entry
+    lo: int
+    hi: int
+    offset: int
+
+
+@dataclasses.dataclass
+class Piece:
+    """``difference``: what this rank sends, and then the ranks' mean; 1-d, as are ``values`` (the global copy) and
+    ``momentum``."""
+
+    parts: list[Part]
+    dtype: torch.dtype
+    is_exact: bool  # of one dimension, and so unchanged by 8-bit wires
+    is_buffer: bool
+    count: int = 0
+    values: torch.Tensor = dataclasses.field(default_factory=torch.Tensor)
+    momentum: torch.Tensor | None = None
+    difference: torch.Tensor = dataclasses.field(default_factory=torch.Tensor)
+
+    def rows(self) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Each part of the model, 1-d, and its place in the piece."""
+        for part in self.parts:
+            yield part.entry.flat()[part.lo : part.hi], slice(part.offset, part.offset + part.hi - part.lo)
+
+
+def entries(parameters: dict[str, nn.Parameter], module: nn.Module) -> list[Entry]:
+    """What is averaged, in the order in which it is cut: parameters, and then floating-point buffers, each once."""
+    found = [Entry(name, {name: parameter}, name) for name, parameter in parameters.items()]
+    seen = set()
+    for prefix, each in module.named_modules():
+        for key, tensor in each._buffers.items():
+            if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = f"{prefix}.{key}" if prefix else key
+            found.append(Entry(name, each._buffers, key, is_buffer=True))
+    return found
+
+
+class Fragments:
+    """``buffers``: what travels, None for a single worker. ``indices[k]``: its tensors of the k-th fragment."""
+
+    def __init__(
+        self, found: Sequence[Entry], schedule: Schedule, outer: OuterOptimizer, options: Options, world_size: int
+    ) -> None:
+        self._entries, self._outer, self._world_size = list(found), outer, world_size
+        self.pieces = [_pieces(found, fragment) for fragment in schedule.fragments]
+        self.buffers: GradientBuffers | None = None
+        self.indices: list[list[int]] = []
+        self._headers: list[int] = []
+        if world_size > 1:
+            self._make_buffers(options.wire)
+        with torch.no_grad():
+            for piece in self._all():
+                device = piece.parts[0].entry.tensor.device
+                piece.values = torch.empty(piece.count, dtype=piece.dtype, device=device)
+                if outer.momentum is not None and not piece.is_buffer:
+                    piece.momentum = torch.zeros_like(piece.values)
+                if self.buffers is None:
+                    piece.difference = torch.empty_like(piece.values)
+                for local, place in piece.rows():
+                    piece.values[place] = local
+
+    def _make_buffers(self, wire: str) -> None:
+        names, tensors = [], []
+        for number, pieces in enumerate(self.pieces):
+            self.indices.append([])
+            for piece in pieces:
+                # Only shape, dtype and device of these count. 8-bit wires leave tensors of one dimension alone.
+                device = piece.parts[0].entry.tensor.device
+                self.indices[-1].append(len(names))
+                names.append(f"fragment {number} ({piece.parts[0].entry.name} … {piece.parts[-1].entry.name})")
+                shape = (piece.count,) if piece.is_exact else (piece.count, 1)
+                tensors.append(torch.empty(1, dtype=piece.dtype, device=device).expand(shape))
+            self._headers.append(len(names))
+            self.indices[-1].append(len(names))
+            names.append(f"header of fragment {number}")
+            first = pieces[0]
+            size = header.DIGITS * self._world_size
+            tensors.append(torch.empty(1, dtype=first.dtype, device=first.parts[0].entry.tensor.device).expand(size))
+        self.buffers = GradientBuffers(names, tensors, self._world_size, wire)
+
+    def _all(self) -> Iterator[Piece]:
+        for pieces in self.pieces:
+            yield from pieces
+
+    @property
+    def travelling(self) -> GradientBuffers:
+        assert self.buffers is not None, "several workers"
+        return self.buffers
+
+    def hold_views(self) -> None:
+        """After the buffers were laid out."""
+        for pieces, indices in zip(self.pieces, self.indices, strict=True):
+            for piece, index in zip(pieces, indices, strict=False):  # the last index is the header's
+                piece.difference = self.travelling.views[index].view(-1)
+
+    def header(self, fragment: int) -> torch.Tensor:
+        return self.travelling.views[self._headers[fragment]]
+
+    @torch.no_grad()
+    def write(self, fragment: int) -> None:
+        """This rank's share of the mean difference: (global copy - parameters) / ranks. The factor is that of DDP."""
+        factor = 1.0 / self._world_size
+        for piece in self.pieces[fragment]:
+            for local, place in piece.rows():
+                torch.sub(piece.values[place], local.to(piece.dtype), out=piece.difference[place])
+            piece.difference.mul_(factor)
+
+    @torch.no_grad()
+    def update(self, fragment: int, local_share: float) -> None:
+        """Moves the global copy by the mean difference, and the parameters toward it. REQUIRES: it has arrived."""
+        mean = OuterOptimizer(1.0, None)
+        for piece in self.pieces[fragment]:
+            (mean if piece.is_buffer else self._outer).update(piece.values, piece.momentum, piece.difference)
+            for local, place in piece.rows():
+                merge(local, piece.values[place], local_share)
+
+    def checksum(self, fragment: int) -> int:
+        """Of this fragment's global copy."""
+        total = 0
+        for piece in self.pieces[fragment]:
+            kind = torch.int64 if piece.dtype == torch.float64 else torch.int32
+            total = (total * 31 + int(piece.values.view(kind).sum(dtype=torch.int64))) % _SUM_MODULUS
+        return total
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """What this rank keeps beside the model, by what it is."""
+        values = sum(each.values.nbytes for each in self._all())
+        momentum = sum(each.momentum.nbytes for each in self._all() if each.momentum is not None)
+        sent = values if self.buffers is None else self.buffers.size_bytes
+        residuals = 0 if self.buffers is None else sum(each.nbytes for each in self.buffers.residuals.values())
+        return {"global copy": values, "momentum": momentum, "send buffer": sent, "residual": residuals}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one round, before a wire format shortens them."""
+        return sum(each.values.nbytes for each in self._all()) if self.buffers is None else self.buffers.size_bytes
+
+    # --- Checkpoints, and the global copy in place of the parameters ---
+
+    def by_name(self, what: str) -> dict[str, torch.Tensor]:
+        """Copies of ``values``, ``momentum`` or ``local`` of all entries, in their shapes."""
+        found: dict[str, torch.Tensor] = {}
+        flats: dict[str, torch.Tensor] = {}
+        for piece in self._all():
+            source = None if what == "local" else getattr(piece, what)
+            if source is None and what != "local":
+                continue
+            for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
+                name, tensor = part.entry.name, part.entry.tensor
+                if name not in found:
+                    dtype = tensor.dtype if source is None else source.dtype
+                    found[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+                    flats[name] = found[name].as_strided((tensor.numel(),), (1,))
+                flats[name][part.lo : part.hi] = local if source is None else source[place]
+        return found
+
+    @torch.no_grad()
+    def restore(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The opposite of ``by_name``. REQUIRES: ``refusal_of`` is None."""
+        for piece in self._all():
+            target = None if what == "local" else getattr(piece, what)
+            if target is None and what != "local":
+                continue
+            for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
+                tensor = part.entry.tensor
+                given = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensors[part.entry.name].dtype)
+                given.copy_(tensors[part.entry.name])
+                (local if target is None else target[place]).copy_(
+                    given.as_strided((tensor.numel(),), (1,))[part.lo : part.hi]
+                )
+
+    def refusal_of(self, tensors: Mapping[str, torch.Tensor], *, with_buffers: bool = True) -> str | None:
+        """The first difference between these and the entries, in words."""
+        own = {each.name: tuple(each.tensor.shape) for each in self._entries if with_buffers or not each.is_buffer}
+        theirs = {name: tuple(each.shape) for name, each in tensors.items()}
+        for name in [*own, *theirs]:
+            if own.get(name) != theirs.get(name):
+                return f"{name} has shape {theirs.get(name)} there and {own.get(name)} here"
+        return None
+
+    def identity(self) -> int:
+        """Of the cuts: the same on two ranks, or in a checkpoint, if fragments hold the same elements."""
+        text = repr([[[(p.entry.name, p.lo, p.hi) for p in each.parts] for each in pieces] for pieces in self.pieces])
+        return zlib.crc32(text.encode())
+
+
+def _pieces(found: Sequence[Entry], fragment: Sequence[Any]) -> list[Piece]:
+    """Those of one fragment; pieces of one dtype follow one another."""
+    by_kind: dict[tuple[torch.dtype, bool, bool], Piece] = {}
+    for each in fragment:
+        entry = found[each.parameter]
+        kind = (entry.dtype, entry.is_buffer, entry.is_buffer or entry.tensor.dim() < 2)
+        piece = by_kind.setdefault(kind, Piece([], entry.dtype, kind[2], entry.is_buffer))
+        piece.parts.append(Part(entry, each.lo, each.hi, piece.count))
+        piece.count += each.hi - each.lo
+    return sorted(by_kind.values(), key=lambda piece: str(piece.dtype))

@@ -1,0 +1,53 @@
+"""The outer optimizer, which moves the global copy by the ranks' mean difference, and the merge with local parameters.
+
+Thread safety: pure; any thread.
+"""
+
+import dataclasses
+
+import torch
+
+from gradcast.training.options import Options
+
+LR, MOMENTUM, MERGE = 0.7, 0.9, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterOptimizer:
+    """``momentum``: None for local SGD, where the global copy becomes the mean of the ranks' parameters."""
+
+    lr: float
+    momentum: float | None
+
+    @classmethod
+    def of(cls, options: Options) -> "OuterOptimizer":
+        if options.outer == "average":
+            return cls(1.0, None)
+        lr = LR if options.outer_lr is None else options.outer_lr
+        return cls(lr, MOMENTUM if options.outer_momentum is None else options.outer_momentum)
+
+    def update(self, values: torch.Tensor, momentum: torch.Tensor | None, difference: torch.Tensor) -> None:
+        """Moves ``values`` in place, with the bits of ``torch.optim.SGD(nesterov=True)`` whose gradient is
+        ``difference`` (DiLoCo, arXiv 2311.08105, algorithm 1, line 14). All are 1-d and of one dtype; ``difference`` is
+        overwritten. ``momentum``: None if this optimizer has none."""
+        if self.momentum is not None:
+            assert momentum is not None, "an outer optimizer with momentum keeps it"
+            momentum.mul_(self.momentum).add_(difference)
+            difference.add_(momentum, alpha=self.momentum)
+        values.add_(difference, alpha=-self.lr)
+
+    def describe(self) -> str:
+        if self.momentum is None:
+            return "the mean of the ranks' parameters"
+        return f"Nesterov momentum, outer_lr {self.lr:g}, outer_momentum {self.momentum:g}"
+
+
+def merge(local: torch.Tensor, values: torch.Tensor, share: float) -> None:
+    """``local`` becomes ``share * local + (1 - share) * values`` (Streaming DiLoCo, arXiv 2501.18512, algorithm 2, line
+    13). Both are 1-d; ``values`` may have a wider dtype."""
+    if share == 0:
+        local.copy_(values)
+    elif local.dtype == values.dtype:
+        local.mul_(share).add_(values, alpha=1 - share)
+    else:
+        local.copy_(local.to(values.dtype).mul_(share).add_(values, alpha=1 - share))

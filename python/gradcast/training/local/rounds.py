@@ -1,0 +1,252 @@
+"""Rounds of local steps: takes fragments, lets them travel, and applies them, at the steps that the schedule says.
+
+One iteration of the engine carries every fragment once, in the order in which they are taken. So the engine starts a
+fragment as soon as it is written and the one before it is on its way, and the network decides nothing but how long
+``after_step`` waits.
+
+Thread safety: training thread.
+"""
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from gradcast import _core
+from gradcast.errors import Error
+from gradcast.local_steps import Schedule
+from gradcast.training.local import header
+from gradcast.training.local.fragments import Fragments
+from gradcast.training.options import Options
+from gradcast.training.plan.measured_profile import layout_profile
+from gradcast.training.ranks.group import Group
+from gradcast.training.step.gradient_exchange import ActivePlan, GradientExchange
+
+
+class Travel:
+    """The fragments on the network. ``left``: those that the open iteration has not begun to send, in order."""
+
+    def __init__(self, fragments: Fragments, group: Group, options: Options) -> None:
+        self._fragments, self._buffers = fragments, fragments.travelling
+        self.exchange = GradientExchange(self._buffers, group, options)
+        self._order = tuple(range(len(self._buffers.names)))
+        self._profile = layout_profile(
+            self._buffers.names, self._buffers, self._order, world_size=group.world_size, name="local steps"
+        )
+        self.left: collections.deque[int] = collections.deque()
+        self._first = -1
+        self._follow(0)
+        fragments.hold_views()
+
+    @property
+    def plan(self) -> _core.Plan:
+        return self._plan
+
+    def _follow(self, first: int) -> None:
+        """From the next iteration on, fragments travel in their order, beginning with this one."""
+        if self._first == first:
+            return
+        count = len(self._fragments.indices)
+        rotated = [(first + position) % count for position in range(count)]
+        blocks = [block for fragment in rotated for block in self._blocks(fragment)]
+        self._first, self._plan = first, _core.Plan(blocks=blocks, policy="local steps", mode="overlap")
+        self.exchange.follow(ActivePlan(self._profile, self._plan, self._order))
+
+    def _blocks(self, fragment: int) -> list[_core.Block]:
+        """One for each buffer, in which the fragment's tensors follow one another."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for index in self._fragments.indices[fragment]:
+            where = self._buffers.layout[index]
+            lo, _ = ranges.get(where.buffer, (where.lo_bytes, 0))
+            ranges[where.buffer] = (lo, where.end_bytes)
+        reason = f"fragment {fragment}"
+        return [_core.Block(ranges=[each], buffer=buffer, reason=reason) for buffer, each in ranges.items()]
+
+    def begin(self, first: int) -> None:
+        """Opens an iteration. REQUIRES: all fragments of the last one have arrived."""
+        self.exchange.wait_until_idle()  # for the engine's own record of the last block
+        self._follow(first)
+        self._buffers.flag_all_used()
+        self.exchange.begin()
+        self.exchange.on_flags_written()
+        count = len(self._fragments.indices)
+        self.left = collections.deque((first + position) % count for position in range(count))
+
+    def send(self, fragment: int) -> None:
+        """The fragment is written."""
+        assert self.left[0] == fragment, "fragments travel in their order"
+        self.left.popleft()
+        for index in self._fragments.indices[fragment]:
+            self.exchange.ready(index)
+
+    def wait(self, fragment: int) -> None:
+        self.exchange.wait(self._fragments.indices[fragment])
+
+
+class Rounds:
+    """``clock``: steps since the beginning, or since ``end``; the schedule counts them. ``steps``: all. ``count``: how
+    often all fragments have been taken. ``waited_ns``: in all steps until now."""
+
+    def __init__(
+        self, fragments: Fragments, schedule: Schedule, local_share: float, travel: Travel | None, group: Group
+    ) -> None:
+        self._fragments, self.schedule, self._travel, self._group = fragments, schedule, travel, group
+        self._local_share = local_share if schedule.overlap else 0.0
+        self.clock = self.steps = self.count = 0
+        self.waited_ns = 0
+        # Fragments that were taken and are not applied, in order, and whether they have arrived and were checked.
+        self._taken: dict[int, bool] = {}
+        self._failure: Error | None = None
+
+    @property
+    def in_flight(self) -> list[int]:
+        return list(self._taken)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def has_open_iteration(self) -> bool:
+        """Whether the engine waits for fragments that are not taken yet."""
+        return self._travel is not None and bool(self._travel.left)
+
+    def after_step(self) -> None:
+        self.steps += 1
+        self.clock += 1
+        with self._failing():
+            for fragment in self.schedule.applied(self.clock):
+                self._apply(fragment, self._local_share)
+            taken = self.schedule.taken(self.clock)
+            for fragment in taken:
+                self._take(fragment)
+            if self.schedule.overlap == 0:
+                self._apply_all(0.0)
+            self.count += bool(taken) and taken[-1] == len(self.schedule.fragments) - 1
+
+    def end(self) -> None:
+        """Afterwards the parameters of all ranks are the global copy. Collective."""
+        if self.clock == 0:
+            return
+        with self._failing():
+            self._apply_all(self._local_share)
+            # First those that the open iteration still has to send, and then the others, which have drifted since.
+            left = list(self._travel.left) if self._travel is not None else []
+            for fragment in left:
+                self._take(fragment, ending=True)
+            self._apply_all(0.0)
+            everything = range(len(self.schedule.fragments))
+            if len(left) < len(everything):
+                for fragment in everything:  # an iteration carries all
+                    self._take(fragment, ending=True)
+                for fragment in everything:
+                    self._apply(fragment, 0.0, drops=fragment in left)
+            self.count += 1
+            self.clock = 0
+
+    def await_taken(self) -> None:
+        """Waits until what was taken has arrived."""
+        with self._failing():
+            for fragment in self._taken:
+                self._receive(fragment)
+
+    def _take(self, fragment: int, *, ending: bool = False) -> None:
+        travel = self._travel
+        if travel is not None and not travel.left:
+            for each in self._taken:
+                self._receive(each)
+            travel.begin(fragment)
+        self._fragments.write(fragment)
+        self._taken[fragment] = travel is None
+        if travel is not None:
+            checksum = self._fragments.checksum(fragment)
+            here = self._fragments.header(fragment)
+            header.write(here, self._group.rank, step=self.steps, ending=ending, checksum=checksum)
+            travel.send(fragment)
+
+    def _apply(self, fragment: int, local_share: float, *, drops: bool = False) -> None:
+        self._receive(fragment)
+        del self._taken[fragment]
+        if not drops:
+            self._fragments.update(fragment, local_share)
+
+    def _receive(self, fragment: int) -> None:
+        """Waits for it, unless it has arrived, and raises if the ranks disagree."""
+        if self._travel is None or self._taken[fragment]:
+            return
+        start_ns = time.perf_counter_ns()
+        self._travel.wait(fragment)
+        self.waited_ns += time.perf_counter_ns() - start_ns
+        header.check(self._fragments.header(fragment), fragment)
+        self._taken[fragment] = True
+
+    def _apply_all(self, local_share: float) -> None:
+        for fragment in list(self._taken):
+            self._apply(fragment, local_share)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After an error the ranks' models may differ, so each later step raises it again."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Error as error:
+            self._failure = error
+            if error.code == "communication" and self._travel is not None:
+                self._failure = Error(
+                    f"{error}. This rank is after {self.steps} optimizer steps of its own; ranks whose loops have "
+                    "different lengths leave others waiting like this",
+                    error.code,
+                )
+            raise self._failure from None
+
+    # --- Checkpoints ---
+
+    def state(self, options: Options) -> dict[str, Any]:
+        self.await_taken()
+        fragments = self._fragments
+        in_flight = {k: [each.difference.clone() for each in fragments.pieces[k]] for k in self._taken}
+        place = {"clock": self.clock, "steps": self.steps, "rounds": self.count, "in_flight": in_flight}
+        tensors = {what: fragments.by_name(what) for what in ("values", "momentum", "local")}
+        return {"settings": self._settings(options), "place": place, "tensors": tensors}
+
+    def _settings(self, options: Options) -> dict[str, Any]:
+        names = ("sync_every", "outer", "outer_lr", "outer_momentum", "wire")
+        own = {"overlap": self.schedule.overlap, "local_share": self._local_share, "world_size": self._group.world_size}
+        return {name: getattr(options, name) for name in names} | own | {"cuts": self._fragments.identity()}
+
+    def refusal_of(self, state: dict[str, Any], options: Options) -> str | None:
+        """Why training cannot go on from this state."""
+        tensors = state["tensors"]
+        reason = self._fragments.refusal_of(tensors["values"])
+        if reason is not None:
+            return f"it is of another model: {reason}"
+        own = self._settings(options)
+        if state["place"]["clock"] > 0 and own != state["settings"]:
+            differing = next(key for key in own if own[key] != state["settings"].get(key))
+            return (
+                f"it was saved inside a round with {differing} {state['settings'].get(differing)}, and here it is "
+                f"{own[differing]}; keep the settings, or save after handle.end_round()"
+            )
+        if bool(tensors["momentum"]) != bool(self._fragments.by_name("momentum")):
+            return "one of them has an outer momentum, and the other has none; keep options.outer"
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """REQUIRES: ``refusal_of`` is None, and nothing has travelled."""
+        for what, tensors in state["tensors"].items():
+            self._fragments.restore(what, tensors)
+        place = state["place"]
+        self.clock, self.steps, self.count = place["clock"], place["steps"], place["rounds"]
+        self._taken = {}
+        for fragment, differences in place["in_flight"].items():
+            for piece, saved in zip(self._fragments.pieces[fragment], differences, strict=True):
+                piece.difference.copy_(saved)
+            self._taken[fragment] = True
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """Equal on two ranks whose rounds can go on together."""
+        sums = [self._fragments.checksum(fragment) for fragment in range(len(self.schedule.fragments))]
+        return (self.clock, self.steps, *self._taken, *sums)

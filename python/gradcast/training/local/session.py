@@ -1,0 +1,310 @@
+"""A session of local steps: hooks behind ``step()`` count steps, and rounds average the ranks' parameters.
+
+No gradient travels and no hook lies on one, so any loop that calls ``step()`` works: accumulation counts as one step,
+and clipping is each rank's own. A GradScaler skips steps on single ranks, so that ranks would count differently; it is
+refused.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from gradcast import _core
+from gradcast.errors import Error, refused
+from gradcast.local_steps import make_schedule
+from gradcast.training.acceptance import Accepted
+from gradcast.training.compat import fork
+from gradcast.training.local.fragments import Fragments, entries
+from gradcast.training.local.outer import MERGE, OuterOptimizer
+from gradcast.training.local.rounds import Rounds, Travel
+from gradcast.training.model_layout import ModelLayout
+from gradcast.training.no_sync import NoSyncBlocks
+from gradcast.training.options import Options
+from gradcast.training.ranks.group import Group, gather, naming
+from gradcast.training.step import residuals
+from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.partial_step import is_called_by_scaler
+from gradcast.training.step.update_callbacks import UpdateCallbacks, is_inner_step
+from gradcast.training.training_session import TrainingSession, require_attached
+
+_log = logging.getLogger("gradcast")
+STATE_VERSION = 1
+_MB = 1e6
+
+
+class LocalStepsSession(TrainingSession):
+    """Of any number of workers; a single one makes the outer updates from its own differences."""
+
+    mode = "local"
+
+    def __init__(
+        self,
+        accepted: Accepted,
+        optimizers: Sequence[Optimizer],
+        group: Group,
+        options: Options,
+        callbacks: UpdateCallbacks,
+    ) -> None:
+        self.callbacks, self.group, self._options = callbacks, group, options
+        self.no_sync_blocks = NoSyncBlocks()
+        self._module, self._parameters = accepted.module, accepted.parameters
+        found = entries(accepted.parameters, accepted.module)
+        sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
+        assert options.sync_every is not None, "attach makes another session without it"
+        schedule = make_schedule(sizes, options.sync_every, options.outer_overlap)
+        self._outer = OuterOptimizer.of(options)
+        self._fragments = Fragments(found, schedule, self._outer, options, group.world_size)
+        self._travel = None if group.world_size == 1 else Travel(self._fragments, group, options)
+        local_share = MERGE if options.outer_merge is None else options.outer_merge
+        self._local_share = local_share if schedule.overlap else 0.0
+        self._rounds = Rounds(self._fragments, schedule, self._local_share, self._travel, group)
+        self._layout = ModelLayout(accepted.whole, optimizers, accepted.parameters.values())
+        self._lends = False  # inside global_model()
+        self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        self._hooks.append(optimizers[-1].register_step_post_hook(self._after_step))
+        if self._travel is not None:
+            fork.watch(self)
+        if group.rank == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        schedule = self._rounds.schedule
+        how = (
+            f"{len(schedule.fragments)} fragments, each applied {schedule.overlap} steps after it was taken, "
+            f"{self._local_share:g} of it local"
+            if schedule.overlap
+            else "all at once, while training waits"
+        )
+        kept = {name: size for name, size in self._fragments.state_bytes.items() if size}
+        sizes = ", ".join(f"{name} {size / _MB:.1f} MB" for name, size in kept.items())
+        _log.info(
+            "local steps change the algorithm: gradients stay on their rank, and every %d steps the ranks average "
+            "their parameters (%s; %s); beside the model each rank keeps %.1f MB (%s)",
+            schedule.every, self._outer.describe(), how, sum(kept.values()) / _MB, sizes,
+        )  # fmt: skip
+        norms = [name for name, each in self._module.named_modules() if isinstance(each, _BatchNorm)]
+        if norms:
+            _log.warning(
+                "batch norm (%s) normalizes with each rank's own batch, and its running statistics are averaged only "
+                "once a round; evaluate after handle.end_round()", norms[0],
+            )  # fmt: skip
+
+    @property
+    def exchange(self) -> GradientExchange:
+        """For forks."""
+        assert self._travel is not None, "several workers"
+        return self._travel.exchange
+
+    @property
+    def plan(self) -> _core.Plan | None:  # type: ignore[override]
+        return None if self._travel is None else self._travel.plan
+
+    # --- Steps ---
+
+    def _before_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        if self.released or is_inner_step(optimizer):
+            return
+        if is_called_by_scaler():
+            raise refused(
+                "a GradScaler skips steps on the rank where gradients overflow, and with local steps the ranks would "
+                "count differently; train without it, in bf16 (torch.autocast with dtype=torch.bfloat16 needs none)"
+            )
+        if self._lends:
+            raise refused("step() inside handle.global_model(); train outside of it")
+
+    def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        if self.released or is_inner_step(optimizer):
+            return
+        if self._rounds.schedule.taken(self._rounds.clock + 1) and self._layout.changed():
+            raise refused(
+                "the module's parameters or those of its optimizer have changed since attach, which local steps do not "
+                "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
+            )
+        self._rounds.after_step()
+        self.steps = self._rounds.steps
+        self._step_ends.append((time.perf_counter_ns(), self._rounds.waited_ns))
+        del self._step_ends[: -self._rounds.schedule.every - 1]
+
+    # --- For the handle ---
+
+    def end_round(self) -> None:
+        require_attached(self)
+        self._require_own()
+        self._rounds.end()
+        self._step_ends.clear()
+
+    @contextlib.contextmanager
+    def global_model(self) -> Iterator[None]:
+        require_attached(self)
+        self._require_own()
+        own = self._fragments.by_name("local")
+        self._lends = True
+        self._fragments.restore("local", self._fragments.by_name("values"))
+        try:
+            yield
+        finally:
+            self._lends = False
+            self._fragments.restore("local", own)
+
+    def _require_own(self) -> None:
+        if self._lends:
+            raise refused("inside handle.global_model() the module has the global copy; leave it first")
+
+    def flush(self, limit_s: float | None = None) -> None:
+        """Sends nothing: waits for what travels."""
+        if self._travel is not None and not self.released and not self._rounds.has_failed:
+            with self._travel.exchange.waiting_at_most(limit_s):
+                self._rounds.await_taken()
+
+    def finish(self, limit_s: float | None = None) -> None:
+        self.flush(limit_s)
+        if self._rounds.has_failed:
+            return
+        if self._travel is not None and limit_s is None:
+            what = f"handle.detach() on every rank (this one has made {self.steps} steps)"
+            watch, group = self._travel.exchange.watch, self.group
+            with watch.waiting(what), naming(what, group.rank, group.world_size):
+                everyone = gather(group.shared, self.steps, group.device)
+            self._warn_of_open_round()
+            if min(everyone) != max(everyone):
+                raise refused(
+                    f"the ranks' loops differ: at handle.detach() they have made {min(everyone)} to {max(everyone)} "
+                    "steps; give all ranks the same number of optimizer steps"
+                )
+        else:
+            self._warn_of_open_round()
+
+    def _warn_of_open_round(self) -> None:
+        clock, every = self._rounds.clock, self._rounds.schedule.every
+        if self.group.rank != 0 or self.group.world_size == 1 or clock == 0:
+            return
+        if self._rounds.count == 0:
+            _log.error(
+                "the training ends after %d steps, and options.sync_every is %d: the ranks' models were never "
+                "averaged; choose fewer steps, or call handle.end_round() on every rank", self.steps, every,
+            )  # fmt: skip
+        elif clock % every or self._rounds.schedule.overlap:
+            _log.warning(
+                "the training ends inside a round, after %d steps: each rank keeps parameters of its own; call "
+                "handle.end_round() on every rank before the model is used", self.steps,
+            )  # fmt: skip
+
+    def close_at_exit(self, *, failed: bool) -> None:
+        if self.released or self._travel is None:
+            return
+        ended_well = False
+        try:
+            if not failed:
+                self.flush()
+                self._warn_of_open_round()
+                ended_well = not self._rounds.has_failed and not self._rounds.has_open_iteration
+        except Error as error:
+            _log.error("at the end of the program: %s", error)
+        finally:
+            self._travel.exchange.shutdown()
+            self.group.leave(reusable=ended_well)
+
+    def release(self, *, reusable: bool) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._travel is not None:
+            reusable = reusable and not self._rounds.has_failed and not self._rounds.has_open_iteration
+            self._travel.exchange.shutdown()
+            self.group.leave(reusable=reusable)
+        self.released = True
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self.released = True
+
+    def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
+        raise refused(
+            "handle.weight() weighs gradients, and local steps send none: the ranks' differences count alike; leave it "
+            "out, or train without options.sync_every"
+        )
+
+    def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        raise refused("local steps average the module's buffers once a round; call handle.end_round()")
+
+    def plan_text(self, profile_path: str | None) -> str:
+        raise refused("local steps follow no measured plan; their schedule follows from the model and the options")
+
+    def stats(self) -> dict[str, Any]:
+        schedule, ends = self._rounds.schedule, self._step_ends
+        count = max(1, len(ends) - 1)
+        own = {
+            "sync_every": schedule.every,
+            "outer": "average" if self._outer.momentum is None else "nesterov",
+            "outer_overlap": schedule.overlap,
+            "outer_merge": self._local_share,
+            "fragments": len(schedule.fragments),
+            "in_flight": self._rounds.in_flight,
+            "rounds": self._rounds.count,
+            "steps_in_round": self._rounds.clock % schedule.every,
+            "bytes_per_round": self._fragments.sent_bytes if self._travel is not None else 0,
+            "state_bytes": sum(self._fragments.state_bytes.values()),
+        }
+        values = super().stats() | {"local_steps": own, "wire": self._options.wire}
+        if len(ends) > 1:
+            values["measured_ms"] = (ends[-1][0] - ends[0][0]) / count / 1e6
+            values["exposed_ms"] = (ends[-1][1] - ends[0][1]) / count / 1e6
+        if self._travel is not None:
+            values["bytes"] = sum(block.size_bytes for block in self._travel.plan.blocks)
+            values["wire_bytes"] = self._travel.exchange.wire_bytes(self._travel.plan)
+            values["blocks"] = len(self._travel.plan.blocks)
+        return values
+
+    # --- Checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank. Starts nothing on the network, and waits for what travels."""
+        self._require_own()
+        state = self._rounds.state(self._options)
+        own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}
+        kept = {} if self._fragments.buffers is None else residuals.saved(self._fragments.buffers, self.group)
+        return own | state | kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        require_attached(self)
+        self._require_own()
+        refusal = None
+        try:
+            self._check(state)
+            self._rounds.restore(state)
+            if self._fragments.buffers is not None:
+                residuals.restore(self._fragments.buffers, self.group, state)
+        except Error as error:
+            refusal = error
+        if self._travel is not None:
+            mine = (str(refusal) if refusal is not None else None, self._rounds.fingerprint())
+            with self._travel.exchange.watch.waiting("handle.load_state_dict() on every rank"):
+                everyone = self.group.gather(mine)
+            for rank, (message, _) in enumerate(everyone):
+                if message is not None and refusal is None:
+                    refusal = refused(f"rank {rank} cannot load its state: {message}")
+            if refusal is None and any(fingerprint != everyone[0][1] for _, fingerprint in everyone):
+                refusal = refused(
+                    "the ranks have loaded states of different steps; let each load the state that it has saved after "
+                    "the same step"
+                )
+        if refusal is not None:
+            raise refusal
+        self.steps = self._rounds.steps
+
+    def _check(self, state: dict[str, Any]) -> None:
+        if state.get("mode") != self.mode or state.get("version") != STATE_VERSION:
+            raise refused("the state is not one of local steps of this version; load what handle.state_dict() returned")
+        if self._rounds.steps > 0:
+            raise refused("load the state right after attach, before the first step")
+        reason = self._rounds.refusal_of(state, self._options)
+        if reason is None and state["place"]["clock"] > 0 and state["rank"] != self.group.rank:
+            reason = f"it is that of rank {state['rank']}, and this is rank {self.group.rank}"
+        if reason is not None:
+            raise refused(f"training cannot go on from this state: {reason}")

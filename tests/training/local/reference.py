@@ -1,0 +1,145 @@
+"""Local steps of several ranks in one process, in plain torch: what gradcast has to compute."""
+
+import copy
+
+from gradcast.local_steps import make_schedule
+from training.needs import torch
+
+nn = torch.nn
+
+
+class Net(nn.Module):
+    """A quarter of a million elements: batch norm, tied, frozen and partly unused weights, one not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(40, 160, bias=False)
+        self.conv = nn.Conv2d(1, 6, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(6)
+        self.first = nn.Linear(160, 300)
+        self.frozen = nn.Linear(300, 160).requires_grad_(False)
+        self.odd = nn.Linear(160, 160)  # rank 1 does not use it
+        self.second = nn.Linear(160, 400)
+        self.third = nn.Linear(400, 160)
+        self.unembed = nn.Linear(40, 160, bias=False)
+        self.unembed.weight = self.embed.weight
+        with torch.no_grad():
+            self.first.weight.set_(self.first.weight.t().contiguous().t())
+
+    def forward(self, value, rank=0):
+        hidden = self.embed(value)
+        image = self.norm(self.conv(hidden.view(-1, 1, 10, 16)))
+        hidden = torch.tanh(self.frozen(torch.relu(self.first(image.mean(1).flatten(1)))))
+        if rank != 1:
+            hidden = hidden + self.odd(hidden)
+        hidden = self.third(torch.relu(self.second(hidden)))
+        return hidden @ self.unembed.weight
+
+
+def net(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def batch(rank, step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, 40, generator=generator).to(dtype)
+
+
+def train(module, optimizer, rank, step):
+    """One local step."""
+    dtype = next(module.parameters()).dtype
+    optimizer.zero_grad()
+    value = batch(rank, step, dtype)
+    (module(value, rank) - value).square().mean().backward()
+    optimizer.step()
+
+
+def averaged(module):
+    """What travels: trainable parameters, then floating-point buffers, each flat as it lies in memory."""
+    own = [each for each in module.parameters() if each.requires_grad]
+    buffers = [each for each in module.buffers() if each.is_floating_point()]
+    return [torch.as_strided(each.data, (each.numel(),), (1,)) for each in (*own, *buffers)], len(own)
+
+
+class Reference:
+    """``modules[r]``: rank r's. ``values``: the global copy, an element of ``averaged`` each."""
+
+    def __init__(self, module, make_optimizer, ranks, every, overlap, outer, merge=0.5):
+        self.ranks, self.every = ranks, every
+        self.modules = [copy.deepcopy(module) for _ in range(ranks)]
+        self.optimizers = [make_optimizer(each) for each in self.modules]
+        tensors, self.trained = averaged(module)
+        self.wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        self.schedule = make_schedule([(each.numel(), self.wide.itemsize) for each in tensors], every, overlap)
+        self.merge = merge if self.schedule.overlap else 0.0
+        self.values = [each.to(self.wide, copy=True) for each in tensors]
+        self.parts = []  # by fragment: (entry, lo, hi, its part of the global copy, the outer optimizer)
+        for fragment in self.schedule.fragments:
+            self.parts.append([])
+            for each in fragment:
+                part = nn.Parameter(self.values[each.parameter][each.lo : each.hi])
+                averages = outer == "average" or each.parameter >= self.trained
+                arguments = {"lr": 1.0} if averages else {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+                self.parts[-1].append((each.parameter, each.lo, each.hi, part, torch.optim.SGD([part], **arguments)))
+        self.sent = {}
+        self.step = 0
+
+    def after_step(self):
+        self.step += 1
+        for number in self.schedule.applied(self.step):
+            self.apply(number, self.merge)
+        for number in self.schedule.taken(self.step):
+            self.take(number)
+            if self.schedule.overlap == 0:
+                self.apply(number, 0.0)
+
+    def take(self, number):
+        self.sent[number] = []
+        for entry, lo, hi, part, _ in self.parts[number]:
+            locals_ = [averaged(each)[0][entry][lo:hi].to(self.wide) for each in self.modules]
+            shares = [(part.detach() - each) * (1.0 / self.ranks) for each in locals_]
+            total = shares[0].clone()
+            for share in shares[1:]:
+                total += share
+            self.sent[number].append(total)
+
+    @torch.no_grad()
+    def apply(self, number, merge):
+        for (entry, lo, hi, part, outer), mean in zip(self.parts[number], self.sent.pop(number), strict=True):
+            part.grad = mean
+            with torch.enable_grad():
+                outer.step()
+            for module in self.modules:
+                local = averaged(module)[0][entry][lo:hi]
+                merged = local.to(self.wide) * merge
+                local.copy_(merged.add_(part, alpha=1 - merge) if merge else part)
+
+    def end(self):
+        """As handle.end_round(): what travels is applied, then everything."""
+        for number in list(self.sent):
+            self.apply(number, self.merge)
+        for number in range(len(self.parts)):
+            self.take(number)
+            self.apply(number, 0.0)
+        self.step = 0
+
+    def run(self, steps, first=0):
+        for step in range(first, first + steps):
+            for rank, (module, optimizer) in enumerate(zip(self.modules, self.optimizers, strict=True)):
+                train(module, optimizer, rank, step)
+            self.after_step()
+
+
+def differences(module, reference, rank, tolerance):
+    """Names of tensors of the module that differ from the reference's by more than ``tolerance`` of their largest."""
+    found = []
+    theirs = reference.modules[rank].state_dict()
+    for name, ours in module.state_dict().items():
+        if tolerance == 0:
+            same = torch.equal(ours, theirs[name])
+        else:
+            gap = (ours.double() - theirs[name].double()).abs().max()
+            same = bool(gap <= tolerance * theirs[name].double().abs().max())
+        found += [] if same else [f"{name} differs by {(ours.double() - theirs[name].double()).abs().max():.3g}"]
+    return found

@@ -1,0 +1,128 @@
+"""Training with local steps goes on from a checkpoint with the same bits, wherever in the round it was saved."""
+
+import io
+
+import pytest
+
+from training.attached import attach, error_of
+from training.needs import torch
+from training.pool import on_ranks
+
+pytest.importorskip("training.needs")
+import gradcast
+from training.local.reference import net, train
+from training.local.test_rounds import adamw
+
+OPTIONS = {"warmup_steps": 6, "adapt": True, "sync_every": 5}
+
+
+def copied(value):
+    """As a file would bring it back."""
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    memory.seek(0)
+    return torch.load(memory)
+
+
+def saved(module, optimizer, handle):
+    parts = {"module": module, "optimizer": optimizer, "handle": handle}
+    return copied({name: part.state_dict() for name, part in parts.items()})
+
+
+def begin(state, **options):
+    module = net(0)
+    optimizer = adamw(module)
+    handle = attach(module, optimizer, **OPTIONS | options)
+    if state is not None:
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        handle.load_state_dict(state["handle"])
+    return module, optimizer, handle
+
+
+def run(module, optimizer, rank, steps):
+    for step in steps:
+        train(module, optimizer, rank.index, step)
+
+
+@pytest.mark.parametrize("form", [{"outer_overlap": 3}, {"outer_overlap": 0}, {"outer_overlap": 2, "outer": "average"}])
+@on_ranks(2)
+def test_in_the_middle_of_a_round(rank, form):
+    """Saved after 6 to 10 steps: fragments have arrived, travel, or are not taken yet."""
+    whole, optimizer, handle = begin(None, **form)
+    states = {}
+    for step in range(23):
+        train(whole, optimizer, rank.index, step)
+        if 5 <= step < 10:
+            states[step + 1] = saved(whole, optimizer, handle)
+    handle.end_round()
+    handle.detach()
+    found = []
+    for done, state in states.items():
+        module, optimizer, handle = begin(state, **form)
+        run(module, optimizer, rank, range(done, 23))
+        handle.end_round()
+        same = all(map(torch.equal, module.state_dict().values(), whole.state_dict().values()))
+        found += [] if same else [f"other parameters when resumed after {done} steps"]
+        found += [] if handle.stats()["step"] == 23 else ["another number of steps"]
+        handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks(rank):
+    module, optimizer, handle = begin(None, outer_overlap=2)
+    run(module, optimizer, rank, range(7))
+    inside = saved(module, optimizer, handle)
+    handle.end_round()
+    ended = saved(module, optimizer, handle)
+    handle.detach()
+    found = []
+    cases = [
+        ({"sync_every": 6}, inside, "saved inside a round with sync_every 5, and here it is 6"),
+        ({"outer_overlap": 3}, inside, "overlap"),
+        ({"outer": "average"}, ended, "outer momentum"),
+    ]
+    for options, state, words in cases:
+        code, message = error_of(lambda options=options, state=state: begin(state, **{"outer_overlap": 2} | options))
+        found += [] if code == "invalid_use" and words in message else [f"{options}: {message}"]
+    # After end_round() there is nothing of the round left, so it may go on in another form.
+    module, optimizer, handle = begin(ended, outer_overlap=0, sync_every=3)
+    run(module, optimizer, rank, range(7))
+    handle.end_round()
+    handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_states_of_different_steps_or_ranks_are_refused(rank):
+    states = []
+    module, optimizer, handle = begin(None)
+    for step in range(7):
+        run(module, optimizer, rank, [step])
+        states.append(copied(handle.state_dict()))
+    handle.end_round()
+    handle.detach()
+    found = []
+    other = [None, None]
+    torch.distributed.all_gather_object(other, states[5])
+    for state, words in [(states[4 + rank.index], "different steps"), (other[1], "that of rank 1")]:
+        handle = begin(None)[2]
+        code, message = error_of(lambda handle=handle, state=state: handle.load_state_dict(state))
+        found += [] if code == "invalid_use" and words in message else [message]
+        handle.detach()
+    return found
+
+
+@on_ranks(1)
+def test_states_of_another_kind_are_refused(rank):
+    handle = begin(None)[2]
+    code, message = error_of(lambda: handle.load_state_dict({"mode": "overlap", "version": 3}))
+    state = handle.state_dict()
+    handle.detach()
+    small = torch.nn.Linear(3, 2)
+    other = gradcast.attach(small, torch.optim.SGD(small.parameters(), 0.1), options=gradcast.Options(sync_every=5))
+    second_code, second = error_of(lambda: other.load_state_dict(state))
+    other.detach()
+    found = [] if code == "invalid_use" and "local steps" in message else [message]
+    return found + ([] if second_code == "invalid_use" and "another model" in second else [second])

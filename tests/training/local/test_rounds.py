@@ -1,0 +1,215 @@
+"""Local steps have the numbers of a reference in one process: two ranks bit for bit, more within rounding."""
+
+import pytest
+
+from training.attached import attach, error_of, heard
+from training.needs import torch
+from training.pool import on_ranks
+
+pytest.importorskip("training.needs")
+import gradcast
+from gradcast.training.local import header
+from training.local.reference import Reference, averaged, differences, net, train
+
+FORMS = [("nesterov", 0), ("average", 0), ("nesterov", 4), ("average", 4), ("nesterov", None)]
+
+
+def adamw(module):
+    return torch.optim.AdamW([each for each in module.parameters() if each.requires_grad], lr=1e-3)
+
+
+def sgd(module):
+    return torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.05)
+
+
+class Local:
+    """This rank's module with local steps, and the reference of all ranks."""
+
+    def __init__(self, rank, every, overlap, outer, make=adamw, dtype=torch.float32, **options):
+        self.rank, self.module = rank.index, net(0, dtype)
+        self.reference = Reference(self.module, make, rank.size, every, overlap, outer)
+        self.optimizer = make(self.module)
+        self.options = gradcast.Options(sync_every=every, outer=outer, outer_overlap=overlap, **options)
+        self.handle = gradcast.attach(self.module, self.optimizer, options=self.options)
+        self.step = 0
+
+    def run(self, steps):
+        for _ in range(steps):
+            train(self.module, self.optimizer, self.rank, self.step)
+            self.step += 1
+
+    def compared(self, tolerance):
+        return differences(self.module, self.reference, self.rank, tolerance)
+
+
+@pytest.mark.parametrize(("outer", "overlap"), FORMS)
+@on_ranks(2)
+def test_two_ranks_have_the_bits_of_the_reference(rank, outer, overlap):
+    local = Local(rank, 7, overlap, outer)
+    found = []
+    for _ in range(6):
+        local.run(7)
+        local.reference.run(7, local.step - 7)
+        found += local.compared(0)
+    stats = local.handle.stats()["local_steps"]
+    found += [] if stats["fragments"] == (1 if overlap == 0 else 7) else [f"{stats['fragments']} fragments"]
+    local.handle.end_round()
+    local.reference.end()
+    found += local.compared(0)
+    local.run(9)  # the round after it begins anew
+    local.reference.run(9, local.step - 9)
+    found += local.compared(0)
+    local.handle.end_round()
+    local.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("outer", "overlap", "dtype"),
+    [
+        ("nesterov", 4, torch.float32),
+        ("average", 0, torch.float32),
+        ("nesterov", 0, torch.float64),
+        pytest.param("nesterov", 4, torch.float64, marks=pytest.mark.slow),
+        pytest.param("average", 4, torch.float32, marks=pytest.mark.slow),
+        ("nesterov", 4, torch.bfloat16),
+    ],
+)
+@on_ranks(3)
+def test_three_ranks_within_rounding(rank, outer, overlap, dtype):
+    """SGD, since Adam divides tiny differences by tiny ones."""
+    local = Local(rank, 5, overlap, outer, sgd, dtype)
+    local.run(26)
+    local.reference.run(26)
+    local.handle.end_round()
+    local.reference.end()
+    found = local.compared({torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype])
+    local.handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_averaging_every_step_of_sgd_is_ddp(rank):
+    local = Local(rank, 1, None, "average", sgd)
+    theirs = net(0)
+    for each in (local.module, theirs):
+        each.norm.eval()  # DDP takes rank 0's statistics
+    ddp = torch.nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
+    optimizer = sgd(theirs)
+    for step in range(20):
+        local.run(1)
+        train(ddp, optimizer, rank.index, step)
+    found = []
+    for (name, one), other in zip(local.module.named_parameters(), theirs.parameters(), strict=True):
+        gap = float((one - other).abs().max())
+        found += [] if gap <= 1e-6 * float(other.abs().max()) else [f"{name} differs by {gap}"]
+    local.handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_the_global_copy_takes_the_place_of_the_parameters(rank):
+    local = Local(rank, 6, 2, "nesterov")
+    local.run(15)
+    local.reference.run(15)
+    own = [each.clone() for each in averaged(local.module)[0]]
+    with local.handle.global_model():
+        found = [
+            f"entry {number}"
+            for number, (ours, theirs) in enumerate(zip(averaged(local.module)[0], local.reference.values, strict=True))
+            if not torch.equal(ours, theirs)
+        ]
+        code, message = error_of(local.optimizer.step)
+        found += [] if code == "invalid_use" and "global_model" in message else [message]
+        code, message = error_of(local.handle.end_round)
+        found += [] if code == "invalid_use" else [message]
+    after = averaged(local.module)[0]
+    found += [] if all(map(torch.equal, own, after)) else ["this rank's parameters are not restored"]
+    local.handle.end_round()
+    local.handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_accumulation_and_clipping_are_each_ranks_own(rank):
+    local = Local(rank, 3, 1, "average")
+    twin = local.reference
+
+    def step(module, optimizer, number, step):
+        optimizer.zero_grad()
+        for part in range(2):
+            value = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * step + 10 * part + number))
+            (module(value, number) - value).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+
+    for number in range(10):
+        with local.handle.no_sync():
+            pass  # nothing synchronizes in backward anyway
+        step(local.module, local.optimizer, rank.index, number)
+        for other, (module, optimizer) in enumerate(zip(twin.modules, twin.optimizers, strict=True)):
+            step(module, optimizer, other, number)
+        twin.after_step()
+    found = local.compared(0)
+    local.handle.end_round()
+    local.handle.detach()
+    return found
+
+
+@on_ranks(1)
+def test_one_worker_makes_outer_updates(rank):
+    local = Local(rank, 4, 2, "nesterov")
+    local.run(21)
+    local.reference.run(21)
+    found = local.compared(0)
+    local.handle.end_round()
+    local.reference.end()
+    found += local.compared(0)
+    local.handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_every_rank_begins_with_rank_0s_model(rank):
+    module = net(rank.index)
+    with heard() as lines:
+        handle = gradcast.attach(module, adamw(module), options=gradcast.Options(sync_every=50))
+    told = [line for line in lines if "change the algorithm" in line and "MB" in line]
+    warned = [line for line in lines if "batch norm (norm)" in line]
+    found = [] if (len(told), len(warned)) == ((1, 1) if rank.index == 0 else (0, 0)) else lines
+    found += [] if all(map(torch.equal, module.parameters(), net(0).parameters())) else ["another model"]
+    found += [] if handle.mode == "local" and handle.stats()["local_steps"]["outer"] == "nesterov" else ["stats"]
+    handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_functions_of_updates_and_averages_see_what_step_leaves(rank):
+    module = net(0)
+    optimizer = sgd(module)
+    handle = attach(module, optimizer, adapt=True, warmup_steps=6, sync_every=2, outer_overlap=0)
+    seen = []
+    handle.on_update(lambda names, parameters: seen.append(parameters[0].clone()))
+    found = []
+    for step in range(5):
+        train(module, optimizer, rank.index, step)
+        found += [] if torch.equal(seen[-1], module.embed.weight) else [f"step {step}"]
+    handle.end_round()
+    handle.detach()
+    return found if len(seen) == 5 else [f"{len(seen)} calls"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_headers_are_exact_in_every_format(dtype):
+    """Also where all ranks' sums are rounded to it."""
+    ranks = 5
+    total = torch.zeros(ranks * header.DIGITS, dtype=dtype)
+    for rank in range(ranks):
+        own = torch.full_like(total, 7)
+        header.write(own, rank, step=2**33 - 5, ending=True, checksum=2**60 + 3 + 0 * rank)
+        total += own
+    header.check(total, 0)
+    header.write(own, 4, step=2**33 - 6, ending=False, checksum=3)
+    total[4 * header.DIGITS :] = own[4 * header.DIGITS :]
+    with pytest.raises(gradcast.Error, match=r"rank 0 is in handle.end_round\(\) after .* steps, rank 4 after"):
+        header.check(total, 0)
