@@ -95,14 +95,20 @@ class Reference:
                 self.apply(number, 0.0)
 
     def take(self, number):
-        self.sent[number] = []
+        self.sent[number], shares_of = [], []
         for entry, lo, hi, part, _ in self.parts[number]:
             locals_ = [averaged(each)[0][entry][lo:hi].to(self.wide) for each in self.modules]
             shares = [(part.detach() - each) * (1.0 / self.ranks) for each in locals_]
+            shares_of.append(shares)
             total = shares[0].clone()
             for share in shares[1:]:
                 total += share
             self.sent[number].append(total)
+        self.sent[number] = self.on_wire(number, self.sent[number], shares_of)
+
+    def on_wire(self, number, totals, shares_of):
+        """What arrives in place of ``totals``. ``shares_of``: by part of the fragment, what each rank sends."""
+        return totals
 
     @torch.no_grad()
     def apply(self, number, merge):

@@ -3,6 +3,7 @@
 import pytest
 
 from training.attached import attach, error_of, heard
+from training.int8_mean import Int8Mean, added
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -85,6 +86,57 @@ def test_three_ranks_within_rounding(rank, outer, overlap, dtype):
     local.reference.end()
     found = local.compared({torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype])
     local.handle.detach()
+    return found
+
+
+class Narrow(Reference):
+    """Differences in a wire format. ``indices``: by fragment, the number of its tensor with groups."""
+
+    def use(self, wire, indices):
+        self.wire, self.indices, self.means = wire, indices, {}
+
+    def on_wire(self, number, totals, shares_of):
+        if self.wire == "bf16":
+            narrow = [[share.bfloat16().float() for share in shares] for shares in shares_of]
+            return [added(shares).bfloat16().float() for shares in narrow]
+        # Parameters of two and more dimensions lie side by side, and so have groups in common; others travel exactly.
+        trained = [each for each in self.modules[0].parameters() if each.requires_grad]
+        entries = [part[0] for part in self.parts[number]]
+        grouped = [n for n, entry in enumerate(entries) if entry < self.trained and trained[entry].dim() > 1]
+        if grouped:
+            flat = torch.stack([torch.cat([shares_of[n][rank] for n in grouped]) for rank in range(self.ranks)])
+            if number not in self.means:
+                self.means[number] = Int8Mean([flat[0]], self.ranks)
+                self.means[number].residuals *= self.indices[number] + 1
+            mean = self.means[number].in_groups(self.indices[number], flat)
+            for n in grouped:
+                size = len(totals[n])
+                totals[n], mean = mean[:size].clone(), mean[size:]
+        return totals
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("overlap", [0, 4])
+@on_ranks(2)
+def test_differences_in_fewer_bits(rank, overlap, wire):
+    module = net(0)
+    reference = Narrow(module, sgd, rank.size, 6, overlap, "nesterov")
+    optimizer = sgd(module)
+    options = {"sync_every": 6, "outer_overlap": overlap, "wire": wire}
+    handle = attach(module, optimizer, adapt=True, warmup_steps=6, **options)
+    fragments = handle._session._fragments
+    found = [next((k for k, p in zip(fragments.indices[n], pieces, strict=False) if not p.is_exact), 0)
+             for n, pieces in enumerate(fragments.pieces)]  # fmt: skip
+    reference.use(wire, found)
+    for step in range(35):
+        train(module, optimizer, rank.index, step)
+    reference.run(35)
+    found = differences(module, reference, rank.index, 0)
+    stats = handle.stats()
+    share = stats["wire_bytes"] / stats["bytes"]
+    found += [] if abs(share - {"bf16": 0.5, "int8": 132 / 512}[wire]) < 0.01 else [f"{share} of the bytes"]
+    handle.end_round()
+    handle.detach()
     return found
 
 

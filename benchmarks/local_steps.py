@@ -1,0 +1,191 @@
+"""Steps and bytes of local steps beside what is predicted for them, in the laboratory.
+
+    python -m benchmarks.local_steps [--hosts 2] [--ratios 2,6,20] [--every 5,10,20,50] [--refresh PAGE]
+
+A stand-in for ResNet-18 whose tensors have 6 MB in all computes for 40 ms a step, on hosts with links so slow that its
+parameters travel in 2, 6 and 20 times that (root, iproute2). Each training is measured over whole rounds, after the
+first two. Predicted is max(compute, communication / H) streamed and compute + communication / H blocking, where compute
+is what the same model takes alone, and communication what the round's all-reduces take one after the other on the idle
+network.
+"""
+
+import argparse
+import importlib.resources
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcast
+from benchmarks.pages import parser_of, run_program, show
+from gradcast.lab import Network
+from gradcast.lab.cores import wake_promptly
+from gradcast.lab.counters import sent_bytes
+from gradcast.lab.models import Task, make_task
+from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
+from gradcast.local_steps import predicted_step_ns
+
+_MODEL_BYTES = 6e6
+_COMPUTE_MS = 40.0
+_STEPS_MIN = 40  # that are measured of each training
+_PLAIN_STEPS = 12
+_REPEATS = 5  # of the communication of a round
+_FORMS = {"streamed": {}, "blocking": {"outer_overlap": 0}}
+_TIMEOUT_S = 600.0
+
+
+def steps_ms(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    found = []
+    for inputs, targets in task.batches(0, count):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        task.loss(model(inputs), targets).backward()
+        optimizer.step()
+        found.append(1e3 * (time.perf_counter() - start))
+    return found
+
+
+def communication_ms(block_bytes: list[int]) -> float:
+    """All-reduces of these sizes, one after the other, on the idle network."""
+    tensors = [torch.zeros(size // 4) for size in block_bytes]
+    times = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        for each in tensors:
+            dist.all_reduce(each)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
+
+
+def largest(value: float) -> float:
+    """Over the ranks: a step ends when the slowest rank's does."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def local(task: Task, every: int, form: str, compute_ms: float) -> dict[str, Any]:
+    module = task.module()
+    optimizer = task.optimizer(module)
+    options = gradcast.Options(sync_every=every, **_FORMS[form])
+    handle = gradcast.attach(module, optimizer, options=options)
+    steps_ms(task, module, optimizer, 2 * every)  # the first sends nothing
+    count = every * -(-_STEPS_MIN // every)
+    before, start = sent_bytes(), time.perf_counter()
+    steps_ms(task, module, optimizer, count)
+    step_ms = largest(1e3 * (time.perf_counter() - start) / count)
+    sent = (sent_bytes() - before) / count
+    round_ms = communication_ms([block.size_bytes for block in handle.plan.blocks])
+    stats = handle.stats()["local_steps"]
+    handle.detach()
+    predicted_ms = predicted_step_ns(compute_ms, round_ms, every, is_streamed=form == "streamed")
+    return {
+        "every": every,
+        "form": form,
+        "step_ms": step_ms,
+        "predicted_ms": predicted_ms,
+        "communication_ms": round_ms,
+        "sent_bytes": sent,
+        "fragments": stats["fragments"],
+    }
+
+
+def worker(settings: Settings, every: list[int], results_path: str) -> None:
+    """One rank; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+    wake_promptly()
+    dist.init_process_group("gloo")
+    task = make_task(settings, dist.get_rank())
+    device = task.device
+    module = task.module()
+    optimizer = task.optimizer(module)
+    alone_ms = statistics.median(steps_ms(task, module, optimizer, _PLAIN_STEPS))
+    device.factor = _COMPUTE_MS / alone_ms
+    compute_ms = largest(statistics.median(steps_ms(task, module, optimizer, _PLAIN_STEPS)))
+    ddp = DistributedDataParallel(module)
+    steps_ms(task, ddp, optimizer, 3)
+    dist.barrier()
+    before = sent_bytes()
+    ddp_ms = largest(statistics.median(steps_ms(task, ddp, optimizer, _PLAIN_STEPS)))
+    ddp_sent = (sent_bytes() - before) / _PLAIN_STEPS
+    found = [local(task, each, form, compute_ms) for each in every for form in _FORMS]
+    if dist.get_rank() == 0:
+        facts = {"compute_ms": compute_ms, "ddp_ms": ddp_ms, "ddp_sent_bytes": ddp_sent, "runs": found}
+        Path(results_path).write_text(json.dumps(facts))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(hosts: int, ratio: float, every: list[int]) -> dict[str, Any]:
+    text = (importlib.resources.files("gradcast") / "data" / "resnet18.json").read_text()
+    size = sum(tensor.bytes for tensor in gradcast.Profile.from_json(text).tensors)
+    leaving_bytes = 2 * (hosts - 1) / hosts * _MODEL_BYTES
+    rate = 8e3 * leaving_bytes / (ratio * _COMPUTE_MS)
+    settings = Settings("resnet18", text, (rate,) * hosts, (), scale_size=_MODEL_BYTES / size)
+    arguments = ["--every", ",".join(map(str, every)), "--settings", settings.to_json(), "--worker"]
+    with Network(hosts, rate) as network:
+        return run_for_result(
+            "benchmarks.local_steps", arguments, hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
+        )
+
+
+def table(found: dict[float, dict[str, Any]]) -> str:
+    head = [
+        "communication / compute", "H", "form", "fragments", "DDP, ms", "predicted, ms", "measured, ms", "error",
+        "bytes per step times H, of DDP's",
+    ]  # fmt: skip
+    rows = []
+    for ratio, facts in found.items():
+        for run in facts["runs"]:
+            share = run["sent_bytes"] * run["every"] / facts["ddp_sent_bytes"]
+            rows.append(
+                [
+                    f"{ratio:g}",
+                    run["every"],
+                    run["form"],
+                    run["fragments"],
+                    f"{facts['ddp_ms']:.0f}",
+                    f"{run['predicted_ms']:.1f}",
+                    f"{run['step_ms']:.1f}",
+                    f"{run['step_ms'] / run['predicted_ms'] - 1:+.1%}",
+                    f"{share:.3f}",
+                ]
+            )
+    return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--ratios", type=numbers, default="2,6,20", help="communication over compute")
+    parser.add_argument("--every", type=numbers, default="5,10,20,50", help="H, in steps")
+    parser.add_argument("--settings", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    every = [int(each) for each in args.every]
+    if args.worker:
+        worker(Settings.from_json(args.settings), every, args.worker)
+        return 0
+    found = {ratio: measure(args.hosts, ratio, every) for ratio in args.ratios}
+    for ratio, facts in found.items():
+        print(f"{ratio:g}: compute {facts['compute_ms']:.1f} ms, DDP {facts['ddp_ms']:.1f} ms", file=sys.stderr)
+    show(table(found), "local-steps", args.refresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, "local_steps"))
