@@ -31,10 +31,11 @@ from gradcast.files import load_profile
 
 if TYPE_CHECKING:
     from gradcast.diagnosis.context import doctor
-    from gradcast.snapshots import ResumableLoader, ResumableSampler, Snapshots, resume
+    from gradcast.snapshots import BalancedBatchSampler, ResumableLoader, ResumableSampler, Snapshots, resume
     from gradcast.training import Handle, HookState, Options, attach, comm_hook, verify
 
 __all__ = [
+    "BalancedBatchSampler",
     "Block",
     "Bound",
     "Error",
@@ -66,7 +67,8 @@ __all__ = [
 # These need torch, which the commands and the core do without: imported when first asked for.
 _TRAINING = dict.fromkeys(("Handle", "HookState", "Options", "attach", "comm_hook", "verify"), "gradcast.training")
 _TRAINING["doctor"] = "gradcast.diagnosis.context"
-_TRAINING |= dict.fromkeys(("ResumableLoader", "ResumableSampler", "Snapshots", "resume"), "gradcast.snapshots")
+_SNAPSHOTS = ("BalancedBatchSampler", "ResumableLoader", "ResumableSampler", "Snapshots", "resume")
+_TRAINING |= dict.fromkeys(_SNAPSHOTS, "gradcast.snapshots")
 
 
 def __getattr__(name: str) -> Any:

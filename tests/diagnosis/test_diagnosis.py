@@ -87,7 +87,7 @@ def test_actions_come_in_the_order_of_their_gain():
     parts = {"forward": 30, "backward": 70, "launch": 20, "update": 10, "data_storage": 50, "data_cpu": 10}
     found = of_parts(200, waiting=8, network=2, **parts)
     # Two batches: one that sends nothing but still waits for the slower rank, 188, and one as now.
-    expected = {"loader": 140, "launch": 180, "straggler": 192, "accumulate": (188 + 200) / 2}
+    expected = {"loader": 140, "launch": 180, "straggler": 192, "accumulate": (188 + 200) / 2, "balance": 200}
     assert list(found) == list(expected)
     assert {key: each.predicted_ms for key, each in found.items()} == pytest.approx(expected)
     assert found["loader"].speedup == pytest.approx(200 / 140)
@@ -100,6 +100,16 @@ def test_a_loader_gains_what_the_slowest_rank_gains():
     own = {"forward": 30, "backward": 60}
     loader = of_parts(200, [own, own | {"data_storage": 100}], waiting=100, **own)["loader"]
     assert loader.speedup == pytest.approx(2.0), "this rank waits for the other one's loader"
+
+
+def test_balanced_shares_take_equally_long_on_all_ranks():
+    fast, slow = {"forward": 30, "backward": 70, "update": 10}, {"forward": 60, "backward": 140, "update": 10}
+    balance = of_parts(215, [fast, fast, fast, slow], waiting=100, **fast)["balance"]
+    # Of 4 shares a fast rank takes 8/7 and the slow one 4/7: 114 ms each in place of 200.
+    assert balance.predicted_ms == pytest.approx(215 - (200 - 800 / 7))
+    assert "BalancedBatchSampler" in balance.how
+    equal = of_parts(120, [fast, fast], waiting=0, **fast)["balance"]
+    assert equal.speedup == 1.0
 
 
 def test_a_range_of_a_part_is_that_of_its_gain():

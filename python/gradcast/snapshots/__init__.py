@@ -1,7 +1,8 @@
 """Snapshots of a training, and what it takes to go on from one with the same bits and without a sample twice."""
 
+from gradcast.snapshots.balanced import BalancedBatchSampler
 from gradcast.snapshots.resuming import resume
 from gradcast.snapshots.sampler import ResumableLoader, ResumableSampler
 from gradcast.snapshots.snapshots import Snapshots
 
-__all__ = ["ResumableLoader", "ResumableSampler", "Snapshots", "resume"]
+__all__ = ["BalancedBatchSampler", "ResumableLoader", "ResumableSampler", "Snapshots", "resume"]

@@ -30,7 +30,7 @@ _PIECE_BYTES = 4 << 20
 
 @dataclasses.dataclass
 class Resumed:
-    """``plan``: for handle.load_state_dict(); None if it is of another number of workers. ``module``: refers to the one
+    """``plan``: for handle.load_state_dict(). ``module``: refers to the one
     that has taken the snapshots; None for the one that resume() was given."""
 
     step: int
@@ -81,8 +81,9 @@ def resume(
             f"the snapshot of step {step} in {folder} does not fit: {difference}; resume with the model and "
             "optimizer that it was taken of, or name another folder"
         )
+    saved = own or from_bytes(reading.object(own_path(0)))
     if loader is not None:  # first, since it may be of other data and refuse this
-        loader.load_state_dict((own or from_bytes(reading.object(own_path(0))))["loader"])
+        loader.load_state_dict(saved["loader"])
     reading.read({("model", name): tensor for name, tensor in model_tensors(module).items()})
     for name, value in common["model"].items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -92,7 +93,7 @@ def resume(
         extra[name].load_state_dict(state)
     if own is not None:
         restore_random_states(own["random"], modules, next(module.parameters()).device)
-    resumed[folder] = Resumed(step, own and own["plan"])
+    resumed[folder] = Resumed(step, saved["plan"])
     return step
 
 

@@ -22,6 +22,7 @@ from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
 from gradcast.training.options import Options
+from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.ranks.group import Group, gather, naming
 from gradcast.training.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
@@ -45,6 +46,7 @@ class Attachment:
         self._accepted, self._optimizers, self._group, self._options = accepted, list(optimizers), group, options
         self.callbacks = callbacks
         self._given = GivenWeights(options.weight)
+        self._balancing: Balancing | None = None
         # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
         self._left_out: set[int] = set()
         self._thawed: set[int] = set()
@@ -59,8 +61,7 @@ class Attachment:
         if accepted.ddp is not None:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
         if options.weight == "samples":
-            count = InputsHook(self._count_samples)
-            self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in accepted.called]
+            self._weigh_samples()
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -68,6 +69,8 @@ class Attachment:
         self.session = Session(
             self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks, self._given
         )
+        if self._balancing is not None:
+            self.session.balance(self._balancing)
         self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
@@ -104,6 +107,23 @@ class Attachment:
                 self._send_nothing()
         finally:
             given.leave()
+
+    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        group, what = self._group, "gradcast.BalancedBatchSampler() on every rank"
+        with self.session.exchange.watch.waiting(what), naming(what, group.rank, group.world_size):
+            calls = gather(group.shared, call, group.device)
+        check_same_sampler(calls, group.rank)
+        if not self._given.active:
+            self._given.active = True
+            self._weigh_samples()
+        self._balancing = Balancing(schedule, group)
+        self.session.balance(self._balancing)
+        if group.rank == 0 and group.device.type != "cpu":
+            _log.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
+
+    def _weigh_samples(self) -> None:
+        count = InputsHook(self._count_samples)
+        self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._accepted.called]
 
     def _agree_to_weigh(self) -> None:
         """Uses the user's group: in gradcast's own, blocks of a rank that does not come would mix with this."""

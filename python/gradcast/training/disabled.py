@@ -16,6 +16,7 @@ from gradcast.training.acceptance import Accepted
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
+from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
@@ -85,6 +86,11 @@ class DisabledSession(TrainingSession):
         if self.group.world_size > 1:
             raise weights_refused()
         return super().weight(n)
+
+    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        if self.group.world_size > 1:
+            raise weights_refused()
+        super().balance(schedule, call)
 
     def release(self, *, reusable: bool) -> None:
         self.group.leave(reusable=reusable)

@@ -19,6 +19,7 @@ from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach, forget
 from gradcast.training.averaged_model import kept_average
 from gradcast.training.diagnostics import Diagnostics
+from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
 from gradcast.training.training_session import Attached, TrainingSession, require_attached
@@ -143,6 +144,11 @@ class Handle:
         Raises Error(invalid_use) without ``Options(sync_every=...)``, and for ``step()`` inside.
         """
         return self._session.global_model()
+
+    def _balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        """Lets the ranks' shares follow their speed. Collective."""
+        require_attached(self._session)
+        self._attached.balance(schedule, call)
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
@@ -297,8 +303,10 @@ class Handle:
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Follows the plan of a checkpoint instead of measuring, if model, mode and number of workers are the same;
-        otherwise the warm-up goes on. Rank 0's state counts. Collective; not between backward and step().
+        """Follows the plan of a checkpoint instead of measuring, if model, mode and number of workers are the same.
+        With another number of workers, on several hosts of equally many ranks, a plan is made at once from the
+        checkpoint's profile, and its first steps correct it. Otherwise the warm-up goes on. Rank 0's state counts.
+        Collective; not between backward and step().
 
         With local steps each rank loads what it has saved, right after ``attach``, and training goes on with the same
         bits, also inside a round. Raises Error(invalid_use) on every rank if one of them cannot.

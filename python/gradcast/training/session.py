@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension, graph_capture
@@ -32,6 +33,7 @@ from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement
+from gradcast.training.plan.balancing import Balancing
 from gradcast.training.ranks.group import Group
 from gradcast.training.session_parts import SessionParts
 from gradcast.training.step import parameter_state, pending, residuals
@@ -117,14 +119,16 @@ class Session(SessionParts):
             )
         with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
             state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
-        reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, self.group.world_size)
+        here = MeasuredExchange(self.group.hosts, self.exchange.form, self.exchange.wire)
+        adapts = self.controller.may_correct_plans
+        reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, here, adapt=adapts)
         if reason is not None:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
             return
         if self._module_buffers is not None:
             self._module_buffers.send_before_forward()
-        self._change_layout(lambda: self.controller.adopt(state))
+        self._change_layout(lambda: self.controller.adopt(state, here))
 
     def close_at_exit(self, *, failed: bool) -> None:
         if self.released:
@@ -156,6 +160,11 @@ class Session(SessionParts):
     def continue_from(self, before: "Session") -> None:
         """Continues the counts of an earlier session of the same module."""
         self.steps, self.no_sync_blocks = before.steps, before.no_sync_blocks
+
+    def balance(self, balancing: Balancing) -> None:
+        """The ranks' shares of a batch follow what they report."""
+        balancing.begin_session()
+        self.controller.balancing = balancing
 
     def send_nothing(self) -> None:
         """Takes part in a step without a backward pass of this rank's."""
@@ -273,7 +282,9 @@ class Session(SessionParts):
             start_ns = self._host_waited_until_ns() or self._forward_end_ns or now_ns
             if self._forward_end_ns and self._forward_start_ns:
                 self.trace.span("forward", min(self._forward_start_ns.values()), start_ns)
-            self._change_layout(lambda: self.controller.begin_iteration(start_ns))
+            self._weights.receive()
+            weights = self._weights.last
+            self._change_layout(lambda: self.controller.begin_iteration(start_ns, weights))
             measuring, on_baseline = self.controller.warmup is not None, self.controller.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
             self._consistency.check(self.controller.step_reports.failed_iteration)

@@ -18,6 +18,7 @@ from gradcast.errors import refused
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.plan.agreement import STATE_VERSION
+from gradcast.training.plan.balancing import SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import base_stats
 from gradcast.training.step.clipping import ClipOnce
@@ -65,6 +66,10 @@ class TrainingSession:
         """See Attached. A single worker's mean is its own gradient."""
         check_single(n)
         return contextlib.nullcontext()
+
+    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        """See Attached. A single worker has the whole batch."""
+        check_same_sampler([call], 0)
 
     def complete_due_updates(self) -> None:
         """Runs all updates that are due. Unlike ``flush`` it leaves open gradients alone."""
@@ -142,6 +147,10 @@ class Attached(Protocol):
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         """Around backward: this rank counts n in the mean."""
+
+    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        """The ranks' shares change with their speed, and their samples are their weights, unless the program gives
+        others. Raises Error(invalid_use), on every rank, for what one refuses and for different calls. Collective."""
 
     def release(self, *, reusable: bool) -> None:
         """Gives module and optimizers back as they were. ``reusable``: see Group.leave."""

@@ -24,7 +24,7 @@ def following(*decisions, on_baseline=False):
     monitor = mock.Mock(slowest_rank=-1)
     monitor.on_iteration.side_effect = decisions
     feed = controller.MonitorFeed(monitor, LAG)
-    plans = mock.Mock(agreed=mock.Mock(runs_as_baseline=on_baseline))
+    plans = mock.Mock(agreed=mock.Mock(runs_as_baseline=on_baseline), shares_are_changing=False)
     phase = controller.Following(plans, feed)
     for _ in range(LAG):
         assert phase.begin_iteration(None, REPORTS) is phase
@@ -58,6 +58,13 @@ def test_a_change_is_measured_again(on_baseline):
     assert phase.begin_iteration(None, REPORTS) is plans.measure_again.return_value
     plans.measure_again.assert_called_once_with("the change")
     plans.activate.assert_not_called()
+
+
+def test_a_change_counts_for_nothing_while_shares_are_changing():
+    phase, plans, _ = following(decision(change="the change"))
+    plans.shares_are_changing = True
+    assert phase.begin_iteration(None, REPORTS) is phase
+    plans.measure_again.assert_not_called()
 
 
 @pytest.mark.parametrize("is_tried_now", [False, True])

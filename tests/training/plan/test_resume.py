@@ -1,13 +1,16 @@
 """Plan and profile in a checkpoint, and comparing what the ranks have received."""
 
+import contextlib
 import copy
 import json
+import logging
 
 import pytest
 
 import gradcast
+from gradcast.comparison.compare import compute_ns
 from training import compare
-from training.attached import attach, not_refused
+from training.attached import attach, heard, hosts_of, not_refused
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
@@ -69,6 +72,48 @@ def test_other_numbers_of_workers_measure_again(ranks, tmp_path, world_size):
     ranks.run(2, save, "overlap", path)
     versions = 3 if world_size > 1 else 0  # two more plans of the warm-up, then one of its own
     assert ranks.run(world_size, load_elsewhere, path) == [versions] * world_size
+
+
+def save_on_hosts(rank, mode, path):
+    with hosts_of(1):
+        ours = Ours("plain", "adam plain", rank.index, mode=mode, adapt=True)
+    ours.train(range(6))
+    state = ours.handle.state_dict()
+    if rank.index == 0:
+        torch.save(state, path)
+    ours.handle.detach()
+
+
+def load_on_hosts(rank, mode, path):
+    """Goes on beside DDP. Rank 0's state counts."""
+    with hosts_of(1):
+        twins = Twins(rank, "plain", "adam plain", mode=mode, adapt=True)
+    state = torch.load(path) if rank.index == 0 else {}
+    with told() as lines:
+        twins.handle.load_state_dict(state)
+    profile, measures = twins.handle.profile, twins.handle.measuring
+    twins.train(4)
+    before = gradcast.Profile.from_json(torch.load(path)["profile"])
+    byte_costs = [each.link.all_reduce.pieces[-1].beta_ns_per_byte for each in (profile, before)]
+    found = [] if profile.world_size == rank.size else [f"a profile of {profile.world_size} workers"]
+    found += [] if not measures else ["measures again"]
+    found += [] if byte_costs[0] == pytest.approx(byte_costs[1] * 3 / 4) else [f"bytes cost {byte_costs}"]
+    found += [] if compute_ns(profile) == compute_ns(before) else ["other compute"]
+    said = any("of 3 workers; planned for 2 without measuring" in line for line in lines)
+    return twins.end() + found + ([] if said == (rank.index == 0) else lines)
+
+
+def test_other_numbers_of_hosts_are_planned_for_at_once(ranks, tmp_path, mode):
+    path = str(tmp_path / "checkpoint.pt")
+    ranks.run(3, save_on_hosts, mode, path)
+    assert ranks.run(2, load_on_hosts, mode, path) == [[]] * 2
+
+
+@contextlib.contextmanager
+def told():
+    logging.getLogger("gradcast").setLevel(logging.INFO)
+    with heard(logging.INFO) as lines:
+        yield lines
 
 
 CHANGES = {

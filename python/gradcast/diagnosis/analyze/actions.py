@@ -202,6 +202,9 @@ def _by_parts(situation: Situation) -> Iterator[Action]:
     yield removing("launch", "no launch overhead", how, _own_work(found, ("launch",)))
     how = "examine the slowest rank, or train without its host"
     yield removing("straggler", "no rank slower than the others", how, found.parts["waiting"])
+    if situation.setup.device == "cpu":  # on a GPU shares stay even
+        how = "DataLoader(dataset, batch_sampler=gradcast.BalancedBatchSampler(dataset, handle, batch=…))"
+        yield removing("balance", "a share of the batch for each rank that follows its speed", how, _balanced(found))
     how = "with model.no_sync(): around every other backward pass; step() after two"
     title = "gradient accumulation over 2 batches (doubles the batch size)"
     yield removing("accumulate", title, how, _half_of_sending(found))
@@ -217,6 +220,23 @@ def _own_work(found: Breakdown, parts: Sequence[str]) -> Estimate:
     below_ms = sum(found.parts[part].value - found.parts[part].low for part in parts)
     above_ms = sum(found.parts[part].high - found.parts[part].value for part in parts)
     return Estimate(gone_ms, gone_ms - below_ms, gone_ms + above_ms)
+
+
+def _balanced(found: Breakdown) -> Estimate:
+    """Returns the ms by which a step gets shorter if what grows with a rank's samples takes equally long on all ranks,
+    with as many samples as now in all."""
+    growing = ("forward", "backward", *DATA)
+    speeds = [1 / ms if (ms := sum(each[part] for part in growing)) > 0 else 0.0 for each in found.ranks]
+    if not all(speeds):
+        return Estimate(0.0, 0.0, 0.0)
+    usual = sum(speeds) / len(speeds)
+    balanced = [
+        each | {part: each[part] * speed / usual for part in growing}
+        for each, speed in zip(found.ranks, speeds, strict=True)
+    ]
+    gone_ms = synchronized_ms(found.ranks, found.sync_phases) - synchronized_ms(balanced, found.sync_phases)
+    waiting = found.parts["waiting"]
+    return Estimate(gone_ms, gone_ms - (waiting.value - waiting.low), gone_ms + (waiting.high - waiting.value))
 
 
 def _half_of_sending(found: Breakdown) -> Estimate:

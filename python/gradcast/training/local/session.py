@@ -230,6 +230,11 @@ class LocalStepsSession(TrainingSession):
             "out, or train without options.sync_every"
         )
 
+    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        raise refused(
+            "BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or sync_every"
+        )
+
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         raise refused("local steps average the module's buffers once a round; call handle.end_round()")
 

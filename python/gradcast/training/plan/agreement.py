@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradcast import _core
+from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error
 from gradcast.files import plan_hash
+from gradcast.scaling import other_workers
 from gradcast.training.measure.unseen_reads import UnseenRead
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 from gradcast.training.ranks.group import Group
@@ -106,9 +108,10 @@ def checkpoint_state(
 
 
 def reason_to_measure(
-    state: dict[str, Any], names: Sequence[str], sizes: GradientSizes, mode: str, world_size: int
+    state: dict[str, Any], names: Sequence[str], sizes: GradientSizes, mode: str, here: MeasuredExchange, *, adapt: bool
 ) -> str | None:
-    """Why the plan of a checkpoint cannot be followed here, or None if it can.
+    """Why neither the plan of a checkpoint can be followed here, nor one made from its profile for the workers of
+    ``here``; None if one of these can. ``adapt``: the plan may be corrected later.
 
     Raises Error if ``state`` is not what ``checkpoint_state`` returned.
     """
@@ -119,8 +122,12 @@ def reason_to_measure(
             return "it was saved before its plan was made"
         if state["mode"] != mode:
             return f"it was made in {state['mode']} mode, this training is in {mode} mode"
+        world_size = len(here.hosts.host_of)
         if state["world_size"] != world_size:
-            return f"it was made for {state['world_size']} workers, this training has {world_size}"
+            why = "options.adapt is off, so nothing would correct a plan for other workers" if not adapt else None
+            why = why or other_workers.why_not(_core.Profile.from_json(state["profile"]), here)
+            if why is not None:
+                return f"it was made for {state['world_size']} workers, this training has {world_size}, and {why}"
         layout = _core.Profile.from_json(state["layout"])
         saved = {tensor.name: (tensor.bytes, tensor.buffer) for tensor in layout.tensors}
         own = {name: (sizes.bytes_of(index), sizes.buffer_of[index]) for index, name in enumerate(names)}

@@ -17,10 +17,12 @@ the same iteration::
   It tries the DDP baseline for a few iterations from time to time. If that is as fast, or if the plan is expected to
   gain too little, the baseline is in force: gradients travel as DDP sends them. If the network or the compute has
   changed for good, ``WarmingUp`` follows. If clipping certifies many more or fewer steps than before, the plan is made
-  again from the same measurements, and ``Calibrating`` follows if it is another one.
+  again from the same measurements, and ``Calibrating`` follows if it is another one. While the ranks' shares of the
+  batch are about to change, no change of compute counts.
 * ``Fixed``: the plan is followed whatever happens.
 
-``adopt`` follows the plan of a checkpoint, from any phase: ``Following`` or ``Fixed`` begins.
+``adopt`` follows the plan of a checkpoint, from any phase: ``Following`` or ``Fixed`` begins. When the ranks' shares
+have changed, the plan is made again for the compute that is predicted with them, and ``Calibrating`` begins.
 """
 
 import collections
@@ -32,8 +34,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcast import _core
+from gradcast import _core, shares
 from gradcast.comparison.compare import compute_ns
+from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.stage_exposure import StageExposure
@@ -42,6 +45,7 @@ from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, calibration
 from gradcast.training.plan.agreement import AgreedPlan
+from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.calibration import Calibration
 from gradcast.training.plan.proposals import PlanChange, Proposer
 from gradcast.training.plan.step_alarms import StepAlarms
@@ -178,7 +182,7 @@ class Following(_Monitored):
         if decision is None:
             return self
         self._controller.comparison = self._feed.monitor.comparison()
-        if decision.change is not None:
+        if decision.change is not None and not self._controller.shares_are_changing:
             return self._controller.measure_again(decision.change)
         if decision.on_baseline != self.on_baseline:
             self.on_baseline = decision.on_baseline
@@ -225,6 +229,7 @@ class PlanController:
         self.unseen_reads: dict[int, UnseenRead] = {}
         self.version = 0
         self.interrupted = False  # how long the open iteration takes tells nothing
+        self.balancing: Balancing | None = None
         # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
         is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in names]
         self._phase: PlanPhase = self._begin_warmup(sorted(range(len(names)), key=is_gradient.__getitem__))
@@ -244,24 +249,49 @@ class PlanController:
         """The rank that has lately computed at least a tenth longer than the others; None if there is none."""
         return self._phase.slowest_rank
 
-    def adopt(self, state: dict[str, Any]) -> None:
-        """Follows the plan of a checkpoint. Collective."""
+    @property
+    def may_correct_plans(self) -> bool:
+        return self._options.adapt and self._options.plan_path is None
+
+    def adopt(self, state: dict[str, Any], here: MeasuredExchange) -> None:
+        """Follows the plan of a checkpoint, or one made from its profile if it is of other workers than those of
+        ``here``. Collective."""
         if self.warmup is not None:
             self.warmup.release()
         self.profile = _core.Profile.from_json(state["profile"])
         reads = agreement.unseen_reads(state)
         self._add_unseen({self._names.index(name): read for name, read in reads.items()})
-        agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
-        self._phase = self.start_plan(agreed, Following)
+        if state["world_size"] == self._group.world_size:
+            agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
+            self._phase = self.start_plan(agreed, Following)
+            return
+        agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here))
+        self.profile = agreed.profile
+        self._phase = self.start_plan(agreed, Calibrating)
+        self.log(
+            logging.INFO,
+            f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self._group.world_size} "
+            "without measuring, and the first steps correct it",
+        )
+        self.describe()
 
-    def begin_iteration(self, start_ns: int) -> None:
-        """Call this when an iteration begins, with nothing in flight. ``start_ns``: when its backward pass began."""
+    @property
+    def shares_are_changing(self) -> bool:
+        return self.balancing is not None and self.balancing.is_pending
+
+    def begin_iteration(self, start_ns: int, weights: Sequence[float] | None) -> None:
+        """Call this when an iteration begins, with nothing in flight. ``start_ns``: when its backward pass began.
+        ``weights``: of the last iteration, None if it had none."""
         own = self._own_report(start_ns)
         reports = self.step_reports.exchange(own)
         if reports is not None:
             self.exposed.add(reports)
         self.alarms.hear(self._trace.current.step if self._trace.current else 0, reports)
-        self._phase = self._phase.begin_iteration(own, reports)
+        change = self._changed_shares(weights, reports)
+        if change is not None and isinstance(self._phase, _Monitored):
+            self._phase = self._plan_for_compute(change.busy_ns)
+        else:
+            self._phase = self._phase.begin_iteration(own, reports)
         self._phase.iteration_began()
         is_usual = self.warmup is None and self.on_baseline == self.agreed.runs_as_baseline
         self.alarms.iteration_began(self._waiting_stage() if is_usual else None)
@@ -328,6 +358,28 @@ class PlanController:
         self.log(logging.INFO, self.proposer.share_sentence(self.agreed, agreed))
         if self.keep_if_confirmed(agreed):
             return present
+        phase = self.start_plan(agreed, Calibrating)
+        self.describe()
+        return phase
+
+    def _changed_shares(
+        self, weights: Sequence[float] | None, reports: Sequence[StepReport] | None
+    ) -> shares.Change | None:
+        """A change that is in force since the last iteration."""
+        if self.balancing is None:
+            return None
+        tells = self._sees_compute and self.warmup is None
+        heard, turns = reports if tells else None, self.step_reports.turns
+        change = self.balancing.begin_iteration(weights, heard, self.step_reports.lag, turns, self.exchange)
+        if change is not None:
+            self.alarms.shares_changed()
+        return change
+
+    def _plan_for_compute(self, busy_ns: float) -> PlanPhase:
+        """``busy_ns``: compute of the slowest rank. Collective."""
+        with self.exchange.watch.waiting("the agreement on the plan"):
+            agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
+        self.profile = agreed.profile
         phase = self.start_plan(agreed, Calibrating)
         self.describe()
         return phase

@@ -12,8 +12,10 @@ from typing import Any
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.comparison.compare import NOTICEABLE_GAIN
+from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
+from gradcast.scaling import other_workers
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import tensor_names
@@ -141,6 +143,18 @@ class Proposer:
         proposal = self._proposal(profile, plan, self.variation, self._baseline_profile)
         return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
 
+    def from_compute(self, agreed: AgreedPlan, busy_ns: float) -> AgreedPlan:
+        """A plan for another compute time of the slowest rank, ns; nothing is measured anew."""
+        profile = agreed.profile
+        update_ns = sum(tensor.update_ns for tensor in profile.tensors)
+        passes_ns = profile.forward_ns + profile.backward_ns
+        factor = max(0.0, busy_ns - update_ns) / passes_ns if passes_ns > 0 else 1.0
+        factors = compute_cost.ComputeFactors(backward=factor, forward=factor, update=1.0)
+        profile = compute_cost.scale_compute(profile, factors)
+        plan = self._choose(profile, self.variation)
+        proposal = self._proposal(profile, plan, self.variation)
+        return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
+
     def ask_if_share_differs(self) -> None:
         """Rank 0 asks all ranks to plan again if clipping certifies many more or fewer steps than when the plan was
         made. That travels with the norms: ranks whose programs replace gradients or leave out steps count differently.
@@ -166,6 +180,12 @@ class Proposer:
     def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
         plan = _core.Plan.from_json(state["plan"])
         return self._proposal(_core.Profile.from_json(state["layout"]), plan, StepVariation())
+
+    def for_workers(self, profile: _core.Profile, here: MeasuredExchange) -> AgreedPlan:
+        """A plan from the profile of other workers."""
+        profile = other_workers.for_workers(profile, here)
+        variation = StepVariation()
+        return self._proposal(profile, self._choose(profile, variation), variation)
 
     def _corrected_link(
         self, in_force: _core.Plan, profile: _core.Profile, steps: CalibrationSteps

@@ -90,6 +90,11 @@ class StepAlarms:
             causes = [LINK] if change.cause == "network" else [COMPUTE, DATA]
             self._raise(self.alarms.confirm(self.observed, causes))
 
+    def shares_changed(self) -> None:
+        """Ranks compute for other times from now on, which are learned anew."""
+        self._keeps = False
+        self.alarms.learn(self._last_step)
+
     def stats(self) -> dict[str, Any]:
         return {
             "alarms": [dataclasses.asdict(alarm) for alarm in self.alarms.active],

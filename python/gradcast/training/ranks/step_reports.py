@@ -55,7 +55,7 @@ class StepReports:
     def __init__(self, buffers: _Buffers, rank: int, world_size: int) -> None:
         self._buffers = buffers
         self._rank, self._world_size = rank, world_size
-        self._turns = -(-world_size // _RANKS_PER_TURN)
+        self.turns = -(-world_size // _RANKS_PER_TURN)
         self._iteration = 0
         self._known: list[StepReport | None] = [None] * world_size
         self._on_device = buffers.reports.device.type != "cpu"
@@ -101,7 +101,7 @@ class StepReports:
             if times_ns[0] > 0:
                 facts = _core.RankFacts(step_ns=times_ns[0], busy_ns=times_ns[1], link_ns=times_ns[2])
                 self._known[rank] = StepReport(facts, dict(zip(STAGES, times_ns[3:], strict=True)))
-            elif self._turns == 1:  # if ranks take turns, the last report stays until the next turn
+            elif self.turns == 1:  # if ranks take turns, the last report stays until the next turn
                 self._known[rank] = None
 
     def _write(self, own: StepReport | None) -> None:
@@ -119,7 +119,7 @@ class StepReports:
         reports[start : start + _ELEMENTS_PER_RANK].copy_(written, non_blocking=True)
 
     def _turn(self, iteration: int) -> int:
-        return iteration % self._turns
+        return iteration % self.turns
 
 
 def _halves(value: float) -> tuple[float, float]:

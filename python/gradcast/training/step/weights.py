@@ -87,6 +87,7 @@ class StepWeights:
         self._own = _LEFT_OUT
         self._factor = 1.0  # of the open step
         self._due: set[int] = set()  # parameters whose sums are not multiplied by it yet
+        self.last: Sequence[float] | None = None  # of each rank, in the step that was received last; None without any
         self._error: Error | None = None
         self.scale = 1.0 / group.world_size
 
@@ -117,7 +118,9 @@ class StepWeights:
                 weights = self._travelling.wait()
             self._travelling = None
             self._error = self._refusal(weights)
+            self.last = None
             if self._error is None and weights[0] != _LEFT_OUT:
+                self.last = weights
                 mean = _mean(weights)
                 if self._reference is not None:
                     self._factor = self._reference / mean

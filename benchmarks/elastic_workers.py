@@ -1,0 +1,125 @@
+"""Other numbers of workers after a restart: is the plan there from the first step, and is its prediction right?
+
+    python -m benchmarks.elastic_workers [--hosts 8,6,8] [--rate 400mbit] [--steps 30]
+
+A timed stand-in of ResNet-50 on hosts with slow links (root, iproute2). Each training after the first begins with the
+handle.state_dict() of the one before, as after an elastic restart.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+import gradcast
+from benchmarks.pages import run_program
+from gradcast.files import load_profile
+from gradcast.lab import Network
+from gradcast.lab.cores import wake_promptly
+from gradcast.lab.models import StandInTask
+from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
+from gradcast.units import parse_bandwidth_bits_per_s
+
+_TIMEOUT_S = 300.0
+_CALIBRATION_STEPS = 9  # of a new plan, that may correct it
+_LEFT_OUT = 2  # the first steps open TCP's windows
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank; rank 0 writes its steps and the state for the next training."""
+    torch.set_num_threads(1)
+    wake_promptly()
+    logging.getLogger("gradcast").setLevel(logging.INFO)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        logging.getLogger("gradcast").addHandler(logging.StreamHandler(sys.stdout))
+    profile = load_profile("resnet50", args.scale).to_json()
+    task = StandInTask(Settings("resnet50", profile, (), (), scale_size=args.scale_size), rank)
+    module = task.module()
+    optimizer = task.optimizer(module)
+    handle = gradcast.attach(module, optimizer)
+    if args.state:
+        handle.load_state_dict(json.loads(Path(args.state).read_text()) if rank == 0 else {})
+    steps = []
+    start = time.perf_counter()
+    for inputs, targets in task.batches(0, args.steps):
+        optimizer.zero_grad()
+        task.loss(module(inputs), targets).backward()
+        optimizer.step()
+        end = time.perf_counter()
+        stats = handle.stats()
+        steps.append({"ms": 1e3 * (end - start), "predicted_ms": stats["predicted_ms"], "measures": handle.measuring})
+        start = end
+    state = handle.state_dict()
+    handle.detach()
+    if rank == 0:
+        Path(args.worker).write_text(json.dumps({"steps": steps, "state": state}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, hosts: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    arguments = [f"--steps={args.steps}", f"--scale={args.scale:g}", f"--scale-size={args.scale_size:g}"]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Network(hosts, args.rate) as network:
+        if state is not None:
+            file.write(json.dumps(state))
+            file.flush()
+            arguments.append(f"--state={file.name}")
+        return run_for_result(
+            "benchmarks.elastic_workers",
+            [*arguments, "--worker"],
+            hosts,
+            timeout_s=_TIMEOUT_S,
+            network=network,
+            output=sys.stderr,
+        )
+
+
+def row(hosts: int, steps: list[dict[str, Any]]) -> list[Any]:
+    """The first steps of the first plan against what it promised, and what the last one promises against the rest."""
+    first = next(number for number, step in enumerate(steps) if not step["measures"])
+    cells: list[Any] = [hosts, first]
+    for begin, end in ((first + _LEFT_OUT, first + _CALIBRATION_STEPS), (first + _CALIBRATION_STEPS + 1, len(steps))):
+        times_ms = [step["ms"] for step in steps[begin:end]]
+        took_ms, predicted_ms = statistics.median(times_ms), steps[begin]["predicted_ms"]
+        spread = f"{min(times_ms):.1f} to {max(times_ms):.1f}"
+        cells += [f"{predicted_ms:.1f}", f"{took_ms:.1f}", spread, f"{predicted_ms / took_ms - 1:+.1%}"]
+    return cells
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=lambda text: [int(each) for each in text.split(",")], default=[8, 6, 8])
+    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default=4e8)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the stand-in's compute")
+    parser.add_argument("--scale-size", type=float, default=0.08, help="of its gradients")
+    parser.add_argument("--steps", type=int, default=30)
+    for hidden in ("--state", "--worker"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    rows, state = [], None
+    for hosts in args.hosts:
+        facts = measure(args, hosts, state)
+        state = facts["state"]
+        rows.append(row(hosts, facts["steps"]))
+    again = ["predicted, ms", "took, ms", "range", "off by"]
+    print(tabulate(rows, ["hosts", "steps without a plan", *again, *again], disable_numparse=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, "elastic_workers"))

@@ -1,0 +1,36 @@
+"""A measured profile for another number of workers. Pure.
+
+More or fewer workers change nothing but the link: each computes as before, on its own batch. How the link's costs
+change, growth.py says; of ranks that sum their gradients inside each host first, by the number of hosts.
+"""
+
+import json
+
+from gradcast import _core
+from gradcast.comparison.measured_exchange import MeasuredExchange, exchange_of, with_exchange
+from gradcast.host_traffic import RING
+from gradcast.scaling.growth import Growth, Network
+
+
+def why_not(profile: _core.Profile, now: MeasuredExchange) -> str | None:
+    """Why the profile says nothing about the workers of ``now``; None if it does."""
+    before = exchange_of(profile)
+    if before is None:
+        return "it does not say on which hosts its network was measured"
+    if 1 in (before.hosts.count, now.hosts.count):
+        return "one of the two trainings is on one host, without a network"
+    if (before.hosts.ranks_per_host, before.form, before.wire) != (now.hosts.ranks_per_host, now.form, now.wire):
+        return f"it was measured on {before.describe()}, this training is on {now.describe()}"
+    if before.hosts.ranks_per_host is None:
+        return "its hosts have different numbers of ranks"
+    return None
+
+
+def for_workers(profile: _core.Profile, now: MeasuredExchange) -> _core.Profile:
+    """The profile as the workers of ``now`` would measure it. REQUIRES: why_not is None."""
+    before = exchange_of(profile)
+    counts = [len(each.hosts.host_of) if each.form == RING else each.hosts.count for each in (before, now)]
+    link = Growth(Network("measured", ((counts[0], profile.link),))).estimate("ring", counts[1]).link
+    fields = json.loads(profile.to_json())
+    fields |= {"link": json.loads(link.to_json()), "world_size": len(now.hosts.host_of)}
+    return with_exchange(_core.Profile.from_json(json.dumps(fields)), now)

@@ -1,0 +1,125 @@
+"""Shares of a global batch that follow each rank's speed. Pure: ranks that are given the same steps decide the same.
+
+A rank's time is taken to be proportional to its samples. If a part of it is fixed, the first shares miss the best ones
+by about that part, and each further change by that part of what is left, so a few changes find them. A fixed part is
+not fitted: shares differ too little for that, and a rank that slows down between two shares would look like one.
+"""
+
+import heapq
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Shares change only for a gain of this part of a step, and even ones are kept if they are as good up to _EVEN.
+_LEAST_GAIN = 0.03
+_EVEN = 0.01
+# In so many steps of the window the change need not have helped: no single step decides.
+_EXCEPTIONS = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks. ``weights``: what each rank counted, samples as a rule; ``busy_ns``: by rank, without
+    waiting; ``step_ns``: of the slowest rank."""
+
+    weights: tuple[float, ...]
+    busy_ns: tuple[float, ...]
+    step_ns: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """``shares``: samples of each rank. ``busy_ns``: what the slowest rank computes then. ``step_ns``,
+    ``present_step_ns``, ``even_step_ns``: predicted with these shares, with the present and with even ones.
+    ``slowest_rank``, ``slowness``: its time per sample over that of the median rank."""
+
+    shares: tuple[int, ...]
+    busy_ns: float
+    step_ns: float
+    present_step_ns: float
+    even_step_ns: float
+    slowest_rank: int
+    slowness: float
+
+    def sentence(self) -> str:
+        even_ms, ms, present_ms = (each / 1e6 for each in (self.even_step_ns, self.step_ns, self.present_step_ns))
+        if max(self.shares) - min(self.shares) <= 1:
+            return f"the ranks compute alike: present shares {present_ms:.0f} ms, even {even_ms:.0f} ms"
+        return (
+            f"rank {self.slowest_rank} computes {self.slowness:.1f} times as slowly: even shares {even_ms:.0f} ms, "
+            f"balanced {ms:.0f} ms"
+        )
+
+
+def even_shares(batch: int, world_size: int) -> tuple[int, ...]:
+    """The first ranks get one sample more where they cannot be equal."""
+    return tuple(batch // world_size + (rank < batch % world_size) for rank in range(world_size))
+
+
+def best_shares(batch: int, times: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers of at least 1 that add up to ``batch``, with the least longest time of a rank. ``times``: of one
+    sample, by rank. REQUIRES: batch >= number of ranks.
+
+    Sample by sample, each to the rank that is done first with it. That is optimal, since a rank's time only grows.
+    """
+    speeds = [1 / each for each in times]
+    shares = [max(1, math.floor(batch * speed / sum(speeds))) for speed in speeds]
+    if sum(shares) > batch:
+        shares = [1] * len(times)
+    heap = [(time * (share + 1), rank) for rank, (time, share) in enumerate(zip(times, shares, strict=True))]
+    heapq.heapify(heap)
+    for _ in range(batch - sum(shares)):
+        _, rank = heap[0]
+        shares[rank] += 1
+        heapq.heapreplace(heap, (times[rank] * (shares[rank] + 1), rank))
+    return tuple(shares)
+
+
+def part_of(shares: Sequence[int], count: int) -> tuple[int, ...]:
+    """The shares of a smaller batch, in about the same proportion."""
+    return tuple(shares) if count == sum(shares) else best_shares(count, [1 / each for each in shares])
+
+
+def matches(weights: Sequence[float], shares: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether a step's weights are nearer to ``shares`` than to the ``other`` ones."""
+    distances = [
+        sum(abs(weight / sum(weights) - share / sum(each)) for weight, share in zip(weights, each, strict=True))
+        for each in (shares, other)
+    ]
+    return distances[0] < distances[1]
+
+
+def choose(steps: Sequence[Step], present: Sequence[int]) -> Change | None:
+    """Better shares than the present ones, None if there are none that are worth it. ``steps``: with the present ones.
+    Every rank has a weight above 0 in each."""
+    ranks, batch = range(len(present)), sum(present)
+    # Where weights are tokens or a step has several batches: how many of a step's weights a sample stands for.
+    per_sample = statistics.median(sum(step.weights) for step in steps) / batch
+    times = [per_sample * statistics.median(step.busy_ns[r] / step.weights[r] for step in steps) for r in ranks]
+    if min(times) <= 0:
+        return None
+    even = even_shares(batch, len(present))
+    new = best_shares(batch, times)
+    if _longest(times, even) <= (1 + _EVEN) * _longest(times, new):
+        new = even
+    rest_ns = max(0.0, statistics.median(step.step_ns - max(step.busy_ns) for step in steps))
+
+    def is_better(longest_ns: float, present_ns: float) -> bool:
+        return longest_ns + rest_ns < (1 - _LEAST_GAIN) * (present_ns + rest_ns)
+
+    helped = 0
+    for step in steps:
+        own = [per_sample * step.busy_ns[r] / step.weights[r] for r in ranks]
+        helped += is_better(_longest(own, new), _longest(own, present))
+    busy_ns, present_ns = _longest(times, new), _longest(times, present)
+    if helped < len(steps) - _EXCEPTIONS or not is_better(busy_ns, present_ns):
+        return None
+    slowest = max(ranks, key=lambda r: times[r])
+    median_time = sorted(times)[(len(times) - 1) // 2]  # of some rank, and of two the faster one's
+    steps_ns = [each + rest_ns for each in (busy_ns, present_ns, _longest(times, even))]
+    return Change(new, busy_ns, *steps_ns, slowest, times[slowest] / median_time)
+
+
+def _longest(times: Sequence[float], shares: Sequence[int]) -> float:
+    return max(time * share for time, share in zip(times, shares, strict=True))

@@ -1,0 +1,179 @@
+"""Moves samples from slow ranks to fast ones: when, and from which batch on.
+
+All ranks hear the same step reports and weights, so they decide the same at the start of the same iteration. Then they
+tell one another how far each one's loader has drawn batches, and the new shares hold behind the farthest.
+
+Thread safety: ``ShareSchedule`` any thread; ``Balancing`` the training thread.
+"""
+
+import collections
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradcast import shares
+from gradcast.errors import refused
+from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.step_reports import StepReport
+from gradcast.training.step.gradient_exchange import GradientExchange
+
+_log = logging.getLogger("gradcast")
+
+# A loader that has prefetched more batches than this is not waited for.
+_PENDING_ITERATIONS_MAX = 256
+
+# Where a batch begins: its epoch and the number of the epoch's samples before it. The same on all ranks, whichever of
+# the batches a program uses.
+Place = tuple[int, int]
+
+
+class ShareSchedule:
+    """Which shares hold for which batch. ``batch``: samples of all ranks together.
+
+    ``warn_uneven``: is called before shares become uneven for the first time.
+    """
+
+    def __init__(self, batch: int, world_size: int, every: int, warn_uneven: Callable[[], None]) -> None:
+        """``every``: the steps that are measured before shares change."""
+        self.batch, self.every = batch, every
+        self._warn_uneven: Callable[[], None] | None = warn_uneven
+        self._lock = threading.Lock()  # no batch is drawn while ranks agree
+        self._changes: list[tuple[Place | None, tuple[int, ...]]] = [(None, shares.even_shares(batch, world_size))]
+        self._drawn: Place = (0, -1)  # the farthest batch
+
+    @property
+    def latest(self) -> tuple[int, ...]:
+        return self._changes[-1][1]
+
+    def take(self, place: Place, count: int) -> tuple[int, ...]:
+        """The samples of each rank in the batch that begins at ``place``, ``count`` in all; its loader draws it."""
+        with self._lock:
+            self._drawn = max(self._drawn, place)
+            held = next(each for since, each in reversed(self._changes) if since is None or since < place)
+        return shares.part_of(held, count)
+
+    def change(self, new: tuple[int, ...], farthest: Callable[[Place], Place]) -> Place:
+        """From the batch behind the returned place on, shares are new. ``farthest``: of all ranks. Collective."""
+        with self._lock:
+            since = farthest(self._drawn)
+            self._changes.append((since, new))
+        if self._warn_uneven is not None and max(new) - min(new) > 1:
+            self._warn_uneven()
+            self._warn_uneven = None
+        return since
+
+
+@dataclass(frozen=True)
+class SamplerCall:
+    """How a rank makes its sampler. ``refusal``: why it cannot be. ``settings``: by name, what all ranks give alike."""
+
+    refusal: str | None
+    settings: dict[str, Any]
+
+
+def check_same_sampler(calls: Sequence[SamplerCall], rank: int) -> None:
+    """Raises Error(invalid_use) for what a rank refuses, and if ranks differ. ``calls``: by rank."""
+    for other, call in enumerate(calls):
+        if call.refusal is not None:
+            raise refused(call.refusal if other == rank else f"rank {other} refuses its sampler: {call.refusal}")
+    for other, call in enumerate(calls):
+        for name, value in calls[0].settings.items():
+            if call.settings[name] != value:
+                raise refused(
+                    f"BalancedBatchSampler has {name}={value} on rank 0 and {name}={call.settings[name]} on rank "
+                    f"{other}; give all ranks the same data and arguments, or they use samples twice"
+                )
+
+
+class Balancing:
+    """The shares of one training. It outlives sessions."""
+
+    def __init__(self, schedule: ShareSchedule, group: Group) -> None:
+        self._schedule, self._group = schedule, group
+        self._weights: collections.deque[tuple[float, ...]] = collections.deque(maxlen=1)
+        self._steps: collections.deque[shares.Step] = collections.deque(maxlen=schedule.every)
+        self._ignored = 0  # of the next iterations
+        self._before: tuple[int, ...] | None = None  # those that a change has replaced which no step has shown yet
+        self._change: shares.Change | None = None
+        self._pending = 0  # iterations since that change
+        self._told = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether shares are about to change."""
+        return self._before is not None
+
+    def begin_session(self) -> None:
+        """What was measured is of other parameters."""
+        self._weights.clear()
+        self._forget()
+
+    def begin_iteration(
+        self,
+        weights: Sequence[float] | None,
+        reports: Sequence[StepReport] | None,
+        lag: int,
+        turns: int,
+        exchange: GradientExchange,
+    ) -> shares.Change | None:
+        """Call this where an iteration begins, with nothing in flight. ``weights``: of the last iteration, None if it
+        had none. ``reports``: of the one ``lag`` iterations ago, those of ranks that take turns of up to ``turns`` - 1
+        earlier; None if they are not known, or not to be used. Returns a change that the last iteration was the first
+        to show. Collective in an iteration that decides on a change."""
+        if self._weights.maxlen != lag:
+            self._weights = collections.deque(maxlen=lag)
+        self._weights.append(() if weights is None else tuple(weights))
+        if self._before is not None:
+            return self._shown(lag + turns - 2)
+        self._ignored = max(0, self._ignored - 1)
+        seen = self._weights[0] if len(self._weights) == lag else ()
+        if reports is None or self._ignored or not seen or min(seen) <= 0:
+            return None
+        busy_ns = tuple(report.facts.busy_ns for report in reports)
+        self._steps.append(shares.Step(seen, busy_ns, max(report.facts.step_ns for report in reports)))
+        if len(self._steps) == self._schedule.every:
+            change = shares.choose(self._steps, self._schedule.latest)
+            if change is not None:
+                self._agree(change, exchange)
+        return None
+
+    def _agree(self, change: shares.Change, exchange: GradientExchange) -> None:
+        before, group = self._schedule.latest, self._group
+        with exchange.watch.waiting("the agreement on the ranks' shares"):
+            epoch, position = self._schedule.change(change.shares, lambda drawn: max(group.gather(drawn)))
+        if group.rank == 0:
+            whose = f"{_listed(change.shares)} samples a rank from sample {position + self._schedule.batch}"
+            _log.info("%s; %s of epoch %d on", change.sentence(), whose, epoch)
+        self._before, self._change, self._pending = before, change, 0
+
+    def _shown(self, delay: int) -> shares.Change | None:
+        self._pending += 1
+        last = self._weights[-1]
+        shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, self._before)
+        if not shown and self._pending < _PENDING_ITERATIONS_MAX:
+            return None
+        if not shown and self._group.rank == 0 and not self._told:
+            self._told = True
+            _log.warning(
+                "the shares of the ranks have changed %d steps ago, and their weights do not show it; the first tensor "
+                "that the module is given must have a row for each sample, otherwise use handle.weight(samples)",
+                self._pending,
+            )
+        change = self._change
+        self._forget()
+        self._ignored = delay  # reports of steps before the change, when they come
+        return change
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._before = self._change = None
+        self._ignored = 0
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """As "73, 73, 73, 37"; of many, the extremes."""
+    if len(numbers) <= 8:
+        return ", ".join(map(str, numbers))
+    return f"{min(numbers)} to {max(numbers)}"
