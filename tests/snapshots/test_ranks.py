@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradcast
+from gradcast import _core
 from gradcast.snapshots import resuming, store, writer
 from snapshots import program
 from training.attached import heard
@@ -318,3 +319,45 @@ def gets_a_signal(rank, folder, receiver):
     handle.detach()
     signal.signal(signal.SIGTERM, before)
     return told | {"last": snapshots.stats()["step"]}
+
+
+def with_shares(rank, folder, steps):
+    """Trains one epoch on, with the last rank computing more slowly. Returns the step and sample that it begins with,
+    its samples, and the last shares."""
+    resuming.resumed.clear()
+    torch.manual_seed(3)
+    module = torch.nn.Linear(1, 4)
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3, adapt=False))
+    samples = torch.arange(240.0).unsqueeze(1)
+    sampler = gradcast.BalancedBatchSampler(samples, handle, 12, every=2)
+    loader = gradcast.ResumableLoader(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
+    begins = gradcast.resume(folder, module, optimizer, loader=loader), sampler.position
+    snapshots = handle.snapshots(folder, every=1, loader=loader)
+    live, used = handle._session.controller, []
+    live.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
+    for batch, _ in zip(loader, range(steps), strict=False):
+        busy_ns = 1e6 * len(batch) * (2 if rank.index == rank.size - 1 else 1)
+        live._own_facts = lambda _, ns=busy_ns: _core.RankFacts(step_ns=2e7, busy_ns=ns, link_ns=1e6)
+        module(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        snapshots.wait()
+        used += batch.flatten().tolist()
+    shares = sampler.shares
+    handle.detach()
+    return begins, used, shares
+
+
+def test_balanced_shares_go_on_with_another_number_of_ranks(ranks, tmp_path):
+    first = ranks.run(3, with_shares, str(tmp_path), 12)
+    assert [shares for _, _, shares in first] == [(5, 5, 2)] * 3
+    second = ranks.run(2, with_shares, str(tmp_path), 100)
+    step, position = second[0][0]
+    assert step in (11, 12)
+    assert all((begins, shares) == ((step, 12 * step), (8, 4)) for begins, _, shares in second), position
+    rest = sorted(sample for _, used, _ in second for sample in used)
+    before = sorted(sample for _, used, _ in first for sample in used)
+    assert len(set(rest)) == len(rest) == 240 - 12 * step
+    assert len(set(before)) == len(before) == 12 * 12
+    assert set(rest) | set(before) == set(map(float, range(240)))
