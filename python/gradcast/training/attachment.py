@@ -70,7 +70,7 @@ class Attachment:
             self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks, self._given
         )
         if self._balancing is not None:
-            self.session.balance(self._balancing)
+            self.session.share_out(self._balancing)
         self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
@@ -117,7 +117,7 @@ class Attachment:
             self._given.active = True
             self._weigh_samples()
         self._balancing = Balancing(schedule, group)
-        self.session.balance(self._balancing)
+        self.session.share_out(self._balancing)
         if group.rank == 0 and group.device.type != "cpu":
             _log.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
 

@@ -33,7 +33,6 @@ from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement
-from gradcast.training.plan.balancing import Balancing
 from gradcast.training.ranks.group import Group
 from gradcast.training.session_parts import SessionParts
 from gradcast.training.step import parameter_state, pending, residuals
@@ -160,11 +159,6 @@ class Session(SessionParts):
     def continue_from(self, before: "Session") -> None:
         """Continues the counts of an earlier session of the same module."""
         self.steps, self.no_sync_blocks = before.steps, before.no_sync_blocks
-
-    def balance(self, balancing: Balancing) -> None:
-        """The ranks' shares of a batch follow what they report."""
-        balancing.begin_session()
-        self.controller.balancing = balancing
 
     def send_nothing(self) -> None:
         """Takes part in a step without a backward pass of this rank's."""

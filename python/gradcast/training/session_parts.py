@@ -18,6 +18,7 @@ from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement
+from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
 from gradcast.training.stats import plan_stats
@@ -145,6 +146,11 @@ class SessionParts(TrainingSession):
     def layout(self) -> tuple[GradientRange, ...]:
         require_attached(self)
         return self.buffers.layout
+
+    def share_out(self, balancing: Balancing) -> None:
+        """The ranks' shares of a batch follow what they report."""
+        balancing.begin_session()
+        self.controller.balancing = balancing
 
     def on_callbacks_changed(self) -> None:
         for state in self._states if self.mode == "overlap" else ():

@@ -112,7 +112,7 @@ def test_samples_move_to_faster_ranks_and_the_numbers_are_those_of_one_process(r
     found += [] if shares[1] == shares[2] == (10, 10, 4) and shares[5] == (8, 8, 8) else [f"shares {shares}"]
     said = [line for line in lines if "times as slowly" in line or "compute alike" in line]
     if rank.index == 0:
-        words = ("rank 2 computes 2.0 times as slowly: even shares", "10, 10, 4 samples a rank from sample")
+        words = ("rank 2 computes 2.0 times as slowly: even shares", "10, 10, 4 samples a rank after")
         found += [] if all(word in said[0] for word in words) else said
         found += [] if len(said) == 2 and "the ranks compute alike" in said[1] else said
     elif lines:

@@ -9,7 +9,7 @@ import pytest
 from gradcast import _core
 
 pytest.importorskip("training.needs")
-from gradcast.training.plan import controller
+from gradcast.training.plan import phases
 
 LAG = 2
 REPORTS = [SimpleNamespace(facts="rank 0"), SimpleNamespace(facts="rank 1")]
@@ -23,9 +23,9 @@ def following(*decisions, on_baseline=False):
     """The phase Following, of which all reports are known, its controller and its monitor."""
     monitor = mock.Mock(slowest_rank=-1)
     monitor.on_iteration.side_effect = decisions
-    feed = controller.MonitorFeed(monitor, LAG)
+    feed = phases.MonitorFeed(monitor, LAG)
     plans = mock.Mock(agreed=mock.Mock(runs_as_baseline=on_baseline), shares_are_changing=False)
-    phase = controller.Following(plans, feed)
+    phase = phases.Following(plans, feed)
     for _ in range(LAG):
         assert phase.begin_iteration(None, REPORTS) is phase
         phase.iteration_began()
@@ -85,7 +85,7 @@ def test_the_baseline_in_force_is_no_trial():
 
 
 def test_a_real_monitor_is_fed():
-    feed = controller.MonitorFeed(_core.Monitor(1), lag=1)
+    feed = phases.MonitorFeed(_core.Monitor(1), lag=1)
     facts = _core.RankFacts(step_ns=2e6, busy_ns=1e6, link_ns=1e6)
     assert feed.decide([SimpleNamespace(facts=facts)]) is None
     feed.iteration_began(False)

@@ -133,6 +133,7 @@ class Balancing:
             return None
         busy_ns = tuple(report.facts.busy_ns for report in reports)
         self._steps.append(shares.Step(seen, busy_ns, max(report.facts.step_ns for report in reports)))
+        self._ignored = turns  # until all reports are new
         if len(self._steps) == self._schedule.every:
             change = shares.choose(self._steps, self._schedule.latest)
             if change is not None:
@@ -144,8 +145,9 @@ class Balancing:
         with exchange.watch.waiting("the agreement on the ranks' shares"):
             epoch, position = self._schedule.change(change.shares, lambda drawn: max(group.gather(drawn)))
         if group.rank == 0:
-            whose = f"{_listed(change.shares)} samples a rank from sample {position + self._schedule.batch}"
-            _log.info("%s; %s of epoch %d on", change.sentence(), whose, epoch)
+            begun = position + self._schedule.batch
+            what = f"{_listed(change.shares)} samples a rank after {begun} samples of epoch {epoch}"
+            _log.info("%s; %s", change.sentence(), what)
         self._before, self._change, self._pending = before, change, 0
 
     def _shown(self, delay: int) -> shares.Change | None:
