@@ -26,6 +26,7 @@ from gradcast.training.local.rounds import Rounds, Travel
 from gradcast.training.model_layout import ModelLayout
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
+from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group, gather, naming
 from gradcast.training.step import residuals
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -231,9 +232,7 @@ class LocalStepsSession(TrainingSession):
         )
 
     def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
-        raise refused(
-            "BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or sync_every"
-        )
+        raise refused("BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or sync_every")
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         raise refused("local steps average the module's buffers once a round; call handle.end_round()")
