@@ -178,7 +178,8 @@ def test_different_samplers_are_refused_on_all_ranks(rank):
 @on_ranks(2)
 def test_local_steps_are_refused(rank):
     module = make_module()
-    handle = attach(module, torch.optim.SGD(module.parameters(), lr=LR), sync_every=4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=4))
     found = not_refused(lambda: BalancedBatchSampler(range(40), handle, 8), "local steps send none")
     handle.detach()
     return found
