@@ -54,8 +54,8 @@ test: all
 # Documentation and sanitizers do not depend on torch, and docs/evaluation/peers.md is about the pinned one.
 .PHONY: test-all
 test-all: all
-	$(call CHECK,$(if $(TORCH),test-slow,docs test-tsan test-asan test-slow test-peers),\
-	  $(if $(TORCH),pytest-slow,ctest-tsan ctest-asan pytest-slow pytest-peers))
+	$(call CHECK,$(if $(TORCH),$(SLOW),docs test-tsan test-asan $(SLOW) test-peers),\
+	  $(if $(TORCH),,ctest-tsan ctest-asan pytest-peers) pytest-slow pytest-measuring)
 
 # For a machine with a GPU that can install nothing: what benchmarks/gpu_check.sh compiles with, in a folder to carry there.
 .PHONY: gpu-needs
@@ -71,15 +71,27 @@ test-cpp: all
 	@rm -f $(BUILD)/ctest.xml
 	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --output-junit ctest.xml
 
+# Two at a time: most tests wait for other processes. The tests of a file share what they set up.
+PYTEST_TWO = pytest -n 2 --dist loadfile
 .PHONY: test-python
 test-python: test-modules
 	@rm -f $(BUILD)/pytest.xml
-	pytest --junitxml=$(BUILD)/pytest.xml -m 'not slow and not long'
+	@python -c 'from gradcast.training.compat import extension; extension.load()'
+	$(PYTEST_TWO) --junitxml=$(BUILD)/pytest.xml -m 'not slow and not long'
 
+# Slow tests of what measures have the cores for themselves.
+MEASURING := tests/lab tests/diagnosis
+SLOW := test-slow test-measuring
 .PHONY: test-slow
-test-slow: all $(VENV)/hta.stamp
+test-slow: all
 	@rm -f $(BUILD)/pytest-slow.xml
-	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long'
+	$(PYTEST_TWO) --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long' $(MEASURING:%=--ignore=%)
+
+.PHONY: test-measuring
+test-measuring: all $(VENV)/hta.stamp
+	@rm -f $(BUILD)/pytest-measuring.xml
+	GRADCAST_HTA_PYTHON=$(CURDIR)/$(VENV)/hta/bin/python pytest --junitxml=$(BUILD)/pytest-measuring.xml \
+	  -m 'slow and not long' $(MEASURING)
 
 # Others' tests of DDP, with gradcast in its place (docs/evaluation/peers.md).
 .PHONY: test-peers

@@ -1,8 +1,10 @@
 """Starts a program of programs.py (or of another module) on every rank, as torchrun would, and waits for all of them,
 but not without end."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -28,9 +30,12 @@ class Ended:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One below those that the system gives to connections, so that it is still free when the program takes it."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(
