@@ -37,7 +37,7 @@ from gradcast.units import parse_bandwidth_bits_per_s
 SCENARIOS = {"half": (1, 1, 1, 2), "two": (1, 1, 2.5, 2.5), "slowed": (1, 1, 1, 2), "equal": (1, 1, 1, 1)}
 WAYS = ("ddp", "even", "best", "balanced")
 _BATCH = 256
-_EVERY, _PREFETCH = 6, 4
+_EVERY, _PREFETCH = 8, 4
 _TIMEOUT_S = 600.0
 _NEAR = 1.05  # of the best step: arrived
 

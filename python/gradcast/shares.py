@@ -16,6 +16,10 @@ _LEAST_GAIN = 0.03
 _EVEN = 0.01
 # In so many steps of the window the change need not have helped: no single step decides.
 _EXCEPTIONS = 1
+# Nor does chance: the gain is at least so many standard errors of a rank's median time per sample.
+_ERRORS = 2.5
+_SCATTER_OF_NORMAL = 1.4826  # standard deviation over median absolute deviation
+_ERROR_OF_MEDIAN = 1.2533  # standard error of a median over that of a mean
 
 
 @dataclass(frozen=True)
@@ -96,25 +100,25 @@ def choose(steps: Sequence[Step], present: Sequence[int]) -> Change | None:
     ranks, batch = range(len(present)), sum(present)
     # Where weights are tokens or a step has several batches: how many of a step's weights a sample stands for.
     per_sample = statistics.median(sum(step.weights) for step in steps) / batch
-    times = [per_sample * statistics.median(step.busy_ns[r] / step.weights[r] for step in steps) for r in ranks]
+    own_times = [[per_sample * step.busy_ns[r] / step.weights[r] for step in steps] for r in ranks]
+    times = [statistics.median(each) for each in own_times]
     if min(times) <= 0:
         return None
+    deviation = statistics.median(abs(each / times[r] - 1) for r in ranks for each in own_times[r])
+    error = _ERROR_OF_MEDIAN * _SCATTER_OF_NORMAL * deviation / math.sqrt(len(steps))
     even = even_shares(batch, len(present))
     new = best_shares(batch, times)
     if _longest(times, even) <= (1 + _EVEN) * _longest(times, new):
         new = even
     rest_ns = max(0.0, statistics.median(step.step_ns - max(step.busy_ns) for step in steps))
 
-    def is_better(longest_ns: float, present_ns: float) -> bool:
-        return longest_ns + rest_ns < (1 - _LEAST_GAIN) * (present_ns + rest_ns)
+    def is_better(own: Sequence[float], gain: float) -> bool:
+        return _longest(own, new) + rest_ns < (1 - gain) * (_longest(own, present) + rest_ns)
 
-    helped = 0
-    for step in steps:
-        own = [per_sample * step.busy_ns[r] / step.weights[r] for r in ranks]
-        helped += is_better(_longest(own, new), _longest(own, present))
-    busy_ns, present_ns = _longest(times, new), _longest(times, present)
-    if helped < len(steps) - _EXCEPTIONS or not is_better(busy_ns, present_ns):
+    helped = sum(is_better(own, _LEAST_GAIN) for own in zip(*own_times, strict=True))
+    if helped < len(steps) - _EXCEPTIONS or not is_better(times, max(_LEAST_GAIN, _ERRORS * error)):
         return None
+    busy_ns, present_ns = _longest(times, new), _longest(times, present)
     slowest = max(ranks, key=lambda r: times[r])
     median_time = sorted(times)[(len(times) - 1) // 2]  # of some rank, and of two the faster one's
     steps_ns = [each + rest_ns for each in (busy_ns, present_ns, _longest(times, even))]

@@ -13,7 +13,7 @@ EVEN = (64, 64, 64, 64)
 REST_NS = 10e6
 
 
-def steps_of(shares, times_ms, count=6, *, noise=0.0, fixed_ms=0.0, seed=0):
+def steps_of(shares, times_ms, count=8, *, noise=0.0, fixed_ms=0.0, seed=0):
     """Steps of ranks that take these ms for a sample. ``noise``: largest relative deviation."""
     chance = random.Random(seed)
     steps = []
@@ -78,10 +78,10 @@ def test_when_the_ranks_are_alike_again_shares_are_even_again():
     assert change.sentence() == "the ranks compute alike: present shares 302 ms, even 266 ms"
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
-def test_equal_ranks_keep_even_shares(noise):
-    for seed in range(500):
-        assert choose(steps_of(EVEN, (4, 4, 4, 4), noise=noise, seed=seed), EVEN) is None
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 0), (0.02, 0), (0.08, 0), (0.2, 10)])
+def test_equal_ranks_keep_even_shares(noise, most):
+    found = [choose(steps_of(EVEN, (4, 4, 4, 4), noise=noise, seed=seed), EVEN) for seed in range(1000)]
+    assert sum(each is not None for each in found) <= most
 
 
 def test_a_fixed_part_is_found_by_a_few_changes():
@@ -92,7 +92,7 @@ def test_a_fixed_part_is_found_by_a_few_changes():
         return [factor * (60 + 3 * share) for factor, share in zip(slowness, each, strict=True)]
 
     for _ in range(3):
-        steps = [Step(tuple(map(float, shares)), tuple(1e6 * ms for ms in busy(shares)), 1e6 * max(busy(shares)))] * 6
+        steps = [Step(tuple(map(float, shares)), tuple(1e6 * ms for ms in busy(shares)), 1e6 * max(busy(shares)))] * 8
         change = choose(steps, shares)
         shares = shares if change is None else change.shares
     best = min(max(busy((n, n, n, 256 - 3 * n))) for n in range(64, 85))

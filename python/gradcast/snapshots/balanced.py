@@ -41,7 +41,7 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
     """
 
     def __init__(
-        self, dataset: Sized, handle: "Handle", batch: int, *, shuffle: bool = True, seed: int = 0, every: int = 6
+        self, dataset: Sized, handle: "Handle", batch: int, *, shuffle: bool = True, seed: int = 0, every: int = 8
     ) -> None:
         """``batch``: samples of all ranks. ``every``: so many steps with the same shares are measured before these
         change. Collective. Raises Error(invalid_use), on every rank, if ranks give different arguments or data sets of
