@@ -1,6 +1,6 @@
 """Other numbers of workers after a restart: is the plan there from the first step, and is its prediction right?
 
-    python -m benchmarks.elastic_workers [--hosts 8,6,8] [--rate 400mbit] [--steps 30]
+    python -m benchmarks.elastic_workers [--hosts 8,6,8] [--rate 200mbit] [--steps 30]
 
 A timed stand-in of ResNet-50 on hosts with slow links (root, iproute2). Each training after the first begins with the
 handle.state_dict() of the one before, as after an elastic restart.
@@ -101,9 +101,9 @@ def row(hosts: int, steps: list[dict[str, Any]]) -> list[Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=lambda text: [int(each) for each in text.split(",")], default=[8, 6, 8])
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default=4e8)
+    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default=2e8)
     parser.add_argument("--scale", type=float, default=1.0, help="of the stand-in's compute")
-    parser.add_argument("--scale-size", type=float, default=0.08, help="of its gradients")
+    parser.add_argument("--scale-size", type=float, default=0.04, help="of its gradients")
     parser.add_argument("--steps", type=int, default=30)
     for hidden in ("--state", "--worker"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

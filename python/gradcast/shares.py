@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Shares change only for a gain of this part of a step, and even ones are kept if they are as good up to _EVEN.
+# Shares change only for a gain of this part of a step. Even ones are taken if they are as good up to _EVEN, and come
+# back for a gain of that.
 _LEAST_GAIN = 0.03
 _EVEN = 0.01
 # In so many steps of the window the change need not have helped: no single step decides.
@@ -115,8 +116,11 @@ def choose(steps: Sequence[Step], present: Sequence[int]) -> Change | None:
     def is_better(own: Sequence[float], gain: float) -> bool:
         return _longest(own, new) + rest_ns < (1 - gain) * (_longest(own, present) + rest_ns)
 
-    helped = sum(is_better(own, _LEAST_GAIN) for own in zip(*own_times, strict=True))
-    if helped < len(steps) - _EXCEPTIONS or not is_better(times, max(_LEAST_GAIN, _ERRORS * error)):
+    least_gain = _EVEN if new == even else _LEAST_GAIN
+    helped = sum(is_better(own, least_gain) for own in zip(*own_times, strict=True))
+    if helped < len(steps) - _EXCEPTIONS:
+        return None
+    if not is_better(times, least_gain if new == even else max(least_gain, _ERRORS * error)):
         return None
     busy_ns, present_ns = _longest(times, new), _longest(times, present)
     slowest = max(ranks, key=lambda r: times[r])

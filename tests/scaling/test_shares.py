@@ -78,6 +78,12 @@ def test_when_the_ranks_are_alike_again_shares_are_even_again():
     assert change.sentence() == "the ranks compute alike: present shares 302 ms, even 266 ms"
 
 
+def test_even_shares_come_back_for_a_smaller_gain_than_they_were_left_for():
+    near = (65, 65, 66, 60)
+    assert choose(steps_of(near, (4, 4, 4, 4)), near).shares == EVEN
+    assert choose(steps_of(EVEN, (4, 4, 4, 4.1)), EVEN) is None
+
+
 @pytest.mark.parametrize(("noise", "most"), [(0.0, 0), (0.02, 0), (0.08, 0), (0.2, 10)])
 def test_equal_ranks_keep_even_shares(noise, most):
     found = [choose(steps_of(EVEN, (4, 4, 4, 4), noise=noise, seed=seed), EVEN) for seed in range(1000)]

@@ -6,6 +6,7 @@ How long a rank computes is given to it here, as in test_adapt.py.
 import collections
 import contextlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from training.pool import on_ranks
 pytest.importorskip("training.needs")
 import gradcast
 from gradcast import BalancedBatchSampler
+from gradcast.training.plan import balancing
 
 nn = torch.nn
 BATCH, LR = 24, 0.1
@@ -157,6 +159,18 @@ def training_steps(training):
         training.sizes.append(len(own))
         training.step += 1
         yield
+
+
+def test_a_change_of_one_ranks_compute_waits_until_shares_could_have_changed():
+    schedule = balancing.ShareSchedule(BATCH, 3, 4, lambda: None)
+    shares = balancing.Balancing(schedule, SimpleNamespace(rank=0, world_size=3))
+    slow, alike, network = (
+        SimpleNamespace(cause=c, rank=r) for c, r in (("compute", 2), ("compute", -1), ("network", -1))
+    )
+    assert [shares.defers(slow) for _ in range(5)] == [True] * 4 + [False]
+    assert not shares.defers(alike)
+    assert not shares.defers(network)
+    assert shares.defers(slow), "the next one waits as long"
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ def following(*decisions, on_baseline=False):
     monitor = mock.Mock(slowest_rank=-1)
     monitor.on_iteration.side_effect = decisions
     feed = phases.MonitorFeed(monitor, LAG)
-    plans = mock.Mock(agreed=mock.Mock(runs_as_baseline=on_baseline), shares_are_changing=False)
+    plans = mock.Mock(agreed=mock.Mock(runs_as_baseline=on_baseline), defers=lambda change: False)
     phase = phases.Following(plans, feed)
     for _ in range(LAG):
         assert phase.begin_iteration(None, REPORTS) is phase
@@ -60,9 +60,9 @@ def test_a_change_is_measured_again(on_baseline):
     plans.activate.assert_not_called()
 
 
-def test_a_change_counts_for_nothing_while_shares_are_changing():
+def test_a_change_waits_while_other_shares_may_answer_it():
     phase, plans, _ = following(decision(change="the change"))
-    plans.shares_are_changing = True
+    plans.defers = lambda change: change == "the change"
     assert phase.begin_iteration(None, REPORTS) is phase
     plans.measure_again.assert_not_called()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradcast import shares
+from gradcast import _core, shares
 from gradcast.errors import refused
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport
@@ -98,12 +98,19 @@ class Balancing:
         self._before: tuple[int, ...] | None = None  # those that a change has replaced which no step has shown yet
         self._change: shares.Change | None = None
         self._pending = 0  # iterations since that change
+        self._deferred = 0  # iterations for which a change of the monitor's has waited
         self._told = False
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether shares are about to change."""
-        return self._before is not None
+    def defers(self, change: _core.Change) -> bool:
+        """Whether this change, which the monitor has found, waits for other shares: they are agreed on, or some ranks
+        compute for other times and are not measured long enough."""
+        if self._before is not None:
+            return True
+        if change.cause != "compute" or change.rank < 0 or self._deferred >= self._schedule.every:
+            self._deferred = 0
+            return False
+        self._deferred += 1
+        return True
 
     def begin_session(self) -> None:
         """What was measured is of other parameters."""
@@ -171,7 +178,7 @@ class Balancing:
     def _forget(self) -> None:
         self._steps.clear()
         self._before = self._change = None
-        self._ignored = 0
+        self._ignored = self._deferred = 0
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -117,9 +117,9 @@ class PlanController:
         )
         self.describe()
 
-    @property
-    def shares_are_changing(self) -> bool:
-        return self.balancing is not None and self.balancing.is_pending
+    def defers(self, change: _core.Change) -> bool:
+        """Whether other shares of the batch may come, which answer this change."""
+        return self.balancing is not None and self.balancing.defers(change)
 
     def begin_iteration(self, start_ns: int, weights: Sequence[float] | None) -> None:
         """Call this when an iteration begins, with nothing in flight. ``start_ns``: when its backward pass began.

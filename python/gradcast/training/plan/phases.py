@@ -17,8 +17,8 @@ the same iteration::
   It tries the DDP baseline for a few iterations from time to time. If that is as fast, or if the plan is expected to
   gain too little, the baseline is in force: gradients travel as DDP sends them. If the network or the compute has
   changed for good, ``WarmingUp`` follows. If clipping certifies many more or fewer steps than before, the plan is made
-  again from the same measurements, and ``Calibrating`` follows if it is another one. While the ranks' shares of the
-  batch are about to change, no change of compute counts.
+  again from the same measurements, and ``Calibrating`` follows if it is another one. With shares of the batch that
+  follow the ranks' speed, a change of one rank's compute waits until these could have changed.
 * ``Fixed``: the plan is followed whatever happens.
 
 When the plan of a checkpoint is adopted, ``Following`` or ``Fixed`` begins, or ``Calibrating`` if it is made for other
@@ -164,7 +164,7 @@ class Following(Monitored):
         if decision is None:
             return self
         self._controller.comparison = self._feed.monitor.comparison()
-        if decision.change is not None and not self._controller.shares_are_changing:
+        if decision.change is not None and not self._controller.defers(decision.change):
             return self._controller.measure_again(decision.change)
         if decision.on_baseline != self.on_baseline:
             self.on_baseline = decision.on_baseline
