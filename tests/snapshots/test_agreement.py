@@ -130,3 +130,11 @@ def test_the_end_lets_the_training_go_on():
         schedule.end()
         assert not due.result(10)
     assert not schedule.propose(9, None)
+
+
+def test_a_step_that_nobody_agrees_on_holds_training_up_for_a_time_only(monkeypatch):
+    monkeypatch.setattr("gradcast.snapshots.schedule._LONGEST_WAIT_S", 0.1)
+    schedule = Schedule(step=4, first=6)
+    assert schedule.propose(5, 6)
+    with pytest.raises(TimeoutError, match="did not agree on step 5 within"):
+        schedule.advance()

@@ -5,6 +5,8 @@ Thread safety: any thread.
 
 import threading
 
+_LONGEST_WAIT_S = 120.0  # a rank that was killed agrees to nothing
+
 
 class Schedule:
     """``step``: how many the training has made. ``next``: of which a snapshot is taken, None if none is chosen."""
@@ -24,11 +26,11 @@ class Schedule:
 
     def advance(self) -> bool:
         """The training has made a step. Returns whether a snapshot of it is due, which ends the choice. Waits if the
-        step is proposed, for as long as the ranks take to agree."""
+        step is proposed, for as long as the ranks take to agree. Raises TimeoutError if that is too long."""
         with self._changed:
             self._step += 1
-            while self._proposed == self._step and not self._ended:
-                self._changed.wait()
+            if not self._changed.wait_for(lambda: self._proposed != self._step or self._ended, _LONGEST_WAIT_S):
+                raise TimeoutError(f"the ranks did not agree on step {self._step} within {_LONGEST_WAIT_S:.0f} s")
             if self._next != self._step or self._ended:
                 return False
             self._next = None

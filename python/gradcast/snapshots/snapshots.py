@@ -165,7 +165,12 @@ class Snapshots:
             _log.info("snapshots: the last one is of step %s; the signal takes effect now", self.stats()["step"])
             self.close()
             return
-        if self._schedule.advance():
+        try:
+            is_due = self._schedule.advance()
+        except TimeoutError as error:
+            is_due = False
+            self._writer.give_up(str(error))
+        if is_due:
             self._taken = _Taken(Written(self._schedule.step, time.perf_counter()))
             with self._copying(self._taken):
                 if self._loader is not None:
