@@ -13,7 +13,7 @@ import gradcast
 from gradcast import _core
 from gradcast.snapshots import resuming, store, writer
 from snapshots import program
-from training.attached import heard
+from training.attached import heard, hosts_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -361,3 +361,31 @@ def test_balanced_shares_go_on_with_another_number_of_ranks(ranks, tmp_path):
     assert len(set(rest)) == len(rest) == 240 - 12 * step
     assert len(set(before)) == len(before) == 12 * 12
     assert set(rest) | set(before) == set(map(float, range(240)))
+
+
+def on_hosts_of_their_own(rank, folder, steps):
+    """Trains on, and returns the step from which it goes on, and whether it measures then."""
+    resuming.resumed.clear()
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    begins = gradcast.resume(folder, module, optimizer)
+    with hosts_of(1):
+        handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
+    snapshots = handle.snapshots(folder, every=1)
+    measures = handle.measuring
+    for _ in range(steps):
+        module(torch.full((2, 8), float(rank.index))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        snapshots.wait()
+    world_size = handle.profile.world_size
+    handle.detach()
+    return begins is not None, measures, world_size
+
+
+@pytest.mark.parametrize(("before", "now"), [(3, 2), (2, 3)])
+def test_with_another_number_of_ranks_a_plan_is_there_from_the_first_step(ranks, tmp_path, before, now):
+    """Also on ranks that the snapshot knows nothing of."""
+    assert ranks.run(before, on_hosts_of_their_own, str(tmp_path), 8) == [(False, True, before)] * before
+    assert ranks.run(now, on_hosts_of_their_own, str(tmp_path), 2) == [(True, False, now)] * now

@@ -223,12 +223,9 @@ def test_a_loader_that_another_sampler_follows_is_named(rank):
     with told() as lines:
         training = Training(rank, "overlap", every=2)
         training.slowness = (1.0, 2.0)
-        for _ in training_steps(training):
-            pass
-        training.sizes = [12]
-        for _ in range(270):
-            training.sizes.append(12)
+        for _ in range(280):
             training.train(0, training.samples[:12])
+            training.sizes.append(12)
         training.handle.detach()
     warned = [line for line in lines if "their weights do not show it" in line]
     return [] if len(warned) == (rank.index == 0) else [f"{len(warned)} warnings"]
