@@ -1,7 +1,7 @@
 """When ranks that make local optimizer steps exchange what: the schedule of a round, and the step time to expect.
 
 Every ``every`` steps (H) the ranks average by how much their parameters differ from a copy that all of them have, the
-global copy. In the streamed form (Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3) the parameters are cut into
+global copy. In the streamed form (Streaming DiLoCo, arXiv 2501.18512) the parameters are cut into
 fragments of about equal size, which are taken one after the other, and each is applied ``overlap`` steps (tau) after it
 was taken: it travels under the steps between. In the blocking form (``overlap`` 0; DiLoCo, arXiv 2311.08105) all are
 taken and applied in the same step.

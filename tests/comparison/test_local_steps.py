@@ -1,10 +1,14 @@
 """The schedule of local steps: every element is taken and applied once a round, and bytes are flat over it."""
 
 import itertools
+import json
 import random
 
 import pytest
 
+import gradcast
+from conftest import link_of
+from gradcast.comparison import local_rounds
 from gradcast.local_steps import CUT_ELEMENTS, STREAMED_BYTES_MIN, cut, make_schedule, predicted_step_ns
 
 SIZES = [(50_000, 4), (3, 4), (0, 4), (1, 8), (700_000, 4), (128, 2), (90_001, 8)]
@@ -87,3 +91,33 @@ def test_the_step_to_expect():
     assert predicted_step_ns(100, 600, 10, is_streamed=True) == 100
     assert predicted_step_ns(100, 6000, 10, is_streamed=True) == 600
     assert predicted_step_ns(100, 600, 10, is_streamed=False) == 160
+
+
+def profile():
+    """2 ms of compute; its parameters travel in 20 ms and start-up times."""
+    tensors = [gradcast.Tensor(name=name, bytes=10_000_000, ready_ns=0, need_ns=0) for name in ("a", "b")]
+    return gradcast.Profile(
+        name="p", forward_ns=1e6, backward_ns=1e6, tensors=tensors, world_size=4, link=link_of(1e5, 1.0)
+    )
+
+
+def test_a_step_of_a_profile():
+    link = profile().link
+    assert local_rounds.ratio(profile(), link) == pytest.approx(10.05)
+    assert local_rounds.suggested_every(profile(), link) == 20
+    assert local_rounds.step_ns(profile(), link, 5) == pytest.approx((20e6 + 5 * 1e5) / 5)
+    assert local_rounds.step_ns(profile(), link, 8) == pytest.approx(2.6e6)
+    assert local_rounds.step_ns(profile(), link, 50) == pytest.approx(2e6)
+    assert local_rounds.step_ns(profile(), link, 50, is_streamed=False) == pytest.approx(2e6 + 20.1e6 / 50)
+
+
+def test_simulate_predicts_them(run, refused, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(profile().to_json())
+    options = ["simulate", path, "--policy", "ddp", "--sync-every", "50"]
+    assert "Changes the algorithm: local steps, averaged every 50: 2.0 ms" in run(*options).out
+    told = json.loads(run(*options, "--json").out)["networks"][0]["local_steps"]
+    assert told["bytes_per_step"] == 400_000
+    assert "arXiv 2311.08105" in told["known"]
+    refused([*options, "--bandwidth", "1gbit,2gbit"], "predicted on one network")
+    refused([*options, "--scaling"], "--scaling")

@@ -9,7 +9,7 @@ import pytest
 import gradcast
 from diagnosis import doctor_runs
 from gradcast import _core
-from gradcast.comparison import ddp_baseline, powersgd
+from gradcast.comparison import ddp_baseline, local_rounds, powersgd
 from gradcast.diagnosis import runs
 from gradcast.diagnosis.analyze import actions, timelines
 from gradcast.diagnosis.analyze.actions import Situation
@@ -146,6 +146,18 @@ def test_powersgd_is_predicted_where_shapes_are_known():
     sent = 16 * sum(rows + columns for rows, columns in shapes.values() if 8 * (rows + columns) < rows * columns)
     assert found.predicted_ms == pytest.approx((slow.forward_ns + slow.backward_ns + 1.5e6 + 6 * sent) / MS, rel=0.02)
     assert "changes the numbers" in found.title
+
+
+def test_local_steps_are_listed_where_fewer_bits_are_not_enough():
+    assert "local" not in by_key(situation(with_link(500e3, 6.0)))
+    slow = with_link(500e3, 60.0)
+    found = by_key(situation(slow))["local"]
+    assert "changes the algorithm" in found.title
+    assert "arXiv 2311.08105" in found.title
+    every = local_rounds.suggested_every(slow, slow.link)
+    assert f"sync_every={every}" in found.how
+    assert found.predicted_ms == pytest.approx((slow.forward_ns + slow.backward_ns) / MS, rel=0.3)
+    assert found.speedup > 3 * by_key(situation(slow))["wire"].speedup
 
 
 def test_where_the_loop_uses_all_gradients_nothing_is_promised_of_travelling_under_forward():

@@ -6,7 +6,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common, simulate_networks, simulate_scaling
 from gradcast.cli.network_options import Network, add_network_options, given, networks_from
-from gradcast.comparison import powersgd
+from gradcast.comparison import local_rounds, powersgd
 from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
 from gradcast.comparison.verdict import verdict
 from gradcast.errors import Error
@@ -38,6 +38,8 @@ def add_parser(commands: Any) -> None:
     common.add_schedule_options(group)
     hook = "also predict DDP with torch's PowerSGD hook of this rank, which is lossy"
     common.option(group, "--powersgd", "RANK", hook, common.whole_number(1, 1_000_000))
+    local = "also predict local steps that are averaged every H steps, which change the algorithm"
+    common.option(group, "--sync-every", "H", local, common.whole_number(2, 1_000_000))
     group = parser.add_argument_group("output")
     pictures = "also draw the plans of one network, the speed-up on several, or with --scaling step time and efficiency"
     common.option(group, "--plot", "PNG", pictures)
@@ -54,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.csv, "table")
     if args.powersgd is not None and (others := [*(["--scaling"] if args.scaling else []), *given(args, "wire")]):
         raise Error(f"--powersgd does not work with {others[0]}; leave one of them out")
+    if args.sync_every is not None and args.scaling:
+        raise Error("--sync-every does not work with --scaling; leave one of them out")
     if args.scaling:
         simulate_scaling.run(args)
         return
@@ -67,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     if len(networks) > 1:
         if args.powersgd is not None:
             raise Error("--powersgd is predicted on one network; give one")
+        if args.sync_every is not None:
+            raise Error("--sync-every is predicted on one network; give one")
         simulate_networks.run(args, profile, networks, names)
         return
     comparison = compare(profile, networks[0].link, names, mode=args.mode, in_flight=args.in_flight)
@@ -83,13 +89,22 @@ def run(args: argparse.Namespace) -> None:
     fields = simulate_networks.as_json(args, profile, networks, [comparison])
     if args.powersgd is not None:
         fields["networks"][0]["powersgd"] = _powersgd(args.powersgd, profile, networks[0].link)
+    if args.sync_every is not None:
+        fields["networks"][0]["local_steps"] = _local_steps(args.sync_every, profile, networks[0].link)
     if not simulate_networks.print_result(args, fields):
-        _print(args, profile, networks[0], comparison, fields["networks"][0].get("powersgd"))
+        _print(args, profile, networks[0], comparison, fields["networks"][0])
 
 
 def _powersgd(rank: int, profile: _core.Profile, link: _core.LinkModel) -> dict[str, Any]:
     step_ns = powersgd.step_ns(profile, link, rank)
     return {"rank": rank, "step_ms": step_ns / 1e6, "sent_bytes": sum(powersgd.sent_bytes(profile, rank))}
+
+
+def _local_steps(every: int, profile: _core.Profile, link: _core.LinkModel) -> dict[str, Any]:
+    forms = {"step_ms": True, "blocking_step_ms": False}
+    times = {name: local_rounds.step_ns(profile, link, every, is_streamed=form) / 1e6 for name, form in forms.items()}
+    sent_bytes = sum(tensor.bytes for tensor in profile.tensors) / every
+    return {"sync_every": every, **times, "bytes_per_step": sent_bytes, "known": local_rounds.KNOWN}
 
 
 def _row_cells(row: PolicyResult) -> list[str]:
@@ -108,7 +123,7 @@ def _print(
     profile: _core.Profile,
     network: Network,
     comparison: Comparison,
-    low_rank: dict[str, Any] | None,
+    fields: dict[str, Any],
 ) -> None:
     print(common.describe_profile(profile, args.scale))
     common.print_step_time(args)
@@ -127,11 +142,18 @@ def _print(
     for name, reason in comparison.skipped.items():
         print(f"{name} is left out: {reason}.")
     print(verdict(comparison))
-    if low_rank is not None:
+    if (low_rank := fields.get("powersgd")) is not None:
         gain = comparison.ddp.predicted_ns / 1e6 / low_rank["step_ms"]
         print(
             f"DDP with PowerSGD of rank {low_rank['rank']}, lossy: {low_rank['step_ms']:.1f} ms ({gain:.2f} x), with "
             f"{format_size(low_rank['sent_bytes'])} per step and without the time of its arithmetic."
+        )
+    if (local := fields.get("local_steps")) is not None:
+        gain = comparison.ddp.predicted_ns / 1e6 / local["step_ms"]
+        print(
+            f"Changes the algorithm: local steps, averaged every {local['sync_every']}: {local['step_ms']:.1f} ms "
+            f"({gain:.2f} x), blocking {local['blocking_step_ms']:.1f} ms, with "
+            f"{format_size(round(local['bytes_per_step']))} per step; {local['known']}."
         )
     simulate_networks.print_paths(args)
 

@@ -6,14 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
-from gradcast.training.compat.module_hooks import around_forward
+from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
@@ -64,23 +61,12 @@ class DisabledSession(TrainingSession):
                 for number, optimizer in enumerate(optimizers)
             ]
             self._removables += [clip, *self._interceptions]
-        self._broadcast_buffers = options.broadcast_buffers
-        self._wrappers: dict[nn.Module, DistributedDataParallel] = {}  # around bare modules
+        wrappers = [] if accepted.ddp is None else [accepted.ddp]
         if accepted.ddp is None and group.world_size > 1:
-            # DDP refuses a module that has nothing to reduce.
-            modules = [each for each in accepted.called if any(p.requires_grad for p in each.parameters())]
-            self._wrappers = {each: self._wrapper_around(each) for each in modules}
-            self._removables += around_forward(modules, self._before_forward, self._after_forward)
-        self.no_sync_blocks = NoSyncBlocks(self._wrappers.values() if accepted.ddp is None else [accepted.ddp])
-
-    def _wrapper_around(self, module: nn.Module) -> DistributedDataParallel:
-        # find_unused_parameters: attach accepts steps that leave parameters out.
-        return DistributedDataParallel(
-            module,
-            process_group=self.group.shared,
-            find_unused_parameters=True,
-            broadcast_buffers=self._broadcast_buffers,
-        )
+            hidden = HiddenDdp(accepted.called, group.shared, broadcast_buffers=options.broadcast_buffers)
+            self._removables.append(hidden)
+            wrappers = list(hidden.wrappers.values())
+        self.no_sync_blocks = NoSyncBlocks(wrappers)
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         if self.group.world_size > 1:
@@ -97,22 +83,9 @@ class DisabledSession(TrainingSession):
         for removable in self._removables:
             removable.remove()
         self._removables, self.early_clipping = [], None
-        for wrapper in self._wrappers.values():
-            wrapper.reducer._remove_autograd_hooks()
         self.released = True
 
     def _on_step(self, number: int) -> None:
         assert self.early_clipping is not None, "steps are intercepted for clipping only"
         self.early_clipping.before_step()
         self._interceptions[number].run_whole()
-
-    def _before_forward(self, module: nn.Module, _: Any, _compiled: bool) -> None:
-        # In evaluation the other ranks take no part, as with gradcast.
-        if torch.is_grad_enabled():
-            wrapper = self._wrappers[module]
-            wrapper.broadcast_buffers = self._broadcast_buffers and module.training
-            wrapper._pre_forward()
-
-    def _after_forward(self, module: nn.Module, output: Any, _: bool) -> Any:
-        """DDP passes the outputs on and notes through which of them backward will come."""
-        return self._wrappers[module]._post_forward(output) if torch.is_grad_enabled() else None

@@ -58,6 +58,8 @@ class Options:
       more.
     * ``outer_merge``: the share of a rank's own parameters when a fragment is applied that has travelled under steps;
       0.5 by default.
+    * ``inner``: "host": the ranks of one host average their gradients in every step, as with DDP, and parameters are
+      averaged between hosts.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -88,6 +90,7 @@ class Options:
     outer_momentum: float | None = None
     outer_overlap: int | None = None
     outer_merge: float | None = None
+    inner: str | None = None
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
@@ -184,13 +187,15 @@ def _check_local_steps(options: Options) -> None:
             "is nothing to merge; leave it out"
         )
     _require_share("outer_merge", options.outer_merge)
+    if options.inner not in [None, "host"]:
+        raise Error(f"options.inner is {options.inner!r}; host or None is expected")
     defaults = {field.name: field.default for field in dataclasses.fields(Options)}
     for name, why in _NOT_LOCAL.items():
         if getattr(options, name) != defaults[name]:
             raise Error(f"options.{name} is given with sync_every, and {why}; leave one of them out")
 
 
-_OUTER = ("outer", "outer_lr", "outer_momentum", "outer_overlap", "outer_merge")
+_OUTER = ("outer", "outer_lr", "outer_momentum", "outer_overlap", "outer_merge", "inner")
 _PLANLESS = "local steps follow no measured plan"
 _NOT_LOCAL = {
     "warmup_steps": _PLANLESS,

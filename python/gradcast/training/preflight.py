@@ -78,6 +78,7 @@ _SAME_OPTIONS = (
     "outer_momentum",
     "outer_overlap",
     "outer_merge",
+    "inner",
 )
 
 

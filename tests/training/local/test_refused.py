@@ -36,6 +36,8 @@ WRONG = [
     ({"sync_every": 5, "outer_overlap": -1}, "at least 0"),
     ({"sync_every": 5, "outer_overlap": 0, "outer_merge": 0.5}, "nothing to merge"),
     ({"sync_every": 5, "outer_merge": 1.0}, "below 1"),
+    ({"sync_every": 5, "inner": "rack"}, "host or None"),
+    ({"inner": "host"}, "without sync_every"),
     ({"outer": "average"}, "without sync_every"),
     ({"outer_overlap": 2}, "without sync_every"),
     ({"sync_every": 5, "max_grad_norm": 1.0}, "clip_grad_norm_"),
@@ -70,6 +72,8 @@ def test_what_attach_refuses(rank):
         found += not_refused(lambda: gradcast.attach(module, sgd(module), options=options), "GRADCAST_PLAN")
     own = Options(sync_every=4 + rank.index)
     found += not_refused(lambda: gradcast.attach(module, sgd(module), options=own), "options.sync_every is 4 on rank 0")
+    inner = Options(sync_every=4, inner="host")
+    found += not_refused(lambda: gradcast.attach(module, sgd(module), options=inner), "two or more hosts", "leave it")
     gaps = copy.deepcopy(module)
     gaps.odd.bias = torch.nn.Parameter(torch.zeros(320)[::2])
     return found + not_refused(lambda: gradcast.attach(gaps, sgd(gaps), options=options), "odd.bias", "contiguous")

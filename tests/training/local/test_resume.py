@@ -1,10 +1,12 @@
 """Training with local steps goes on from a checkpoint with the same bits, wherever in the round it was saved."""
 
 import io
+import json
 
 import pytest
 
 from training.attached import attach, error_of
+from training.launch import torchrun
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -126,3 +128,18 @@ def test_states_of_another_kind_are_refused(rank):
     other.detach()
     found = [] if code == "invalid_use" and "local steps" in message else [message]
     return found + ([] if second_code == "invalid_use" and "another model" in second else [second])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_inside_a_round_goes_on_after_torchruns_restart(tmp_path):
+    """Killed after 15 steps of rounds of 6, when fragments travel."""
+    told = []
+    for number, killed_step in enumerate((-1, 15)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        out = torchrun("-m", "training.local.ends", "restarts", str(folder), str(killed_step))
+        told.append(json.loads(out))
+    undisturbed, restarted = told
+    assert (undisturbed["life"], undisturbed["first"]) == (0, 0)
+    assert (restarted["life"], restarted["first"]) == (1, 15)
+    assert restarted["digest"] == undisturbed["digest"]

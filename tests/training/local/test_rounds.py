@@ -1,8 +1,10 @@
 """Local steps have the numbers of a reference in one process: two ranks bit for bit, more within rounding."""
 
+import copy
+
 import pytest
 
-from training.attached import attach, error_of, heard
+from training.attached import attach, error_of, heard, hosts_of
 from training.int8_mean import Int8Mean, added
 from training.needs import torch
 from training.pool import on_ranks
@@ -10,7 +12,7 @@ from training.pool import on_ranks
 pytest.importorskip("training.needs")
 import gradcast
 from gradcast.training.local import header
-from training.local.reference import Reference, averaged, differences, net, train
+from training.local.reference import Reference, averaged, batch, differences, net, train
 
 FORMS = [("nesterov", 0), ("average", 0), ("nesterov", 4), ("average", 4), ("nesterov", None)]
 
@@ -138,6 +140,51 @@ def test_differences_in_fewer_bits(rank, overlap, wire):
     handle.end_round()
     handle.detach()
     return found
+
+
+@pytest.mark.parametrize("overlap", [0, 4])
+@on_ranks(4)
+def test_hosts_of_two_ranks_average_gradients_in_every_step(rank, overlap):
+    """Bit for bit: with two and four ranks all factors are powers of two."""
+    module = net(0)
+    module.norm.eval()  # its statistics would be those of the host's first rank in forward, and of the last batch else
+    reference = Reference(module, sgd, 2, 6, overlap, "nesterov")
+    optimizer = sgd(module)
+    with hosts_of(2):
+        handle = attach(
+            module, optimizer, adapt=True, warmup_steps=6, sync_every=6, outer_overlap=overlap, inner="host"
+        )  # fmt: skip
+    for step in range(27):
+        with handle.no_sync():
+            backward(module, optimizer, rank.index, 2 * step)
+        backward(module, None, rank.index, 2 * step + 1)
+        optimizer.step()
+        for host, (own, its) in enumerate(zip(reference.modules, reference.optimizers, strict=True)):
+            twins = [copy.deepcopy(own) for _ in range(2)]
+            for local_rank, twin in enumerate(twins):
+                backward(twin, its, 2 * host + local_rank, 2 * step)
+                backward(twin, None, 2 * host + local_rank, 2 * step + 1)
+            for parameter, one, other in zip(own.parameters(), *(each.parameters() for each in twins), strict=True):
+                if parameter.requires_grad:
+                    zero = torch.zeros_like(parameter)
+                    shares = [zero if each.grad is None else each.grad * 0.5 for each in (one, other)]
+                    parameter.grad = added(shares)
+            its.step()
+        reference.after_step()
+    found = differences(module, reference, rank.index // 2, 0)
+    handle.end_round()
+    handle.detach()
+    if rank.index == 0:
+        backward(module, optimizer, rank.index, 0)  # waits for nobody
+    return found
+
+
+def backward(module, optimizer, rank, step):
+    """``optimizer``: whose gradients are dropped before."""
+    if optimizer is not None:
+        module.zero_grad()
+    value = batch(rank, step)
+    (module(value, rank) - value).square().mean().backward()
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradcast import _core
-from gradcast.comparison import ddp_baseline, powersgd
+from gradcast.comparison import ddp_baseline, local_rounds, powersgd
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
@@ -170,6 +170,12 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
         how = f"torch's powerSGD_hook with PowerSGDState(None, {rank}), in one bucket over Gloo"
         title = f"DDP with PowerSGD of rank {rank} (lossy: changes the numbers)"
         yield by_play("powersgd", title, how, lambda link: powersgd.step_ns(profile, link, rank))
+    if local_rounds.ratio(profile, situation.own_link) > local_rounds.WORTHWHILE_RATIO:
+        every = local_rounds.suggested_every(profile, situation.own_link)
+        how = f"without DistributedDataParallel: gradcast.attach(model, optimizer, options=Options(sync_every={every}))"
+        title = f"local steps, averaged every {every} (changes the algorithm; {local_rounds.KNOWN})"
+        share = situation.byte_cost("fp32")
+        yield by_play("local", title, how, lambda link: local_rounds.step_ns(profile, link.scaled(1, share), every))
     if situation.streams_gain is not None:
         # Each operation uses one connection, so DDP gains from as many as it has operations in flight.
         gain = min(situation.streams_gain, ddp_baseline.IN_FLIGHT)

@@ -182,8 +182,11 @@ class Fragments:
         """Of this fragment's global copy."""
         total = 0
         for piece in self.pieces[fragment]:
-            kind = torch.int64 if piece.dtype == torch.float64 else torch.int32
-            total = (total * 31 + int(piece.values.view(kind).sum(dtype=torch.int64))) % _SUM_MODULUS
+            # Words of 8 bytes: a sum of them takes a tenth of the time of one of 4 bytes (on a CPU).
+            values = piece.values.view(torch.uint8)
+            whole = values.numel() // 8 * 8
+            words = int(values[:whole].view(torch.int64).sum()) + int(values[whole:].sum())
+            total = (total * 31 + words) % _SUM_MODULUS
         return total
 
     @property

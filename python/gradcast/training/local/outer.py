@@ -28,7 +28,7 @@ class OuterOptimizer:
 
     def update(self, values: torch.Tensor, momentum: torch.Tensor | None, difference: torch.Tensor) -> None:
         """Moves ``values`` in place, with the bits of ``torch.optim.SGD(nesterov=True)`` whose gradient is
-        ``difference`` (DiLoCo, arXiv 2311.08105, algorithm 1, line 14). All are 1-d and of one dtype; ``difference`` is
+        ``difference`` (DiLoCo, arXiv 2311.08105, algorithm 1). All are 1-d and of one dtype; ``difference`` is
         overwritten. ``momentum``: None if this optimizer has none."""
         if self.momentum is not None:
             assert momentum is not None, "an outer optimizer with momentum keeps it"
@@ -43,8 +43,8 @@ class OuterOptimizer:
 
 
 def merge(local: torch.Tensor, values: torch.Tensor, share: float) -> None:
-    """``local`` becomes ``share * local + (1 - share) * values`` (Streaming DiLoCo, arXiv 2501.18512, algorithm 2, line
-    13). Both are 1-d; ``values`` may have a wider dtype."""
+    """``local`` becomes ``share * local + (1 - share) * values`` (Streaming DiLoCo, arXiv 2501.18512, algorithm 2).
+    Both are 1-d; ``values`` may have a wider dtype."""
     if share == 0:
         local.copy_(values)
     elif local.dtype == values.dtype:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradcast import _core
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.local_steps import Schedule
 from gradcast.training.local import header
 from gradcast.training.local.fragments import Fragments
@@ -201,6 +201,12 @@ class Rounds:
                     error.code,
                 )
             raise self._failure from None
+        except BaseException as error:
+            self._failure = refused(
+                f"a step was interrupted while parameters were averaged ({type(error).__name__}), so this rank may "
+                "lack a part of it; go on from the last checkpoint"
+            )
+            raise
 
     # --- Checkpoints ---
 

@@ -6,12 +6,14 @@ refused.
 """
 
 import contextlib
+import datetime
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -20,6 +22,7 @@ from gradcast.errors import Error, refused
 from gradcast.local_steps import make_schedule
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import fork
+from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.local.fragments import Fragments, entries
 from gradcast.training.local.outer import MERGE, OuterOptimizer
 from gradcast.training.local.rounds import Rounds, Travel
@@ -27,7 +30,7 @@ from gradcast.training.model_layout import ModelLayout
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-from gradcast.training.ranks.group import Group, gather, naming
+from gradcast.training.ranks.group import Group, gather, lasting_group, naming
 from gradcast.training.step import residuals
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.partial_step import is_called_by_scaler
@@ -37,6 +40,24 @@ from gradcast.training.training_session import TrainingSession, require_attached
 _log = logging.getLogger("gradcast")
 STATE_VERSION = 1
 _MB = 1e6
+_TIMEOUT_S = 1800.0  # torch's own, where the process group does not tell its
+
+
+def inside_hosts(accepted: Accepted, group: Group) -> HiddenDdp:
+    """Averages gradients over the ranks of this rank's host. Raises on all ranks alike."""
+    hosts = group.hosts
+    if hosts is None or hosts.count == 1 or hosts.ranks_per_host in (None, 1):
+        found = "a single worker" if hosts is None else hosts.describe()
+        raise refused(
+            f"options.inner is 'host', which needs two or more hosts, all with the same number of ranks, two or more; "
+            f"this is {found}: leave it out"
+        )
+    own = [rank for rank, host in enumerate(hosts.host_of) if host == hosts.host_of[group.rank]]
+    everyone = dist.get_process_group_ranks(group.shared)
+    timeout = datetime.timedelta(seconds=_TIMEOUT_S if group.timeout_s is None else group.timeout_s)
+    backend = dist.get_backend_config(group.shared)
+    inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host")
+    return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
 
 
 class LocalStepsSession(TrainingSession):
@@ -53,7 +74,8 @@ class LocalStepsSession(TrainingSession):
         callbacks: UpdateCallbacks,
     ) -> None:
         self.callbacks, self.group, self._options = callbacks, group, options
-        self.no_sync_blocks = NoSyncBlocks()
+        self._inside = inside_hosts(accepted, group) if options.inner == "host" else None
+        self.no_sync_blocks = NoSyncBlocks(() if self._inside is None else self._inside.wrappers.values())
         self._module, self._parameters = accepted.module, accepted.parameters
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
@@ -86,10 +108,13 @@ class LocalStepsSession(TrainingSession):
         kept = {name: size for name, size in self._fragments.state_bytes.items() if size}
         sizes = ", ".join(f"{name} {size / _MB:.1f} MB" for name, size in kept.items())
         _log.info(
-            "local steps change the algorithm: gradients stay on their rank, and every %d steps the ranks average "
+            "local steps change the algorithm: gradients stay on their %s, and every %d steps the ranks average "
             "their parameters (%s; %s); beside the model each rank keeps %.1f MB (%s)",
-            schedule.every, self._outer.describe(), how, sum(kept.values()) / _MB, sizes,
+            "rank" if self._inside is None else "host", schedule.every, self._outer.describe(), how,
+            sum(kept.values()) / _MB, sizes,
         )  # fmt: skip
+        if self._inside is not None:
+            _log.info("inside each host gradients are averaged in every step, on %s", self.group.hosts.describe())
         norms = [name for name, each in self._module.named_modules() if isinstance(each, _BatchNorm)]
         if norms:
             _log.warning(
@@ -215,6 +240,8 @@ class LocalStepsSession(TrainingSession):
     def release(self, *, reusable: bool) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._inside is not None:
+            self._inside.remove()
         if self._travel is not None:
             reusable = reusable and not self._rounds.has_failed and not self._rounds.has_open_iteration
             self._travel.exchange.shutdown()
