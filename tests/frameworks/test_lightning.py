@@ -70,7 +70,7 @@ def test_training_goes_on_from_a_checkpoint_that_was_written_while_gradients_tra
 def test_training_goes_on_from_a_snapshot_with_the_bits_of_one_that_was_not_interrupted(told, how, step):
     assert told.digests(f"interrupted {how}") == told.digests("uninterrupted")
     for rank in told[f"interrupted {how}"]:
-        assert rank["found"] == f"lightning-{step}"
+        assert rank["found"] == f"step-{step}/lightning.ckpt"
         assert f"begins at step 0, and the snapshot is of its step {step}" in rank["refused"]
 
 

@@ -1,8 +1,11 @@
 """What the callbacks of frameworks share for snapshots, and what they refuse."""
 
+from pathlib import Path
+
 import pytest
 
 import gradcast
+from gradcast.snapshots import store
 from training.needs import torch
 
 
@@ -30,18 +33,29 @@ def written(whole, place):
     place.write_text(str(whole.step))
 
 
-def test_a_checkpoint_is_made_once_and_older_ones_go(tmp_path):
+def test_a_checkpoint_is_made_once_and_goes_with_its_snapshot(tmp_path):
+    from gradcast.frameworks.snapshots import FrameworkSnapshots
+
+    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written) is None
+    taken(tmp_path)
+    first = FrameworkSnapshots(tmp_path, {}).checkpoint("some", written)
+    assert first == tmp_path / "step-1" / "some"
+    first.write_text("made before")
+    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written).read_text() == "made before"
+
+
+def test_what_another_process_has_made_meanwhile_is_taken(tmp_path):
     from gradcast.frameworks.snapshots import FrameworkSnapshots
 
     taken(tmp_path)
-    first = FrameworkSnapshots(tmp_path, {}).checkpoint("some", written)
-    (tmp_path / "some-0").mkdir()
-    assert first == tmp_path / "some-1"
-    first.write_text("made before")
-    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written).read_text() == "made before"
-    (tmp_path / "step-1").rename(tmp_path / "step-2")
-    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written) == tmp_path / "some-2"
-    assert [each.name for each in tmp_path.glob("some-*")] == ["some-2"]
+
+    def made_meanwhile(whole, place):
+        for each in (place, place.parent / "some"):
+            each.mkdir()
+            (each / "model").write_text(each.name)
+
+    found = FrameworkSnapshots(tmp_path, {}).checkpoint("some", made_meanwhile)
+    assert (found / "model").read_text() == "some"
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
@@ -59,7 +73,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(
         gradcast.Error, match=r"step 1, from which .* does not go on; give the trainer AttachCallback.ch"
     ):
-        snapshots.take(handle, module, 0, 0)
+        snapshots.take(handle, module, 0)
     with pytest.raises(
         gradcast.Error, match=r"taken under a framework; give its trainer AttachCallback.checkpoint\(\)"
     ):
@@ -73,3 +87,28 @@ def snapshots_of_a_loop():
     from gradcast.frameworks.snapshots import LoopState
 
     return LoopState(dict)
+
+
+def test_more_ranks_go_on_and_all_have_to(ranks, tmp_path):
+    taken(tmp_path)
+    for refusal, steps in ranks.run(2, goes_on, str(tmp_path)):
+        assert "from which this training does not go on" in refusal
+        assert steps == [1, 2]
+
+
+def goes_on(rank, folder):
+    from gradcast.frameworks.snapshots import FrameworkSnapshots, LoopState
+
+    module, optimizer = module_and_optimizer()
+    handle = gradcast.attach(module, optimizer)
+    snapshots = FrameworkSnapshots(folder, {"every": 1})
+    if rank.index == 0:
+        snapshots.checkpoint("some", written)
+    with pytest.raises(gradcast.Error) as caught:
+        snapshots.take(handle, module, 1)
+    snapshots.checkpoint("some", written)
+    snapshots.take(handle, module, 1, extra={"loop": LoopState(lambda: {"steps": 2})})
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    handle.detach()
+    return str(caught.value), store.complete_steps(Path(folder))

@@ -87,4 +87,4 @@ def test_a_batch_size_is_found_by_trainings_that_are_out_of_memory(told, way):
 @pytest.mark.parametrize(("mode", "step"), [("overlap", 6), ("hook", 4)])
 def test_training_goes_on_from_a_snapshot_with_the_bits_of_one_that_was_not_interrupted(told, mode, step):
     assert told.digests(f"interrupted in {mode} mode") == told.digests("plain stock")
-    assert [rank["found"] for rank in told[f"interrupted in {mode} mode"]] == [f"trainer-{step}"] * 2
+    assert [rank["found"] for rank in told[f"interrupted in {mode} mode"]] == [f"step-{step}/trainer"] * 2

@@ -133,7 +133,7 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=Fals
         trainer.add_callback(callback := attach(trainer))
     if resume == "snapshot":
         resume = callback.checkpoint()
-        watch.notes["found"] = Path(resume).name
+        watch.notes["found"] = "/".join(Path(resume).parts[-2:])
     trainer.train(resume_from_checkpoint=resume)
     if attach is not None:
         watch.end(callback.handle)

@@ -1,5 +1,6 @@
 """Snapshots of one worker: what is refused, what fails, and what stays."""
 
+import pickle
 import random
 import shutil
 import time
@@ -261,3 +262,36 @@ def test_what_the_program_does_between_epochs_is_not_repeated(tmp_path, steps):
     module, optimizer, scheduler, loader = begin()
     assert gradcast.resume(tmp_path, module, optimizer, loader, {"scheduler": scheduler}) == 8
     assert (loader.sampler.epoch, loader.sampler.position, scheduler.last_epoch) == (2, 0, 2)
+
+
+def test_a_part_that_could_not_be_written_is_planned_again(tmp_path):
+    layout = store.Layout()
+
+    def write(step, note):
+        writing = store.Writing(tmp_path, step, 0, layout, store.Pace())
+        values = {("model", "w"): torch.arange(3.0) * step, ("gradcast",): note}
+        writing.complete(layout.take_in([writing.write_part(values)]), list(values))
+
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        write(1, lambda: None)
+    for step in (2, 3):
+        write(step, "picklable")
+        reading = store.Reading(store.place_of(tmp_path, step))
+        assert reading.tensors([("model", "w")])[("model", "w")].tolist() == [0.0, step, 2.0 * step]
+        assert reading.object(("gradcast",)) == "picklable"
+
+
+def test_a_snapshot_that_lacks_a_value_is_not_complete(tmp_path):
+    layout = store.Layout()
+    writing = store.Writing(tmp_path, 1, 0, layout, store.Pace())
+    part = writing.write_part({("model", "w"): torch.ones(1)})
+    with pytest.raises(RuntimeError, match=r"no rank has written model\.v"):
+        writing.complete(layout.take_in([part]), [("model", "w"), ("model", "v")])
+    assert store.complete_steps(tmp_path) == []
+
+
+def test_a_sampler_in_place_of_its_loader_is_refused(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    handle = gradcast.attach(module, torch.optim.SGD(module.parameters(), 0.1))
+    with pytest.raises(gradcast.Error, match=r"ResumableSampler, whose place nobody counts; pass gradcast\.Resumable"):
+        handle.snapshots(tmp_path, loader=gradcast.ResumableSampler([1, 2]))

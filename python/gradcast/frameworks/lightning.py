@@ -48,7 +48,7 @@ class AttachCallback(Callback):
     def checkpoint(self) -> Path | None:
         """The newest snapshot, as a checkpoint of Lightning's; None if there is none. Raises Error(invalid_use) if the
         snapshot lacks files, and OSError."""
-        return self._snapshots.checkpoint("lightning", _write_checkpoint)
+        return self._snapshots.checkpoint("lightning.ckpt", _write_checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = trainer.optimizers if self.overlap else None
@@ -60,7 +60,6 @@ class AttachCallback(Callback):
         self._snapshots.take(
             self.handle,
             trainer.strategy.model,
-            trainer.global_rank,
             trainer.global_step,
             loader=_counted_loader(trainer),
             extra={"loop": LoopState(lambda: _loop_state(trainer))},

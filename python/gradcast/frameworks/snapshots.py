@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import gradcast
 from gradcast.errors import refused
+from gradcast.snapshots import store
 from gradcast.snapshots.resuming import Resumed, restore_random_states, resumed
 from gradcast.snapshots.whole import Whole, newest_step, read_whole
 
@@ -47,9 +47,10 @@ class FrameworkSnapshots:
         self._options = options
         self._given: Whole | None = None  # what the trainer is to go on from, without its tensors
 
-    def checkpoint(self, kind: str, write: Callable[[Whole, Path], None]) -> Path | None:
-        """The newest snapshot in the form that ``write`` gives it, beside the snapshots; None if there is none. Any
-        process of the training may make it, and the others take it. Raises Error(invalid_use), OSError."""
+    def checkpoint(self, name: str, write: Callable[[Whole, Path], None]) -> Path | None:
+        """The newest snapshot in the form that ``write`` gives it, a file or folder ``name`` in its own folder; None if
+        there is none. Any process of the training may make it, and the others take it. Raises Error(invalid_use),
+        OSError."""
         if self._folder is None:
             raise refused("AttachCallback has no folder for snapshots; add snapshots=FOLDER")
         step = newest_step(self._folder)
@@ -57,55 +58,58 @@ class FrameworkSnapshots:
             return None
         whole = read_whole(self._folder, step)
         self._given = dataclasses.replace(whole, model={}, optimizers=[])
-        place = self._folder / f"{kind}-{step}"
-        with _alone(self._folder):
+        place = store.place_of(self._folder, step) / name
+        with _alone(place.with_name(f".{name}.lock")):
             if not place.exists():
-                for old in self._folder.glob(f"{kind}-*"):
-                    _remove(old)
-                unfinished = place.with_suffix(".tmp")
+                unfinished = place.with_name(f".{name}.{os.getpid()}")
                 write(whole, unfinished)
-                unfinished.rename(place)
+                try:
+                    unfinished.rename(place)
+                except OSError:  # without locks another process may have made it
+                    if not place.exists():
+                        raise
         return place
 
-    def take(self, handle: gradcast.Handle, module: nn.Module, rank: int, steps: int, **arguments: Any) -> None:
+    def take(self, handle: gradcast.Handle, module: nn.Module, steps: int, **arguments: Any) -> None:
         """Takes snapshots of a training that begins, or goes on from what ``checkpoint`` has made. ``steps``: that the
-        framework's loop has made. ``arguments``: of handle.snapshots. Collective."""
+        framework's loop has made. ``arguments``: of handle.snapshots. Collective. Raises Error(invalid_use), on every
+        rank, if one is not given what ``checkpoint`` has made."""
         if self._folder is None:
             return
         whole, self._given = self._given, None
-        if whole is None and self._folder not in resumed and (newest := newest_step(self._folder)) is not None:
-            raise refused(
-                f"{self._folder} holds a snapshot of step {newest}, from which this training does not go on; give the "
-                "trainer AttachCallback.checkpoint(), or name another folder"
-            )
+        refusals = handle._session.group.gather(self._refusal(whole, steps))
+        if refusal := next(filter(None, refusals), None):
+            raise refused(refusal)
         if whole is not None:
-            expected = whole.extra["loop"]["steps"]
-            if steps != expected:
-                raise refused(
-                    f"the trainer begins at step {steps}, and the snapshot is of its step {expected}; give the trainer "
-                    "AttachCallback.checkpoint()"
-                )
-            own = whole.ranks[rank] if rank < len(whole.ranks) else None
-            resumed[self._folder] = Resumed(whole.step, own and own["plan"])
-            if own is not None:
+            is_same = len(whole.ranks) == handle.world_size
+            own = whole.ranks[handle.rank if is_same else 0]
+            resumed[self._folder] = Resumed(whole.step, own["plan"])
+            if is_same:
                 restore_random_states(own["random"], [module], next(module.parameters()).device)
         handle.snapshots(self._folder, **arguments, **self._options)
 
+    def _refusal(self, whole: Whole | None, steps: int) -> str | None:
+        if whole is not None and steps != whole.extra["loop"]["steps"]:
+            return (
+                f"the trainer begins at step {steps}, and the snapshot is of its step {whole.extra['loop']['steps']}; "
+                "give the trainer AttachCallback.checkpoint() on every rank"
+            )
+        newest = newest_step(self._folder)
+        if whole is None and self._folder not in resumed and newest is not None:
+            return (
+                f"{self._folder} holds a snapshot of step {newest}, from which this training does not go on; give the "
+                "trainer AttachCallback.checkpoint() on every rank, or name another folder"
+            )
+        return None
+
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process is in here for this folder, if its file system has locks. They end with their process."""
-    descriptor = os.open(folder / ".making-checkpoint", os.O_CREAT | os.O_RDWR)
+def _alone(lock: Path) -> Iterator[None]:
+    """No other process is in here for this file, if its file system has locks. They end with their process."""
+    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _remove(place: Path) -> None:
-    if place.is_dir():
-        shutil.rmtree(place)
-    else:
-        place.unlink()

@@ -66,7 +66,6 @@ class AttachCallback(TrainerCallback):
         self._snapshots.take(
             self.handle,
             self.trainer.model_wrapped,
-            args.process_index,
             state.global_step,
             extra={"loop": LoopState(lambda: _loop_state(self.trainer))},
             optimizer=None if self.overlap else self.trainer.optimizer,
@@ -97,7 +96,9 @@ def _loop_state(trainer: Trainer) -> dict[str, Any]:
     state = dataclasses.asdict(trainer.state)
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     state["stateful_callbacks"] = {type(e).__name__: e.state() for e in callbacks if isinstance(e, ExportableState)}
-    return {"steps": trainer.state.global_step, "state": state, "scheduler": trainer.lr_scheduler.state_dict()}
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    own = {"state": state, "scheduler": trainer.lr_scheduler.state_dict(), "scaler": scaler and scaler.state_dict()}
+    return own | {"steps": trainer.state.global_step}
 
 
 def _write_checkpoint(whole: Whole, place: Path) -> None:
@@ -106,4 +107,6 @@ def _write_checkpoint(whole: Whole, place: Path) -> None:
     save_file(whole.model, place / "model.safetensors", metadata={"format": "pt"})
     torch.save(whole.optimizers[0], place / "optimizer.pt")
     torch.save(loop["scheduler"], place / "scheduler.pt")
+    if loop["scaler"] is not None:
+        torch.save(loop["scaler"], place / "scaler.pt")
     (place / "trainer_state.json").write_text(json.dumps(loop["state"]))

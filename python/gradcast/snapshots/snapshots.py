@@ -169,7 +169,7 @@ class Snapshots:
             is_due = self._schedule.advance()
         except TimeoutError as error:
             is_due = False
-            self._writer.give_up(str(error))
+            self._writer.give_up(str(error), others_answer=False)
         if is_due:
             self._taken = _Taken(Written(self._schedule.step, time.perf_counter()))
             with self._copying(self._taken):

@@ -15,6 +15,7 @@ from gradcast.errors import Error, refused
 from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement, store_of
 from gradcast.snapshots.resuming import resumed
+from gradcast.snapshots.sampler import PlaceInData
 from gradcast.snapshots.snapshots import Snapshots
 from gradcast.snapshots.state import group_names
 from gradcast.snapshots.writer import Place
@@ -172,6 +173,10 @@ def _require_arguments(
             raise refused(
                 f"{name} is a {type(each).__name__} without state_dict() and load_state_dict(); for a DataLoader, pass "
                 "gradcast.ResumableLoader(loader)"
+            )
+        if isinstance(each, PlaceInData):
+            raise refused(
+                f"{name} is a {type(each).__name__}, whose place nobody counts; pass gradcast.ResumableLoader(loader)"
             )
     steps = store.complete_steps(folder)
     if steps and not goes_on:

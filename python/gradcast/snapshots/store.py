@@ -187,6 +187,9 @@ class Layout:
         if self._metadata is None:
             plans = [SavePlan(items) for _, items in sorted(self.items.items())]
             self._metadata = create_default_global_save_plan(plans)[1]
+        known = self._metadata.state_dict_metadata
+        if lacking := next((path for path in paths if _key(path) not in known), None):
+            raise RuntimeError(f"no rank has written {_key(lacking)}")
         return dataclasses.replace(self._metadata, planner_data={_key(path): path for path in paths})
 
 
@@ -208,22 +211,21 @@ class Writing:
         flat = {_key(path): value for path, value in own.items()}
         planner.set_up_planner(flat)
         kinds = {k: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for k, v in flat.items()}
-        new = None
-        if kinds != layout.own:
-            items = create_default_local_save_plan(flat, False).items
-            objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
-            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-            # This numbers the files by the plans.
-            plans = writer.prepare_global_plan(
-                [SavePlan([])] * (2 * self._rank) + [SavePlan(objects), SavePlan(tensors)]
-            )
-            written = writer.write_data(plans[-1], planner).value() if tensors else []
-            name = written[0].storage_data.relative_path if written else ""
-            layout.file = _FileOfTensors(self._unfinished / name, written, flat) if written else None
-            layout.own, layout.objects_plan, new = kinds, plans[-2], (items, written)
-        elif layout.file is not None:
-            layout.file.write(self._unfinished, flat, self._pace)
-        return pickle.dumps((new, writer.write_data(layout.objects_plan, planner).value()))
+        if kinds == layout.own:
+            if layout.file is not None:
+                layout.file.write(self._unfinished, flat, self._pace)
+            return pickle.dumps((None, writer.write_data(layout.objects_plan, planner).value()))
+        items = create_default_local_save_plan(flat, False).items
+        objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+        # This numbers the files by the plans.
+        plans = writer.prepare_global_plan([SavePlan([])] * (2 * self._rank) + [SavePlan(objects), SavePlan(tensors)])
+        of_objects = writer.write_data(plans[-2], planner).value()
+        of_tensors = writer.write_data(plans[-1], planner).value() if tensors else []
+        file = self._unfinished / of_tensors[0].storage_data.relative_path if of_tensors else None
+        layout.file = None if file is None else _FileOfTensors(file, of_tensors, flat)
+        layout.own, layout.objects_plan = kinds, plans[-2]  # nothing has failed, so that the others learn of it
+        return pickle.dumps(((items, of_tensors), of_objects))
 
     def complete(self, results: list[Any], paths: list[Path_]) -> None:
         """Makes the snapshot a complete one. ``results``: of all ranks, from Layout.take_in. ``paths``: of all values.

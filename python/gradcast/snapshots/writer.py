@@ -132,9 +132,11 @@ class Writer:
             self._changed.notify_all()
         self._thread.join(limit_s)
 
-    def give_up(self, why: str) -> None:
-        """Snapshots end on this rank, and so on all."""
+    def give_up(self, why: str, *, others_answer: bool = True) -> None:
+        """Snapshots end on this rank, and so on all. ``others_answer``: the last one may still be complete."""
         self._set_ended(why)
+        if not others_answer:
+            self._agreement.end_within(0.0)
         self.close()
 
     def _set_ended(self, why: str) -> None:
