@@ -122,7 +122,10 @@ class Reference:
                 local.copy_(merged.add_(part, alpha=1 - merge) if merge else part)
 
     def end(self):
-        """As handle.end_round(): what travels is applied, then everything."""
+        """As handle.end_round(): what travels is applied, then everything, unless nothing is left of the round."""
+        if self.schedule.overlap == 0 and self.step % self.every == 0:
+            self.step = 0
+            return
         for number in list(self.sent):
             self.apply(number, self.merge)
         for number in range(len(self.parts)):

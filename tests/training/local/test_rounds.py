@@ -207,6 +207,18 @@ def test_averaging_every_step_of_sgd_is_ddp(rank):
 
 
 @on_ranks(2)
+def test_a_round_that_has_ended_is_not_ended_again(rank):
+    """Momentum alone would move the global copy."""
+    local = Local(rank, 5, 0, "nesterov")
+    local.run(10)
+    before = [each.clone() for each in averaged(local.module)[0]]
+    local.handle.end_round()
+    found = [] if all(map(torch.equal, before, averaged(local.module)[0])) else ["the parameters have moved"]
+    local.handle.detach()
+    return found
+
+
+@on_ranks(2)
 def test_the_global_copy_takes_the_place_of_the_parameters(rank):
     local = Local(rank, 6, 2, "nesterov")
     local.run(15)

@@ -127,6 +127,8 @@ class Rounds:
 
     def end(self) -> None:
         """Afterwards the parameters of all ranks are the global copy. Collective."""
+        if self.schedule.overlap == 0 and self.clock % self.schedule.every == 0:
+            self.clock = 0  # the last step has ended a round; another one would move the copy by its momentum alone
         if self.clock == 0:
             return
         with self._failing():
