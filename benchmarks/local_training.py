@@ -26,7 +26,7 @@ from benchmarks.pages import append, parser_of, read_record, run_program, show
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from training.local.reference import Reference
 
-_RATE = 1e-3
+_RATE = 3e-3
 _DDP = "DDP"
 
 
