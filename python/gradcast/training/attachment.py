@@ -60,6 +60,7 @@ class Attachment:
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
+        self._weighs_samples = False
         if options.weight == "samples":
             self._weigh_samples()
         fork.watch(self)
@@ -113,16 +114,17 @@ class Attachment:
         with self.session.exchange.watch.waiting(what), naming(what, group.rank, group.world_size):
             calls = gather(group.shared, call, group.device)
         check_same_sampler(calls, group.rank)
-        if not self._given.active:
-            self._given.active = True
-            self._weigh_samples()
+        self._given.active = True
+        self._weigh_samples()
         self._balancing = Balancing(schedule, group)
         self.session.share_out(self._balancing)
         if group.rank == 0 and group.device.type != "cpu":
             _log.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
 
     def _weigh_samples(self) -> None:
-        count = InputsHook(self._count_samples)
+        if self._weighs_samples:
+            return
+        self._weighs_samples, count = True, InputsHook(self._count_samples)
         self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._accepted.called]
 
     def _agree_to_weigh(self) -> None:

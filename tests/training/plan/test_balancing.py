@@ -174,6 +174,24 @@ def test_a_change_of_one_ranks_compute_waits_until_shares_could_have_changed():
 
 
 @on_ranks(2)
+def test_samples_count_from_the_sampler_on_though_the_program_gave_weights_before(rank):
+    module = nn.Linear(1, 1, bias=False)
+    handle = attach(module, torch.optim.SGD(module.parameters(), 0.0))
+
+    def gradient(batch):
+        module.zero_grad()
+        module(batch).mean().backward()
+        return module.weight.grad.item()
+
+    batch = [torch.ones(1, 1), torch.zeros(3, 1)][rank.index]
+    with handle.weight(1):
+        assert gradient(batch) == 0.5
+    BalancedBatchSampler(range(8), handle, 4)
+    assert gradient(batch) == 0.25
+    handle.detach()
+
+
+@on_ranks(2)
 def test_different_samplers_are_refused_on_all_ranks(rank):
     module = make_module()
     handle = attach(module, torch.optim.SGD(module.parameters(), lr=LR))
