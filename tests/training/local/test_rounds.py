@@ -324,3 +324,20 @@ def test_headers_are_exact_in_every_format(dtype):
     total[4 * header.DIGITS :] = own[4 * header.DIGITS :]
     with pytest.raises(gradcast.Error, match=r"rank 0 is in handle.end_round\(\) after .* steps, rank 4 after"):
         header.check(total, 0)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@on_ranks(2)
+def test_a_mask_of_infinities_stays_as_it_is(rank, overlap):
+    module = net(0, torch.float32)
+    mask = torch.full((4, 4), -torch.inf).triu(1)
+    module.register_buffer("mask", mask.clone())
+    optimizer = sgd(module)
+    options = gradcast.Options(sync_every=4, outer="average", outer_overlap=overlap)
+    handle = gradcast.attach(module, optimizer, options=options)
+    for step in range(9):
+        train(module, optimizer, rank.index, step)
+    handle.end_round()
+    handle.detach()
+    assert torch.equal(module.mask, mask)
+    assert all(each.isfinite().all() for each in module.parameters())

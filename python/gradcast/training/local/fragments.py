@@ -166,7 +166,10 @@ class Fragments:
         factor = 1.0 / self._world_size
         for piece in self.pieces[fragment]:
             for local, place in piece.rows():
-                torch.sub(piece.values[place], local.to(piece.dtype), out=piece.difference[place])
+                own = local.to(piece.dtype)
+                torch.sub(piece.values[place], own, out=piece.difference[place])
+                if piece.is_buffer:  # a mask of infinities does not differ from itself
+                    piece.difference[place].masked_fill_(piece.values[place] == own, 0.0)
             piece.difference.mul_(factor)
 
     @torch.no_grad()
