@@ -189,7 +189,7 @@ def _check_local_steps(options: Options) -> None:
     _require_share("outer_merge", options.outer_merge)
     if options.inner not in [None, "host"]:
         raise Error(f"options.inner is {options.inner!r}; host or None is expected")
-    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)} | {"policy_parameters": {}}
     for name, why in _NOT_LOCAL.items():
         if getattr(options, name) != defaults[name]:
             raise Error(f"options.{name} is given with sync_every, and {why}; leave one of them out")
@@ -201,6 +201,7 @@ _NOT_LOCAL = {
     "warmup_steps": _PLANLESS,
     "plan": _PLANLESS,
     "policy": _PLANLESS,
+    "policy_parameters": _PLANLESS,
     "in_flight": _PLANLESS,
     "adapt": _PLANLESS,
     "on_alarm": "alarms compare steps with a plan, which local steps have not",

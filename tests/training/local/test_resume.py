@@ -2,10 +2,11 @@
 
 import io
 import json
+import logging
 
 import pytest
 
-from training.attached import attach, error_of
+from training.attached import attach, error_of, heard
 from training.launch import torchrun
 from training.needs import torch
 from training.pool import on_ranks
@@ -143,3 +144,19 @@ def test_a_rank_that_is_killed_inside_a_round_goes_on_after_torchruns_restart(tm
     assert (undisturbed["life"], undisturbed["first"]) == (0, 0)
     assert (restarted["life"], restarted["first"]) == (1, 15)
     assert restarted["digest"] == undisturbed["digest"]
+
+
+@on_ranks(2)
+def test_between_rounds_other_settings_go_on_without_what_rounding_has_left(rank):
+    module, optimizer, handle = begin(None, sync_every=4, wire="int8", outer_overlap=2)
+    run(module, optimizer, rank, range(6))
+    handle.end_round()
+    state = saved(module, optimizer, handle)
+    handle.detach()
+    with heard(logging.WARNING) as lines:
+        module, optimizer, handle = begin(state, sync_every=8, wire="int8", outer_overlap=3)
+    assert any("earlier differences is dropped" in line for line in lines)
+    assert all(torch.equal(each, state["module"][name]) for name, each in module.state_dict().items())
+    run(module, optimizer, rank, range(6, 16))
+    handle.end_round()
+    handle.detach()

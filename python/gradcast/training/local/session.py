@@ -310,7 +310,7 @@ class LocalStepsSession(TrainingSession):
             self._check(state)
             self._rounds.restore(state)
             if self._fragments.buffers is not None:
-                residuals.restore(self._fragments.buffers, self.group, state)
+                self._restore_residuals(state)
         except Error as error:
             refusal = error
         if self._travel is not None:
@@ -328,6 +328,19 @@ class LocalStepsSession(TrainingSession):
         if refusal is not None:
             raise refusal
         self.steps = self._rounds.steps
+
+    def _restore_residuals(self, state: dict[str, Any]) -> None:
+        assert self._fragments.buffers is not None, "several workers"
+        try:
+            dropped = residuals.restore(self._fragments.buffers, self.group, state)
+        except Error as error:
+            if state["place"]["clock"] > 0:
+                raise
+            dropped = str(error)  # between rounds other settings, which cut other fragments, are fine
+        if dropped is not None:
+            _log.warning(
+                "what rounding has left of earlier differences is dropped on rank %d: %s", self.group.rank, dropped
+            )
 
     def _check(self, state: dict[str, Any]) -> None:
         if state.get("mode") != self.mode or state.get("version") != STATE_VERSION:
