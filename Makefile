@@ -83,9 +83,10 @@ test-python: test-modules
 MEASURING := tests/lab tests/diagnosis
 SLOW := test-slow test-measuring
 .PHONY: test-slow
-test-slow: all
+test-slow: all $(VENV)/torchft.stamp
 	@rm -f $(BUILD)/pytest-slow.xml
-	$(PYTEST_TWO) --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long' $(MEASURING:%=--ignore=%)
+	GRADCAST_TORCHFT_PYTHON=$(CURDIR)/$(VENV)/torchft/bin/python \
+	  $(PYTEST_TWO) --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long' $(MEASURING:%=--ignore=%)
 
 .PHONY: test-measuring
 test-measuring: all $(VENV)/hta.stamp
@@ -225,6 +226,14 @@ $(VENV)/tools.stamp: pyproject.toml tools/need.sh
 $(VENV)/hta.stamp: $(VENV)/tools.stamp tools/hta.txt
 	@$(PYTHON) -m venv $(VENV)/hta
 	@$(VENV)/hta/bin/python -m pip install --quiet --no-deps -r tools/hta.txt </dev/null
+	@touch $@
+
+# In an environment of its own, because of OpenTelemetry. It sees the packages of the other one, torch above all.
+$(VENV)/torchft.stamp: $(VENV)/tools.stamp tools/torchft.txt
+	@$(PYTHON) -m venv $(VENV)/torchft
+	@$(VENV)/torchft/bin/python -m pip install --quiet --no-deps -r tools/torchft.txt </dev/null
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)/torchft/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	@touch $@
 
 # In an environment of its own: only `make docs` needs it.

@@ -117,7 +117,7 @@ def accept(
         require_splittable(each)
     shared = shared_group(process_group if ddp is None else ddp.process_group)
     if shared is not None and shared.size() > 1:
-        _check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
+        check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
     return Accepted(module, inner, ddp, members or (_called(module, ddp),), parameters)
 
 
@@ -305,7 +305,7 @@ def _check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
         )
 
 
-def _check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> None:
+def check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> None:
     """Raises if other code in C++ than these reducers waits for gradients: it would use them before the average."""
     if _unknown_hook(parameters, known) is not None:
         gc.collect()  # may free a DistributedDataParallel that nothing refers to any more

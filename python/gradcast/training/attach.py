@@ -65,7 +65,7 @@ def attach_inside(
     """attach() for a module inside DistributedDataParallel modules that the caller keeps ``idle``: until gradcast is
     detached, nobody calls them, so they reduce nothing."""
     options = options or Options()
-    _make_log_visible()
+    make_log_visible()
     disabled = is_disabled()
     listed = isinstance(optimizer, list | tuple)
     given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
@@ -144,7 +144,7 @@ def _tell_exchange(
         _log.warning("%s; leave options.wire out", sentence)
 
 
-def _make_log_visible() -> None:
+def make_log_visible() -> None:
     """Logs to standard error what gradcast expects and decides, if the program has not set up logging."""
     if _log.hasHandlers():
         return

@@ -95,9 +95,16 @@ def check_same_call(
         if refusal is not None:
             raise refusal
         return [own_place()]
+    return check_same_call_in(shared, refusal, mode, options, device)
+
+
+def check_same_call_in(
+    shared: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
+) -> list[Place]:
+    """The same over a process group that torch.distributed need not know."""
     settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
     mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings, own_place())
-    with naming("comparing the ranks' calls of attach", dist.get_rank(shared), shared.size()):
+    with naming("comparing the ranks' calls of attach", shared.rank(), shared.size()):
         everyone = _gathered(shared, mine, device)
     if refusal is not None:
         raise refusal

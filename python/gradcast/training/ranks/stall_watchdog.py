@@ -36,7 +36,10 @@ _BLOCKS_DUMPED = 64
 
 
 class StallWatchdog:
-    """The watchdog of one rank."""
+    """The watchdog of one rank. ``explains``: failures; not if the program goes on without the ranks that are gone, and
+    the others notice only when this one closes its connections."""
+
+    explains = True
 
     def __init__(self, group: Group, options: Options, engine: _core.Engine) -> None:
         self._group = group
@@ -113,7 +116,7 @@ class StallWatchdog:
 
         The last events of all ranks go to a file. The result is the same each time.
         """
-        if error.code != "communication":
+        if error.code != "communication" or not self.explains:
             return error
         if self._failure is None:
             entry = {

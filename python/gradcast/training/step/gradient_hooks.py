@@ -289,6 +289,8 @@ class GradientHooks:
             return  # a function has returned None as this gradient, as if the pass had not reached the parameter
         if not self.open or state.phase is not Phase.IDLE or self._task != self._open_task:
             self._begin_step(state, listener)
+            if not self.open:
+                return  # the listener has given the step up
         self._put_into_buffer(state)
         self._send(state, listener)
 
@@ -299,6 +301,8 @@ class GradientHooks:
         if self._task == _NO_TASK:
             self._await_end(torch._C._current_graph_task_id())
         self._open_step(listener, first)
+        if not self.open:
+            return
         # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
         self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
         if not listener.times_gradients:
@@ -321,6 +325,8 @@ class GradientHooks:
         """Opens a step. ``first``: its first gradient."""
         listener.on_backward_begin()
         self._graphs.clear()
+        if not listener.is_synchronizing():
+            return  # what failed is reported, and no gradient of this step travels
         if self._task != self._checked_task:
             self._keep_accumulated_apart(first)
         self._buffers.flag_all_used()

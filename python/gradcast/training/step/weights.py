@@ -14,7 +14,7 @@ Thread safety: under the session's lock; ``scale`` may be read by autograd's thr
 import contextlib
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ _MAX = 2.0**53  # a float64 holds whole numbers up to here
 class GivenWeights:
     """The weights of one rank, as the program gives them; it outlives sessions.
 
-    ``active``: steps are weighted, on all ranks. ``used``: the open block's weight has travelled.
+    ``active``: steps are weighted, on all ranks. ``used``: the open block's weight has travelled. ``share``: what this
+    rank's gradients of the step that begins are multiplied by, in place of 1 / world size; 0: they do not count.
     """
+
+    share: Callable[[], float] | None = None
 
     def __init__(self, setting: str | None) -> None:
         """``setting``: as in Options."""
@@ -95,6 +98,8 @@ class StepWeights:
         """Sends this rank's weight. REQUIRES: nothing travels."""
         self.receive()
         self.scale, self._factor = 1.0 / self._group.world_size, 1.0
+        if self.given.share is not None:
+            self.scale = self.given.share()
         self._due.clear()
         if not self.given.active:
             return

@@ -1,0 +1,162 @@
+"""For torchft: ``attach(manager, module)`` in place of torchft's DistributedDataParallel.
+
+torchft computes a quorum in each step, while forward runs. If other replicas are in it than before, or if a step has
+failed, it makes another process group::
+
+    optimizer.zero_grad()   torchft begins the quorum on a thread of its own
+    forward                 where it ends: wait for the quorum; if its group is another one, begin a session over it
+    backward                blocks travel over the C++ group inside torchft's, without Python
+    optimizer.step()        manager.should_commit(): the update only if nothing was reported
+
+training/quorum_sessions.py does that. This module alone knows torchft, and what of it is private: ``Manager._pg`` and
+the group inside.
+"""
+
+import dataclasses
+import weakref
+from typing import Any
+
+from torch import nn
+
+from gradcast.errors import Error, refused
+
+try:
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+except ImportError as error:
+    raise Error(
+        f"gradcast.frameworks.torchft needs torchft ({error}); pip install 'gradcast[torchft]'", "environment"
+    ) from error
+
+from gradcast.training import preflight
+from gradcast.training.acceptance import accept, check_hooks, the_ddp
+from gradcast.training.attach import make_log_visible
+from gradcast.training.attached_modules import attached_modules
+from gradcast.training.disabled import is_disabled
+from gradcast.training.handle import Handle
+from gradcast.training.options import Options
+from gradcast.training.quorum_sessions import Plans, QuorumSessions
+
+_STATE_KEY = "gradcast"
+
+
+def attach(manager: Manager, module: nn.Module, optimizer: Any = None, *, options: Options | None = None) -> Handle:
+    """Averages the module's gradients over the replicas of torchft's quorum, by a plan, in hook mode. Not collective.
+
+    ``manager``: with a ProcessGroupGloo or ProcessGroupNCCL. ``module``: the bare module, or a list of several, as with
+    ``gradcast.attach``. Its parameters and buffers are torchft's to send: a replica that joins gets them from another
+    one, and each replica keeps its own buffers. ``optimizer``: none; overlap mode is refused.
+
+    Around the returned handle the training loop is torchft's: ``zero_grad()`` and ``step()`` of torchft.Optimizer.
+    Gradients are summed over the replicas and divided by ``manager.num_participants()``. A replica that heals, or that
+    is a spare, sends zeros. Raises Error(invalid_use) for what would give wrong numbers.
+    """
+    options = options or Options()
+    make_log_visible()
+    _check(manager, module, optimizer, options)
+    accepted = accept(module, [], None)
+    check_hooks(accepted.parameters, [])
+    registered = _registered_with(manager)
+    options = dataclasses.replace(options, broadcast_buffers=False)
+    attached = QuorumSessions(_Quorum(manager), accepted, options, registered.plans)
+    registered.attached = weakref.ref(attached)
+    handle = Handle(accepted.module, attached, accepted.called, [])
+    for each in accepted.owned:
+        attached_modules[each] = weakref.ref(attached)
+    return handle
+
+
+def _check(manager: Any, module: Any, optimizer: Any, options: Options) -> None:
+    if not isinstance(manager, Manager):
+        raise refused(f"the manager is a {type(manager).__name__}; a torchft.Manager is expected")
+    if not isinstance(manager._pg, ProcessGroupGloo | ProcessGroupNCCL):
+        raise refused(
+            f"the manager's process group is a {type(manager._pg).__name__}, whose C++ group gradcast cannot reach; "
+            "give the manager a torchft.ProcessGroupGloo or ProcessGroupNCCL"
+        )
+    if optimizer is not None:
+        raise refused(
+            "overlap mode is not possible with torchft: manager.should_commit() decides about a step before step() "
+            "updates anything, so all gradients have to be there by then; leave the optimizer out (hook mode)"
+        )
+    if isinstance(module, nn.Module) and the_ddp(module) is not None:
+        raise refused(
+            "the module holds a DistributedDataParallel, which would average its gradients, too; give the plain module"
+        )
+    if is_disabled():
+        raise refused(
+            "GRADCAST_DISABLE is set, and nothing else would average the gradients; train with torchft's "
+            "DistributedDataParallel, or unset the variable"
+        )
+    for name, why in _NOT_WITH_TORCHFT.items():
+        value, default = getattr(options, name), Options.__dataclass_fields__[name].default
+        if value != default:
+            raise refused(f"options.{name} is {value!r}, and with torchft {why}; leave it out")
+    preflight.check_clipping(options, [])
+    preflight.check_local_steps(options, [], module, disabled=False)
+
+
+_NOT_WITH_TORCHFT = {
+    "weight": "each participant counts alike",
+    "wire": "gradients travel in their own type",
+    "compare_every": "a replica that heals has received sums for parameters that it does not have yet",
+    "timeout_s": "the timeout is that of its process group: ProcessGroupGloo(timeout=...)",
+}
+
+
+class _Quorum:
+    """See training.quorum_sessions.Quorum."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    def process_group(self) -> Any:
+        if self._manager.num_participants() == 0:  # waits for the quorum
+            raise refused(
+                "no quorum was started for this step; call zero_grad() of torchft.Optimizer, or "
+                "manager.start_quorum(), before forward"
+            )
+        return None if self._manager.errored() else self._manager._pg._pg
+
+    def share(self) -> float:
+        return 1.0 / self._manager.num_participants() if self._manager.is_participating() else 0.0
+
+    def report(self, error: Error) -> None:
+        self._manager.report_error(error)
+
+    def abort(self) -> None:
+        self._manager._pg.abort()
+
+
+class _Registered:
+    """The plans as part of torchft's state, which can be registered only once per manager, so that they outlive an
+    attachment."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.plans = Plans()
+        self.attached: weakref.ref[QuorumSessions] | None = None
+        manager.register_state_dict_fn(_STATE_KEY, self._load, self._save)
+
+    def _load(self, state: dict[int, dict[str, Any]]) -> None:
+        self.plans.by_size = dict(state)
+
+    def _save(self) -> dict[int, dict[str, Any]]:
+        """torchft calls this on its own thread, between the quorum's beginning and its end: then no step is open, and
+        the plan does not change."""
+        attached = None if self.attached is None else self.attached()
+        if attached is not None:
+            attached.keep_plan()
+        return dict(self.plans.by_size)
+
+
+_registered: "weakref.WeakKeyDictionary[Manager, _Registered]" = weakref.WeakKeyDictionary()
+
+
+def _registered_with(manager: Manager) -> _Registered:
+    if manager not in _registered:
+        _registered[manager] = _Registered(manager)
+    found = _registered[manager]
+    attached = None if found.attached is None else found.attached()
+    if attached is not None and not attached.released:
+        raise refused("gradcast is attached with this manager already; give all modules as one list")
+    return found

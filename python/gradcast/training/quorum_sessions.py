@@ -1,0 +1,234 @@
+"""Hook mode over process groups that come and go while training goes on, for programs that go on without replicas that
+have died. frameworks/torchft.py knows whose groups they are.
+
+There is a session per process group. It begins where forward ends, the last moment before gradients travel. A plan
+outlives its group: the replicas of a new group follow the plan of the first one among them that has one, so that a
+replica that joins has it before its first gradient travels. Each number of replicas has a plan of its own.
+
+What fails on the network is reported, and the rest of the step sends nothing.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from gradcast.errors import Error, refused
+from gradcast.training import preflight
+from gradcast.training.acceptance import Accepted
+from gradcast.training.compat import fork
+from gradcast.training.compat.module_hooks import around_forward
+from gradcast.training.model_layout import ModelLayout
+from gradcast.training.no_sync import NoSyncBlocks
+from gradcast.training.options import Options
+from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.ranks import hosts
+from gradcast.training.ranks.group import Group
+from gradcast.training.session import Session
+from gradcast.training.step.update_callbacks import UpdateCallbacks
+from gradcast.training.step.weights import GivenWeights
+from gradcast.training.training_session import TrainingSession
+
+_log = logging.getLogger("gradcast")
+
+
+class Quorum(Protocol):
+    """The replicas of the open step, as whoever makes the groups knows them."""
+
+    def process_group(self) -> Any:
+        """The C++ group of this step, the same object as long as it is the same group; None if it has failed. Waits
+        until the quorum is known."""
+
+    def share(self) -> float:
+        """What this replica's gradients are multiplied by; 0 if it does not count in this step."""
+
+    def report(self, error: Error) -> None:
+        """The step is not to be used, and the next one gets another group."""
+
+    def abort(self) -> None:
+        """Closes the group's connections, so that others notice."""
+
+
+class Plans:
+    """By number of replicas, the plan and profile that were in force last (``Handle.state_dict()``); the newest is
+    last."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[int, dict[str, Any]] = {}
+
+    def keep(self, size: int, state: dict[str, Any]) -> None:
+        self.by_size.pop(size, None)
+        self.by_size[size] = state
+
+    def for_size(self, size: int) -> dict[str, Any] | None:
+        """That of so many replicas, or else the newest; None without any."""
+        newest = next(reversed(self.by_size.values()), None)
+        return self.by_size.get(size, newest)
+
+
+class _NoGroup(TrainingSession):
+    """Nothing travels: before the first quorum, for the only replica, and in a step whose group has failed."""
+
+    mode = "hook"
+
+    def __init__(self) -> None:
+        self.group, self.no_sync_blocks = Group(0, 1), NoSyncBlocks()
+
+
+class QuorumSession(Session):
+    """Over one process group. Once something has failed, nothing travels."""
+
+    def __init__(self, sessions: "QuorumSessions", *parts: Any) -> None:
+        self._has_failed, self._sessions = False, sessions
+        super().__init__(*parts)
+        self.exchange.watch.explains = False
+
+    def is_synchronizing(self) -> bool:
+        return not self._has_failed and super().is_synchronizing()
+
+    def on_backward_begin(self) -> None:
+        with self._reporting():
+            super().on_backward_begin()
+
+    def on_backward_end(self) -> None:
+        with self._reporting():
+            super().on_backward_end()
+        if self._has_failed:
+            self._sessions.end_session()  # nobody may wait for gradients that never arrive
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except Error as error:
+            if error.code != "communication":
+                raise
+            self._has_failed = True
+            self._sessions.on_failure(error)
+
+
+class QuorumSessions:
+    """Attached. ``session``: that of the quorum's process group."""
+
+    def __init__(self, quorum: Quorum, accepted: Accepted, options: Options, plans: Plans) -> None:
+        self._quorum, self._accepted, self._options, self._plans = quorum, accepted, options, plans
+        self.callbacks = UpdateCallbacks(accepted.parameters, in_parts=False)
+        self.session: TrainingSession = _NoGroup()
+        self.released = False
+        self._process_group: Any = None  # the one that the session is for
+        self._failure: Error | None = None  # of this group
+        self._given = GivenWeights(None)
+        self._given.share = quorum.share
+        self._layout = ModelLayout(accepted.whole, [], accepted.parameters.values())
+        self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
+
+    def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
+        raise refused("with torchft each participant counts alike; leave handle.weight() out")
+
+    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+        raise refused("with torchft the number of replicas changes; BalancedBatchSampler needs one that does not")
+
+    def release(self, *, reusable: bool) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._leave()
+        self.session.released = self.released = True
+
+    def keep_plan(self) -> None:
+        session = self.session
+        if isinstance(session, Session) and not session.measuring and session.profile is not None:
+            self._plans.keep(session.group.world_size, session.state_dict())
+
+    def _before_forward(self, called: nn.Module, _: Any, compiled: bool) -> None:
+        if self.session.released:  # in a forked child
+            return
+        if torch.is_grad_enabled() and self._layout.changed():
+            raise refused(
+                "the module's parameters have changed since attach, which gradcast does not follow with torchft; call "
+                "handle.detach() on all replicas before the change, and attach again after it"
+            )
+        if isinstance(self.session, Session):
+            self.session.before_forward(called, compiled)
+
+    def _after_forward(self, called: nn.Module, output: Any, compiled: bool) -> None:
+        if self.session.released:
+            return
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._follow_quorum(called, compiled)
+        if isinstance(self.session, Session):
+            self.session.after_forward(called, output)
+
+    def _follow_quorum(self, called: nn.Module, compiled: bool) -> None:
+        process_group = self._quorum.process_group()
+        if process_group is None and self._failure is not None:  # no quorum has made another one
+            self._quorum.report(self._failure)
+        if process_group is self._process_group:
+            return
+        self._leave()
+        if process_group is None:
+            return
+        self._process_group = process_group
+        if process_group.size() > 1:
+            self._begin(process_group)
+        if isinstance(self.session, Session):
+            self.session.before_forward(called, compiled)
+
+    def _leave(self) -> None:
+        self.keep_plan()
+        self._failure = None
+        self.end_session()
+
+    def end_session(self) -> None:
+        """Nothing of it travels: backward waits for all."""
+        ended = self.session
+        if isinstance(ended, Session):
+            ended.release(leaves=True)
+            ended.group.shared = None  # the connections close with the last reference to the group
+        self._install(_NoGroup())
+        self._process_group = None
+        if self._failure is not None:
+            self._quorum.abort()  # replicas that still wait for this one learn it now, not after the next quorum
+
+    def _install(self, session: TrainingSession) -> None:
+        session.steps, session.no_sync_blocks = self.session.steps, self.session.no_sync_blocks
+        self.session = session
+
+    def _begin(self, process_group: Any) -> None:
+        """Begins a session over the process group, with the plan of the first replica that has one. Collective."""
+        start_s = time.perf_counter()
+        accepted, options = self._accepted, self._options
+        try:
+            places = preflight.check_same_call_in(process_group, None, "hook", options, accepted.device)
+            rank, size = process_group.rank(), process_group.size()
+            group = Group(rank, size, process_group, process_group, None, accepted.device)
+            group.hosts, _ = hosts.agreed(places)
+            preflight.check_same_model(group, accepted.module)
+            kept = self._plans.for_size(size)
+            have = group.gather(kept is not None)
+            self._install(
+                QuorumSession(self, accepted, accepted.parameters, [], group, options, self.callbacks, self._given)
+            )
+            if True in have:
+                source = have.index(True)
+                self.session.load_state_dict(group.gather(kept if rank == source else None)[source])
+        except Error as error:
+            self.on_failure(error)
+            self.end_session()
+            if error.code != "communication":
+                raise
+            return
+        fork.watch(self.session)
+        if rank == 0:
+            waited_ms = 1e3 * (time.perf_counter() - start_s)
+            _log.info("a quorum of %d replicas has a new process group; its session took %.0f ms", size, waited_ms)
+
+    def on_failure(self, error: Error) -> None:
+        """Nothing travels over this process group any more."""
+        self.keep_plan()
+        self._failure = error
+        _log.warning("this step is given up, and the next one gets another process group: %s", error)
+        self._quorum.report(error)
