@@ -65,7 +65,7 @@ void Engine::Loop::turn_on_loop(const Queue::Condition& condition) {
     stop_on_loop();
   }
   attempt_on_loop([&] { launch_on_loop(); });
-  if (is_draining() && follower_.in_flight_count() == 0) {
+  if (is_draining() && in_flight_count() == 0) {
     settle_on_loop();
   } else if (is_draining() && steady_now_ns() >= drain_deadline_ns_) {
     aborted_ ? settle_on_loop() : abort_on_loop("the engine was shut down");
@@ -100,29 +100,40 @@ void Engine::Loop::handle_on_loop(const Event& event) {
     if (event.kind == Event::Kind::kReady) {
       follower_.on_ready(static_cast<int32_t>(event.subject));
     } else {
-      follower_.begin(event.plan);
-      first_ticket_ = started_count_;
+      begin_on_loop(event);
     }
     return;
   }
-  const int64_t block = event.subject - first_ticket_;
-  const bool is_in_flight = follower_.is_in_flight(block);
+  const bool is_earlier = event.subject < first_ticket_;
+  Follower& follower = is_earlier ? earlier_ : follower_;
+  const int64_t block = event.subject - (is_earlier ? earlier_first_ticket_ : first_ticket_);
+  const bool is_in_flight = follower.is_in_flight(block);
   if (event.kind == Event::Kind::kComplete) {
     if (!is_in_flight) {
       throw Error(ErrorCode::kInternal, "the transport completed operation " + std::to_string(event.subject) +
                                             ", which is not in flight; please report it");
     }
-    complete_on_loop(static_cast<int32_t>(block), event);
+    complete_on_loop(follower, static_cast<int32_t>(block), event);
   } else if (is_in_flight) {
-    progress_on_loop(static_cast<int32_t>(block), event);
+    progress_on_loop(follower, static_cast<int32_t>(block), event);
   }
 }
 
+// Blocks of the last iteration that a device has still to end are followed beside the new one.
+void Engine::Loop::begin_on_loop(const Event& event) {
+  GC_CHECK(on_loop());
+  std::swap(follower_, earlier_);
+  ++iteration_on_loop_;
+  follower_.begin(event.plan);
+  earlier_first_ticket_ = std::exchange(first_ticket_, started_count_);
+}
+
 // A device has written the block's bytes, or will end it without the host.
-void Engine::Loop::progress_on_loop(int32_t block, const Event& event) {
+void Engine::Loop::progress_on_loop(Follower& follower, int32_t block, const Event& event) {
   GC_CHECK(on_loop());
   if (event.kind == Event::Kind::kQueued) {
-    follower_.on_queued(block);
+    if (&follower == &earlier_) return;  // told twice: an iteration begins when all blocks of the last one are queued
+    follower.on_queued(block);
     room_since_ns_ = event.time_ns;
   }
   MutexLock lock(mutex_);
@@ -130,50 +141,55 @@ void Engine::Loop::progress_on_loop(int32_t block, const Event& event) {
     take_progress_on_loop(block);
   } else {
     // The block counts from now on: before this the device had not written its gradients.
-    BlockRecord& record = recorder_.current().blocks[block];
+    BlockRecord& record = record_of(follower).blocks[block];
     record.ready_ns = event.time_ns;
     put_off(record, event.time_ns);
   }
 }
 
 // Counts the block out of flight in every case, because the transport completes it exactly once.
-void Engine::Loop::complete_on_loop(int32_t block, const Event& event) {
+void Engine::Loop::complete_on_loop(Follower& follower, int32_t block, const Event& event) {
   GC_CHECK(on_loop());
   if (!event.error) {
-    return finish_on_loop(block, event.time_ns);
+    return finish_on_loop(follower, block, event.time_ns);
   }
-  follower_.on_finish(block);
+  follower.on_finish(block);
   if (!is_draining()) {
-    fail_on_loop(ErrorCode::kCommunication, block_text(follower_.plan(), block) + " failed on rank " +
+    fail_on_loop(ErrorCode::kCommunication, block_text(follower.plan(), block) + " failed on rank " +
                                                 std::to_string(transport_.rank()) + " of " +
                                                 std::to_string(transport_.world_size()) + ": " + *event.error);
   }
 }
 
-void Engine::Loop::finish_on_loop(int32_t block, int64_t finish_ns) {
+void Engine::Loop::finish_on_loop(Follower& follower, int32_t block, int64_t finish_ns) {
   GC_CHECK(on_loop());
-  const std::vector<int32_t> arrived = follower_.on_finish(block);
-  const int64_t size_bytes = follower_.plan().plan.blocks[block].size_bytes();
+  const std::vector<int32_t> arrived = follower.on_finish(block);
+  const int64_t size_bytes = follower.plan().plan.blocks[block].size_bytes();
   room_since_ns_ = finish_ns;
   MutexLock lock(mutex_);
-  recorder_.current().blocks[block].finish_ns = finish_ns;
+  IterationRecord& record = record_of(follower);
+  record.blocks[block].finish_ns = finish_ns;
   // In a device's queue another block has waited for this.
-  const int32_t in_flight = follower_.plan().plan.in_flight;
-  if (follower_.in_flight_count() >= in_flight && follower_.is_in_flight(int64_t{block} + in_flight)) {
-    put_off(recorder_.current().blocks[block + in_flight], finish_ns);
+  const int32_t in_flight = follower.plan().plan.in_flight;
+  if (follower.in_flight_count() >= in_flight && follower.is_in_flight(int64_t{block} + in_flight)) {
+    put_off(record.blocks[block + in_flight], finish_ns);
   }
-  lately_on_network_.push_back(recorder_.current().blocks[block]);
-  take_progress_on_loop(block);
-  arrivals_.insert(arrivals_.end(), arrived.begin(), arrived.end());
-  --unfinished_count_;
+  lately_on_network_.push_back(record.blocks[block]);
+  const bool counts_as_open = is_open(follower);
+  if (counts_as_open) {
+    take_progress_on_loop(block);
+    arrivals_.insert(arrivals_.end(), arrived.begin(), arrived.end());
+  }
+  int32_t& unfinished_count = counts_as_open ? unfinished_count_ : earlier_unfinished_count_;
+  --unfinished_count;
   ++counters_.blocks;
   counters_.bytes += size_bytes;
   if (--on_network_count_ == 0) {
     counters_.link_ns += together_ns(lately_on_network_);
     lately_on_network_.clear();
   }
-  counters_.iterations += unfinished_count_ == 0 ? 1 : 0;
-  callers_due_ = callers_due_ || unfinished_count_ == 0;
+  counters_.iterations += unfinished_count == 0 ? 1 : 0;
+  callers_due_ = callers_due_ || unfinished_count == 0;
 }
 
 // Publishes how far the tensors of this block have come.
@@ -275,7 +291,7 @@ void Engine::Loop::settle_on_loop() {
 void Engine::Loop::leave_on_loop() {
   GC_CHECK(on_loop());
   // close() requires that everything has completed, and might otherwise never return.
-  is_abandoned_ = follower_.in_flight_count() > 0;
+  is_abandoned_ = in_flight_count() > 0;
   if (!is_abandoned_) {
     transport_.close();
   }

@@ -7,8 +7,8 @@
 //
 // Invariants:
 // 1. Only the thread calls the follower and the transport's open, start and close.
-// 2. Tickets ascend: block k of the open iteration has the ticket first_ticket_ + k. A completion with any other ticket
-//    is an error of the transport.
+// 2. Tickets ascend: block k of the open iteration has the ticket first_ticket_ + k. Lower ones are of the iteration
+//    before, whose blocks a device may still end. A completion with any other ticket is an error of the transport.
 // 3. Once failed_ or stopping_ is set, nothing is started any more; what is in flight is drained.
 // 4. Callers see a failure only after settled_ is set: until then the transport may touch their buffers.
 // 5. Lock order: join_mutex_, then mutex_, then the queue's own.
@@ -88,9 +88,10 @@ class Engine::Loop final : public CompletionSink {
   template <typename Action>
   void attempt_on_loop(const Action& action);
   void handle_on_loop(const Event& event);
-  void progress_on_loop(int32_t block, const Event& event) GC_EXCLUDES(mutex_);
-  void complete_on_loop(int32_t block, const Event& event);
-  void finish_on_loop(int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
+  void begin_on_loop(const Event& event);
+  void progress_on_loop(Follower& follower, int32_t block, const Event& event) GC_EXCLUDES(mutex_);
+  void complete_on_loop(Follower& follower, int32_t block, const Event& event);
+  void finish_on_loop(Follower& follower, int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
   void launch_on_loop();
   void record_launch_on_loop(int32_t block, int64_t launch_ns) GC_EXCLUDES(mutex_);
   void take_progress_on_loop(int32_t block) GC_REQUIRES(mutex_);
@@ -101,6 +102,15 @@ class Engine::Loop final : public CompletionSink {
   void leave_on_loop();
   // After a failure and at the end, when nothing is started any more.
   bool is_draining() const { return failed_ || stopping_; }
+  int32_t in_flight_count() const { return follower_.in_flight_count() + earlier_.in_flight_count(); }
+  // Whether callers count this follower's iteration as the open one. They may have begun the next before the thread
+  // hears of it.
+  bool is_open(const Follower& follower) const GC_REQUIRES(mutex_) {
+    return &follower == &follower_ && iteration_on_loop_ == iteration_;
+  }
+  IterationRecord& record_of(const Follower& follower) GC_REQUIRES(mutex_) {
+    return is_open(follower) ? recorder_.current() : recorder_.previous();
+  }
   bool on_loop() const { return std::this_thread::get_id() == loop_id_; }
 
   // What callers share.
@@ -128,8 +138,11 @@ class Engine::Loop final : public CompletionSink {
   // Loop only.
   std::thread::id loop_id_;
   Follower follower_;
+  Follower earlier_;                // of the iteration before, while a device ends its blocks
+  int64_t iteration_on_loop_ = -1;  // number of the follower's
   std::vector<Event> batch_;
-  int64_t first_ticket_ = 0;   // of the open iteration
+  int64_t first_ticket_ = 0;  // of the open iteration
+  int64_t earlier_first_ticket_ = 0;
   int64_t started_count_ = 0;  // operations started in all iterations
   bool failed_ = false;
   bool stopping_ = false;
@@ -149,8 +162,10 @@ class Engine::Loop final : public CompletionSink {
   std::shared_ptr<const FollowedPlan> next_plan_ GC_GUARDED_BY(mutex_);  // of the next one
   int64_t plan_version_ GC_GUARDED_BY(mutex_) = 0;
   int64_t iteration_ GC_GUARDED_BY(mutex_) = -1;
-  int32_t unfinished_count_ GC_GUARDED_BY(mutex_) = 0;    // blocks
-  std::vector<Progress> progress_ GC_GUARDED_BY(mutex_);  // by tensor
+  std::shared_ptr<const FollowedPlan> earlier_plan_ GC_GUARDED_BY(mutex_);  // of the one before that
+  int32_t unfinished_count_ GC_GUARDED_BY(mutex_) = 0;                      // blocks of the last iteration
+  int32_t earlier_unfinished_count_ GC_GUARDED_BY(mutex_) = 0;              // blocks of the one before
+  std::vector<Progress> progress_ GC_GUARDED_BY(mutex_);                    // by tensor
   std::vector<int32_t> arrivals_ GC_GUARDED_BY(mutex_);
   Recorder recorder_ GC_GUARDED_BY(mutex_);
   EngineCounters counters_ GC_GUARDED_BY(mutex_);

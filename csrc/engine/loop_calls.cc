@@ -42,6 +42,7 @@ Engine::Loop::Loop(Transport& transport, const EngineOptions& options)
       thread_name_(checked(options).thread_name),
       queue_window_(options.queue_window),
       follower_(queue_window_),
+      earlier_(queue_window_),
       queue_(kOtherEvents),
       recorder_(options.timeline_iterations) {
   MutexLock lock(join_mutex_);
@@ -59,9 +60,10 @@ int64_t Engine::Loop::follow(const Profile& profile, const Plan& plan) {
                                             std::to_string(iteration_) +
                                             " are not finished; wait for all of them first");
   }
-  // One event for each gradient of an iteration, and three for each block in flight: began, queued, complete.
+  // One event for each gradient of an iteration, and three for each block in flight, also of the iteration before:
+  // began, queued, complete.
   const size_t in_flight_max = std::min<size_t>(std::max(plan.in_flight, queue_window_), plan.blocks.size());
-  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 3 * in_flight_max);
+  queue_.raise_capacity(kOtherEvents + profile.tensors.size() + 6 * in_flight_max);
   next_plan_ = std::move(followed);
   return ++plan_version_;
 }
@@ -72,13 +74,15 @@ int64_t Engine::Loop::begin() {
   if (next_plan_ == nullptr) {
     throw Error(ErrorCode::kInvalidUse, "an iteration was begun without a plan; call follow first");
   }
-  if (is_busy()) {
-    throw Error(ErrorCode::kInvalidUse, "blocks of iteration " + std::to_string(iteration_) +
+  const bool is_last_queued = unfinished_count_ == 0 || are_there(std::nullopt, Progress::kQueued);
+  if (earlier_unfinished_count_ > 0 || !is_last_queued) {
+    throw Error(ErrorCode::kInvalidUse, "blocks of iteration " +
+                                            std::to_string(is_last_queued ? iteration_ - 1 : iteration_) +
                                             " are not finished; wait for all of them before the next one begins");
   }
-  plan_ = next_plan_;
+  earlier_plan_ = std::exchange(plan_, next_plan_);
   ++iteration_;
-  unfinished_count_ = plan_->block_count();
+  earlier_unfinished_count_ = std::exchange(unfinished_count_, plan_->block_count());
   progress_.assign(plan_->tensor_names.size(), Progress::kTravelling);
   arrivals_.clear();
   recorder_.begin(iteration_, plan_version_, plan_->tensor_names.size(), plan_->plan.blocks.size());
@@ -142,8 +146,9 @@ Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline
     if (ending && settled_) {
       return Outcome::kFailed;
     }
-    // Another caller may begin the next iteration before this thread wakes; then all of this iteration has arrived.
-    if (!ending && (iteration_ != iteration || are_there(tensors, until))) {
+    // Another caller may begin the next iteration before this thread wakes; then all of this one is queued.
+    const bool is_over = iteration_ != iteration && (until <= Progress::kQueued || earlier_unfinished_count_ == 0);
+    if (!ending && (is_over || are_there(tensors, until))) {
       return Outcome::kThere;
     }
     if (steady_now_ns() >= deadline_ns) {
@@ -191,7 +196,9 @@ bool Engine::Loop::busy() const {
 std::string Engine::Loop::waiting_for() const {
   MutexLock lock(mutex_);
   require_open();
-  return is_busy() ? waiting_text(*plan_, recorder_.current(), steady_now_ns()) : "";
+  if (!is_busy()) return "";
+  return earlier_unfinished_count_ > 0 ? waiting_text(*earlier_plan_, recorder_.previous(), steady_now_ns())
+                                       : waiting_text(*plan_, recorder_.current(), steady_now_ns());
 }
 
 std::vector<IterationRecord> Engine::Loop::timeline() const {
@@ -261,10 +268,13 @@ void Engine::Loop::throw_latched() const {
 }
 
 bool Engine::Loop::is_busy() const {
-  return unfinished_count_ > 0 && !failure_;
+  return unfinished_count_ + earlier_unfinished_count_ > 0 && !failure_;
 }
 
 bool Engine::Loop::are_there(Tensors tensors, Progress until) const {
+  if (until == Progress::kArrived && earlier_unfinished_count_ > 0) {
+    return false;
+  }
   if (!tensors) {
     return std::all_of(progress_.begin(), progress_.end(), [&](Progress progress) { return progress >= until; });
   }

@@ -74,8 +74,9 @@ class Engine {
   // check_profile; Error{kInvalidUse} while blocks of the last iteration are not finished.
   int64_t follow(const Profile& profile, const Plan& plan);
 
-  // Opens an iteration: no gradient exists, nothing has arrived. Returns its number, from 0.
-  // Throws Error{kInvalidUse} while blocks of the last one are not finished, or without a plan.
+  // Opens an iteration: no gradient exists, nothing has arrived. Returns its number, from 0. Blocks of the last one may
+  // still stand in a device's queue, but those of the one before must have finished, which wait({}) waits for.
+  // Throws Error{kInvalidUse} while there are others, or without a plan.
   int64_t begin();
 
   // The gradient of this tensor exists from now on, in its place in the buffer. To be called once per tensor and
@@ -83,9 +84,9 @@ class Engine {
   // no iteration is open.
   void on_ready(int32_t tensor);
 
-  // Waits until these tensors, or all tensors, have come as far as `until`. Returns false if the timeout passes first;
-  // a negative timeout never passes. Throws the latched error, and Error{kInvalidUse} for an unknown tensor or before
-  // the first begin().
+  // Waits until these tensors, or all tensors, have come as far as `until`; for kArrived also until every block of the
+  // iteration before has finished. Returns false if the timeout passes first; a negative timeout never passes. Throws
+  // the latched error, and Error{kInvalidUse} for an unknown tensor or before the first begin().
   bool wait(std::span<const int32_t> tensors, int64_t timeout_ns, Progress until = Progress::kArrived);
   bool wait_all(int64_t timeout_ns, Progress until = Progress::kArrived);
 
@@ -97,7 +98,7 @@ class Engine {
   // The tensors that have arrived in this iteration, in order of arrival, from the given position on. Never waits.
   std::vector<int32_t> arrivals(int64_t position) const;
 
-  // True while blocks of the open iteration are unfinished and may still finish. False after a failure.
+  // True while blocks of any iteration are unfinished and may still finish. False after a failure.
   bool busy() const;
 
   // Describes what an unfinished iteration is waiting for: "block 3 of 7 (layer4.conv2.weight … fc.bias, 12.4 MB) is on

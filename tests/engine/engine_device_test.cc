@@ -52,7 +52,6 @@ TEST(EngineOnDevice, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
   EXPECT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
   EXPECT_FALSE(engine.wait_all(0));
   EXPECT_TRUE(engine.busy());
-  expect_refused([&] { engine.begin(); }, ErrorCode::kInvalidUse, "not finished");
   fixture.transport.complete(0);
   fixture.transport.complete(2);
   EXPECT_TRUE(engine.wait_all(kPatienceNs));
@@ -61,6 +60,91 @@ TEST(EngineOnDevice, WhatADeviceEndsByItselfCanBeWaitedForBefore) {
   }
   engine.begin();
   EXPECT_FALSE(engine.wait_all(0, Progress::kQueued)) << "a new iteration";
+}
+
+TEST(EngineOnDevice, AnIterationBeginsWhileADeviceEndsTheLastOne) {
+  BusyEngine fixture(2, 2, HandEngine::Manner::kByHand, {.timeline_iterations = 1});
+  Engine& engine = fixture.engine;
+  HandTransport& transport = fixture.transport;
+  ASSERT_TRUE(transport.await_started(2));
+  transport.queued(0);
+  expect_refused([&] { engine.begin(); }, ErrorCode::kInvalidUse, "iteration 0 are not finished");
+  transport.queued(1);
+  ASSERT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
+  EXPECT_EQ(fixture.begin_with_all(), 1);
+  ASSERT_TRUE(transport.await_started(4));
+  for (const int64_t ticket : {0, 2, 3}) {  // 0 tells nothing new
+    transport.queued(ticket);
+  }
+  ASSERT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
+  expect_refused([&] { engine.begin(); }, ErrorCode::kInvalidUse, "iteration 0 are not finished");
+  expect_refused([&] { engine.follow(fixture.profile, block_per_tensor(fixture.profile, 2)); }, ErrorCode::kInvalidUse,
+                 "not finished");
+  EXPECT_FALSE(engine.wait(Tensors{}, 0)) << "of the iteration before";
+  EXPECT_NE(engine.waiting_for(), "");
+  transport.complete(1);
+  transport.complete(0);
+  EXPECT_TRUE(engine.wait(Tensors{}, kPatienceNs));
+  EXPECT_TRUE(engine.arrivals(0).empty()) << "what has arrived is of the iteration before";
+  EXPECT_EQ(engine.counters().iterations, 1);
+  ASSERT_EQ(engine.timeline().size(), 1U);
+  EXPECT_EQ(engine.timeline().back().iteration, 1);
+  EXPECT_EQ(engine.begin(), 2);
+  EXPECT_TRUE(engine.busy());
+  transport.complete(2);
+  transport.complete(3);
+  EXPECT_TRUE(engine.wait(Tensors{}, kPatienceNs));
+  EXPECT_EQ(engine.counters().blocks, 4);
+  EXPECT_GT(engine.counters().link_ns, 0);
+}
+
+TEST(EngineOnDevice, WhatEndsWhileAnIterationBeginsIsOfTheLastOne) {
+  constexpr int64_t kIterations = 3000;
+  HandEngine fixture(1, 1, HandEngine::Manner::kByHand, {.timeline_iterations = 1});
+  std::thread device([&] {
+    for (int64_t ticket = 0; ticket < kIterations; ++ticket) {
+      if (!fixture.transport.await_started(static_cast<size_t>(ticket) + 1)) return;
+      fixture.transport.queued(ticket);
+      fixture.transport.complete(ticket);
+    }
+  });
+  bool is_well = true;
+  for (int64_t iteration = 0; iteration < kIterations && is_well; ++iteration) {
+    fixture.begin_with_all();
+    is_well = fixture.engine.wait_all(kPatienceNs, Progress::kQueued) && fixture.engine.wait(Tensors{}, kPatienceNs);
+  }
+  EXPECT_TRUE(is_well);
+  EXPECT_TRUE(fixture.engine.wait_all(kPatienceNs));
+  EXPECT_FALSE(fixture.engine.busy());
+  EXPECT_EQ(fixture.engine.counters().iterations, kIterations);
+  device.join();
+}
+
+TEST(EngineOnDevice, AFailureOfTheLastIterationIsOneOfTheOpenOne) {
+  BusyEngine fixture(1, 1);
+  ASSERT_TRUE(fixture.transport.await_started(1));
+  fixture.transport.queued(0);
+  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs, Progress::kQueued));
+  fixture.engine.begin();
+  fixture.transport.complete(0, "the cable is gone");
+  expect_refused([&] { fixture.engine.wait_all(kPatienceNs); }, ErrorCode::kCommunication, "the cable is gone");
+  expect_refused([&] { fixture.engine.begin(); }, ErrorCode::kCommunication, "the cable is gone");
+}
+
+TEST(EngineOnDevice, WhatADeviceEndsOfTheLastIterationIsNotAbortedAtTheEnd) {
+  BusyEngine fixture(1, 1);
+  ASSERT_TRUE(fixture.transport.await_started(1));
+  fixture.transport.queued(0);
+  ASSERT_TRUE(fixture.engine.wait_all(kPatienceNs, Progress::kQueued));
+  fixture.engine.begin();
+  std::thread device([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    fixture.transport.complete(0);
+  });
+  fixture.engine.shutdown();
+  device.join();
+  EXPECT_TRUE(fixture.transport.abort_reasons().empty());
+  EXPECT_TRUE(fixture.transport.closed());
 }
 
 TEST(EngineOnDevice, SaysWhatComesAlongOnADevice) {

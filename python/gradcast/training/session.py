@@ -289,10 +289,11 @@ class Session(SessionParts):
             self._forward_start_ns, self._forward_end_ns = {}, 0
 
     def _host_waited_until_ns(self) -> int | None:
-        """Waits for blocks that still travel when the host comes here: on a device, or because forward needed none of
-        what they carry. None if there were none."""
+        """Waits for blocks that still travel when the host comes here: because forward needed none of what they carry,
+        or on a device, where they may go on travelling unless their times count. None if there were none."""
         start_ns = time.perf_counter_ns()
-        if not self.exchange.wait_until_idle():
+        times_blocks = self.controller.times_blocks
+        if not (self.exchange.wait_until_idle() if times_blocks else self.exchange.wait_for_turn()):
             return None
         end_ns = time.perf_counter_ns()
         self.trace.span("wait", start_ns, end_ns)

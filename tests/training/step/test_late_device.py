@@ -73,6 +73,22 @@ def test_after_flush_nothing_travels(rank):
 
 
 @on_ranks(2)
+def test_a_step_begins_before_the_host_has_heard_of_the_ends_of_the_last_one(rank, mode):
+    """The device keeps the order, so its queue must not run empty meanwhile. In the warm-up the ends are measured."""
+    with late_device(100_000) as transports:
+        attached = Attached(nn.Linear(8, 8), mode)
+    exchange, travelling = attached.handle._session.exchange, []
+    begin = exchange.begin
+    exchange.begin = lambda: travelling.append(exchange.busy) or begin()
+    for _ in range(6):
+        attached.step(torch.ones(4, 8))
+    attached.handle.flush()
+    assert not exchange.busy
+    assert travelling == [False] * 4 + [True] * 2
+    assert transports[0].waited_count > 0
+
+
+@on_ranks(2)
 def test_every_block_starts_behind_the_usage_flags(rank):
     """They are written all over the buffer where backward begins, and a gradient perhaps on another stream."""
     with late_device() as transports:

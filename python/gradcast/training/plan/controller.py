@@ -92,6 +92,11 @@ class PlanController:
         return self._phase.slowest_rank
 
     @property
+    def times_blocks(self) -> bool:
+        """Whether the next ``begin_iteration`` needs to know when the blocks of the open iteration have finished."""
+        return self._phase.times_blocks
+
+    @property
     def may_correct_plans(self) -> bool:
         return self._options.adapt and self._options.plan_path is None
 
@@ -122,8 +127,9 @@ class PlanController:
         return self.balancing is not None and self.balancing.defers(change)
 
     def begin_iteration(self, start_ns: int, weights: Sequence[float] | None) -> None:
-        """Call this when an iteration begins, with nothing in flight. ``start_ns``: when its backward pass began.
-        ``weights``: of the last iteration, None if it had none."""
+        """Call this when an iteration begins, with nothing in flight, except in a device's queue unless
+        ``times_blocks``. ``start_ns``: when its backward pass began. ``weights``: of the last iteration, None if it had
+        none."""
         own = self._own_report(start_ns)
         reports = self.step_reports.exchange(own)
         if reports is not None:
@@ -344,7 +350,7 @@ class PlanController:
 
     def _waiting_stage(self) -> str:
         if not self._sees_compute:  # on a device
-            return "forward"  # the host waits for everything where forward ends and the next backward pass begins
+            return "forward"  # where it ends, the host waits for the blocks before those that it has just queued
         if self.mode == "hook":
             return "backward"
         return "loop" if self.on_baseline or self.warmup is not None else "forward"

@@ -49,9 +49,11 @@ class PlanPhase:
 
     on_baseline = False  # the open iteration follows the DDP baseline
     slowest_rank: int | None = None  # see PlanController
+    times_blocks = False  # needs to know when the blocks of the last iteration have finished
 
     def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> "PlanPhase":
-        """Called when an iteration begins, with nothing in flight. Returns the phase of this iteration.
+        """Called when an iteration begins. Nothing is in flight, except in a device's queue unless ``times_blocks``.
+        Returns the phase of this iteration.
 
         ``own``: this rank's report of the step that ends now, None if it tells nothing. ``reports``: the last ones that
         are known of all ranks, in rank order, None if one is missing.
@@ -63,6 +65,8 @@ class PlanPhase:
 
 
 class WarmingUp(PlanPhase):
+    times_blocks = True
+
     def __init__(self, controller: "PlanController", warmup: Warmup, change: PlanChange | None = None) -> None:
         """``change``: why the ranks measure again."""
         self._controller = controller
@@ -127,6 +131,8 @@ class Monitored(PlanPhase):
 
 
 class Calibrating(Monitored):
+    times_blocks = True
+
     def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
         super().__init__(controller, feed)
         self._calibration = Calibration(controller.agreed.in_force, controller.profile.link.pack_ns_per_byte)

@@ -66,7 +66,8 @@ class StepReports:
         self.failed_iteration: int | None = None
 
     def exchange(self, own: StepReport | None) -> list[StepReport] | None:
-        """Call this once at the start of each iteration. REQUIRES: nothing is in flight.
+        """Call this once at the start of each iteration. REQUIRES: nothing is in flight, or, on a device, the current
+        stream is behind it.
 
         ``own``: the report of the last iteration, None if it tells nothing. Returns all ranks' reports in rank order,
         or None if not all are known.

@@ -1,7 +1,7 @@
 """The gradients on the network: buffers, engine, the plan in force, and waits that report what they wait for.
 
 On a device, waiting returns as soon as the device's queue contains the end of the blocks concerned: the current stream
-waits for the rest, and the host goes on. The host itself waits only at the beginning of an iteration.
+waits for the rest, and the host goes on, also into the next iteration. It is never more than one iteration ahead.
 
 Thread safety: ``ready`` from any thread; everything else from the training thread, or under its owner's lock.
 """
@@ -60,14 +60,18 @@ class GradientExchange:
         self._deadline_s: float | None = None
 
     def follow(self, active: ActivePlan) -> None:
-        """Follows the plan from the next iteration on. Moves the gradients if its layout differs."""
+        """Follows the plan from the next iteration on. Moves the gradients if its layout differs. REQUIRES: as
+        ``wait_until_idle``."""
+        self.wait_until_idle()
         if self.active is None or self.active.order != active.order:
             self.lay_out(active.order)
         self.active = active
         self._engine.follow(active.profile, active.plan)
 
     def lay_out(self, order: Sequence[int]) -> None:
-        """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: nothing travels."""
+        """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: as
+        ``wait_until_idle``."""
+        self.wait_until_idle()
         before = list(self._buffers.flats)
         with self.around_lay_out():
             self._buffers.lay_out(order)
@@ -102,6 +106,18 @@ class GradientExchange:
             where = self._buffers.buffer_of[index], self._buffers.offset_of(index)
             self._transport.send_residual(*where, sends=False)
             self._kept_residuals.append(where)
+
+    def wait_for_turn(self) -> bool:
+        """Waits until the next iteration may begin; as ``wait_until_idle``, but on a device blocks may be in its queue
+        afterwards. Whatever the current stream is given from now on runs behind them."""
+        if not self._on_device:
+            return self.wait_until_idle()
+        if not self._has_begun:
+            return False
+        had_to = self._engine.busy
+        self.wait_all()
+        self._wait(lambda: self._engine.wait([], _WAIT_SLICE_NS))  # for the iteration before
+        return had_to
 
     def begin(self) -> int:
         """Opens an iteration and returns the engine's number of it."""
