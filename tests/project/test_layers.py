@@ -55,7 +55,7 @@ LAYERS = {
     "csrc/core/policies": Layer("core", "csrc/core/model/ csrc/core/cost/", pure=True),
     "csrc/core/planner": Layer("core", "csrc/core/cost/ csrc/core/policies/", pure=True),
     "csrc/core/adapt": Layer("core", pure=True),
-    "csrc/platform": Layer("", "pthread.h sys/prctl.h"),
+    "csrc/platform": Layer("", "pthread.h sys/prctl.h dlfcn.h"),
     "csrc/transport/common": Layer(TRANSPORT, "csrc/platform/", words_only=True),
     "csrc/transport/inproc": Layer(TRANSPORT, SHARED, words_only=True),
     "csrc/transport/mpi": Layer(TRANSPORT, f"mpi.h {SHARED}", words_only=True),

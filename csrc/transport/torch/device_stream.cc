@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "platform/capture.h"
 #include "platform/thread.h"
 
 namespace gradcast {
@@ -30,6 +31,7 @@ DeviceStream::~DeviceStream() {
 
 void DeviceStream::enter_device() const noexcept {
   c10::impl::VirtualGuardImpl(device_.type()).uncheckedSetDevice(device_);
+  stay_out_of_captures();
 }
 
 // Records on the caller's stream, so the event covers exactly the kernels that were queued so far.

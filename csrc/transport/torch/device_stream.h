@@ -51,7 +51,8 @@ class DeviceStream {
   c10::Stream stream() const { return stream_; }
 
   // To be called by each thread that will work for this device. Otherwise c10 leaves the thread with device 0 current,
-  // which takes memory there: with many ranks on a host, hundreds of MB for each on the first device.
+  // which takes memory there: with many ranks on a host, hundreds of MB for each on the first device. And a program's
+  // thread that captures a CUDA graph would meet the events that this thread asks for.
   void enter_device() const noexcept;
 
   // The calling thread's current stream has been given the kernels that write this range. REQUIRES: written ranges are

@@ -1,5 +1,7 @@
 """Streams of a device whose kernels run after the host has gone on, on a device of the test's own: no GPU is needed."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -200,3 +202,47 @@ def test_no_memory_on_the_device_says_what_to_do(device):
     assert told.startswith("the device has no memory left for a block on its way; make the batch smaller")
     assert "Tried to allocate 2.00 GiB" in told
     assert "\n" not in told
+
+
+FAKE_DRIVER = r"""
+#include <pthread.h>
+#include <stdio.h>
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  char name[16];
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  const int before = 0;
+  printf("%s %d\\n", name, *mode);
+  fflush(stdout);
+  *mode = before;
+  return 0;
+}
+"""
+
+# The driver first: on a machine with a GPU, torch would load the real one.
+STARTS_THREADS = """
+import ctypes, importlib.util, sys
+ctypes.CDLL(sys.argv[1])
+import torch
+spec = importlib.util.spec_from_file_location("device_stream_check", sys.argv[2])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+checked = module.Checked()
+checked.start_elsewhere("a", 0, 100)
+checked.close()
+"""
+
+
+def test_its_threads_do_not_end_a_capture_of_the_program(device, tmp_path):
+    """Each thread that works for the device takes itself out of other threads' captures: the waiting thread, and the
+    one that starts operations, which has the program's name here."""
+    source, driver = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    source.write_text(FAKE_DRIVER)
+    linked = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(driver)]
+    subprocess.run(["cc", str(source), *linked], check=True, timeout=60)
+    command = [sys.executable, "-c", STARTS_THREADS, str(driver), device.__file__]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    thread_local = "1"
+    told = sorted(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
+    assert [mode for _, mode in told] == [thread_local] * 2
+    assert [name for name, _ in told].count("gradcast-wait") == 1

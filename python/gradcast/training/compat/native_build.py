@@ -20,6 +20,7 @@ HEADERS = (
     "include/gradcast/transport.h",
     "include/gradcast/types.h",
     "csrc/bindings/capsule.h",
+    "csrc/platform/capture.h",
     "csrc/platform/clock.h",
     "csrc/platform/sync.h",
     "csrc/platform/thread.h",
