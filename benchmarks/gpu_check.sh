@@ -69,6 +69,8 @@ check nccl-memcheck compute-sanitizer --tool memcheck --report-api-errors no --e
 check training "$python" -m pytest -q -rs -p no:cacheprovider tests/training/step/test_cuda.py
 train=("$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 benchmarks/gpu_training.py)
 check training-speed "${train[@]}" --trace "$logs/trace.json"
+# Numbers and order over the real NCCL; its times say nothing.
+check training-nccl "${train[@]}" --backend nccl --steps 24
 for tool in "memcheck --report-api-errors no" racecheck initcheck synccheck; do
   # shellcheck disable=SC2086 # options of the tool go along
   check "training-${tool%% *}" compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 "${train[@]}" --steps 8 --width 64

@@ -36,6 +36,15 @@ def test_time_in_which_the_device_copies_and_computes_counts_once():
     assert together_ms(events) == pytest.approx(0.6)
 
 
+def test_nccl_takes_the_ranks_for_hosts_of_their_own():
+    """It compares hosts first, then devices."""
+    from benchmarks.gpu_training import as_a_host_of_its_own
+
+    hosts = [as_a_host_of_its_own(rank)["NCCL_HOSTID"] for rank in range(2)]
+    assert len(set(hosts)) == 2
+    assert as_a_host_of_its_own(0).items() - as_a_host_of_its_own(1).items() == {("NCCL_HOSTID", hosts[0])}
+
+
 def test_actions_that_the_script_cannot_take_are_left_out():
     from benchmarks.doctor_actions import taken
 
