@@ -22,7 +22,7 @@ from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
-from gradcast.training.ranks.group import make_group, on_device, require_backend
+from gradcast.training.ranks.group import Group, backend_of, make_group, on_device, require_backend
 from gradcast.training.single_worker import SingleWorkerSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import Attached
@@ -71,6 +71,7 @@ def attach_inside(
     given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
     local = options.sync_every is not None
+    mode = "ddp" if disabled else "local" if local else "overlap" if optimizers else "hook"
     refusal, accepted = None, None
     try:
         preflight.check_clipping(options, given)
@@ -78,26 +79,29 @@ def attach_inside(
             raise weights_refused()
         preflight.check_local_steps(options, optimizers, module, disabled=disabled)
         accepted = accept(module, optimizers, process_group, idle, in_parts=not local)
+        if accepted.ddp is not None:
+            process_group = accepted.ddp.process_group
         if any(each in attached_modules for each in accepted.owned):
             raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
+        preflight.check_connections(mode, process_group, accepted.device)
     except Error as error:
         refusal = error
-    if accepted is not None and accepted.ddp is not None:
-        process_group = accepted.ddp.process_group
     device = None if accepted is None else accepted.device
     if device is not None:
         require_backend(process_group, device)
-    mode = "ddp" if disabled else "local" if local else "overlap" if optimizers else "hook"
     with on_device(device):
         places = preflight.check_same_call(process_group, refusal, mode, options, device)
     assert accepted is not None, "the call was refused"
-    group = make_group(process_group, device, options.timeout_s, reuses=True)
+    group = make_group(process_group, device, options.timeout_s, reuses=True, max_ctas=options.max_ctas)
     group.hosts, doubt = hosts.agreed(places)
     preflight.check_same_model(group, accepted.module)
     is_on_device = device.type != "cpu"
     if group.rank == 0 and not disabled:
+        _tell_ineffective(group, device, options)
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
+    if device.type == "cuda" and group.world_size > 1 and options.wire != "fp32":
+        group.connect_each_to_each()
     in_parts = bool(optimizers) and group.world_size > 1 and not disabled and not local
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
     if disabled:
@@ -116,6 +120,15 @@ def attach_inside(
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)
     return handle
+
+
+def _tell_ineffective(group: Group, device: torch.device, options: Options) -> None:
+    if options.max_ctas is None:
+        return
+    backend = None if group.world_size == 1 else backend_of(group.shared, device.type)
+    if backend != "nccl":
+        why = "a single worker sends nothing" if backend is None else f"blocks travel over {backend}"
+        _log.warning("options.max_ctas limits kernels of NCCL, and %s, so it changes nothing", why)
 
 
 def _tell_exchange(

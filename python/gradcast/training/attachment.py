@@ -23,7 +23,7 @@ from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, arou
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
-from gradcast.training.ranks.group import Group, gather, naming
+from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.update_callbacks import UpdateCallbacks
@@ -110,9 +110,9 @@ class Attachment:
             given.leave()
 
     def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
-        group, what = self._group, "gradcast.BalancedBatchSampler() on every rank"
-        with self.session.exchange.watch.waiting(what), naming(what, group.rank, group.world_size):
-            calls = gather(group.shared, call, group.device)
+        group = self._group
+        with self.session.exchange.watch.waiting("gradcast.BalancedBatchSampler() on every rank"):
+            calls = group.gather_beside_blocks(call)
         check_same_sampler(calls, group.rank)
         self._given.active = True
         self._weigh_samples()
@@ -128,10 +128,8 @@ class Attachment:
         self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._accepted.called]
 
     def _agree_to_weigh(self) -> None:
-        """Uses the user's group: in gradcast's own, blocks of a rank that does not come would mix with this."""
-        group, what = self._group, "the first handle.weight() on every rank"
-        with self.session.exchange.watch.waiting(what), naming(what, group.rank, group.world_size):
-            gather(group.shared, True, group.device)
+        with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
+            self._group.gather_beside_blocks(True)
         self._given.active = True
 
     def _send_nothing(self) -> None:
@@ -215,7 +213,7 @@ class Attachment:
             refusal = error
         # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
         with before.exchange.watch.waiting("the agreement on the module's new parameters"):
-            preflight.check_same_call(self._group.shared, refusal, before.mode, self._options, self._group.device)
+            preflight.check_same_restart(self._group, refusal, before.mode, self._options)
             preflight.check_same_model(self._group, inner)
         before.release(leaves=False)
         try:

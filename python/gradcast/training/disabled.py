@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
+from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
@@ -67,6 +68,7 @@ class DisabledSession(TrainingSession):
             self._removables.append(hidden)
             wrappers = list(hidden.wrappers.values())
         self.no_sync_blocks = NoSyncBlocks(wrappers)
+        self.fence = CollectiveFence()
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         if self.group.world_size > 1:

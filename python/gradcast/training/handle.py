@@ -104,6 +104,20 @@ class Handle:
         """
         self._session.send_buffers(list(self._require_module().buffers()))
 
+    def collective(self) -> contextlib.AbstractContextManager[None]:
+        """Around collective operations of the program's own: waits until nothing of gradcast travels, and lets nothing
+        start before the block ends, so that all ranks begin them in one order, as NCCL requires of the communicators on
+        a device. Put it on every rank, outside of backward. It waits as ``flush()`` does, so use it for what is rare:
+        metrics, evaluation, checkpoints. Over Gloo it is not needed.
+
+        Raises Error(invalid_use) inside backward; ``backward()`` inside the block raises it, too, and with local steps
+        ``step()``.
+        """
+        session = self._session
+        if session.released:
+            return contextlib.nullcontext()
+        return session.fence.around(session.reach_fence)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes inside stay on this worker and add up, as with DDP's no_sync()."""

@@ -60,6 +60,8 @@ class Options:
       0.5 by default.
     * ``inner``: "host": the ranks of one host average their gradients in every step, as with DDP, and parameters are
       averaged between hosts.
+    * ``max_ctas``: NCCL's kernels for blocks use at most so many thread blocks, so that more of the GPU is left to
+      compute that runs beside them, and blocks may take longer. Default: NCCL chooses. For NCCL only.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -91,6 +93,7 @@ class Options:
     outer_overlap: int | None = None
     outer_merge: float | None = None
     inner: str | None = None
+    max_ctas: int | None = None
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
@@ -106,6 +109,8 @@ class Options:
         _require_int("timeline_steps", self.timeline_steps, 1)
         _require_positive("stall_warning_s", self.stall_warning_s)
         _require_int("compare_every", self.compare_every, 0)
+        if self.max_ctas is not None:
+            _require_int("max_ctas", self.max_ctas, 1)
         if self.timeout_s is not None:
             _require_positive("timeout_s", self.timeout_s)
         if self.on_alarm is not None and not callable(self.on_alarm):

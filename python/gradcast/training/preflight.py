@@ -2,6 +2,7 @@
 optimizers."""
 
 import itertools
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from gradcast.errors import Error, refused
 from gradcast.training.acceptance import the_ddp
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group, device_of_messages, gather, naming, shared_group
+from gradcast.training.ranks.group import Group, backend_of, device_of_messages, gather, naming, shared_group
 from gradcast.training.ranks.hosts import Place, own_place
 
 
@@ -61,6 +62,28 @@ def check_clipping(options: Options, given: Sequence[Any]) -> None:
         )
 
 
+# This module alone reads the variable for training.
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def check_connections(mode: str, process_group: Any, device: torch.device) -> None:
+    """Raises if blocks and the program's own collectives could wait for each other in the device's only queue.
+
+    With one queue, a kernel waits for all that was queued before it. Blocks are queued when their gradients are ready,
+    so beside collectives of forward the order differs between ranks, and each rank may wait for what another one has
+    queued behind. In hook mode blocks travel in backward only, as DDP's buckets do.
+    """
+    shared = shared_group(process_group)
+    if mode not in ("overlap", "local") or shared is None or shared.size() == 1:
+        return
+    if backend_of(shared, device.type) == "nccl" and os.environ.get(CONNECTIONS_VARIABLE) == "1":
+        raise refused(
+            f"{CONNECTIONS_VARIABLE} is 1, so the GPU has one queue, in which blocks under forward and collectives of "
+            "the program's own may wait for each other for good; unset the variable, or use hook mode: "
+            "gradcast.attach(module) without the optimizer"
+        )
+
+
 # Options that must agree, or ranks would wait for each other at different places or compute differently.
 _SAME_OPTIONS = (
     "warmup_steps",
@@ -72,6 +95,7 @@ _SAME_OPTIONS = (
     "max_grad_value",
     "weight",
     "broadcast_buffers",
+    "max_ctas",
     "sync_every",
     "outer",
     "outer_lr",
@@ -102,10 +126,26 @@ def check_same_call_in(
     shared: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
 ) -> list[Place]:
     """The same over a process group that torch.distributed need not know."""
-    settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
-    mine = (None if refusal is None else (str(refusal), refusal.code), mode, settings, own_place())
     with naming("comparing the ranks' calls of attach", shared.rank(), shared.size()):
-        everyone = _gathered(shared, mine, device)
+        everyone = _gathered(shared, _call(refusal, mode, options), device)
+    _check_same(everyone, refusal)
+    return [place for *_, place in everyone]
+
+
+def check_same_restart(group: Group, refusal: Error | None, mode: str, options: Options) -> None:
+    """As ``check_same_call``, during training: uses no process group. Collective."""
+    _check_same(group.gather_beside_blocks(_call(refusal, mode, options)), refusal)
+
+
+_Call = tuple[tuple[str, str] | None, str, dict[str, Any], Place]
+
+
+def _call(refusal: Error | None, mode: str, options: Options) -> _Call:
+    settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
+    return None if refusal is None else (str(refusal), refusal.code), mode, settings, own_place()
+
+
+def _check_same(everyone: Sequence[_Call], refusal: Error | None) -> None:
     if refusal is not None:
         raise refusal
     for rank, (their_refusal, *_) in enumerate(everyone):
@@ -124,7 +164,6 @@ def check_same_call_in(
                     f"options.{name} is {first_settings[name]} on rank 0 and {other_settings[name]} on rank {rank}; "
                     "give all ranks the same"
                 )
-    return [place for *_, place in everyone]
 
 
 def _gathered(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:

@@ -79,9 +79,15 @@ class Session(SessionParts):
 
     def flush(self, limit_s: float | None = None) -> None:
         """On a device, updates may still run on the current stream afterwards; no block travels any more."""
-        with self._lock, self.exchange.waiting_at_most(limit_s), self._waits.at(Cause.COMPLETION):
-            if self._complete_step():
+        with self._lock, self.exchange.waiting_at_most(limit_s):
+            self.reach_fence()
+
+    def reach_fence(self) -> bool:
+        with self._lock, self._waits.at(Cause.COMPLETION):
+            is_complete = self._complete_step()
+            if is_complete:
                 self.exchange.wait_until_idle()
+            return is_complete
 
     def finish(self, limit_s: float | None = None) -> None:
         self.flush(limit_s)
@@ -158,7 +164,7 @@ class Session(SessionParts):
 
     def continue_from(self, before: "Session") -> None:
         """Continues the counts of an earlier session of the same module."""
-        self.steps, self.no_sync_blocks = before.steps, before.no_sync_blocks
+        self.steps, self.no_sync_blocks, self.fence = before.steps, before.no_sync_blocks, before.fence
 
     def send_nothing(self) -> None:
         """Takes part in a step without a backward pass of this rank's."""
@@ -266,6 +272,7 @@ class Session(SessionParts):
         with self._lock:
             now_ns = time.perf_counter_ns()
             self._refuse_capture()
+            self.fence.refuse("backward()")
             self.stop_watching_reads()
             self._warn_if_forward_unseen()
             # As far as gradcast saw, forward has not read these. If it has after all, their gradients show it.

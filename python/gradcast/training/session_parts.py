@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.training.acceptance import Accepted
+from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
@@ -58,6 +59,7 @@ class SessionParts(TrainingSession):
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
         self.no_sync_blocks = NoSyncBlocks([] if accepted.ddp is None else [accepted.ddp])
+        self.fence = CollectiveFence()
         self._lock = threading.RLock()
         self._told: set[str] = set()
         index_of = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}

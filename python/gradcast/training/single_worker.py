@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradcast.training.acceptance import Accepted
+from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
@@ -36,6 +37,7 @@ class SingleWorkerSession(TrainingSession):
         self.mode = "overlap" if optimizers else "hook"
         self.group = group
         self.no_sync_blocks = NoSyncBlocks()
+        self.fence = CollectiveFence()
         self._module = accepted.module  # the handle refers to it
         parameters = accepted.parameters
         names, values = list(parameters), list(parameters.values())

@@ -15,6 +15,7 @@ import torch
 from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import refused
+from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.plan.agreement import STATE_VERSION
@@ -35,12 +36,14 @@ class TrainingSession:
     ``mode``: "hook", "overlap", "local" or "ddp". ``steps``: completed so far. ``released``: gradcast has left the
     module. ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows
     with each. ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the
-    buffers, in the order of the plan's profile. ``early_clipping``: clips when the program asks for it.
+    buffers, in the order of the plan's profile. ``early_clipping``: clips when the program asks for it. ``fence``: the
+    program's open ``handle.collective()`` blocks.
     """
 
     mode: str
     group: Group
     no_sync_blocks: NoSyncBlocks
+    fence: CollectiveFence
     steps = 0
     released = False
     profile: _core.Profile | None = None
@@ -58,6 +61,11 @@ class TrainingSession:
     def flush(self, limit_s: float | None = None) -> None:
         """Waits until everything in flight has arrived and all due updates have run. Raises Error(communication) after
         ``limit_s``."""
+
+    def reach_fence(self) -> bool:
+        """Flushes, for the program's own collectives. False if another thread's backward pass will send more."""
+        self.flush()
+        return True
 
     def finish(self, limit_s: float | None = None) -> None:
         """Flushes, and logs on rank 0 the expected and the measured gain if both are known."""

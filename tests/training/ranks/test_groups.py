@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training.attached import not_refused
+from training.attached import attach, heard, not_refused
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -72,10 +72,21 @@ def test_blocks_go_before_compute_on_nccl(rank):
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
         mock.patch.object(dist, "new_group", return_value=dist.group.WORLD) as new_group,
     ):
+        group.make_group(None, torch.device("cpu"), 30.0, max_ctas=6)
+        bounded = new_group.call_args.kwargs["pg_options"]
         group.make_group(None, torch.device("cpu"), 30.0)
     options = new_group.call_args.kwargs["pg_options"]
     assert new_group.call_args.kwargs["backend"] == "cpu:gloo,cuda:nccl"
     assert (options.is_high_priority_stream, options._timeout.total_seconds()) == (True, 30.0)
+    assert (bounded.config.max_ctas, options.config.max_ctas) == (6, dist.ProcessGroupNCCL.Options().config.max_ctas)
+
+
+@on_ranks(2)
+def test_a_limit_for_nccls_kernels_is_ignored_with_a_sentence_elsewhere(rank):
+    with heard() as lines:
+        attach(nn.Linear(3, 3), None, "hook", max_ctas=4).detach()
+    told = ["options.max_ctas limits kernels of NCCL, and blocks travel over gloo, so it changes nothing"]
+    assert [each for each in lines if "max_ctas" in each] == (told if rank.index == 0 else [])
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -132,6 +143,11 @@ def test_a_group_of_a_part_of_the_workers_waits_for_no_others(rank):
             "invalid_use",
             "use the same GPU, which NCCL refuses; give each rank a GPU of its own, with torch.cuda.set_device(",
         ),
+        (
+            "Last error: Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable",
+            "invalid_use",
+            "use the same GPU, which NCCL refuses",
+        ),
         (BAD_NEWS, "communication", "comparing the ranks' calls of attach failed on rank"),
     ],
 )
@@ -140,3 +156,16 @@ def test_what_nccl_refuses_is_told_in_a_sentence(rank, words, code, told):
     """Where the first operation of the trainer's group fails."""
     with mock.patch.object(extension.load(), "gather", side_effect=dist.DistBackendError(words)):
         return not_refused(lambda: gradcast.attach(nn.Linear(3, 3)), told, code=code)
+
+
+@on_ranks(3)
+def test_each_rank_is_connected_with_each_other_where_a_narrow_wire_needs_it(rank):
+    """Without a device: what attach calls where the module is on one, and what that sends, over Gloo."""
+    made = group.make_group(None, torch.device("cpu"), None)
+    with (
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,
+        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as all_gather,
+    ):
+        made.connect_each_to_each()
+    assert all_to_all.call_args.kwargs["group"] is made.own
+    assert all_gather.call_args.kwargs["group"] is made.own

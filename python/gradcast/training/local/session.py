@@ -21,6 +21,7 @@ from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.local_steps import make_schedule
 from gradcast.training.acceptance import Accepted
+from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import fork
 from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.local.fragments import Fragments, entries
@@ -30,7 +31,7 @@ from gradcast.training.model_layout import ModelLayout
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-from gradcast.training.ranks.group import Group, gather, lasting_group, naming
+from gradcast.training.ranks.group import Group, lasting_group
 from gradcast.training.step import residuals
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.partial_step import is_called_by_scaler
@@ -76,6 +77,7 @@ class LocalStepsSession(TrainingSession):
         self.callbacks, self.group, self._options = callbacks, group, options
         self._inside = inside_hosts(accepted, group) if options.inner == "host" else None
         self.no_sync_blocks = NoSyncBlocks(() if self._inside is None else self._inside.wrappers.values())
+        self.fence = CollectiveFence()
         self._module, self._parameters = accepted.module, accepted.parameters
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
@@ -144,6 +146,7 @@ class LocalStepsSession(TrainingSession):
             )
         if self._lends:
             raise refused("step() inside handle.global_model(); train outside of it")
+        self.fence.refuse("step()")
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         if self.released or is_inner_step(optimizer):
@@ -163,6 +166,7 @@ class LocalStepsSession(TrainingSession):
     def end_round(self) -> None:
         require_attached(self)
         self._require_own()
+        self.fence.refuse("handle.end_round()")
         self._rounds.end()
         self._step_ends.clear()
 
@@ -195,9 +199,8 @@ class LocalStepsSession(TrainingSession):
             return
         if self._travel is not None and limit_s is None:
             what = f"handle.detach() on every rank (this one has made {self.steps} steps)"
-            watch, group = self._travel.exchange.watch, self.group
-            with watch.waiting(what), naming(what, group.rank, group.world_size):
-                everyone = gather(group.shared, self.steps, group.device)
+            with self._travel.exchange.watch.waiting(what):
+                everyone = self.group.gather_beside_blocks(self.steps)
             self._warn_of_open_round()
             if min(everyone) != max(everyone):
                 raise refused(

@@ -1,8 +1,9 @@
 """The ranks that train together: a process group of gradcast's own, and collectives of small values between steps.
 
 Operations of one process group must come in the same order on all ranks. In the user's group, the user's collectives
-and the blocks of a plan would mix: on Gloo that gives wrong sums without an error, or ends the process. Groups made
-here are destroyed here, at the end of the program (docs/internals/shutdown.md).
+and the blocks of a plan would mix: on Gloo that gives wrong sums without an error, or ends the process. gradcast uses
+the user's group in ``attach`` only. Groups made here are destroyed here, at the end of the program
+(docs/internals/shutdown.md).
 """
 
 import atexit
@@ -12,6 +13,8 @@ import dataclasses
 import datetime
 import os
 import pickle
+import re
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -22,8 +25,11 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
+from gradcast.training.ranks.store_gather import StoreGather
 
 T = TypeVar("T")
+# NCCL's words in 2.28, and in 2.30.
+_SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
 
 
 def _from_json(kind: Any, text: str) -> Any:
@@ -56,6 +62,7 @@ class Group:
     timeout_s: float | None = None  # of an operation on ``own``, None if it is not known
     device: torch.device | None = None
     hosts: Hosts | None = None
+    store: StoreGather | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
@@ -63,6 +70,13 @@ class Group:
             return [value]
         with self._naming("the agreement between the ranks"):
             return gather(self.own, value, self.device)
+
+    def gather_beside_blocks(self, value: Any) -> list[Any]:
+        """As ``gather``, but through the store: blocks and the program's own collectives may be in flight. Slower."""
+        if self.store is None:
+            return [value]
+        with naming("the agreement between the ranks", self.rank, self.world_size):
+            return self.store.gather(value)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Collective; nothing else of ``own`` may be in flight."""
@@ -103,6 +117,15 @@ class Group:
         with self._naming("connecting the ranks' devices"):
             extension.load().all_reduce(self.own, torch.zeros(1, device=self.device))
 
+    def connect_each_to_each(self) -> None:
+        """Makes NCCL connect each rank with each other now, for the all-to-all of a narrow wire, and for the all-gather
+        behind it. Collective."""
+        with self._naming("connecting each rank's device with each other"):
+            sent = torch.zeros(self.world_size, device=self.device)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.own)
+            dist.all_gather_into_tensor(received, sent[:1], group=self.own)
+
     def leave(self, *, reusable: bool) -> None:
         """Stops using this group. Idempotent.
 
@@ -137,7 +160,7 @@ def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Duplicate GPU" in str(error):  # NCCL's words
+        if _SAME_GPU.search(str(error)):
             raise Error(
                 f"rank {rank} of {world_size} and another rank use the same GPU, which NCCL refuses; give each rank a "
                 "GPU of its own, with torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
@@ -182,12 +205,20 @@ def device_of_messages(process_group: Any, device: torch.device | None) -> torch
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def make_group(process_group: Any, device: torch.device, timeout_s: float | None, *, reuses: bool = False) -> Group:
+def make_group(
+    process_group: Any,
+    device: torch.device,
+    timeout_s: float | None,
+    *,
+    reuses: bool = False,
+    max_ctas: int | None = None,
+) -> Group:
     """The ranks of ``process_group`` with a group of gradcast's own. Collective.
 
     ``process_group``: None for the default group, or for a single worker if torch.distributed is not initialized.
     ``timeout_s``: None for the process group's. ``reuses``: takes a group that was left, if every rank has it; the same
-    on every rank. Raises Error if this process is not in the group, or if the network fails.
+    on every rank. ``max_ctas``: the most thread blocks of a kernel of NCCL, None for its own choice. Raises Error if
+    this process is not in the group, or if the network fails.
     """
     if not dist.is_available() or not dist.is_initialized():
         return _without_group(process_group)
@@ -199,10 +230,10 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
         return Group(0, 1, shared)
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
-    key = (tuple(ranks), timeout, backend, device)
+    key = (tuple(ranks), timeout, backend, max_ctas, device)
     left = _left(key, shared, rank, world_size) if reuses else None
     if left is None:
-        options = _nccl_options(timeout) if "nccl" in backend else None
+        options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
         left = _OwnGroup(_new_group(ranks, timeout, backend, "gradcast", options), key)
         _own_groups.append(left)
     left.idle = False
@@ -210,6 +241,9 @@ def make_group(process_group: Any, device: torch.device, timeout_s: float | None
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
     if device.type == "cuda":
         group.connect()
+    # Stores outlive groups, and groups of the same name follow each other.
+    name = group.from_first(secrets.token_hex(8))
+    group.store = StoreGather(name, rank, world_size, group.timeout_s)
     return group
 
 
@@ -250,12 +284,14 @@ def _new_group(
         )
 
 
-def _nccl_options(timeout: datetime.timedelta | None) -> Any:
+def _nccl_options(timeout: datetime.timedelta | None, max_ctas: int | None) -> Any:
     """Gives NCCL's kernels priority over compute, since a late block delays the next forward pass. The group's other
     backends ignore these options."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     return options
 
 

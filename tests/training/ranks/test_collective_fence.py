@@ -1,0 +1,140 @@
+"""What gradcast and the program send do not mix: the program's group is gradcast's in attach only, and blocks wait for
+``handle.collective()``."""
+
+import os
+from unittest import mock
+
+import pytest
+
+import gradcast
+from training.attached import Attached, attach, not_refused
+from training.needs import torch
+from training.pool import on_ranks
+from training.step.test_late_device import late_device
+
+pytest.importorskip("training.needs")
+from gradcast.training import preflight
+from gradcast.training.ranks.store_gather import StoreGather
+
+nn = torch.nn
+dist = torch.distributed
+
+
+def operations_of_program():
+    """Their number so far on the program's group."""
+    return dist.group.WORLD._get_sequence_number_for_group()
+
+
+@on_ranks(2)
+def test_nothing_of_gradcast_travels_on_the_programs_group_during_training(rank, mode):
+    attached = Attached(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mode)
+    before = operations_of_program()
+    dataset = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    sampler = gradcast.BalancedBatchSampler(dataset, attached.handle, batch=8)
+    attached.module[1].bias.requires_grad_(False)
+    (batch,) = next(iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler)))
+    for step in range(5):
+        if step == 3:
+            attached.module[1].bias.requires_grad_(True)  # gradcast begins again with one more parameter
+        with attached.handle.weight(len(batch)):
+            attached.step(batch)
+    assert "1.bias" in [each.name for each in attached.handle.layout]
+    attached.handle.detach()
+    assert operations_of_program() == before
+
+
+@on_ranks(2)
+def test_local_steps_use_the_programs_group_in_attach_only(rank):
+    module = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(sync_every=2))
+    before = operations_of_program()
+    for _ in range(4):
+        module(torch.ones(2, 4)).sum().backward()
+        sgd.step()
+    handle.end_round()
+    handle.detach()
+    assert operations_of_program() == before
+
+
+@on_ranks(2)
+def test_who_does_not_come_to_an_agreement_is_named(rank):
+    """The key of a rank that has not come lies in no store: the others stop waiting for it."""
+    store = StoreGather("who comes", rank.index, 2, timeout_s=30.0)
+    assert store.gather(rank.index) == [0, 1]
+    store._timeout_s = 0.2
+    if rank.index == 1:
+        return []
+    return not_refused(lambda: store.gather(0), "rank 1 has not come here within 0 s", code="communication")
+
+
+@on_ranks(2)
+def test_inside_a_collective_block_nothing_travels_and_no_update_is_due(rank):
+    with late_device(200_000):
+        attached = Attached(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    for _ in range(6):
+        attached.step(torch.ones(4, 8))
+    handle = attached.handle
+    assert handle._diagnostics().blocks_travelling
+    with handle.collective(), handle.collective():
+        assert not handle._diagnostics().blocks_travelling
+        assert not handle._session.due_names()
+    attached.step(torch.ones(4, 8))
+
+
+@on_ranks(2)
+def test_a_collective_block_keeps_backward_out_and_stays_out_of_backward(rank, mode):
+    module = nn.Linear(8, 8)
+    attached = Attached(module, mode)
+    attached.step(torch.ones(4, 8))
+    handle, found = attached.handle, []
+    loss = module(torch.ones(4, 8)).sum()
+    with handle.collective():
+        found += not_refused(loss.backward, "backward() inside handle.collective()", "end the block first")
+    attached.step(torch.ones(4, 8))
+    output = module(torch.ones(4, 8))
+    output.register_hook(lambda _: handle.collective().__enter__())
+    found += not_refused(output.sum().backward, "inside a backward pass", "behind backward()")
+    return found
+
+
+@on_ranks(2)
+def test_a_collective_block_holds_when_gradcast_begins_again_inside(rank):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].bias.requires_grad_(False)
+    attached = Attached(module)
+    attached.step(torch.ones(2, 4))
+    with attached.handle.collective():
+        module[1].bias.requires_grad_(True)
+        loss = module(torch.ones(2, 4)).sum()
+        found = not_refused(loss.backward, "inside handle.collective()")
+    attached.step(torch.ones(2, 4))
+    return found
+
+
+@on_ranks(2)
+def test_with_local_steps_a_collective_block_keeps_steps_out(rank):
+    module = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(sync_every=2))
+    module(torch.ones(2, 4)).sum().backward()
+    with handle.collective():
+        found = not_refused(sgd.step, "step() inside handle.collective()")
+        found += not_refused(handle.end_round, "handle.end_round() inside handle.collective()")
+    sgd.step()
+    handle.end_round()
+    return found
+
+
+@on_ranks(2)
+def test_one_queue_on_a_device_is_refused_where_blocks_travel_under_forward(rank):
+    """Without a device: as if the program's group had NCCL for the module's."""
+    queue = {preflight.CONNECTIONS_VARIABLE: "1"}
+    with mock.patch.object(preflight, "backend_of", return_value="nccl"), mock.patch.dict(os.environ, queue):
+        module = nn.Linear(3, 3)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        found = not_refused(lambda: attach(module, sgd), "CUDA_DEVICE_MAX_CONNECTIONS is 1", "hook mode")
+        attach(module, None, "hook").detach()
+        os.environ[preflight.CONNECTIONS_VARIABLE] = "8"
+        attach(module, sgd).detach()
+    return found
