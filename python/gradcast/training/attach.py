@@ -22,7 +22,7 @@ from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
-from gradcast.training.ranks.group import Group, backend_of, make_group, on_device, require_backend
+from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend
 from gradcast.training.single_worker import SingleWorkerSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.training_session import Attached
@@ -97,7 +97,8 @@ def attach_inside(
     preflight.check_same_model(group, accepted.module)
     is_on_device = device.type != "cpu"
     if group.rank == 0 and not disabled:
-        _tell_ineffective(group, device, options)
+        backend = None if group.world_size == 1 else backend_of(group.shared, device.type)
+        _tell_of_backend(backend, options, accepted.whole if mode == "overlap" else nn.Module())
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
     if device.type == "cuda" and group.world_size > 1 and options.wire != "fp32":
@@ -122,11 +123,16 @@ def attach_inside(
     return handle
 
 
-def _tell_ineffective(group: Group, device: torch.device, options: Options) -> None:
-    if options.max_ctas is None:
-        return
-    backend = None if group.world_size == 1 else backend_of(group.shared, device.type)
-    if backend != "nccl":
+def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -> None:
+    """``backend``: None for a single worker. ``module``: runs forward beside blocks."""
+    norms = [name for name, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)]
+    if backend == "nccl" and norms:
+        _log.warning(
+            "%s is a SyncBatchNorm, whose collectives run in forward beside blocks, and NCCL wants both to fit on the "
+            "GPU together; if training hangs there, use hook mode, or bound the blocks with "
+            "Options(max_ctas=4)", norms[0],
+        )  # fmt: skip
+    if options.max_ctas is not None and backend != "nccl":
         why = "a single worker sends nothing" if backend is None else f"blocks travel over {backend}"
         _log.warning("options.max_ctas limits kernels of NCCL, and %s, so it changes nothing", why)
 

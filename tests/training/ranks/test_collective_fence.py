@@ -2,12 +2,13 @@
 ``handle.collective()``."""
 
 import os
+import sys
 from unittest import mock
 
 import pytest
 
 import gradcast
-from training.attached import Attached, attach, not_refused
+from training.attached import Attached, attach, heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_late_device import late_device
@@ -138,3 +139,23 @@ def test_one_queue_on_a_device_is_refused_where_blocks_travel_under_forward(rank
         os.environ[preflight.CONNECTIONS_VARIABLE] = "8"
         attach(module, sgd).detach()
     return found
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(3)
+
+
+@on_ranks(2)
+def test_collectives_in_forward_are_warned_of_where_blocks_travel_beside_them_over_nccl(rank, mode):
+    """Without a device: as if the program's group had NCCL for the module's."""
+    told = []
+    for backend in ("nccl", "gloo"):
+        module = Normalized()
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        module_of_attach = sys.modules["gradcast.training.attach"]
+        with heard() as lines, mock.patch.object(module_of_attach, "backend_of", return_value=backend):
+            attach(module, sgd, mode).detach()
+        told.append(any("norm is a SyncBatchNorm" in each and "hook mode" in each for each in lines))
+    assert told == [rank.index == 0 and mode == "overlap", False]
