@@ -20,6 +20,7 @@ from torch import nn
 from gradcast.errors import Error, refused
 from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted
+from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import fork
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.model_layout import ModelLayout
@@ -76,7 +77,7 @@ class _NoGroup(TrainingSession):
     mode = "hook"
 
     def __init__(self) -> None:
-        self.group, self.no_sync_blocks = Group(0, 1), NoSyncBlocks()
+        self.group, self.no_sync_blocks, self.fence = Group(0, 1), NoSyncBlocks(), CollectiveFence()
 
 
 class QuorumSession(Session):
@@ -194,7 +195,8 @@ class QuorumSessions:
             self._quorum.abort()  # replicas that still wait for this one learn it now, not after the next quorum
 
     def _install(self, session: TrainingSession) -> None:
-        session.steps, session.no_sync_blocks = self.session.steps, self.session.no_sync_blocks
+        before = self.session
+        session.steps, session.no_sync_blocks, session.fence = before.steps, before.no_sync_blocks, before.fence
         self.session = session
 
     def _begin(self, process_group: Any) -> None:

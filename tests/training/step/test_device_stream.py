@@ -242,6 +242,7 @@ def test_its_threads_do_not_end_a_capture_of_the_program(device, tmp_path):
     subprocess.run(["cc", str(source), *linked], check=True, timeout=60)
     command = [sys.executable, "-c", STARTS_THREADS, str(driver), device.__file__]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    told = sorted(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
     thread_local = "1"
     assert [mode for _, mode in told] == [thread_local] * 3
     assert [name for name, _ in told].count("gradcast-wait") == 1
