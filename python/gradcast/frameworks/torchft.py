@@ -98,6 +98,8 @@ def _check(manager: Any, module: Any, optimizer: Any, options: Options) -> None:
 
 _NOT_WITH_TORCHFT = {
     "weight": "each participant counts alike",
+    "max_ctas": "the process groups are torchft's",
+    "register_buffers": "the process groups are torchft's",
     "wire": "gradients travel in their own type",
     "compare_every": "a replica that heals has received sums for parameters that it does not have yet",
     "timeout_s": "the timeout is that of its process group: ProcessGroupGloo(timeout=...)",

@@ -132,9 +132,12 @@ def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -
             "GPU together; if training hangs there, use hook mode, or bound the blocks with "
             "Options(max_ctas=4)", norms[0],
         )  # fmt: skip
-    if options.max_ctas is not None and backend != "nccl":
-        why = "a single worker sends nothing" if backend is None else f"blocks travel over {backend}"
-        _log.warning("options.max_ctas limits kernels of NCCL, and %s, so it changes nothing", why)
+    if backend == "nccl":
+        return
+    why = "a single worker sends nothing" if backend is None else f"blocks travel over {backend}"
+    for name in ("max_ctas", "register_buffers"):
+        if getattr(options, name):
+            _log.warning("options.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
 
 
 def _tell_exchange(

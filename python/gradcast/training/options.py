@@ -62,6 +62,8 @@ class Options:
       averaged between hosts.
     * ``max_ctas``: NCCL's kernels for blocks use at most so many thread blocks, so that more of the GPU is left to
       compute that runs beside them, and blocks may take longer. Default: NCCL chooses. For NCCL only.
+    * ``register_buffers``: gradients lie in memory that is registered with NCCL's communicator, so that it can send
+      them from there, where its network and algorithm are able to. For NCCL only.
     * ``compare_every``: every so many steps the ranks compare what they have received, and raise if it differs. 0:
       never.
     * ``timeout_s``: an operation on the network fails after this time (default: that of the process group).
@@ -94,6 +96,7 @@ class Options:
     outer_merge: float | None = None
     inner: str | None = None
     max_ctas: int | None = None
+    register_buffers: bool = False
     compare_every: int = 0
     timeout_s: float | None = None
     stall_warning_s: float = 30.0
@@ -216,6 +219,7 @@ _NOT_LOCAL = {
     "broadcast_buffers": "buffers are averaged once a round",
     "unseen_reads": "forward waits for nothing",
     "split_compiled": "forward waits for nothing",
+    "register_buffers": "no gradients travel",
     "compare_every": "the ranks' global copies are compared in every round",
 }
 

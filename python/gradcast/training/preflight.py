@@ -96,6 +96,7 @@ _SAME_OPTIONS = (
     "weight",
     "broadcast_buffers",
     "max_ctas",
+    "register_buffers",
     "sync_every",
     "outer",
     "outer_lr",

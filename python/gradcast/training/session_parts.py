@@ -1,5 +1,6 @@
 """What a session of two or more workers consists of, and what it tells; session.py has what happens in a step."""
 
+import contextlib
 import functools
 import logging
 import threading
@@ -21,7 +22,8 @@ from gradcast.training.options import Options
 from gradcast.training.plan import agreement
 from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import Group, backend_of
+from gradcast.training.ranks.registered_memory import registered_memory
 from gradcast.training.stats import plan_stats
 from gradcast.training.step import clipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
@@ -76,7 +78,9 @@ class SessionParts(TrainingSession):
         if sent_along is not None:
             names.append(BUFFERS_NAME)
             values.append(sent_along)
-        self.buffers = GradientBuffers(names, values, group.world_size, options.wire)
+        registers = options.register_buffers and backend_of(group.shared, group.device.type) == "nccl"
+        allocating = registered_memory(group) if registers else contextlib.nullcontext
+        self.buffers = GradientBuffers(names, values, group.world_size, options.wire, allocating)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.exchange.around_lay_out = functools.partial(with_new_views, self._states, self.buffers)
         self.trace = StepTrace(options.timeline_steps)

@@ -82,11 +82,12 @@ def test_blocks_go_before_compute_on_nccl(rank):
 
 
 @on_ranks(2)
-def test_a_limit_for_nccls_kernels_is_ignored_with_a_sentence_elsewhere(rank):
+def test_options_for_nccl_are_ignored_with_a_sentence_elsewhere(rank):
     with heard() as lines:
-        attach(nn.Linear(3, 3), None, "hook", max_ctas=4).detach()
-    told = ["options.max_ctas limits kernels of NCCL, and blocks travel over gloo, so it changes nothing"]
-    assert [each for each in lines if "max_ctas" in each] == (told if rank.index == 0 else [])
+        attach(nn.Linear(3, 3), None, "hook", max_ctas=4, register_buffers=True).detach()
+    why = "is for blocks over NCCL, and blocks travel over gloo, so it changes nothing"
+    told = [f"options.{name} {why}" for name in ("max_ctas", "register_buffers")]
+    assert [each for each in lines if "NCCL" in each] == (told if rank.index == 0 else [])
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -18,9 +18,10 @@ is never overwritten: the buffer moves to other memory, once, and from then on t
 from the buffer, in memory of its own, as with DDP.
 """
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -111,10 +112,17 @@ class GradientBuffers(GradientSizes):
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[torch.Tensor], world_size: int, wire: str = "fp32"
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        world_size: int,
+        wire: str = "fp32",
+        allocating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        """``allocating``: put around each allocation of a buffer."""
         super().__init__(parameters, wire)
         self.names = list(names)
+        self._allocating = allocating
         self._world_size = world_size
         self._unused = min(_UNUSED, _ALL_UNUSED_MAX / (2 * world_size))
         self.flats = [self._new_flat(buffer) for buffer in range(len(self.dtypes))]
@@ -285,7 +293,8 @@ class GradientBuffers(GradientSizes):
     def _new_flat(self, buffer: int) -> torch.Tensor:
         members = [index for index, each in enumerate(self.buffer_of) if each == buffer]
         count = sum(self.elements_of(index) for index in members)
-        return torch.zeros(count, dtype=self.dtypes[buffer], device=self._parameters[members[0]].device)
+        with self._allocating():
+            return torch.zeros(count, dtype=self.dtypes[buffer], device=self._parameters[members[0]].device)
 
     def _pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each view with its parameter; empty before the first layout."""
