@@ -46,9 +46,11 @@ def test_without_torchft_the_sentence_names_the_extra(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_bits_are_those_of_torchfts_ddp():
-    """In the first step one of the replicas heals: it sends zeros, or the bits would differ."""
-    ours, theirs = run("trained"), run("trained", how="ddp")
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_bits_are_those_of_torchfts_ddp(waits):
+    """In the first step one of the replicas heals: it sends zeros, or the bits would differ. If torchft waits for the
+    quorum before forward, it has healed by then."""
+    ours, theirs = run("trained", waits=waits), run("trained", how="ddp", waits=waits)
     assert parameters(ours["0.0"]) == parameters(ours["1.0"]) == parameters(theirs["0.0"])
     assert ours["0.0"][-1]["workers"] == 2
     assert ours["0.0"][-1]["plan"] == ours["1.0"][-1]["plan"]

@@ -45,6 +45,7 @@ class Job:
     samples: int = 8
     mode: str = "DYNAMIC"
     least: int = 2  # replicas in a quorum
+    waits: bool = False  # for the quorum before forward, so that a replica heals before it trains
     pause_s: float = 0.0
     dies_after: int = -1
     seed: int = 0
@@ -55,14 +56,15 @@ class Job:
 # --- A replica ---
 
 
-def make_manager(lighthouse, model, sgd, name, *, mode="DYNAMIC", least=MIN_REPLICAS, process_group=None):
+def make_manager(lighthouse, model, sgd, name, *, mode="DYNAMIC", least=MIN_REPLICAS, waits=False):
     def load(state):
         model.load_state_dict(state["model"])
         sgd.load_state_dict(state["sgd"])
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=process_group or ProcessGroupGloo(timeout=TIMEOUT),
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        use_async_quorum=not waits,
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()},
         min_replica_size=least,
@@ -97,7 +99,7 @@ def replica(job, number, start):
     torch.set_num_threads(1)
     # One that starts again has other weights until it has healed.
     model, sgd = make_model(job, seed=start)
-    manager = make_manager(job.lighthouse, model, sgd, number, mode=job.mode)
+    manager = make_manager(job.lighthouse, model, sgd, number, mode=job.mode, waits=job.waits)
     if job.how == "gradcast":
         handle, trained = attach(manager, model, options=gradcast.Options(warmup_steps=3)), model
     else:
