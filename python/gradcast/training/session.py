@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
-from gradcast.training.compat import extension, graph_capture
+from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.options import Options
@@ -295,17 +295,6 @@ class Session(SessionParts):
             self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))
             self._forward_start_ns, self._forward_end_ns = {}, 0
 
-    def _host_waited_until_ns(self) -> int | None:
-        """Waits for blocks that still travel when the host comes here: because forward needed none of what they carry,
-        or on a device, where they may go on travelling unless their times count. None if there were none."""
-        start_ns = time.perf_counter_ns()
-        times_blocks = self.controller.times_blocks
-        if not (self.exchange.wait_until_idle() if times_blocks else self.exchange.wait_for_turn()):
-            return None
-        end_ns = time.perf_counter_ns()
-        self.trace.span("wait", start_ns, end_ns)
-        return end_ns
-
     @property
     def times_gradients(self) -> bool:
         return self.controller.warmup is not None
@@ -449,11 +438,6 @@ class Session(SessionParts):
             self._gradients.wait_for_all()
         self.trace.span("wait", start_ns, time.perf_counter_ns())
 
-    def _measured(self, what: str) -> contextlib.AbstractContextManager:
-        """Around what is not compute in the sense of a profile; ``what``: a method of Stopwatch."""
-        warmup = self.controller.warmup
-        return contextlib.nullcontext() if warmup is None else getattr(warmup.stopwatch, what)()
-
     def _end_step(self) -> None:
         self._gradients.open = False
         self.steps += 1
@@ -465,6 +449,3 @@ class Session(SessionParts):
     def _forget_late_updates(self) -> None:
         """What forward reads from now on is up to date."""
         extension.load().change_fields(self._states, "updated_late", (True, False), False)
-
-    def _refuse_capture(self) -> None:
-        graph_capture.refuse_capture(self.buffers.flats[0].device)

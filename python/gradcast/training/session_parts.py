@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.training.acceptance import Accepted
 from gradcast.training.collective_fence import CollectiveFence
+from gradcast.training.compat import graph_capture
 from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
@@ -181,6 +183,25 @@ class SessionParts(TrainingSession):
         if self.group.rank == 0 and message not in self._told:
             self._told.add(message)
             _log.warning(message, *arguments)
+
+    def _refuse_capture(self) -> None:
+        graph_capture.refuse_capture(self.buffers.flats[0].device)
+
+    def _host_waited_until_ns(self) -> int | None:
+        """Waits for blocks that still travel when the host comes here: because forward needed none of what they carry,
+        or on a device, where they may go on travelling unless their times count. None if there were none."""
+        start_ns = time.perf_counter_ns()
+        times_blocks = self.controller.times_blocks
+        if not (self.exchange.wait_until_idle() if times_blocks else self.exchange.wait_for_turn()):
+            return None
+        end_ns = time.perf_counter_ns()
+        self.trace.span("wait", start_ns, end_ns)
+        return end_ns
+
+    def _measured(self, what: str) -> contextlib.AbstractContextManager:
+        """Around what is not compute in the sense of a profile; ``what``: a method of Stopwatch."""
+        warmup = self.controller.warmup
+        return contextlib.nullcontext() if warmup is None else getattr(warmup.stopwatch, what)()
 
     def _change_layout(self, change: Callable[[], None]) -> None:
         change_layout(self._states, self.buffers, self.exchange, change, tells=self.group.rank == 0)
