@@ -19,12 +19,13 @@ constexpr int64_t kDeviceEndsNs = 400'000'000;
 // "More gradients than can come": no number of them wakes the thread.
 constexpr size_t kNoGradient = std::numeric_limits<size_t>::max();
 
-// The time during which at least one of these blocks was due and not finished: the union of their intervals.
-int64_t together_ns(std::vector<BlockRecord>& blocks) {
+// The time from since_ns on during which at least one of these blocks was due and not finished: the union of their
+// intervals.
+int64_t together_ns(std::vector<BlockRecord>& blocks, int64_t since_ns) {
   std::sort(blocks.begin(), blocks.end(),
             [](const BlockRecord& one, const BlockRecord& other) { return one.due_ns < other.due_ns; });
   int64_t total_ns = 0;
-  int64_t end_ns = 0;
+  int64_t end_ns = since_ns;
   for (const BlockRecord& block : blocks) {
     total_ns += std::max(int64_t{0}, block.finish_ns - std::max(block.due_ns, end_ns));
     end_ns = std::max(end_ns, block.finish_ns);
@@ -184,9 +185,12 @@ void Engine::Loop::finish_on_loop(Follower& follower, int32_t block, int64_t fin
   --unfinished_count;
   ++counters_.blocks;
   counters_.bytes += size_bytes;
-  if (--on_network_count_ == 0) {
-    counters_.link_ns += together_ns(lately_on_network_);
+  // On a device the next iteration's blocks may be under way before this one ends, always, so that the network is never
+  // seen idle.
+  if (--on_network_count_ == 0 || unfinished_count == 0) {
+    counters_.link_ns += together_ns(lately_on_network_, link_counted_until_ns_);
     lately_on_network_.clear();
+    link_counted_until_ns_ = finish_ns;
   }
   counters_.iterations += unfinished_count == 0 ? 1 : 0;
   callers_due_ = callers_due_ || unfinished_count == 0;

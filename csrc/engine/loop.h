@@ -170,7 +170,8 @@ class Engine::Loop final : public CompletionSink {
   Recorder recorder_ GC_GUARDED_BY(mutex_);
   EngineCounters counters_ GC_GUARDED_BY(mutex_);
   int32_t on_network_count_ GC_GUARDED_BY(mutex_) = 0;                // blocks; after a failure it counts no more
-  std::vector<BlockRecord> lately_on_network_ GC_GUARDED_BY(mutex_);  // finished since the network was last idle
+  std::vector<BlockRecord> lately_on_network_ GC_GUARDED_BY(mutex_);  // finished, and not in link_ns yet
+  int64_t link_counted_until_ns_ GC_GUARDED_BY(mutex_) = 0;
   std::optional<Failure> failure_ GC_GUARDED_BY(mutex_);
   bool settled_ GC_GUARDED_BY(mutex_) = false;  // after a failure or at the end: nothing is in flight any more
   bool closed_ GC_GUARDED_BY(mutex_) = false;   // shutdown has begun

@@ -98,6 +98,28 @@ TEST(EngineOnDevice, AnIterationBeginsWhileADeviceEndsTheLastOne) {
   EXPECT_GT(engine.counters().link_ns, 0);
 }
 
+TEST(EngineOnDevice, TheTimeOfALinkThatIsNeverIdleGrowsWithEachIteration) {
+  HandEngine fixture(1, 1, HandEngine::Manner::kByHand, {.timeline_iterations = 1});
+  Engine& engine = fixture.engine;
+  HandTransport& transport = fixture.transport;
+  fixture.begin_with_all();
+  int64_t link_ns = 0;
+  for (int64_t ticket = 0; ticket < 5; ++ticket) {
+    ASSERT_TRUE(transport.await_started(static_cast<size_t>(ticket) + 1));
+    transport.queued(ticket);
+    ASSERT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
+    fixture.begin_with_all();
+    ASSERT_TRUE(transport.await_started(static_cast<size_t>(ticket) + 2));
+    transport.complete(ticket);
+    ASSERT_TRUE(engine.wait(Tensors{}, kPatienceNs));
+    EXPECT_GT(engine.counters().link_ns, link_ns);
+    link_ns = engine.counters().link_ns;
+  }
+  transport.queued(5);
+  transport.complete(5);
+  EXPECT_TRUE(engine.wait_all(kPatienceNs));
+}
+
 TEST(EngineOnDevice, WhatEndsWhileAnIterationBeginsIsOfTheLastOne) {
   constexpr int64_t kIterations = 3000;
   HandEngine fixture(1, 1, HandEngine::Manner::kByHand, {.timeline_iterations = 1});

@@ -55,6 +55,8 @@ def attach(manager: Manager, module: nn.Module, optimizer: Any = None, *, option
     make_log_visible()
     _check(manager, module, optimizer, options)
     accepted = accept(module, [], None)
+    if any(each in attached_modules for each in accepted.owned):
+        raise refused("gradcast is attached to this module already; call handle.detach() first")
     check_hooks(accepted.parameters, [])
     registered = _registered_with(manager)
     options = dataclasses.replace(options, broadcast_buffers=False)

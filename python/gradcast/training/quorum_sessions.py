@@ -94,6 +94,8 @@ class QuorumSession(Session):
     def on_backward_begin(self) -> None:
         with self._reporting():
             super().on_backward_begin()
+        if self._has_failed:
+            self._sessions.abort()  # what ranks agree on here, others may still wait for
 
     def on_backward_end(self) -> None:
         with self._reporting():
@@ -192,7 +194,11 @@ class QuorumSessions:
         self._install(_NoGroup())
         self._process_group = None
         if self._failure is not None:
-            self._quorum.abort()  # replicas that still wait for this one learn it now, not after the next quorum
+            self.abort()
+
+    def abort(self) -> None:
+        """Replicas that still wait for this one learn of its failure now, not after the next quorum."""
+        self._quorum.abort()
 
     def _install(self, session: TrainingSession) -> None:
         before = self.session

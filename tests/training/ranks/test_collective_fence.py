@@ -3,6 +3,9 @@
 
 import os
 import sys
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -66,7 +69,19 @@ def test_who_does_not_come_to_an_agreement_is_named(rank):
     store._timeout_s = 0.2
     if rank.index == 1:
         return []
-    return not_refused(lambda: store.gather(0), "rank 1 has not come here within 0 s", code="communication")
+    found = not_refused(lambda: store.gather(0), "rank 1 has not come here within 0 s", code="communication")
+    return found + not_refused(lambda: store.gather(0), "rank 1 has not come here within 0 s", code="communication")
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr("gradcast.training.ranks.store_gather._LATE_S", 0.1)
+    answers = threading.Event()
+    stopped = SimpleNamespace(timeout=timedelta(seconds=0.2))
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: stopped)
+    monkeypatch.setattr("torch.distributed.PrefixStore", lambda *_: answers.wait(30))
+    with pytest.raises(gradcast.Error, match=r"the store of torch\.distributed has not answered within 0 s"):
+        StoreGather("stopped", 0, 2, timeout_s=None).gather(0)
+    answers.set()
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@ Thread safety: one thread at a time.
 """
 
 import pickle
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,10 @@ import torch.distributed as dist
 from gradcast.errors import Error
 
 _POLL_S = 0.002  # grows to the longest one while nothing comes
-_LONGEST_POLL_S = 0.05
+_LONGEST_POLL_S = 0.5
+_LOOK_S = 0.2  # Python hears Ctrl-C in between
+_LATE_S = 5.0  # from the end of a rank's own limit until a store that does not answer is given up
+_HEARD_WITHIN_S = 10.0  # rank 0 waits for so long until all have its answer, for its store may end with it
 _NAMED = 8  # the most ranks that a sentence names
 
 
@@ -25,42 +29,90 @@ class StoreGather:
     """``name``: never used before in this store, and the same on all ranks. ``timeout_s``: None for the store's."""
 
     def __init__(self, name: str, rank: int, world_size: int, timeout_s: float | None) -> None:
-        # A connection of its own: on the one that all share, a request waits for those of other threads.
-        self._store = dist.PrefixStore(f"gradcast {name}", dist.distributed_c10d._get_default_store()).clone()
-        self._timeout_s = self._store.timeout.total_seconds() if timeout_s is None else timeout_s
+        self._name, self._timeout_s = f"gradcast {name}", timeout_s
         self._rank, self._world_size, self._round = rank, world_size, 0
+        self._store: dist.Store | None = None
+        self._failure: Error | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank; every rank has to call it. Raises Error(communication) that
-        names the ranks that have not, after the timeout."""
+        names the ranks that have not, after the timeout; from then on always."""
+        if self._failure is None:
+            try:
+                return self._gather_within_limit(value)
+            except Error as error:
+                self._failure = error
+        raise self._failure
+
+    def _gather_within_limit(self, value: Any) -> list[Any]:
+        shared = dist.distributed_c10d._get_default_store()
+        limit_s = shared.timeout.total_seconds() if self._timeout_s is None else self._timeout_s
+        ended: list[list[Any] | BaseException] = []
+
+        def run() -> None:
+            try:
+                if self._store is None:
+                    # A connection of its own: on the shared one, a request waits for those of other threads.
+                    self._store = dist.PrefixStore(self._name, shared).clone()
+                ended.append(self._gather(value, limit_s))
+            except BaseException as failure:
+                ended.append(failure)
+
+        # If the store's host is stopped, torch's client waits without end.
+        thread = threading.Thread(target=run, name="gradcast store", daemon=True)
+        thread.start()
+        end_s = time.monotonic() + limit_s + _LATE_S
+        while thread.is_alive() and time.monotonic() < end_s:
+            thread.join(_LOOK_S)
+        if not ended:
+            raise Error(f"the store of torch.distributed has not answered within {limit_s:.0f} s", "communication")
+        found = ended[0]
+        if isinstance(found, Error):
+            raise found
+        if isinstance(found, BaseException):
+            raise Error(f"the store of torch.distributed has failed ({found})", "communication") from found
+        return found
+
+    def _gather(self, value: Any, limit_s: float) -> list[Any]:
         self._round += 1
+        end_s = time.monotonic() + limit_s
+        others = range(1, self._world_size)
         if self._rank > 0:
             self._store.set(self._key(self._rank), pickle.dumps(value))
-            return pickle.loads(self._await([self._key("all")])[0])
-        keys = [self._key(rank) for rank in range(1, self._world_size)]
-        values = [value, *map(pickle.loads, self._await(keys))]
+            self._await([self._key("all")], end_s, limit_s)
+            values = pickle.loads(self._store.get(self._key("all")))
+            self._store.set(self._key(f"{self._rank} heard"), b"")
+            return values
+        keys = [self._key(rank) for rank in others]
+        self._await(keys, end_s, limit_s)
+        values = [value, *(pickle.loads(self._store.get(key)) for key in keys)]
         self._store.set(self._key("all"), pickle.dumps(values))
-        # All have said something in this round, so they have read the last one.
-        for key in [*keys, f"{self._round - 1} all"]:
+        heard = [self._key(f"{rank} heard") for rank in others]
+        self._missing_after(heard, time.monotonic() + _HEARD_WITHIN_S)
+        for key in [*keys, *heard, f"{self._round - 1} all"]:
             self._store.delete_key(key)
         return values
 
     def _key(self, what: int | str) -> str:
         return f"{self._round} {what}"
 
-    def _await(self, keys: Sequence[str]) -> list[bytes]:
-        """Polls, so that Ctrl-C is heard."""
-        poll_s, end_s = _POLL_S, time.monotonic() + self._timeout_s
-        while not self._store.check(list(keys)):
+    def _await(self, keys: Sequence[str], end_s: float, limit_s: float) -> None:
+        missing = self._missing_after(keys, end_s)
+        if not missing:
+            return
+        if self._rank > 0:
+            raise Error(f"rank 0 has not answered within {limit_s:.0f} s", "communication")
+        ranks = [key.split()[1] for key in missing]
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        named = ", ".join(ranks[:_NAMED])
+        raise Error(f"rank {named}{more} has not come here within {limit_s:.0f} s", "communication")
+
+    def _missing_after(self, keys: Sequence[str], end_s: float) -> list[str]:
+        """Waits until all are there. Returns those that are not, in the end."""
+        missing, poll_s = list(keys), _POLL_S
+        while missing := [key for key in missing if not self._store.check([key])]:
             if time.monotonic() > end_s:
-                raise Error(f"{self._missing(keys)} within {self._timeout_s:.0f} s", "communication")
+                break
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
-        return [self._store.get(key) for key in keys]
-
-    def _missing(self, keys: Sequence[str]) -> str:
-        if self._rank > 0:
-            return "rank 0 has not answered"
-        missing = [key.split()[1] for key in keys if not self._store.check([key])]
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        return f"rank {', '.join(missing[:_NAMED])}{more} has not come here"
+        return missing
