@@ -44,7 +44,7 @@ def _outermost(module: torch.nn.Module) -> DDP | None:
 
 _OVERLOOKED = (
     (acceptance, "the_ddp", _outermost),
-    (acceptance, "_check_hooks", _nothing),
+    (acceptance, "check_hooks", _nothing),
     (attachment.Attachment, "_refuse_other_ddp", _nothing),
 )
 
