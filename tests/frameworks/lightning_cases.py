@@ -131,6 +131,27 @@ def counted_loader() -> gradcast.ResumableLoader:
     return gradcast.ResumableLoader(DataLoader(data, BATCH, sampler=gradcast.ResumableSampler(data)))
 
 
+class StatefulLoader(DataLoader):
+    """As torchdata's."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+def stateful(watch: Watch, *, snapshots: bool) -> Net:
+    module, folder = Net(manual=False), Path(sys.argv[1]) / "stateful"
+    attach = AttachCallback(options=options(), snapshots=folder if snapshots else None)
+    try:
+        loader = StatefulLoader(small_data(BATCHES), BATCH)
+        fit(watch, module, DDPStrategy(process_group_backend="gloo"), attach, loader=loader)
+    except gradcast.Error as error:
+        watch.notes["refused"] = str(error)
+    return module
+
+
 def uninterrupted(watch: Watch) -> Net:
     module = Net(manual=False)
     fit(watch, module, DDPStrategy(process_group_backend="gloo"), None, loader=counted_loader())
@@ -232,6 +253,8 @@ CASES = cases_of(train, KINDS, {"stock": None, "hook": callback(False), "overlap
     "interrupted in overlap mode": functools.partial(interrupted, overlap=True, step=9),
     "interrupted in hook mode": functools.partial(interrupted, overlap=False, step=5),
     "interrupted between epochs": functools.partial(interrupted, overlap=True, step=7),
+    "stateful loader": functools.partial(stateful, snapshots=False),
+    "stateful loader with snapshots": functools.partial(stateful, snapshots=True),
     "again stock": fitted_again,
     "again hook": functools.partial(fitted_again, attach=callback(False)),
     "again overlap": functools.partial(fitted_again, attach=callback(True)),

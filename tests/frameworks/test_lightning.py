@@ -74,6 +74,14 @@ def test_training_goes_on_from_a_snapshot_with_the_bits_of_one_that_was_not_inte
         assert f"begins at step 0, and the snapshot is of its step {step}" in rank["refused"]
 
 
+def test_a_loader_whose_place_would_be_saved_too_late_is_refused_with_snapshots_alone(told):
+    for rank in told["stateful loader"]:
+        assert "refused" not in rank
+        assert rank["steps"] == 12
+    for rank in told["stateful loader with snapshots"]:
+        assert "cannot save the place of a StatefulLoader under Lightning" in rank["refused"]
+
+
 @pytest.mark.parametrize("way", ["hook", "overlap"])
 def test_a_fit_after_one_that_has_raised(told, way):
     assert told.digests(f"again {way}") == told.digests("again stock")

@@ -1,6 +1,5 @@
 """Whatever shares follow one another, and however far each rank's loader is ahead: each sample of an epoch once."""
 
-import collections
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from gradcast import BalancedBatchSampler, Error, ResumableLoader
+from training.plan.test_balancing import ahead
 
 
 class Attached:
@@ -46,16 +46,6 @@ class Ranks:
 
 def loader_of(sampler, workers=0):
     return DataLoader(range(sampler._size), batch_sampler=sampler, num_workers=workers)
-
-
-def ahead(iterator, count):
-    """As a loader that has drawn ``count`` batches more than it has handed out."""
-    queue = collections.deque()
-    for each in iterator:
-        queue.append(each)
-        if len(queue) > count:
-            yield queue.popleft()
-    yield from queue
 
 
 CASES = st.integers(1, 4).flatmap(

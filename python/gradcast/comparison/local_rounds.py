@@ -15,7 +15,7 @@ KNOWN = (
 
 
 def communication_ns(profile: _core.Profile, link: _core.LinkModel, every: int, *, is_streamed: bool = True) -> float:
-    """Of all fragments of a round, one after the other."""
+    """How long all fragments of a round travel, one after the other, in ns."""
     sizes = [(tensor.bytes // tensor.element_bytes, tensor.element_bytes) for tensor in profile.tensors]
     schedule = make_schedule(sizes, every, None if is_streamed else 0)
     widths = [tensor.element_bytes for tensor in profile.tensors]
@@ -24,7 +24,7 @@ def communication_ns(profile: _core.Profile, link: _core.LinkModel, every: int, 
 
 
 def step_ns(profile: _core.Profile, link: _core.LinkModel, every: int, *, is_streamed: bool = True) -> float:
-    """The mean step."""
+    """The mean step, in ns."""
     sent_ns = communication_ns(profile, link, every, is_streamed=is_streamed)
     return predicted_step_ns(compute_ns(profile), sent_ns, every, is_streamed=is_streamed)
 

@@ -57,14 +57,15 @@ class AttachCallback(Callback):
         self.handle = gradcast.attach(trainer.strategy.model, optimizers, options=options)
         if self.overlap:
             _take_over(trainer.precision_plugin, ClipCalls(self.handle, options))
-        self._snapshots.take(
-            self.handle,
-            trainer.strategy.model,
-            trainer.global_step,
-            loader=_counted_loader(trainer),
-            extra={"loop": LoopState(lambda: _loop_state(trainer))},
-            optimizer=None if self.overlap else trainer.optimizers,
-        )
+        if self._snapshots.is_on:
+            self._snapshots.take(
+                self.handle,
+                trainer.strategy.model,
+                trainer.global_step,
+                loader=_counted_loader(trainer),
+                extra={"loop": LoopState(lambda: _loop_state(trainer))},
+                optimizer=None if self.overlap else trainer.optimizers,
+            )
 
     def _options(self, trainer: Trainer) -> gradcast.Options | None:
         """Those that were given, with Lightning's clipping."""
@@ -94,18 +95,21 @@ class AttachCallback(Callback):
 
 
 def _counted_loader(trainer: Trainer) -> gradcast.ResumableLoader | None:
-    """Raises Error(invalid_use) for data whose place Lightning would save too late."""
-    loader = trainer.train_dataloader
-    if isinstance(loader, gradcast.ResumableLoader) or not hasattr(loader, "state_dict"):
-        return loader if isinstance(loader, gradcast.ResumableLoader) else None
-    raise refused(
-        f"snapshots cannot save the place of a {type(loader).__name__} under Lightning; give it "
-        "gradcast.ResumableLoader(DataLoader(...))"
-    )
+    """The loader whose place is saved; None if none has a state. Raises Error(invalid_use) for one that Lightning would
+    ask too late: when a snapshot is taken, it has handed out the next step's batch."""
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if len(loaders) == 1 and isinstance(loaders[0], gradcast.ResumableLoader):
+        return loaders[0]
+    if stateful := next((each for each in loaders if hasattr(each, "state_dict")), None):
+        raise refused(
+            f"snapshots cannot save the place of a {type(stateful).__name__} under Lightning, except of one "
+            "gradcast.ResumableLoader; train on that alone"
+        )
+    return None
 
 
 def _loop_state(trainer: Trainer) -> dict[str, Any]:
-    """Of Lightning's checkpoint all but model and optimizers. What is private here is what Lightning itself calls."""
+    """Lightning's checkpoint without model and optimizers. Lightning makes it with the same private functions."""
     checkpoint = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -124,7 +128,7 @@ def _write_checkpoint(whole: Whole, place: Path) -> None:
     checkpoint = whole.extra["loop"]["checkpoint"]
     if whole.ranks[0]["loader"] is not None:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [whole.ranks[0]["loader"]]
-    torch.save(checkpoint | {"state_dict": whole.model, "optimizer_states": whole.optimizers}, place)
+    torch.save(checkpoint | {"state_dict": whole.model(), "optimizer_states": whole.optimizers()}, place)
 
 
 _CLIP_CALLS = ("clip_grad_by_norm", "clip_grad_by_value")

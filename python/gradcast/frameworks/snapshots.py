@@ -18,7 +18,7 @@ import gradcast
 from gradcast.errors import refused
 from gradcast.snapshots import store
 from gradcast.snapshots.resuming import Resumed, restore_random_states, resumed
-from gradcast.snapshots.whole import Whole, newest_step, read_whole
+from gradcast.snapshots.whole import Whole, newest_step
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class FrameworkSnapshots:
             raise refused(f"AttachCallback got {', '.join(options)}, but no folder for snapshots; add snapshots=FOLDER")
         self._folder = None if folder is None else Path(folder).resolve()
         self._options = options
-        self._given: Whole | None = None  # what the trainer is to go on from, without its tensors
+        self._given: Whole | None = None  # what the trainer is to go on from
 
     def checkpoint(self, name: str, write: Callable[[Whole, Path], None]) -> Path | None:
         """The newest snapshot in the form that ``write`` gives it, a file or folder ``name`` in its own folder; None if
@@ -56,8 +56,7 @@ class FrameworkSnapshots:
         step = newest_step(self._folder)
         if step is None:
             return None
-        whole = read_whole(self._folder, step)
-        self._given = dataclasses.replace(whole, model={}, optimizers=[])
+        whole = self._given = Whole(self._folder, step)
         place = store.place_of(self._folder, step) / name
         with _alone(place.with_name(f".{name}.lock")):
             if not place.exists():
@@ -70,12 +69,14 @@ class FrameworkSnapshots:
                         raise
         return place
 
+    @property
+    def is_on(self) -> bool:
+        return self._folder is not None
+
     def take(self, handle: gradcast.Handle, module: nn.Module, steps: int, **arguments: Any) -> None:
         """Takes snapshots of a training that begins, or goes on from what ``checkpoint`` has made. ``steps``: that the
         framework's loop has made. ``arguments``: of handle.snapshots. Collective. Raises Error(invalid_use), on every
-        rank, if one is not given what ``checkpoint`` has made."""
-        if self._folder is None:
-            return
+        rank, if one is not given what ``checkpoint`` has made. REQUIRES: ``is_on``."""
         whole, self._given = self._given, None
         refusals = handle._session.group.gather(self._refusal(whole, steps))
         if refusal := next(filter(None, refusals), None):

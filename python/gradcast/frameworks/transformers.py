@@ -63,13 +63,14 @@ class AttachCallback(TrainerCallback):
         # all gradients in each step for its log, so every step would wait for all of them.
         if self.overlap and not args.max_grad_norm:
             self.trainer._get_grad_norm = lambda *args, **kwargs: None
-        self._snapshots.take(
-            self.handle,
-            self.trainer.model_wrapped,
-            state.global_step,
-            extra={"loop": LoopState(lambda: _loop_state(self.trainer))},
-            optimizer=None if self.overlap else self.trainer.optimizer,
-        )
+        if self._snapshots.is_on:
+            self._snapshots.take(
+                self.handle,
+                self.trainer.model_wrapped,
+                state.global_step,
+                extra={"loop": LoopState(lambda: _loop_state(self.trainer))},
+                optimizer=None if self.overlap else self.trainer.optimizer,
+            )
 
     def _options(self, args: Any) -> gradcast.Options | None:
         """Those that were given, with the Trainer's clipping."""
@@ -92,7 +93,7 @@ class AttachCallback(TrainerCallback):
 
 
 def _loop_state(trainer: Trainer) -> dict[str, Any]:
-    """Of a checkpoint of the Trainer all but model, optimizer and random states."""
+    """The Trainer's checkpoint without model, optimizer and random states."""
     state = dataclasses.asdict(trainer.state)
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     state["stateful_callbacks"] = {type(e).__name__: e.state() for e in callbacks if isinstance(e, ExportableState)}
@@ -104,8 +105,8 @@ def _loop_state(trainer: Trainer) -> dict[str, Any]:
 def _write_checkpoint(whole: Whole, place: Path) -> None:
     place.mkdir(exist_ok=True)
     loop = whole.extra["loop"]
-    save_file(whole.model, place / "model.safetensors", metadata={"format": "pt"})
-    torch.save(whole.optimizers[0], place / "optimizer.pt")
+    save_file(whole.model(), place / "model.safetensors", metadata={"format": "pt"})
+    torch.save(whole.optimizers()[0], place / "optimizer.pt")
     torch.save(loop["scheduler"], place / "scheduler.pt")
     if loop["scaler"] is not None:
         torch.save(loop["scaler"], place / "scaler.pt")

@@ -9,7 +9,7 @@ from gradcast.errors import refused
 
 
 class CollectiveFence:
-    """Of one attachment. ``open_count``: blocks that are open, one inside another."""
+    """One attachment has one. ``open_count``: how many blocks are open, one inside another."""
 
     def __init__(self) -> None:
         self.open_count = 0

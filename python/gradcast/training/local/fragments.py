@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its global copy."""
+        """The global copy's."""
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
     def flat(self) -> torch.Tensor:
@@ -182,7 +182,7 @@ class Fragments:
                 merge(local, piece.values[place], local_share)
 
     def checksum(self, fragment: int) -> int:
-        """Of this fragment's global copy."""
+        """A checksum of this fragment's global copy."""
         total = 0
         for piece in self.pieces[fragment]:
             # Words of 8 bytes: a sum of them takes a tenth of the time of one of 4 bytes (on a CPU).
@@ -203,7 +203,7 @@ class Fragments:
 
     @property
     def sent_bytes(self) -> int:
-        """Of one round, before a wire format shortens them."""
+        """What a rank sends in one round, before a wire format shortens it."""
         return sum(each.values.nbytes for each in self._all()) if self.buffers is None else self.buffers.size_bytes
 
     # --- Checkpoints, and the global copy in place of the parameters ---
@@ -250,7 +250,7 @@ class Fragments:
         return None
 
     def identity(self) -> int:
-        """Of the cuts: the same on two ranks, or in a checkpoint, if fragments hold the same elements."""
+        """A hash of the cuts: equal on two ranks, or in a checkpoint, if fragments hold the same elements."""
         text = repr([[[(p.entry.name, p.lo, p.hi) for p in each.parts] for each in pieces] for pieces in self.pieces])
         return zlib.crc32(text.encode())
 

@@ -86,13 +86,14 @@ class Travel:
 
 class Rounds:
     """``clock``: steps since the beginning, or since ``end``; the schedule counts them. ``steps``: all. ``count``: how
-    often all fragments have been taken. ``waited_ns``: in all steps until now."""
+    often all fragments have been taken. ``waited_ns``: in all steps until now. REQUIRES: ``local_share`` is 0 in the
+    blocking form."""
 
     def __init__(
         self, fragments: Fragments, schedule: Schedule, local_share: float, travel: Travel | None, group: Group
     ) -> None:
         self._fragments, self.schedule, self._travel, self._group = fragments, schedule, travel, group
-        self._local_share = local_share if schedule.overlap else 0.0
+        self._local_share = local_share
         self.clock = self.steps = self.count = 0
         self.waited_ns = 0
         # Fragments that were taken and are not applied, in order, and whether they have arrived and were checked.
@@ -122,7 +123,7 @@ class Rounds:
             for fragment in taken:
                 self._take(fragment)
             if self.schedule.overlap == 0:
-                self._apply_all(0.0)
+                self._apply_all(self._local_share)
             self.count += bool(taken) and taken[-1] == len(self.schedule.fragments) - 1
 
     def end(self) -> None:

@@ -62,7 +62,7 @@ def inside_hosts(accepted: Accepted, group: Group) -> HiddenDdp:
 
 
 class LocalStepsSession(TrainingSession):
-    """Of any number of workers; a single one makes the outer updates from its own differences."""
+    """For any number of workers; a single one makes the outer updates from its own differences."""
 
     mode = "local"
 
@@ -298,7 +298,7 @@ class LocalStepsSession(TrainingSession):
     # --- Checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank. Starts nothing on the network, and waits for what travels."""
+        """This rank's state. Starts nothing on the network, and waits for what travels."""
         self._require_own()
         state = self._rounds.state(self._options)
         own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}
