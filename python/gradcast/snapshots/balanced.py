@@ -28,9 +28,10 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=BalancedBatchSampler(dataset, handle, batch=256))``.
 
     All ranks together take ``batch`` samples in each step, as many on each rank as it computes in the time of the
-    others. Shares begin even. They change when the steps show that it gains 3 % or more, from a batch on that no rank's
-    loader has drawn yet; rank 0 says so before. The mean over the ranks is weighted with their samples, as with
-    ``Options(weight="samples")``, from this call on, unless the program calls ``handle.weight(n)``.
+    others. Shares begin even. They change when the steps show that it gains 3 % or more (back to even ones: 1 %), from
+    a batch on that no rank's loader has drawn yet; rank 0 says so before. The mean over the ranks is weighted with
+    their samples, as with ``Options(weight="samples")``, from this call on, unless the program calls
+    ``handle.weight(n)``.
 
     An epoch's order depends on ``seed`` and the epoch alone, and each of its samples is used once. Its last batch is
     smaller; if it has fewer samples than there are ranks, it is dropped. The next epoch begins by itself where one
