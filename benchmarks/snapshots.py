@@ -72,8 +72,11 @@ def chosen_every(training: Training, folder: Path, steps: int, options: dict[str
     return taking.stats()
 
 
-def timed(training: Training, kind: str, every: int, folder: Path, options: dict[str, Any]) -> float:
-    """Seconds per step over whole intervals, from behind the first save."""
+def timed(
+    training: Training, kind: str, every: int, folder: Path, options: dict[str, Any]
+) -> tuple[float, float | None]:
+    """Seconds per step over whole intervals, from behind the first save, and the share of them that gradcast has told
+    of the turn's snapshots."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
@@ -101,10 +104,11 @@ def timed(training: Training, kind: str, every: int, folder: Path, options: dict
     duration_s = training.steps(count, save)
     while pending:
         pending.pop().result()
-    if taking is not None:
-        taking.close()
-        assert taking.stats()["failed"] == 0
-    return duration_s / count
+    if taking is None:
+        return duration_s / count, None
+    taking.close()
+    assert taking.stats()["failed"] == 0
+    return duration_s / count, taking.stats()["overhead"]
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -118,7 +122,7 @@ def worker(args: argparse.Namespace) -> None:
     training = Training(args.model, args.scale_size)
     training.steps(30)  # the warm-up, and the plan's first steps
     told = chosen_every(training, folder, args.settle_steps, options)
-    rounds: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+    rounds: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
     for number in range(args.rounds):
         first = number % len(args.kinds)
         for kind in [*args.kinds[first:], *args.kinds[:first]]:
@@ -130,13 +134,15 @@ def worker(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def table(rounds: dict[str, list[float]]) -> str:
+def table(rounds: dict[str, list[tuple[float, float | None]]]) -> str:
     rows = []
-    for kind, times in rounds.items():
-        longer = sorted(100 * (each / none - 1) for each, none in zip(times, rounds["none"], strict=True))
-        spread = f"{longer[0]:.1f} to {longer[-1]:.1f}"
-        rows.append([kind, statistics.median(times) * 1e3, statistics.median(longer), spread])
-    return tabulate(rows, headers=["", "ms per step", "longer by %", "rounds"], tablefmt="github", floatfmt=".1f")
+    for kind, turns in rounds.items():
+        longer = [100 * (each / none - 1) for (each, _), (none, _) in zip(turns, rounds["none"], strict=True)]
+        told = ", ".join(f"{100 * each:.1f}" for _, each in turns if each is not None)
+        spread = ", ".join(f"{each:.1f}" for each in longer)
+        rows.append([kind, statistics.median(each for each, _ in turns) * 1e3, statistics.median(longer), spread, told])
+    head = ["", "ms per step", "longer by %", "by round", "told in the round, %"]
+    return tabulate(rows, headers=head, tablefmt="github", floatfmt=".1f", disable_numparse=[3, 4])
 
 
 def main() -> int:

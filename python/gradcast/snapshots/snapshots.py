@@ -86,7 +86,7 @@ class Snapshots:
         self._quiet_s: deque[float] = deque(maxlen=100)  # durations of steps without a snapshot
         self._slowed_s: list[float] = []  # durations of the steps in which the last snapshot is copied and written
         self._is_touched = False  # whether this step is one of them
-        self._cost_s = 0.0  # by how much longer those of a snapshot have taken, all together
+        self._cost_s: float | None = None  # by how much longer those of the last snapshot have taken, all together
         self._schedule = Schedule(start_step, start_step + (every or _FIRST_STEPS))
         frequency = {"overhead": overhead, "keep": keep, "every": every}
         self._writer = Writer(
@@ -299,8 +299,11 @@ class Snapshots:
 
     def _times(self, stall_s: float) -> tuple[float, float | None]:
         """What a snapshot costs, and a step without one, in seconds. Called by the writer's thread, while the step goes
-        on in which it has written the snapshot. So that step counts for the next one; until then, the others do."""
+        on in which it has written the snapshot. So what the snapshot before has cost is told; of the first one, what it
+        has cost so far, and for the step that goes on as much as for each of the others."""
         quiet, slowed = list(self._quiet_s), list(self._slowed_s)
         quiet_s = statistics.median(quiet) if quiet else None
-        so_far_s = sum(slowed) - len(slowed) * quiet_s if quiet else 0.0
-        return max(stall_s, self._cost_s, so_far_s), quiet_s
+        cost_s = self._cost_s
+        if cost_s is None and quiet and slowed:
+            cost_s = (len(slowed) + 1) * (statistics.mean(slowed) - quiet_s)
+        return max(stall_s, cost_s or 0.0), quiet_s
