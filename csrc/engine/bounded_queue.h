@@ -93,7 +93,7 @@ class BoundedQueue {
 
   bool is_due() const GC_REQUIRES(mutex_) { return at_once_ || items_.size() >= std::min(counted_min_, then_min_); }
 
-  mutable Mutex mutex_;
+  Mutex mutex_;
   CondVar filled_;
   std::vector<Item> items_ GC_GUARDED_BY(mutex_);
   size_t capacity_ GC_GUARDED_BY(mutex_) = 0;

@@ -48,14 +48,14 @@ void Engine::Loop::run_on_loop() {
   while (!stopping_ || drain_deadline_ns_ != kNever) {
     const size_t counted_min = is_draining() ? kNoGradient : follower_.ready_missing_min();
     const Queue::Condition condition = queue_.pop_all(batch_, counted_min, drain_deadline_ns_);
-    turn_on_loop(condition);
+    run_turn_on_loop(condition);
   }
   leave_on_loop();
 }
 
 // One turn of the loop. It takes in all events first, so that blocks start on the newest knowledge, and starts blocks
 // before it wakes callers, so that the network does not stand idle.
-void Engine::Loop::turn_on_loop(const Queue::Condition& condition) {
+void Engine::Loop::run_turn_on_loop(const Queue::Condition& condition) {
   GC_CHECK(on_loop());
   callers_due_ = false;
   for (const Event& event : batch_) {
@@ -139,7 +139,7 @@ void Engine::Loop::progress_on_loop(Follower& follower, int32_t block, const Eve
   }
   MutexLock lock(mutex_);
   if (event.kind == Event::Kind::kQueued) {
-    take_progress_on_loop(block);
+    publish_progress_on_loop(block);
   } else {
     // The block counts from now on: before this the device had not written its gradients.
     BlockRecord& record = record_of(follower).blocks[block];
@@ -178,7 +178,7 @@ void Engine::Loop::finish_on_loop(Follower& follower, int32_t block, int64_t fin
   lately_on_network_.push_back(record.blocks[block]);
   const bool counts_as_open = is_open(follower);
   if (counts_as_open) {
-    take_progress_on_loop(block);
+    publish_progress_on_loop(block);
     arrivals_.insert(arrivals_.end(), arrived.begin(), arrived.end());
   }
   int32_t& unfinished_count = counts_as_open ? unfinished_count_ : earlier_unfinished_count_;
@@ -197,7 +197,7 @@ void Engine::Loop::finish_on_loop(Follower& follower, int32_t block, int64_t fin
 }
 
 // Publishes how far the tensors of this block have come.
-void Engine::Loop::take_progress_on_loop(int32_t block) {
+void Engine::Loop::publish_progress_on_loop(int32_t block) {
   for (const int32_t tensor : follower_.plan().block_tensors[block]) {
     const Progress before = std::exchange(progress_[tensor], follower_.progress_of(tensor));
     callers_due_ = callers_due_ || progress_[tensor] != before;

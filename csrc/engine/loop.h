@@ -2,8 +2,8 @@
 // it.
 //
 // Callers and the transport post events into one bounded queue. The thread answers by starting blocks and by updating
-// the shared state, on which callers wait. loop.cc is the thread, loop_calls.cc what callers run, the public class
-// included.
+// the shared state, on which callers wait. loop.cc is the thread, loop_calls.cc what callers run, engine.cc the public
+// class.
 //
 // Invariants:
 // 1. Only the thread calls the follower and the transport's open, start and close.
@@ -84,7 +84,7 @@ class Engine::Loop final : public CompletionSink {
 
   // The thread.
   void run_on_loop();
-  void turn_on_loop(const Queue::Condition& condition);
+  void run_turn_on_loop(const Queue::Condition& condition);
   template <typename Action>
   void attempt_on_loop(const Action& action);
   void handle_on_loop(const Event& event);
@@ -94,7 +94,7 @@ class Engine::Loop final : public CompletionSink {
   void finish_on_loop(Follower& follower, int32_t block, int64_t finish_ns) GC_EXCLUDES(mutex_);
   void launch_on_loop();
   void record_launch_on_loop(int32_t block, int64_t launch_ns) GC_EXCLUDES(mutex_);
-  void take_progress_on_loop(int32_t block) GC_REQUIRES(mutex_);
+  void publish_progress_on_loop(int32_t block) GC_REQUIRES(mutex_);
   void fail_on_loop(ErrorCode code, const std::string& message) GC_EXCLUDES(mutex_);
   void stop_on_loop();
   void abort_on_loop(const std::string& reason);
