@@ -1,6 +1,6 @@
 """Predicts published training throughput and says how far off it is: ``python -m benchmarks.replay``.
 
-docs/evaluation/predictions.md explains the method and holds these tables.
+docs/evaluation/predictions.md explains the method and holds the tables; every cell and the variants are printed only.
 """
 
 import sys
@@ -125,7 +125,7 @@ def scaling(replay: Replay) -> str:
     )
 
 
-TABLES = {f"replay:{table.__name__}": table for table in (groups, fits, cells, variants, scaling)}
+TABLES = {f"replay:{table.__name__}": table for table in (groups, fits, scaling)}  # of the page
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,6 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     for mark, table in TABLES.items():
         show(table(replay), mark, args.refresh)
         print()
+    if args.refresh is None:
+        print(cells(replay), variants(replay), sep="\n\n")
     return 0
 
 
