@@ -38,7 +38,8 @@ def source() -> str:
 
 
 def quoted_messages() -> list[str]:
-    first_cells = [line.split(" | ")[0] for line in MESSAGES.read_text().splitlines() if line.startswith('| <a id="')]
+    lines = re.sub(r"\n *(?=[^|*# \n])", " ", MESSAGES.read_text()).splitlines()
+    first_cells = [line.split(" | ")[0] for line in lines if '<a id="' in line]
     found = [message for cell in first_cells for message in re.findall(r"`([^`]+)`", cell)]
     return [message for message in found if " " in message and not message.startswith(NOT_OURS)]
 
