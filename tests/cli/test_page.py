@@ -54,8 +54,3 @@ def test_outputs_are_as_shown(arguments, shown, run):
     for part in filter(None, (part.strip("\n") for part in shown.split("…\n"))):
         assert part in printed
         printed = printed.partition(part)[2]
-
-
-def test_old_names_have_a_row():
-    old = PAGE.partition("## Names of earlier releases")[2]
-    assert [name for name in main._RENAMED if f"`{name}" not in old] == []
