@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from tabulate import tabulate
 
 from benchmarks.pages import parser_of, show
-from benchmarks.replay.fit import BERT, FIT_MODELS, RESNET, TARGET, Replay, Result, Scaled, mean_error
+from benchmarks.replay.fit import BERT, FIT_MODELS, RESNET, Replay, Result, mean_error
 from benchmarks.replay.predict import METHODS, Parameters
 
 _NOT_MODELLED = "ByteScheduler-A2A"  # was limited by its program, not by the network
@@ -94,35 +94,21 @@ def variants(replay: Replay) -> str:
 
 
 def scaling(replay: Replay) -> str:
-    """The cells of 32 GPUs from those of 8 and 16, and what fewer would have said."""
-
-    def inside(results: Iterable[Scaled]) -> str:
-        found = [result.inside for result in results]
-        return f"{sum(found)} of {len(found)}"
-
+    """The cells of 32 GPUs from those of 8 and 16."""
     results = replay.scaled()
     rows = [
         [
             result.cell.model,
             result.cell.method,
-            f"{result.cell.samples_per_s:.1f}",
-            f"{result.samples_per_s:.1f}",
             f"{result.slowest:.0f} to {result.fastest:.0f}",
             _percent(result.error),
             "yes" if result.inside else "no",
         ]
         for result in results
     ]
-    for name, group in (("", results), ("all but ByteScheduler", _without_bytescheduler(results))):
-        rows.append(["mean absolute", name, "", "", "", _mean(group), inside(group)])
-    headers = ["model", "method", "measured/s", "predicted/s", "band", "error %", "in the band"]
-    far, near = (replay.scaled((8,), target) for target in (TARGET, 16))
-    return (
-        f"{_table(headers, rows, 'llrrrrr')}\n\n"
-        f"The bands, which are about the network only, miss {sum(not result.inside for result in results)} cells. "
-        f"Known on 8 GPUs alone, 32 are off by {_mean(far)} % and {inside(far)} are in the band, 16 by {_mean(near)} % "
-        f"and {inside(near)}."
-    )
+    inside = sum(result.inside for result in results)
+    rows.append(["all", "mean absolute", "", _mean(results), f"{inside} of {len(results)}"])
+    return _table(["model", "method", "band, samples/s", "error %", "in the band"], rows, "llrrr")
 
 
 TABLES = {f"replay:{table.__name__}": table for table in (groups, fits, scaling)}  # of the page
