@@ -14,7 +14,7 @@ from gradcast.units import format_size
 _EXAMPLE = "gradcast dev profile import layers.csv --name mymodel -o mymodel.json"
 _SHOW_EXAMPLE = "gradcast dev profile show resnet50"
 _LARGEST = 10
-_SMALL_BYTES = 64_000  # below this size an all-reduce is mostly start-up on every network in docs/reference/networks.md
+_SMALL_BYTES = 64_000  # below this size an all-reduce is mostly start-up on every published network
 
 
 def add_parser(commands: Any) -> None:
