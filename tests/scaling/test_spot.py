@@ -105,8 +105,8 @@ def test_an_elastic_training_goes_on_with_the_machines_that_are_left():
     assert spot.elastic_run(speeds, [10.0, 20.0]) is None
 
 
-def elastic(work_h, shares, **changes):
-    return spot.simulate_elastic(work_h * HOUR, shares, terms(**changes), run_count=4000, seed=7)
+def elastic(work_h, shares, run_count=4000, **changes):
+    return spot.simulate_elastic(work_h * HOUR, shares, terms(**changes), run_count=run_count, seed=7)
 
 
 def test_a_single_elastic_machine_is_an_ordinary_one():
@@ -133,5 +133,5 @@ def test_two_elastic_machines_have_the_mean_of_the_formula():
 
 
 def test_elastic_trainings_that_never_end_are_abandoned():
-    runs = elastic(5, [0.5, 1.0], revocations_per_hour=600.0)
+    runs = elastic(5, [0.5, 1.0], run_count=20, revocations_per_hour=600.0)
     assert {run.time_s for run in runs} == {math.inf}
