@@ -43,6 +43,20 @@ def test_lines_may_be_statistics(run, tmp_path):
     assert run("watch", write(tmp_path / "run.jsonl", lines)).out.endswith("steps: 100, alarms: 1\n")
 
 
+def test_the_last_snapshot_is_told(run, tmp_path):
+    numbers = {"step": 1200, "age_s": 3.4, "stall_ms": 12.0, "write_ms": 800.0, "overhead": 0.021, "failed": 0}
+    lines = [{"observed": step, "snapshots": None} for step in steps(3)]
+    lines += [{"observed": None, "snapshots": numbers | {"error": None}}]
+    path = write(tmp_path / "run.jsonl", lines)
+    expected = "snapshots: the last one is of step 1,200, 3.4 s old at the end of the run; the copy took 12.0 ms, "
+    assert (
+        run("watch", path).out == f"{expected}the write took 800.0 ms, 2.1% of the time in all\nsteps: 3, alarms: 0\n"
+    )
+    assert json.loads(run("watch", path, "--json").out)["snapshots"] == lines[-1]["snapshots"]
+    write(path, [{"observed": None, "snapshots": {"step": None, "failed": 2, "error": "OSError: full"}}])
+    assert "snapshots: none is complete; 2 failed, the last time with: OSError: full\n" in run("watch", path).out
+
+
 def test_what_is_expected_may_be_given(run, tmp_path):
     """All steps are alike, so without it nothing is wrong."""
     path = write(tmp_path / "run.jsonl", [{"step": number, "step_ms": 400} for number in range(50)])

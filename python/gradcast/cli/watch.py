@@ -1,6 +1,7 @@
-"""``gradcast watch``: the alarms of a run of the past."""
+"""``gradcast watch``: the alarms of a run of the past, and its last snapshot."""
 
 import argparse
+import collections
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ def add_parser(commands: Any) -> None:
     parser = common.command(
         commands,
         "watch",
-        "when a run of the past became slower than expected, and why",
+        "when a run of the past became slower than expected, and why, and its last snapshot",
         "Each line of the file is one step: handle.stats(), its field observed, or an object with step and step_ms. "
         "Ends with 1 if there are alarms.",
         _EXAMPLE,
@@ -34,7 +35,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    steps = list(_observations(read_text(args.run_, "run"), args.run_))
+    text = read_text(args.run_, "run")
+    steps, snapshots = list(_observations(text, args.run_)), _last_snapshots(text)
     if args.expected is not None:
         steps = [dataclasses.replace(step, expected_ms=args.expected / 1e6) for step in steps]
     ranks = args.ranks or max([1, *(len(step.compute_ms) for step in steps)])
@@ -42,13 +44,35 @@ def run(args: argparse.Namespace) -> int:
     for step in steps:
         alarms.add(step)
     if args.json:
-        common.print_json({"steps": len(steps), "alarms": [dataclasses.asdict(alarm) for alarm in alarms.all]})
+        found = {"steps": len(steps), "alarms": [dataclasses.asdict(alarm) for alarm in alarms.all]}
+        common.print_json(found | {"snapshots": snapshots})
     else:
+        if snapshots is not None:
+            print(_described(snapshots))
         for alarm in alarms.all:
             end = "still at the end of the run" if alarm.until_step is None else f"over at step {alarm.until_step:,}"
             print(f"{alarm.sentence} ({end})")
         print(f"steps: {len(steps)}, alarms: {len(alarms.all)}")
     return common.EXIT_FINDING if alarms.all else 0
+
+
+def _last_snapshots(text: str) -> dict[str, Any] | None:
+    """Their statistics at the end of the run; None if it took none. REQUIRES: each line is one that is observed."""
+    last = next((json.loads(line) for line in reversed(text.splitlines()) if line.strip()), {})
+    found = last.get("snapshots")
+    return found if isinstance(found, dict) else None
+
+
+def _described(snapshots: dict[str, Any]) -> str:
+    values = collections.defaultdict(lambda: None, snapshots)
+    failed = f"; {values['failed']} failed, the last time with: {values['error']}" if values["error"] else ""
+    if values["step"] is None:
+        return f"snapshots: none is complete{failed}"
+    ms = {"the copy": values["stall_ms"], "the write": values["write_ms"]}
+    times = ", ".join(f"{name} took {each:.1f} ms" for name, each in ms.items() if each is not None)
+    cost = "" if values["overhead"] is None else f", {values['overhead']:.1%} of the time in all"
+    age = "" if values["age_s"] is None else f", {values['age_s']:.1f} s old at the end of the run"
+    return f"snapshots: the last one is of step {values['step']:,}{age}; {times}{cost}{failed}"
 
 
 def _observations(text: str, path: str) -> Iterator[Observation]:
