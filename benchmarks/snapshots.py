@@ -1,10 +1,12 @@
 """What snapshots cost a training, beside torch.save and DCP's async_save as often.
 
     python -m benchmarks.snapshots [--model resnet50 | char_gpt] [--rate 400mbit] [--write-mb-per-s 200]
+    python -m benchmarks.snapshots --over-network --every 10 --kinds none,gradcast
 
 Hosts with slow links (root, iproute2) train a stand-in for an accelerator, or char_gpt on the CPU, in overlap mode.
 gradcast first chooses how often; then the kinds take turns, each for whole intervals between snapshots, and the time of
-a step is compared with that without snapshots in the same round. The hosts share this machine's cores and disk.
+a step is compared with that without snapshots in the same round. The hosts share this machine's cores and disk. With
+--over-network each piece is synced by the next host, which gets it over the slow link; as a file system on the network.
 """
 
 import argparse
@@ -12,8 +14,10 @@ import json
 import logging
 import os
 import shutil
+import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +66,35 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def sync_over_network() -> None:
+    """From now on each file that is synced sends what was added to it to the next rank, and waits for its answer."""
+    server = socket.create_server(("", 0))
+    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
+        own = (probe.getsockname()[0], server.getsockname()[1])
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, own)
+
+    def serve() -> None:
+        with server.accept()[0] as peer:
+            while head := peer.recv(8, socket.MSG_WAITALL):
+                left = int.from_bytes(head)
+                while left:
+                    left -= len(peer.recv(min(left, 1 << 20)))
+                peer.sendall(b"1")
+
+    threading.Thread(target=serve, daemon=True).start()
+    link = socket.create_connection(addresses[(dist.get_rank() + 1) % len(addresses)])
+    synced: dict[str, int] = {}
+
+    def fdatasync(descriptor: int) -> None:
+        name, size = os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size
+        added, synced[name] = size - synced.get(name, 0), size
+        link.sendall(added.to_bytes(8) + bytes(added))
+        link.recv(1)
+
+    os.fdatasync = fdatasync
 
 
 def chosen_every(training: Training, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +152,9 @@ def worker(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     folder = args.folder / str(os.getppid())
     options = {"write_bytes_per_s": args.write_mb_per_s and 1e6 * args.write_mb_per_s}
+    if args.over_network:
+        sync_over_network()
+        options["over_network"] = True
     training = Training(args.model, args.scale_size)
     training.steps(30)  # the warm-up, and the plan's first steps
     told = chosen_every(training, folder, args.settle_steps, options)
@@ -153,6 +189,7 @@ def main() -> int:
     parser.add_argument("--scale-size", type=float, default=1.0, help="of the stand-in's tensors (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/gradcast-snapshots"))
     parser.add_argument("--write-mb-per-s", type=float, help="the most that each rank writes")
+    parser.add_argument("--over-network", action="store_true", help="the folder is reached over the slow links")
     parser.add_argument("--every", type=int, help="steps between snapshots, in place of what is chosen")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=[*KINDS], help=f"of {', '.join(KINDS)}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default: 5)")

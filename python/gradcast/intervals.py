@@ -1,20 +1,22 @@
 """Unions of time intervals. Pure."""
 
-import math
 from collections.abc import Iterable
 
 
 def busy_periods_ns(intervals: Iterable[tuple[float, float]]) -> list[float]:
-    """Lengths of the periods that the intervals cover together, in order of time.
+    """Lengths of the periods that the intervals cover together, in order of time. ``intervals``: see ``united``."""
+    return [end_ns - begin_ns for begin_ns, end_ns in united(intervals)]
+
+
+def united(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The periods that the intervals cover together, in order of time.
 
     ``intervals``: (begin, end), in any order. Intervals that touch or overlap belong to one period.
     """
-    lengths_ns: list[float] = []
-    busy_until_ns = -math.inf
-    for begin_ns, end_ns in sorted(intervals):
-        if begin_ns > busy_until_ns:
-            lengths_ns.append(end_ns - begin_ns)
+    periods: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if periods and begin <= periods[-1][1]:
+            periods[-1] = (periods[-1][0], max(periods[-1][1], end))
         else:
-            lengths_ns[-1] += max(0, end_ns - busy_until_ns)
-        busy_until_ns = max(busy_until_ns, end_ns)
-    return lengths_ns
+            periods.append((begin, end))
+    return periods

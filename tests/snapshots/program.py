@@ -55,11 +55,15 @@ def train(
     sampler = gradcast.ResumableSampler(data)
     loader = gradcast.ResumableLoader(DataLoader(data, BATCH, sampler=sampler, drop_last=True, num_workers=0))
     extra = {"scheduler": scheduler}
-    step = gradcast.resume(folder, module, optimizer, loader, extra) or 0
+    step = gradcast.resume(folder, module, optimizer, loader, extra) or 0 if mode != "local" else None
     # Blocks of a few elements, so that a forward pass waits for updates one after the other.
     small = {"policy": "p3", "policy_parameters": {"slice_elements": 150}}
     options = gradcast.Options(warmup_steps=3, adapt=False, **small)
-    handle = gradcast.attach(module, optimizer if mode == "overlap" else None, options=options)
+    if mode == "local":
+        options = gradcast.Options(sync_every=5, outer_overlap=2)
+    handle = gradcast.attach(module, None if mode == "hook" else optimizer, options=options)
+    if step is None:
+        step = gradcast.resume(folder, module, optimizer, loader, extra) or 0
     parts = 0
 
     def count(names: list[str], _: list[nn.Parameter]) -> None:

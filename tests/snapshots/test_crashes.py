@@ -9,7 +9,7 @@ import pytest
 from training.needs import torch  # noqa: F401
 from training.pool import environment
 
-KINDS = ["overlap", "hook", "own folders"]
+KINDS = ["overlap", "hook", "local", "own folders"]
 
 
 def crashed(folder, kills, seed, kind):
@@ -26,7 +26,7 @@ def crashed(folder, kills, seed, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]] + KINDS[2:])
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:3]] + KINDS[3:])
 def test_a_few_kills(tmp_path, kind):
     crashed(tmp_path, 4, 11, kind)
 

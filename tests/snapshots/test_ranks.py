@@ -23,6 +23,7 @@ KINDS = {
     "int8": {"wire": "int8"},
     "clipped": {"clip": 0.1},
     "several optimizers": {"optimizers": 2},
+    "weighted": {"weighs": True},
 }
 
 
@@ -38,7 +39,9 @@ class Place:
         self.at = state["at"]
 
 
-def train(rank, folder, end, *, mode="overlap", accumulate=1, scaler=False, wire="fp32", clip=None, optimizers=1):
+def train(
+    rank, folder, end, *, mode="overlap", accumulate=1, scaler=False, wire="fp32", clip=None, optimizers=1, weighs=False
+):
     """Returns the digests of the steps. With ``scaler`` the gradients of one step overflow, so it is skipped."""
     resuming.resumed.clear()
     torch.manual_seed(3 + rank)
@@ -58,7 +61,8 @@ def train(rank, folder, end, *, mode="overlap", accumulate=1, scaler=False, wire
         for part in range(accumulate):
             rows = data[(place.at * accumulate + part) * 2 + rank :][:2]
             overflows = scaler and place.at == 4 and rank == 0
-            with handle.no_sync() if part + 1 < accumulate else contextlib.nullcontext():
+            weight = handle.weight(3 * rank + place.at % 5 + 2) if weighs else contextlib.nullcontext()
+            with weight, handle.no_sync() if part + 1 < accumulate else contextlib.nullcontext():
                 loss = module(rows).square().mean() * (torch.inf if overflows else 1.0)
                 (extra["scaler"].scale(loss) if scaler else loss).backward()
         for each in made:

@@ -234,6 +234,26 @@ def test_frequency():
     assert frequency.steps_between(write_s=0.01, cost_s=0.0, step_s=0.1, overhead=0.05) == 2
     text = frequency.sentence(12, write_s=0.7, cost_s=0.0252, step_s=0.1)
     assert text == "a snapshot every 12 steps costs 2.1%; at most 20 steps are lost"
+    text = frequency.sentence(10, write_s=0.3, cost_s=0.02, step_s=0.1, network_s=0.01)
+    assert "costs 2.0% (1.0% predicted for the network); at most 14" in text
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "reads_s", "size_bytes", "expected_s"),
+    [
+        # 4.5 pieces fit into the idle window of each step, so the fifth is 0.5 pieces late, and forward waits for it.
+        ([(0.045, 0.1)], [(0.1, 0.1)], 50, 10 * 0.005),
+        ([(0.045, 0.1)], [(0.1, 0.103)], 50, 10 * 0.002),  # less what is left until forward reads
+        ([(0.045, 0.1)], [(0.1, 0.2)], 50, 0.0),
+        # A short block is late by no more than it takes itself; the window behind it holds one piece.
+        ([(0.04, 0.042), (0.045, 0.1)], [(0.042, 0.042), (0.1, 0.1)], 50, 10 * 0.007),
+        ([(0.0, 0.1)], [(0.1, 0.1)], 21, 21 * 0.01),  # never idle: each piece is late
+    ],
+)
+def test_what_writing_over_the_network_costs(busy_s, reads_s, size_bytes, expected_s):
+    planned = frequency.PlannedStep(0.1, tuple(busy_s), tuple(reads_s), byte_s=0.01, ranks=1)
+    cost_s = frequency.cost_over_network_s(planned, size_bytes, piece_bytes=1, longest_wait_s=0.2)
+    assert cost_s == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize("steps", [8, 9])

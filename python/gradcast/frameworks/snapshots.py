@@ -78,6 +78,11 @@ class FrameworkSnapshots:
         framework's loop has made. ``arguments``: of handle.snapshots. Collective. Raises Error(invalid_use), on every
         rank, if one is not given what ``checkpoint`` has made. REQUIRES: ``is_on``."""
         whole, self._given = self._given, None
+        if handle.mode == "local":
+            raise refused(
+                "with local steps every rank has parameters of its own, and a framework's checkpoint has room for one; "
+                "leave out snapshots=FOLDER, or train without the framework"
+            )
         refusals = handle._session.group.gather(self._refusal(whole, steps))
         if refusal := next(filter(None, refusals), None):
             raise refused(refusal)

@@ -1,5 +1,7 @@
 """How often a snapshot is taken, from what one costs. Pure."""
 
+import bisect
+import dataclasses
 import math
 
 
@@ -18,7 +20,50 @@ def steps_of_write(write_s: float, step_s: float) -> int:
     return math.ceil(write_s / step_s)
 
 
-def sentence(every: int, write_s: float, cost_s: float, step_s: float) -> str:
-    """What snapshots cost, and what an end at any moment loses."""
+def sentence(every: int, write_s: float, cost_s: float, step_s: float, network_s: float | None = None) -> str:
+    """What snapshots cost, and what an end at any moment loses. ``network_s``: see cost_over_network_s."""
     lost = every + steps_of_write(write_s, step_s) + 1
-    return f"a snapshot every {every} steps costs {cost_s / (every * step_s):.1%}; at most {lost} steps are lost"
+    share = "" if network_s is None else f" ({network_s / (every * step_s):.1%} predicted for the network)"
+    return f"a snapshot every {every} steps costs {cost_s / (every * step_s):.1%}{share}; at most {lost} steps are lost"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """A step as its plan predicts it, in seconds since backward began.
+
+    ``busy_s``: begin and end of each period in which blocks travel, in order. ``reads_s``: when each gradient arrives,
+    and when forward reads its parameter, in the order in which it does. ``byte_s``: of a byte that leaves a host.
+    ``ranks``: that share its link.
+    """
+
+    step_s: float
+    busy_s: tuple[tuple[float, float], ...]
+    reads_s: tuple[tuple[float, float], ...]
+    byte_s: float
+    ranks: int
+
+
+def cost_over_network_s(planned: PlannedStep, size_bytes: int, piece_bytes: int, longest_wait_s: float) -> float:
+    """By how much longer all steps together take in which each rank writes so many bytes over the training's network.
+
+    Pieces follow one another while nothing travels. The last one of an idle window is late: the blocks behind it share
+    the link with its rest, and arrive that much later. While blocks travel, a piece waits for ``longest_wait_s``.
+    """
+    piece_s = piece_bytes * planned.byte_s * planned.ranks
+    ends_s = [end_s for _, end_s in planned.busy_s]
+    befores_s = [ends_s[-1] - planned.step_s, *ends_s[:-1]]
+    written, late_s = 0.0, []
+    for (begin_s, end_s), before_s in zip(planned.busy_s, befores_s, strict=True):
+        idle_s, travel_s = begin_s - before_s, end_s - begin_s
+        pieces = math.ceil(idle_s / piece_s)
+        impatient = travel_s / (longest_wait_s + piece_s) if travel_s > longest_wait_s else 0.0
+        written += pieces + impatient
+        late_s.append(min(pieces * piece_s - idle_s, travel_s) + impatient * piece_s)
+    if written == 0.0:  # the network is never idle
+        written = planned.step_s / (longest_wait_s + piece_s)
+        late_s = [written * piece_s] * len(late_s)
+    longer_s = 0.0
+    for arrival_s, read_s in planned.reads_s:
+        period = min(bisect.bisect_left(ends_s, arrival_s), len(ends_s) - 1)
+        longer_s = max(read_s + longer_s, arrival_s + late_s[period]) - max(read_s, arrival_s)
+    return size_bytes / (piece_bytes * written) * longer_s

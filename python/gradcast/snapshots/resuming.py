@@ -17,13 +17,17 @@ from gradcast.snapshots.state import (
     VERSION,
     from_bytes,
     group_names,
+    local_path,
     model_tensors,
     own_path,
     restore_random_state,
 )
 from gradcast.training.acceptance import unwrapped, unwrapped_optimizer
+from gradcast.training.attached_modules import attached_to
 from gradcast.training.compat.module_hooks import UncopiedHook
-from gradcast.training.ranks.group import gather
+from gradcast.training.local.session import LocalStepsSession
+from gradcast.training.ranks.group import Group
+from gradcast.training.training_session import TrainingSession, require_attached
 
 _PIECE_BYTES = 4 << 20
 
@@ -50,7 +54,8 @@ def resume(
     extra: Mapping[str, Any] | None = None,
 ) -> int | None:
     """Puts a training into the state of the newest complete snapshot in ``folder``. Returns its step, or None if there
-    is none. Call it on every rank, before or after ``attach``, and before ``handle.snapshots``.
+    is none. Call it on every rank that trains the model, before or after ``attach``, and before ``handle.snapshots``.
+    Before ``attach``, all workers of the program call it. With local steps it comes after ``attach``.
 
     ``model``, ``optimizer``: as for ``attach``, in the form that the snapshot was taken of. ``loader``, ``extra``: as
     for ``handle.snapshots``. Random states are set now, and once more where the first training forward pass begins, so
@@ -58,32 +63,36 @@ def resume(
     keep parts of their own, they send each other what they lack.
 
     Raises Error(invalid_use) on every rank, with the first difference, if the snapshot is of another model or optimizer
-    or not whole, before anything is changed.
+    or not whole, or was taken inside a round of local steps of another number of ranks, before anything is changed.
     """
     folder = Path(folder).resolve()
-    step = _newest_step(folder)
+    session = _session_of(model[0] if isinstance(model, list | tuple) else model)
+    group = _workers() if session is None or session.group.own is None else session.group
+    step = _newest_step(folder, group)
     if step is None:
         return None
-    reading = _complete(step, folder)
+    reading = _complete(step, folder, group)
     modules = list(model) if isinstance(model, list | tuple) else [model]
     module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
     extra = extra or {}
-    common, own = _objects(reading, step, folder)
+    common, own = _objects(reading, group, step, folder)
+    rounds, local = None, session if isinstance(session, LocalStepsSession) else None
     try:
-        difference = _difference(reading, common, module, optimizers, loader, extra)
+        difference = _difference(reading, common, module, optimizers, loader, extra, group, local)
+        if difference is not None:
+            difference += "; resume with the model and optimizer that it was taken of, or name another folder"
+        elif local is not None:
+            rounds = own["plan"] | {"tensors": _tensors_of_rounds(reading)}
+            local.check(rounds)
     except Error as error:
         difference = str(error)
-    difference = next((each for each in _gather(difference) if each is not None), None)
+    difference = next((each for each in group.gather(difference) if each is not None), None)
     if difference is not None:
-        raise refused(
-            f"the snapshot of step {step} in {folder} does not fit: {difference}; resume with the model and "
-            "optimizer that it was taken of, or name another folder"
-        )
-    saved = own or from_bytes(reading.object(own_path(0)))
+        raise refused(f"the snapshot of step {step} in {folder} does not fit: {difference}")
     if loader is not None:  # first, since it may be of other data and refuse this
-        loader.load_state_dict(saved["loader"])
+        loader.load_state_dict(own["loader"])
     reading.read({("model", name): tensor for name, tensor in model_tensors(module).items()})
     for name, value in common["model"].items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -91,28 +100,35 @@ def resume(
         _restore_optimizer(reading, common["optimizers"][number], module, each, number)
     for name, state in common["extra"].items():
         extra[name].load_state_dict(state)
-    if own is not None:
+    if local is not None:
+        local.load_state_dict(rounds)
+    if group.world_size == common["world_size"]:
         restore_random_states(own["random"], modules, next(module.parameters()).device)
-    resumed[folder] = Resumed(step, saved["plan"])
+    resumed[folder] = Resumed(step, None if local is not None else own["plan"])
     return step
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def _session_of(module: nn.Module) -> TrainingSession | None:
+    """That of a module to which gradcast is attached. Nothing of it is in flight then."""
+    attached = attached_to(module)
+    if attached is None:
+        return None
+    require_attached(attached.session)
+    attached.session.flush()
+    return attached.session
+
+
+def _workers() -> Group:
+    """All of the program."""
     is_distributed = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+    return Group(dist.get_rank(), dist.get_world_size(), own=dist.group.WORLD) if is_distributed else Group(0, 1)
 
 
-def _gather(value: Any) -> list[Any]:
-    """Every rank's value, on every rank. Collective."""
-    if _rank_and_world_size()[1] == 1:
-        return [value]
-    return gather(dist.group.WORLD, value, None)
-
-
-def _newest_step(folder: Path) -> int | None:
+def _newest_step(folder: Path, group: Group) -> int | None:
     """The newest step of which all ranks see a complete snapshot; None if no rank sees any, or only a first one that
     was not complete on all. Raises Error(invalid_use)."""
-    seen, unfinished = zip(*_gather((store.complete_steps(folder), store.unfinished_steps(folder))), strict=True)
+    answers = group.gather((store.complete_steps(folder), store.unfinished_steps(folder)))
+    seen, unfinished = zip(*answers, strict=True)
     common = set(seen[0]).intersection(*seen)
     if common:
         return max(common)
@@ -130,7 +146,7 @@ def _newest_step(folder: Path) -> int | None:
     return None
 
 
-def _complete(step: int, folder: Path) -> store.Reading:
+def _complete(step: int, folder: Path, group: Group) -> store.Reading:
     """Opens the snapshot, after files that a rank lacks were sent from one that has them. Raises Error(invalid_use) on
     every rank if nobody has one, or one cannot be written. Collective."""
     reading, failure = None, None
@@ -138,19 +154,19 @@ def _complete(step: int, folder: Path) -> store.Reading:
         reading = store.Reading(store.place_of(folder, step))
     except Exception as error:  # of unpickling: anything
         failure = f".metadata cannot be read ({type(error).__name__}: {error})"
-    missing = _gather_or_refuse(reading and reading.missing(), failure, step, folder)
+    missing = _gather_or_refuse(group, reading and reading.missing(), failure, step, folder)
     for name in sorted(set().union(*missing)):
         sender = next((each for each, names in enumerate(missing) if name not in names), None)
         if sender is None:
-            _gather_or_refuse(None, f"{name} is cut off or not there", step, folder)
-        failure = _send(reading, name, sender, missing)
-        _gather_or_refuse(None, failure, step, folder)
+            _gather_or_refuse(group, None, f"{name} is cut off or not there", step, folder)
+        failure = _send(reading, group, name, sender, missing)
+        _gather_or_refuse(group, None, failure, step, folder)
     return reading
 
 
-def _send(reading: store.Reading, name: str, sender: int, missing: Sequence[Sequence[str]]) -> str | None:
+def _send(reading: store.Reading, group: Group, name: str, sender: int, missing: Sequence[Sequence[str]]) -> str | None:
     """Copies a file from one rank to those that lack it. Returns why this rank has failed, if so. Collective."""
-    rank, failure, offset = _rank_and_world_size()[0], None, 0
+    rank, failure, offset = group.rank, None, 0
     lacks, new = name in missing[rank], reading.new_part(name)
     while True:
         piece = b""
@@ -158,7 +174,7 @@ def _send(reading: store.Reading, name: str, sender: int, missing: Sequence[Sequ
             piece = reading.piece(name, offset, _PIECE_BYTES) if rank == sender else b""
         except OSError as error:
             failure = f"rank {rank} cannot read {name} ({error})"
-        piece = _gather(piece)[sender]
+        piece = group.gather(piece)[sender]
         offset += len(piece)
         try:
             if lacks and failure is None:
@@ -169,24 +185,35 @@ def _send(reading: store.Reading, name: str, sender: int, missing: Sequence[Sequ
             return failure
 
 
-def _objects(reading: store.Reading, step: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What the snapshot holds besides tensors: for all ranks, and for this one (None if the number of workers is
-    another one). Raises Error(invalid_use), on every rank, if one cannot read it. Collective."""
-    rank, world_size = _rank_and_world_size()
-    common, own, failure = {}, None, None
+def _objects(reading: store.Reading, group: Group, step: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the snapshot holds besides tensors: for all ranks, and for this one, which goes on as the rank of that
+    number did; where there were fewer, from the first one again. From here on ``reading`` has that rank's tensors.
+    Raises Error(invalid_use), on every rank, if one cannot read it. Collective."""
+    common, own, failure = {}, {}, None
     try:
         common = from_bytes(reading.object(COMMON))
-        if world_size == common["world_size"]:
-            own = from_bytes(reading.object(own_path(rank)))
+        rank = group.rank % common["world_size"]
+        own = from_bytes(reading.object(own_path(rank)))
+        if common.get("is_local", False):
+            common = own["common"]
+            reading.enter(local_path(rank))
     except Exception as error:  # of unpickling: anything
-        failure = f"rank {rank} cannot read it ({type(error).__name__}: {error})"
-    _gather_or_refuse(None, failure, step, folder)
+        failure = f"rank {group.rank} cannot read it ({type(error).__name__}: {error})"
+    _gather_or_refuse(group, None, failure, step, folder)
     return common, own
 
 
-def _gather_or_refuse(value: Any, failure: str | None, step: int, folder: Path) -> list[Any]:
+def _tensors_of_rounds(reading: store.Reading) -> dict[str, dict[str, torch.Tensor]]:
+    """Of a state of local steps, without the parameters, which are the model's."""
+    found: dict[str, dict[str, torch.Tensor]] = {"values": {}, "momentum": {}}
+    for (what, name), each in reading.tensors(path for path in reading.contents if path[0] in found).items():
+        found[what][name] = each
+    return found
+
+
+def _gather_or_refuse(group: Group, value: Any, failure: str | None, step: int, folder: Path) -> list[Any]:
     """Every rank's value, unless one has failed. Collective."""
-    answers = _gather((value, failure))
+    answers = group.gather((value, failure))
     first = next((each for _, each in answers if each is not None), None)
     if first is not None:
         raise refused(
@@ -217,9 +244,16 @@ def _difference(
     optimizers: Sequence[Optimizer],
     loader: Any,
     extra: Mapping[str, Any],
+    group: Group,
+    local: LocalStepsSession | None,
 ) -> str | None:
     if common["version"] != VERSION:
         return f"its format has the version {common['version']}, and this gradcast reads {VERSION}"
+    is_local = common.get("is_local", False)
+    if is_local and local is None:
+        raise refused("it is of local steps; call gradcast.attach() with options.sync_every before gradcast.resume()")
+    if not is_local and local is not None:
+        raise refused("it is of a training without local steps; leave options.sync_every out, or name another folder")
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in model_tensors(module).items()}
     saved = {path[1]: value for path, value in reading.contents.items() if path[0] == "model"}
     for name in [*own, *saved]:
@@ -247,7 +281,7 @@ def _difference(
     ):
         if mine != theirs:
             return f"resume() is given {what}={mine}, and it was taken with {what}={theirs}"
-    workers = _rank_and_world_size()[1]
+    workers = group.world_size
     if workers != common["world_size"] and not common["is_global"]:
         return f"the place of its loader is of {common['world_size']} workers, and these are {workers}"
     return None

@@ -25,13 +25,15 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.snapshots.agreement import Agreement
+from gradcast.snapshots.frequency import PlannedStep
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
 from gradcast.snapshots.signals import Signals
-from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, own_path, random_state, to_bytes
+from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, local_path, own_path, random_state, to_bytes
 from gradcast.snapshots.store import Pace, Path_
 from gradcast.snapshots.writer import Place, Writer, Written
+from gradcast.training.training_session import TrainingSession
 
 _log = logging.getLogger("gradcast")
 
@@ -48,6 +50,7 @@ class _Taken:
     position: Any = None
     awaiting: set[str] | None = None
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rounds: dict[Path_, torch.Tensor] = dataclasses.field(default_factory=dict)  # with local steps
     common: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
@@ -60,8 +63,7 @@ class Snapshots:
         agreement: Agreement,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        due_names: Callable[[], list[str]],
-        complete_updates: Callable[[], None],
+        session: Callable[[], TrainingSession],
         plan_state: Callable[[], dict[str, Any]],
         *,
         start_step: int,
@@ -71,13 +73,15 @@ class Snapshots:
         loader: Any,
         extra: Mapping[str, Any],
         pace: Pace,
+        planned: Callable[[], PlannedStep | None] | None,
         signals: Sequence[int],
     ) -> None:
-        """``due_names``: returns the parameters whose updates are due, which ``complete_updates`` runs. ``plan_state``:
-        handle.state_dict()."""
+        """``session``: the present one. ``plan_state``: its state_dict(), with local steps without the parameters."""
         self._place, self._optimizers = place, list(optimizers)
         self._module = weakref.ref(module)
-        self._due_names, self._complete_updates, self._plan_state = due_names, complete_updates, plan_state
+        self._session, self._plan_state = session, plan_state
+        self._is_local = session().mode == "local"
+        self._prefix = local_path(place.rank) if self._is_local else ()
         self._loader, self._extra = loader, dict(extra)
         self._device = next(module.parameters()).device
         self._copies: Copies | None = None
@@ -90,7 +94,7 @@ class Snapshots:
         self._schedule = Schedule(start_step, start_step + (every or _FIRST_STEPS))
         frequency = {"overhead": overhead, "keep": keep, "every": every}
         self._writer = Writer(
-            place, agreement, self._schedule, self._times, **frequency, pace=pace, looks=bool(signals)
+            place, agreement, self._schedule, self._times, **frequency, pace=pace, planned=planned, looks=bool(signals)
         )
         self._signals = Signals(signals, self._writer.ask_for_last)
         self._has_ended = False
@@ -109,7 +113,7 @@ class Snapshots:
         Idempotent; ``handle.detach()`` does it, too. Call it on every rank."""
         try:
             if self._taken is not None and self._writer.ended is None:
-                self._complete_updates()
+                self._session().complete_due_updates()
                 self.begin_copy()
                 if self._taken is not None:
                     self._finish_copy()
@@ -177,7 +181,7 @@ class Snapshots:
                     self._taken.position = copy.deepcopy(self._loader.state_dict())
 
     def before_forward(self, module: nn.Module, _inputs: Any, _compiled: bool) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._session().lends:
             self.begin_copy()
 
     def on_update(self, names: list[str], _parameters: list[nn.Parameter]) -> None:
@@ -228,21 +232,26 @@ class Snapshots:
     def _copy_complete(self, taken: _Taken, module: nn.Module) -> None:
         """Copies all but the parameters whose updates are due."""
         taken.own["random"] = random_state(self._device)
+        plan = self._plan_state()
+        if self._is_local:
+            tensors = plan.pop("tensors")
+            taken.rounds = {(what, name): each for what, named in tensors.items() for name, each in named.items()}
         if self._copies is None or not self._copies.fits(module):
-            self._copies = Copies(module, self._optimizers, self._place.rank, self._place.world_size)
-            self._tell_size()
-        taken.own |= {"plan": self._plan_state(), "loader": self._position(taken)}
-        if self._place.rank == 0:
+            part = (0, 1) if self._is_local else (self._place.rank, self._place.world_size)
+            self._copies = Copies(module, self._optimizers, *part)
+            self._tell_size(taken)
+        taken.own |= {"plan": plan, "loader": self._position(taken)}
+        if self._is_local or self._place.rank == 0:
             extra_state = {n: v for n, v in module.state_dict(keep_vars=True).items() if n.endswith("_extra_state")}
             extra = {name: each.state_dict() for name, each in self._extra.items()}
             taken.common = {"model": to_bytes(extra_state), "extra": to_bytes(extra)}
         self._copies.begin()
         self._copies.copy_buffers()
-        taken.awaiting = set(self._due_names())
+        taken.awaiting = set(self._session().due_names())
         self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
 
-    def _tell_size(self) -> None:
-        size = self._copies.size_bytes
+    def _tell_size(self, taken: _Taken) -> None:
+        size = self._copies.size_bytes + sum(each.nbytes for each in taken.rounds.values())
         if self.stats()["copy_bytes"] != size:
             self._writer.set_copy_bytes(size)
             _log.info("snapshots: rank %d keeps a copy of %.1f MB of the state", self._place.rank, size / 1e6)
@@ -261,11 +270,14 @@ class Snapshots:
             if written.failure is None:
                 self._copies.copy_rest()
                 if place.completes:
-                    written.paths = self._copies.paths(place.world_size)
+                    tensors = [*self._copies.paths(), *taken.rounds]
+                    objects = [COMMON, *map(own_path, range(place.world_size))]
+                    written.paths = [*((*self._prefix, *path) for path in tensors), *objects]
                 common = {"version": VERSION, "step": written.step, "world_size": place.world_size}
+                common["is_local"] = self._is_local
                 common["has_loader"] = self._loader is not None
                 common["is_global"] = self._loader is None or isinstance(self._loader, ResumableLoader)
-                if place.rank == 0:
+                if self._is_local or place.rank == 0:
                     common["optimizers"] = self._copies.optimizers_state()
                 written.values = lambda: self._values(taken, common)
         self._taken = None
@@ -273,10 +285,13 @@ class Snapshots:
 
     def _values(self, taken: _Taken, common: dict[str, Any]) -> dict[Path_, Any]:
         """What this rank writes. Called by the writer's thread."""
-        values: dict[Path_, Any] = dict(self._copies.values())
-        values[own_path(self._place.rank)] = to_bytes(taken.own)
+        tensors = self._copies.values() | taken.rounds
+        values: dict[Path_, Any] = {(*self._prefix, *path): each for path, each in tensors.items()}
+        common |= {name: from_bytes(each) for name, each in taken.common.items()}
+        own = {"common": common} if self._is_local else {}
+        values[own_path(self._place.rank)] = to_bytes(taken.own | own)
         if self._place.rank == 0:
-            values[COMMON] = to_bytes(common | {name: from_bytes(each) for name, each in taken.common.items()})
+            values[COMMON] = to_bytes(common)
         return values
 
     # --- What a snapshot costs ---

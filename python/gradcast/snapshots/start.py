@@ -11,9 +11,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gradcast import _core
 from gradcast.errors import Error, refused
+from gradcast.host_traffic import leaving_share
+from gradcast.intervals import united
 from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement, store_of
+from gradcast.snapshots.frequency import PlannedStep
 from gradcast.snapshots.resuming import resumed
 from gradcast.snapshots.sampler import PlaceInData
 from gradcast.snapshots.snapshots import Snapshots
@@ -22,7 +26,10 @@ from gradcast.snapshots.writer import Place
 from gradcast.training.acceptance import unwrapped_optimizer
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.handle import Handle
+from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
+from gradcast.training.session import Session
+from gradcast.training.training_session import TrainingSession
 
 _log = logging.getLogger("gradcast")
 
@@ -63,18 +70,19 @@ def start(
     name, place = agree_on_folder(handle._session.group, folder, start_step, options, failure)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
+    paces = over_network and hasattr(handle._session, "exchange") and place.world_size > 1
     snapshots = Snapshots(
         place,
         Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
         module,
         optimizers,
-        lambda: handle._session.due_names(),
-        lambda: handle._session.complete_due_updates(),
+        lambda: handle._session,
         _plan_state(handle),
         start_step=start_step,
         loader=loader,
         extra=extra,
-        pace=store.Pace(write_bytes_per_s, (lambda: handle._session.exchange.busy) if over_network else None),
+        pace=store.Pace(write_bytes_per_s, (lambda: handle._session.exchange.busy) if paces else None),
+        planned=(lambda: planned_step(handle._session)) if paces else None,
         signals=signals,
         **frequency,
     )
@@ -186,8 +194,28 @@ def _require_arguments(
         )
 
 
+def planned_step(session: TrainingSession) -> PlannedStep | None:
+    """The step that the plan in force predicts; None before there is one, or if no block leaves a host."""
+    hosts = session.group.hosts
+    if not isinstance(session, Session) or session.profile is None or hosts is None or hosts.count == 1:
+        return None
+    agreed, exchange = session.controller.agreed, session.exchange
+    timeline = _core.play(agreed.profile, agreed.profile.link, agreed.in_force)
+    busy = united((each.launch_ns / 1e9, each.finish_ns / 1e9) for each in timeline.blocks)
+    # In hook mode forward begins when the last block has arrived, and what is read then waits for it.
+    reads_s = [(each.arrival_ns / 1e9, each.read_ns / 1e9) for each in timeline.tensors]
+    if session.mode == "hook":
+        reads_s = [(busy[-1][1], busy[-1][1])]
+    byte_s = agreed.profile.link.all_reduce.pieces[-1].beta_ns_per_byte / 1e9
+    leaving = leaving_share(hosts, exchange.form, exchange.wire)
+    return PlannedStep(timeline.iteration_ns / 1e9, tuple(busy), tuple(reads_s), byte_s / leaving, max(hosts.sizes))
+
+
 def _plan_state(handle: Handle) -> Callable[[], dict[str, Any]]:
-    """handle.state_dict(), made again only when it has changed."""
+    """handle.state_dict(), whose large parts are made again only when they have changed."""
+    session, tensors = handle._session, {}
+    if isinstance(session, LocalStepsSession):
+        return lambda: session.state_for_snapshot(tensors)
     kept: list[Any] = [None, None]
 
     def plan_state() -> dict[str, Any]:
@@ -195,6 +223,6 @@ def _plan_state(handle: Handle) -> Callable[[], dict[str, Any]]:
         # With 8 bits on the wire it holds what rounding has left, which changes with every step.
         if kept[0] != version or handle.stats()["wire"] == "int8":
             kept[:] = [version, handle.state_dict()]
-        return kept[1]
+        return kept[1] | {"mean_weight": handle._session.mean_weight}
 
     return plan_state

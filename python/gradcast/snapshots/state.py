@@ -2,7 +2,7 @@
 
 Parameters, optimizer state and buffers are the same on all ranks, so each rank copies and writes a part of them. A
 parameter and its optimizer state have one owner, which follows from the sizes of the parameters. Buffers are rank 0's:
-those of a bare module travel from there.
+those of a bare module travel from there. With local steps all of this is each rank's own, and each writes it whole.
 """
 
 import copy
@@ -24,8 +24,13 @@ COMMON = ("gradcast",)  # the path of what is no tensor
 
 
 def own_path(rank: int) -> Path_:
-    """The path of what belongs to one rank."""
+    """The path of what belongs to one rank, and is no tensor."""
     return ("ranks", str(rank))
+
+
+def local_path(rank: int) -> Path_:
+    """With local steps, what the paths of a rank's tensors begin with."""
+    return ("local", str(rank))
 
 
 def owners(parameters: dict[str, nn.Parameter], world_size: int) -> dict[str, int]:
@@ -149,13 +154,13 @@ class Copies:
             found.append(copy.deepcopy(own | {"on_host": on_host, "others": others}))
         return found
 
-    def paths(self, world_size: int) -> list[Path_]:
-        """Of everything that all ranks write together. REQUIRES: as ``optimizers_state``."""
+    def paths(self) -> list[Path_]:
+        """Of the tensors of all ranks' parts. REQUIRES: as ``optimizers_state``."""
         found: list[Path_] = [("model", key) for key in self._tensors]
         for name, (number, _, _) in self._place.items():
             state = self._entry(name).items()
             found += [("optimizer", str(number), name, k) for k, v in state if isinstance(v, torch.Tensor)]
-        return [*found, COMMON, *map(own_path, range(world_size))]
+        return found
 
     def _entry(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter. ``dict.get``: gradcast guards the state, and would wait for more."""

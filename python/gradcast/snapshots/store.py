@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 Path_ = tuple[str, ...]  # of a value in the nested state dict
-_PIECE_BYTES = 1 << 20
-_LONGEST_WAIT_S = 0.2  # of a piece, for the network
+PIECE_BYTES = 1 << 20
+LONGEST_WAIT_S = 0.2  # of a piece, for the network
 _LOOK_S = 0.001
 _COMPLETE = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-(\d+)\.tmp")
@@ -80,7 +80,7 @@ def remove_leftovers(folder: Path, beyond: int | None) -> None:
 @dataclasses.dataclass
 class Pace:
     """How fast a part is written. ``bytes_per_s``: at most. ``is_network_busy``: in that time nothing is written, for a
-    folder that is reached over the training's network; a piece waits for at most ``_LONGEST_WAIT_S``."""
+    folder that is reached over the training's network; a piece waits for at most ``LONGEST_WAIT_S``."""
 
     bytes_per_s: float | None = None
     is_network_busy: Callable[[], bool] | None = None
@@ -90,7 +90,7 @@ class Pace:
         if self.bytes_per_s is not None:
             time.sleep(max(0.0, since_s + (written + size) / self.bytes_per_s - time.monotonic()))
         if self.is_network_busy is not None:
-            end_s = time.monotonic() + _LONGEST_WAIT_S
+            end_s = time.monotonic() + LONGEST_WAIT_S
             while self.is_network_busy() and time.monotonic() < end_s:
                 time.sleep(_LOOK_S)
 
@@ -103,8 +103,8 @@ class _PacedStream:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
             self._pace.await_turn(len(piece), self._since_s, self._written)
             self._file.write(piece)
             self._written += len(piece)
@@ -125,7 +125,7 @@ class _PacedFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         # What small tensors are gathered in: whenever a piece goes to the system, training may take the GIL.
-        with Path(path).open(mode, buffering=_PIECE_BYTES) as file:
+        with Path(path).open(mode, buffering=PIECE_BYTES) as file:
             yield file if self._pace == Pace() else _PacedStream(file, self._pace)
 
 
@@ -162,13 +162,14 @@ class _FileOfTensors:
 @dataclasses.dataclass
 class Layout:
     """What all snapshots of a training share, made with the first one. ``own``: by key, shape and dtype of what this
-    rank writes; ``items``, ``tensors``: of all ranks, where snapshots are completed."""
+    rank writes; ``items``, ``tensors``, ``paths``: of all ranks, where snapshots are completed."""
 
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
     objects_plan: SavePlan | None = None
     file: _FileOfTensors | None = None
     items: dict[int, list[WriteItem]] = dataclasses.field(default_factory=dict)
     tensors: dict[int, Sequence[WriteResult]] = dataclasses.field(default_factory=dict)
+    paths: dict[int, list[Path_]] = dataclasses.field(default_factory=dict)
     _metadata: Metadata | None = None
 
     def take_in(self, parts: list[bytes]) -> list[Any]:
@@ -177,20 +178,21 @@ class Layout:
         for rank, part in enumerate(parts):
             new, objects = pickle.loads(part) if part else (None, [])
             if new is not None:
-                self.items[rank], self.tensors[rank] = new
+                self.items[rank], self.tensors[rank], self.paths[rank] = new
                 self._metadata = None
             found.append([*objects, *self.tensors.get(rank, ())])
         return found
 
     def metadata(self, paths: list[Path_]) -> Metadata:
-        """``paths``: of all values."""
+        """``paths``: of values that may not be missing, in their order."""
         if self._metadata is None:
             plans = [SavePlan(items) for _, items in sorted(self.items.items())]
-            self._metadata = create_default_global_save_plan(plans)[1]
-        known = self._metadata.state_dict_metadata
-        if lacking := next((path for path in paths if _key(path) not in known), None):
+            known = {_key(path): path for own in self.paths.values() for path in own}
+            known = {_key(path): path for path in paths if _key(path) in known} | known
+            self._metadata = dataclasses.replace(create_default_global_save_plan(plans)[1], planner_data=known)
+        if lacking := next((path for path in paths if _key(path) not in self._metadata.planner_data), None):
             raise RuntimeError(f"no rank has written {_key(lacking)}")
-        return dataclasses.replace(self._metadata, planner_data={_key(path): path for path in paths})
+        return self._metadata
 
 
 class Writing:
@@ -202,7 +204,7 @@ class Writing:
         self._layout, self._pace = layout, pace
 
     def write_part(self, own: Mapping[Path_, Any]) -> bytes:
-        """Writes this rank's values, contiguous tensors in host memory or picklable objects, and syncs them to the
+        """Writes this rank's values, dense tensors in host memory or picklable objects, and syncs them to the
         disk. Returns what ``complete`` needs to know. Raises OSError."""
         self._unfinished.mkdir(parents=True, exist_ok=True)
         layout = self._layout
@@ -225,11 +227,11 @@ class Writing:
         file = self._unfinished / of_tensors[0].storage_data.relative_path if of_tensors else None
         layout.file = None if file is None else _FileOfTensors(file, of_tensors, flat)
         layout.own, layout.objects_plan = kinds, plans[-2]  # nothing has failed, so that the others learn of it
-        return pickle.dumps(((items, of_tensors), of_objects))
+        return pickle.dumps(((items, of_tensors, list(own)), of_objects))
 
     def complete(self, results: list[Any], paths: list[Path_]) -> None:
-        """Makes the snapshot a complete one. ``results``: of all ranks, from Layout.take_in. ``paths``: of all values.
-        Raises OSError."""
+        """Makes the snapshot a complete one. ``results``: of all ranks, from Layout.take_in. ``paths``: see
+        Layout.metadata. Raises OSError."""
         FileSystemWriter(self._unfinished).finish(self._layout.metadata(paths), results)
         _sync(self._unfinished)
         self._unfinished.rename(self._place)
@@ -261,6 +263,12 @@ class Reading:
             is_tensor = hasattr(stored, "properties")
             self.contents[tuple(path)] = (stored.size, stored.properties.dtype) if is_tensor else None
         self._place = place
+        self._prefix: Path_ = ()
+
+    def enter(self, prefix: Path_) -> None:
+        """From now on the paths of tensors, those of ``contents``, too, are what follows this one."""
+        count, self._prefix = len(prefix), prefix
+        self.contents = {path[count:]: each for path, each in self.contents.items() if path[:count] == prefix}
 
     def missing(self) -> list[str]:
         """The names of files that are not there, or cut off."""
@@ -281,7 +289,7 @@ class Reading:
 
     def read(self, into: dict[Path_, torch.Tensor]) -> None:
         """Reads values into these tensors of the same shapes."""
-        self._read({_key(path): tensor for path, tensor in into.items()})
+        self._read({_key((*self._prefix, *path)): tensor for path, tensor in into.items()})
 
     def tensors(self, paths: Iterable[Path_]) -> dict[Path_, torch.Tensor]:
         """Reads these, into host memory."""
@@ -318,7 +326,7 @@ class NewPart:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """The memory of a dense tensor on the host."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -33,6 +33,11 @@ class Whole:
                 f"the snapshot of step {step} in {folder} does not fit: its format has the version "
                 f"{self._common['version']}, and this gradcast reads {VERSION}"
             )
+        if self._common.get("is_local", False):
+            raise refused(
+                f"the snapshot of step {step} in {folder} does not fit: it is of local steps; go on from it with "
+                "gradcast.resume(), without the framework"
+            )
         self.extra: dict[str, Any] = self._common["extra"]
         ranks = range(self._common["world_size"])
         self.ranks: list[dict[str, Any]] = [from_bytes(self._reading.object(own_path(rank))) for rank in ranks]

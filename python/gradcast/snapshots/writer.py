@@ -63,6 +63,7 @@ class _Outcome:
     cost_s: float
     step_s: float
     step: int  # that the rank which is ahead has made by now
+    network_s: float | None  # of the cost, as the plan predicts it
 
 
 class Writer:
@@ -77,12 +78,13 @@ class Writer:
         keep: int,
         every: int | None,
         pace: store.Pace,
+        planned: Callable[[], frequency.PlannedStep | None] | None,
         looks: bool,
     ) -> None:
-        """``times``: from the stall, what the snapshot costs so far and a step without one, in seconds. ``looks``: for
-        ranks that want a snapshot soon."""
+        """``times``: from the stall, what the snapshot costs so far and a step without one, in seconds. ``planned``: a
+        step, for writes over the training's network. ``looks``: for ranks that want a snapshot soon."""
         self._place, self._agreement, self._schedule, self._times = place, agreement, schedule, times
-        self._overhead, self._keep, self._every, self._pace = overhead, keep, every, pace
+        self._overhead, self._keep, self._every, self._pace, self._planned = overhead, keep, every, pace, planned
         self._look_s = _LOOK_S if looks else None
         self._layout = store.Layout()
         self._changed = threading.Condition()
@@ -98,10 +100,8 @@ class Writer:
         self._is_failing = self._deletion_fails = False
         self._busy = False
         self._written_s: float | None = None
-        self._stats: dict[str, Any] = dict.fromkeys(
-            ("step", "age_s", "every", "stall_ms", "write_ms", "overhead", "copy_bytes", "failed", "error")
-        )
-        self._stats["failed"] = 0
+        keys = ("step", "age_s", "every", "overhead", "stall_ms", "write_ms", "cost_ms", "predicted_network_ms")
+        self._stats: dict[str, Any] = dict.fromkeys((*keys, "copy_bytes")) | {"failed": 0, "error": None}
         self._thread = threading.Thread(target=self._run, name="gradcast snapshots", daemon=True)
         self._thread.start()
 
@@ -207,10 +207,11 @@ class Writer:
 
     def _write(self, written: Written) -> _Outcome:
         writing = store.Writing(self._place.folder, written.step, self._place.rank, self._layout, self._pace)
-        error, part = written.failure, b""
+        error, part, network_s = written.failure, b"", None
         if error is None:
             try:
-                part = writing.write_part(written.values())
+                values = written.values()
+                part, network_s = writing.write_part(values), self._network_s(values)
             except Exception as failure:
                 error = _described(failure)
         parts: list[bytes] = []
@@ -231,10 +232,17 @@ class Writer:
                 writing.abandon()
         cost_s, step_s = self._times(written.stall_s)
         write_s = time.perf_counter() - written.begun_s
-        own = _Outcome(error, write_s, cost_s, step_s or max(write_s, 1e-3), self._schedule.step)
+        own = _Outcome(error, write_s, cost_s, step_s or max(write_s, 1e-3), self._schedule.step, network_s)
         outcome = self._agreement.decide(own, _worst)
         self._delete_old(outcome)
         return outcome
+
+    def _network_s(self, values: dict[store.Path_, Any]) -> float | None:
+        planned = None if self._planned is None else self._planned()
+        if planned is None:
+            return None
+        size = sum(each.nbytes if hasattr(each, "nbytes") else len(each) for each in values.values())
+        return frequency.cost_over_network_s(planned, size, store.PIECE_BYTES, store.LONGEST_WAIT_S)
 
     def _delete_old(self, outcome: _Outcome) -> None:
         if not self._place.completes or outcome.error is not None:
@@ -254,6 +262,8 @@ class Writer:
                 self._costs.append((outcome.write_s, outcome.cost_s, outcome.step_s))
                 self._written_s = time.monotonic()
                 ms = {"stall_ms": written.stall_s * 1e3, "write_ms": outcome.write_s * 1e3}
+                network_s = outcome.network_s
+                ms["predicted_network_ms"] = None if network_s is None else network_s * 1e3
                 self._stats |= {"step": written.step, **ms}
             else:
                 self._stats["failed"] += 1
@@ -273,7 +283,7 @@ class Writer:
         costs = self._costs or [(outcome.write_s, outcome.cost_s, outcome.step_s)]
         write_s, cost_s, step_s = (statistics.median(values) for values in zip(*costs, strict=True))
         every = self._every or frequency.steps_between(write_s, cost_s, step_s, self._overhead)
-        self._tell(every, write_s, cost_s, step_s)
+        self._tell(every, write_s, cost_s, step_s, outcome.network_s)
         soon = self._agreement.decide(None, lambda _: self._agreement.is_asked_for_one() and not self._is_served)
         self._choose(outcome.step, lambda now: step + every * max(1, math.ceil((now - step) / every)), soon, None)
 
@@ -309,11 +319,11 @@ class Writer:
                 return
             margin *= 2
 
-    def _tell(self, every: int, write_s: float, cost_s: float, step_s: float) -> None:
-        self._stats |= {"every": every, "overhead": cost_s / (every * step_s)}
+    def _tell(self, every: int, write_s: float, cost_s: float, step_s: float, network_s: float | None) -> None:
+        self._stats |= {"every": every, "cost_ms": cost_s * 1e3, "overhead": cost_s / (every * step_s)}
         told = self._told_every
         if self._place.rank == 0 and (told is None or max(every / told, told / every) >= _SHOWN_CHANGE):
-            _log.info("snapshots: %s", frequency.sentence(every, write_s, cost_s, step_s))
+            _log.info("snapshots: %s", frequency.sentence(every, write_s, cost_s, step_s, network_s))
             self._told_every = every
 
 
@@ -324,7 +334,8 @@ def _combined(answers: list[tuple[bool, int, bool, bool]]) -> tuple[bool, int, b
 
 def _worst(outcomes: list[_Outcome]) -> _Outcome:
     longest = {n: max(getattr(each, n) for each in outcomes) for n in ("write_s", "cost_s", "step_s", "step")}
-    return _Outcome(_first_error([each.error for each in outcomes]), **longest)
+    network_s = max((each.network_s for each in outcomes if each.network_s is not None), default=None)
+    return _Outcome(_first_error([each.error for each in outcomes]), **longest, network_s=network_s)
 
 
 def _first_error(errors: list[str | None]) -> str | None:

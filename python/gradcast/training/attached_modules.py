@@ -41,6 +41,13 @@ def detach_left(module: nn.Module) -> None:
         detach(attached)
 
 
+def attached_to(module: nn.Module) -> Attached | None:
+    """What gradcast has put on the module, if it is attached to it."""
+    reference = attached_modules.get(unwrapped(module))
+    attached = None if reference is None else reference()
+    return None if attached is None or attached.released else attached
+
+
 def close_at_exit(attached: Attached) -> None:
     """Closes the session when the interpreter exits, if it is still attached then."""
     reference = weakref.ref(attached)

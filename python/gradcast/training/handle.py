@@ -266,11 +266,6 @@ class Handle:
         """
         from gradcast.snapshots.start import start
 
-        if self.mode == "local":
-            raise refused(
-                "a snapshot takes each parameter from one rank, and with local steps every rank has parameters of its "
-                "own; save model, optimizer and handle.state_dict() on each rank"
-            )
         if self._snapshots is not None:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree

@@ -108,12 +108,17 @@ class Session(SessionParts):
         if self._module_buffers is not None:
             self._module_buffers.on_sent()
 
+    @property
+    def mean_weight(self) -> float | None:
+        with self._lock:
+            return self._weights.reference
+
     def state_dict(self) -> dict[str, Any]:
         unseen = {self._states[index].name: read for index, read in self.controller.unseen_reads.items()}
         if self.buffers.residuals:
             self.flush()
         state = agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
-        return state | residuals.saved(self.buffers, self.group)
+        return state | {"mean_weight": self.mean_weight} | residuals.saved(self.buffers, self.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.flush()
@@ -125,6 +130,8 @@ class Session(SessionParts):
         with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
             state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
         here = MeasuredExchange(self.group.hosts, self.exchange.form, self.exchange.wire)
+        with self._lock:
+            self._weights.go_on_from(state.get("mean_weight"))  # early states have none
         adapts = self.controller.may_correct_plans
         reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, here, adapt=adapts)
         if reason is not None:

@@ -37,7 +37,7 @@ class TrainingSession:
     module. ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows
     with each. ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the
     buffers, in the order of the plan's profile. ``early_clipping``: clips when the program asks for it. ``fence``: the
-    program's open ``handle.collective()`` blocks.
+    program's open ``handle.collective()`` blocks. ``lends``: the module has other tensors, inside ``global_model()``.
     """
 
     mode: str
@@ -51,6 +51,7 @@ class TrainingSession:
     plan_version = 0
     measuring = False
     layout: tuple[GradientRange, ...] = ()
+    lends = False
     early_clipping: EarlyClipping | ClipOnce | None = None
 
     @property
@@ -92,6 +93,11 @@ class TrainingSession:
 
     def on_callbacks_changed(self) -> None:
         """The program has added or removed a function of ``handle.on_update``. REQUIRES: no update is due."""
+
+    @property
+    def mean_weight(self) -> float | None:
+        """Of the last step whose gradients were weighted, for the next one: see step/weights.py."""
+        return None
 
     def stats(self) -> dict[str, Any]:
         """The values of ``handle.stats()``."""

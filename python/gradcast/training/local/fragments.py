@@ -208,9 +208,10 @@ class Fragments:
 
     # --- Checkpoints, and the global copy in place of the parameters ---
 
-    def by_name(self, what: str) -> dict[str, torch.Tensor]:
-        """Copies of ``values``, ``momentum`` or ``local`` of all entries, in their shapes."""
-        found: dict[str, torch.Tensor] = {}
+    def by_name(self, what: str, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Copies of ``values``, ``momentum`` or ``local`` of all entries, in their shapes. ``into``: what the last call
+        has returned, to use its memory again, or an empty dict; on the host."""
+        found: dict[str, torch.Tensor] = {} if into is None else into
         flats: dict[str, torch.Tensor] = {}
         for piece in self._all():
             source = None if what == "local" else getattr(piece, what)
@@ -220,7 +221,9 @@ class Fragments:
                 name, tensor = part.entry.name, part.entry.tensor
                 if name not in found:
                     dtype = tensor.dtype if source is None else source.dtype
-                    found[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+                    device = tensor.device if into is None else "cpu"
+                    found[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+                if name not in flats:
                     flats[name] = found[name].as_strided((tensor.numel(),), (1,))
                 flats[name][part.lo : part.hi] = local if source is None else source[place]
         return found

@@ -122,16 +122,15 @@ class Rounds:
             taken = self.schedule.taken(self.clock)
             for fragment in taken:
                 self._take(fragment)
-            if self.schedule.overlap == 0:
-                self._apply_all(self._local_share)
             self.count += bool(taken) and taken[-1] == len(self.schedule.fragments) - 1
+            if self.schedule.overlap == 0 and taken:
+                self._apply_all(self._local_share)
+                self.clock = 0  # the next round begins as the first one does
 
     def end(self) -> None:
         """Afterwards the parameters of all ranks are the global copy. Collective."""
-        if self.schedule.overlap == 0 and self.clock % self.schedule.every == 0:
-            self.clock = 0  # the last step has ended a round; another one would move the copy by its momentum alone
         if self.clock == 0:
-            return
+            return  # nothing is left of a round; another one would move the copy by its momentum alone
         with self._failing():
             self._apply_all(self._local_share)
             # First those that the open iteration still has to send, and then the others, which have drifted since.
@@ -213,12 +212,16 @@ class Rounds:
 
     # --- Checkpoints ---
 
-    def state(self, options: Options) -> dict[str, Any]:
+    def state(self, options: Options, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+        """``kept``: see Fragments.by_name; then the parameters are left out."""
         self.await_taken()
         fragments = self._fragments
         in_flight = {k: [each.difference.clone() for each in fragments.pieces[k]] for k in self._taken}
         place = {"clock": self.clock, "steps": self.steps, "rounds": self.count, "in_flight": in_flight}
-        tensors = {what: fragments.by_name(what) for what in ("values", "momentum", "local")}
+        if kept is None:
+            tensors = {what: fragments.by_name(what) for what in ("values", "momentum", "local")}
+        else:
+            tensors = {what: fragments.by_name(what, kept.setdefault(what, {})) for what in ("values", "momentum")}
         return {"settings": self._settings(options), "place": place, "tensors": tensors}
 
     def _settings(self, options: Options) -> dict[str, Any]:

@@ -90,7 +90,6 @@ class LocalStepsSession(TrainingSession):
         self._local_share = local_share if schedule.overlap else 0.0
         self._rounds = Rounds(self._fragments, schedule, self._local_share, self._travel, group)
         self._layout = ModelLayout(accepted.whole, optimizers, accepted.parameters.values())
-        self._lends = False  # inside global_model()
         self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(self._after_step))
@@ -144,7 +143,7 @@ class LocalStepsSession(TrainingSession):
                 "a GradScaler skips steps on the rank where gradients overflow, and with local steps the ranks would "
                 "count differently; train without it, in bf16 (torch.autocast with dtype=torch.bfloat16 needs none)"
             )
-        if self._lends:
+        if self.lends:
             raise refused("step() inside handle.global_model(); train outside of it")
         self.fence.refuse("step()")
 
@@ -175,16 +174,16 @@ class LocalStepsSession(TrainingSession):
         require_attached(self)
         self._require_own()
         own = self._fragments.by_name("local")
-        self._lends = True
+        self.lends = True
         self._fragments.restore("local", self._fragments.by_name("values"))
         try:
             yield
         finally:
-            self._lends = False
+            self.lends = False
             self._fragments.restore("local", own)
 
     def _require_own(self) -> None:
-        if self._lends:
+        if self.lends:
             raise refused("inside handle.global_model() the module has the global copy; leave it first")
 
     def flush(self, limit_s: float | None = None) -> None:
@@ -299,18 +298,25 @@ class LocalStepsSession(TrainingSession):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Starts nothing on the network, and waits for what travels."""
+        return self._state(None)
+
+    def state_for_snapshot(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """As ``state_dict``, without the parameters. ``kept``: the memory of its tensors, which this fills."""
+        return self._state(kept)
+
+    def _state(self, kept: dict[str, Any] | None) -> dict[str, Any]:
         self._require_own()
-        state = self._rounds.state(self._options)
+        state = self._rounds.state(self._options, kept)
         own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}
-        kept = {} if self._fragments.buffers is None else residuals.saved(self._fragments.buffers, self.group)
-        return own | state | kept
+        left = {} if self._fragments.buffers is None else residuals.saved(self._fragments.buffers, self.group)
+        return own | state | left
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require_attached(self)
         self._require_own()
         refusal = None
         try:
-            self._check(state)
+            self.check(state)
             self._rounds.restore(state)
             if self._fragments.buffers is not None:
                 self._restore_residuals(state)
@@ -345,7 +351,8 @@ class LocalStepsSession(TrainingSession):
                 "what rounding has left of earlier differences is dropped on rank %d: %s", self.group.rank, dropped
             )
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises Error(invalid_use) for a state that this rank cannot load."""
         if state.get("mode") != self.mode or state.get("version") != STATE_VERSION:
             raise refused("the state is not one of local steps of this version; load what handle.state_dict() returned")
         if self._rounds.steps > 0:

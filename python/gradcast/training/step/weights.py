@@ -133,6 +133,16 @@ class StepWeights:
         if self._error is not None:
             raise self._error
 
+    @property
+    def reference(self) -> float | None:
+        """n_ref of the next step; None if that will wait for its own."""
+        self.receive()
+        return None if self._waits else self._reference
+
+    def go_on_from(self, reference: float | None) -> None:
+        """``reference``: of a checkpoint, the same on all ranks."""
+        self._reference = reference
+
     def factor(self) -> float:
         """What the sums of the open step are multiplied by."""
         self.receive()

@@ -1,0 +1,145 @@
+"""Snapshots of local steps, where every rank has a state of its own: they go on with its bits, also inside a round."""
+
+import pytest
+
+import gradcast
+from gradcast.snapshots import resuming, store
+from snapshots import program
+from training.attached import attach, error_of
+from training.local.reference import net, train
+from training.local.test_rounds import adamw
+from training.needs import torch
+from training.pool import on_ranks
+
+FORMS = {
+    "blocking": {"outer_overlap": 0},
+    "streamed": {"outer_overlap": 3},
+    "mean": {"outer_overlap": 2, "outer": "average"},
+    "int8": {"outer_overlap": 3, "wire": "int8"},
+    "blocking int8": {"outer_overlap": 0, "wire": "int8"},
+}
+END = 19
+
+
+def digest(module, optimizer, handle):
+    """Of all that a rank keeps, but for what travels."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    entries = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items()}
+    rounds = {f"{what}.{k}": v for what, kept in handle.state_dict()["tensors"].items() for k, v in kept.items()}
+    return program.digest({"model": module.state_dict() | rounds, "optimizer": entries})
+
+
+def begin(**options):
+    resuming.resumed.clear()
+    module = net(0)
+    optimizer = adamw(module)
+    return module, optimizer, attach(module, optimizer, **{"warmup_steps": 6, "adapt": True, "sync_every": 5} | options)
+
+
+def run(rank, folder, end, *, every=2, ends=False, **options):
+    """Trains on with snapshots. Returns the step from which it goes on, and the digest of each step."""
+    module, optimizer, handle = begin(**options)
+    first = 0
+    if folder is not None:
+        first = gradcast.resume(folder, module, optimizer) or 0
+        snapshots = handle.snapshots(folder, every=every)
+    digests = {}
+    for step in range(first, end):
+        train(module, optimizer, rank.index, step)
+        digests[step + 1] = digest(module, optimizer, handle)
+        if folder is not None:
+            snapshots.wait()
+    if ends:
+        handle.end_round()
+        digests["end"] = digest(module, optimizer, handle)
+    handle.detach()
+    assert folder is None or snapshots.stats()["failed"] == 0, snapshots.stats()
+    return first, digests
+
+
+def goes_on(rank, folder, form):
+    """From the first round, from where fragments travel, and where a round ends. The snapshot is copied where the
+    program ends, or where the next step begins."""
+    options, found = FORMS[form], []
+    whole = run(rank, None, END, ends=True, **options)[1]
+    for cut, end in ((3, 3), (6, 7), (8, 8), (10, 11)):
+        begins, _ = run(rank, f"{folder}/{cut}", end, every=cut, **options)
+        first, digests = run(rank, f"{folder}/{cut}", END, ends=True, **options)
+        found += [] if (begins, first) == (0, cut) else [f"goes on from step {first} in place of {cut}"]
+        found += [f"cut at {cut}: {step}" for step, each in digests.items() if each != whole[step]]
+    return found
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(each, marks=pytest.mark.slow if each in ("mean", "blocking int8") else ()) for each in FORMS]
+)
+def test_a_training_goes_on_with_the_bits_of_every_rank(ranks, tmp_path, form):
+    assert ranks.run(2, goes_on, str(tmp_path), form) == [[]] * 2
+
+
+def goes_on_with_others(rank, folder, end, every, options, ends=False):
+    """Returns the step, the error, and a digest of the parameters behind the last step."""
+    module, optimizer, handle = begin(**options)
+    code, message = error_of(lambda: gradcast.resume(folder, module, optimizer))
+    if code is None:
+        handle.snapshots(folder, every=every)
+        for step in range(handle.stats()["step"], end):
+            train(module, optimizer, rank.index, step)
+        if ends:
+            handle.end_round()
+    done, parameters = handle.stats()["step"], dict(module.named_parameters())
+    handle.detach()
+    return done, message, program.digest({"model": parameters, "optimizer": {}})
+
+
+@pytest.mark.parametrize("form", ["streamed", "blocking int8"])
+def test_another_number_of_ranks_goes_on_where_a_round_has_ended(ranks, tmp_path, form):
+    """In the blocking form that is every step in which one ends."""
+    options, folder = FORMS[form], str(tmp_path)
+    end = 7 if form == "streamed" else 5
+    before = ranks.run(2, goes_on_with_others, folder, end, end, options, form == "streamed")
+    assert store.complete_steps(tmp_path)[-1] == end
+    resumed = ranks.run(3, goes_on_with_others, folder, end, 6, options)
+    assert [each[2] for each in resumed] == [before[0][2]] * 3
+    after = ranks.run(3, goes_on_with_others, folder, end + 6, 6, options)
+    assert [done for done, _, _ in after] == [end + 6] * 3
+    for done, message, _ in ranks.run(2, goes_on_with_others, folder, 20, 6, options):
+        assert done == 0
+        assert "inside a round with world_size 3, and here it is 2" in message
+        assert "handle.end_round()" in message
+
+
+@on_ranks(2)
+def test_what_resume_refuses(rank, tmp_path):
+    run(rank, str(tmp_path / "local"), 2)
+    module = net(0)
+    optimizer, found = adamw(module), []
+    code, message = error_of(lambda: gradcast.resume(tmp_path / "local", module, optimizer))
+    found += [] if code == "invalid_use" and "gradcast.attach() with options.sync_every" in message else [message]
+    plain = attach(module, optimizer, "hook")
+    plain.snapshots(tmp_path / "plain", every=1, optimizer=optimizer)
+    train(module, optimizer, 0, 0)
+    plain.detach()
+    module, optimizer, handle = begin()
+    code, message = error_of(lambda: gradcast.resume(tmp_path / "plain", module, optimizer))
+    found += [] if code == "invalid_use" and "leave options.sync_every out" in message else [message]
+    handle.detach()
+    return found
+
+
+@on_ranks(2)
+def test_a_forward_pass_of_the_global_copy_takes_no_snapshot(rank, tmp_path):
+    module, optimizer, handle = begin(outer_overlap=3)
+    snapshots = handle.snapshots(tmp_path, every=7)
+    for step in range(8):
+        train(module, optimizer, rank.index, step)
+        with handle.global_model():
+            module(torch.ones(2, 40), rank.index)  # running statistics change, too, but only those that are lent
+        if step == 6:
+            own = {name: each.clone() for name, each in module.state_dict().items()}
+    handle.detach()
+    module, optimizer, handle = begin(outer_overlap=3)
+    step = gradcast.resume(tmp_path, module, optimizer)
+    found = [name for name, each in module.state_dict().items() if not torch.equal(each, own[name])]
+    handle.detach()
+    return found + ([] if step == 7 else [f"step {step}"]) + ([] if snapshots.stats()["failed"] == 0 else ["failed"])
