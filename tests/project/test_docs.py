@@ -1,7 +1,9 @@
 """The documentation holds what the code has: messages, options, statistics and commands."""
 
 import ast
+import collections
 import dataclasses
+import importlib.util
 import re
 
 import pytest
@@ -50,6 +52,18 @@ def test_messages_of_the_page_are_in_the_code(source, message):
         fragment = fragment.strip(" ;,:.(){}")
         if len(fragment) >= FRAGMENT_CHARACTERS_MIN:
             assert fragment in source, f"docs/reference/messages.md quotes {message!r}"
+
+
+def test_the_page_lists_all_errors():
+    spec = importlib.util.spec_from_file_location("messages_page", ROOT / "tools" / "messages_page.py")
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    page = program.on_page_markdown(MESSAGES.read_text())
+    assert "<!--" not in page
+    assert "</a>gradcast is attached with this manager already; give all modules as one list\n" in page
+    assert r"(\_apply\_optimizer\_in\_backward)" in page
+    anchors = re.findall('<a id="(.*?)"', page)
+    assert sorted(each for each, count in collections.Counter(anchors).items() if count > 1) == []
 
 
 def test_every_option_is_documented():
