@@ -16,7 +16,7 @@ from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
 from gradcast.errors import Error
-from gradcast.training.measure import network_cost
+from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.options import Options
 from gradcast.training.plan import calibration, proposals
 from gradcast.training.plan.expectation import Expectation, TypicalStep
@@ -55,10 +55,13 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
         assert (stats["predicted_ms"] is None) == (stats["bound_ms"] is None) == handle.measuring
         return stats["plan_version"], stats["policy"], stats["runs_as_ddp"]
 
-    # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take. The process
-    # goes on with other tests.
+    # What the warm-up has measured has nothing to do with these facts, nor what a plan's first steps take; how much
+    # steps vary, which differs from one measurement to the next, makes no other plan the better one. The process goes
+    # on with other tests.
     with (
         mock.patch.object(proposals, "expect", return_value=expectation(gain)),
+        mock.patch.object(compute_cost, "compute_variation", return_value=()),
+        mock.patch.object(network_cost, "cost_spread", return_value=(1.0, 1.0)),
         mock.patch.object(network_cost, "corrected_link", return_value=None),
         mock.patch.object(calibration, "corrected_compute", return_value=None),
         mock.patch.object(calibration, "planned_busy_periods_ns", return_value=[0.5 * USUAL_NS]),
