@@ -92,14 +92,39 @@ class QuorumSession(Session):
         return not self._has_failed and super().is_synchronizing()
 
     def on_backward_begin(self) -> None:
+        if self._has_failed:  # while it waited for gradients of the pass before
+            return
         with self._reporting():
             super().on_backward_begin()
         if self._has_failed:
             self._sessions.abort()  # what ranks agree on here, others may still wait for
 
     def on_backward_end(self) -> None:
-        with self._reporting():
+        with self._leaving_if_failed():
             super().on_backward_end()
+
+    # After a backward pass that has failed, the others complete the step:
+
+    def reach_fence(self) -> bool:
+        with self._leaving_if_failed():
+            return super().reach_fence()
+        return True  # nothing travels
+
+    def resolve(self, tensors: list[torch.Tensor]) -> None:
+        with self._leaving_if_failed():
+            super().resolve(tensors)
+
+    def wait_for_gradients(self) -> None:
+        with self._reporting():
+            super().wait_for_gradients()
+        if self._has_failed:
+            self._gradients.open = False
+            self._sessions.abort()
+
+    @contextlib.contextmanager
+    def _leaving_if_failed(self) -> Iterator[None]:
+        with self._reporting():
+            yield
         if self._has_failed:
             self._sessions.end_session()  # nobody may wait for gradients that never arrive
 
