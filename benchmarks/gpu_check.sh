@@ -59,7 +59,7 @@ export GRADCAST_CACHE_DIR=$PWD/$build/cache
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 # sums in the same order each time, for comparing bits
 
 check configure cmake -S . -B $build "${options[@]}"
-check compile cmake --build $build --parallel "$(nproc)" --target _core nccl_device_test gradcast-bench
+check compile cmake --build $build --parallel "$(nproc)" --target _core nccl_device_test nccl_mirror gradcast-bench
 check extension "$python" -c 'from gradcast.training.compat import extension; extension.load()'
 
 check nccl $build/tests/nccl_device_test
@@ -78,13 +78,16 @@ done
 # torch's own: reads and writes of one tensor on two streams without an order between them.
 check training-streams env TORCH_CUDA_SANITIZER=1 "${train[@]}" --steps 8 --width 64
 
+# Steps beside 15 ranks that are only mirrored, in at most ten minutes.
+check mirror "$python" -m benchmarks.nccl_mirror.mirror --library $build/benchmarks/nccl_mirror/libnccl.so.2
+
 if command -v mpirun >/dev/null; then
   check bench mpirun --allow-run-as-root -n 1 python/gradcast/bin/gradcast-bench --transport nccl
 elif [[ bench =~ ${ONLY:-.} ]]; then
   note bench "left out: there is no mpirun here"
 fi
 echo
-cat "$logs/training-speed.log" 2>/dev/null
+cat "$logs/training-speed.log" "$logs/mirror.log" 2>/dev/null
 echo
 echo "$run"
 failed=0

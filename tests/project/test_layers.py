@@ -80,6 +80,7 @@ LAYERS = {
     "tests/transport/mpi": Layer(TRANSPORT, "gtest/ mpi.h pybind11/ tests/bindings/ tests/support/"),
     "tests/transport/nccl": Layer(TRANSPORT, "gtest/ nccl.h cuda_runtime tests/support/"),
     "tests/training": Layer(TRANSPORT, "torch/ c10/ pybind11/ dlfcn.h pthread.h csrc/transport/torch/ csrc/bindings/"),
+    "tests/nccl_mirror": Layer("", "gtest/ benchmarks/nccl_mirror/"),
     "tests/fuzz": Layer("core", "fuzzer/ csrc/core/"),
     "benchmarks": Layer(
         LIVE,
@@ -87,6 +88,7 @@ LAYERS = {
         "csrc/transport/torch/int8_group.h "
         "tests/sim/simulator/simulate.h",
     ),
+    "benchmarks/nccl_mirror": Layer("", "cuda nccl.h"),
 }
 
 # Of a layer that is not pure, what the simulator runs too.

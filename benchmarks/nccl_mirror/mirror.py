@@ -1,0 +1,278 @@
+"""What a step takes beside ranks that are only mirrored: stock DDP, FSDP2 and gradcast, on one GPU.
+
+    python -m benchmarks.nccl_mirror.mirror --library build-gpu/benchmarks/nccl_mirror/libnccl.so.2 [--gbit 10,25]
+
+This process is rank 0 of 16; the others do what it does, inside of the library, which torch takes for NCCL. Compute,
+kernels, launches, streams, Python, c10d, DDP, FSDP2 and gradcast are real; the wire is a link with a latency and a
+rate. Not shown: ranks that differ, real algorithms and networks, and what they take from the GPU.
+
+First it checks that DDP and gradcast train as one process alone does, bit for bit: 16 is a power of two. Then it prints
+for each model, network and way to train: the step, the CPU time of the training thread (which includes waiting for the
+GPU where torch spins), and the step that gradcast has predicted. FSDP2 is there for its time only, since a mirrored
+gather replicates rank 0's shard.
+
+NOT YET RUN ON A GPU; ``--device cpu`` shows with small models that the rest works. There torch's "fake" group takes the
+place of NCCL: it sends nothing, adds nothing up, takes no time, and does not serve DDP.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the group
+
+import gradcast
+from gradcast.host_traffic import Hosts
+from gradcast.lab.models import load_example
+from gradcast.training.ranks import hosts
+from gradcast.training.ranks.store_gather import StoreGather
+
+WORKERS = 16
+_SETTLED = 28  # steps until gradcast follows its plan: 6 measure, twice 9 hold a plan against what it takes, and some
+_CHECKED_STEPS = 24
+
+
+@contextlib.contextmanager
+def rank_zero(world_size: int, backend: str) -> Iterator[None]:
+    """This process is rank 0 of so many. What the others would say through torch's store is what this one says, and
+    each has a host of its own. What they would say through the process group is the backend's matter."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    own_hosts = Hosts(tuple(range(world_size))), None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world_size)
+    with (
+        mock.patch.object(StoreGather, "gather", lambda _, value: [value] * world_size),
+        mock.patch.object(hosts, "agreed", return_value=own_hosts),
+    ):
+        yield
+    dist.destroy_process_group()
+
+
+class _Bottleneck(nn.Module):
+    """He et al. 2015, "Deep residual learning for image recognition", figure 5."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after, size, step in ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)):
+            layers += [nn.Conv2d(before, after, size, step, size // 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+        is_same = stride == 1 and inputs == 4 * width
+        self.shortcut: nn.Module = nn.Identity()
+        if not is_same:
+            convolution = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(4 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layers(x) + self.shortcut(x))
+
+
+def resnet(
+    depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000, pool: type[nn.Module] = nn.MaxPool2d
+) -> nn.Module:
+    """ResNet-50 by default."""
+    first = nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    blocks: list[nn.Module] = []
+    inputs = width
+    for stage, depth in enumerate(depths):
+        for number in range(depth):
+            blocks.append(_Bottleneck(inputs, width << stage, 2 if number == 0 and stage > 0 else 1))
+            inputs = 4 * width << stage
+    last = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    return nn.Sequential(first, pool(3, 2, 1), *blocks, *last)
+
+
+def gpt(width: int = 768, depth: int = 12, words: int = 50257, context: int = 1024) -> nn.Module:
+    """GPT-2 with 124 M parameters by default."""
+    example = load_example("char_gpt")
+    example.CONTEXT = context
+    model = example.GPT(width, depth, heads=width // 64)
+    model.bytes, model.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+    nn.init.normal_(model.bytes.weight, std=0.02)
+    model.head.weight = model.bytes.weight
+    return model
+
+
+def _images(count: int, size: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 3, size, size), torch.randint(classes, (count,))
+
+
+def _texts(count: int, words: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    texts = torch.randint(words, (count, context + 1))
+    return texts[:, :-1], texts[:, 1:]
+
+
+# The model, and its batch.
+Task = tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
+TASKS: dict[str, Task] = {
+    "ResNet-50": (resnet, lambda: _images(128, 224, 1000)),
+    "GPT-2 124M": (gpt, lambda: _texts(8, 50257, 1024)),
+}
+# On a GPU, the gradient of MaxPool2d differs from call to call.
+SMALL_TASKS: dict[str, Task] = {
+    "small ResNet": (lambda: resnet((1, 1), 8, 10, nn.AvgPool2d), lambda: _images(4, 32, 10)),
+    "small GPT": (lambda: gpt(64, 2, 50, 16), lambda: _texts(4, 50, 16)),
+}
+WAYS = ("alone", "DDP 4 MiB", "DDP 25 MiB", "DDP 100 MiB", "FSDP2", "gradcast hook", "gradcast overlap")
+
+
+_CHECKED = ("alone", "DDP 4 MiB", "gradcast hook", "gradcast overlap")
+
+
+def ways_on(device: torch.device, *ways: str) -> list[str]:
+    return [way for way in ways if device.type == "cuda" or not way.startswith("DDP")]
+
+
+class Training:
+    """``way``: one of WAYS."""
+
+    def __init__(self, task: Task, way: str, device: torch.device, optimizer: Callable[..., torch.optim.Optimizer]):
+        torch.manual_seed(0)
+        make, batch = task
+        self.module = make().to(device)
+        self._inputs, self._targets = (each.to(device) for each in batch())
+        self._device, self.handle, self._model = device, None, self.module
+        if way == "FSDP2":
+            for each in list(self.module.modules()):
+                if type(each).__name__ in ("Block", "_Bottleneck"):
+                    fully_shard(each, reshard_after_forward=False)
+            fully_shard(self.module, reshard_after_forward=False)
+        self._optimizer = optimizer(self.module.parameters())
+        name, *size = way.split()
+        if name == "DDP":
+            self._model = DistributedDataParallel(self.module, bucket_cap_mb=int(size[0]), gradient_as_bucket_view=True)
+        elif name == "gradcast":
+            given = self._optimizer if size == ["overlap"] else None
+            self.handle = gradcast.attach(self.module, given)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            outputs = self._model(self._inputs)
+            loss = cross_entropy(outputs.flatten(0, -2), self._targets.flatten())
+        loss.backward()
+        self._optimizer.step()
+
+    def end(self) -> dict[str, Any]:
+        """Returns what gradcast says of the steps."""
+        if self.handle is None:
+            return {}
+        self.handle.flush()
+        stats = self.handle.stats()
+        self.handle.detach()
+        return stats
+
+
+def differing(task: Task, device: torch.device, mean: float) -> list[str]:
+    """The ways whose parameters are not those of a training alone, in any bit. ``mean``: what the group makes of the
+    mean of equal gradients, as a multiple of one; a power of two, which the learning rate makes up for."""
+    found = {}
+    for way in ways_on(device, *_CHECKED):
+        rate = 1 / 64 if way == "alone" else 1 / 64 / mean
+        training = Training(task, way, device, lambda own, lr=rate: torch.optim.SGD(own, lr=lr, momentum=0.9))
+        for _ in range(_CHECKED_STEPS):
+            training.step()
+        training.end()
+        found[way] = [each.detach().clone() for each in training.module.parameters()]
+    return [way for way in found if not all(map(torch.equal, found[way], found["alone"]))]
+
+
+def measured(task: Task, way: str, device: torch.device, steps: int) -> list[Any]:
+    """ms per step, ms of the training thread's CPU per step, ms that gradcast has predicted (else None)."""
+    training = Training(task, way, device, lambda own: torch.optim.AdamW(own, lr=1e-4, fused=True))
+    for _ in range(_SETTLED if training.handle is not None else 5):
+        training.step()
+    _synchronize(device)
+    begin_s, cpu_begin_s = time.perf_counter(), time.thread_time()
+    for _ in range(steps):
+        training.step()
+    cpu_ms = 1e3 * (time.thread_time() - cpu_begin_s) / steps
+    _synchronize(device)
+    step_ms = 1e3 * (time.perf_counter() - begin_s) / steps
+    return [step_ms, cpu_ms, training.end().get("predicted_ms")]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace, set_link: Any) -> None:
+    """Prints a table for each model and network, as long as there is time."""
+    end_s = time.monotonic() + 60 * args.minutes
+    for name, task in tasks.items():
+        for gbit in args.gbit:
+            set_link(ctypes.c_double(gbit), ctypes.c_double(args.latency_us))
+            rows, left_out = [], []
+            for way in ways_on(device, *WAYS):
+                if time.monotonic() > end_s:
+                    left_out.append(way)
+                    continue
+                step_ms, cpu_ms, predicted_ms = measured(task, way, device, args.steps)
+                said = [None, None] if predicted_ms is None else [predicted_ms, step_ms / predicted_ms]
+                rows.append([way, step_ms, cpu_ms, *said])
+                gc.collect()
+            ddp_ms = min((row[1] for row in rows if row[0].startswith("DDP")), default=None)
+            rows = [[*row, None if ddp_ms is None or row[0] == "alone" else ddp_ms / row[1]] for row in rows]
+            print(f"\n{name}, {args.workers} ranks, {gbit:g} Gbit/s, {args.latency_us:g} us")
+            columns = ["", "step, ms", "CPU, ms", "predicted, ms", "measured / predicted", "x best DDP"]
+            print(tabulate(rows, columns, floatfmt=".2f"), flush=True)
+            if left_out:
+                print(f"left out, because {args.minutes:g} minutes were over: {', '.join(left_out)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", help="the mirror of NCCL: libnccl.so.2 of this folder's build")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--workers", type=int, default=WORKERS, help=f"a power of two (default: {WORKERS})")
+    rates = {"type": lambda text: [float(each) for each in text.split(",")], "default": [10.0, 25.0, 100.0, 400.0]}
+    parser.add_argument("--gbit", **rates, help="of each rank's link (default: 10,25,100,400)")
+    parser.add_argument("--latency-us", type=float, default=20, help="of each operation (default: 20)")
+    parser.add_argument("--steps", type=int, default=10, help="that are measured (default: 10)")
+    parser.add_argument("--minutes", type=float, default=8, help="after which no other measurement begins (default: 8)")
+    args = parser.parse_args()
+    is_cuda = args.device == "cuda"
+    if is_cuda and not torch.cuda.is_available():
+        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
+        return 1
+    set_link = getattr(ctypes.CDLL(None), "nccl_mirror_set_link", None)
+    if is_cuda and set_link is None:
+        if args.library is None or not os.path.exists(args.library):
+            print("name the mirror of NCCL with --library (make all builds it where nvcc is)", file=sys.stderr)
+            return 1
+        # torch has loaded the real one: start again with the mirror in front of it.
+        environment = os.environ | {"LD_PRELOAD": os.path.abspath(args.library)}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    with rank_zero(args.workers, "nccl" if is_cuda else "fake"):
+        torch.use_deterministic_algorithms(True)
+        wrong = [
+            f"{way} ({name})"
+            for name, task in SMALL_TASKS.items()
+            for way in differing(task, device, 1.0 if is_cuda else 1 / args.workers)
+        ]
+        torch.use_deterministic_algorithms(False)
+        if wrong:
+            print(f"not the parameters of a training alone: {', '.join(wrong)}", file=sys.stderr)
+            return 1
+        print(f"{', '.join(ways_on(device, *_CHECKED))}: the same parameters after {_CHECKED_STEPS} steps, bit for bit")
+        table(TASKS if is_cuda else SMALL_TASKS, device, args, set_link or (lambda *_: None))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

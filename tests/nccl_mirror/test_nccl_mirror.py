@@ -1,0 +1,119 @@
+"""The mirror of NCCL as far as it goes without a GPU: its symbols, what it answers, and one process as rank 0 of 16."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import gradcast
+from conftest import ROOT
+from training.needs import torch
+
+LIBRARY = ROOT / os.environ.get("GRADCAST_BUILD", "build") / "benchmarks/nccl_mirror/libnccl.so.2"
+UNHANDLED_CUDA_ERROR, INVALID_USAGE = 1, 5
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+@pytest.fixture(scope="module")
+def library():
+    if not LIBRARY.exists():
+        pytest.skip("the mirror of NCCL is not built: that needs nvcc and NCCL 2.28 or later")
+    library = ctypes.CDLL(str(LIBRARY))
+    library.ncclGetErrorString.restype = library.ncclGetLastError.restype = ctypes.c_char_p
+    return library
+
+
+def symbols(path, which):
+    listed = subprocess.run(["nm", "-D", which, path], capture_output=True, text=True, check=True).stdout
+    return {line.split()[-1].split("@")[0] for line in listed.splitlines()}
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="there is no nm here")
+def test_it_has_the_symbols_that_torch_imports_and_shows_no_others(library):
+    torchs = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")
+    if not os.path.exists(torchs):
+        pytest.skip("this torch is built without CUDA")
+    imported = {name for name in symbols(torchs, "--undefined-only") if name.startswith("nccl")}
+    own = symbols(LIBRARY, "--defined-only")
+    assert imported
+    assert imported <= own
+    assert {name for name in own if not name.startswith("nccl")} == set()
+
+
+def test_what_it_answers_without_a_gpu(library):
+    version, identity = ctypes.c_int(), UniqueId()
+    assert library.ncclGetVersion(ctypes.byref(version)) == 0
+    assert version.value >= 22800
+    assert library.ncclGetUniqueId(ctypes.byref(identity)) == 0
+    assert library.ncclGetErrorString(0) == b"no error"
+    assert b"mirror of NCCL" in library.ncclGetErrorString(INVALID_USAGE)
+
+
+def test_it_refuses_what_it_cannot_mirror(library):
+    communicator = ctypes.c_void_p()
+    assert library.ncclCommInitRank(ctypes.byref(communicator), 16, UniqueId(), 3) == INVALID_USAGE
+    assert b"rank 0 only" in library.ncclGetLastError(None)
+    assert library.ncclSend(None, ctypes.c_size_t(1), 7, 1, None, None) == INVALID_USAGE
+    assert b"between two ranks" in library.ncclGetLastError(None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so(library):
+    communicator = ctypes.c_void_p()
+    assert library.ncclCommInitRank(ctypes.byref(communicator), 16, UniqueId(), 0) == UNHANDLED_CUDA_ERROR
+    assert library.ncclGetLastError(None)
+
+
+def test_torch_takes_it_for_nccl(library):
+    if torch.version.cuda is None:
+        pytest.skip("this torch is built without CUDA")
+    # That of NCCL is never so empty.
+    program = "import torch; print(torch.cuda.nccl.unique_id() == bytes(128))"
+    preloaded = os.environ | {"LD_PRELOAD": str(LIBRARY)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=preloaded, capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "True\n"
+
+
+def test_one_process_passes_for_sixteen_ranks(monkeypatch):
+    """Agreements through the group and through the store, and a plan for 16 hosts."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror.mirror import rank_zero
+
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with rank_zero(16, "fake"):
+        handle = gradcast.attach(module, sgd)
+        for _ in range(8):
+            sgd.zero_grad()
+            with handle.weight(4):
+                module(torch.ones(4, 8)).sum().backward()
+            sgd.step()
+        handle.flush()
+        stats = handle.stats()
+        assert (stats["world_size"], stats["hosts"]) == (16, {"count": 16, "ranks_per_host": 1})
+        assert stats["predicted_ms"] is not None
+        handle.detach()
+
+
+@pytest.mark.slow
+def test_every_way_trains_on_the_cpu():
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.nccl_mirror.mirror", "--device", "cpu", "--gbit", "10", "--steps", "2"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "alone, gradcast hook, gradcast overlap: the same parameters after 24 steps, bit for bit" in ended.stdout
+    for way in ("alone", "FSDP2", "gradcast hook", "gradcast overlap"):  # DDP needs another group than "fake"
+        assert ended.stdout.count(f"\n{way}") == 2
