@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent / "python" / "gradcast"
 _MARK = re.compile(r"<!-- messages of (\S+) -->")
-_CALLS = {"Error", "refused", "warning"}
+_CALLS = {"Error", "BuildError", "refused", "warning", "_warn_once"}
 _ANCHOR_CHARACTERS = 60
 
 
