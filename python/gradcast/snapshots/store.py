@@ -85,10 +85,13 @@ class Pace:
     bytes_per_s: float | None = None
     is_network_busy: Callable[[], bool] | None = None
 
-    def await_turn(self, size: int, since_s: float, written: int) -> None:
-        """Before the next piece, of ``size`` bytes. ``written``: bytes since ``since_s``, in monotonic time."""
+    def await_rate(self, written: int, since_s: float) -> None:
+        """Before so many bytes are written ``since_s``, in monotonic time."""
         if self.bytes_per_s is not None:
-            time.sleep(max(0.0, since_s + (written + size) / self.bytes_per_s - time.monotonic()))
+            time.sleep(max(0.0, since_s + written / self.bytes_per_s - time.monotonic()))
+
+    def await_network(self) -> None:
+        """Before the next piece."""
         if self.is_network_busy is not None:
             end_s = time.monotonic() + LONGEST_WAIT_S
             while self.is_network_busy() and time.monotonic() < end_s:
@@ -96,19 +99,24 @@ class Pace:
 
 
 class _PacedStream:
-    """A file that is written in pieces, each in its turn."""
+    """A file that is written in pieces, each in its turn. A piece may hold many small tensors."""
 
     def __init__(self, file: io.BufferedWriter, pace: Pace) -> None:
         self._file, self._pace, self._since_s, self._written = file, pace, time.monotonic(), 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            self._pace.await_turn(len(piece), self._since_s, self._written)
-            self._file.write(piece)
-            self._written += len(piece)
-            if self._pace.is_network_busy is not None:  # otherwise the system sends it when it likes
+        start = 0
+        while start < len(view):
+            in_piece = self._written % PIECE_BYTES
+            part = view[start : start + PIECE_BYTES - in_piece]
+            if in_piece == 0:
+                self._pace.await_network()
+            start, self._written = start + len(part), self._written + len(part)
+            self._pace.await_rate(self._written, self._since_s)
+            self._file.write(part)
+            # Otherwise the system sends it when it likes.
+            if self._pace.is_network_busy is not None and self._written % PIECE_BYTES == 0:
                 self._file.flush()
                 os.fdatasync(self._file.fileno())
         return len(view)
