@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -52,11 +53,16 @@ struct Parts {
   Parts(const c10d::ProcessGroup& group, int64_t element_count)
       : size(part_size(element_count, group.getSize())),
         padded_size(size * group.getSize()),
-        own(part_of(group.getRank(), group.getSize(), element_count)) {}
+        own(part_of(group.getRank(), group.getSize(), element_count)),
+        rank(group.getRank()) {}
+
+  // A view of this rank's part of the padded block.
+  at::Tensor own_of(const at::Tensor& block) const { return block.narrow(0, rank * size, size); }
 
   int64_t size;
   int64_t padded_size;
   Part own;
+  int64_t rank;
 };
 
 // Several ranges are summed in a packed copy.
@@ -68,32 +74,44 @@ Collective all_reduce(c10d::ProcessGroup& group, const RangeViews& views) {
   return started;
 }
 
+std::string backend_of(c10d::ProcessGroup& group, const RangeViews& views) {
+  return group.getBackend(views.front().device().type())->getBackendName();
+}
+
 // WORKAROUND(torch 2.11 to 2.15, Gloo): its reduce-scatter is an all-reduce of a copy, and the work that it returns
 // gets on only while a thread waits in it, without end. An all-reduce leaves all that is asked for and completes by
 // itself.
 bool only_pretends_to_scatter(c10d::ProcessGroup& group, const RangeViews& views) {
-  return group.getBackend(views.front().device().type())->getBackendName() == "gloo";
+  return backend_of(group, views) == "gloo";
 }
 
-// The sum of this rank's part goes to a tensor of its own, because not every backend can scatter in place.
+// Whether this rank's part may lie inside the block, as NCCL documents for its reduce-scatter and all-gather.
+bool shares_memory(c10d::ProcessGroup& group, const RangeViews& views) {
+  return backend_of(group, views) == "nccl";
+}
+
+// The sum of this rank's part goes to a tensor of its own where the backend cannot put it into its place.
 Collective reduce_scatter(c10d::ProcessGroup& group, const RangeViews& views) {
   if (only_pretends_to_scatter(group, views)) return all_reduce(group, views);
   const int64_t size = views.element_count();
   const Parts parts(group, size);
   const bool fits = views.in_place() && parts.padded_size == size;
   at::Tensor input = fits ? views.front() : views.read(0, size, parts.padded_size);
-  at::Tensor output = at::empty({parts.size}, input.options());
+  const bool shares = shares_memory(group, views);
+  at::Tensor output = shares ? parts.own_of(input) : at::empty({parts.size}, input.options());
   Work work = scatter(group, output, input);
+  if (shares && fits) return {std::move(work), nullptr, {input}};
   return {
       std::move(work), [views, parts, output] { views.write(parts.own.first, parts.own.count(), output); }, {input}};
 }
 
-// Sends a copy of this rank's part: the backend reads it while it may already write the gathered block.
+// Sends a copy of this rank's part, unless the backend can read it where the gathered block will lie.
 Collective all_gather(c10d::ProcessGroup& group, const RangeViews& views) {
   const int64_t size = views.element_count();
   const Parts parts(group, size);
   const bool fits = views.in_place() && parts.padded_size == size;
-  at::Tensor input = views.read(parts.own.first, parts.own.count(), parts.size);
+  at::Tensor input = fits && shares_memory(group, views) ? parts.own_of(views.front())
+                                                         : views.read(parts.own.first, parts.own.count(), parts.size);
   at::Tensor output = fits ? views.front() : at::empty({parts.padded_size}, input.options());
   Collective started{gather(group, output, input), nullptr, {input}};
   if (!fits) started.unpack = [views, size, output] { views.write(0, size, output); };

@@ -1,0 +1,72 @@
+// One process as rank 1 of two ranks that are alike, over a backend of the test's own that passes for NCCL or not.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/types.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "transport/torch/collective.h"
+
+namespace {
+
+constexpr int kRank = 1;
+constexpr int kRanks = 2;
+
+struct Done : c10d::Work {
+  bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
+};
+
+class Alike final : public c10d::Backend {
+ public:
+  explicit Alike(std::string name) : Backend(kRank, kRanks), name_(std::move(name)) {}
+
+  const std::string getBackendName() const override { return name_; }
+
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& /*options*/) override {
+    const int64_t size = output.numel();
+    is_shared = output.data_ptr() == input.narrow(0, kRank * size, size).data_ptr();
+    output.copy_(input.narrow(0, kRank * size, size) * kRanks);
+    return c10::make_intrusive<Done>();
+  }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& /*options*/) override {
+    const int64_t size = input.numel();
+    is_shared = input.data_ptr() == output.narrow(0, kRank * size, size).data_ptr();
+    const at::Tensor own = input.clone();
+    for (int rank = 0; rank < kRanks; ++rank)
+      output.narrow(0, rank * size, size).copy_(own);
+    return c10::make_intrusive<Done>();
+  }
+
+  bool is_shared = false;
+
+ private:
+  const std::string name_;
+};
+
+// Elements 0, 1, 2, ... of fp32 after the operation on these ranges of bytes, and whether this rank's part lay in the
+// block.
+std::pair<at::Tensor, bool> carry(const std::string& backend, bool scatters, int64_t count,
+                                  const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+  const auto alike = c10::make_intrusive<Alike>(backend);
+  const auto group = c10::make_intrusive<c10d::ProcessGroup>(kRank, kRanks);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, alike);
+  const at::Tensor buffer = torch::arange(count, torch::kFloat);
+  std::vector<gradcast::Range> given;
+  for (const auto& [lo_bytes, hi_bytes] : ranges)
+    given.push_back({lo_bytes, hi_bytes});
+  const auto op = scatters ? gradcast::Op::kReduceScatter : gradcast::Op::kAllGather;
+  const gradcast::Collective started = gradcast::start_collective(*group, op, gradcast::RangeViews(buffer, given));
+  if (started.unpack) started.unpack();
+  return {buffer, alike->is_shared};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("carry", carry);
+}
