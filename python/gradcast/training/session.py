@@ -429,8 +429,11 @@ class Session(SessionParts):
             return self._steps.take_gradients(number, self, synchronous=self.controller.on_baseline)
         with self._reads.around_step(number):
             self._await_gradients(time.perf_counter_ns())
+            warmup = self.controller.warmup
             with self._measured("updating"):
-                return self._steps.take_gradients(number, self, synchronous=True)
+                ended = self._steps.take_gradients(number, self, synchronous=True, parts=warmup.update_parts)
+            warmup.stopwatch.updated_in(self.trace.current.update_calls)
+            return ended
 
     def _use_gradients(self) -> None:
         """The program uses gradients between backward and ``step()``."""

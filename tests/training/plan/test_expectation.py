@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from training.profiles import compute_steps, linear, profile_of
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
 from gradcast.training.plan import agreement, calibration, controller, proposals
-from gradcast.training.plan.expectation import StepVariation, expect, typical_step
+from gradcast.training.plan.expectation import StepVariation, expect, typical_step, update_calls
 
 
 def test_what_ddp_would_take_has_no_network_beside_its_forward():
@@ -156,3 +157,14 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
     assert not keep_if_confirmed(live, dataclasses.replace(agreed, runs_as_baseline=True))
     for other in (baseline, _core.make_plan(profile, profile.link, mode="hook")):
         assert not keep_if_confirmed(live, dataclasses.replace(agreed, plan=other))
+
+
+def test_forward_updates_in_one_call_what_has_arrived_by_then():
+    def calls(*tensors):
+        times = [SimpleNamespace(arrival_ns=arrival, read_ns=read) for arrival, read in tensors]
+        return update_calls(SimpleNamespace(tensors=times))
+
+    assert calls((5, 10), (9, 20)) == 1
+    assert calls((5, 10), (11, 20), (12, 30)) == 2
+    assert calls((15, 10), (14, 20), (16, 20)) == 2, "it waits until 15"
+    assert calls() == 0

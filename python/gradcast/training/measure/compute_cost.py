@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Compute:
     """Compute time of one step, ns, without waiting.
 
-    As in a profile, forward is everything but backward and the update.
+    As in a profile, forward is everything but backward and the update, which is that of one call of the optimizer.
     """
 
     backward_ns: float
@@ -37,10 +37,12 @@ class ComputeFactors(NamedTuple):
     update: float
 
 
-def compute_of(record: StepRecord, busy_ns: float) -> Compute:
-    """The compute time of a recorded step. ``busy_ns``: the step without the time that it waited."""
+def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0) -> Compute:
+    """The compute time of a recorded step. ``busy_ns``: the step without the time that it waited. ``call_ns``: what
+    each further call of the optimizer costs."""
     backward_ns, update_ns = record.total_ns("backward"), record.total_ns("update")
-    return Compute(backward_ns, max(0.0, busy_ns - backward_ns - update_ns), update_ns)
+    forward_ns = max(0.0, busy_ns - backward_ns - update_ns)
+    return Compute(backward_ns, forward_ns, max(0.0, update_ns - call_ns * max(0, record.update_calls - 1)))
 
 
 def compute_factors(profile: _core.Profile, compute: Compute) -> ComputeFactors:

@@ -32,7 +32,8 @@ class Measurement:
     """What one rank measured during the warm-up; times in ns.
 
     ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
-    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees.
+    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``call_ns``: what
+    each call of an optimizer costs beside what it updates.
     """
 
     ready_ns: list[float]
@@ -41,6 +42,7 @@ class Measurement:
     blocks: list[list[Sample]]
     pack_ns_per_byte: float
     unseen_reads: dict[int, UnseenRead] = dataclasses.field(default_factory=dict)
+    call_ns: float = 0.0
 
 
 class HostClock:
@@ -79,6 +81,7 @@ class _Step:
     backward_end: Any = None
     waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    update_calls: int = 1
     next_backward: Any = None
 
     def first_use(self, index: int, *, is_unseen: bool) -> Any:
@@ -145,6 +148,10 @@ class Stopwatch:
         if self._steps:
             self._steps[-1].updates.append((start, self._clock.stamp()))
 
+    def updated_in(self, calls: int) -> None:
+        if self._steps:
+            self._steps[-1].update_calls = max(1, calls)
+
     def watching(self) -> None:
         """A forward pass begins, and its reads are seen."""
         if self._steps:
@@ -186,8 +193,9 @@ class Stopwatch:
         self, blocks: list[list[Sample]], pack_ns_per_byte: float, unseen_reads: dict[int, UnseenRead]
     ) -> Measurement:
         """Medians of all complete steps but the first, which allocates memory. Single disturbed steps do not count."""
-        compute = [self._compute(step) for step in self._steps[1:]]
         steps = [step for step in self._steps[1:] if step.complete]
+        call_ns = self._call_ns(steps)
+        compute = [self._compute(step, call_ns) for step in self._steps[1:]]
         since_backward = [functools.partial(self._since, step.backward_end, self._pause_ns(step)) for step in steps]
         ready_ns, need_ns = [], []
         for index in range(self._parameter_count):
@@ -198,15 +206,27 @@ class Stopwatch:
             need = [since(stamp) for stamp, since in zip(first_use, since_backward, strict=True) if stamp is not None]
             # A parameter that nobody reads is not urgent.
             need_ns.append(statistics.median(need) if need else 0.0 if is_unseen else float("inf"))
-        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, unseen_reads)
+        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, unseen_reads, call_ns)
 
-    def _compute(self, step: _Step) -> Compute | None:
+    def _call_ns(self, steps: Sequence[_Step]) -> float:
+        """From steps that have updated the same in more calls than others, two of each kind at least, undisturbed."""
+        by_calls: dict[int, list[float]] = {}
+        for step in steps:
+            if step.updates:
+                by_calls.setdefault(step.update_calls, []).append(self._total_ns(step.updates))
+        shortest_ns = {calls: min(times) for calls, times in by_calls.items() if len(times) > 1}
+        if len(shortest_ns) < 2:
+            return 0.0
+        fewest, most = min(shortest_ns), max(shortest_ns)
+        return max(0.0, shortest_ns[most] - shortest_ns[fewest]) / (most - fewest)
+
+    def _compute(self, step: _Step, call_ns: float) -> Compute | None:
         if not step.complete:
             return None
         return Compute(
             backward_ns=self._clock.between(step.backward_start, step.backward_end),
             forward_ns=self._since(step.backward_end, self._pause_ns(step), step.next_backward),
-            update_ns=self._total_ns(step.updates),
+            update_ns=max(0.0, self._total_ns(step.updates) - call_ns * (step.update_calls - 1)),
         )
 
     def _pause_ns(self, step: _Step) -> float:

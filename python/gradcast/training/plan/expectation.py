@@ -23,10 +23,12 @@ class StepVariation:
     """How far single steps were from the profile that was made from them.
 
     ``link``: see network_cost.cost_spread. ``compute``: see compute_cost.compute_variation; empty if no step is known.
+    ``call_ns``: what each call of the optimizer costs that forward makes, beyond the first.
     """
 
     link: tuple[float, float] = (1.0, 1.0)
     compute: tuple[ComputeFactors, ...] = ()
+    call_ns: float = 0.0
 
 
 class TypicalStep(NamedTuple):
@@ -106,7 +108,7 @@ def expect(
     """
     pairs = [
         (
-            typical_step(profile, plan, variation.compute, factor, waiting_share),
+            typical_step(profile, plan, variation.compute, factor, waiting_share, variation.call_ns),
             typical_step(baseline_profile, baseline, variation.compute, factor),
         )
         for factor in (1.0, *variation.link)
@@ -137,6 +139,7 @@ def typical_step(
     steps: Sequence[ComputeFactors],
     link_factor: float = 1.0,
     waiting_share: float = 0.0,
+    call_ns: float = 0.0,
 ) -> TypicalStep:
     """The typical step with the plan, on a network that costs ``link_factor`` times what the profile says.
 
@@ -145,9 +148,10 @@ def typical_step(
     the later of the two counts each time (docs/internals/decisions.md).
 
     ``waiting_share``: of the steps, those that wait for all gradients before forward, because they are clipped. The
-    result is then the mean of the typical steps of both kinds.
+    result is then the mean of the typical steps of both kinds. ``call_ns``: see StepVariation.
     """
-    return typical_of(step_profiles(profile, steps), profile.link.scaled(link_factor, link_factor), plan, waiting_share)
+    link = profile.link.scaled(link_factor, link_factor)
+    return typical_of(step_profiles(profile, steps), link, plan, waiting_share, call_ns)
 
 
 def step_profiles(profile: _core.Profile, steps: Sequence[ComputeFactors]) -> list[_core.Profile]:
@@ -156,19 +160,37 @@ def step_profiles(profile: _core.Profile, steps: Sequence[ComputeFactors]) -> li
 
 
 def typical_of(
-    profiles: Sequence[_core.Profile], link: _core.LinkModel, plan: _core.Plan, waiting_share: float
+    profiles: Sequence[_core.Profile],
+    link: _core.LinkModel,
+    plan: _core.Plan,
+    waiting_share: float,
+    call_ns: float = 0.0,
 ) -> TypicalStep:
     """See typical_step. ``profiles``: one for each step."""
     if waiting_share > 0:
         kinds = [
-            (share, typical_of(profiles, link, _in_mode(plan, mode), 0.0))
+            (share, typical_of(profiles, link, _in_mode(plan, mode), 0.0, call_ns))
             for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap"))
         ]
         return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
     return TypicalStep(
-        statistics.median(_core.play(each, link, plan).iteration_ns for each in profiles),
+        statistics.median(_step_ns(_core.play(each, link, plan), plan.mode, call_ns) for each in profiles),
         _median_bound_ns(profiles, plan, link),
     )
+
+
+def _step_ns(timeline: _core.Timeline, mode: str, call_ns: float) -> float:
+    further_calls = update_calls(timeline) - 1 if mode == "overlap" else 0
+    return timeline.iteration_ns + call_ns * max(0, further_calls)
+
+
+def update_calls(timeline: _core.Timeline) -> int:
+    """In how many calls of the optimizer forward updates. One updates all that has arrived by then."""
+    calls, updated_ns = 0, -1.0
+    for tensor in timeline.tensors:  # in the order in which forward reads them
+        if tensor.arrival_ns > updated_ns:
+            calls, updated_ns = calls + 1, max(tensor.read_ns, tensor.arrival_ns)
+    return calls
 
 
 def _median_bound_ns(profiles: Sequence[_core.Profile], plan: _core.Plan, link: _core.LinkModel) -> float:

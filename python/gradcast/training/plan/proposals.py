@@ -130,7 +130,7 @@ class Proposer:
             else self.variation.link
         )
         factors = compute_cost.compute_variation(corrected, steps.compute) or self.variation.compute
-        variation = StepVariation(link_spread, factors)
+        variation = StepVariation(link_spread, factors, self.variation.call_ns)
         is_confirmed = link is None and compute is None
         plan = self._choose(corrected, variation, present=agreed.plan if is_confirmed else None)
         proposal = self._proposal(corrected, plan, variation, baseline_profile)

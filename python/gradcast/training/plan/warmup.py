@@ -4,6 +4,7 @@ Meanwhile training does what DDP does, with buckets of several sizes. Every rank
 ends on all ranks after the same one.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ _MIB = 1 << 20
 _CAP_MAX_BYTES = 25 * _MIB
 _CAP_MIN_BYTES = 16 * 1024
 _CAP_DIVISORS = (1, 1, 4, 16, 2, 64)
+# Every second step updates in so many calls of the optimizer, which shows what a call costs.
+_PARTS = 4
 
 
 class Warmup:
@@ -65,6 +68,7 @@ class Warmup:
         # Known on rank 0 once there is a profile.
         self.variation = StepVariation()
         self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
+        self.call_ns = 0.0  # known on all ranks once there is a profile; see Measurement
         # Known on all ranks once there is a profile: of parameters with unseen reads on some rank.
         self.unseen_reads: dict[int, UnseenRead] = {}
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
@@ -125,6 +129,11 @@ class Warmup:
     def gradient_read(self, tensor: torch.Tensor) -> None:
         """Nothing to do: during the warm-up every step is waited for."""
 
+    @property
+    def update_parts(self) -> int:
+        """In how many parts the open step updates."""
+        return _PARTS if self._steps and self._steps % 2 == 0 else 1
+
     def step_ended(self, iteration: _core.IterationRecord | None) -> AgreedPlan | None:
         """Counts a step in which everything was waited for. Returns what the next step follows, None after the last."""
         plan = self._plans[self._steps]
@@ -149,6 +158,7 @@ class Warmup:
             reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
         ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads))
         self.unseen_reads = measured_profile.unseen_reads(ranks)
+        self.call_ns = statistics.median(rank.call_ns for rank in ranks)
         return self._group.computed_by_first(lambda: self._combined(ranks))
 
     def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
@@ -160,7 +170,9 @@ class Warmup:
             samples = measured_profile.block_samples(ranks)
             steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
             self.variation = StepVariation(
-                network_cost.cost_spread(samples, profile.link), compute_cost.compute_variation(profile, steps)
+                network_cost.cost_spread(samples, profile.link),
+                compute_cost.compute_variation(profile, steps),
+                self.call_ns,
             )
             self.idle_saving_ns = network_cost.idle_saving_ns(samples) or 0.0
         return profile

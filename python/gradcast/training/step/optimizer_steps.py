@@ -121,9 +121,22 @@ class OptimizerSteps:
         with self.stream.entered():
             self._run_whole(number)
 
-    def _run_whole(self, number: int) -> None:
-        self._interceptions[number].run_whole()
+    def _run_whole(self, number: int, parts: int = 1) -> None:
+        if parts == 1:
+            self._interceptions[number].run_whole()
+        else:
+            self._run_all_parts(number, parts)
         self._note_updated(self._states_of[number])
+
+    def _run_all_parts(self, number: int, parts: int) -> None:
+        """The same in so many calls."""
+        optimizer = self._optimizers[number]
+        partial = partial_step.PartialStep(optimizer, self._places_of(number))
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        size = -(-len(parameters) // parts)
+        for first in range(0, len(parameters), size):
+            partial.run(parameters[first : first + size], last=first + size >= len(parameters))
+            self._trace.count_update()
 
     def _note_updated(self, part: Sequence[ParameterState]) -> None:
         if self._callbacks:
@@ -139,24 +152,25 @@ class OptimizerSteps:
             self._callbacks.run(self._updated, "after step()" if record is None else f"in step {record.step + 1}")
         self._trace.span("update", start_ns, time.perf_counter_ns())
 
-    def take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> bool:
+    def take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int = 1) -> bool:
         """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
 
         ``synchronous``: waits for everything and updates now, as in the warm-up. Otherwise updates are left due, unless
-        the program's code makes that impossible.
+        the program's code makes that impossible. ``parts``: in which a synchronous step updates, if it could be left
+        due.
         """
         if not self.due:
             self.stream.move_to_caller()
         self.stream.follow_caller()
         with self.stream.entered():
-            self._take_gradients(number, owner, synchronous)
+            self._take_gradients(number, owner, synchronous, parts)
         self._stepped.add(number)
         if len(self._stepped) < len(self._optimizers):
             return False
         self._stepped.clear()
         return True
 
-    def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool) -> None:
+    def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int) -> None:
         self._refuse_after_failure()
         for clipping in (self._clipping, self._values):
             if clipping is not None:
@@ -176,7 +190,7 @@ class OptimizerSteps:
         synchronous = synchronous or number in self._stepped
         reason = None if synchronous else self.reason_to_wait(number)
         if synchronous or reason is not None:
-            self._step_now(number, reason)
+            self._step_now(number, reason, parts)
         else:
             self._defer(number, owner)
 
@@ -296,7 +310,7 @@ class OptimizerSteps:
         found = native.held_elsewhere(native.fields(states, "parameter"), None, False)
         return [states[position] for position in found]
 
-    def _step_now(self, number: int, reason: Cause | None) -> None:
+    def _step_now(self, number: int, reason: Cause | None, parts: int) -> None:
         """A synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
         # Gradients that were used have arrived, and what that has waited is counted there.
         waits_here = reason not in (None, Cause.GRADIENTS)
@@ -306,7 +320,7 @@ class OptimizerSteps:
         self._clip(as_they_are=True)
         if self._values is not None:
             self._values.clip_as_they_are(self._states_of[number])
-        self._run_whole(number)
+        self._run_whole(number, parts if parts == 1 or self.reason_to_wait(number) is None else 1)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
