@@ -12,7 +12,7 @@ Thread safety: pure; any thread.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Cuts lie at multiples of so many elements of a parameter: a wire format has one scale for as many.
 CUT_ELEMENTS = 128
@@ -54,6 +54,10 @@ class Schedule:
         """The fragments that are applied after this step, before any is taken."""
         return self.taken(step - self.overlap) if self.overlap else []
 
+    def at(self, every: int, overlap: int | None) -> "Schedule":
+        """The same fragments with another H. ``overlap``: as for ``make_schedule``, or less where H demands it."""
+        return replace(self, every=every, overlap=_overlap(every, overlap, len(self.fragments)))
+
     def _offset(self, fragment: int) -> int:
         return fragment * self.every // len(self.fragments) if self.overlap else 0
 
@@ -71,9 +75,11 @@ def make_schedule(sizes: Sequence[tuple[int, int]], every: int, overlap: int | N
     else:
         count = max(1, round(total_bytes / BLOCKING_BYTES))
     fragments = cut(sizes, count)
-    if overlap is None:
-        overlap = min(-(-every // len(fragments)) + 1, every - 1)
-    return Schedule(every, overlap, fragments)
+    return Schedule(every, _overlap(every, overlap, len(fragments)), fragments)
+
+
+def _overlap(every: int, asked: int | None, count: int) -> int:
+    return min(-(-every // count) + 1 if asked is None else asked, every - 1)
 
 
 def cut(sizes: Sequence[tuple[int, int]], count: int) -> tuple[tuple[Slice, ...], ...]:

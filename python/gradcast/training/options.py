@@ -9,6 +9,7 @@ from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import Error
 from gradcast.host_traffic import WIRE_SHARES
+from gradcast.local_pace import LIMIT, METRICS
 
 # This module alone reads the variable.
 PLAN_VARIABLE = "GRADCAST_PLAN"
@@ -49,10 +50,15 @@ class Options:
       graph, so that communication overlaps with backward and forward. Where a compiler's roundings depend on what lies
       in one graph, they are those of the split model. Off: its forward waits for all parameters.
     * ``sync_every``: changes the algorithm: gradients stay on their rank, and every so many optimizer steps the ranks
-      average their parameters (local steps, docs/guide/local-steps.md).
+      average their parameters (local steps, docs/guide/local-steps.md). "auto": as many as skewed data
+      allow, from 1 to ``sync_every_max`` (64).
+    * ``evaluate``: for "auto", a function of the model that was given to ``attach``, and of ``evaluate_batch``: data
+      like those that this rank trains on, in any form. It returns a number that is, as ``evaluate_metric`` says, an
+      "accuracy" from 0 to 1, or a "loss": a cross-entropy in nats, or another loss's logarithm. It is called every few
+      rounds, in evaluation mode and without gradients, and must not do collective operations.
     * ``outer``: how. "nesterov" (the default): Nesterov momentum on the mean difference of the parameters since the
       last time, with ``outer_lr`` (0.7) and ``outer_momentum`` (0.9), as DiLoCo. "average": the mean of the parameters,
-      as local SGD. If ``sync_every`` is 1, it has to be given.
+      as local SGD, which is the default of "auto". If ``sync_every`` is 1, it has to be given.
     * ``outer_overlap``: parameters are averaged in fragments, which travel under so many steps; less than
       ``sync_every``. 0: all at once, while training waits. Default: the steps from one fragment to the next, and one
       more.
@@ -88,7 +94,11 @@ class Options:
     broadcast_buffers: bool = True
     unseen_reads: str = "by_module"
     split_compiled: bool = False
-    sync_every: int | None = None
+    sync_every: int | str | None = None
+    sync_every_max: int | None = None
+    evaluate: Callable[[Any, Any], Any] | None = None
+    evaluate_batch: Any = dataclasses.field(default=None, repr=False, compare=False)
+    evaluate_metric: str | None = None
     outer: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
@@ -153,6 +163,13 @@ class Options:
         return self.max_grad_norm is not None or self.max_grad_value is not None
 
     @property
+    def sync_every_limit(self) -> int:
+        """The most steps between averages. REQUIRES: ``sync_every`` is given."""
+        if isinstance(self.sync_every, int):
+            return self.sync_every
+        return LIMIT if self.sync_every_max is None else self.sync_every_max
+
+    @property
     def plan_path(self) -> str | None:
         """The plan file to follow, from the options or the environment."""
         return self.plan or os.environ.get(PLAN_VARIABLE) or None
@@ -161,13 +178,24 @@ class Options:
 def _check_local_steps(options: Options) -> None:
     every = options.sync_every
     if every is None:
-        for name in _OUTER:
+        for name in (*_OUTER, *_AUTO):
             if getattr(options, name) is not None:
                 raise Error(f"options.{name} is given without sync_every; give both, or leave it out")
         return
-    if isinstance(every, str):
-        raise Error(f"options.sync_every is {every!r}; gradcast does not choose it: give a whole number of at least 1")
-    _require_int("sync_every", every, 1)
+    if every == "auto":
+        _check_auto(options)
+        if (
+            options.outer is None
+        ):  # with Nesterov momentum, averages of single steps are learned from seven times as fast
+            object.__setattr__(options, "outer", "average")
+    elif isinstance(every, str):
+        raise Error(f"options.sync_every is {every!r}; a whole number of at least 1, or auto, is expected")
+    else:
+        _require_int("sync_every", every, 1)
+        for name in _AUTO:
+            if getattr(options, name) is not None:
+                raise Error(f"options.{name} belongs to sync_every='auto', and sync_every is {every}; leave it out")
+    limit = options.sync_every_limit
     if options.outer not in [None, "nesterov", "average"]:
         raise Error(f"options.outer is {options.outer!r}; nesterov or average is expected")
     if every == 1 and options.outer is None:
@@ -184,10 +212,10 @@ def _check_local_steps(options: Options) -> None:
     _require_share("outer_momentum", options.outer_momentum)
     if options.outer_overlap is not None:
         _require_int("outer_overlap", options.outer_overlap, 0)
-        if options.outer_overlap >= every:
+        if options.outer_overlap >= limit:
             raise Error(
-                f"options.outer_overlap is {options.outer_overlap} steps and sync_every {every}; a fragment has to be "
-                f"applied before it is taken again, so at most {every - 1} is expected"
+                f"options.outer_overlap is {options.outer_overlap} steps and sync_every {limit}; a fragment has to be "
+                f"applied before it is taken again, so at most {limit - 1} is expected"
             )
     if options.outer_merge is not None and (options.outer_overlap == 0 or every == 1):
         raise Error(
@@ -203,6 +231,22 @@ def _check_local_steps(options: Options) -> None:
             raise Error(f"options.{name} is given with sync_every, and {why}; leave one of them out")
 
 
+def _check_auto(options: Options) -> None:
+    if not callable(options.evaluate):
+        raise Error(
+            "options.sync_every is 'auto', which needs options.evaluate, a function of the model and "
+            f"options.evaluate_batch that returns its loss or accuracy; it is {options.evaluate!r}"
+        )
+    if options.evaluate_metric not in METRICS:
+        raise Error(
+            f"options.evaluate_metric is {options.evaluate_metric!r}; {' or '.join(METRICS)} is expected, as "
+            "options.evaluate returns it"
+        )
+    if options.sync_every_max is not None:
+        _require_int("sync_every_max", options.sync_every_max, 2)
+
+
+_AUTO = ("sync_every_max", "evaluate", "evaluate_batch", "evaluate_metric")
 _OUTER = ("outer", "outer_lr", "outer_momentum", "outer_overlap", "outer_merge", "inner")
 _PLANLESS = "local steps follow no measured plan"
 _NOT_LOCAL = {

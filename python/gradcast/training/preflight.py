@@ -98,6 +98,8 @@ _SAME_OPTIONS = (
     "max_ctas",
     "register_buffers",
     "sync_every",
+    "sync_every_max",
+    "evaluate_metric",
     "outer",
     "outer_lr",
     "outer_momentum",

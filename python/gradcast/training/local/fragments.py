@@ -181,6 +181,11 @@ class Fragments:
             for local, place in piece.rows():
                 merge(local, piece.values[place], local_share)
 
+    def scale_momentum(self, factor: float) -> None:
+        for piece in self._all():
+            if piece.momentum is not None:
+                piece.momentum.mul_(factor)
+
     def checksum(self, fragment: int) -> int:
         """A checksum of this fragment's global copy."""
         total = 0

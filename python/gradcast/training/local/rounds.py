@@ -15,9 +15,11 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.errors import Error, refused
+from gradcast.local_pace import FIRST
 from gradcast.local_steps import Schedule
 from gradcast.training.local import header
 from gradcast.training.local.fragments import Fragments
+from gradcast.training.local.pacing import Pacing
 from gradcast.training.options import Options
 from gradcast.training.plan.measured_profile import layout_profile
 from gradcast.training.ranks.group import Group
@@ -86,14 +88,22 @@ class Travel:
 
 class Rounds:
     """``clock``: steps since the beginning, or since ``end``; the schedule counts them. ``steps``: all. ``count``: how
-    often all fragments have been taken. ``waited_ns``: in all steps until now. REQUIRES: ``local_share`` is 0 in the
-    blocking form."""
+    often all fragments have been taken. ``waited_ns``: in all steps until now. ``pacing``: None unless it chooses H, at
+    most ``longest.every``, where a round has ended and nothing travels."""
 
     def __init__(
-        self, fragments: Fragments, schedule: Schedule, local_share: float, travel: Travel | None, group: Group
+        self,
+        fragments: Fragments,
+        longest: Schedule,
+        local_share: float,
+        travel: Travel | None,
+        group: Group,
+        pacing: Pacing | None,
+        options: Options,
     ) -> None:
-        self._fragments, self.schedule, self._travel, self._group = fragments, schedule, travel, group
-        self._local_share = local_share
+        self._fragments, self._longest, self._travel, self._group = fragments, longest, travel, group
+        self._local_share, self.pacing, self._options = local_share, pacing, options
+        self.schedule = longest if pacing is None else longest.at(min(FIRST, longest.every), options.outer_overlap)
         self.clock = self.steps = self.count = 0
         self.waited_ns = 0
         # Fragments that were taken and are not applied, in order, and whether they have arrived and were checked.
@@ -119,12 +129,16 @@ class Rounds:
         with self._failing():
             for fragment in self.schedule.applied(self.clock):
                 self._apply(fragment, self._local_share)
+            every, pacing = self.schedule.every, self.pacing
+            if pacing is not None and self.clock % every == 0 and pacing.is_due(every, self.steps):
+                self._measure(pacing)
+                return
             taken = self.schedule.taken(self.clock)
             for fragment in taken:
                 self._take(fragment)
             self.count += bool(taken) and taken[-1] == len(self.schedule.fragments) - 1
             if self.schedule.overlap == 0 and taken:
-                self._apply_all(self._local_share)
+                self._apply_all(0.0)
                 self.clock = 0  # the next round begins as the first one does
 
     def end(self) -> None:
@@ -132,20 +146,36 @@ class Rounds:
         if self.clock == 0:
             return  # nothing is left of a round; another one would move the copy by its momentum alone
         with self._failing():
-            self._apply_all(self._local_share)
-            # First those that the open iteration still has to send, and then the others, which have drifted since.
-            left = list(self._travel.left) if self._travel is not None else []
-            for fragment in left:
-                self._take(fragment, ending=True)
-            self._apply_all(0.0)
-            everything = range(len(self.schedule.fragments))
-            if len(left) < len(everything):
-                for fragment in everything:  # an iteration carries all
-                    self._take(fragment, ending=True)
-                for fragment in everything:
-                    self._apply(fragment, 0.0, drops=fragment in left)
-            self.count += 1
-            self.clock = 0
+            self._close(ending=True)
+
+    def _measure(self, pacing: Pacing) -> None:
+        """Ends the round and chooses the steps of those that follow."""
+        own = pacing.score()
+        self._close(ending=False)
+        common, travel = pacing.score(), self._travel
+        what = f"what options.evaluate returned after {self.steps} steps"
+        with contextlib.nullcontext() if travel is None else travel.exchange.watch.waiting(what):
+            everyone = self._group.gather_beside_blocks((own, common))
+        every = pacing.choose(self.schedule.every, self.steps, everyone)
+        # The momentum is the movement of a round, which is as many times as long.
+        self._fragments.scale_momentum(every / self.schedule.every)
+        self.schedule = self._longest.at(every, self._options.outer_overlap)
+
+    def _close(self, *, ending: bool) -> None:
+        self._apply_all(self._local_share)
+        # First those that the open iteration still has to send, and then the others, which have drifted since.
+        left = list(self._travel.left) if self._travel is not None else []
+        for fragment in left:
+            self._take(fragment, ending=ending)
+        self._apply_all(0.0)
+        everything = range(len(self.schedule.fragments))
+        if len(left) < len(everything):
+            for fragment in everything:  # an iteration carries all
+                self._take(fragment, ending=ending)
+            for fragment in everything:
+                self._apply(fragment, 0.0, drops=fragment in left)
+        self.count += 1
+        self.clock = 0
 
     def await_taken(self) -> None:
         """Waits until what was taken has arrived."""
@@ -212,30 +242,32 @@ class Rounds:
 
     # --- Checkpoints ---
 
-    def state(self, options: Options, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+    def state(self, kept: dict[str, Any] | None = None) -> dict[str, Any]:
         """``kept``: see Fragments.by_name; then the parameters are left out."""
         self.await_taken()
         fragments = self._fragments
         in_flight = {k: [each.difference.clone() for each in fragments.pieces[k]] for k in self._taken}
         place = {"clock": self.clock, "steps": self.steps, "rounds": self.count, "in_flight": in_flight}
+        if self.pacing is not None:
+            place["pacing"] = self.pacing.state() | {"every": self.schedule.every}
         if kept is None:
             tensors = {what: fragments.by_name(what) for what in ("values", "momentum", "local")}
         else:
             tensors = {what: fragments.by_name(what, kept.setdefault(what, {})) for what in ("values", "momentum")}
-        return {"settings": self._settings(options), "place": place, "tensors": tensors}
+        return {"settings": self._settings(), "place": place, "tensors": tensors}
 
-    def _settings(self, options: Options) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         names = ("sync_every", "outer", "outer_lr", "outer_momentum", "wire")
-        own = {"overlap": self.schedule.overlap, "local_share": self._local_share, "world_size": self._group.world_size}
-        return {name: getattr(options, name) for name in names} | own | {"cuts": self._fragments.identity()}
+        own = {"overlap": self._longest.overlap, "local_share": self._local_share, "world_size": self._group.world_size}
+        return {name: getattr(self._options, name) for name in names} | own | {"cuts": self._fragments.identity()}
 
-    def refusal_of(self, state: dict[str, Any], options: Options) -> str | None:
+    def refusal_of(self, state: dict[str, Any]) -> str | None:
         """Why training cannot go on from this state."""
         tensors = state["tensors"]
         reason = self._fragments.refusal_of(tensors["values"])
         if reason is not None:
             return f"it is of another model: {reason}"
-        own = self._settings(options)
+        own = self._settings()
         if state["place"]["clock"] > 0 and own != state["settings"]:
             differing = next(key for key in own if own[key] != state["settings"].get(key))
             return (
@@ -252,6 +284,10 @@ class Rounds:
             self._fragments.restore(what, tensors)
         place = state["place"]
         self.clock, self.steps, self.count = place["clock"], place["steps"], place["rounds"]
+        if self.pacing is not None and "pacing" in place:
+            self.pacing.restore(place["pacing"])
+            every = min(place["pacing"]["every"], self._longest.every)
+            self.schedule = self._longest.at(every, self._options.outer_overlap)
         self._taken = {}
         for fragment, differences in place["in_flight"].items():
             for piece, saved in zip(self._fragments.pieces[fragment], differences, strict=True):
@@ -261,4 +297,4 @@ class Rounds:
     def fingerprint(self) -> tuple[int, ...]:
         """Equal on two ranks whose rounds can go on together."""
         sums = [self._fragments.checksum(fragment) for fragment in range(len(self.schedule.fragments))]
-        return (self.clock, self.steps, *self._taken, *sums)
+        return (self.schedule.every, self.clock, self.steps, *self._taken, *sums)

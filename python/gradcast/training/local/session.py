@@ -26,6 +26,7 @@ from gradcast.training.compat import fork
 from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.local.fragments import Fragments, entries
 from gradcast.training.local.outer import MERGE, OuterOptimizer
+from gradcast.training.local.pacing import Pacing
 from gradcast.training.local.rounds import Rounds, Travel
 from gradcast.training.model_layout import ModelLayout
 from gradcast.training.no_sync import NoSyncBlocks
@@ -81,14 +82,14 @@ class LocalStepsSession(TrainingSession):
         self._module, self._parameters = accepted.module, accepted.parameters
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
-        assert options.sync_every is not None, "attach makes another session without it"
-        schedule = make_schedule(sizes, options.sync_every, options.outer_overlap)
+        schedule = make_schedule(sizes, options.sync_every_limit, options.outer_overlap)
         self._outer = OuterOptimizer.of(options)
         self._fragments = Fragments(found, schedule, self._outer, options, group.world_size)
         self._travel = None if group.world_size == 1 else Travel(self._fragments, group, options)
         local_share = MERGE if options.outer_merge is None else options.outer_merge
         self._local_share = local_share if schedule.overlap else 0.0
-        self._rounds = Rounds(self._fragments, schedule, self._local_share, self._travel, group)
+        pacing = Pacing(accepted, options, group) if options.sync_every == "auto" else None
+        self._rounds = Rounds(self._fragments, schedule, self._local_share, self._travel, group, pacing, options)
         self._layout = ModelLayout(accepted.whole, optimizers, accepted.parameters.values())
         self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
@@ -106,12 +107,14 @@ class LocalStepsSession(TrainingSession):
             if schedule.overlap
             else "all at once, while training waits"
         )
+        limit = self._options.sync_every_limit
+        often = f"{schedule.every}" if limit == schedule.every else f"{schedule.every} (1 to {limit} as data allow)"
         kept = {name: size for name, size in self._fragments.state_bytes.items() if size}
         sizes = ", ".join(f"{name} {size / _MB:.1f} MB" for name, size in kept.items())
         _log.info(
-            "local steps change the algorithm: gradients stay on their %s, and every %d steps the ranks average "
+            "local steps change the algorithm: gradients stay on their %s, and every %s steps the ranks average "
             "their parameters (%s; %s); beside the model each rank keeps %.1f MB (%s)",
-            "rank" if self._inside is None else "host", schedule.every, self._outer.describe(), how,
+            "rank" if self._inside is None else "host", often, self._outer.describe(), how,
             sum(kept.values()) / _MB, sizes,
         )  # fmt: skip
         if self._inside is not None:
@@ -274,9 +277,10 @@ class LocalStepsSession(TrainingSession):
         count = max(1, len(ends) - 1)
         own = {
             "sync_every": schedule.every,
+            "pace": None if self._rounds.pacing is None else self._rounds.pacing.last,
             "outer": "average" if self._outer.momentum is None else "nesterov",
             "outer_overlap": schedule.overlap,
-            "outer_merge": self._local_share,
+            "outer_merge": self._local_share if schedule.overlap else 0.0,
             "fragments": len(schedule.fragments),
             "in_flight": self._rounds.in_flight,
             "rounds": self._rounds.count,
@@ -306,7 +310,7 @@ class LocalStepsSession(TrainingSession):
 
     def _state(self, kept: dict[str, Any] | None) -> dict[str, Any]:
         self._require_own()
-        state = self._rounds.state(self._options, kept)
+        state = self._rounds.state(kept)
         own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}
         left = {} if self._fragments.buffers is None else residuals.saved(self._fragments.buffers, self.group)
         return own | state | left
@@ -357,7 +361,7 @@ class LocalStepsSession(TrainingSession):
             raise refused("the state is not one of local steps of this version; load what handle.state_dict() returned")
         if self._rounds.steps > 0:
             raise refused("load the state right after attach, before the first step")
-        reason = self._rounds.refusal_of(state, self._options)
+        reason = self._rounds.refusal_of(state)
         if reason is None and state["place"]["clock"] > 0 and state["rank"] != self.group.rank:
             reason = f"it is that of rank {state['rank']}, and this is rank {self.group.rank}"
         if reason is not None:
