@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
+from gradcast.random_state import restore_random_state
 from gradcast.snapshots import store
 from gradcast.snapshots.state import (
     COMMON,
@@ -20,7 +21,6 @@ from gradcast.snapshots.state import (
     local_path,
     model_tensors,
     own_path,
-    restore_random_state,
 )
 from gradcast.training.acceptance import unwrapped, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_to

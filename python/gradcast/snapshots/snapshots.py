@@ -24,13 +24,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradcast.errors import Error
+from gradcast.random_state import random_state
 from gradcast.snapshots.agreement import Agreement
 from gradcast.snapshots.frequency import PlannedStep
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
 from gradcast.snapshots.signals import Signals
-from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, local_path, own_path, random_state, to_bytes
+from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, local_path, own_path, to_bytes
 from gradcast.snapshots.store import Pace, Path_
 from gradcast.snapshots.writer import Place, Writer, Written
 from gradcast.training.training_session import TrainingSession

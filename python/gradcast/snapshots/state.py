@@ -7,8 +7,6 @@ those of a bare module travel from there. With local steps all of this is each r
 
 import copy
 import io
-import random
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -182,22 +180,3 @@ def group_names(optimizers: Sequence[Optimizer], names: dict[int, str]) -> list[
     if any(not name for each in found for group in each for name in group):
         raise refused("a snapshot needs optimizers that update parameters of the module only; put the others into it")
     return found
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Of the generators that programs use by default."""
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    return state
-
-
-def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from gradcast import local_pace
 from gradcast.errors import refused
-from gradcast.snapshots.state import random_state, restore_random_state
+from gradcast.random_state import random_state, restore_random_state
 from gradcast.training.acceptance import Accepted
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import Group
