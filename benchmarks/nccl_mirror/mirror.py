@@ -251,11 +251,12 @@ def main() -> int:
         return 1
     set_link = getattr(ctypes.CDLL(None), "nccl_mirror_set_link", None)
     if is_cuda and set_link is None:
-        if args.library is None or not os.path.exists(args.library):
-            print("name the mirror of NCCL with --library (make all builds it where nvcc is)", file=sys.stderr)
+        library = os.path.abspath(args.library or "")
+        if not os.path.isfile(library) or os.environ.get("LD_PRELOAD") == library:
+            print("--library has to name the mirror of NCCL (make all builds it where nvcc is)", file=sys.stderr)
             return 1
         # torch has loaded the real one: start again with the mirror in front of it.
-        environment = os.environ | {"LD_PRELOAD": os.path.abspath(args.library)}
+        environment = os.environ | {"LD_PRELOAD": library}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     with rank_zero(args.workers, "nccl" if is_cuda else "fake"):

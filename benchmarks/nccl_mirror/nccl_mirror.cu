@@ -195,8 +195,10 @@ ncclResult_t make(ncclComm_t* comm, int world_size, int rank, const ncclConfig_t
   if (rank != 0) return refused("stands for rank 0 only: start one process, with all others inside it");
   const std::lock_guard lock(mutex);
   if (wire == nullptr) {
-    if (const cudaError_t error = cudaMalloc(&wire, sizeof *wire); error != cudaSuccess) return result_of(error);
-    if (const cudaError_t error = cudaMemset(wire, 0, sizeof *wire); error != cudaSuccess) return result_of(error);
+    cudaError_t error = cudaMalloc(&wire, sizeof *wire);
+    if (error == cudaSuccess) error = cudaMemset(wire, 0, sizeof *wire);
+    if (error == cudaSuccess) error = cudaDeviceSynchronize();  // kernels of other streams do not wait for the memset
+    if (error != cudaSuccess) return result_of(error);
     std::fprintf(stderr, "this is the mirror of NCCL: nothing is sent, and %d ranks do what this one does\n",
                  world_size);
   }

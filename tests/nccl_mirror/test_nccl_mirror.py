@@ -75,6 +75,7 @@ def test_torch_takes_it_for_nccl(library):
         pytest.skip("this torch is built without CUDA")
     # That of NCCL is never so empty.
     program = "import torch; print(torch.cuda.nccl.unique_id() == bytes(128))"
+    program += "; import ctypes; ctypes.CDLL(None).nccl_mirror_set_link"  # with which mirror.py sees it
     preloaded = os.environ | {"LD_PRELOAD": str(LIBRARY)}
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=preloaded, capture_output=True, text=True, timeout=100, check=True)
