@@ -18,12 +18,12 @@ from gradcast.lab.adapt import AdaptSettings
 from gradcast.lab.adapt import run as train
 from gradcast.units import parse_bandwidth_bits_per_s
 
-# Scenario of the laboratory, factor, right cause, right rank.
+# Scenario of the laboratory, factor, right cause, right rank, right hosts.
 CHANGES = {
-    "link": ("link", 2.0, "link", None),
-    "host": ("host", 1.3, "compute", 1),
-    "data": ("data", 3.0, "data", 1),
-    "quiet": ("host", 1.0, None, None),
+    "link": ("link", 2.0, "link", None, [1]),
+    "host": ("host", 1.3, "compute", 1, None),
+    "data": ("data", 3.0, "data", 1, None),
+    "quiet": ("host", 1.0, None, None, None),
 }
 _TIMEOUT_S = 900.0
 
@@ -60,7 +60,9 @@ def _row(name: str, right: list[Any], settings: AdaptSettings, results: dict[str
     before_ms = sorted(step["ms"] for step in results["steps"][settings.changes_at // 2 : settings.changes_at])
     alarms = results["alarms"]
     found = [
-        alarm for alarm in alarms if [alarm["cause"], alarm["rank"]] == right and alarm["step"] > settings.changes_at
+        alarm
+        for alarm in alarms
+        if [alarm["cause"], alarm["rank"], alarm["hosts"]] == right and alarm["step"] > settings.changes_at
     ]
     other = [f"{alarm['cause']} at {alarm['step']}" for alarm in alarms if alarm not in found[:1]]
     over = found[0]["until_step"] - settings.returns_at if found and found[0]["until_step"] else "-"

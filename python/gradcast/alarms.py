@@ -75,7 +75,9 @@ class Alarm:
     """``cause``: "compute" (a rank computes longer), "data" (it spends longer between its passes), "link" (blocks take
     longer), "workers" (none of these, but steps take longer). ``rank``: None for most ranks, or no rank. ``step``,
     ``since_step``: where it was raised, and since when the cause lasts. ``step_ms``, ``expected_ms``: of a step.
-    ``value_ms``, ``reference_ms``: of what the cause is about. ``until_step``: None while it lasts."""
+    ``value_ms``, ``reference_ms``: of what the cause is about. ``until_step``: None while it lasts. ``hosts``: the two
+    whose link is slow, or the one whose links are, numbered in the order of their first ranks; () if no link is clearly
+    slower than the others, None if not known."""
 
     cause: str
     rank: int | None
@@ -87,6 +89,12 @@ class Alarm:
     reference_ms: float
     sentence: str
     until_step: int | None = None
+    hosts: tuple[int, ...] | None = None
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long as expected what the cause is about takes."""
+        return self.value_ms / self.reference_ms if self.reference_ms else float("inf")
 
 
 class _Sum:
@@ -174,6 +182,17 @@ class Alarms:
         ``observed``: the last step."""
         return self._raised(observed, [cause for cause in causes if cause in self._sums and self._worst(cause).value])
 
+    def is_suspect(self, cause: str) -> bool:
+        """Whether the last steps speak for an alarm of this cause."""
+        return any(each.value for each in self._sums.get(cause, ()))
+
+    def locate(self, alarm: Alarm, hosts: tuple[int, ...] | None, names: Sequence[str]) -> Alarm:
+        """The alarm, which is about a link, with its hosts. ``names``: of all hosts."""
+        alarm = dataclasses.replace(alarm, hosts=hosts)
+        alarm = dataclasses.replace(alarm, sentence=self._sentence(alarm, names))
+        self._active[alarm.cause] = alarm
+        return alarm
+
     def _add_predicted(self, cause: str, observed: Observation, value: float | None, expected: float | None) -> None:
         if cause not in self._sums or value is None:
             return
@@ -199,8 +218,8 @@ class Alarms:
         self._active[cause] = alarm
         return alarm
 
-    def _sentence(self, alarm: Alarm) -> str:
-        times = alarm.value_ms / alarm.reference_ms if alarm.reference_ms else float("inf")
+    def _sentence(self, alarm: Alarm, host_names: Sequence[str] = ()) -> str:
+        times = alarm.slowdown
         who = "most ranks" if alarm.rank is None else f"rank {alarm.rank}"
         verb = "" if alarm.rank is None else "s"
         since = f"since step {alarm.since_step:,}"
@@ -215,11 +234,18 @@ class Alarms:
                 f"{since}: waiting for data, most likely; check the loader and where it reads"
             )
         elif alarm.cause == LINK:
-            what = f"the network takes {times:.2f} times as long {since}"
+            hosts = [f"host {host} ({host_names[host]})" for host in alarm.hosts or ()]
+            link = f"the link {'of' if len(hosts) == 1 else 'between'} {' and '.join(hosts)}" if hosts else ""
+            what = f"{link or 'the network'} takes {times:.2f} times as long {since}"
             if self.link_bits:
                 now, before = (self.link_bits / ms / 1e3 for ms in (alarm.value_ms, alarm.reference_ms))
-                what = f"the slowest link gives {now:.0f} of {before:.0f} Mbit/s {since}"
-            what += "; check with `gradcast network`, which names the link"
+                what = f"{link or 'the slowest link'} gives {now:.0f} of {before:.0f} Mbit/s {since}"
+            if hosts:
+                what += "; check its cables and switch ports, and what else uses it"
+            elif alarm.hosts is None:
+                what += "; check with `gradcast network`, which names the link"
+            else:
+                what += ", and no link is clearly slower than the others; check what they share"
         else:
             worth = self._world_size * alarm.reference_ms / alarm.value_ms
             who = "1 worker does" if self._world_size == 1 else f"{self._world_size} workers do"

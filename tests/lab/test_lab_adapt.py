@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from gradcast.lab import LabError, Network
-from gradcast.lab.adapt import AdaptSettings, phases
+from gradcast.lab.adapt import AdaptSettings, phases, run
+from lab.small_profile import small_profile
 
 
 def settings(**fields):
@@ -53,12 +54,32 @@ def test_what_cannot_be_run_is_refused(refused, monkeypatch, arguments, words):
     refused(["dev", "lab", "adapt", *arguments], words)
 
 
-@pytest.mark.slow
-def test_on_hosts_a_change_is_followed_by_a_new_plan(tmp_path):
+def require_hosts():
     try:
         Network(2, 1e9).close()
     except LabError as error:
         pytest.skip(f"no hosts can be made here: {error}")
+
+
+@pytest.mark.slow
+def test_on_hosts_the_alarm_names_the_one_whose_link_is_slow():
+    require_hosts()
+    options = settings(
+        profile=small_profile().to_json(),
+        rates_bits_per_s=(100e6,) * 4,
+        scenario="link",
+        factor=5.0,
+        scale_size=4.0,
+        steps=120,
+    )
+    alarms = run(options, timeout_s=120, output=sys.stderr)["alarms"]
+    named = [alarm["hosts"] for alarm in alarms if alarm["cause"] == "link" and alarm["step"] > options.changes_at]
+    assert named[:1] == [[1]], alarms
+
+
+@pytest.mark.slow
+def test_on_hosts_a_change_is_followed_by_a_new_plan(tmp_path):
+    require_hosts()
     picture = tmp_path / "adapt.png"
     # Five times as long: however busy the machine is, nobody can overlook it.
     command = [

@@ -77,6 +77,26 @@ def test_a_change_for_the_worse_raises_its_cause(changed, cause, rank, words):
     assert alarm.sentence.startswith(f"step {alarm.step}: ")
 
 
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ((1, 2), "the link between host 1 (b) and host 2 (c) gives 473 of 947 Mbit/s since step 60; check its cables"),
+        ((3,), "the link of host 3 (d) gives 473 of 947 Mbit/s since step 60; check its cables"),
+        ((), "the slowest link gives 473 of 947 Mbit/s since step 60, and no link is clearly slower than the others"),
+        (None, "the slowest link gives 473 of 947 Mbit/s since step 60; check with `gradcast network`"),
+    ],
+)
+def test_an_alarm_of_a_link_names_its_hosts(hosts, words):
+    (found,), alarms = raised(steps(120, link_ms=times("link_ms", 2), step_ms=longer(120)), link_bits=150e3 * 947)
+    assert alarms.is_suspect(LINK)
+    assert not alarms.is_suspect(DATA)
+    assert found.slowdown == pytest.approx(2, rel=0.02)
+    located = alarms.locate(found, hosts, "abcd")
+    assert words in located.sentence
+    assert alarms.active == [located]
+    assert dataclasses.replace(located, hosts=None, sentence=found.sentence) == found
+
+
 def test_an_alarm_is_over_when_steps_are_as_expected():
     def for_a_while(step):
         return step.step_ms + (60 if step.step < 100 else 0)

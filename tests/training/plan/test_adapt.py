@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from gradcast import _core
-from training.attached import attach, heard
+from training.attached import attach, heard, hosts_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -156,6 +156,23 @@ def test_a_change_for_the_worse_is_an_alarm_on_every_rank(ranks, what, cause, sl
         # The training was planned again, for what it has become; it is still not what was expected.
         assert [each["cause"] for each in result["stats"]["alarms"]] == [cause]
         assert result["stats"]["observed"]["step"] > alarm.step
+
+
+def slower_between_hosts(rank):
+    with hosts_of(1):
+        return slower(rank, "overlap", "network")
+
+
+def test_an_alarm_of_a_link_has_its_hosts_on_every_rank(ranks):
+    results = ranks.run(2, slower_between_hosts)
+    require_agreement(results)
+    (alarm,) = results[0]["raised"]
+    assert (alarm.cause, alarm.hosts) == ("link", (0, 1))
+    assert "the link between host 0 (" in alarm.sentence
+    assert alarm.sentence in results[0]["lines"]
+    for result in results:
+        assert result["raised"] == [alarm]
+        assert result["stats"]["alarms"][0]["sentence"] == alarm.sentence
 
 
 def failing(rank, mode):

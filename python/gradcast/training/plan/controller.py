@@ -61,7 +61,7 @@ class PlanController:
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = buffers.flats[0].device.type == "cpu"
         self.alarms = StepAlarms(
-            group, self.step_reports.lag, exchange.wire, options.on_alarm, on_device=not self._sees_compute
+            group, self.step_reports.lag, exchange, options.on_alarm, on_device=not self._sees_compute
         )
         self._link_ns = 0  # of all iterations until now
         self.exposed = StageExposure()

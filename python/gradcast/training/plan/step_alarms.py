@@ -1,7 +1,8 @@
 """Alarms of a training: what the step reports say, against what the plan in force promised.
 
 All ranks hear the same reports and decide the same. What is expected stays when a training that has become slower is
-planned again, so an alarm lasts until its cause is gone.
+planned again, so an alarm lasts until its cause is gone. Where a link is slow, ranks tell one another what their
+connections have carried since then, which names its hosts.
 """
 
 import collections
@@ -13,10 +14,14 @@ from typing import Any
 from gradcast import _core
 from gradcast.alarms import COMPUTE, DATA, LINK, Alarm, Alarms, Observation
 from gradcast.host_traffic import exchange_form, leaving_share
+from gradcast.slow_link import Flow, slow_hosts
+from gradcast.training.measure import tcp_counters
 from gradcast.training.plan import calibration
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.hosts import own_host
 from gradcast.training.ranks.step_reports import StepReport
+from gradcast.training.step.gradient_exchange import GradientExchange
 
 _log = logging.getLogger("gradcast")
 
@@ -32,11 +37,18 @@ class _Expected:
 
 class StepAlarms:
     def __init__(
-        self, group: Group, lag: int, wire: str, on_alarm: Callable[[Alarm], Any] | None, *, on_device: bool
+        self,
+        group: Group,
+        lag: int,
+        exchange: GradientExchange,
+        on_alarm: Callable[[Alarm], Any] | None,
+        *,
+        on_device: bool,
     ) -> None:
         """``lag``: reports are of so many iterations ago. ``on_device``: hosts run ahead, so how long ranks compute is
-        not known."""
-        self._group, self._lag, self._wire, self._on_alarm, self._on_device = group, lag, wire, on_alarm, on_device
+        not known, and gradients need not travel over TCP."""
+        self._group, self._lag, self._exchange, self._on_alarm = group, lag, exchange, on_alarm
+        self._on_device = on_device
         self.alarms = Alarms(group.world_size)
         self.observed: Observation | None = None
         self._iterations: collections.deque[_Expected | None] = collections.deque(maxlen=lag)
@@ -44,6 +56,7 @@ class StepAlarms:
         self._reference: _core.Profile | None = None
         self._factor = 1.0  # what is expected of a step over what `play` says of the reference
         self._expected_ms: tuple[float | None, float | None] = None, None  # step, link
+        self._before: dict[tcp_counters.Ends, tcp_counters.Carried] | None = None  # when the link was first suspected
 
     def plan_began(self, agreed: AgreedPlan, *, is_new: bool = True) -> None:
         """``is_new``: not the one before, of which more is known."""
@@ -65,9 +78,9 @@ class StepAlarms:
         self._expected_ms = step_ns / 1e6, sum(calibration.planned_busy_periods_ns(plan, self._reference)) / 1e6
         hosts = self._group.hosts
         if hosts is not None and hosts.count > 1:
-            form = exchange_form(hosts, self._wire, on_device=self._on_device)
+            form = exchange_form(hosts, self._exchange.wire, on_device=self._on_device)
             bits = 8 * sum(block.size_bytes for block in plan.blocks)
-            self.alarms.link_bits = bits * leaving_share(hosts, form, self._wire)
+            self.alarms.link_bits = bits * leaving_share(hosts, form, self._exchange.wire)
 
     def iteration_began(self, waiting_stage: str | None) -> None:
         """``waiting_stage``: None if the iteration does not follow the plan in force."""
@@ -79,7 +92,12 @@ class StepAlarms:
         if len(self._iterations) < self._lag or self._iterations[0] is None or reports is None:
             return
         self.observed = self._observation(begun + 2 - self._lag, self._iterations[0], reports)
-        self._raise(self.alarms.add(self.observed))
+        alarm = self.alarms.add(self.observed)
+        if not self.alarms.is_suspect(LINK):
+            self._before = None
+        elif self._before is None and self._may_locate:
+            self._before = tcp_counters.read()
+        self._raise(alarm)
 
     def change_found(self, change: _core.Change) -> None:
         """The monitor has found it, and a plan for it follows. Where most ranks compute longer, with larger batches for
@@ -124,9 +142,29 @@ class StepAlarms:
             expected_link_ms=expected.link_ms,
         )
 
+    @property
+    def _may_locate(self) -> bool:
+        hosts = self._group.hosts
+        return hosts is not None and hosts.count > 1 and not self._on_device
+
+    def _located(self, alarm: Alarm) -> Alarm:
+        """With the hosts of the slow link. Collective."""
+        own = own_host()[0], {} if self._before is None else tcp_counters.since(self._before)
+        with self._exchange.watch.waiting("the search for the slow link"):
+            names, carried = zip(*self._group.gather(own), strict=True)
+        hosts = self._group.hosts
+        flows = [
+            Flow(hosts.host_of[sender], hosts.host_of[receiver], each.sent_bytes, each.sending_s)
+            for sender, receiver, each in tcp_counters.between_ranks(carried)
+        ]
+        slow = slow_hosts(flows, hosts.count, alarm.slowdown)
+        return self.alarms.locate(alarm, slow, [names[hosts.host_of.index(host)] for host in range(hosts.count)])
+
     def _raise(self, alarm: Alarm | None) -> None:
         if alarm is None:
             return
+        if alarm.cause == LINK and self._may_locate:
+            alarm = self._located(alarm)
         if self._group.rank == 0:
             _log.warning("%s", alarm.sentence)
         if self._on_alarm is None:
