@@ -2,6 +2,8 @@
 
     python -m benchmarks.label_skew [--epochs 40] [--seeds 5] [--refresh PAGE]
 
+Runs that the record holds are not repeated.
+
 Four ranks train examples/digits.py's network on scikit-learn's digits, with DDP and with local steps, from the same
 parameters and on the same batches. Of each rank's images a share is drawn at random, and the others are sorted by label
 over the ranks (0, 60 or 100 %). Bytes are what each rank gives to all-reduces. A third of the images is held out.
@@ -30,7 +32,6 @@ _RANKS, _SKEWS = 4, (0, 60, 100)
 _HELD_OUT = 597  # of 1,797 images
 _BATCH = 25
 _TIMEOUT_S = 600.0
-VARIANTS: list[dict[str, Any] | None] = [None, {"sync_every": "auto"}, {"sync_every": "auto", "outer": "average"}]
 
 
 def shares_of(targets: torch.Tensor, skew: int, chance: torch.Generator) -> list[torch.Tensor]:
@@ -46,8 +47,8 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> floa
     return (model(batch[0]).argmax(1) == batch[1]).float().mean().item()
 
 
-def train(skew: int, seed: int, epochs: int, options: dict[str, Any] | None) -> dict[str, Any]:
-    """``options``: None for DDP."""
+def train(skew: int, seed: int, epochs: int, *, local: bool) -> dict[str, Any]:
+    """``local``: with local steps; otherwise with DDP."""
     example = load_example("digits")
     images, targets = example.load_data()
     held_out = images[-_HELD_OUT:], targets[-_HELD_OUT:]
@@ -55,28 +56,32 @@ def train(skew: int, seed: int, epochs: int, options: dict[str, Any] | None) -> 
     model, chance = example.make_model(), torch.Generator().manual_seed(seed)
     own = shares_of(targets[:-_HELD_OUT], skew, chance)[dist.get_rank()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    called, handle = model, None
-    if options is None:
-        called = DistributedDataParallel(model)
-    else:
-        auto = {"evaluate": accuracy, "evaluate_metric": "accuracy", "evaluate_batch": (images[own], targets[own])}
-        chosen = options | (auto if options["sync_every"] == "auto" else {})
-        handle = gradcast.attach(model, optimizer, options=gradcast.Options(**chosen))
-    steps, every = 0, []
+    if local:
+        options = gradcast.Options(
+            sync_every="auto",
+            evaluate=accuracy,
+            evaluate_metric="accuracy",
+            evaluate_batch=(images[own], targets[own]),
+        )
+        handle = gradcast.attach(model, optimizer, options=options)
+    called = model if local else DistributedDataParallel(model)
+    steps, every = 0, []  # H at the end of each epoch
     for _ in range(epochs):
-        for indices in own[torch.randperm(len(own), generator=chance)].split(_BATCH)[: len(own) // _BATCH]:
+        for indices in own[torch.randperm(len(own), generator=chance)].split(_BATCH):
             optimizer.zero_grad()
             cross_entropy(called(images[indices]), targets[indices]).backward()
             optimizer.step()
             steps += 1
-            every.append(1 if handle is None else handle.stats()["local_steps"]["sync_every"])
+        every.append(handle.stats()["local_steps"]["sync_every"] if local else 1)
     share = 1.0
-    if handle is not None:
+    if local:
         handle.end_round()
-        share = handle.stats()["local_steps"]["rounds"] / steps
+        stats = handle.stats()["local_steps"]
+        sent_bytes = steps * sum(parameter.nbytes for parameter in model.parameters())  # with DDP
+        share = stats["rounds"] * stats["bytes_per_round"] / sent_bytes
         handle.detach()
-    facts = {"skew": skew, "seed": seed, "epochs": epochs, "options": options, "steps": steps, "share": share}
-    return facts | {"accuracy": accuracy(model, held_out), "every": every[-1], "path": every[::_BATCH]}
+    facts = {"skew": skew, "seed": seed, "epochs": epochs, "local": local, "steps": steps, "share": share}
+    return facts | {"accuracy": accuracy(model, held_out), "every": every}
 
 
 def worker(jobs: list[dict[str, Any]], results_path: str) -> None:
@@ -91,28 +96,25 @@ def worker(jobs: list[dict[str, Any]], results_path: str) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Accuracies are means over the seeds, and differences are paired by seed."""
-    plain = {(run["skew"], run["seed"]): run["accuracy"] for run in runs if run["options"] is None}
+    """Means over the seeds; differences are paired by seed."""
+    found = {(run["skew"], run["seed"], run["local"]): run for run in runs}
     rows = []
     for skew in _SKEWS:
-        for options in [each for each in VARIANTS if each is not None]:
-            own = [run for run in runs if run["skew"] == skew and run["options"] == options]
-            if not own:
-                continue
-            theirs = [plain[skew, run["seed"]] for run in own]
-            points = [100 * (run["accuracy"] - other) for run, other in zip(own, theirs, strict=True)]
-            rows.append(
-                [
-                    f"{skew} %",
-                    options.get("outer", "nesterov"),
-                    f"{100 * statistics.mean(theirs):.1f}",
-                    f"{100 * statistics.mean(run['accuracy'] for run in own):.1f}",
-                    f"{statistics.mean(points):+.1f} ({min(points):+.1f} to {max(points):+.1f})",
-                    f"{1 / statistics.mean(run['share'] for run in own):.1f}",
-                    ", ".join(str(run["every"]) for run in own),
-                ]
-            )
-    head = ["skew", "outer", "DDP, %", "auto, %", "difference, points", "times fewer bytes", "H at the end, by seed"]
+        pairs = [(run, found[skew, seed, True]) for (k, seed, local), run in found.items() if k == skew and not local]
+        points = [100 * (own["accuracy"] - plain["accuracy"]) for plain, own in pairs]
+        shares = [own["share"] for _, own in pairs]
+        rows.append(
+            [
+                f"{skew} %",
+                f"{100 * statistics.mean(plain['accuracy'] for plain, _ in pairs):.1f}",
+                f"{100 * statistics.mean(own['accuracy'] for _, own in pairs):.1f}",
+                f"{statistics.mean(points):+.1f} ({min(points):+.1f} to {max(points):+.1f})",
+                f"{1 / statistics.mean(shares):.1f} ({1 / max(shares):.1f} to {1 / min(shares):.1f})",
+                f"{statistics.mean(statistics.mean(own['every']) for _, own in pairs):.1f}",
+                ", ".join(str(own["every"][-1]) for _, own in pairs),
+            ]
+        )
+    head = ["skew", "DDP, %", "auto, %", "points", "times fewer bytes", "mean H", "H at the end, by seed"]
     return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
@@ -126,13 +128,13 @@ def main() -> int:
     if args.worker:
         worker(args.jobs, args.worker)
         return 0
-    seeds = range(args.seeds)
-    jobs = [
-        {"skew": k, "seed": s, "epochs": args.epochs, "options": o} for s in seeds for k in _SKEWS for o in VARIANTS
-    ]
-    for job in jobs:
-        if not any(job.items() <= known.items() for known in read_record(args.record)):
-            arguments = ["--jobs", json.dumps([job]), "--worker"]
+    variants = [{"epochs": args.epochs, "skew": skew, "local": local} for skew in _SKEWS for local in (False, True)]
+    jobs = [variant | {"seed": seed} for seed in range(args.seeds) for variant in variants]
+    for seed in range(args.seeds):
+        known = read_record(args.record)
+        missing = [job for job in jobs if job["seed"] == seed and not any(job.items() <= run.items() for run in known)]
+        if missing:
+            arguments = ["--jobs", json.dumps(missing), "--worker"]
             for run in run_for_result("benchmarks.label_skew", arguments, _RANKS, timeout_s=_TIMEOUT_S):
                 append(args.record, run)
     runs = [run for run in read_record(args.record) if any(job.items() <= run.items() for job in jobs)]

@@ -245,6 +245,17 @@ def test_what_evaluate_must_not_return_is_told_on_every_rank(rank):
     return found
 
 
+@on_ranks(1)
+def test_a_round_goes_on_with_the_same_limit_only(rank):
+    module, optimizer, handle = begin(Scripted())
+    for step in range(9):
+        train(module, optimizer, rank.index, step)
+    state = saved(module, optimizer, handle)
+    handle.detach()
+    code, message = error_of(lambda: begin(Scripted(), state, sync_every_max=32))
+    return [] if code == "invalid_use" and "sync_every_max 16, and here it is 32" in message else [message]
+
+
 @on_ranks(2)
 def test_ranks_that_evaluate_differently_are_refused(rank):
     module = net(0)

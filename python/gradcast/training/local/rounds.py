@@ -257,7 +257,7 @@ class Rounds:
         return {"settings": self._settings(), "place": place, "tensors": tensors}
 
     def _settings(self) -> dict[str, Any]:
-        names = ("sync_every", "outer", "outer_lr", "outer_momentum", "wire")
+        names = ("sync_every", "sync_every_max", "outer", "outer_lr", "outer_momentum", "wire")
         own = {"overlap": self._longest.overlap, "local_share": self._local_share, "world_size": self._group.world_size}
         return {name: getattr(self._options, name) for name in names} | own | {"cuts": self._fragments.identity()}
 
