@@ -77,3 +77,12 @@ def test_a_training_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path):
     again = printed(2, script, "--folder", str(tmp_path / "whole"), "--epochs", "4")
     assert again[0] == f"goes on after step {before[0]}, in epoch {5 - len(again[1:])}"
     assert again[-1] == whole[-1]
+
+
+def test_a_slow_process_gets_less_of_each_batch():
+    lines = [line for line in printed(2, "balanced_shares.py", "--slowness", "3") if line.startswith("step")]
+    shares = [tuple(map(int, re.search(r"shares (\d+), (\d+)", line).groups())) for line in lines]
+    assert len(shares) == 6
+    assert all(sum(each) == 96 for each in shares)
+    fast, slow = shares[-1]
+    assert slow < fast
