@@ -46,8 +46,10 @@ def next_every(metric: str, every: int, gap: float, limit: int) -> tuple[int, st
     size = f"{100 * abs(gap):.2f} points" if metric == "accuracy" else f"{abs(gap):.4f}"
     found = f"the global copy is {size} {'better' if gap < 0 else 'worse'} than the ranks' own models"
     if best == every:
-        return best, f"{found}, so they go on averaging every {every} steps"
-    return (
-        best,
-        f"{found}, so they average {'more' if best < every else 'less'} often, every {best} steps instead of {every}",
-    )
+        return best, f"{found}, so they go on averaging every {_steps(every)}"
+    often = "more" if best < every else "less"
+    return best, f"{found}, so they average {often} often, every {_steps(best)} instead of {every}"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"

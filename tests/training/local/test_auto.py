@@ -58,6 +58,7 @@ def test_the_sentence_says_why():
     better = next_every("loss", 8, -0.01, 64)[1]
     assert "0.0100 better" in better
     assert "less often, every 16 steps" in better
+    assert "more often, every step instead of 2" in next_every("loss", 2, 1.0, 64)[1]
     assert "go on averaging every 64 steps" in next_every("loss", 64, 0.0, 64)[1]
 
 
