@@ -71,7 +71,7 @@ def test_replicas_that_are_killed_cost_one_step_each(seed):
     committed = {}
     for name, records in ended.items():
         steps = [each["step"] for each in records if each["committed"]]
-        assert steps == list(range(steps[0], steps[-1] + 1)), name
+        assert steps == list(range(steps[0], steps[-1] + 1)), (name, steps)
         for each in records:
             if each["committed"]:
                 committed.setdefault(each["step"], []).append(each)
@@ -79,7 +79,8 @@ def test_replicas_that_are_killed_cost_one_step_each(seed):
         assert len(set(parameters(records))) == 1, step
         assert len({each["plan"] for each in records if "plan" in each}) <= 1, step
     survivor = ended["2.0"]
-    assert sum(not each["committed"] for each in survivor) <= 2  # two were killed
+    story = [(each["step"], each["committed"], each["participants"], round(each["ms"])) for each in survivor]
+    assert sum(not each["committed"] for each in survivor) <= 2, story  # two were killed
     assert len(parameters(survivor)) == survivor[-1]["step"] + sum(not each["committed"] for each in survivor)
     assert survivor[-1]["participants"] == 3
     before = {each["workers"]: each["plan"] for each in ended["1.0"] if "plan" in each}
