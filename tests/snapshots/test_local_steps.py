@@ -127,6 +127,28 @@ def test_what_resume_refuses(rank, tmp_path):
     return found
 
 
+@pytest.mark.parametrize("damaged", ["model", "optimizer", "momentum"])
+@on_ranks(2)
+def test_damage_that_only_one_rank_meets_is_refused_on_both_before_anything_changes(rank, tmp_path, damaged):
+    run(rank, str(tmp_path), 2)
+    if rank.index == 1:
+        place = store.place_of(tmp_path, 2)
+        metadata = store.FileSystemReader(place).read_metadata()
+        index = next(each for each in metadata.storage_data if each.fqn.startswith(f"local.1.{damaged}."))
+        stored = metadata.storage_data[index]
+        with (place / stored.relative_path).open("r+b") as file:
+            file.seek(stored.offset)
+            file.write(bytes(stored.length))
+    torch.distributed.barrier()
+    module, optimizer, handle = begin()
+    before = digest(module, optimizer, handle)
+    code, message = error_of(lambda: gradcast.resume(tmp_path, module, optimizer))
+    same = digest(module, optimizer, handle) == before
+    handle.detach()
+    is_right = code == "invalid_use" and "is not whole: rank 1 cannot read it (" in message
+    return [] if same and is_right else [f"{same}: {message}"]
+
+
 @on_ranks(2)
 def test_a_forward_pass_of_the_global_copy_takes_no_snapshot(rank, tmp_path):
     module, optimizer, handle = begin(outer_overlap=3)

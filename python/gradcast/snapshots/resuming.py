@@ -79,25 +79,33 @@ def resume(
     extra = extra or {}
     common, own = _objects(reading, group, step, folder)
     rounds, local = None, session if isinstance(session, LocalStepsSession) else None
+    failure = None
     try:
         difference = _difference(reading, common, module, optimizers, loader, extra, group, local)
         if difference is not None:
             difference += "; resume with the model and optimizer that it was taken of, or name another folder"
-        elif local is not None:
-            rounds = own["plan"] | {"tensors": _tensors_of_rounds(reading)}
-            local.check(rounds)
+        else:  # all is read before anything is changed: damage may be one rank's alone
+            values = reading.tensors(path for path in reading.contents if path[0] == "model")
+            states = [optimizer_state(reading, each, number) for number, each in enumerate(common["optimizers"])]
+            if local is not None:
+                rounds = own["plan"] | {"tensors": _tensors_of_rounds(reading)}
+                local.check(rounds)
     except Error as error:
         difference = str(error)
+    except Exception as error:  # of damaged bytes: anything
+        difference, failure = None, f"rank {group.rank} cannot read it ({type(error).__name__}: {error})"
+    _gather_or_refuse(group, None, failure, step, folder)
     difference = next((each for each in group.gather(difference) if each is not None), None)
     if difference is not None:
         raise refused(f"the snapshot of step {step} in {folder} does not fit: {difference}")
     if loader is not None:  # first, since it may be of other data and refuse this
         loader.load_state_dict(own["loader"])
-    reading.read({("model", name): tensor for name, tensor in model_tensors(module).items()})
+    for name, tensor in model_tensors(module).items():
+        tensor.detach().copy_(values["model", name])
     for name, value in common["model"].items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     for number, each in enumerate(optimizers):
-        _restore_optimizer(reading, common["optimizers"][number], module, each, number)
+        _restore_optimizer(*states[number], common["optimizers"][number], module, each)
     for name, state in common["extra"].items():
         extra[name].load_state_dict(state)
     if local is not None:
@@ -313,10 +321,14 @@ def optimizer_state(
 
 
 def _restore_optimizer(
-    reading: store.Reading, common: dict[str, Any], module: nn.Module, optimizer: Optimizer, number: int
+    state: dict[str, Any],
+    entries: dict[str, dict[str, Any]],
+    common: dict[str, Any],
+    module: nn.Module,
+    optimizer: Optimizer,
 ) -> None:
+    """``state``, ``entries``: see optimizer_state."""
     parameters = dict(module.named_parameters())
-    state, entries = optimizer_state(reading, common, number)
     for name, entry in entries.items():
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and key not in common["on_host"][name]:
