@@ -127,6 +127,17 @@ def test_what_resume_refuses(rank, tmp_path):
     return found
 
 
+@on_ranks(1)
+def test_one_worker_has_no_network_to_wait_for(rank, tmp_path):
+    module, optimizer, handle = begin()
+    snapshots = handle.snapshots(tmp_path, every=2, over_network=True)
+    for step in range(3):
+        train(module, optimizer, rank.index, step)
+        snapshots.wait()
+    handle.detach()
+    return [] if store.complete_steps(tmp_path) == [2] else [str(snapshots.stats())]
+
+
 @pytest.mark.parametrize("damaged", ["model", "optimizer", "momentum"])
 @on_ranks(2)
 def test_damage_that_only_one_rank_meets_is_refused_on_both_before_anything_changes(rank, tmp_path, damaged):

@@ -70,7 +70,7 @@ def start(
     name, place = agree_on_folder(handle._session.group, folder, start_step, options, failure)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
-    paces = over_network and hasattr(handle._session, "exchange") and place.world_size > 1
+    paces = over_network and place.world_size > 1 and hasattr(handle._session, "exchange")
     snapshots = Snapshots(
         place,
         Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
