@@ -161,6 +161,16 @@ def test_damage_that_only_one_rank_meets_is_refused_on_both_before_anything_chan
 
 
 @on_ranks(2)
+def test_a_host_gets_only_what_its_ranks_read(rank, tmp_path):
+    own = tmp_path / str(rank.index)
+    run(rank, str(own), 2)
+    before = {each.name for each in (own / "step-2").iterdir()}
+    first, _ = run(rank, str(own), 3)
+    new = {each.name for each in (own / "step-2").iterdir()} - before
+    return [] if first == 2 and new == (set() if rank.index == 0 else {"__0_0.distcp"}) else [f"{first}: {new}"]
+
+
+@on_ranks(2)
 def test_a_forward_pass_of_the_global_copy_takes_no_snapshot(rank, tmp_path):
     module, optimizer, handle = begin(outer_overlap=3)
     snapshots = handle.snapshots(tmp_path, every=7)

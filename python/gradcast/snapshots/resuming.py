@@ -157,25 +157,34 @@ def _newest_step(folder: Path, group: Group) -> int | None:
 def _complete(step: int, folder: Path, group: Group) -> store.Reading:
     """Opens the snapshot, after files that a rank lacks were sent from one that has them. Raises Error(invalid_use) on
     every rank if nobody has one, or one cannot be written. Collective."""
-    reading, failure = None, None
+    reading, own, failure = None, None, None
     try:
         reading = store.Reading(store.place_of(folder, step))
+        own = reading.missing(reading.contents), reading.missing(_read_by(group.rank, reading))
     except Exception as error:  # of unpickling: anything
         failure = f".metadata cannot be read ({type(error).__name__}: {error})"
-    missing = _gather_or_refuse(group, reading and reading.missing(), failure, step, folder)
-    for name in sorted(set().union(*missing)):
+    missing, lacking = zip(*_gather_or_refuse(group, own, failure, step, folder), strict=True)
+    for name in sorted(set().union(*lacking)):
         sender = next((each for each, names in enumerate(missing) if name not in names), None)
         if sender is None:
             _gather_or_refuse(group, None, f"{name} is cut off or not there", step, folder)
-        failure = _send(reading, group, name, sender, missing)
+        failure = _send(reading, group, name, sender, lacking)
         _gather_or_refuse(group, None, failure, step, folder)
     return reading
 
 
-def _send(reading: store.Reading, group: Group, name: str, sender: int, missing: Sequence[Sequence[str]]) -> str | None:
+def _read_by(rank: int, reading: store.Reading) -> list[store.Path_]:
+    """The paths of what this rank reads: with local steps, of other ranks' states nothing."""
+    ranks = sum(path[0] == own_path(0)[0] for path in reading.contents)
+    is_local = any(path[0] == local_path(0)[0] for path in reading.contents)
+    own = (own_path(rank % ranks), local_path(rank % ranks), COMMON)
+    return [path for path in reading.contents if not is_local or path[:2] in own]
+
+
+def _send(reading: store.Reading, group: Group, name: str, sender: int, lacking: Sequence[Sequence[str]]) -> str | None:
     """Copies a file from one rank to those that lack it. Returns why this rank has failed, if so. Collective."""
     rank, failure, offset = group.rank, None, 0
-    lacks, new = name in missing[rank], reading.new_part(name)
+    lacks, new = name in lacking[rank], reading.new_part(name)
     while True:
         piece = b""
         try:

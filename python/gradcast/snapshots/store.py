@@ -278,12 +278,14 @@ class Reading:
         count, self._prefix = len(prefix), prefix
         self.contents = {path[count:]: each for path, each in self.contents.items() if path[:count] == prefix}
 
-    def missing(self) -> list[str]:
-        """The names of files that are not there, or cut off."""
+    def missing(self, paths: Iterable[Path_]) -> list[str]:
+        """The names of files with values of these paths that are not there, or cut off."""
         sizes: dict[str, int] = {}
-        for stored in self._metadata.storage_data.values():
-            name = stored.relative_path
-            sizes[name] = max(sizes.get(name, 0), stored.offset + stored.length)
+        keys = {_key(path) for path in paths}
+        for index, stored in self._metadata.storage_data.items():
+            if index.fqn in keys:
+                name = stored.relative_path
+                sizes[name] = max(sizes.get(name, 0), stored.offset + stored.length)
         return [name for name, size in sorted(sizes.items()) if _size_of(self._place / name) < size]
 
     def piece(self, name: str, offset: int, size: int) -> bytes:

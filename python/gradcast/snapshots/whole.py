@@ -22,7 +22,7 @@ class Whole:
         """Raises Error(invalid_use) if the snapshot is of another version, or lacks files."""
         self.step = step
         self._reading = store.Reading(store.place_of(folder, step))
-        if missing := self._reading.missing():
+        if missing := self._reading.missing(self._reading.contents):
             raise refused(
                 f"the snapshot of step {step} in {folder} is not whole: {missing[0]} is cut off or not there; a "
                 "checkpoint for a framework needs a folder that all hosts share"
