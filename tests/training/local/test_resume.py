@@ -98,6 +98,21 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank):
 
 
 @on_ranks(2)
+def test_an_older_state_that_counts_on_where_a_round_ends_makes_no_other_round(rank):
+    module, optimizer, handle = begin(None, outer_overlap=0)
+    run(module, optimizer, rank, range(10))
+    state = saved(module, optimizer, handle)
+    handle.detach()
+    state["handle"]["place"]["clock"] = 10
+    del state["handle"]["settings"]["sync_every_max"]
+    module, optimizer, handle = begin(state, outer_overlap=0)
+    handle.end_round()
+    found = [name for name, each in module.state_dict().items() if not torch.equal(each, state["module"][name])]
+    handle.detach()
+    return found
+
+
+@on_ranks(2)
 def test_states_of_different_steps_or_ranks_are_refused(rank):
     states = []
     module, optimizer, handle = begin(None)

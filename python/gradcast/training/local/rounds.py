@@ -268,8 +268,8 @@ class Rounds:
         if reason is not None:
             return f"it is of another model: {reason}"
         own = self._settings()
-        if state["place"]["clock"] > 0 and own != state["settings"]:
-            differing = next(key for key in own if own[key] != state["settings"].get(key))
+        differing = next((key for key in own if own[key] != state["settings"].get(key)), None)
+        if state["place"]["clock"] > 0 and differing is not None:
             return (
                 f"it was saved inside a round with {differing} {state['settings'].get(differing)}, and here it is "
                 f"{own[differing]}; keep the settings, or save after handle.end_round()"
@@ -288,6 +288,8 @@ class Rounds:
             self.pacing.restore(place["pacing"])
             every = min(place["pacing"]["every"], self._longest.every)
             self.schedule = self._longest.at(every, self._options.outer_overlap)
+        if self.schedule.overlap == 0 and self.clock % self.schedule.every == 0:
+            self.clock = 0  # older states count on where a round ends
         self._taken = {}
         for fragment, differences in place["in_flight"].items():
             for piece, saved in zip(self._fragments.pieces[fragment], differences, strict=True):
