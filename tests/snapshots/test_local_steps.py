@@ -170,6 +170,42 @@ def test_a_host_gets_only_what_its_ranks_read(rank, tmp_path):
     return [] if first == 2 and new == (set() if rank.index == 0 else {"__0_0.distcp"}) else [f"{first}: {new}"]
 
 
+class WithHidden(torch.nn.Module):
+    """``hidden``: a buffer that each rank moves, and that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(2, 2)
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+
+    def forward(self, given):
+        if self.training:
+            self.hidden += given.sum().item()
+        return self.inside(given)
+
+
+@on_ranks(2)
+def test_a_buffer_that_no_state_dict_has_goes_on(rank, tmp_path):
+    ends = []
+    for folder, cut in ((tmp_path / "whole", 7), (tmp_path / "parts", 3)):
+        for end in dict.fromkeys((cut, 7)):
+            resuming.resumed.clear()
+            torch.manual_seed(1)
+            module = WithHidden()
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            handle = attach(module, optimizer, warmup_steps=6, adapt=True, sync_every=5, outer_overlap=0)
+            first = gradcast.resume(folder, module, optimizer) or 0
+            snapshots = handle.snapshots(folder, every=3)
+            for step in range(first, end):
+                module(torch.full((1, 2), rank.index + step + 1.0)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snapshots.wait()
+            ends.append((first, module.hidden.tolist()))
+            handle.detach()
+    return [] if ends[2] == (3, ends[0][1]) else [str(ends)]
+
+
 @on_ranks(2)
 def test_a_forward_pass_of_the_global_copy_takes_no_snapshot(rank, tmp_path):
     module, optimizer, handle = begin(outer_overlap=3)

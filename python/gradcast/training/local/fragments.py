@@ -34,6 +34,7 @@ class Entry:
     held: Mapping[str, Any]
     key: str
     is_buffer: bool = False
+    is_persistent: bool = True  # it is in the module's state dict
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -95,7 +96,9 @@ def entries(parameters: dict[str, nn.Parameter], module: nn.Module) -> list[Entr
                 continue
             seen.add(id(tensor))
             name = f"{prefix}.{key}" if prefix else key
-            found.append(Entry(name, each._buffers, key, is_buffer=True))
+            found.append(
+                Entry(name, each._buffers, key, True, is_persistent=key not in each._non_persistent_buffers_set)
+            )
     return found
 
 
@@ -215,7 +218,8 @@ class Fragments:
 
     def by_name(self, what: str, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Copies of ``values``, ``momentum`` or ``local`` of all entries, in their shapes. ``into``: what the last call
-        has returned, to use its memory again, or an empty dict; on the host."""
+        has returned, to use its memory again, or an empty dict; on the host. Then ``local`` is of buffers that the
+        module's state dict lacks."""
         found: dict[str, torch.Tensor] = {} if into is None else into
         flats: dict[str, torch.Tensor] = {}
         for piece in self._all():
@@ -224,6 +228,8 @@ class Fragments:
                 continue
             for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
                 name, tensor = part.entry.name, part.entry.tensor
+                if what == "local" and into is not None and part.entry.is_persistent:
+                    continue
                 if name not in found:
                     dtype = tensor.dtype if source is None else source.dtype
                     device = tensor.device if into is None else "cpu"
@@ -242,6 +248,8 @@ class Fragments:
                 continue
             for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
                 tensor = part.entry.tensor
+                if what == "local" and part.entry.name not in tensors:  # it came with the model
+                    continue
                 given = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensors[part.entry.name].dtype)
                 given.copy_(tensors[part.entry.name])
                 (local if target is None else target[place]).copy_(

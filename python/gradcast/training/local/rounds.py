@@ -243,17 +243,15 @@ class Rounds:
     # --- Checkpoints ---
 
     def state(self, kept: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``kept``: see Fragments.by_name; then the parameters are left out."""
+        """``kept``: see Fragments.by_name; then what the module's state dict has is left out."""
         self.await_taken()
         fragments = self._fragments
         in_flight = {k: [each.difference.clone() for each in fragments.pieces[k]] for k in self._taken}
         place = {"clock": self.clock, "steps": self.steps, "rounds": self.count, "in_flight": in_flight}
         if self.pacing is not None:
             place["pacing"] = self.pacing.state() | {"every": self.schedule.every}
-        if kept is None:
-            tensors = {what: fragments.by_name(what) for what in ("values", "momentum", "local")}
-        else:
-            tensors = {what: fragments.by_name(what, kept.setdefault(what, {})) for what in ("values", "momentum")}
+        names = ("values", "momentum", "local")
+        tensors = {k: fragments.by_name(k, None if kept is None else kept.setdefault(k, {})) for k in names}
         return {"settings": self._settings(), "place": place, "tensors": tensors}
 
     def _settings(self) -> dict[str, Any]:

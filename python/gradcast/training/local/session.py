@@ -305,7 +305,7 @@ class LocalStepsSession(TrainingSession):
         return self._state(None)
 
     def state_for_snapshot(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """As ``state_dict``, without the parameters. ``kept``: the memory of its tensors, which this fills."""
+        """As ``state_dict``, without what the module's has. ``kept``: the memory of its tensors, which this fills."""
         return self._state(kept)
 
     def _state(self, kept: dict[str, Any] | None) -> dict[str, Any]:
