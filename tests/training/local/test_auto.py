@@ -17,6 +17,7 @@ pytest.importorskip("training.needs")
 import gradcast
 from gradcast import local_pace
 from gradcast.local_pace import FIRST, LIMIT, METRICS, gap_of, next_every
+from gradcast.training.local.pacing import undisturbed
 from training.local.reference import Reference, batch, differences, net, train
 from training.local.test_resume import saved
 from training.local.test_rounds import adamw
@@ -255,6 +256,36 @@ def test_a_round_goes_on_with_the_same_limit_only(rank):
     handle.detach()
     code, message = error_of(lambda: begin(Scripted(), state, sync_every_max=32))
     return [] if code == "invalid_use" and "sync_every_max 16, and here it is 32" in message else [message]
+
+
+class Merged(torch.nn.Linear):
+    """In evaluation mode another matrix is in its weight."""
+
+    is_merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.is_merged == mode:
+            self.weight.data += -1.0 if mode else 1.0
+            self.is_merged = not mode
+        return self
+
+
+def test_modules_undo_what_evaluation_mode_did_in_them():
+    model = torch.nn.Sequential(Merged(2, 2), Merged(2, 2), torch.nn.Linear(2, 2))
+    for each in model[:2]:
+        torch.nn.init.zeros_(each.weight)
+    model[1].eval()
+    for _ in range(2):
+        with undisturbed(model, torch.device("cpu")):
+            assert not any(each.training for each in model.modules())
+            assert model[0].is_merged
+        assert [(each.is_merged, each.training, each.weight[0, 0].item()) for each in model[:2]] == [
+            (False, True, 0.0),
+            (True, False, 1.0),
+        ]
+        assert model.training
+        assert model[2].training
 
 
 @on_ranks(2)

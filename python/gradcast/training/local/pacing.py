@@ -99,6 +99,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         for module, is_training in modes:
+            module.train(is_training)  # a module's own may do more than to set the flag
+        for module, is_training in modes:
             module.training = is_training
         with torch.no_grad():
             for (held, key, tensor), values in zip(buffers, kept, strict=True):
