@@ -258,6 +258,22 @@ def test_a_round_goes_on_with_the_same_limit_only(rank):
     return [] if code == "invalid_use" and "sync_every_max 16, and here it is 32" in message else [message]
 
 
+@on_ranks(1)
+def test_between_rounds_a_lower_limit_shortens_the_momentum_too(rank):
+    module, optimizer, handle = begin(Scripted())
+    for step in range(8):
+        train(module, optimizer, rank.index, step)
+    handle.end_round()
+    state = saved(module, optimizer, handle)
+    handle.detach()
+    module, optimizer, handle = begin(Scripted(), state, sync_every_max=4)
+    before, after = (each["tensors"]["momentum"] for each in (state["handle"], handle.state_dict()))
+    found = [name for name, each in after.items() if not torch.equal(each, before[name] / 2)]
+    found += [] if handle.stats()["local_steps"]["sync_every"] == 4 and any(map(torch.any, before.values())) else ["H"]
+    handle.detach()
+    return found
+
+
 class Merged(torch.nn.Linear):
     """In evaluation mode another matrix is in its weight."""
 

@@ -285,6 +285,7 @@ class Rounds:
         if self.pacing is not None and "pacing" in place:
             self.pacing.restore(place["pacing"])
             every = min(place["pacing"]["every"], self._longest.every)
+            self._fragments.scale_momentum(every / place["pacing"]["every"])  # as in _measure
             self.schedule = self._longest.at(every, self._options.outer_overlap)
         if self.schedule.overlap == 0 and self.clock % self.schedule.every == 0:
             self.clock = 0  # older states count on where a round ends
