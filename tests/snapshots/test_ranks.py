@@ -96,7 +96,7 @@ def test_a_training_goes_on_with_its_bits(ranks, tmp_path, mode, kind):
     assert ranks.run(2, goes_on, str(tmp_path), mode, kind) == [[]] * 2
 
 
-def begun(rank, folder, resumes=False, **named):
+def begun(rank, folder, resumes=False, options=None, **named):
     """A module and its optimizer with snapshots, and what makes a step."""
     resuming.resumed.clear()
     torch.manual_seed(3)
@@ -104,7 +104,8 @@ def begun(rank, folder, resumes=False, **named):
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     if resumes:
         assert gradcast.resume(folder, module, optimizer) is None
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
+    options = {"warmup_steps": 3} | (options or {})
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(**options))
 
     def step():
         module(torch.full((2, 8), float(rank))).sum().backward()
@@ -393,3 +394,31 @@ def test_with_another_number_of_ranks_a_plan_is_there_from_the_first_step(ranks,
     """Also on ranks that the snapshot knows nothing of."""
     assert ranks.run(before, on_hosts_of_their_own, str(tmp_path), 8) == [(False, True, before)] * before
     assert ranks.run(now, on_hosts_of_their_own, str(tmp_path), 2) == [(True, False, now)] * now
+
+
+@on_ranks(2)
+def test_over_the_network_a_plan_without_a_measured_link_predicts_nothing(rank, tmp_path):
+    options = {"adapt": False}
+    with hosts_of(1):
+        handle, snapshots, step = begun(rank.index, tmp_path / "measured", False, options, every=2, over_network=True)
+    predicted = []
+    for _ in range(8):
+        step()
+        snapshots.wait()
+        predicted.append(snapshots.stats()["predicted_network_ms"])
+    assert predicted[2] is None
+    assert predicted[-1] is not None
+    assert snapshots.stats()["failed"] == 0
+    path = tmp_path / f"{rank.index}.json"
+    handle.save_plan(path)
+    handle.detach()
+    options["plan"] = str(path)
+    with hosts_of(1):
+        handle, snapshots, step = begun(rank.index, tmp_path / "pinned", False, options, every=2, over_network=True)
+    for _ in range(8):
+        step()
+        snapshots.wait()
+    stats = snapshots.stats()
+    handle.detach()
+    assert (stats["failed"], stats["error"], stats["predicted_network_ms"]) == (0, None, None)
+    assert stats["step"] in (6, 8)

@@ -1,5 +1,6 @@
 """Snapshots of one worker: what is refused, what fails, and what stays."""
 
+import dataclasses
 import pickle
 import random
 import shutil
@@ -254,6 +255,8 @@ def test_what_writing_over_the_network_costs(busy_s, reads_s, size_bytes, expect
     planned = frequency.PlannedStep(0.1, tuple(busy_s), tuple(reads_s), byte_s=0.01, ranks=1)
     cost_s = frequency.cost_over_network_s(planned, size_bytes, piece_bytes=1, longest_wait_s=0.2)
     assert cost_s == pytest.approx(expected_s)
+    free = dataclasses.replace(planned, byte_s=0.0)
+    assert frequency.cost_over_network_s(free, size_bytes, piece_bytes=1, longest_wait_s=0.2) == 0.0
 
 
 @pytest.mark.parametrize("steps", [8, 9])

@@ -49,6 +49,8 @@ def cost_over_network_s(planned: PlannedStep, size_bytes: int, piece_bytes: int,
     Pieces follow one another while nothing travels. The last one of an idle window is late: the blocks behind it share
     the link with its rest, and arrive that much later. While blocks travel, a piece waits for ``longest_wait_s``.
     """
+    if planned.byte_s == 0.0:  # as measured with small blocks, whose latency is all
+        return 0.0
     piece_s = piece_bytes * planned.byte_s * planned.ranks
     ends_s = [end_s for _, end_s in planned.busy_s]
     befores_s = [ends_s[-1] - planned.step_s, *ends_s[:-1]]

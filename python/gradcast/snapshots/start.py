@@ -195,18 +195,21 @@ def _require_arguments(
 
 
 def planned_step(session: TrainingSession) -> PlannedStep | None:
-    """The step that the plan in force predicts; None before there is one, or if no block leaves a host."""
+    """The step that the plan in force predicts; None if it has no measured link, or if no block leaves a host."""
     hosts = session.group.hosts
-    if not isinstance(session, Session) or session.profile is None or hosts is None or hosts.count == 1:
+    if not isinstance(session, Session) or hosts is None or hosts.count == 1:
         return None
     agreed, exchange = session.controller.agreed, session.exchange
-    timeline = _core.play(agreed.profile, agreed.profile.link, agreed.in_force)
+    link = agreed.profile.link
+    if link is None:  # a warm-up's plan, or a pinned one
+        return None
+    timeline = _core.play(agreed.profile, link, agreed.in_force)
     busy = united((each.launch_ns / 1e9, each.finish_ns / 1e9) for each in timeline.blocks)
     # In hook mode forward begins when the last block has arrived, and what is read then waits for it.
     reads_s = [(each.arrival_ns / 1e9, each.read_ns / 1e9) for each in timeline.tensors]
     if session.mode == "hook":
         reads_s = [(busy[-1][1], busy[-1][1])]
-    byte_s = agreed.profile.link.all_reduce.pieces[-1].beta_ns_per_byte / 1e9
+    byte_s = link.all_reduce.pieces[-1].beta_ns_per_byte / 1e9
     leaving = leaving_share(hosts, exchange.form, exchange.wire)
     return PlannedStep(timeline.iteration_ns / 1e9, tuple(busy), tuple(reads_s), byte_s / leaving, max(hosts.sizes))
 
