@@ -13,7 +13,7 @@ from training.profiles import compute_steps, linear, profile_of
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
-from gradcast.training.plan import agreement, calibration, controller, proposals
+from gradcast.training.plan import agreement, calibration, controller, measured_profile, proposals
 from gradcast.training.plan.expectation import StepVariation, expect, typical_step, update_calls
 
 
@@ -168,3 +168,22 @@ def test_forward_updates_in_one_call_what_has_arrived_by_then():
     assert calls((5, 10), (11, 20), (12, 30)) == 2
     assert calls((15, 10), (14, 20), (16, 20)) == 2, "it waits until 15"
     assert calls() == 0
+
+
+def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
+    def proposer():
+        return proposals.Proposer(["first", "last"], mock.Mock(), "overlap", 3, gradcast.Options())
+
+    profile = measured_profile.replace_link(profile_of(200, 100, 10), linear(1e5, 24.0))
+    variation = StepVariation(call_ns=5e6)
+    plan = _core.make_plan(profile, profile.link)
+    saved = proposer()._proposal(profile, plan, variation)
+    state = agreement.checkpoint_state(saved, profile, "overlap", {})
+    loaded = proposer().from_checkpoint(state)
+    assert loaded.expectation == saved.expectation
+    assert loaded.expectation.plan.step_ns > loaded.plan.predicted_ns
+    assert loaded.call_ns == saved.call_ns == 5e6
+    with mock.patch.object(proposals.other_workers, "for_workers", side_effect=lambda profile, here: profile):
+        assert proposer().for_workers(profile, mock.Mock(), 5e6).call_ns == 5e6
+    del state["call_ns"]  # an early one
+    assert proposer().from_checkpoint(state).expectation.plan.step_ns == loaded.plan.predicted_ns

@@ -29,6 +29,7 @@ class AgreedPlan:
     ``profile`` has the tensors in the order of the buffers; tensor k is the gradient of parameter ``order[k]``.
     ``baseline``: the DDP baseline that the plan is compared with. ``runs_as_baseline``: the ranks follow that, because
     the plan gains too little. ``hold_iterations``: for how many iterations no change makes the ranks measure again.
+    ``call_ns``: see StepVariation.
     """
 
     profile: _core.Profile
@@ -38,6 +39,7 @@ class AgreedPlan:
     expectation: Expectation | None = None
     runs_as_baseline: bool = False
     hold_iterations: int = 0
+    call_ns: float = 0.0
 
     @property
     def in_force(self) -> _core.Plan:
@@ -102,6 +104,7 @@ def checkpoint_state(
     if profile is not None:
         # The layout is that of the plan's own profile; a pinned plan's profile holds nothing else.
         state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
+        state["call_ns"] = agreed.call_ns
         state["unseen_reads"] = list(unseen_reads)
         state["unseen_modules"] = {name: read.module for name, read in unseen_reads.items() if read.module}
     return state

@@ -67,7 +67,6 @@ class PlanController:
         self.exposed = StageExposure()
         self.comparison: _core.Comparison | None = None  # the last one with the baseline
         self.profile: _core.Profile | None = None  # the measured one
-        self._call_ns = 0.0  # see Measurement; the same on all ranks
         # Of parameters with unseen reads on some rank, in any warm-up or in the checkpoint.
         self.unseen_reads: dict[int, UnseenRead] = {}
         self.version = 0
@@ -113,7 +112,8 @@ class PlanController:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
             self._phase = self.start_plan(agreed, Following)
             return
-        agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here))
+        call_ns = state.get("call_ns", 0.0)
+        agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here, call_ns))
         self.profile = agreed.profile
         self._phase = self.start_plan(agreed, Calibrating)
         self.log(
@@ -191,7 +191,6 @@ class PlanController:
         with self.exchange.watch.waiting("the agreement on the plan"):
             self.profile = warmup.profile(self._buffers.flats)
             warmup.release()
-            self._call_ns = warmup.call_ns
             self._add_unseen(warmup.unseen_reads)
             return self._agree(lambda: self.proposer.from_warmup(self.profile, warmup, change))
 
@@ -298,7 +297,7 @@ class PlanController:
         """``own``: this rank's report of the step that ends now."""
         if own is None or not self._sees_compute:
             return None
-        return compute_cost.compute_of(self._trace.current, own.facts.busy_ns, self._call_ns)
+        return compute_cost.compute_of(self._trace.current, own.facts.busy_ns, self.agreed.call_ns)
 
     # --- Parts ---
 

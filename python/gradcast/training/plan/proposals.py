@@ -179,12 +179,13 @@ class Proposer:
 
     def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
         plan = _core.Plan.from_json(state["plan"])
-        return self._proposal(_core.Profile.from_json(state["layout"]), plan, StepVariation())
+        variation = StepVariation(call_ns=state.get("call_ns", 0.0))  # early states have none
+        return self._proposal(_core.Profile.from_json(state["layout"]), plan, variation)
 
-    def for_workers(self, profile: _core.Profile, here: MeasuredExchange) -> AgreedPlan:
-        """A plan from the profile of other workers."""
+    def for_workers(self, profile: _core.Profile, here: MeasuredExchange, call_ns: float) -> AgreedPlan:
+        """A plan from the profile of other workers. ``call_ns``: see StepVariation."""
         profile = other_workers.for_workers(profile, here)
-        variation = StepVariation()
+        variation = StepVariation(call_ns=call_ns)
         return self._proposal(profile, self._choose(profile, variation), variation)
 
     def _corrected_link(
@@ -210,7 +211,7 @@ class Proposer:
         """``baseline_profile``: the profile under the baseline, if it differs."""
         self.variation = variation
         if not self._options.adapt or profile.link is None:
-            return AgreedPlan(profile, plan)
+            return AgreedPlan(profile, plan, call_ns=variation.call_ns)
         baseline_profile = baseline_profile or profile
         self._baseline_profile, baseline = baseline_profile, baseline_plan(baseline_profile)
         waiting_share = self._waiting_share(profile, plan)
@@ -225,7 +226,7 @@ class Proposer:
             overlap = plan if plan.mode == self._mode else choose_plan(profile, self._mode, self._options)
             self._arrived = frozenset(arrived_with_first(profile, overlap))
             self._shares.appendleft(self._clipping.certified_share_if(self._arrived))
-        return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation)
+        return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation, call_ns=variation.call_ns)
 
     @property
     def _modes(self) -> tuple[str, ...]:

@@ -68,7 +68,6 @@ class Warmup:
         # Known on rank 0 once there is a profile.
         self.variation = StepVariation()
         self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
-        self.call_ns = 0.0  # known on all ranks once there is a profile; see Measurement
         # Known on all ranks once there is a profile: of parameters with unseen reads on some rank.
         self.unseen_reads: dict[int, UnseenRead] = {}
         self.stopwatch = Stopwatch(parameters[0].device, len(names))
@@ -158,7 +157,6 @@ class Warmup:
             reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
         ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads))
         self.unseen_reads = measured_profile.unseen_reads(ranks)
-        self.call_ns = statistics.median(rank.call_ns for rank in ranks)
         return self._group.computed_by_first(lambda: self._combined(ranks))
 
     def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
@@ -172,7 +170,7 @@ class Warmup:
             self.variation = StepVariation(
                 network_cost.cost_spread(samples, profile.link),
                 compute_cost.compute_variation(profile, steps),
-                self.call_ns,
+                statistics.median(rank.call_ns for rank in ranks),
             )
             self.idle_saving_ns = network_cost.idle_saving_ns(samples) or 0.0
         return profile
