@@ -137,6 +137,25 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     assert [call.kwargs["busy_ns"] for call in monitor.call_args_list] == pytest.approx([310e6, 620e6, 0])
 
 
+def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_the_passes():
+    profile = measured_profile.replace_link(profile_of(200, 100, 10), linear(1e5, 24.0))
+    variation = StepVariation(call_ns=50e6)
+    plan = _core.make_plan(profile, profile.link)
+    proposer = proposals.Proposer(["first", "last"], mock.Mock(), "overlap", 3, gradcast.Options())
+    agreed = proposer._proposal(profile, plan, variation)
+    assert agreed.further_calls == 1, "so nothing is shown"
+    with mock.patch.object(_core, "Monitor") as monitor:
+        controller.PlanController._new_monitor(mock.Mock(_sees_compute=True), agreed)
+    assert monitor.call_args.kwargs["busy_ns"] == pytest.approx(360e6)
+    same = proposer.from_compute(agreed, 360e6).profile
+    assert (same.backward_ns, same.forward_ns) == pytest.approx((200e6, 100e6))
+    baseline = dataclasses.replace(agreed, runs_as_baseline=True)
+    assert proposer.from_compute(baseline, 310e6).profile.forward_ns == pytest.approx(100e6)
+    waits = mock.Mock(certifies=False, certified_share_if=lambda _: 0.25)
+    clips = proposals.Proposer(["first", "last"], mock.Mock(), "overlap", 3, gradcast.Options(), waits)
+    assert clips._proposal(profile, plan, variation).further_calls == 0.25
+
+
 def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
     profile = profile_of(200, 100, 10)
     plan, baseline = _core.make_plan(profile, profile.link), proposals.baseline_plan(profile)

@@ -29,7 +29,7 @@ class AgreedPlan:
     ``profile`` has the tensors in the order of the buffers; tensor k is the gradient of parameter ``order[k]``.
     ``baseline``: the DDP baseline that the plan is compared with. ``runs_as_baseline``: the ranks follow that, because
     the plan gains too little. ``hold_iterations``: for how many iterations no change makes the ranks measure again.
-    ``call_ns``: see StepVariation.
+    ``call_ns``: see StepVariation. ``further_calls``: how many of these a step makes with the plan, on average.
     """
 
     profile: _core.Profile
@@ -40,6 +40,7 @@ class AgreedPlan:
     runs_as_baseline: bool = False
     hold_iterations: int = 0
     call_ns: float = 0.0
+    further_calls: float = 0.0
 
     @property
     def in_force(self) -> _core.Plan:
@@ -48,6 +49,11 @@ class AgreedPlan:
     def active(self, *, on_baseline: bool) -> ActivePlan:
         """What an iteration follows: the plan, or the baseline."""
         return ActivePlan(self.profile, self.baseline if on_baseline else self.plan, self.order)
+
+    @property
+    def further_calls_ns(self) -> float:
+        """What calls of the optimizer beyond the first cost in a step with the plan in force."""
+        return 0.0 if self.runs_as_baseline else self.call_ns * self.further_calls
 
     @property
     def typical_step(self) -> TypicalStep:

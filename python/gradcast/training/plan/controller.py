@@ -323,7 +323,7 @@ class PlanController:
         return WarmingUp(self, warmup, change)
 
     def _new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
-        busy_ns = compute_ns(agreed.profile)
+        busy_ns = compute_ns(agreed.profile) + agreed.further_calls_ns
         if not self._sees_compute:
             busy_ns = 0.0
         elif agreed.runs_as_baseline:  # compute may take longer under the plan than under the baseline

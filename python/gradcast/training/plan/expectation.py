@@ -180,8 +180,12 @@ def typical_of(
 
 
 def _step_ns(timeline: _core.Timeline, mode: str, call_ns: float) -> float:
-    further_calls = update_calls(timeline) - 1 if mode == "overlap" else 0
-    return timeline.iteration_ns + call_ns * max(0, further_calls)
+    return timeline.iteration_ns + call_ns * further_calls(timeline, mode)
+
+
+def further_calls(timeline: _core.Timeline, mode: str) -> int:
+    """How many calls of the optimizer a step makes beyond the first."""
+    return max(0, update_calls(timeline) - 1) if mode == "overlap" else 0
 
 
 def update_calls(timeline: _core.Timeline) -> int:

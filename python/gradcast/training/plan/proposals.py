@@ -24,7 +24,7 @@ from gradcast.training.plan import calibration, measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.calibration import CalibrationSteps
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
-from gradcast.training.plan.expectation import StepVariation, expect
+from gradcast.training.plan.expectation import StepVariation, expect, further_calls
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.clipping import NORMS_NAME, NormClipping
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientSizes
@@ -148,7 +148,7 @@ class Proposer:
         profile = agreed.profile
         update_ns = sum(tensor.update_ns for tensor in profile.tensors)
         passes_ns = profile.forward_ns + profile.backward_ns
-        factor = max(0.0, busy_ns - update_ns) / passes_ns if passes_ns > 0 else 1.0
+        factor = max(0.0, busy_ns - update_ns - agreed.further_calls_ns) / passes_ns if passes_ns > 0 else 1.0
         factors = compute_cost.ComputeFactors(backward=factor, forward=factor, update=1.0)
         profile = compute_cost.scale_compute(profile, factors)
         plan = self._choose(profile, self.variation)
@@ -226,7 +226,15 @@ class Proposer:
             overlap = plan if plan.mode == self._mode else choose_plan(profile, self._mode, self._options)
             self._arrived = frozenset(arrived_with_first(profile, overlap))
             self._shares.appendleft(self._clipping.certified_share_if(self._arrived))
-        return AgreedPlan(profile, plan, baseline=baseline, expectation=expectation, call_ns=variation.call_ns)
+        calls = (1 - waiting_share) * further_calls(_core.play(profile, profile.link, plan), plan.mode)
+        return AgreedPlan(
+            profile,
+            plan,
+            baseline=baseline,
+            expectation=expectation,
+            call_ns=variation.call_ns,
+            further_calls=calls,
+        )
 
     @property
     def _modes(self) -> tuple[str, ...]:
