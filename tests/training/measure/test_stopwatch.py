@@ -56,24 +56,27 @@ class SlowToCall(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("device", ["cpu", "late"])
+@pytest.mark.parametrize(("device", "optimizers"), [("cpu", 1), ("late", 1), ("cpu", 2)])
 @on_ranks(2)
-def test_the_warm_up_measures_it(rank, device):
+def test_the_warm_up_measures_it_of_a_single_optimizer(rank, device, optimizers):
     with late_device() if device == "late" else contextlib.nullcontext():
         module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-        sgd = SlowToCall(module.parameters(), lr=0.1)
-        handle = attach(module, sgd, warmup_steps=5)
+        parameters = list(module.parameters())
+        sgds = [SlowToCall(parameters[first::optimizers], lr=0.1) for first in range(optimizers)]
+        handle = attach(module, sgds, warmup_steps=5)
     controller = handle._session.controller
     stamp = mock.Mock(side_effect=lambda: time.perf_counter_ns() + SlowToCall.spent_ns)
     with mock.patch.object(HostClock, "stamp", stamp):
         for _ in range(6):  # five measure
-            sgd.zero_grad()
+            for sgd in sgds:
+                sgd.zero_grad()
             module(torch.ones(4, 8)).sum().backward()
-            sgd.step()
+            for sgd in sgds:
+                sgd.step()
     handle.flush()
     assert controller.warmup is None
     measured_ns = controller.agreed.call_ns
-    assert measured_ns == pytest.approx(CALL_NS, rel=0.01)
+    assert measured_ns == pytest.approx(CALL_NS if optimizers == 1 else 0, rel=0.01)
     state = handle.state_dict()
     handle.load_state_dict(state)
     assert controller.agreed.call_ns == measured_ns, "on every rank"

@@ -78,7 +78,7 @@ def test_a_plan_has_fewer_parts_where_each_call_of_the_optimizer_costs():
     for call_ns in (0.0, 1e6, 20e6):
         variation = StepVariation(call_ns=call_ns)
         best, usual = best_and_usual(profile, variation)
-        parts.append(update_calls(_core.play(profile, profile.link, best)))
+        parts.append(update_calls(profile, _core.play(profile, profile.link, best)))
         expected = typical_step(profile, best, (), call_ns=call_ns).step_ns
         assert expected == pytest.approx(best.predicted_ns + call_ns * (parts[-1] - 1))
         assert expected <= typical_step(profile, usual, (), call_ns=call_ns).step_ns

@@ -179,14 +179,17 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
 
 
 def test_forward_updates_in_one_call_what_has_arrived_by_then():
-    def calls(*tensors):
+    def calls(*tensors, passengers=0):
+        names = [SimpleNamespace(name="gradcast.x" if i < passengers else "w") for i in range(len(tensors))]
         times = [SimpleNamespace(arrival_ns=arrival, read_ns=read) for arrival, read in tensors]
-        return update_calls(SimpleNamespace(tensors=times))
+        return update_calls(SimpleNamespace(tensors=names), SimpleNamespace(tensors=times))
 
     assert calls((5, 10), (9, 20)) == 1
     assert calls((5, 10), (11, 20), (12, 30)) == 2
     assert calls((15, 10), (14, 20), (16, 20)) == 2, "it waits until 15"
     assert calls() == 0
+    assert calls((5, 10), (11, 11), passengers=1) == 1
+    assert calls((15, 10), (11, 15), passengers=1) == 1
 
 
 def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():

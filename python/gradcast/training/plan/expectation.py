@@ -10,6 +10,7 @@ from gradcast import _core
 from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.compute_cost import ComputeFactors
+from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 
 # Below this speed-up a plan is not worth following: the baseline is the safer choice.
 _WORTHWHILE = 1 + NOTICEABLE_GAIN
@@ -174,25 +175,26 @@ def typical_of(
         ]
         return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
     return TypicalStep(
-        statistics.median(_step_ns(_core.play(each, link, plan), plan.mode, call_ns) for each in profiles),
+        statistics.median(_step_ns(each, _core.play(each, link, plan), plan.mode, call_ns) for each in profiles),
         _median_bound_ns(profiles, plan, link),
     )
 
 
-def _step_ns(timeline: _core.Timeline, mode: str, call_ns: float) -> float:
-    return timeline.iteration_ns + call_ns * further_calls(timeline, mode)
+def _step_ns(profile: _core.Profile, timeline: _core.Timeline, mode: str, call_ns: float) -> float:
+    return timeline.iteration_ns + call_ns * further_calls(profile, timeline, mode)
 
 
-def further_calls(timeline: _core.Timeline, mode: str) -> int:
+def further_calls(profile: _core.Profile, timeline: _core.Timeline, mode: str) -> int:
     """How many calls of the optimizer a step makes beyond the first."""
-    return max(0, update_calls(timeline) - 1) if mode == "overlap" else 0
+    return max(0, update_calls(profile, timeline) - 1) if mode == "overlap" else 0
 
 
-def update_calls(timeline: _core.Timeline) -> int:
-    """In how many calls of the optimizer forward updates. One updates all that has arrived by then."""
+def update_calls(profile: _core.Profile, timeline: _core.Timeline) -> int:
+    """In how many calls of the optimizer forward updates. One updates all that has arrived by then; passengers are no
+    parameters."""
     calls, updated_ns = 0, -1.0
-    for tensor in timeline.tensors:  # in the order in which forward reads them
-        if tensor.arrival_ns > updated_ns:
+    for known, tensor in zip(profile.tensors, timeline.tensors, strict=True):  # in the order in which forward reads
+        if tensor.arrival_ns > updated_ns and not known.name.startswith(PASSENGER_PREFIX):
             calls, updated_ns = calls + 1, max(tensor.read_ns, tensor.arrival_ns)
     return calls
 

@@ -226,7 +226,7 @@ class Proposer:
             overlap = plan if plan.mode == self._mode else choose_plan(profile, self._mode, self._options)
             self._arrived = frozenset(arrived_with_first(profile, overlap))
             self._shares.appendleft(self._clipping.certified_share_if(self._arrived))
-        calls = (1 - waiting_share) * further_calls(_core.play(profile, profile.link, plan), plan.mode)
+        calls = (1 - waiting_share) * further_calls(profile, _core.play(profile, profile.link, plan), plan.mode)
         return AgreedPlan(
             profile,
             plan,

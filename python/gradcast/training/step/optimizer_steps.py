@@ -156,8 +156,8 @@ class OptimizerSteps:
         """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
 
         ``synchronous``: waits for everything and updates now, as in the warm-up. Otherwise updates are left due, unless
-        the program's code makes that impossible. ``parts``: in which a synchronous step updates, if it could be left
-        due.
+        the program's code makes that impossible. ``parts``: in which a synchronous step of the only optimizer updates,
+        if it could be left due.
         """
         if not self.due:
             self.stream.move_to_caller()
@@ -320,7 +320,9 @@ class OptimizerSteps:
         self._clip(as_they_are=True)
         if self._values is not None:
             self._values.clip_as_they_are(self._states_of[number])
-        self._run_whole(number, parts if parts == 1 or self.reason_to_wait(number) is None else 1)
+        # Predictions do not know which of several optimizers a call is of: then nothing shows what one costs.
+        divisible = parts > 1 and len(self._optimizers) == 1 and self.reason_to_wait(number) is None
+        self._run_whole(number, parts if divisible else 1)
         self._trace.span("update", arrived_ns, time.perf_counter_ns())
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
