@@ -1,8 +1,10 @@
 """What the kernel counts of connections: of real ones on loopback, and which ranks they join."""
 
 import contextlib
+import os
 import socket
 import time
+from unittest import mock
 
 import pytest
 
@@ -68,6 +70,16 @@ def test_what_does_not_tell_is_left_out():
         assert found.keys() <= before.keys()
         one.close()
         assert ends(other) not in tcp_counters.since(before)
+
+
+def test_a_socket_that_cannot_be_opened_leaves_nothing_open():
+    with connection() as (one, _), mock.patch.object(tcp_counters.os, "dup", wraps=os.dup) as dup:
+        open_before = set(os.listdir("/proc/self/fd"))
+        with mock.patch.object(tcp_counters.socket, "socket", side_effect=OSError):
+            assert tcp_counters.read() == {}
+        assert dup.called
+        assert set(os.listdir("/proc/self/fd")) == open_before
+        assert ends(one) in tcp_counters.read()
 
 
 def test_only_the_busiest_connections_are_told_of():

@@ -37,12 +37,21 @@ def read() -> dict[Ends, Carried]:
         try:
             # Making the object may set the mode, which duplicates share: to what it is.
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and not os.get_blocking(int(name)):
-                with socket.socket(fileno=os.dup(int(name))) as each:
+                with _duplicate(int(name)) as each:
                     ends = each.getsockname()[:2], each.getpeername()[:2]
                     found[ends] = _carried(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE))
         except (OSError, struct.error):  # closed meanwhile, not connected, not TCP, an old kernel
             continue
     return found
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=own)
+    except BaseException:
+        os.close(own)
+        raise
 
 
 def since(before: dict[Ends, Carried]) -> dict[Ends, Carried]:
