@@ -63,7 +63,7 @@ def collective(model, handle):
 
 
 def read_gradient(model, handle):
-    assert model.head.weight.grad.isfinite().all() in (True, False)
+    model.head.weight.grad.clone()
 
 
 def second_backward(model, handle):
@@ -93,7 +93,7 @@ def test_what_a_failed_backward_pass_leaves_open_is_reported_if_the_others_have_
     assert quorum.aborted
     model.explodes = False
     backward(model)  # over no group
-    assert len(quorum.reported) <= 2  # nothing has made another group
+    assert len(quorum.reported) == 2  # once more, since nothing has made another group
     assert model.head.weight.grad.isfinite().all()
     handle.detach()
     return []
