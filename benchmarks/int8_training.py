@@ -51,7 +51,7 @@ def _sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda module: torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
 
 
-def char_gpt(batch: int) -> Job:
+def char_gpt(batch: int, width: int = 128) -> Job:
     """The last tenth of the text is held out."""
     example = load_example("char_gpt")
     text, context = example.load_text(), example.CONTEXT
@@ -62,7 +62,7 @@ def char_gpt(batch: int) -> Job:
         return texts[:, :-1], texts[:, 1:]
 
     return Job(
-        example.GPT,
+        lambda: example.GPT(width),
         _sgd(0.2),  # with which this model learns most in some hundred steps
         lambda chance: texts_at(torch.randint(trained - context, (batch,), generator=chance)),
         texts_at(torch.arange(trained, len(text) - context, context)[:256]),

@@ -3,6 +3,7 @@
 import copy
 
 from gradcast.local_steps import make_schedule
+from training.int8_mean import Int8Mean, added
 from training.needs import torch
 
 nn = torch.nn
@@ -138,6 +139,32 @@ class Reference:
             for rank, (module, optimizer) in enumerate(zip(self.modules, self.optimizers, strict=True)):
                 train(module, optimizer, rank, step)
             self.after_step()
+
+
+class Narrow(Reference):
+    """Differences in a wire format. ``indices``: by fragment, the number of its tensor with groups."""
+
+    def use(self, wire, indices):
+        self.wire, self.indices, self.means = wire, indices, {}
+
+    def on_wire(self, number, totals, shares_of):
+        if self.wire == "bf16":
+            narrow = [[share.bfloat16().float() for share in shares] for shares in shares_of]
+            return [added(shares).bfloat16().float() for shares in narrow]
+        # Parameters of two and more dimensions lie side by side, and so have groups in common; others travel exactly.
+        trained = [each for each in self.modules[0].parameters() if each.requires_grad]
+        entries = [part[0] for part in self.parts[number]]
+        grouped = [n for n, entry in enumerate(entries) if entry < self.trained and trained[entry].dim() > 1]
+        if grouped:
+            flat = torch.stack([torch.cat([shares_of[n][rank] for n in grouped]) for rank in range(self.ranks)])
+            if number not in self.means:
+                self.means[number] = Int8Mean([flat[0]], self.ranks)
+                self.means[number].residuals *= self.indices[number] + 1
+            mean = self.means[number].in_groups(self.indices[number], flat)
+            for n in grouped:
+                size = len(totals[n])
+                totals[n], mean = mean[:size].clone(), mean[size:]
+        return totals
 
 
 def differences(module, reference, rank, tolerance):

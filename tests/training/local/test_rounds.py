@@ -5,14 +5,14 @@ import copy
 import pytest
 
 from training.attached import attach, error_of, heard, hosts_of
-from training.int8_mean import Int8Mean, added
+from training.int8_mean import added
 from training.needs import torch
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
 import gradcast
 from gradcast.training.local import header
-from training.local.reference import Reference, averaged, batch, differences, net, train
+from training.local.reference import Narrow, Reference, averaged, batch, differences, net, train
 
 FORMS = [("nesterov", 0), ("average", 0), ("nesterov", 4), ("average", 4), ("nesterov", None)]
 
@@ -89,32 +89,6 @@ def test_three_ranks_within_rounding(rank, outer, overlap, dtype):
     found = local.compared({torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype])
     local.handle.detach()
     return found
-
-
-class Narrow(Reference):
-    """Differences in a wire format. ``indices``: by fragment, the number of its tensor with groups."""
-
-    def use(self, wire, indices):
-        self.wire, self.indices, self.means = wire, indices, {}
-
-    def on_wire(self, number, totals, shares_of):
-        if self.wire == "bf16":
-            narrow = [[share.bfloat16().float() for share in shares] for shares in shares_of]
-            return [added(shares).bfloat16().float() for shares in narrow]
-        # Parameters of two and more dimensions lie side by side, and so have groups in common; others travel exactly.
-        trained = [each for each in self.modules[0].parameters() if each.requires_grad]
-        entries = [part[0] for part in self.parts[number]]
-        grouped = [n for n, entry in enumerate(entries) if entry < self.trained and trained[entry].dim() > 1]
-        if grouped:
-            flat = torch.stack([torch.cat([shares_of[n][rank] for n in grouped]) for rank in range(self.ranks)])
-            if number not in self.means:
-                self.means[number] = Int8Mean([flat[0]], self.ranks)
-                self.means[number].residuals *= self.indices[number] + 1
-            mean = self.means[number].in_groups(self.indices[number], flat)
-            for n in grouped:
-                size = len(totals[n])
-                totals[n], mean = mean[:size].clone(), mean[size:]
-        return totals
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
