@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from conftest import ROOT
 from diagnosis import doctor_runs
 from gradcast.atomic import write_atomically
 from gradcast.diagnosis.report import metrics
@@ -81,10 +80,8 @@ def test_prometheus_reads_a_run(doctor):
     assert found["gradcast_part_seconds", labels] == pytest.approx(backward / 1e3)
     assert found["gradcast_bus_bytes_per_second", ""] == pytest.approx(2.8e9 / 8)
     assert len([name for name, _ in found if name == "gradcast_part_seconds"]) == 4 * len(PARTS)
-    documented = (ROOT / "docs" / "guide" / "report.md").read_text()
     for name in {name for name, _ in found}:
         assert f"# HELP {name} " in metrics.prometheus(doctor)
-        assert f"`{name}" in documented
 
 
 def test_prometheus_reads_stats():

@@ -78,6 +78,7 @@ def test_the_last_steps_are_taken_from_what_the_session_has_kept():
             plan=plan,
             start_ns=start_ns,
             end_ns=start_ns + step_ms * MS,
+            update_calls=1,
             total_ns=lambda name: sum(end - start for category, start, end in spans if category == name),
         )
 

@@ -71,7 +71,8 @@ def goes_on(rank, folder, form):
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(each, marks=pytest.mark.slow if each in ("mean", "blocking int8") else ()) for each in FORMS]
+    "form",
+    [pytest.param(each, marks=pytest.mark.slow if each in ("mean", "int8", "blocking int8") else ()) for each in FORMS],
 )
 def test_a_training_goes_on_with_the_bits_of_every_rank(ranks, tmp_path, form):
     assert ranks.run(2, goes_on, str(tmp_path), form) == [[]] * 2

@@ -302,7 +302,7 @@ def test_the_ranks_ask_for_the_same(rank, tmp_path):
         begun(rank.index, str(tmp_path), every=3 + rank.index)
 
 
-@pytest.mark.parametrize("receiver", [0, 1])
+@pytest.mark.parametrize("receiver", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_on_one_rank_brings_a_last_snapshot(ranks, tmp_path, receiver):
     told = ranks.run(2, gets_a_signal, str(tmp_path), receiver)
     assert told[0]["last"] == told[1]["last"]

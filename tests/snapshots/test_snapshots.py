@@ -38,7 +38,7 @@ def require_each_sample_once(tmp: Path, world_size: int, steps: int = STEPS) -> 
         assert len(samples) == len(set(samples))
 
 
-@pytest.fixture(scope="module", params=["overlap", "hook"])
+@pytest.fixture(scope="module", params=["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 def undisturbed(request, tmp_path_factory):
     tmp = tmp_path_factory.mktemp("undisturbed")
     ends = run(tmp, 2, request.param)

@@ -41,7 +41,7 @@ def extension():
 # The transport over torch, and the same with a wire format, and on two levels.
 TORCH = pytest.mark.parametrize("wire", ["", "+fp16"], ids=["fp32", "fp16"])
 WORLDS = {"": (1, 2, 3, 4), "+fp16": (2, 3), "+hosts": (4, 6)}
-SLOW = {"": (1, 2, 4), "+fp16": (2, 3), "+hosts": (6,)}
+SLOW = {"": (1, 2, 4), "+fp16": (2, 3), "+hosts": (4, 6)}
 
 
 @functools.cache

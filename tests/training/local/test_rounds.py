@@ -116,7 +116,7 @@ def test_differences_in_fewer_bits(rank, overlap, wire):
     return found
 
 
-@pytest.mark.parametrize("overlap", [0, 4])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.slow), 4])
 @on_ranks(4)
 def test_hosts_of_two_ranks_average_gradients_in_every_step(rank, overlap):
     """Bit for bit: with two and four ranks all factors are powers of two."""

@@ -54,7 +54,8 @@ def conserve(rank, ranks_per_host):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ranks_per_host"), [(2, 1), (3, 1), pytest.param(4, 1, marks=pytest.mark.slow), (4, 2)]
+    ("world_size", "ranks_per_host"),
+    [(2, 1), (3, 1), *(pytest.param(4, per_host, marks=pytest.mark.slow) for per_host in (1, 2))],
 )
 def test_what_arrives_and_the_residuals_are_the_gradients(ranks, world_size, ranks_per_host):
     assert not any(ranks.run(world_size, conserve, ranks_per_host))
