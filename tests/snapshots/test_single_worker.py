@@ -239,6 +239,24 @@ def test_frequency():
     assert "costs 2.0% (1.0% predicted for the network); at most 14" in text
 
 
+def test_what_slowed_steps_cost():
+    """Of the first snapshot, the step in which it is complete is not over when its cost is told."""
+    times = frequency.StepTimes()
+    assert times.cost_s(0.01) == (0.01, None)
+    for _ in range(5):
+        times.add(0.1, is_busy=False)
+    times.touch()
+    for _ in range(4):
+        times.add(0.15, is_busy=True)
+    assert times.cost_s(0.01) == pytest.approx((5 * 0.05, 0.1))
+    assert times.cost_s(0.3) == pytest.approx((0.3, 0.1))
+    times.add(0.17, is_busy=False)  # the step in which it was complete
+    times.add(0.1, is_busy=False)
+    for _ in range(2):
+        times.add(0.4, is_busy=True)
+        assert times.cost_s(0.01) == pytest.approx((4 * 0.05 + 0.07, 0.1)), "the one before"
+
+
 @pytest.mark.parametrize(
     ("busy_s", "reads_s", "size_bytes", "expected_s"),
     [

@@ -3,6 +3,8 @@
 import bisect
 import dataclasses
 import math
+import statistics
+from collections import deque
 
 
 def steps_between(write_s: float, cost_s: float, step_s: float, overhead: float) -> int:
@@ -25,6 +27,45 @@ def sentence(every: int, write_s: float, cost_s: float, step_s: float, network_s
     lost = every + steps_of_write(write_s, step_s) + 1
     share = "" if network_s is None else f" ({network_s / (every * step_s):.1%} predicted for the network)"
     return f"a snapshot every {every} steps costs {cost_s / (every * step_s):.1%}{share}; at most {lost} steps are lost"
+
+
+class StepTimes:
+    """How much longer steps take in which a snapshot is copied or written.
+
+    Thread safety: one thread adds, another one may ask.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_s: deque[float] = deque(maxlen=100)  # durations of steps without a snapshot
+        self._slowed_s: list[float] = []  # durations of the steps in which the last snapshot is copied and written
+        self._is_touched = False  # whether the open step is one of them
+        self._whole_s: float | None = None  # by how much longer those of a snapshot have taken, all together
+
+    def touch(self) -> None:
+        """In the step that is open a snapshot is copied."""
+        self._is_touched = True
+
+    def add(self, duration_s: float, *, is_busy: bool) -> None:
+        """A step has ended. ``is_busy``: the next one begins with a snapshot that is not complete."""
+        (self._slowed_s if is_busy or self._is_touched else self._quiet_s).append(duration_s)
+        self._is_touched = is_busy
+        if self._slowed_s and not is_busy and self._quiet_s:
+            self._whole_s = sum(self._slowed_s) - len(self._slowed_s) * statistics.median(self._quiet_s)
+            self._slowed_s.clear()
+
+    def cost_s(self, stall_s: float) -> tuple[float, float | None]:
+        """What a snapshot costs, ``stall_s`` at least, and a step without one (None if there was none), in seconds.
+
+        For the writer, which has just completed one, while the step goes on. So what the snapshot before has cost is
+        told; of the first one, what it has cost so far, and for the open step as much as for each of the others.
+        """
+        quiet, slowed, cost_s = list(self._quiet_s), list(self._slowed_s), self._whole_s
+        if not quiet:
+            return stall_s, None
+        quiet_s = statistics.median(quiet)
+        if cost_s is None and slowed:
+            cost_s = (len(slowed) + 1) * (statistics.mean(slowed) - quiet_s)
+        return max(stall_s, cost_s or 0.0), quiet_s
 
 
 @dataclasses.dataclass(frozen=True)

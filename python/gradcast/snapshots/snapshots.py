@@ -11,11 +11,9 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import statistics
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.random_state import random_state
 from gradcast.snapshots.agreement import Agreement
-from gradcast.snapshots.frequency import PlannedStep
+from gradcast.snapshots.frequency import PlannedStep, StepTimes
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
@@ -87,15 +85,19 @@ class Snapshots:
         self._device = next(module.parameters()).device
         self._copies: Copies | None = None
         self._taken: _Taken | None = None
-        self._last_step_s: float | None = None
-        self._quiet_s: deque[float] = deque(maxlen=100)  # durations of steps without a snapshot
-        self._slowed_s: list[float] = []  # durations of the steps in which the last snapshot is copied and written
-        self._is_touched = False  # whether this step is one of them
-        self._cost_s: float | None = None  # by how much longer those of the last snapshot have taken, all together
+        self._last_step_s: float | None = None  # when it ended
+        self._step_times = StepTimes()
         self._schedule = Schedule(start_step, start_step + (every or _FIRST_STEPS))
         frequency = {"overhead": overhead, "keep": keep, "every": every}
         self._writer = Writer(
-            place, agreement, self._schedule, self._times, **frequency, pace=pace, planned=planned, looks=bool(signals)
+            place,
+            agreement,
+            self._schedule,
+            self._step_times,
+            **frequency,
+            pace=pace,
+            planned=planned,
+            looks=bool(signals),
         )
         self._signals = Signals(signals, self._writer.ask_for_last)
         self._has_ended = False
@@ -155,7 +157,10 @@ class Snapshots:
         """``step()`` has returned, once per step."""
         if self._has_ended:
             return
-        self._time_step()
+        now_s = time.perf_counter()
+        if self._last_step_s is not None:
+            self._step_times.add(now_s - self._last_step_s, is_busy=self._taken is not None or self._writer.is_busy)
+        self._last_step_s = now_s
         if self._taken is not None and self._taken.awaiting is None:
             self._writer.give_up(
                 "after the last snapshot's step no forward pass of the module has begun, where random state and "
@@ -223,7 +228,8 @@ class Snapshots:
         taken, module = self._taken, self._module()
         if taken is None or taken.awaiting is not None:
             return
-        self._is_touched, taken.awaiting = True, set()
+        self._step_times.touch()
+        taken.awaiting = set()
         if taken.written.failure is None:
             with self._copying(taken):
                 self._copy_complete(taken, module)
@@ -294,32 +300,3 @@ class Snapshots:
         if self._place.rank == 0:
             values[COMMON] = to_bytes(common)
         return values
-
-    # --- What a snapshot costs ---
-
-    def _time_step(self) -> None:
-        now_s, before_s = time.perf_counter(), self._last_step_s
-        self._last_step_s = now_s
-        if before_s is None:
-            return
-        is_busy = self._taken is not None or self._writer.is_busy
-        if is_busy or self._is_touched:
-            self._slowed_s.append(now_s - before_s)
-        else:
-            self._quiet_s.append(now_s - before_s)
-        self._is_touched = is_busy
-        if self._slowed_s and not is_busy and self._quiet_s:
-            quiet_s = statistics.median(self._quiet_s)
-            self._cost_s = sum(self._slowed_s) - len(self._slowed_s) * quiet_s
-            self._slowed_s.clear()
-
-    def _times(self, stall_s: float) -> tuple[float, float | None]:
-        """What a snapshot costs, and a step without one, in seconds. Called by the writer's thread, while the step goes
-        on in which it has written the snapshot. So what the snapshot before has cost is told; of the first one, what it
-        has cost so far, and for the step that goes on as much as for each of the others."""
-        quiet, slowed = list(self._quiet_s), list(self._slowed_s)
-        quiet_s = statistics.median(quiet) if quiet else None
-        cost_s = self._cost_s
-        if cost_s is None and quiet and slowed:
-            cost_s = (len(slowed) + 1) * (statistics.mean(slowed) - quiet_s)
-        return max(stall_s, cost_s or 0.0), quiet_s

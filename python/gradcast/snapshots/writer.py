@@ -72,7 +72,7 @@ class Writer:
         place: Place,
         agreement: Agreement,
         schedule: Schedule,
-        times: Callable[[float], tuple[float, float | None]],
+        times: frequency.StepTimes,
         *,
         overhead: float,
         keep: int,
@@ -81,8 +81,8 @@ class Writer:
         planned: Callable[[], frequency.PlannedStep | None] | None,
         looks: bool,
     ) -> None:
-        """``times``: from the stall, what the snapshot costs so far and a step without one, in seconds. ``planned``: a
-        step, for writes over the training's network. ``looks``: for ranks that want a snapshot soon."""
+        """``planned``: a step, for writes over the training's network. ``looks``: for ranks that want a snapshot
+        soon."""
         self._place, self._agreement, self._schedule, self._times = place, agreement, schedule, times
         self._overhead, self._keep, self._every, self._pace, self._planned = overhead, keep, every, pace, planned
         self._look_s = _LOOK_S if looks else None
@@ -230,7 +230,7 @@ class Writer:
                     error = _described(failure)
             if error is not None:
                 writing.abandon()
-        cost_s, step_s = self._times(written.stall_s)
+        cost_s, step_s = self._times.cost_s(written.stall_s)
         write_s = time.perf_counter() - written.begun_s
         own = _Outcome(error, write_s, cost_s, step_s or max(write_s, 1e-3), self._schedule.step, network_s)
         outcome = self._agreement.decide(own, _worst)
