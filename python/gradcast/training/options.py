@@ -50,8 +50,8 @@ class Options:
       graph, so that communication overlaps with backward and forward. Where a compiler's roundings depend on what lies
       in one graph, they are those of the split model. Off: its forward waits for all parameters.
     * ``sync_every``: changes the algorithm: gradients stay on their rank, and every so many optimizer steps the ranks
-      average their parameters (local steps, docs/guide/local-steps.md). "auto": as many as skewed data
-      allow, from 1 to ``sync_every_max`` (64).
+      average their parameters (local steps, docs/guide/local-steps.md). "auto": as many as skewed data allow, from 1
+      to ``sync_every_max`` (64).
     * ``evaluate``: for "auto", a function of the model that was given to ``attach``, and of ``evaluate_batch``: data
       like those that this rank trains on, in any form. It returns a number that is, as ``evaluate_metric`` says, an
       "accuracy" from 0 to 1, or a "loss": a cross-entropy in nats, or another loss's logarithm. It is called every few
@@ -170,6 +170,12 @@ class Options:
         return LIMIT if self.sync_every_max is None else self.sync_every_max
 
     @property
+    def outer_averages(self) -> bool:
+        """Whether the outer optimizer takes the mean of the parameters. "auto" may come to H = 1, where Nesterov's
+        momentum would move them seven times as far as one process with all batches."""
+        return self.outer == "average" or (self.outer is None and self.sync_every == "auto")
+
+    @property
     def plan_path(self) -> str | None:
         """The plan file to follow, from the options or the environment."""
         return self.plan or os.environ.get(PLAN_VARIABLE) or None
@@ -184,10 +190,6 @@ def _check_local_steps(options: Options) -> None:
         return
     if every == "auto":
         _check_auto(options)
-        if (
-            options.outer is None
-        ):  # with Nesterov momentum, averages of single steps are learned from seven times as fast
-            object.__setattr__(options, "outer", "average")
     elif isinstance(every, str):
         raise Error(f"options.sync_every is {every!r}; a whole number of at least 1, or auto, is expected")
     else:
@@ -205,7 +207,7 @@ def _check_local_steps(options: Options) -> None:
         )
     for name in ("outer_lr", "outer_momentum"):
         value = getattr(options, name)
-        if value is not None and options.outer == "average":
+        if value is not None and options.outer_averages:
             raise Error(f"options.{name} belongs to outer='nesterov', and outer is 'average'; leave one of them out")
     if options.outer_lr is not None:
         _require_positive("outer_lr", options.outer_lr)

@@ -21,7 +21,7 @@ class OuterOptimizer:
 
     @classmethod
     def of(cls, options: Options) -> "OuterOptimizer":
-        if options.outer == "average":
+        if options.outer_averages:
             return cls(1.0, None)
         lr = LR if options.outer_lr is None else options.outer_lr
         return cls(lr, MOMENTUM if options.outer_momentum is None else options.outer_momentum)

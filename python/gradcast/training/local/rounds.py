@@ -255,9 +255,11 @@ class Rounds:
         return {"settings": self._settings(), "place": place, "tensors": tensors}
 
     def _settings(self) -> dict[str, Any]:
-        names = ("sync_every", "sync_every_max", "outer", "outer_lr", "outer_momentum", "wire")
+        options = self._options
+        names = ("sync_every", "sync_every_max", "outer_lr", "outer_momentum", "wire")
         own = {"overlap": self._longest.overlap, "local_share": self._local_share, "world_size": self._group.world_size}
-        return {name: getattr(self._options, name) for name in names} | own | {"cuts": self._fragments.identity()}
+        own |= {"outer": "average" if options.outer_averages else options.outer, "cuts": self._fragments.identity()}
+        return {name: getattr(options, name) for name in names} | own
 
     def refusal_of(self, state: dict[str, Any]) -> str | None:
         """Why training cannot go on from this state."""
