@@ -199,7 +199,7 @@ def attached(run: dict[str, Any], module: nn.Module, optimizer: torch.optim.Opti
 
 
 def step_s(run: dict[str, Any]) -> float:
-    """Of a rank, the mean over whole rounds, all updates included."""
+    """How long a step of this rank takes: the mean over whole rounds, all updates included."""
     task = make_task(Settings("char_gpt", None, (1.0,), (), width=run["width"], batch=run["batch"]), dist.get_rank())
     module = task.module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
@@ -265,6 +265,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128, as in the example)")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", default="30,50", help="H, in steps (default: 30,50)")
+    parser.add_argument("--learning-rate", type=float, help="of all trainings, in place of the best one of each")
     parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, help="measure steps on hosts with such links")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="with --rate: the first seed's losses over time")
     parser.add_argument("--runs", help=argparse.SUPPRESS)
@@ -276,6 +277,8 @@ def main() -> int:
     torch.set_num_threads(1)
     wanted = {name: getattr(args, name) for name in ("ranks", "batch", "width", "steps")}
     kinds = variants([int(each) for each in args.every.split(",")])
+    if args.learning_rate is not None:
+        kinds = [each | {"rate": args.learning_rate} for each in kinds]
     runs = []
     for seed in range(args.seeds):
         for kind in [each for each in kinds if seed == 0 or each["wire"] == "fp32"]:
