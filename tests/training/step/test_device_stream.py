@@ -3,10 +3,10 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from training.compiled_check import load_check
 from training.needs import torch  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -17,21 +17,7 @@ PATIENCE_S = 20
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
     """The module with such a device, which is torch's PrivateUse1 in this process."""
-    from torch.utils import cpp_extension
-
-    from gradcast.training.compat.extension import sources_root
-
-    root = sources_root()
-    return cpp_extension.load(
-        name="device_stream_check",
-        sources=[
-            str(Path(__file__).parents[1] / "device_stream_check.cc"),
-            str(root / "csrc/transport/torch/device_stream.cc"),
-        ],
-        extra_include_paths=[str(root / folder) for folder in ("csrc", "include")],
-        extra_cflags=["-std=c++20", "-O1"],
-        build_directory=str(tmp_path_factory.mktemp("device_stream")),
-    )
+    return load_check("device_stream_check.cc", ["device_stream.cc"], tmp_path_factory.mktemp("device_stream"))
 
 
 @pytest.fixture

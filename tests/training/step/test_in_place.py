@@ -1,9 +1,8 @@
 """Reduce-scatter and all-gather where the block lies, over a backend that allows that: NCCL, or what passes for it."""
 
-from pathlib import Path
-
 import pytest
 
+from training.compiled_check import load_check
 from training.needs import torch
 
 pytestmark = pytest.mark.slow
@@ -12,21 +11,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def carry(tmp_path_factory):
     """carry(backend, scatters, element count, ranges in bytes) -> the elements, and whether memory was shared."""
-    from torch.utils import cpp_extension
-
-    from gradcast.training.compat.extension import sources_root
-
-    root = sources_root()
-    return cpp_extension.load(
-        name="in_place_check",
-        sources=[
-            str(Path(__file__).parents[1] / "in_place_check.cc"),
-            *(str(root / "csrc/transport/torch" / name) for name in ("collective.cc", "range_views.cc")),
-        ],
-        extra_include_paths=[str(root / folder) for folder in ("csrc", "include")],
-        extra_cflags=["-std=c++20", "-O1"],
-        build_directory=str(tmp_path_factory.mktemp("in_place")),
-    ).carry
+    sources = ["collective.cc", "range_views.cc"]
+    return load_check("in_place_check.cc", sources, tmp_path_factory.mktemp("in_place")).carry
 
 
 @pytest.mark.parametrize("backend", ["nccl", "another"])
