@@ -33,7 +33,8 @@ PER_EPOCH = program.SAMPLES // (RANKS * program.BATCH)
 
 
 def digests_of(place: Path) -> list[str]:
-    """Of rank 0's model and optimizer in a snapshot, with local steps of each rank's, by torch's own means."""
+    """Digests of the model and the optimizer in a snapshot, read by torch alone: rank 0's, or with local steps each
+    rank's."""
     state: dict = {}
     _load_state_dict(state, FileSystemReader(place), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     each = [state["local"][str(rank)] for rank in range(RANKS)] if "local" in state else [state]

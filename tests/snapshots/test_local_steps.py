@@ -22,7 +22,7 @@ END = 19
 
 
 def digest(module, optimizer, handle):
-    """Of all that a rank keeps, but for what travels."""
+    """A digest of all that a rank keeps; what travels is left out."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     entries = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items()}
     rounds = {f"{what}.{k}": v for what, kept in handle.state_dict()["tensors"].items() for k, v in kept.items()}

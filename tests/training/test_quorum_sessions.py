@@ -21,7 +21,7 @@ GIVES_UP = timedelta(seconds=2)
 
 
 class Quorum:
-    """Of all ranks, as long as nothing is reported."""
+    """A quorum of all ranks, which ends when an error is reported."""
 
     def __init__(self):
         self.group, self.reported, self.aborted = dist.new_group(timeout=GIVES_UP), [], False

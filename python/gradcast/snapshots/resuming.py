@@ -221,7 +221,7 @@ def _objects(reading: store.Reading, group: Group, step: int, folder: Path) -> t
 
 
 def _tensors_of_rounds(reading: store.Reading) -> dict[str, dict[str, torch.Tensor]]:
-    """Of a state of local steps, without what is the model's."""
+    """The tensors that a state of local steps holds beside the model's: by kind and name."""
     found: dict[str, dict[str, torch.Tensor]] = {"values": {}, "momentum": {}, "local": {}}
     for (what, name), each in reading.tensors(path for path in reading.contents if path[0] in found).items():
         found[what][name] = each

@@ -153,7 +153,7 @@ class Copies:
         return found
 
     def paths(self) -> list[Path_]:
-        """Of the tensors of all ranks' parts. REQUIRES: as ``optimizers_state``."""
+        """The paths of all tensors that the ranks write together. REQUIRES: as ``optimizers_state``."""
         found: list[Path_] = [("model", key) for key in self._tensors]
         for name, (number, _, _) in self._place.items():
             state = self._entry(name).items()

@@ -96,7 +96,7 @@ class TrainingSession:
 
     @property
     def mean_weight(self) -> float | None:
-        """Of the last step whose gradients were weighted, for the next one: see step/weights.py."""
+        """The mean weight of the last weighted step, which the next one starts from (see step/weights.py)."""
         return None
 
     def stats(self) -> dict[str, Any]:

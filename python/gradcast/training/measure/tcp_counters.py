@@ -27,7 +27,7 @@ class Carried(NamedTuple):
 
 
 def read() -> dict[Ends, Carried]:
-    """Of each connection, since it exists. Gloo's and NCCL's do not block; others are left out."""
+    """What each connection has carried since it was made. Blocking ones are left out: Gloo's and NCCL's are not."""
     found: dict[Ends, Carried] = {}
     try:
         names = os.listdir("/proc/self/fd")
