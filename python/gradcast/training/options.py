@@ -208,7 +208,8 @@ def _check_local_steps(options: Options) -> None:
     for name in ("outer_lr", "outer_momentum"):
         value = getattr(options, name)
         if value is not None and options.outer_averages:
-            raise Error(f"options.{name} belongs to outer='nesterov', and outer is 'average'; leave one of them out")
+            why = "sync_every='auto' averages unless outer is given" if options.outer is None else "outer is 'average'"
+            raise Error(f"options.{name} belongs to outer='nesterov', and {why}; leave one of them out")
     if options.outer_lr is not None:
         _require_positive("outer_lr", options.outer_lr)
     _require_share("outer_momentum", options.outer_momentum)

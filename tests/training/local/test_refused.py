@@ -32,7 +32,10 @@ WRONG = [
     ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "error"}, "accuracy or loss is expected"),
     ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "sync_every_max": 1}, "at least 2"),
     ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "outer_overlap": 64}, "at most 63"),
-    ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "outer_lr": 0.5}, "outer is 'average'"),
+    (
+        {"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "outer_lr": 0.5},
+        "'auto' averages unless outer is given",
+    ),
     ({"sync_every": 5, "evaluate": len}, "belongs to sync_every='auto'"),
     ({"sync_every": 5, "sync_every_max": 50}, "belongs to sync_every='auto'"),
     ({"evaluate_metric": "loss"}, "without sync_every"),
