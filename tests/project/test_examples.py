@@ -1,13 +1,17 @@
 """The examples train, and every way of sending the gradients gives the same losses."""
 
+import os
 import re
-import shutil
+import signal
 import tempfile
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-from gradcast.lab import run_workers
+from gradcast.lab import LabError, run_workers
 
 pytestmark = pytest.mark.slow
 
@@ -66,17 +70,29 @@ def test_one_process_is_enough(script, length):
     assert len(printed(1, script, "--gradcast", "overlap", *length)) == 1
 
 
-def test_a_training_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path):
+def kill_one_once_it_has_saved(folder: Path) -> None:
+    """Kills a child of this process that was given ``folder``, as soon as a whole snapshot is in it."""
+    while not any(folder.glob("step*/.metadata")):
+        time.sleep(0.01)
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            if str(folder) in Path("/proc", child, "cmdline").read_text():
+                os.kill(int(child), signal.SIGKILL)
+                return
+
+
+def test_a_killed_training_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path):
     pytest.importorskip("sklearn")
-    script = "resume_digits.py"
-    whole = printed(2, script, "--folder", str(tmp_path / "whole"), "--epochs", "4")
-    assert len(whole) == 4
-    # Without what was saved last it is a training that was killed before its end.
-    *_, before, last = sorted((int(path.name[5:]), path) for path in (tmp_path / "whole").iterdir())
-    shutil.rmtree(last[1])
-    again = printed(2, script, "--folder", str(tmp_path / "whole"), "--epochs", "4")
-    assert again[0] == f"goes on after step {before[0]}, in epoch {5 - len(again[1:])}"
-    assert again[-1] == whole[-1]
+    script, length, epochs = "resume_digits.py", ["--epochs", "40"], 40
+    whole = printed(2, script, "--folder", str(tmp_path / "whole"), *length)
+    assert len(whole) == epochs
+    killed = tmp_path / "killed"
+    threading.Thread(target=kill_one_once_it_has_saved, args=[killed], daemon=True).start()
+    with pytest.raises(LabError):
+        printed(2, script, "--folder", str(killed), *length)
+    resumed, *again = printed(2, script, "--folder", str(killed), *length)
+    assert re.fullmatch(rf"goes on after step \d+, in epoch {epochs + 1 - len(again)}", resumed)
+    assert again == whole[-len(again) :]
 
 
 def test_a_slow_process_gets_less_of_each_batch():
