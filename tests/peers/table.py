@@ -9,12 +9,11 @@ from collections import Counter
 
 HEAD = """# Other projects' tests of DDP
 
-`make test-peers`, a part of `make test-all`, runs tests that others wrote for DDP, with gradcast attached to every DDP
-module that they make. This page is made from its results:
-`python -m peers.table build/pytest-peers.xml > docs/evaluation/peers.md`, with `tests` in `PYTHONPATH`.
+`make test-peers` runs tests that others wrote for DDP, with gradcast attached to every DDP module that they make. Then
+`python -m peers.table build/pytest-peers.xml > docs/evaluation/peers.md`, with `tests` in `PYTHONPATH`, writes this page.
 
-* **PyTorch**: the tests of DDP in `torch.testing._internal.distributed.distributed_test`, of the torch that is
-  installed, on CPUs over Gloo. Each runs with DDP alone first. What passes so has to pass with gradcast.
+* **PyTorch**: the tests of DDP in `torch.testing._internal.distributed.distributed_test`, on CPUs over Gloo. What passes
+  with DDP alone has to pass with gradcast.
 * **Accelerate**: the programs in `accelerate.test_utils.scripts`, on two ranks.
 * **Overlap mode** runs where a test makes an optimizer of exactly the module's parameters.
 * **In part**: a module that gradcast refuses (a communication hook), or that is detached, stays DDP's.
@@ -98,10 +97,9 @@ def main(paths: list[str]) -> None:
     for name, suite in found.items():
         if suite.failures:
             print(f"\n{name}, failing: {', '.join(suite.failures)}.")
-    print("\n## Why tests are not applicable\n\n| | reason | tests |\n|---|---|---|")
+    print("\nWhy tests are not applicable:\n\n| | reasons |\n|---|---|")
     for name, suite in found.items():
-        for reason, number in suite.reasons.most_common():
-            print(f"| {name} | {reason} | {number} |")
+        print(f"| {name} | {'; '.join(f'{reason} ({number})' for reason, number in suite.reasons.most_common())} |")
 
 
 if __name__ == "__main__":
