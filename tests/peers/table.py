@@ -9,11 +9,11 @@ from collections import Counter
 
 HEAD = """# Other projects' tests of DDP
 
-`make test-peers` runs tests that others wrote for DDP, with gradcast attached to every DDP module that they make. Then
-`python -m peers.table build/pytest-peers.xml > docs/evaluation/peers.md`, with `tests` in `PYTHONPATH`, writes this page.
+`make test-peers` runs tests that others wrote for DDP, with gradcast attached to every DDP module that they make. With
+`tests` in `PYTHONPATH`, `python -m peers.table build/pytest-peers.xml > docs/evaluation/peers.md` writes this page.
 
-* **PyTorch**: the tests of DDP in `torch.testing._internal.distributed.distributed_test`, on CPUs over Gloo. What passes
-  with DDP alone has to pass with gradcast.
+* **PyTorch**: the tests of DDP in `torch.testing._internal.distributed.distributed_test`, on CPUs over Gloo.
+  What passes with DDP alone has to pass with gradcast.
 * **Accelerate**: the programs in `accelerate.test_utils.scripts`, on two ranks.
 * **Overlap mode** runs where a test makes an optimizer of exactly the module's parameters.
 * **In part**: a module that gradcast refuses (a communication hook), or that is detached, stays DDP's.
