@@ -117,14 +117,14 @@ def worker(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     turns = Turns(make_task(settings, dist.get_rank()), args.scatter)
     measuring = turns.trainer(None)
-    diagnostics = measuring.handle._diagnostics()
+    view = measuring.handle._view()
     told: list[Any] = [None]
     with tempfile.TemporaryDirectory() as folder:
         if dist.get_rank() == 0:
-            told = [made_plans(diagnostics.profile, diagnostics.variation, folder)]
+            told = [made_plans(view.profile, view.variation, folder)]
         dist.broadcast_object_list(told)
         plans = told[0]
-        variation = diagnostics.variation
+        variation = view.variation
         measuring.detach()
         times_ms: list[list[float]] = [[], []]
         if plans[0]["hash"] != plans[1]["hash"]:

@@ -84,11 +84,11 @@ def test_the_last_steps_are_taken_from_what_the_session_has_kept():
 
     blocks = [SimpleNamespace(due_ns=lo * MS, finish_ns=hi * MS) for lo, hi in ((10, 30), (30, 35), (50, 60))]
     records = [record(number, 100 + number, "another" if number == 3 else plan) for number in range(5)]
-    diagnostics = SimpleNamespace(
+    view = SimpleNamespace(
         plan=plan,
         completed_records=lambda count: records[-count:],
         iterations=lambda: [SimpleNamespace(iteration=number, blocks=blocks) for number in range(6)],
     )
-    steps = last_steps(SimpleNamespace(_diagnostics=lambda: diagnostics), 3)
+    steps = last_steps(SimpleNamespace(_view=lambda: view), 3)
     assert [step.step_ns / MS for step in steps] == [102, 104]
     assert steps[0] == Step(102 * MS, Compute(60 * MS, 30 * MS, 2 * MS), 35 * MS)

@@ -82,9 +82,8 @@ def test_torch_takes_it_for_nccl(library):
     assert ended.stdout == "True\n"
 
 
-def test_one_process_passes_for_sixteen_ranks(monkeypatch):
+def test_one_process_passes_for_sixteen_ranks():
     """Agreements through the group and through the store, and a plan for 16 hosts."""
-    monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.nccl_mirror.mirror import rank_zero
 
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))

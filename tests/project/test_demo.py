@@ -16,13 +16,10 @@ from conftest import ROOT
 
 @pytest.fixture(scope="module")
 def demo():
-    """The modules of benchmarks/demo; it is no part of the package."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.demo import __main__ as main
-        from benchmarks.demo import lanes, picture, results, training
-    finally:
-        sys.path.remove(str(ROOT))
+    """The modules of benchmarks/demo."""
+    from benchmarks.demo import __main__ as main
+    from benchmarks.demo import lanes, picture, results, training
+
     return SimpleNamespace(lanes=lanes, main=main, picture=picture, results=results, training=training)
 
 
@@ -170,15 +167,19 @@ def test_blocks_that_share_the_link_are_drawn_above_one_another(demo):
 # --- The whole ---
 
 
+def run_demo(*options):
+    """Over loopback, which needs no root."""
+    command = [sys.executable, "-m", "benchmarks.demo", "--loopback", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.mark.slow
 def test_the_demo_trains_in_every_mode_with_equal_parameters(tmp_path):
-    """Over loopback, which needs no root; what it measures is for nobody to judge here."""
+    """What it measures is for nobody to judge here."""
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     path = tmp_path / "demo.png"
-    options = ["--loopback", "--rounds", "1", "--steps", "8", "--json", "-o", str(path)]
-    command = [sys.executable, "-m", "benchmarks.demo", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = run_demo("--rounds", "1", "--steps", "8", "--json", "-o", str(path))
     assert done.returncode == 0, done.stderr
     fields = json.loads(done.stdout)
     table = {row["mode"]: row for row in fields["rows"]}
@@ -192,8 +193,7 @@ def test_the_demo_trains_in_every_mode_with_equal_parameters(tmp_path):
 
 @pytest.mark.parametrize("option", [["--rounds", "0"], ["--bandwidth", "fast"], ["-o", "nowhere/demo.png"]])
 def test_what_cannot_be_run_is_refused_before_anything_runs(option):
-    command = [sys.executable, "-m", "benchmarks.demo", "--loopback", *option]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = run_demo(*option)
     assert done.returncode == 1
     assert done.stderr.startswith("demo: ")
     assert "Traceback" not in done.stderr

@@ -12,12 +12,6 @@ from training.needs import torch  # noqa: F401
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def root(monkeypatch):
-    """benchmarks/ is no part of the package."""
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 def test_time_in_which_the_device_copies_and_computes_counts_once():
     from benchmarks.gpu_training import together_ms
 

@@ -5,7 +5,6 @@ Whether the predictions are good is for the page to say; here they only have to 
 
 import dataclasses
 import itertools
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +18,9 @@ PAGE = ROOT / "docs" / "evaluation" / "predictions.md"
 
 @pytest.fixture(scope="module")
 def program():
-    """The modules of benchmarks/replay, which is no part of the package."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.replay import __main__, fit, predict
-    finally:
-        sys.path.remove(str(ROOT))
+    """The modules of benchmarks/replay."""
+    from benchmarks.replay import __main__, fit, predict
+
     return SimpleNamespace(main=__main__, fit=fit, predict=predict)
 
 

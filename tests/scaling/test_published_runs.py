@@ -1,24 +1,17 @@
 """Predictions and alarms against published measurements, for whoever has them."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-from conftest import ROOT
 
 DATA = os.environ.get("GRADCAST_PUBLISHED_DATA")
 
 
 @pytest.fixture(scope="module")
 def published_runs():
-    """The program, which is no part of the package."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks import published_runs
-    finally:
-        sys.path.remove(str(ROOT))
+    from benchmarks import published_runs
+
     return published_runs
 
 

@@ -36,11 +36,11 @@ class Replay(NamedTuple):
 
 def last_steps(handle: Any, count: int) -> list[Step]:
     """This rank's last ``count`` complete steps, without those that followed another plan than the one in force."""
-    diagnostics = handle._diagnostics()
-    iterations = {each.iteration: each for each in diagnostics.iterations()}
+    view = handle._view()
+    iterations = {each.iteration: each for each in view.iterations()}
     steps = []
-    for record in diagnostics.completed_records(count):
-        if record.plan is not diagnostics.plan:
+    for record in view.completed_records(count):
+        if record.plan is not view.plan:
             continue
         step_ns = record.end_ns - record.start_ns
         blocks = iterations[record.iteration].blocks

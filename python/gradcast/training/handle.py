@@ -18,8 +18,8 @@ from gradcast.errors import Error, refused
 from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach, forget
 from gradcast.training.averaged_model import kept_average
-from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.session_view import SessionView
 from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
 from gradcast.training.training_session import Attached, TrainingSession, require_attached
@@ -342,9 +342,9 @@ class Handle:
         finally:
             forget(self._attached)
 
-    def _diagnostics(self) -> Diagnostics:
-        """For gradcast's own tools; no stable interface. See diagnostics.py."""
-        return self._session.diagnostics()
+    def _view(self) -> SessionView:
+        """For gradcast's own tools; no stable interface. See session_view.py."""
+        return self._session.view()
 
 
 class UpdateRegistration:

@@ -16,7 +16,6 @@ from gradcast.alarms import Alarm
 from gradcast.training.acceptance import Accepted
 from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import graph_capture
-from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.no_sync import NoSyncBlocks
@@ -26,6 +25,7 @@ from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group, backend_of
 from gradcast.training.ranks.registered_memory import registered_memory
+from gradcast.training.session_view import SessionView
 from gradcast.training.stats import plan_stats
 from gradcast.training.step import clipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
@@ -176,8 +176,8 @@ class SessionParts(TrainingSession):
         require_attached(self)
         return agreement.plan_text(self.plan, self.controller.agreed.profile, profile_path)
 
-    def diagnostics(self) -> Diagnostics:
-        return Diagnostics(self.controller, self.exchange, self.trace)
+    def view(self) -> SessionView:
+        return SessionView(self.controller, self.exchange, self.trace)
 
     def _warn_once(self, message: str, *arguments: Any) -> None:
         if self.group.rank == 0 and message not in self._told:

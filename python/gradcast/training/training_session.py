@@ -16,11 +16,11 @@ from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import refused
 from gradcast.training.collective_fence import CollectiveFence
-from gradcast.training.diagnostics import Diagnostics
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.ranks.group import Group
+from gradcast.training.session_view import SessionView
 from gradcast.training.stats import base_stats
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.early_clipping import EarlyClipping
@@ -132,7 +132,7 @@ class TrainingSession:
         """See Handle."""
         raise refused(_NO_ROUNDS)
 
-    def diagnostics(self) -> Diagnostics:
+    def view(self) -> SessionView:
         """For gradcast's own tools."""
         raise refused(_NO_PLAN)
 

@@ -91,9 +91,9 @@ def test_inside_a_collective_block_nothing_travels_and_no_update_is_due(rank):
     for _ in range(6):
         attached.step(torch.ones(4, 8))
     handle = attached.handle
-    assert handle._diagnostics().blocks_travelling
+    assert handle._view().blocks_travelling
     with handle.collective(), handle.collective():
-        assert not handle._diagnostics().blocks_travelling
+        assert not handle._view().blocks_travelling
         assert not handle._session.due_names()
     attached.step(torch.ones(4, 8))
 

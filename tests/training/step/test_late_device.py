@@ -69,7 +69,7 @@ def test_after_flush_nothing_travels(rank):
         attached = Attached(nn.Linear(8, 8), "hook")
     attached.step(torch.ones(4, 8))
     attached.handle.flush()
-    return attached.handle._diagnostics().blocks_travelling
+    return attached.handle._view().blocks_travelling
 
 
 @on_ranks(2)
@@ -111,7 +111,7 @@ def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(rank, next_us
     transports[0].fail()
     module(torch.ones(4, 8)).sum().backward()  # the host goes on before that is known
     deadline_s = time.monotonic() + 20
-    while handle._diagnostics().blocks_travelling and time.monotonic() < deadline_s:
+    while handle._view().blocks_travelling and time.monotonic() < deadline_s:
         time.sleep(0.01)  # whether that has been known for long makes no difference
     with pytest.raises(gradcast.Error, match="the cable is gone"):
         handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()

@@ -90,7 +90,7 @@ def try_overlap(
                 profile=json.loads(handle.profile.to_json()),
                 plan=json.loads(handle.plan.to_json()),
                 versions=plan_versions(made),
-                spread=handle._diagnostics().variation.link,
+                spread=handle._view().variation.link,
                 trace=compact(handle.timeline()),
             )
         except Error as error:  # raised only by a step, for instance for a sparse gradient
@@ -102,7 +102,7 @@ def try_overlap(
 
 def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) -> FollowedStep:
     ms = prober.step(attached, pause_ms)["step"]
-    found = handle._diagnostics()
+    found = handle._view()
     return FollowedStep(found.open_record.step, handle.plan_version, handle.plan, ms, found.predicted_step_ns)
 
 

@@ -1,6 +1,6 @@
 """What a session has measured and decided, for gradcast's own tools: doctor, lab, benchmarks and tests.
 
-``handle._diagnostics()`` returns it. The underscore is deliberate: everything public on a handle is a stable interface,
+``handle._view()`` returns it. The underscore is deliberate: everything public on a handle is a stable interface,
 and this is none. Its fields change with the planner and the measurements.
 """
 
@@ -11,7 +11,7 @@ from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 
-class Diagnostics:
+class SessionView:
     """A view of a session with a plan; each property is read when it is asked for. Times are in ns."""
 
     def __init__(self, controller: PlanController, exchange: GradientExchange, trace: StepTrace) -> None:
