@@ -1,7 +1,6 @@
 """The command line: ``gradcast COMMAND``. Each command is a module of ``gradcast.cli``.
 
-Whatever goes wrong ends with one sentence on stderr. The exit code says of what kind it is; ``GRADCAST_DEBUG=1`` shows
-the traceback of a defect.
+Whatever goes wrong ends with one sentence on stderr; ``GRADCAST_DEBUG=1`` shows the traceback of a defect.
 """
 
 import argparse

@@ -1,6 +1,4 @@
-"""Options that choose networks: derived from bandwidth and latency, published ones, a link file, or the profile's own
-link.
-"""
+"""Options that choose networks: bandwidth and latency, published ones, a link file, or the profile's own link."""
 
 import argparse
 import itertools

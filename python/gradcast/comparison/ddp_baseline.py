@@ -26,11 +26,7 @@ def plan(
     *,
     in_flight: int = IN_FLIGHT,
 ) -> _core.Plan:
-    """A plan of DDP's buckets.
-
-    ``caps_bytes``: bytes of the first bucket and of the others. ``link``: replaces the profile's. REQUIRES: there is a
-    link.
-    """
+    """A plan of DDP's buckets. ``caps_bytes``: of the first bucket and of the others. REQUIRES: there is a link."""
     parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
     return _core.make_plan(
         profile, link or profile.link, policy="ddp", mode="hook", in_flight=in_flight, parameters=parameters

@@ -47,10 +47,7 @@ def sent_elements(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
 
 
 def sent_bytes(profile: _core.Profile, rank: int) -> list[int]:
-    """The sizes of the all-reduces, in their order: three for each data type. At least one element travels in each.
-
-    Raises Error if the profile does not hold the parameters' shapes.
-    """
+    """The sizes of the all-reduces in order, three for each data type, at least one element. Raises Error."""
     return [elements * element_bytes for element_bytes, each in _sent(profile, rank) for elements in each]
 
 

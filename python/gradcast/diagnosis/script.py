@@ -1,7 +1,4 @@
-"""Runs a user's training script unchanged, with a doctor watching.
-
-The script's exit code stays its own, and its errors are shown as Python shows them.
-"""
+"""Runs a user's training script unchanged, with a doctor watching. Its exit code and its errors stay its own."""
 
 import functools
 import os
@@ -67,9 +64,7 @@ class TrainingFinder:
 
 
 def run(path: str, arguments: Sequence[str], outcome: Outcome, **options: Any) -> None:
-    """Runs ``path`` as ``python path arguments`` would. ``options`` are the doctor's. Raises SystemExit with the
-    script's own exit code, if any.
-    """
+    """Runs ``path`` as ``python path arguments`` would, with the doctor's ``options``. Raises its SystemExit."""
     if not Path(path).is_file():
         raise Error(f"the script {path} does not exist; write `gradcast doctor train.py --its-own-options`")
     # The baseline is the script without gradcast, even if it attaches gradcast itself.

@@ -1,4 +1,1 @@
-"""Callbacks that call ``gradcast.attach`` at the right moment of a framework's training.
-
-Each module needs its framework, which is not a dependency of gradcast, so import only the one that you use.
-"""
+"""Callbacks that call ``gradcast.attach`` at the right moment. Each module needs its framework: import only one."""

@@ -23,10 +23,7 @@ class _OnCall(gradcast.Options):
 def with_clipping(
     options: gradcast.Options | None, setting: str, *, norm: float | None = None, value: float | None = None
 ) -> gradcast.Options:
-    """Options that clip as the framework does, by ``norm`` or ``value``. ``setting``: the framework's, for messages.
-
-    Raises Error(invalid_use) if the options clip in another way.
-    """
+    """Options that clip as the framework's ``setting`` says. Raises Error(invalid_use) if they clip in another way."""
     options = options or gradcast.Options()
     if any(each is not None and not 0 < each < math.inf for each in (norm, value)):
         return options  # the framework's own call does then what it does without gradcast
@@ -40,8 +37,7 @@ def with_clipping(
 
 
 class ClipCalls:
-    """What a framework calls to clip, while ``handle`` is attached with ``options``. ``own``: the framework's own way,
-    which waits for all gradients."""
+    """What a framework calls to clip, while ``handle`` is attached. ``own``: its own way, which waits for gradients."""
 
     def __init__(self, handle: gradcast.Handle, options: gradcast.Options | None) -> None:
         self._handle, self._options = handle, options or gradcast.Options()

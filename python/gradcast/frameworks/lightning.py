@@ -95,8 +95,9 @@ class AttachCallback(Callback):
 
 
 def _counted_loader(trainer: Trainer) -> gradcast.ResumableLoader | None:
-    """The loader whose place is saved; None if none has a state. Raises Error(invalid_use) for one that Lightning would
-    ask too late: when a snapshot is taken, it has handed out the next step's batch."""
+    """The loader whose place is saved; None if none has a state. Raises Error(invalid_use) for one that has handed out
+    the next step's batch when a snapshot is taken.
+    """
     loaders = trainer.fit_loop._combined_loader.flattened
     if len(loaders) == 1 and isinstance(loaders[0], gradcast.ResumableLoader):
         return loaders[0]

@@ -133,8 +133,7 @@ class _Quorum:
 
 
 class _Registered:
-    """The plans as part of torchft's state, which can be registered only once per manager, so that they outlive an
-    attachment."""
+    """The plans in torchft's state. That takes them only once per manager, so they outlive an attachment."""
 
     def __init__(self, manager: Manager) -> None:
         self.plans = Plans()
@@ -145,8 +144,7 @@ class _Registered:
         self.plans.by_size = dict(state)
 
     def _save(self) -> dict[int, dict[str, Any]]:
-        """torchft calls this on its own thread, between the quorum's beginning and its end: then no step is open, and
-        the plan does not change."""
+        """Called on torchft's own thread, while the quorum is made: no step is open, and the plan does not change."""
         attached = None if self.attached is None else self.attached()
         if attached is not None:
             attached.keep_plan()

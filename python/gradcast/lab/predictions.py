@@ -12,8 +12,7 @@ _MIB = 1 << 20
 
 
 def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
-    """The profile with the parameters' own sizes, as DDP counts them: gradcast adds a usage flag to each gradient. And
-    with the link that it would have measured in a ring of all ranks."""
+    """The profile with the parameters' own sizes (gradcast adds usage flags) and the link of a ring of all ranks."""
     fields = json.loads(in_a_ring(profile).to_json())
     for tensor in fields["tensors"]:
         tensor["bytes"] = size_bytes[tensor["name"]]

@@ -17,10 +17,7 @@ from gradcast.training.plan.expectation import typical_step
 
 
 class Step(NamedTuple):
-    """One step of one rank, from the start of backward to the start of the next.
-
-    ``link_ns``: for how long some block was due and not finished.
-    """
+    """One rank's step, from one start of backward to the next. ``link_ns``: while some block was due, not finished."""
 
     step_ns: float
     compute: Compute
@@ -50,10 +47,7 @@ def last_steps(handle: Any, count: int) -> list[Step]:
 
 
 def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[Step]]) -> Replay | None:
-    """Replays steps. ``steps``: by step and rank. Returns None without steps.
-
-    The network's time is that of the rank that waited least; the others' includes waiting for it.
-    """
+    """Replays steps, by step and rank, with the network's time of the rank that waited least. None without steps."""
     if not steps:
         return None
     replayed_ns = []

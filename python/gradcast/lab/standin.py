@@ -144,9 +144,8 @@ class StandIn(nn.Module):
 
 
 class Wait(torch.autograd.Function):
-    """One layer: waits as long as it would compute. In backward its gradients are ready when the time is over.
-
-    ``gradients``: copies of these are the gradients of the parameters, which follow ``x``.
+    """One layer: waits as long as it would compute. The gradients of the parameters behind ``x`` are copies of
+    ``gradients``.
     """
 
     @staticmethod

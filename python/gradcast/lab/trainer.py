@@ -41,11 +41,7 @@ class Trainer:
             self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
-        """Trains on each batch and yields the ms of each step.
-
-        If a step leaves gradients in flight, the next one waits for them. So each step but the first contains the work
-        of one step.
-        """
+        """Trains on each batch and yields its ms. If a step leaves gradients in flight, the next waits for them."""
         start = time.perf_counter()
         for inputs, targets in batches:
             self._optimizer.zero_grad()

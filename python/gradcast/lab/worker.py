@@ -91,8 +91,7 @@ class Training:
         return trainer
 
     def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
-        """The profile that gradcast measured in fp32, the same on every rank. Overlap mode's is preferred, since there
-        forward was also measured beside the network."""
+        """The profile that gradcast measured in fp32, the same on every rank: overlap mode's, if there is one."""
         exact = [trainer for trainer in by_gradcast if trainer.variant.wire == "fp32"]
         chosen = sorted(exact, key=lambda trainer: trainer.variant.mode != "overlap")[:1]
         for trainer in chosen or [self._prepared(_MEASURING)]:
@@ -102,8 +101,7 @@ class Training:
         return profile
 
     def _round(self, trainers: list[Trainer], number: int) -> dict[str, Any]:
-        """Trains each variant on the same batches. Its first step is not counted, since another variant has left its
-        caches and TCP windows."""
+        """Trains each variant on the same batches. The first step does not count: it finds another's caches."""
         _tell(f"round {number + 1} of {self._settings.rounds}, ms per step:", end="")
         steps_ms, busy, sent = {}, {}, {}
         for trainer in trainers:
@@ -131,8 +129,7 @@ class Training:
         return ranks[:: self._settings.ranks_per_host]
 
     def _keep_steps(self, trainer: Trainer) -> None:
-        """Keeps the steps of the round for the replay, without the first, which is not counted, and the last, which has
-        not ended. Collective if gradcast trains."""
+        """Keeps the round's steps for the replay, without the first and the last, which has not ended. Collective."""
         if trainer.handle is None:
             return
         own = replays.last_steps(trainer.handle, self._settings.steps - 2)

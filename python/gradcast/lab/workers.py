@@ -81,8 +81,7 @@ def run_workers(
 def run_for_result(
     module: str, arguments: Sequence[str], worker_count: int, *, inherited: Sequence[IO[bytes]] = (), **options: Any
 ) -> Any:
-    """Runs ``python -m module arguments RESULTS`` like ``run_workers``. Returns the JSON that rank 0 wrote to the file
-    RESULTS."""
+    """Runs ``python -m module arguments RESULTS`` like ``run_workers``. Returns the JSON that rank 0 wrote."""
     with tempfile.TemporaryFile() as file:
         run_workers(
             ["-m", module, *arguments, f"/dev/fd/{file.fileno()}"],
@@ -121,8 +120,7 @@ def _die_with_parent() -> None:
 
 
 def _wait(workers: list[_Worker], timeout_s: float) -> None:
-    """Returns when all have ended without error. Raises LabError at the first failure: ranks that wait for a failed one
-    fail later."""
+    """Returns when all have ended without error. Raises LabError at the first failure; those of others follow."""
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [worker.process.poll() for worker in workers]

@@ -147,8 +147,7 @@ def _waits(profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline) -
 
 
 def _block_needs_ms(profile: _core.Profile, plan: _core.Plan) -> list[float]:
-    """When forward first uses a parameter of each block: that of the lowest byte, since buffers are laid out by first
-    use."""
+    """When forward first uses a parameter of each block: that of its lowest byte."""
     ends: dict[int, list[int]] = {}
     needs: dict[int, list[float]] = {}
     for tensor in profile.tensors:

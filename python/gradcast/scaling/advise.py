@@ -207,8 +207,7 @@ def _on_demand(machine: Machine, point: Point, request: Request) -> ClusterOptio
 
 
 def _shares(points: dict[int, Point], most: int) -> list[float]:
-    """Speed with 1, 2, … machines as a share of that with ``most`` of them. ``points``: by number of machines; between
-    them the speed of one worker is interpolated over the logarithm of the number."""
+    """Speed with 1, 2, … machines as a share of that with ``most``; between ``points`` by the number's logarithm."""
     known = sorted(points)
     speeds = []
     for count in range(1, most + 1):

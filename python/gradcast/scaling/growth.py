@@ -96,8 +96,7 @@ def beta_ns_per_byte(link: _core.LinkModel) -> float:
 
 
 def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
-    """Least squares of relative errors, with both parts at least 0. ``known``: (workers, ns). A single value is all
-    steps."""
+    """Least squares of relative errors, both parts at least 0. ``known``: (workers, ns); a single one is all steps."""
     rows = [(1 / value, step_count(algorithm, count) / value) for count, value in known if value > 0]
     if not rows:
         return StartUp(0.0, 0.0, 0.0)
@@ -121,10 +120,9 @@ def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
 
 
 def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tuple[int, float]]]:
-    """Variants of ``known`` with each value raised or lowered by ``share`` that give the extremes of a fit.
+    """Variants of ``known`` ((workers, value), ascending), each value changed by ``share``, with a fit's extremes.
 
-    ``known``: (workers, value), ascending. The weight of a value in a fitted line changes its sign at most once along
-    the numbers of workers, so one change of direction is enough.
+    The weight of a value in a fitted line changes its sign at most once along the numbers of workers.
     """
     for split in range(len(known) + 1):
         for sign in (-1, 1):
@@ -133,8 +131,7 @@ def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tupl
 
 
 def _scaled(link: _core.LinkModel, to_alpha_ns: float, to_beta_ns_per_byte: float) -> _core.LinkModel:
-    """The link with other costs and all-reduces only: measured and hierarchical links have no other operations, so
-    a formula's link would allow plans that those do not. REQUIRES: a cost per byte of 0 stays 0."""
+    """The link with other costs, and all-reduces only, as measured and hierarchical links have. A cost of 0 stays 0."""
     alpha, beta = alpha_ns(link), beta_ns_per_byte(link)
     factors = (to_alpha_ns / alpha if alpha > 0 else 1.0, to_beta_ns_per_byte / beta if beta > 0 else 1.0)
     only = _core.LinkModel(all_reduce=link.all_reduce.pieces, pack_ns_per_byte=link.pack_ns_per_byte)
@@ -214,8 +211,7 @@ class Growth:
         return "fitted" if min(self._costs) < worker_count < max(self._costs) else "extrapolated"
 
     def _alphas_ns(self, algorithm: str, worker_count: int) -> tuple[float, float, float]:
-        """Lowest, estimated and highest start-up cost. Each known one may be inaccurate, and start-up costs may grow in
-        another way than the steps of the measured algorithm."""
+        """Lowest, estimated and highest start-up cost: of inaccurate ones, and of another growth than measured."""
         own = self.network.algorithm
         share = max(self._spread, fit_start_up(own, self._alphas).error_share)
         ways = [(own, algorithm)]  # the algorithm of the known costs, and that of the estimate

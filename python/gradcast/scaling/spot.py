@@ -101,7 +101,8 @@ class ElasticRun(NamedTuple):
 
 def elastic_run(speeds: Sequence[float], ends_s: Sequence[float], work: float = 1.0) -> ElasticRun | None:
     """The training whose machines leave at ``ends_s`` (ascending; machines without an entry stay). None if they all
-    leave before its end. ``speeds``: work per second with 1, 2, … machines; it begins with all of them."""
+    leave before its end. ``speeds``: work per second with 1, 2, … machines.
+    """
     machine_s = 0.0
     for begin_s, end_s, count in _phases(len(speeds), ends_s):
         needed_s = work / speeds[count - 1]
@@ -123,8 +124,9 @@ def _phases(machine_count: int, ends_s: Sequence[float]) -> Iterator[tuple[float
 def simulate_elastic(
     work_s: float, shares: Sequence[float], spot: Spot, *, run_count: int, seed: int
 ) -> list[ElasticRun]:
-    """Simulated trainings, ascending by time; infinite if abandoned. ``work_s``: of a training with all machines.
-    ``shares``: speed with 1, 2, … machines as a share of that with all. Equal seeds give equal times."""
+    """Simulated trainings, ascending by time; infinite if abandoned. ``work_s``: with all machines. ``shares``: speed
+    with 1, 2, … machines as a share of that with all.
+    """
     undisturbed = undisturbed_s(work_s, spot)
     limit_s = ABANDONED_FACTOR * undisturbed
     generator = random.Random(seed)

@@ -78,8 +78,7 @@ def fit(models: Sequence[ModelStep]) -> Fit:
 
 
 def load_step_times(path: str) -> list[ModelStep]:
-    """A CSV file with the columns flops, and tensors and step_ms or profile (of which both are taken); model, a name,
-    may be left out."""
+    """A CSV file with the columns flops, and tensors and step_ms, or profile; and perhaps model, a name."""
     found = []
     for number, row in enumerate(csv.DictReader(io.StringIO(read_text(path, "step times"))), 2):
         try:

@@ -1,4 +1,1 @@
-"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Needs no torch.
-
-Pure. Thread safety: pure; any thread.
-"""
+"""Turns measurements into the diagnosis: where time goes, what would help, what is misconfigured. Needs no torch."""

@@ -106,8 +106,7 @@ def overlap_left_out(situation: Situation) -> str | None:
 
 
 def early_waits(situation: Situation) -> list[dict[str, Any]]:
-    """Returns the lines of the loop that make overlap mode wait before forward, the worst first: where, what, advice,
-    and the predicted ms per step, None without a profile."""
+    """The lines of the loop that make overlap mode wait, the worst first; predicted ms are None without a profile."""
     profile, found = situation.profile, []
     for use in situation.setup.early_uses:
         ms = None
@@ -217,10 +216,7 @@ def _by_parts(situation: Situation) -> Iterator[Action]:
 
 
 def _own_work(found: Breakdown, parts: Sequence[str]) -> Estimate:
-    """Returns the ms by which a step gets shorter without these parts of every rank's own work.
-
-    A slow loader on one rank delays all ranks; but if another rank computes for longer, it delays none.
-    """
+    """The ms by which a step gets shorter without these parts of every rank's own work; the slowest rank counts."""
     now_ms, without_ms = (synchronized_ms(found.ranks, found.sync_phases, left_out) for left_out in ((), parts))
     gone_ms = now_ms - without_ms
     below_ms = sum(found.parts[part].value - found.parts[part].low for part in parts)
@@ -229,8 +225,7 @@ def _own_work(found: Breakdown, parts: Sequence[str]) -> Estimate:
 
 
 def _balanced(found: Breakdown) -> Estimate:
-    """Returns the ms by which a step gets shorter if what grows with a rank's samples takes equally long on all ranks,
-    with as many samples as now in all."""
+    """The ms by which a step gets shorter if what grows with a rank's samples takes equally long on all ranks."""
     growing = ("forward", "backward", *DATA)
     speeds = [1 / ms if (ms := sum(each[part] for part in growing)) > 0 else 0.0 for each in found.ranks]
     if not all(speeds):

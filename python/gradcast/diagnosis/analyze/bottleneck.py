@@ -13,8 +13,7 @@ _COSTLY_SHARE = 0.10
 def bottleneck(
     found: Breakdown, *, latency_share: float | None = None, mistake: Mistake | None = None
 ) -> tuple[str, str]:
-    """Returns the bottleneck and a sentence about it: compute-bound, bandwidth-bound, latency-bound, straggler,
-    data-bound, or misconfigured.
+    """Returns the bottleneck and a sentence about it.
 
     ``latency_share`` is the share of communication time that goes into starting operations; None if unknown.
     ``mistake`` is the costliest misconfiguration.

@@ -85,10 +85,7 @@ def _late_gradients(evidence: Evidence) -> _Found:
 
 
 def _parameter_order(evidence: Evidence) -> _Found:
-    """DDP sends buckets in order. If they follow registration order, a late bucket holds up buckets that are ready.
-
-    If DDP rebuilds its buckets, the order of registration does not matter.
-    """
+    """DDP sends buckets in order. In that of registration, which a rebuild ends, a late one delays those behind it."""
     seen = evidence.layout
     if seen is None or evidence.setup.rebuilt:
         return

@@ -1,7 +1,4 @@
-"""Builds the fields of doctor.json from what all ranks measured (docs/guide/doctor.md).
-
-Pure, except that it reads the date.
-"""
+"""Builds the fields of doctor.json from what all ranks measured (docs/guide/doctor.md). Pure, but for the date."""
 
 import datetime
 import json
@@ -122,18 +119,13 @@ def _waits_ms(each: RankSteps, sync_phases: Sequence[Sequence[str]]) -> list[flo
 
 
 def _growth(nodes: Sequence[Sequence[int]]) -> scaling.Options:
-    """Costs that were measured inside hosts, or between hosts with several ranks each, say nothing about the other
-    kind.
-    """
+    """Costs inside hosts, or between hosts of several ranks each, say nothing about the other kind."""
     per_node = max(len(members) for members in nodes)
     return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
 
 
 def _streams_gain(network: dict[str, Any] | None) -> float | None:
-    """Returns how many times the bytes of one TCP stream several streams carry, in the median pair.
-
-    Returns None if that is unknown, or if Gloo uses as many connections already.
-    """
+    """How many times one TCP stream's bytes several carry, in the median pair. None if unknown, or Gloo has several."""
     pairs = [] if network is None else network["pairs"]
     if any(network["connections"] >= pair["streams"] for pair in pairs):
         return None

@@ -109,9 +109,7 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that the others wait for: the stage and layer in which it is slow, and the ms by which its step is
-    longer.
-    """
+    """The rank that the others wait for: where it is slow, and by how much its step is longer."""
 
     rank: int
     stage: str
@@ -121,9 +119,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parts of one rank's step, which add up to ``step``. ``ranks`` has the parts of every rank, without
-    intervals. ``sync_phases`` are ONE_SYNC or TWO_SYNCS.
-    """
+    """The parts of one rank's step, which add up to ``step``, and of all. ``sync_phases``: ONE_SYNC or TWO_SYNCS."""
 
     view_rank: int
     step: Estimate
@@ -155,9 +151,7 @@ def synchronized_ms(
 
 
 def breakdown(ranks: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]] = ONE_SYNC) -> Breakdown:
-    """Splits the step. ``ranks`` are in rank order. The shown rank has the lower median of own work: of two ranks,
-    the faster.
-    """
+    """Splits the step. ``ranks`` are in rank order. The shown rank has the lower median of own work."""
     by_own = sorted(ranks, key=lambda each: each.own_ms)
     view, slowest = by_own[(len(ranks) - 1) // 2], by_own[-1]
     all_ranks_ms = synchronized_ms([each.own_parts for each in ranks], sync_phases)

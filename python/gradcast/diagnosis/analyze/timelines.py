@@ -15,9 +15,7 @@ _MS = 1e6
 
 
 def measured(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """Returns the key "timeline" of doctor.json: the last step that is complete on every rank. The traces are on one
-    clock.
-    """
+    """The key "timeline" of doctor.json: the last step that is complete on every rank, from traces on one clock."""
     number = _shown_step(ranks)
     if number is None:
         return []

@@ -114,9 +114,7 @@ def _over_tcp(network: Network, rounds: Rounds, seconds: float) -> list[Pair]:
 
 @contextlib.contextmanager
 def _listening(network: Network, address: str, timeout_s: float | None = None) -> Iterator[Network]:
-    """Listens on ``address`` on every rank. Raises on all ranks if one rank cannot, because no rank would connect to
-    it.
-    """
+    """Listens on ``address`` on every rank. Raises on all ranks if one cannot."""
     listener, fault = None, None
     try:
         listener = tcp.Listener(address, timeout_s)

@@ -39,11 +39,7 @@ def samples(group: Group, seconds: float) -> list[tuple[int, float]]:
 
 
 def fitted(found: list[tuple[int, float]], world_size: int) -> dict[str, Any]:
-    """Returns the key "network.collective" of doctor.json.
-
-    The bus bandwidth is what a ring sends over each link at the line's slope: 2 (n - 1) / n times the operation's
-    bytes.
-    """
+    """The key "network.collective" of doctor.json. A ring sends 2 (n - 1) / n times the bytes over each link."""
     fit = _core.fit_op_cost(found, max_pieces=1)
     piece = fit.cost.pieces[0]
     beta = piece.beta_ns_per_byte

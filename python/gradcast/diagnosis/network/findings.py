@@ -1,7 +1,4 @@
-"""Findings of the network check: what limits the network, and which setting to change.
-
-Pure. Thread safety: pure; any thread.
-"""
+"""Findings of the network check: what limits the network, and which setting to change. Pure."""
 
 import dataclasses
 import statistics
@@ -100,9 +97,7 @@ class NetworkMeasurements:
 
 
 def findings(measured: NetworkMeasurements) -> list[Finding]:
-    """Lists the findings: the most serious first, and last what the check cannot tell. If nothing is wrong, says how
-    far the link is the limit.
-    """
+    """The most serious come first, and last what the check cannot tell. Without any: how far the link is the limit."""
     if measured.one_host:
         return list(_other_backend(measured))
     rules = (_unmeasured, _interface, _slow_hosts, _slow_pairs, _one_connection, _gloo, _nominal, _latency)
@@ -143,9 +138,7 @@ def _interface(measured: NetworkMeasurements) -> Iterator[Finding]:
 
 
 def _slow_hosts(measured: NetworkMeasurements) -> Iterator[Finding]:
-    """A host that seems slow is slow if a host that does not seem so shows it: a good host in a pair with a slow one
-    is slow there, too.
-    """
+    """A host that seems slow is so if a good host shows it: one in a pair with a slow host is slow there, too."""
     best, suspects = measured.best_by_host, _suspects(measured)
     slow = {
         host

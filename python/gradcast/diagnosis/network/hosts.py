@@ -37,9 +37,7 @@ class HostInterfaces:
         return next(names, interfaces.Interface(self.chosen.interface, (self.chosen.address,)))
 
     def others(self) -> list[interfaces.Interface]:
-        """Lists the interfaces that could be used instead. Link-local addresses do not count: every interface has
-        one, connected or not.
-        """
+        """The interfaces that could be used instead. Every interface has a link-local address, connected or not."""
         usable = (each for each in self.known if each.name != self.chosen.interface and each.up and not each.loopback)
         reachable = [
             dataclasses.replace(each, addresses=tuple(a for a in each.addresses if not interfaces.is_link_local(a)))
@@ -94,9 +92,7 @@ def common_alternatives(hosts: Sequence[HostInterfaces]) -> list[str]:
 
 
 def rounds(host_count: int) -> Rounds:
-    """Returns the rounds. With three hosts or more, every host is in at least two pairs. The lower host comes first
-    in each pair.
-    """
+    """With three hosts or more, every host is in at least two pairs. The lower host comes first in each pair."""
     if host_count < 2:
         return []
     if host_count <= ALL_PAIRS_HOSTS_MAX:

@@ -142,9 +142,7 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 
 def _is_physical(folder: Path, depth: int = 4) -> bool:
-    """Whether hardware is below the interface. ``depth`` limits the search: a VLAN on a bond on a card has three
-    levels.
-    """
+    """Whether hardware is below the interface. ``depth``: a VLAN on a bond on a card has three levels."""
     if (folder / "device").exists():
         return True
     kind = next((line[8:] for line in system_file(folder / "uevent").splitlines() if line.startswith("DEVTYPE=")), "")

@@ -94,9 +94,7 @@ def gloo_bytes(pair: Pair) -> int:
 
 
 def with_gloo(pair: Pair, directions: Sequence[Samples]) -> Pair:
-    """Adds Gloo's rate and cost. ``directions`` are the samples of each side's messages; the slower direction
-    counts.
-    """
+    """Adds Gloo's rate and cost. ``directions`` are the samples of each side's messages; the slower one counts."""
     gbit_per_s, alpha_us, beta = min(map(_line, directions))
     return dataclasses.replace(pair, gloo_gbit_per_s=gbit_per_s, alpha_us=alpha_us, beta_ns_per_byte=beta)
 
@@ -117,9 +115,7 @@ def _line(samples: Samples) -> tuple[float, float, float]:
 
 
 def one_way_gbit_per_s(network: Network, pair: tuple[int, int]) -> float | None:
-    """Returns the rate of one stream from the second of the pair to the first; None if it fails, and on all other
-    ranks.
-    """
+    """The rate of one stream from the second of the pair to the first; None if it fails, and on all other ranks."""
     first, second = pair
     token = tcp.pair_token(network.token, pair)
     try:

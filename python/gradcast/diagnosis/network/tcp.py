@@ -45,9 +45,7 @@ ListenAddress = tuple[str, int]  # host and port
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedRates:
-    """Rates of what one side received. ``latency_us`` is one way, half a round trip; only the connecting side
-    measures it.
-    """
+    """Rates of what one side received. ``latency_us`` is one way; only the connecting side measures it."""
 
     one_bits_per_s: float
     several_bits_per_s: float
@@ -78,9 +76,7 @@ class Listener:
 
     @contextlib.contextmanager
     def accepted(self, token: bytes, count: int, whom: str) -> Iterator[tuple[Sequence[socket.socket], float]]:
-        """Accepts ``count`` connections that send ``token``. Yields them and how long the other side wants to measure,
-        in seconds.
-        """
+        """Accepts ``count`` connections that send ``token``. Yields them and the seconds that the others measure."""
         timeout_s = self._timeout_s or TIMEOUT_S
         deadline = time.monotonic() + timeout_s
         connections: list[socket.socket] = []
@@ -104,9 +100,7 @@ class Listener:
 
 
 def _read_hello(connection: socket.socket, token: bytes) -> float | None:
-    """Returns the seconds that the other side wants to measure; None if the connection does not belong to this
-    measurement.
-    """
+    """The seconds that the other side wants to measure; None if the connection is not of this measurement."""
     try:
         shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size))
     except (OSError, struct.error):
@@ -244,9 +238,7 @@ def _echo(connection: socket.socket) -> None:
 
 
 def _send(connections: Sequence[socket.socket], seconds: float, whom: str) -> None:
-    """Sends for ``seconds``, then waits until the other side has received everything, so that the next measurement
-    finds an idle network.
-    """
+    """Sends for ``seconds``, then waits until all has arrived: the next measurement needs an idle network."""
     share_bytes = _BYTES_MAX // len(connections)
 
     def send(connection: socket.socket) -> None:
@@ -277,11 +269,7 @@ def _received_bits_per_s(connections: Sequence[socket.socket], seconds: float, w
 
 
 def bits_per_s(streams: Sequence[Sequence[Record]], seconds: float) -> float:
-    """Returns the rate of all streams together; 0 if too little arrived to tell. Pure.
-
-    ``seconds`` is how long the other side sent. Bytes that arrive later were queued or retransmitted, and are not
-    counted.
-    """
+    """The rate of all streams together; 0 if too little arrived to tell. Bytes after ``seconds`` do not count. Pure."""
     records = sorted(record for stream in streams for record in stream)
     if len(records) < 2:
         return 0.0

@@ -35,9 +35,8 @@ _MS = 1e6
 
 
 class Observer:
-    """Observes one module until ``close()``. Calls ``step_ended()`` at the end of each step that used the module.
-
-    Records what each step did from step number ``keep_from`` on.
+    """Observes one module until ``close()``. Calls ``step_ended()`` at the end of each step that used the module, and
+    records what each did from step number ``keep_from`` on.
     """
 
     def __init__(

@@ -62,10 +62,9 @@ def outputs_of(value: Any) -> list[torch.Tensor | None]:
 
 
 def replay(model: Any, passes: Sequence[RecordedPass]) -> Iterator[None]:
-    """Runs the forward passes of one backward pass, yields, and runs the backward pass.
+    """Runs the forward passes of one backward pass through a wrapper of the module, yields, and runs the backward pass.
 
-    Restores the random generators, so that the model draws the same random numbers. ``model`` is a wrapper of the
-    module.
+    Restores the random generators, so that the model draws the same random numbers.
     """
     with contextlib.ExitStack() as stack:
         if not passes[-1].synchronizes:
@@ -91,9 +90,7 @@ def _forward(model: Any, each: RecordedPass) -> list[torch.Tensor | None]:
 
 
 def _fitting(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient of the output's shape. Ranks must go on alike even if a random shape differs from the
-    recorded one.
-    """
+    """Ranks must go on alike even if a random shape differs from the recorded one."""
     if gradient.shape == output.shape and gradient.dtype == output.dtype:
         return gradient
     return torch.full_like(output, 1e-3)

@@ -19,9 +19,7 @@ _PINGS = 12
 
 
 class Ping(NamedTuple):
-    """One exchange. The asking rank's clock gives ``sent_ns`` and ``received_ns``, the answering rank's
-    ``answered_ns``.
-    """
+    """One exchange: times of the asking rank's clock, and ``answered_ns`` of the answering one's."""
 
     sent_ns: int
     answered_ns: int
@@ -29,10 +27,7 @@ class Ping(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """``offset_ns`` is how far the answering clock is ahead at ``at_ns`` on that clock.
-
-    The error is at most ``error_ns``, however unequal the two ways were.
-    """
+    """How far the answering clock is ahead at ``at_ns`` on that clock, within ``error_ns``."""
 
     offset_ns: float
     error_ns: float
@@ -40,9 +35,7 @@ class ClockOffset(NamedTuple):
 
 
 def offsets(group: Group) -> list[ClockOffset]:
-    """Returns the offset of each rank's clock (time.perf_counter_ns) to rank 0's, on rank 0; elsewhere an empty
-    list. Collective.
-    """
+    """The offset of each rank's clock (time.perf_counter_ns) to rank 0's; an empty list on other ranks. Collective."""
     found = [ClockOffset(0.0, 0.0, time.perf_counter_ns())] if group.rank == 0 else []
     for rank in range(1, group.world_size):
         if group.rank == 0:
@@ -80,11 +73,7 @@ def clock_offset(pings: Sequence[Ping]) -> ClockOffset:
 
 
 def clock_between(first: ClockOffset, second: ClockOffset) -> Clock:
-    """Returns a clock from comparisons before and after a run; it is assumed to drift evenly in between.
-
-    If the two offsets differ by less than their errors, the difference is noise, not drift: the more accurate one
-    counts.
-    """
+    """A clock from comparisons before and after a run. It drifts evenly if they differ by more than their errors."""
     passed_ns = second.at_ns - first.at_ns
     gained_ns = second.offset_ns - first.offset_ns
     if passed_ns <= 0 or abs(gained_ns) <= first.error_ns + second.error_ns:

@@ -36,9 +36,7 @@ _ROUNDS_WANTED_MIN = 4
 
 
 def kinds(nodes: Sequence[Sequence[int]]) -> dict[str, str]:
-    """Maps each kind of step to the one that stands for it. Two kinds coincide if one node holds a single rank, or
-    all of them. ``nodes`` has the ranks of each node.
-    """
+    """The kind of step that stands for each: two coincide if a node holds a single rank, or all of them."""
     run = {name: name for name in ("alone", "node", "cluster")}
     if len(nodes) == 1:
         run["node"] = "cluster"
@@ -64,9 +62,7 @@ class Prober:
         self._recorded_steps = itertools.cycle(recorded_steps)
 
     def wrapper(self, group: Any, **changes: Any) -> DistributedDataParallel:
-        """Makes a DDP wrapper with the user's options and ``changes`` to them (arguments of DDP's constructor).
-        Collective.
-        """
+        """Makes a DDP wrapper with the user's options and ``changes`` to these arguments of DDP. Collective."""
         wrapper = DistributedDataParallel(
             self._ddp.module, **(_options(self._ddp) | {"process_group": group} | changes)
         )
@@ -166,11 +162,7 @@ def step_count(kind_count: int, rounds: int) -> int:
 
 
 def round_count(kind_count: int, observed_steps: int, affordable_steps: float) -> int:
-    """Returns how many rounds fit into the time of ``affordable_steps`` steps, but at least one.
-
-    More counted steps than ordinary ones were observed would tell little; but four rounds are made if few were
-    observed.
-    """
+    """How many rounds fit into ``affordable_steps``: at least 1, and at most 4 unless more steps were observed."""
     per_round = step_count(kind_count, 1) - step_count(kind_count, 0)
     wanted = max(_ROUNDS_WANTED_MIN, observed_steps // STEPS_PER_TURN)
     return max(1, min(wanted, int(affordable_steps / per_round)))

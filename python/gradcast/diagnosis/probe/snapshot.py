@@ -69,9 +69,7 @@ class Snapshot:
 
 
 class _Contents:
-    """The contents of a dictionary, except for an optimizer's parameters. The dictionary and its tensors remain the
-    same objects, which others may hold.
-    """
+    """A dictionary's contents, but for an optimizer's parameters. It and its tensors remain the same objects."""
 
     def __init__(self, target: dict[str, Any]) -> None:
         self._target = target

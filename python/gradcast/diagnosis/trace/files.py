@@ -55,9 +55,7 @@ def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
-    """Writes one ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``. Raises
-    Error.
-    """
+    """Writes one ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``."""
     make_folder(folder)
     ranks = sorted({event["pid"] for event in trace["traceEvents"]})
     paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks]
@@ -67,10 +65,7 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
 
 
 def _flattened(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cuts nested events into pieces in which no other event lies.
-
-    HTA counts a kernel as work from its start to its end, but forward contains waits and updates.
-    """
+    """Cuts nested events into pieces without others inside: HTA counts a kernel as work from its start to its end."""
     pieces: list[dict[str, Any]] = []
     open_events: list[tuple[dict[str, Any], float]] = []  # with their end times; the innermost is last
     now_us = 0.0

@@ -183,10 +183,7 @@ def in_lanes(items: Sequence[T], ends: Callable[[T], tuple[float, float]]) -> li
 
 
 def nested(spans: Sequence[Span]) -> list[Span]:
-    """Cuts spans so that each lies inside or outside of every other.
-
-    Clocks are read one after the other, so a wait inside forward may seem to end some microseconds after it.
-    """
+    """Cuts spans so that each lies inside or outside of every other: clocks are read one after the other."""
     open_ends: list[float] = []
     cut = []
     for span in sorted(spans, key=lambda each: (each.start_ns, -each.end_ns)):
@@ -262,9 +259,7 @@ class _Events:
         self.events.append(event | {"name": name, "cat": category} | ({} if args is None else {"args": args}))
 
     def _arrow(self, rank: int, backward: Sequence[Span], block: BlockSpan, lane: int, wait: Span) -> None:
-        """An arrow from the instant at which the last gradient of a block was ready, over the block, to the wait that
-        it ended.
-        """
+        """An arrow from a block's last gradient, over the block, to the wait that it ended."""
         places = [(lane, self._us(block.launch_ns)), (_COMPUTE, self._us(wait.end_ns) - 1)]
         number_before = bisect.bisect_right(backward, block.ready_ns, key=lambda span: span.start_ns)
         if number_before:

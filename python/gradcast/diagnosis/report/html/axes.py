@@ -1,7 +1,4 @@
-"""Figures: their frame, scales, axes and marks.
-
-Figures are drawn 960 wide and scale with the page, so that text stays legible on a laptop and on paper.
-"""
+"""Figures: their frame, scales, axes and marks. They are drawn 960 wide, and scale with the page."""
 
 import math
 from collections.abc import Sequence

@@ -24,9 +24,7 @@ def key(entries: Sequence[tuple[str, str]]) -> Markup:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], align: str, caption: str) -> Markup:
-    """``align`` has one letter per column, l or r. A long table is folded. A cell that is a <td> already is kept,
-    because it may have a colour.
-    """
+    """``align``: one letter per column, l or r. A long table is folded. A cell that is a <td> already is kept."""
     sides = [None if letter == "l" else "r" for letter in align]
 
     def cell(value: Any, side: str | None, is_first: bool) -> Markup:

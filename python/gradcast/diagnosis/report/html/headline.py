@@ -100,9 +100,7 @@ def actions(run: dict[str, Any]) -> list[Markup]:
 
 
 def _gain_scale(listed: list[dict[str, Any]]) -> Callable[[float], float]:
-    """Returns one scale for all rows, so that a gain of 1 is at the same place in each. Values beyond its ends are
-    drawn at them.
-    """
+    """One scale for all rows, so that a gain of 1 is at the same place in each. Its ends cut values."""
     best = max(action["speedup"] for action in listed)
     least = max(_GAIN_MIN, min(0.95, *(action["low"] for action in listed)))
     most = min(_TIMES_BEST * best, max(1.1, *(action["high"] for action in listed)))

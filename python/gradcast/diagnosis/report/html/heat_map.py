@@ -80,8 +80,6 @@ def _table(run: dict[str, Any]) -> Markup:
 
 
 def _shaded(value: float | None, usual: float, own: float, plain: bool = False) -> Markup:
-    """Shades a cell unless it is ``plain``. ``own`` is the median of all own work: a large difference in a small part
-    costs nothing.
-    """
+    """Shades a cell unless it is ``plain``. A large difference in a part that is small beside ``own`` costs nothing."""
     level = shade(value or 0, usual) if (value or 0) - usual > SHADES[0] * own and not plain else 0
     return element("td", values.ms(value, unit=False), class_=f"r h{level}" if level else "r")

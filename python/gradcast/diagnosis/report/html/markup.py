@@ -13,9 +13,7 @@ class Markup(str):
 
 
 def element(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """``class_="x"`` stands for class, ``text_anchor`` for text-anchor. Attributes and children that are None are
-    left out; a list of children counts as its elements.
-    """
+    """``class_`` stands for class, ``text_anchor`` for text-anchor. None is left out; lists count as their elements."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()

@@ -1,8 +1,4 @@
-"""The page's style: light, dark and on paper.
-
-Colours of parts (gradcast/palette.py) are the same in light and dark. All other colours are variables that the colour
-scheme sets.
-"""
+"""The page's style: light, dark and on paper. Colours of parts (gradcast/palette.py) are the same in all."""
 
 from gradcast.palette import NETWORK, PARTS
 
