@@ -9,14 +9,12 @@ error.
 """
 
 import argparse
-import json
 import logging
 import math
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,18 +23,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, write
 from benchmarks.pages import run_program
-from gradcast.lab import Network
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
 from gradcast.palette import CHANGED, CURVES
-from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
+from gradcast.units import format_bandwidth
 
 _MAX_NORM = 1.0
 _TURN_STEPS = 8
 _WINDOW_STEPS = 64  # over which stats() counts certified steps
-_TIMEOUT_S = 1800.0
 
 
 class Copy:
@@ -88,21 +84,17 @@ class Copy:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
+    """One rank."""
     if int(os.environ["RANK"]) == 0:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    dist.init_process_group("gloo")
-    task = make_task(Settings("char_gpt", None, (), (), batch=args.batch), dist.get_rank())
-    copies = {name: Copy(task, ddp=name == "ddp") for name in ("ddp", "overlap")}
-    for number in range(args.rounds):
-        for name in [*copies] if number % 2 == 0 else [*copies][::-1]:
+    with one_rank() as own:
+        task = make_task(Settings("char_gpt", None, (), (), batch=args.batch), own)
+        copies = {name: Copy(task, ddp=name == "ddp") for name in ("ddp", "overlap")}
+        for name in in_turns([*copies], args.rounds):
             copies[name].train()
-    if dist.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps({name: copy.facts() for name, copy in copies.items()}))
-    for copy in copies.values():
-        copy.detach()
-    dist.destroy_process_group()
+        write(args.worker, {name: copy.facts() for name, copy in copies.items()})
+        for copy in copies.values():
+            copy.detach()
 
 
 def report(facts: dict[str, dict[str, Any]]) -> list[str]:
@@ -158,22 +150,15 @@ def draw(path: str, facts: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="200mbit", help="of each link, each way")
+    parser = parser_of(__doc__, rate="200mbit")
     parser.add_argument("--batch", type=int, default=24, help="of each rank (default: 24)")
     parser.add_argument("--rounds", type=int, default=40, help="turns of 8 steps of each copy (default: 40)")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw it")
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return 0
-    arguments = [*sys.argv[1:], "--worker"]
-    with Network(args.hosts, args.rate) as network:
-        facts = run_for_result(
-            "benchmarks.clipping_run", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
+    facts = measured("clipping_run", args.hosts, args.rate)
     print(f"char_gpt, {args.hosts} hosts, {format_bandwidth(args.rate)}")
     print("\n".join(report(facts)))
     if args.output:

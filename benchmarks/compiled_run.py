@@ -8,11 +8,9 @@ timed. The last columns compare with DDP around a model that is compiled in the 
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,16 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
 from benchmarks.pages import run_program
-from gradcast.lab import Network
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
-from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
+from gradcast.units import format_bandwidth
 
 _TURN_STEPS = 6
 _SETTLING_TURNS = 5  # compiling, warm-up and calibration
-_TIMEOUT_S = 1200.0
 # How the model is compiled, and who trains it.
 _COPIES = [
     (how, who)
@@ -84,48 +80,35 @@ class Copy:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    task = make_task(Settings("char_gpt", None, (), (), batch=args.batch, width=args.width), dist.get_rank())
-    copies = {key: Copy(task, *key) for key in _COPIES}
-    for number in range(_SETTLING_TURNS + args.rounds):
-        for key in _COPIES if number % 2 == 0 else _COPIES[::-1]:
+    """One rank."""
+    with one_rank() as own:
+        task = make_task(Settings("char_gpt", None, (), (), batch=args.batch, width=args.width), own)
+        copies = {key: Copy(task, *key) for key in _COPIES}
+        for key in in_turns(_COPIES, _SETTLING_TURNS + args.rounds):
             copies[key].train()
-    rows = []
-    for (how, who), copy in copies.items():
-        parameters = [
-            torch.cat([p.detach().flatten() for p in each.module.parameters()]) for each in (copy, copies[how, "DDP"])
-        ]
-        times, apart = sorted(copy.times_ms), (parameters[0] - parameters[1]).abs().max().item()
-        tenth = len(times) // 10
-        gain = statistics.median(copies[how, "DDP"].times_ms) / statistics.median(times)
-        spread = f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}"
-        rows.append([how, who, copy.plan(), f"{statistics.median(times):.1f}", spread, f"{gain:.2f} x", f"{apart:.1g}"])
-    if dist.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps(rows))
-    for copy in copies.values():
-        copy.detach()
-    dist.destroy_process_group()
+        write(args.worker, [row(*key, copies) for key in _COPIES])
+        for copy in copies.values():
+            copy.detach()
+
+
+def row(how: str, who: str, copies: dict[tuple[str, str], Copy]) -> list[str]:
+    copy, ddp = copies[how, who], copies[how, "DDP"]
+    parameters = [torch.cat([p.detach().flatten() for p in each.module.parameters()]) for each in (copy, ddp)]
+    apart = (parameters[0] - parameters[1]).abs().max().item()
+    gain = statistics.median(ddp.times_ms) / statistics.median(copy.times_ms)
+    return [how, who, copy.plan(), *spread(copy.times_ms), f"{gain:.2f} x", f"{apart:.1g}"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="200mbit", help="of each link, each way")
+    parser = parser_of(__doc__, rate="200mbit")
     parser.add_argument("--batch", type=int, default=24, help="of each rank (default: 24)")
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
     parser.add_argument("--rounds", type=int, default=10, help="turns of 6 steps that are timed (default: 10)")
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return 0
-    arguments = [*sys.argv[1:], "--worker"]
-    with Network(args.hosts, args.rate) as network:
-        rows = run_for_result(
-            "benchmarks.compiled_run", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
+    rows = measured("compiled_run", args.hosts, args.rate)
     print(f"char_gpt, {args.hosts} hosts, {format_bandwidth(args.rate)}")
     head = ["compiled", "trained by", "plan", "median ms", "80 % of steps", "speed-up", "apart from DDP's"]
     print(tabulate(rows, headers=head, tablefmt="github", disable_numparse=True))

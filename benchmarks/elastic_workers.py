@@ -16,74 +16,53 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
+from benchmarks.on_hosts import measured, one_rank, parser_of, write
 from benchmarks.pages import run_program
 from gradcast.files import load_profile
-from gradcast.lab import Network
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
-from gradcast.units import parse_bandwidth_bits_per_s
 
-_TIMEOUT_S = 300.0
 _CALIBRATION_STEPS = 9  # of a new plan, that may correct it
 _LEFT_OUT = 2  # the first steps open TCP's windows
 
 
 def worker(args: argparse.Namespace) -> None:
     """One rank; rank 0 writes its steps and the state for the next training."""
-    torch.set_num_threads(1)
-    wake_promptly()
-    logging.getLogger("gradcast").setLevel(logging.INFO)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    if rank == 0:
-        logging.getLogger("gradcast").addHandler(logging.StreamHandler(sys.stdout))
-    profile = load_profile("resnet50", args.scale).to_json()
-    task = StandInTask(Settings("resnet50", profile, (), (), scale_size=args.scale_size), rank)
-    module = task.module()
-    optimizer = task.optimizer(module)
-    handle = gradcast.attach(module, optimizer)
-    if args.state:
-        handle.load_state_dict(json.loads(Path(args.state).read_text()) if rank == 0 else {})
-    steps = []
-    start = time.perf_counter()
-    for inputs, targets in task.batches(0, args.steps):
-        optimizer.zero_grad()
-        task.loss(module(inputs), targets).backward()
-        optimizer.step()
-        end = time.perf_counter()
-        stats = handle.stats()
-        steps.append({"ms": 1e3 * (end - start), "predicted_ms": stats["predicted_ms"], "measures": handle.measuring})
-        start = end
-    state = handle.state_dict()
-    handle.detach()
-    if rank == 0:
-        Path(args.worker).write_text(json.dumps({"steps": steps, "state": state}))
-    dist.barrier()
-    dist.destroy_process_group()
+    with one_rank(promptly=True) as own:
+        if own == 0:
+            logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+        profile = load_profile("resnet50", args.scale).to_json()
+        task = StandInTask(Settings("resnet50", profile, (), (), scale_size=args.scale_size), own)
+        module = task.module()
+        optimizer = task.optimizer(module)
+        handle = gradcast.attach(module, optimizer)
+        if args.state:
+            handle.load_state_dict(json.loads(Path(args.state).read_text()) if own == 0 else {})
+        steps = []
+        start = time.perf_counter()
+        for inputs, targets in task.batches(0, args.steps):
+            optimizer.zero_grad()
+            task.loss(module(inputs), targets).backward()
+            optimizer.step()
+            end = time.perf_counter()
+            told = {"predicted_ms": handle.stats()["predicted_ms"], "measures": handle.measuring}
+            steps.append({"ms": 1e3 * (end - start)} | told)
+            start = end
+        write(args.worker, {"steps": steps, "state": handle.state_dict()})
+        handle.detach()
 
 
 def measure(args: argparse.Namespace, hosts: int, state: dict[str, Any] | None) -> dict[str, Any]:
     arguments = [f"--steps={args.steps}", f"--scale={args.scale:g}", f"--scale-size={args.scale_size:g}"]
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Network(hosts, args.rate) as network:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         if state is not None:
             file.write(json.dumps(state))
             file.flush()
             arguments.append(f"--state={file.name}")
-        return run_for_result(
-            "benchmarks.elastic_workers",
-            [*arguments, "--worker"],
-            hosts,
-            timeout_s=_TIMEOUT_S,
-            network=network,
-            output=sys.stderr,
-        )
+        return measured("elastic_workers", hosts, args.rate, arguments)
 
 
 def row(hosts: int, steps: list[dict[str, Any]]) -> list[Any]:
@@ -99,14 +78,12 @@ def row(hosts: int, steps: list[dict[str, Any]]) -> list[Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rate="200mbit", hosts=None)
     parser.add_argument("--hosts", type=lambda text: [int(each) for each in text.split(",")], default=[8, 6, 8])
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default=2e8)
     parser.add_argument("--scale", type=float, default=1.0, help="of the stand-in's compute")
     parser.add_argument("--scale-size", type=float, default=0.04, help="of its gradients")
     parser.add_argument("--steps", type=int, default=30)
-    for hidden in ("--state", "--worker"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--state", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)

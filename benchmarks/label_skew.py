@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from benchmarks.on_hosts import add_worker, one_rank, write
 from benchmarks.pages import append, parser_of, read_record, run_program, show
 from gradcast.lab.models import load_example
 from gradcast.lab.workers import run_for_result
@@ -84,17 +84,6 @@ def train(skew: int, seed: int, epochs: int, *, local: bool) -> dict[str, Any]:
     return facts | {"accuracy": accuracy(model, held_out), "every": every}
 
 
-def worker(jobs: list[dict[str, Any]], results_path: str) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = [train(**job) for job in jobs]
-    if dist.get_rank() == 0:
-        Path(results_path).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """Means over the seeds; differences are paired by seed."""
     found = {(run["skew"], run["seed"], run["local"]): run for run in runs}
@@ -122,11 +111,12 @@ def main() -> int:
     parser = parser_of(__doc__, "label_skew.jsonl")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    add_worker(parser)
     parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.jobs, args.worker)
+        with one_rank():
+            write(args.worker, [train(**job) for job in args.jobs])
         return 0
     variants = [{"epochs": args.epochs, "skew": skew, "local": local} for skew in _SKEWS for local in (False, True)]
     jobs = [variant | {"seed": seed} for seed in range(args.seeds) for variant in variants]

@@ -11,11 +11,9 @@ network.
 
 import argparse
 import importlib.resources
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from benchmarks.on_hosts import add_worker, measured, one_rank, write
 from benchmarks.pages import parser_of, run_program, show
-from gradcast.lab import Network
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.counters import sent_bytes
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
 from gradcast.local_steps import predicted_step_ns
 
 _MODEL_BYTES = 6e6
@@ -40,7 +36,6 @@ _STEPS_MIN = 40  # that are measured of each training
 _PLAIN_STEPS = 12
 _REPEATS = 5  # of the communication of a round
 _FORMS = {"streamed": {}, "blocking": {"outer_overlap": 0}}
-_TIMEOUT_S = 600.0
 
 
 def steps_ms(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
@@ -100,11 +95,8 @@ def local(task: Task, every: int, form: str, compute_ms: float) -> dict[str, Any
     }
 
 
-def worker(settings: Settings, every: list[int], results_path: str) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
-    wake_promptly()
-    dist.init_process_group("gloo")
+def train(settings: Settings, every: list[int]) -> dict[str, Any]:
+    """One rank."""
     task = make_task(settings, dist.get_rank())
     device = task.device
     module = task.module()
@@ -119,11 +111,7 @@ def worker(settings: Settings, every: list[int], results_path: str) -> None:
     ddp_ms = largest(statistics.median(steps_ms(task, ddp, optimizer, _PLAIN_STEPS)))
     ddp_sent = (sent_bytes() - before) / _PLAIN_STEPS
     found = [local(task, each, form, compute_ms) for each in every for form in _FORMS]
-    if dist.get_rank() == 0:
-        facts = {"compute_ms": compute_ms, "ddp_ms": ddp_ms, "ddp_sent_bytes": ddp_sent, "runs": found}
-        Path(results_path).write_text(json.dumps(facts))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"compute_ms": compute_ms, "ddp_ms": ddp_ms, "ddp_sent_bytes": ddp_sent, "runs": found}
 
 
 def measure(hosts: int, ratio: float, every: list[int]) -> dict[str, Any]:
@@ -132,11 +120,9 @@ def measure(hosts: int, ratio: float, every: list[int]) -> dict[str, Any]:
     leaving_bytes = 2 * (hosts - 1) / hosts * _MODEL_BYTES
     rate = 8e3 * leaving_bytes / (ratio * _COMPUTE_MS)
     settings = Settings("resnet18", text, (rate,) * hosts, (), scale_size=_MODEL_BYTES / size)
-    arguments = ["--every", ",".join(map(str, every)), "--settings", settings.to_json(), "--worker"]
-    with Network(hosts, rate) as network:
-        return run_for_result(
-            "benchmarks.local_steps", arguments, hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
+    return measured(
+        "local_steps", hosts, rate, ["--every", ",".join(map(str, every)), "--settings", settings.to_json()]
+    )
 
 
 def table(found: dict[float, dict[str, Any]]) -> str:
@@ -174,11 +160,12 @@ def main() -> int:
     parser.add_argument("--ratios", type=numbers, default="2,6,20", help="communication over compute")
     parser.add_argument("--every", type=numbers, default="5,10,20,50", help="H, in steps")
     parser.add_argument("--settings", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    add_worker(parser)
     args = parser.parse_args()
     every = [int(each) for each in args.every]
     if args.worker:
-        worker(Settings.from_json(args.settings), every, args.worker)
+        with one_rank(promptly=True):
+            write(args.worker, train(Settings.from_json(args.settings), every))
         return 0
     found = {ratio: measure(args.hosts, ratio, every) for ratio in args.ratios}
     for ratio, facts in found.items():

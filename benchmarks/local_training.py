@@ -29,11 +29,10 @@ from torch.nn.functional import cross_entropy
 
 import gradcast
 from benchmarks.int8_training import char_gpt
+from benchmarks.on_hosts import add_worker, measured, one_rank, write
 from benchmarks.pages import append, parser_of, read_record, run_program, show
-from gradcast.lab import Network
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
 from gradcast.palette import CURVES
 from gradcast.units import parse_bandwidth_bits_per_s
 
@@ -46,7 +45,6 @@ _RATES = {_DDP: 0.4, _ALONE: 0.4, "nesterov": 0.2, "average": 0.2}  # of SGD
 _MEASURED_EVERY = 250  # steps
 _WARMUP_STEPS = 24
 _TIMED_STEPS = 20
-_TIMEOUT_S = 600.0
 
 
 class Recipe:
@@ -222,24 +220,6 @@ def step_s(run: dict[str, Any]) -> float:
     return found
 
 
-def worker(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = [step_s(run) for run in json.loads(args.runs)]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def measure_steps_s(runs: list[dict[str, Any]], hosts: int, rate: float) -> list[float]:
-    arguments = ["--runs", json.dumps(runs), "--worker"]
-    with Network(hosts, rate) as network:
-        return run_for_result(
-            "benchmarks.local_training", arguments, hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
-
-
 def draw(path: str, runs: list[dict[str, Any]], steps_s: list[float]) -> None:
     """The held-out loss over the time of the steps."""
     from gradcast.plots.canvas import draw_grid, plt, save
@@ -269,10 +249,11 @@ def main() -> int:
     parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, help="measure steps on hosts with such links")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="with --rate: the first seed's losses over time")
     parser.add_argument("--runs", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+    add_worker(parser)
     args = parser.parse_args()
     if args.worker:
-        worker(args)
+        with one_rank():
+            write(args.worker, [step_s(run) for run in json.loads(args.runs)])
         return 0
     torch.set_num_threads(1)
     wanted = {name: getattr(args, name) for name in ("ranks", "batch", "width", "steps")}
@@ -292,7 +273,7 @@ def main() -> int:
     show(table(runs), "local-training", args.refresh)
     if args.rate:
         shown = [run for run in runs if run["seed"] == 0 and run["outer"] in (_DDP, "nesterov")]
-        steps_s = measure_steps_s(shown, args.ranks, args.rate)
+        steps_s = measured("local_training", args.ranks, args.rate, ["--runs", json.dumps(shown)])
         for run, each_s in zip(shown, steps_s, strict=True):
             print(f"{name_of(run)}: {1e3 * each_s:.1f} ms a step")
         if args.output:

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,21 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradcast
+from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
 from benchmarks.pages import run_program
 from gradcast import _core
-from gradcast.lab import Network
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.standin import GRADIENT_SIZE, Gradients, Layer, SimulatedDevice, StandIn, Wait
-from gradcast.lab.workers import run_for_result
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
-from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
+from gradcast.units import format_bandwidth
 
 _BASE = "overlap"  # with which the others are compared
 _LARGE_EVERY, _LARGE_FACTOR = 5, 8  # with max-norm: gradients that are clipped
 _OPTIONS: dict[str, Any] = {}  # of all variants, by the command line
-_TIMEOUT_S = 1800.0
 _SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
 
 
@@ -197,45 +193,36 @@ class Training:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
-    wake_promptly()
+    """One rank."""
     if args.steady:
         _OPTIONS["adapt"] = False
-    dist.init_process_group("gloo")
     profile = gradcast.load_profile(args.model)
     profile = _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"world_size": args.hosts}))
     settings = Settings(profile.name, profile.to_json(), (float(args.rate),) * args.hosts, (), args.scale_size)
-    task = make_task(settings, dist.get_rank())
-    if dist.get_rank() == 0:
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    trainings = {name: Training(name, task) for name in args.variants}
-    for number in range(args.rounds):
-        first = number % len(trainings)
-        for name in [*trainings][first:] + [*trainings][:first]:
+    with one_rank(promptly=True) as own:
+        task = make_task(settings, own)
+        if own == 0:
+            logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+        trainings = {name: Training(name, task) for name in args.variants}
+        for name in in_turns(args.variants, args.rounds):
             trainings[name].train(args.steps)
-    facts = {name: training.facts() for name, training in trainings.items()}
-    if dist.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps(facts))
-    for training in trainings.values():
-        if training.loop.handle is not None:
-            training.loop.handle.detach()
-    dist.destroy_process_group()
+        write(args.worker, {name: training.facts() for name, training in trainings.items()})
+        for training in trainings.values():
+            if training.loop.handle is not None:
+                training.loop.handle.detach()
 
 
 def table(facts: dict[str, dict[str, Any]]) -> str:
     medians = {name: statistics.median(each["times_ms"]) for name, each in facts.items()}
     rows = []
     for name, each in facts.items():
-        times, tenth = sorted(each["times_ms"]), len(each["times_ms"]) // 10
         gain = each["expected_gain"]
         worst = each["waits"][0] if each["waits"] else None
         rows.append(
             [
                 name,
-                f"{medians[name]:.1f}",
-                f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
-                f"{statistics.mean(times):.1f}",
+                *spread(each["times_ms"]),
+                f"{statistics.mean(each['times_ms']):.1f}",
                 f"{medians[_BASE] / medians[name]:.3f}" if _BASE in medians else "",
                 "" if gain is None else f"{gain:.2f} x" + (", runs as DDP" if each["runs_as_ddp"] else ""),
                 "" if worst is None else f"{worst['what']}: {worst['ms_per_step']:.0f} ms",
@@ -263,29 +250,18 @@ def _names(text: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="400mbit", help="of each link, each way")
+    parser = parser_of(__doc__, rate="400mbit")
     parser.add_argument("--model", default="resnet50", help="profile of the stand-in (default: resnet50)")
     parser.add_argument("--scale-size", type=float, default=0.25, help="of its tensors (default: 0.25)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default: 5)")
     parser.add_argument("--steps", type=int, default=6, help="per turn (default: 6)")
     parser.add_argument("--variants", type=_names, default=[*VARIANTS], help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--steady", action="store_true", help="without tries of the DDP baseline, which count in means")
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return 0
-    with Network(args.hosts, args.rate) as network:
-        facts = run_for_result(
-            "benchmarks.loops",
-            [*sys.argv[1:], "--worker"],
-            args.hosts,
-            timeout_s=_TIMEOUT_S,
-            network=network,
-            output=sys.stderr,
-        )
+    facts = measured("loops", args.hosts, args.rate)
     print(f"{args.model}, {args.hosts} hosts, {format_bandwidth(args.rate)}")
     print(table(facts))
     return 0

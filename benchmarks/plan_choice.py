@@ -18,31 +18,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
+from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
 from benchmarks.pages import run_program
 from gradcast import _core
 from gradcast.comparison.compare import total_bytes
 from gradcast.files import load_profile, plan_hash
-from gradcast.lab import Network
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import StandInTask, Task, make_task
 from gradcast.lab.settings import REAL_MODELS, Settings
 from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import Variant
-from gradcast.lab.workers import run_for_result
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
 from gradcast.training.plan.expectation import StepVariation, typical_step
-from gradcast.units import parse_bandwidth_bits_per_s
 
 _GRADIENT_BYTES = 6e6
 _BACKWARD_NS, _FORWARD_NS = 200e6, 100e6
 _SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
-_TIMEOUT_S = 1200.0
 _PLANS = ("for medians", "for the steps")
 
 
@@ -109,19 +104,13 @@ def made_plans(profile: _core.Profile, variation: StepVariation, folder: str) ->
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
+    """One rank."""
     settings = settings_of(args)
-    if settings.stand_in:
-        wake_promptly()
-    dist.init_process_group("gloo")
-    turns = Turns(make_task(settings, dist.get_rank()), args.scatter)
-    measuring = turns.trainer(None)
-    view = measuring.handle._view()
-    told: list[Any] = [None]
-    with tempfile.TemporaryDirectory() as folder:
-        if dist.get_rank() == 0:
-            told = [made_plans(view.profile, view.variation, folder)]
+    with one_rank(promptly=settings.stand_in) as own, tempfile.TemporaryDirectory() as folder:
+        turns = Turns(make_task(settings, own), args.scatter)
+        measuring = turns.trainer(None)
+        view = measuring.handle._view()
+        told: list[Any] = [made_plans(view.profile, view.variation, folder) if own == 0 else None]
         dist.broadcast_object_list(told)
         plans = told[0]
         variation = view.variation
@@ -129,50 +118,33 @@ def worker(args: argparse.Namespace) -> None:
         times_ms: list[list[float]] = [[], []]
         if plans[0]["hash"] != plans[1]["hash"]:
             trainers = [turns.trainer(plan["path"]) for plan in plans]
-            for number in range(args.rounds):
-                for index in (0, 1) if number % 2 == 0 else (1, 0):
-                    times_ms[index] += turns.train(trainers[index], args.steps)
-    if dist.get_rank() == 0:
+            for index in in_turns((0, 1), args.rounds):
+                times_ms[index] += turns.train(trainers[index], args.steps)
         facts = {"plans": plans, "times_ms": times_ms, "link": variation.link, "compute": variation.compute}
-        Path(args.worker).write_text(json.dumps(facts))
-    dist.destroy_process_group()
+        write(args.worker, facts)
 
 
 def table(facts: dict[str, Any]) -> str:
     rows = []
     for name, plan, times in zip(_PLANS, facts["plans"], facts["times_ms"], strict=True):
-        times, tenth = sorted(times), len(times) // 10
-        measured = ["-"] * 3
-        if times:
-            measured = [
-                f"{statistics.median(times):.1f}",
-                f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
-                f"{statistics.mean(times):.1f}",
-            ]
-        rows.append([name, plan["blocks"], f"{plan['ms']:.1f}", *measured])
+        told = [*spread(times), f"{statistics.mean(times):.1f}"] if times else ["-"] * 3
+        rows.append([name, plan["blocks"], f"{plan['ms']:.1f}", *told])
     head = ["plan", "blocks", "predicted ms", "median ms", "80 % of steps", "mean ms"]
     return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rate="200mbit")
     parser.add_argument("--model", required=True, help=f"{' or '.join(REAL_MODELS)}, or a profile's name")
-    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, required=True, help="of each link, each way")
     parser.add_argument("--batch", type=int, default=24, help="of a real model (default: 24)")
     parser.add_argument("--scatter", type=float, default=0.0, help="of a stand-in's compute, a share (default: 0)")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each plan (default: 20)")
     parser.add_argument("--steps", type=int, default=5, help="per turn; the first is not counted (default: 5)")
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return 0
-    arguments = [*sys.argv[1:], "--worker"]
-    with Network(args.hosts, args.rate) as network:
-        facts = run_for_result(
-            "benchmarks.plan_choice", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
+    facts = measured("plan_choice", args.hosts, args.rate)
     low, high = facts["link"]
     print(f"{args.model}, {args.hosts} hosts: 80 % of the blocks take {low:.2f} to {high:.2f} of the profile's time,")
     print("backward takes", ", ".join(f"{backward:.2f}" for backward, _, _ in facts["compute"]), "of it")

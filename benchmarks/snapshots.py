@@ -10,7 +10,6 @@ a step is compared with that without snapshots in the same round. The hosts shar
 """
 
 import argparse
-import json
 import logging
 import os
 import shutil
@@ -29,17 +28,13 @@ import torch.distributed.checkpoint as dcp
 from tabulate import tabulate
 
 import gradcast
+from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, write
 from benchmarks.pages import run_program
-from gradcast.lab import Network
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
-from gradcast.units import parse_bandwidth_bits_per_s
 
 KINDS = ("none", "gradcast", "torch.save", "async_save")
 _STEPS_MIN = 12  # of a turn
-_TIMEOUT_S = 1200.0
 
 
 class Training:
@@ -145,29 +140,24 @@ def timed(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it measured."""
+    """One rank."""
     logging.disable(logging.INFO)
-    torch.set_num_threads(1)
-    wake_promptly()
-    dist.init_process_group("gloo")
     folder = args.folder / str(os.getppid())
     options = {"write_bytes_per_s": args.write_mb_per_s and 1e6 * args.write_mb_per_s}
-    if args.over_network:
-        sync_over_network()
-        options["over_network"] = True
-    training = Training(args.model, args.scale_size)
-    training.steps(30)  # the warm-up, and the plan's first steps
-    told = chosen_every(training, folder, args.settle_steps, options)
-    rounds: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
-    for number in range(args.rounds):
-        first = number % len(args.kinds)
-        for kind in [*args.kinds[first:], *args.kinds[:first]]:
+    with one_rank(promptly=True) as own:
+        if args.over_network:
+            sync_over_network()
+            options["over_network"] = True
+        training = Training(args.model, args.scale_size)
+        training.steps(30)  # the warm-up, and the plan's first steps
+        told = chosen_every(training, folder, args.settle_steps, options)
+        rounds: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
+        for kind in in_turns(args.kinds, args.rounds):
             rounds[kind].append(timed(training, kind, args.every or told["every"], folder / kind, options))
-    if dist.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps({"told": told, "rounds": rounds}))
-        shutil.rmtree(folder)
-    training.handle.detach()
-    dist.destroy_process_group()
+        write(args.worker, {"told": told, "rounds": rounds})
+        training.handle.detach()
+        if own == 0:
+            shutil.rmtree(folder)
 
 
 def table(rounds: dict[str, list[tuple[float, float | None]]]) -> str:
@@ -182,10 +172,8 @@ def table(rounds: dict[str, list[tuple[float, float | None]]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rate="400mbit")
     parser.add_argument("--model", default="resnet50", help="a profile, or char_gpt (default: resnet50)")
-    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="400mbit", help="of each link, each way")
     parser.add_argument("--scale-size", type=float, default=1.0, help="of the stand-in's tensors (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/gradcast-snapshots"))
     parser.add_argument("--write-mb-per-s", type=float, help="the most that each rank writes")
@@ -194,16 +182,11 @@ def main() -> int:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=[*KINDS], help=f"of {', '.join(KINDS)}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default: 5)")
     parser.add_argument("--settle-steps", type=int, default=60, help="until the number of steps is taken as chosen")
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return 0
-    with Network(args.hosts, args.rate) as network:
-        arguments = [*sys.argv[1:], "--worker"]
-        found = run_for_result(
-            "benchmarks.snapshots", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
+    found = measured("snapshots", args.hosts, args.rate)
     print(f"{args.model}: {' '.join(f'{k}={v}' for k, v in found['told'].items())}")
     print(table(found["rounds"]))
     return 0

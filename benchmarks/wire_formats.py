@@ -8,11 +8,9 @@ does falls on all of them. The first step of each turn is trained, but not timed
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +18,17 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
+from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
 from benchmarks.pages import run_program
 from gradcast import _core
 from gradcast.host_traffic import WIRE_SHARES
-from gradcast.lab import Network
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.workers import run_for_result
 from gradcast.palette import CURVES
-from gradcast.units import format_bandwidth, parse_bandwidth_bits_per_s
+from gradcast.units import format_bandwidth
 
 _LEARNING_RATE = 0.2  # with which this model learns most in some hundred steps
 _MEAN_STEPS = 20  # losses of single batches jump
-_TIMEOUT_S = 3600.0
 _COLOURS = dict(zip(WIRE_SHARES, CURVES, strict=False))
 
 
@@ -74,23 +70,19 @@ class Copy:
         }
 
 
-def worker(rounds: int, steps: int, results_path: str) -> None:
-    """One rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    task = make_task(Settings("char_gpt", None, rates_bits_per_s=(), names=()), dist.get_rank())
-    copies = {wire: Copy(wire, task) for wire in WIRE_SHARES}
-    for number in range(rounds):
-        first = number % len(WIRE_SHARES)
-        for wire in [*WIRE_SHARES][first:] + [*WIRE_SHARES][:first]:
-            copies[wire].train(steps)
-        if dist.get_rank() == 0:
-            last = ", ".join(f"{wire} {copy.losses[-1]:.3f}" for wire, copy in copies.items())
-            print(f"round {number + 1} of {rounds}, loss: {last}", flush=True)
-    facts = {wire: copy.facts() | {"predicted_ms": predicted_ms(wire, copies["fp32"])} for wire, copy in copies.items()}
-    if dist.get_rank() == 0:
-        Path(results_path).write_text(json.dumps(facts))
-    dist.destroy_process_group()
+def worker(args: argparse.Namespace) -> None:
+    """One rank."""
+    with one_rank() as own:
+        task = make_task(Settings("char_gpt", None, rates_bits_per_s=(), names=()), own)
+        copies = {wire: Copy(wire, task) for wire in WIRE_SHARES}
+        for wire in in_turns([*WIRE_SHARES], args.rounds):
+            copies[wire].train(args.steps)
+            if own == 0:
+                copy = copies[wire]
+                print(f"{wire}, step {len(copy.losses)}: loss {copy.losses[-1]:.3f}", flush=True)
+        plain = copies["fp32"]
+        facts = {wire: copy.facts() | {"predicted_ms": predicted_ms(wire, plain)} for wire, copy in copies.items()}
+        write(args.worker, facts)
 
 
 def predicted_ms(wire: str, plain: Copy) -> float:
@@ -98,14 +90,6 @@ def predicted_ms(wire: str, plain: Copy) -> float:
     profile = plain.handle.profile
     share = WIRE_SHARES[wire]
     return _core.make_plan(profile, profile.link.scaled(1, share), mode="overlap").predicted_ns / 1e6
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    arguments = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--worker"]
-    with Network(args.hosts, args.rate) as network:
-        return run_for_result(
-            "benchmarks.wire_formats", arguments, args.hosts, timeout_s=_TIMEOUT_S, network=network, output=sys.stderr
-        )
 
 
 def running_means(losses: list[float]) -> list[float]:
@@ -121,15 +105,13 @@ def table(facts: dict[str, dict[str, Any]]) -> str:
     plain_means = running_means(plain["losses"])
     rows = []
     for wire, each in facts.items():
-        times, tenth = sorted(each["times_ms"]), len(each["times_ms"]) // 10
-        step_ms, means = statistics.median(times), running_means(each["losses"])
+        step_ms, means = statistics.median(each["times_ms"]), running_means(each["losses"])
         difference = max(abs(a - b) / b for a, b in zip(means, plain_means, strict=True))
         rows.append(
             [
                 wire,
                 f"{each['wire_bytes'] / 1e6:.2f}",
-                f"{step_ms:.1f}",
-                f"{times[tenth]:.0f} to {times[-1 - tenth]:.0f}",
+                *spread(each["times_ms"]),
                 f"{each['predicted_ms']:.1f}",
                 f"{statistics.median(plain['times_ms']) / step_ms:.2f} x",
                 f"{means[-1]:.4f}",
@@ -161,20 +143,17 @@ def draw(path: str, facts: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default="100mbit", help="of each link, each way")
+    parser = parser_of(__doc__, rate="100mbit")
     parser.add_argument("--rounds", type=int, default=60, help="turns of each wire format (default: 60)")
     parser.add_argument("--steps", type=int, default=5, help="per turn (default: 5)")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw the losses")
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rounds * args.steps < _MEAN_STEPS:
         parser.error(f"--rounds times --steps has to be at least {_MEAN_STEPS}")
     if args.worker:
-        worker(args.rounds, args.steps, args.worker)
+        worker(args)
         return 0
-    facts = measure(args)
+    facts = measured("wire_formats", args.hosts, args.rate)
     print(f"{args.hosts} hosts, {format_bandwidth(args.rate)}, {len(facts['fp32']['losses'])} steps of each")
     print(table(facts))
     if args.output:

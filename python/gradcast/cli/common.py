@@ -34,8 +34,6 @@ _FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Makes an argparse type from a parser of ``gradcast.units``, whose error becomes the message."""
-
     def convert(text: str) -> Any:
         try:
             return parse(text)
@@ -62,8 +60,6 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Makes an argparse type for lists separated by commas."""
-
     def convert_all(text: str) -> list[Any]:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts:
@@ -88,7 +84,6 @@ def command(commands: Any, name: str, summary: str, details: str, example: str) 
 def command_group(
     commands: Any, name: str, summary: str, example: str, adders: Iterable[Callable[[Any], None]]
 ) -> None:
-    """Adds a command that only holds the commands that ``adders`` add to it."""
     inner = command(commands, name, summary, "", example).add_subparsers(
         title="commands", metavar="COMMAND", dest=f"{name}_command", required=True
     )
@@ -105,8 +100,6 @@ def option(
 
 
 class _Renamed(argparse.Action):
-    """An option of an earlier release, which names its successor."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         raise Error(f"`{parser.prog}` has no {self.option_strings[0]} any more; write {self.const}")
 

@@ -131,7 +131,6 @@ def worker_counts(args: argparse.Namespace) -> list[int]:
 
 
 def _hosts(args: argparse.Namespace, worker_count: int) -> Hosts:
-    """Returns the hosts of so many workers."""
     per_host = args.ranks_per_host or 1
     if args.hosts is not None and worker_count not in worker_counts(args):
         counts = " and ".join(map(str, args.hosts))
@@ -258,7 +257,6 @@ def latency_ns_of(args: argparse.Namespace) -> float:
 
 
 def intra_hop(args: argparse.Namespace) -> _core.Hop:
-    """The connection inside a host."""
     latency_ns = parse_time_ns(_INTRA_LATENCY) if args.intra_latency is None else args.intra_latency
     bandwidth = args.intra_bandwidth or parse_bandwidth_bits_per_s(_INTRA_BANDWIDTH)
     return hop(bandwidth, latency_ns)

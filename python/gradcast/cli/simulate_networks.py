@@ -140,7 +140,6 @@ def _ms(time_ns: float) -> float:
 
 
 def _rows(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the lines of the CSV: one per network and policy."""
     settings = {name: value for name, value in fields.items() if name != "networks"}
     return [
         {**settings, **{name: network[name] for name in _NETWORK}, **policy}

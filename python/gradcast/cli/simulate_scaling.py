@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _networks(args: argparse.Namespace) -> tuple[Network, ...]:
-    """Returns the networks that the options name; none means those of the profiles."""
     if args.latency is not None and args.bandwidth is None:
         raise Error("--latency needs --bandwidth, for instance --bandwidth 10gbit")
     algorithm = args.measured_algorithm or Options.measured_algorithm

@@ -31,8 +31,6 @@ def same_bound(one_ns: float, other_ns: float) -> bool:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """One policy's plan, compared with its own bound and with DDP."""
-
     plan: _core.Plan
     speedup_over_ddp: float
 

@@ -24,7 +24,6 @@ def communication_ns(profile: _core.Profile, link: _core.LinkModel, every: int, 
 
 
 def step_ns(profile: _core.Profile, link: _core.LinkModel, every: int, *, is_streamed: bool = True) -> float:
-    """The mean step, in ns."""
     sent_ns = communication_ns(profile, link, every, is_streamed=is_streamed)
     return predicted_step_ns(compute_ns(profile), sent_ns, every, is_streamed=is_streamed)
 

@@ -22,7 +22,6 @@ MIN_COMPRESSION_RATE = 2.0
 
 
 def with_shapes(profile: _core.Profile, shapes: Mapping[str, Sequence[int]]) -> _core.Profile:
-    """The profile with the parameters' shapes, by name."""
     fields = json.loads(profile.to_json())
     for tensor in fields["tensors"]:
         if tensor["name"] in shapes:

@@ -232,7 +232,6 @@ class Doctor:
         )
 
     def _early_uses(self) -> list[dict[str, Any]]:
-        """The lines of this rank, with the names of the parameters that they use."""
         names = [name for name, each in self._ddp.module.named_parameters() if each.requires_grad]
         return [
             each | {"parameters": [names[index] for index in each["parameters"]]}
@@ -269,7 +268,6 @@ def _fitting_threads(hosts: Sequence[str], rank: int, processes: Sequence[enviro
 
 
 def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Returns the caps of the first bucket and of the others."""
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return first, ddp.bucket_bytes_cap
 

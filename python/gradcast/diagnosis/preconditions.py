@@ -36,7 +36,6 @@ def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> s
 
 
 def updates(optimizer: Optimizer, module: nn.Module) -> bool:
-    """Whether the optimizer holds a parameter of the module."""
     owned = {id(parameter) for parameter in module.parameters()}
     return any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"])
 

@@ -56,7 +56,6 @@ class ClipCalls:
         return self._clip(own, parameters, asked, refuse_nonfinite)
 
     def value(self, own: Callable[[], Any], parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """As ``clip_grad_value_``."""
         self._clip(own, parameters, {"max_grad_value": float(clip_value)}, False)
 
     def _clip(self, own: Callable, parameters: Iterable[torch.Tensor], asked: dict, refuse_nonfinite: bool) -> Any:
@@ -90,7 +89,6 @@ def replace(holder: Any, **functions: Callable) -> None:
 
 
 def give_back(holder: Any, *names: str) -> None:
-    """The object has its own methods again."""
     for name in names:
         vars(holder).pop(name, None)
 

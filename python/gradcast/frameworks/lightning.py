@@ -68,7 +68,6 @@ class AttachCallback(Callback):
             )
 
     def _options(self, trainer: Trainer) -> gradcast.Options | None:
-        """Those that were given, with Lightning's clipping."""
         limit = trainer.gradient_clip_val
         setting = f"Trainer has gradient_clip_val={limit}"
         if not limit:

@@ -109,8 +109,6 @@ _NOT_WITH_TORCHFT = {
 
 
 class _Quorum:
-    """See training.quorum_sessions.Quorum."""
-
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
 

@@ -73,7 +73,6 @@ class AttachCallback(TrainerCallback):
             )
 
     def _options(self, args: Any) -> gradcast.Options | None:
-        """Those that were given, with the Trainer's clipping."""
         setting = f"TrainingArguments have max_grad_norm={args.max_grad_norm}"
         if not args.max_grad_norm:
             return self.options

@@ -114,7 +114,6 @@ def _phase(steps: list[dict[str, Any]], change_step: int, end: int) -> Phase:
 
 
 def _serve_requests(requests: IO[bytes], network: Network, settings: AdaptSettings) -> None:
-    """Changes the network when rank 0 requests it, at its steps."""
     while (request := requests.read(1)) in (CHANGE, CHANGE_BACK):
         _set_rates(network, settings, changed=request == CHANGE)
 

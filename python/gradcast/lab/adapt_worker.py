@@ -26,8 +26,6 @@ _PROGRESS_EVERY = 10
 
 
 class LogRecorder(logging.Handler):
-    """Records gradcast's log lines, each with its step."""
-
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.step = 0

@@ -13,8 +13,6 @@ _IDLE = (3, 4)  # fields of /proc/stat: idle, and idle while a disk works
 
 
 class BusyCores:
-    """How busy the cores have been since this object was made."""
-
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
         self._start = self._read()

@@ -35,7 +35,6 @@ def describe_model(settings: Settings, parameter_bytes: int) -> str:
 
 
 def report(table: Table, settings: Settings, parameter_bytes: int) -> str:
-    """The table, how it was measured, and what it shows."""
     cells = [_cells(row, parameter_bytes) for row in table.rows]
     text = tabulate(cells, _HEADERS, tablefmt="simple", stralign="right", colalign=("left",), disable_numparse=True)
     counted = settings.rounds * (settings.steps - 1)

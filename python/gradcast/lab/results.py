@@ -42,7 +42,6 @@ class VariantResult:
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients travel in a narrow wire format, so that parameters differ."""
         return _variant(self.name).wire != "fp32"
 
     @property
@@ -79,7 +78,6 @@ class Table:
 
     @property
     def compared(self) -> list[VariantResult]:
-        """The rows whose parameters should be DDP's."""
         return [row for row in self.rows if row.difference is not None and not row.lossy]
 
 

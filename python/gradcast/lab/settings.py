@@ -9,8 +9,6 @@ REAL_MODELS = ("digits", "char_gpt")
 
 
 class Sent:
-    """Settings that workers receive as JSON."""
-
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

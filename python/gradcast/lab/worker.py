@@ -191,7 +191,6 @@ def differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, fl
 
 
 def relative_difference(one: torch.Tensor, reference: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The largest difference in units of the largest value of ``reference`` or ``start``."""
     largest = torch.maximum(reference.abs().max(), start.abs().max())
     return (one - reference).abs().max() / largest.clamp_min(torch.finfo(reference.dtype).tiny)
 

@@ -54,7 +54,6 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
 
 
 def _once(axes: Any, label: str) -> str | None:
-    """The label, or None if the legend already has it."""
     return None if label in axes.get_legend_handles_labels()[1] else label
 
 

@@ -29,7 +29,6 @@ class Bar:
 
 
 def draw_steps(axes: Any, bars: Sequence[Bar], *, compute_ms: float, bound_ms: float) -> None:
-    """The bars from the top, each with its range, and the lower bound as a dashed line."""
     ends_ms = [max(bar.high_ms, bar.step_ms, bar.predicted_ms or 0) for bar in bars]
     end_ms = max(ends_ms)
     axes.set_xlim(0, 1.17 * end_ms)  # room for the labels at the right

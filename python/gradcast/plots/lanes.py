@@ -99,7 +99,6 @@ def draw_comparison(
 def _draw_lanes(
     axes: Any, y: float, profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline, colours: Any
 ) -> tuple[list[_Span], list[Any]]:
-    """Returns when each block is on the wire, and its colour."""
     backward_ms = profile.backward_ns / 1e6
     forward_and_waits_ms = timeline.iteration_ns / 1e6 - backward_ms
     upper = (y + _LANE_HEIGHT + _LANE_GAP, _LANE_HEIGHT)
@@ -163,7 +162,6 @@ def _need_colours(profile: _core.Profile) -> ScalarMappable:
 
 
 def _label_blocks(axes: Any, plan: _core.Plan, spans: list[_Span], shades: list[Any]) -> None:
-    """Writes the size into each block that is wide enough."""
     room_ms = _LABEL_SHARE * axes.get_xlim()[1]
     for block, (start_ms, length_ms), (red, green, blue, _) in zip(plan.blocks, spans, shades, strict=True):
         if length_ms >= room_ms:

@@ -121,7 +121,6 @@ def _cluster(machine: str, machine_count: int, spot: bool) -> str:
 def _machine_rows(
     profiles: Sequence[_core.Profile], machine: Machine, request: Request
 ) -> tuple[list[ClusterOption], dict[str, str]]:
-    """The rows of one kind of machine, and why clusters are left out."""
     counts = machine_counts(machine, [p.world_size for p in profiles] if machine.name == request.measured_on else [])
     found = _band(profiles, machine, request, counts)
     points = {point.workers // machine.workers: point for point in found.points if point.workers % machine.workers == 0}

@@ -116,7 +116,6 @@ def band(profiles: _core.Profile | Sequence[_core.Profile], options: Options | N
 
 
 def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring") -> Network:
-    """A network with the links of the profiles, as rings of all ranks."""
     costs: dict[int, _core.LinkModel] = {}
     for profile in profiles:
         if profile.link is None:

@@ -76,8 +76,6 @@ _ALONE = Estimate(_FREE, _FREE, _FREE, "extrapolated")  # one worker sends nothi
 
 @dataclass(frozen=True)
 class StartUp:
-    """A start-up cost as a constant part and a part for each step of the algorithm."""
-
     fixed_ns: float
     hop_ns: float
     error_share: float  # largest relative error at the known costs
@@ -91,7 +89,6 @@ def alpha_ns(link: _core.LinkModel) -> float:
 
 
 def beta_ns_per_byte(link: _core.LinkModel) -> float:
-    """The cost per byte of large blocks."""
     return link.all_reduce.pieces[-1].beta_ns_per_byte
 
 
@@ -164,8 +161,6 @@ def _sum(link: _core.LinkModel, other: _core.LinkModel) -> _core.LinkModel:
 
 
 class Growth:
-    """The costs of a network with equal connections on any number of workers."""
-
     def __init__(self, network: Network, spread: float = SPREAD) -> None:
         if not network.costs:
             raise Error(f"the network {network.name} has no costs; give those of at least one number of workers")
@@ -232,8 +227,6 @@ class Growth:
 
 
 class Cluster:
-    """A network of nodes, with other connections inside a node than between nodes."""
-
     def __init__(self, network: Network, nodes: Nodes | None = None, spread: float = SPREAD) -> None:
         self.network = network
         self._per_node = nodes.workers_per_node if nodes else 1

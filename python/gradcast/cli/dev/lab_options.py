@@ -60,7 +60,6 @@ def add_output_options(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def bandwidths_of(args: argparse.Namespace) -> tuple[float, ...]:
-    """Returns the bandwidth of each host's link."""
     given = args.bandwidth
     hosts = args.hosts or max(2, len(given))
     if len(given) not in (1, hosts):
@@ -71,7 +70,6 @@ def bandwidths_of(args: argparse.Namespace) -> tuple[float, ...]:
 
 
 def stand_in_profile(args: argparse.Namespace) -> _core.Profile:
-    """Loads the profile, with the requested times of forward and backward."""
     try:
         profile = load_profile(args.model)
     except Error as error:

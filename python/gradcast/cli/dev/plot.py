@@ -69,7 +69,6 @@ def _check_layout(args: argparse.Namespace, plan: _core.Plan, origin: dict[str, 
 
 
 def _profile(args: argparse.Namespace, origin: dict[str, Any]) -> tuple[_core.Profile, float]:
-    """Returns the profile and the factor of its times."""
     scale = 1.0 if args.scale is None else args.scale
     if args.profile is not None:
         return load_profile(args.profile, scale), scale

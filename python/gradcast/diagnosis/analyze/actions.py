@@ -66,7 +66,6 @@ class Situation:
 
     @property
     def mode(self) -> str:
-        """The mode of gradcast that this loop allows."""
         return "hook" if self.setup.gradients_used else "overlap"
 
 
@@ -85,7 +84,6 @@ def floor_ms(situation: Situation) -> float | None:
 
 
 def hopeless(situation: Situation, listed: Sequence[Action]) -> str | None:
-    """Returns a sentence if no action is worth it, else None."""
     if any(action.speedup >= WORTHWHILE_SPEEDUP for action in listed):
         return None
     own_ms = sum(situation.breakdown.parts[part].value for part in (*COMPUTE, "launch", "loop"))
@@ -96,7 +94,6 @@ def hopeless(situation: Situation, listed: Sequence[Action]) -> str | None:
 
 
 def overlap_left_out(situation: Situation) -> str | None:
-    """Returns a sentence if overlap mode was left out, else None."""
     if situation.profile is None or not situation.setup.gradients_used:
         return None
     return (

@@ -121,7 +121,6 @@ def _filled(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int,
 def laid_out_ms(
     profile: _core.Profile, laid_out: Sequence[Sequence[int]], link: _core.LinkModel | None = None
 ) -> float:
-    """Predicts DDP's step with these buckets. ``link`` replaces the profile's."""
     blocks = [
         _core.Block(ranges=_ranges(profile, bucket), buffer=profile.tensors[bucket[0]].buffer) for bucket in laid_out
     ]

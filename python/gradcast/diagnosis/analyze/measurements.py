@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # needs torch, which this module does not
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """Everything that one rank measured."""
-
     steps: RankSteps
     options: Mapping[str, Sequence[float]]  # step ms without one of DDP's options, by its name
     trial: "Trial | None"

@@ -63,7 +63,6 @@ def _span_fields(kind: str, start_ns: float, end_ns: float, zero_ns: float = 0) 
 
 
 def _block_fields(number: int, size_bytes: int, times: Any, zero_ns: float = 0) -> dict[str, Any]:
-    """``times`` has ready_ns, launch_ns and finish_ns."""
     instants = {f"{name}_ms": _ms(getattr(times, f"{name}_ns") - zero_ns) for name in ("ready", "launch", "finish")}
     return {"block": number, "bytes": size_bytes, **instants}
 

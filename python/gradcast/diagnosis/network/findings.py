@@ -164,7 +164,6 @@ def _slow_hosts(measured: NetworkMeasurements) -> Iterator[Finding]:
 
 
 def _slow_pairs(measured: NetworkMeasurements) -> Iterator[Finding]:
-    """Finds slow pairs of hosts that are not slow themselves."""
     best, suspects = measured.best_by_host, _suspects(measured)
     for pair in measured.pairs:
         rate = pair.best_tcp_gbit_per_s

@@ -28,7 +28,6 @@ class HostInterfaces:
 
     @property
     def label(self) -> str:
-        """Names the host in sentences."""
         return f"{self.name} ({self.chosen.address})"
 
     @property
@@ -73,7 +72,6 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def placement(ranks: Sequence[Sequence[int]]) -> Hosts:
-    """``ranks``: as ``ranks_by_host`` groups them."""
     host_of = {rank: host for host, members in enumerate(ranks) for rank in members}
     return Hosts(tuple(host_of[rank] for rank in sorted(host_of)))
 

@@ -115,7 +115,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _ipv4_addresses() -> dict[str, list[str]]:
-    """Returns all addresses of each interface."""
     found: dict[str, list[str]] = {}
     if not sys.platform.startswith("linux"):
         return found

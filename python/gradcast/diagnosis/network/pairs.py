@@ -47,7 +47,6 @@ class Network:
     addresses: Sequence[tcp.ListenAddress] = ()
 
     def label(self, rank: int) -> str:
-        """Names a rank in messages."""
         return f"rank {rank} ({self.hosts[rank].name}, {self.hosts[rank].chosen.address})"
 
 
@@ -87,7 +86,6 @@ def measured_over_gloo(network: Network, rounds: Rounds, pairs: Sequence[Pair]) 
 
 
 def gloo_bytes(pair: Pair) -> int:
-    """Returns the size of the largest message of a pair."""
     seconds = tcp.long_enough_s(_GLOO_MESSAGE_S, 2e-6 * (pair.latency_us or 0.0))
     size = int(seconds * 1e9 * (pair.tcp_gbit_per_s or _UNKNOWN_GBIT_PER_S) / 8)
     return min(max(size, _GLOO_BYTES[0]), _GLOO_BYTES[1])

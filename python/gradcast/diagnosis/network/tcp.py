@@ -109,7 +109,6 @@ def _read_hello(connection: socket.socket, token: bytes) -> float | None:
 
 
 def long_enough_s(seconds: float, round_trip_s: float) -> float:
-    """Returns ``seconds``, or more on a network with a high latency."""
     return min(max(seconds, _ROUND_TRIPS_PER_MEASUREMENT * round_trip_s), _MEASUREMENT_S_MAX)
 
 
@@ -188,7 +187,6 @@ def _connected(
 
 @contextlib.contextmanager
 def _closed(connections: list[socket.socket]) -> Iterator[None]:
-    """Closes in the end what is in the list then."""
     try:
         yield
     finally:

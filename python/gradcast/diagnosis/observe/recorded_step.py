@@ -20,8 +20,6 @@ Autocast = tuple[str, bool, torch.dtype]
 
 @dataclasses.dataclass
 class RecordedPass:
-    """One forward pass and the gradients with which its backward pass began."""
-
     kept: bool  # whether inputs and gradients are kept; if not, only that there was a backward pass
     synchronizes: bool  # whether its backward pass sends gradients
     autocast: Autocast

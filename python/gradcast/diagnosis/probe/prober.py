@@ -157,7 +157,6 @@ def _computing_with(threads: int | None) -> Iterator[None]:
 
 
 def step_count(kind_count: int, rounds: int) -> int:
-    """Returns how many steps ``Prober.run`` makes."""
     return kind_count * (_WARMUP_STEPS + rounds * (WARMUP_STEPS_PER_TURN + STEPS_PER_TURN))
 
 
@@ -169,7 +168,6 @@ def round_count(kind_count: int, observed_steps: int, affordable_steps: float) -
 
 
 def _options(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Returns the options of the user's wrapper, as arguments of DDP's constructor."""
     options: dict[str, Any] = {
         "device_ids": ddp.device_ids,
         "output_device": ddp.output_device,
@@ -190,5 +188,4 @@ def _options(ddp: DistributedDataParallel) -> dict[str, Any]:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Returns the communication hooks that the user has registered, as pairs of function and state."""
     return list(getattr(ddp, "_comm_hooks", []))

@@ -43,7 +43,6 @@ class Sample(NamedTuple):
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the known numbers of a doctor.json."""
     values = _without_labels(run) | {f"part/{part['key']}_ms": part["ms"] for part in run["parts"]}
     values |= {f"action/{action['key']}_speedup": action["speedup"] for action in run.get("actions") or []}
     return flat_stats(values)
@@ -80,7 +79,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def prometheus(run: Mapping[str, Any]) -> str:
-    """Returns the numbers of a doctor.json in Prometheus' text format."""
     facts = {
         "verdict": run["verdict"].get("kind"),
         "model": (run.get("model") or {}).get("name"),
@@ -108,7 +106,6 @@ def prometheus_stats(stats: Mapping[str, Any], *, rank: int, host: str = "") -> 
 
 
 def _converted(key: str, value: float, labels: dict[str, str]) -> Sample:
-    """Converts a value to the units that Prometheus asks for."""
     for suffix, (unit, factor, divisor) in _UNITS.items():
         if key.endswith(suffix):
             return Sample(key.removesuffix(suffix) + unit, labels, value * factor / divisor)

@@ -63,7 +63,6 @@ def _compared(key: str, words: str, a: dict | None, b: dict | None, fields: tupl
 
 
 def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Describes what else differs."""
     pairs = [(words, a.get(key), b.get(key)) for key, words in _SETTING.items()]
     models = [run.get("model") or {} for run in (a, b)]
     pairs += [("the model", models[0].get("name"), models[1].get("name"))]
@@ -74,7 +73,6 @@ def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def sentence(difference: RunComparison) -> str:
-    """Summarizes the comparison."""
     step = difference.step
     if step.difference is None or not step.a or not step.b:
         return "One of the runs has no step time."
@@ -89,7 +87,6 @@ def sentence(difference: RunComparison) -> str:
 
 
 def _largest_part(difference: RunComparison) -> str:
-    """Names the part that explains most of the difference."""
     sign = 1 if difference.step.difference > 0 else -1
     parts = [row for row in difference.times if row.key in PARTS and row.difference is not None]
     most = max(parts, key=lambda row: sign * row.difference, default=None)

@@ -89,7 +89,6 @@ def _actions(result: dict[str, Any]) -> list[str]:
 
 
 def _left_out(result: dict[str, Any]) -> list[str]:
-    """Says what was not predicted or measured, and why."""
     sentences = [
         (result.get("overlap_left_out"), "{}"),
         (result["not_tried"], "gradcast could not be tried here, so its modes are not predicted: {}"),

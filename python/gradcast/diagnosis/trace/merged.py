@@ -41,8 +41,6 @@ class Step(NamedTuple):
 
 
 class Span(NamedTuple):
-    """``kind`` is "forward", "backward", "update" or "wait"."""
-
     kind: str
     start_ns: int
     end_ns: int
@@ -84,7 +82,6 @@ class RankTrace:
 
 
 def compact(timeline: dict[str, Any]) -> RankTrace:
-    """Makes a RankTrace from ``handle.timeline()`` of a rank."""
     trace = RankTrace(timeline["distributedInfo"]["rank"])
     starts: dict[int, int] = {}
     last_ns = 0

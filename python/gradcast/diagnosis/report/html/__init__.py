@@ -53,7 +53,6 @@ _WITHOUT = {
 
 
 def build(run: dict[str, Any]) -> str:
-    """Returns the page for the fields of a doctor.json."""
     main = element("main", [_section(run, *each) for each in _SECTIONS])
     body = element("body", headline.top(run), main, _foot(run))
     return "<!DOCTYPE html>\n" + element("html", _head(run), body, lang="en") + "\n"

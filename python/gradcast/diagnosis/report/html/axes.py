@@ -12,8 +12,6 @@ LETTER = 6.6  # approximate width of a letter in a figure
 
 
 class Scale:
-    """Maps values to positions; logarithmically if ``log``."""
-
     def __init__(self, low: float, high: float, start: float = LEFT, end: float = WIDTH - RIGHT, log: bool = False):
         self._log = log
         self._low, self._high = self._value(low), self._value(high)
@@ -56,7 +54,6 @@ def text(x: float, y: float, words: Any, anchor: str | None = None, class_: str 
 
 
 def numbers(values: Sequence[float]) -> list[tuple[float, str]]:
-    """Returns values with their texts, as axes take them."""
     return [(value, f"{value:g}") for value in values]
 
 
@@ -67,7 +64,6 @@ def below(x: Scale, across: Sequence[tuple[float, Any]], y: float, unit: str) ->
 
 
 def bottom_axis(x: Scale, values: Sequence[float], y: float, top: float, unit: str) -> list[Markup]:
-    """Draws vertical grid lines with numbers below them."""
     lines = [line(x(value), top, x(value), y, "grid") for value in values]
     return [*lines, *below(x, numbers(values), y, unit)]
 

@@ -18,7 +18,6 @@ def some_ranks(ranks: Sequence[dict[str, Any]], order: Callable[[dict[str, Any]]
 
 
 def key(entries: Sequence[tuple[str, str]]) -> Markup:
-    """Draws a colour key from pairs of CSS class and text."""
     items = [element("li", element("i", class_=f"swatch {class_}"), words) for class_, words in entries]
     return element("ul", items, class_="key", aria_label="colours")
 

@@ -76,7 +76,6 @@ def _scatter(pairs: _Pairs) -> list[Markup]:
 
 
 def _bars(run: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """Returns name, ms and class of each bar."""
     prediction = run["prediction"]
     mode = prediction.get("mode") or "plan"
     bars = [
