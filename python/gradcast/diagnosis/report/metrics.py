@@ -43,6 +43,7 @@ class Sample(NamedTuple):
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the known numbers of a doctor.json."""
     values = _without_labels(run) | {f"part/{part['key']}_ms": part["ms"] for part in run["parts"]}
     values |= {f"action/{action['key']}_speedup": action["speedup"] for action in run.get("actions") or []}
     return flat_stats(values)
@@ -79,6 +80,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def prometheus(run: Mapping[str, Any]) -> str:
+    """Returns the numbers of a doctor.json in Prometheus' text format."""
     facts = {
         "verdict": run["verdict"].get("kind"),
         "model": (run.get("model") or {}).get("name"),
