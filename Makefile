@@ -156,9 +156,9 @@ fuzz: $(VENV)/tools.stamp
 	$(BUILD)-fuzz/tests/fuzz/fuzz_readers -max_total_time=$(FUZZ_SECONDS) -seed=1 -max_len=4096 -print_final_stats=1 \
 	  $(BUILD)-fuzz/corpus tests/fuzz/corpus
 
-# The documentation's site. Sources are read, not imported, so nothing has to be built before.
+# The documentation's site. Its pages of commands are made by running them.
 .PHONY: docs
-docs: $(VENV)/docs.stamp
+docs: core $(VENV)/docs.stamp
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --site-dir $(CURDIR)/$(BUILD)/site
 	@echo 'the documentation is in $(BUILD)/site/index.html'
 

@@ -1,14 +1,17 @@
 """The documentation holds what the code has: messages, options, statistics and commands."""
 
+import argparse
 import ast
 import collections
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from conftest import ROOT
+from gradcast.cli import main
 
 DOCS = ROOT / "docs"
 MESSAGES = DOCS / "reference" / "messages.md"
@@ -54,16 +57,44 @@ def test_messages_of_the_page_are_in_the_code(source, message):
             assert fragment in source, f"docs/reference/messages.md quotes {message!r}"
 
 
-def test_the_page_lists_all_errors():
-    spec = importlib.util.spec_from_file_location("messages_page", ROOT / "tools" / "messages_page.py")
+def filled(page: str) -> str:
+    """As `make docs` fills it."""
+    spec = importlib.util.spec_from_file_location("source_pages", ROOT / "tools" / "source_pages.py")
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    page = program.on_page_markdown(MESSAGES.read_text())
-    assert "<!--" not in page
+    text = program.on_page_markdown((DOCS / page).read_text())
+    assert "<!--" not in text
+    assert str(ROOT) not in text
+    return text
+
+
+@pytest.mark.parametrize("folder", ["reference", "internals"])
+def test_marks_are_filled(folder):
+    for path in sorted((DOCS / folder).glob("*.md")):
+        filled(f"{folder}/{path.name}")
+
+
+def test_the_page_lists_all_errors():
+    page = filled("reference/messages.md")
     assert "</a>gradcast is attached with this manager already; give all modules as one list\n" in page
     assert r"(\_apply\_optimizer\_in\_backward)" in page
     anchors = re.findall('<a id="(.*?)"', page)
     assert sorted(each for each, count in collections.Counter(anchors).items() if count > 1) == []
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options(command)
+        elif action.help != argparse.SUPPRESS:  # names of an earlier release
+            yield from (option for option in action.option_strings if option.startswith("--"))
+
+
+def test_every_option_of_a_command_is_documented():
+    page = filled("reference/command-line.md")
+    named = {"--version", *re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)}
+    assert sorted(set(options(main.build_parser())) - named) == []
 
 
 def test_every_option_is_documented():
@@ -76,7 +107,7 @@ def test_every_option_is_documented():
 def test_every_statistic_is_documented():
     from gradcast.training import stats
 
-    page = (DOCS / "reference" / "statistics.md").read_text()
+    page = filled("reference/statistics.md")
     assert [key for key in stats._KEYS if f"`{key}`" not in page] == []
 
 

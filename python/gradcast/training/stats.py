@@ -10,17 +10,62 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
-_KEYS = (
-    "step", "mode", "world_size", "plan_version", "policy", "blocks", "bytes", "predicted_ms", "bound_ms",
-    "measured_ms", "compute_ms", "exposed_ms", "update_calls", "gradient_buffer_bytes", "packed_bytes", "record_bytes",
-    "engine_us_per_block", "grad_norm", "runs_as_ddp", "tries_ddp", "expected_gain", "measured_gain", "slowest_rank",
-    "exposed", "wire", "wire_bytes", "clipping", "hosts", "waits", "alarms", "observed",
-    "snapshots", "local_steps",
-)  # fmt: skip
+# By group, for docs/reference/statistics.md.
+MEANINGS = {
+    "What runs": {
+        "step": "optimizer steps since `attach`",
+        "mode": '`"overlap"`, `"hook"`, `"local"` (local steps), or `"ddp"` under `GRADCAST_DISABLE`',
+        "world_size": "ranks in the group",
+        "hosts": "`count` and `ranks_per_host` (None if they differ): by torchrun's variables if all ranks have them, "
+        "else by host name, boot and network namespace",
+        "plan_version": "grows with each plan, those of the warm-up included",
+        "policy": "which made the plan in force",
+        "blocks": "per iteration",
+        "bytes": "of gradients per iteration",
+        "wire": 'wire format, lossy unless `"fp32"`',
+        "wire_bytes": "bytes that travel in it",
+        "local_steps": 'the settings, the last decision of `sync_every="auto"` (`pace`: `step`, `gap`, `why`), '
+        "`rounds` so far, `steps_in_round`, the fragments `in_flight`, `bytes_per_round`, and `state_bytes` kept beside the "
+        "model; `measured_ms` and `exposed_ms` are then means over the last round",
+    },
+    "Times": {
+        "measured_ms": "a step: median over the recorded steps of the plan in force",
+        "predicted_ms": "a step as predicted for this plan; None during warm-ups",
+        "bound_ms": "lower bound: no plan can be faster",
+        "compute_ms": "backward + forward + update as the warm-up measured them",
+        "exposed_ms": "what the training thread waited for the network, median per step; on a GPU an upper bound",
+        "exposed": "by stage (`backward`, `loop`, `forward`): how long it delays the group, median of the last 64 "
+        "steps, and the rank that ends it last; the stages add up to the slowest rank's step",
+    },
+    "Gain": {
+        "expected_gain": "predicted speed as a multiple of DDP's with its best bucket size",
+        "measured_gain": "the same from the trials of the DDP baseline during training",
+        "runs_as_ddp": "gradients travel as DDP sends them, because nothing is to be gained",
+        "tries_ddp": "they do so in this step, in a trial",
+        "slowest_rank": "a rank that computes at least a tenth longer than the others",
+    },
+    "Alarms": {
+        "alarms": "those that last, with the fields of `gradcast.alarms.Alarm`",
+        "observed": "the last step that was judged: `step`, `step_ms` of the slowest rank, `compute_ms` and `data_ms` "
+        "by rank, `link_ms` while blocks travelled, `expected_ms`, `expected_link_ms`; `gradcast watch` reads it",
+    },
+    "Cost and memory": {
+        "update_calls": "calls of the optimizer per step, median; updates run in parts",
+        "engine_us_per_block": "CPU time of the engine's thread per block, in microseconds",
+        "gradient_buffer_bytes": "the buffers that hold the gradients",
+        "packed_bytes": "the largest packed block",
+        "record_bytes": "the record of events",
+        "grad_norm": "with `max_grad_norm`: norm before clipping, of the last step whose gradients have all arrived",
+        "clipping": "with `max_grad_norm`: `certified_share` of the last 64 steps that overlap with forward, which did "
+        "not wait for all gradients; `bound_over_norm`, the median bound of the norm before any gradient has arrived, "
+        "over the norm",
+    },
+}
+_KEYS = [*(key for group in MEANINGS.values() for key in group), "snapshots", "waits"]
 
 
 def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None) -> dict[str, Any]:
-    """What every session knows; None for everything else. ``compute_ms``: the warm-up's backward + forward + update."""
+    """What every session knows; None for everything else."""
     compute_ms = None if profile is None else compute_ns(profile) / 1e6
     known = {"step": step, "mode": mode, "world_size": group.world_size, "compute_ms": compute_ms}
     known["hosts"] = {"count": group.hosts.count, "ranks_per_host": group.hosts.ranks_per_host}
@@ -30,20 +75,7 @@ def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None
 def plan_stats(
     controller: PlanController, exchange: GradientExchange, buffers: GradientBuffers, trace: StepTrace
 ) -> dict[str, Any]:
-    """What a session with a plan knows besides.
-
-    * ``measured_ms``, ``exposed_ms`` (the training thread's waiting), ``update_calls``: medians over the recorded steps
-      of the plan in force.
-    * ``expected_gain``, ``measured_gain``: the step time of DDP with its best bucket size over that of the plan.
-    * ``runs_as_ddp``: the plan gains nothing, so gradients travel as DDP sends them. ``tries_ddp``: in this step.
-    * ``slowest_rank``: a rank that computes at least a tenth longer than the others.
-    * ``clipping`` (with max_grad_norm): ``certified_share`` of the last 64 steps, which did not wait for all gradients
-      before forward; ``bound_over_norm``: median of the bound of the gradients' norm before any has arrived, over the
-      norm.
-    * ``exposed``: per stage (backward, loop, forward) how long it delays the group, in the median of the last 64 steps,
-      and the rank that ends it last. The stages add up to the step of the slowest rank.
-    * ``alarms``: those that last; ``observed``: the last step that alarms were judged by (gradcast/alarms.py).
-    """
+    """What a session with a plan knows besides."""
     agreed, compared, counters = controller.agreed, controller.comparison, exchange.counters()
     plan = agreed.in_force
     records = [record for record in trace.complete if record.plan is plan]

@@ -13,7 +13,7 @@ result. A norm therefore lies within ``_growth``, and the bound of one tensor is
 * by (1 + eps)^W for the W additions that made s, and on a 16-bit wire by (1 + eps)^2 for its two roundings;
 * by a small absolute amount for what underflows.
 
-Pure but for tensors on the device; docs/internals/clipping.md has the proof.
+Thread safety: pure but for tensors on the device. docs/internals/clipping.md shows this.
 """
 
 import math
