@@ -25,8 +25,8 @@ MEANINGS = {
         "wire": 'wire format, lossy unless `"fp32"`',
         "wire_bytes": "bytes that travel in it",
         "local_steps": 'the settings, the last decision of `sync_every="auto"` (`pace`: `step`, `gap`, `why`), '
-        "`rounds` so far, `steps_in_round`, the fragments `in_flight`, `bytes_per_round`, and `state_bytes` kept beside the "
-        "model; `measured_ms` and `exposed_ms` are then means over the last round",
+        "`rounds` so far, `steps_in_round`, the fragments `in_flight`, `bytes_per_round`, and `state_bytes` kept "
+        "beside the model; `measured_ms` and `exposed_ms` are then means over the last round",
     },
     "Times": {
         "measured_ms": "a step: median over the recorded steps of the plan in force",
