@@ -34,7 +34,7 @@ from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
 
 KINDS = ("none", "gradcast", "torch.save", "async_save")
-_STEPS_MIN = 12  # of a turn
+_STEPS_MIN = 12  # of a turn; and two intervals, as what later snapshots cost is told with the third
 
 
 class Training:
@@ -127,7 +127,7 @@ def timed(
             pending.append(dcp.async_save(training.state(), checkpoint_id=folder / str(made)))
 
     taking = training.handle.snapshots(folder, every=every, **options) if kind == "gradcast" else None
-    count = every * -(-_STEPS_MIN // every)
+    count = every * max(2, -(-_STEPS_MIN // every))
     training.steps(every + 1, save)
     duration_s = training.steps(count, save)
     while pending:

@@ -257,6 +257,15 @@ def test_what_slowed_steps_cost():
         assert times.cost_s(0.01) == pytest.approx((4 * 0.05 + 0.07, 0.1)), "the one before"
 
 
+def test_what_the_first_snapshot_costs_is_forgotten():
+    costs, medians_s = frequency.Costs(), []
+    assert costs.medians_s() is None
+    for cost_s in (2.0, 3.0, 1.0, 1.5, 0.5):
+        costs.add(4.0, cost_s, 0.5)
+        medians_s.append(costs.medians_s())
+    assert medians_s == [(4.0, cost_s, 0.5) for cost_s in (2.0, 3.0, 1.0, 1.25, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("busy_s", "reads_s", "size_bytes", "expected_s"),
     [

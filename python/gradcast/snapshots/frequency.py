@@ -68,6 +68,31 @@ class StepTimes:
         return max(stall_s, cost_s or 0.0), quiet_s
 
 
+class Costs:
+    """What the last snapshots have cost, each with how long its write took and a step without one, in seconds.
+
+    The first snapshot also makes the buffers and plans the files. What it has cost is told with the second
+    (StepTimes.cost_s), so from the third on neither counts.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float, float]] = deque(maxlen=5)  # write, cost, step
+        self._count = 0
+
+    def add(self, write_s: float, cost_s: float, step_s: float) -> None:
+        self._count += 1
+        if self._count <= 3:
+            self._last.clear()
+        self._last.append((write_s, cost_s, step_s))
+
+    def medians_s(self) -> tuple[float, float, float] | None:
+        """None before the first one."""
+        if not self._last:
+            return None
+        write_s, cost_s, step_s = map(statistics.median, zip(*self._last, strict=True))
+        return write_s, cost_s, step_s
+
+
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
     """A step as its plan predicts it, in seconds since backward began.

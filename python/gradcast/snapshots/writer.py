@@ -11,10 +11,8 @@ import dataclasses
 import logging
 import math
 import shutil
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from gradcast.snapshots.schedule import Schedule
 
 _log = logging.getLogger("gradcast")
 
-_COSTS_KEPT = 5  # snapshots whose median cost decides
 _LOOK_S = 1.0  # how often it is looked whether a rank wants a snapshot soon
 _OTHERS_AT_CLOSE_S = 120.0  # for ranks whose disks are slower; one that was killed never answers
 _SHOWN_CHANGE = 1.25  # the log tells a new frequency that differs by this factor
@@ -95,7 +92,7 @@ class Writer:
         self.ended: str | None = None  # why
         self._asked_at: int | None = None  # this rank's step when it wanted one
         self._has_met = self._is_served = False
-        self._costs: deque[tuple[float, float, float]] = deque(maxlen=_COSTS_KEPT)  # write, cost, step
+        self._costs = frequency.Costs()
         self._told_every: int | None = None
         self._is_failing = self._deletion_fails = False
         self._busy = False
@@ -259,7 +256,7 @@ class Writer:
         with self._changed:
             self._stats["error"] = error
             if error is None:
-                self._costs.append((outcome.write_s, outcome.cost_s, outcome.step_s))
+                self._costs.add(outcome.write_s, outcome.cost_s, outcome.step_s)
                 self._written_s = time.monotonic()
                 ms = {"stall_ms": written.stall_s * 1e3, "write_ms": outcome.write_s * 1e3}
                 network_s = outcome.network_s
@@ -280,8 +277,8 @@ class Writer:
     # --- When the next one is taken ---
 
     def _agree_on_next(self, step: int, outcome: _Outcome) -> None:
-        costs = self._costs or [(outcome.write_s, outcome.cost_s, outcome.step_s)]
-        write_s, cost_s, step_s = (statistics.median(values) for values in zip(*costs, strict=True))
+        medians_s = self._costs.medians_s()
+        write_s, cost_s, step_s = medians_s or (outcome.write_s, outcome.cost_s, outcome.step_s)
         every = self._every or frequency.steps_between(write_s, cost_s, step_s, self._overhead)
         self._tell(every, write_s, cost_s, step_s, outcome.network_s)
         soon = self._agreement.decide(None, lambda _: self._agreement.is_asked_for_one() and not self._is_served)
