@@ -10,7 +10,8 @@ from gradcast.local_steps import make_schedule, predicted_step_ns
 WORTHWHILE_RATIO = 4.0
 KNOWN = (
     "with H = 500 on 8 workers DiLoCo reports language models as good as those of synchronous training (arXiv "
-    "2311.08105); data that differs between ranks makes local steps worse (arXiv 1910.00189)"
+    "2311.08105); data that differs between ranks makes local steps worse (arXiv 1910.00189): "
+    'sync_every="auto" then averages more often'
 )
 
 
