@@ -110,7 +110,8 @@ def leaves_groups_open(way: str) -> None:
         tell(threads=len(threads_named("gloo")))
 
     atexit.register(tell_threads)  # runs after what is registered later
-    from gradcast.training.ranks.group import Group, lasting_group
+    from gradcast.training.ranks.group import Group
+    from gradcast.training.ranks.group_pool import lasting_group
 
     distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     for name in ("one", "another"):

@@ -31,7 +31,8 @@ from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.probe.snapshot import Snapshot
 from gradcast.diagnosis.trace.merged import Clock, merge
 from gradcast.errors import Error
-from gradcast.training.ranks.group import Group, backend_of, lasting_group
+from gradcast.training.ranks.group import Group, backend_of
+from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.ranks.hosts import own_host
 
 # In the first steps memory is allocated, DDP lays out its buckets, and loaders fill their queues.

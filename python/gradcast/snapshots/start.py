@@ -29,7 +29,7 @@ from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
-from gradcast.training.training_session import TrainingSession
+from gradcast.training.session_kinds import TrainingSession
 
 _log = logging.getLogger("gradcast")
 

@@ -23,9 +23,9 @@ from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend
+from gradcast.training.session_kinds import Attached
 from gradcast.training.single_worker import SingleWorkerSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
-from gradcast.training.training_session import Attached
 
 _log = logging.getLogger("gradcast")
 _NAMED = 3  # the most gradients that a sentence names

@@ -16,10 +16,10 @@ from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group
+from gradcast.training.session_kinds import TrainingSession
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
 from gradcast.training.step.update_callbacks import UpdateCallbacks
-from gradcast.training.training_session import TrainingSession
 
 # This module alone reads the variable.
 VARIABLE = "GRADCAST_DISABLE"

@@ -19,10 +19,10 @@ from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach, forget
 from gradcast.training.averaged_model import kept_average
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.session_kinds import Attached, TrainingSession, require_attached
 from gradcast.training.session_view import SessionView
 from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
-from gradcast.training.training_session import Attached, TrainingSession, require_attached
 
 if TYPE_CHECKING:
     from gradcast.snapshots import Snapshots

@@ -30,9 +30,9 @@ from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
+from gradcast.training.session_kinds import TrainingSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights
-from gradcast.training.training_session import TrainingSession
 
 _log = logging.getLogger("gradcast")
 

@@ -25,16 +25,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.options import Options
-from gradcast.training.plan import agreement
 from gradcast.training.ranks.group import Group
-from gradcast.training.session_parts import SessionParts
+from gradcast.training.session_base import SessionBase
 from gradcast.training.step import parameter_state, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.module_buffers import WHAT
@@ -45,7 +43,7 @@ from gradcast.training.step.weights import GivenWeights
 _log = logging.getLogger("gradcast")
 
 
-class Session(SessionParts):
+class Session(SessionBase):
     """The owner of pending parameters and gradients, too (pending.Owner, gradient_listener.Listener)."""
 
     def __init__(
@@ -58,7 +56,7 @@ class Session(SessionParts):
         callbacks: UpdateCallbacks,
         given: GivenWeights,
     ) -> None:
-        """See SessionParts."""
+        """See SessionBase."""
         super().__init__(accepted, parameters, optimizers, group, options, callbacks, given)
         self.ddp_reduces = False  # inside ddp.join()
         self._iteration = 0  # the engine's number of the open one
@@ -108,40 +106,6 @@ class Session(SessionParts):
         if self._module_buffers is not None:
             self._module_buffers.on_sent()
 
-    @property
-    def mean_weight(self) -> float | None:
-        with self._lock:
-            return self._weights.reference
-
-    def state_dict(self) -> dict[str, Any]:
-        unseen = {self._states[index].name: read for index, read in self.controller.unseen_reads.items()}
-        if self.buffers.residuals:
-            self.flush()
-        state = agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
-        return state | {"mean_weight": self.mean_weight} | residuals.saved(self.buffers, self.group)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.flush()
-        dropped = residuals.restore(self.buffers, self.group, state)
-        if dropped is not None:
-            _log.warning(
-                "what rounding has left of earlier gradients is dropped on rank %d: %s", self.group.rank, dropped
-            )
-        with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
-            state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
-        here = MeasuredExchange(self.group.hosts, self.exchange.form, self.exchange.wire)
-        with self._lock:
-            self._weights.go_on_from(state.get("mean_weight"))  # early states have none
-        adapts = self.controller.may_correct_plans
-        reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, here, adapt=adapts)
-        if reason is not None:
-            if self.group.rank == 0:
-                _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
-            return
-        if self._module_buffers is not None:
-            self._module_buffers.send_before_forward()
-        self._change_layout(lambda: self.controller.adopt(state, here))
-
     def close_at_exit(self, *, failed: bool) -> None:
         if self.released:
             return
@@ -167,7 +131,7 @@ class Session(SessionParts):
     def long_frozen(self) -> set[int]:
         """Ids of parameters that have been frozen on all ranks for so long that they need not travel; the same on every
         rank."""
-        return self._gradients.long_frozen
+        return self._gradients.arrived.long_frozen
 
     def continue_from(self, before: "Session") -> None:
         """Continues the counts of an earlier session of the same module."""

@@ -17,11 +17,11 @@ from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
+from gradcast.training.session_kinds import TrainingSession
 from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import GradientSizes
 from gradcast.training.step.update_callbacks import UpdateCallbacks
-from gradcast.training.training_session import TrainingSession
 
 
 class SingleWorkerSession(TrainingSession):

@@ -23,7 +23,8 @@ from gradcast.diagnosis.network.hosts import HostInterfaces, Rounds
 from gradcast.diagnosis.network.pairs import Network, Progress
 from gradcast.errors import Error
 from gradcast.host_traffic import saves_nothing
-from gradcast.training.ranks.group import Group, backend_of, lasting_group
+from gradcast.training.ranks.group import Group, backend_of
+from gradcast.training.ranks.group_pool import lasting_group
 
 # Shares of the time for raw TCP and for all-reduces; the rest is for Gloo's messages.
 _TCP_SHARE, _COLLECTIVE_SHARE = 0.5, 0.3

@@ -32,12 +32,13 @@ from gradcast.training.model_layout import ModelLayout
 from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-from gradcast.training.ranks.group import Group, lasting_group
+from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group_pool import lasting_group
+from gradcast.training.session_kinds import TrainingSession, require_attached
 from gradcast.training.step import residuals
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.partial_step import is_called_by_scaler
 from gradcast.training.step.update_callbacks import UpdateCallbacks, is_inner_step
-from gradcast.training.training_session import TrainingSession, require_attached
 
 _log = logging.getLogger("gradcast")
 STATE_VERSION = 1

@@ -2,11 +2,9 @@
 
 Operations of one process group must come in the same order on all ranks. In the user's group, the user's collectives
 and the blocks of a plan would mix: on Gloo that gives wrong sums without an error, or ends the process. gradcast uses
-the user's group in ``attach`` only. Groups made here are destroyed here, at the end of the program
-(docs/internals/shutdown.md).
+the user's group in ``attach`` only.
 """
 
-import atexit
 import contextlib
 import copyreg
 import dataclasses
@@ -25,6 +23,7 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
+from gradcast.training.ranks import group_pool
 from gradcast.training.ranks.store_gather import StoreGather
 
 T = TypeVar("T")
@@ -134,14 +133,8 @@ class Group:
         again.
         """
         own, self.own = self.own, None
-        if own is None:
-            return
-        made = next((each for each in _own_groups if each.process_group is own), None)
-        if made is not None and reusable:
-            made.idle = True
-        elif made is not None:
-            # Destroying a group that has failed would wait for ranks that may have died; the transport has aborted it.
-            _own_groups.remove(made)
+        if own is not None:
+            group_pool.leave(own, reusable=reusable)
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -169,25 +162,6 @@ def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
                 "invalid_use",
             ) from error
         raise Error(f"{what} failed on rank {rank} of {world_size}: {error}", "communication") from error
-
-
-@dataclasses.dataclass(eq=False)
-class _OwnGroup:
-    """A process group made here. ``key``: what has to be equal for it to be used again."""
-
-    process_group: Any
-    key: tuple
-    idle: bool = False
-    process: int = dataclasses.field(default_factory=os.getpid)
-
-    @property
-    def exists(self) -> bool:
-        """False after the program has called destroy_process_group()."""
-        return self.process_group in dist.distributed_c10d._world.pg_map
-
-
-# In the order in which they were made.
-_own_groups: list[_OwnGroup] = []
 
 
 def gather(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
@@ -232,13 +206,9 @@ def make_group(
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
     key = (tuple(ranks), timeout, backend, max_ctas, device)
-    left = _left(key, shared, rank, world_size) if reuses else None
-    if left is None:
-        options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
-        left = _OwnGroup(_new_group(ranks, timeout, backend, "gradcast", options), key)
-        _own_groups.append(left)
-    left.idle = False
-    own = left.process_group
+    own = _left(key, shared, rank, world_size) if reuses else None
+    if own is None:
+        own = group_pool.new_group(ranks, timeout, backend, max_ctas, key)
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
     if device.type == "cuda":
         group.connect()
@@ -248,78 +218,16 @@ def make_group(
     return group
 
 
-def _left(key: tuple, shared: Any, rank: int, world_size: int) -> _OwnGroup | None:
-    """A group that was left and that every rank still has, or None. Collective."""
-    # destroy_process_group() has destroyed the others.
-    _own_groups[:] = [each for each in _own_groups if each.exists]
-    found = next((each for each in reversed(_own_groups) if each.idle and each.key == key), None)
-    name = None if found is None else found.process_group.group_name
+def _left(key: tuple, shared: Any, rank: int, world_size: int) -> Any:
+    """A process group that was left and that every rank still has, or None. Collective."""
+    found = group_pool.idle_group(key)
+    name = None if found is None else found.group_name
     with on_device(key[-1]), naming("looking for a process group to use again", rank, world_size):
         names = gather(shared, name, key[-1])
-    return found if all(each == name for each in names) else None
-
-
-def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
-    """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks.
-
-    Do not destroy it earlier: torch gives the name of a destroyed group to a new one, and Gloo confuses them.
-    """
-    group = _new_group(list(ranks), timeout, backend, f"gradcast {description}")
-    if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
-        _own_groups.append(_OwnGroup(group, ()))
-    return group
-
-
-def _new_group(
-    ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
-) -> Any:
-    """Collective over ``ranks`` only, not over all ranks of the program."""
-    with _not_split_off(ranks):
-        return dist.new_group(
-            ranks=ranks,
-            timeout=timeout,
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,
-            group_desc=description,
-        )
-
-
-def _nccl_options(timeout: datetime.timedelta | None, max_ctas: int | None) -> Any:
-    """Gives NCCL's kernels priority over compute, since a late block delays the next forward pass. The group's other
-    backends ignore these options."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return options
-
-
-@contextlib.contextmanager
-def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
-    """WORKAROUND(torch 2.11 to 2.15, NCCL): if init_process_group() was given a device_id, torch splits a new group off
-    from the communicator of all ranks. NCCL then waits for all of them, and those outside the group never come. Without
-    the device_id the group gets a communicator of its own."""
-    everybody = dist.group.WORLD
-    device = everybody.bound_device_id
-    if device is None or len(ranks) == everybody.size():
-        yield
-        return
-    everybody.bound_device_id = None
-    try:
-        yield
-    finally:
-        everybody.bound_device_id = device
-
-
-@atexit.register
-def _end_all() -> None:
-    """Destroys the groups: their threads must end before Python does. A forked child does not have these threads."""
-    while _own_groups and _own_groups[-1].process == os.getpid():
-        made = _own_groups.pop()
-        with contextlib.suppress(Exception):  # the program or a peer may have destroyed it
-            dist.destroy_process_group(made.process_group)
+    if found is None or any(each != name for each in names):
+        return None
+    group_pool.use(found)
+    return found
 
 
 def shared_group(process_group: Any) -> Any:

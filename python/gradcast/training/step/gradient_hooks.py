@@ -24,6 +24,7 @@ from torch import nn
 from gradcast.errors import Error
 from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state, pending
+from gradcast.training.step.arrived_gradients import ArrivedGradients
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -40,8 +41,6 @@ from gradcast.training.step.parameter_state import (
 )
 from gradcast.training.step.weights import StepWeights
 
-# More steps than a loop that alternates between frozen parts leaves one frozen, and more than a warm-up takes.
-_LONG_FROZEN_STEPS = 64
 _NO_TASK = -1  # autograd's task id outside of backward
 
 
@@ -76,7 +75,6 @@ class GradientHooks:
     """The gradients of a session.
 
     ``open``: gradients of a step exist that no optimizer has taken yet. ``values_used``: the program has read them.
-    ``long_frozen``: ids of parameters that have been frozen on all ranks for many steps in a row.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class GradientHooks:
         self._places: list[Any] = []  # what the hooks know of the layout
         self.open = False
         self.values_used = False
-        self.long_frozen: set[int] = set()
+        self.arrived = ArrivedGradients(states, buffers, weights)
 
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
@@ -185,7 +183,7 @@ class GradientHooks:
                 self._listener().on_backward_failure()
             self._send_missing(failed=failed)
         self._exchange.wait_all()
-        self.settle(self._states)
+        self.arrived.settle(self._states)
 
     @property
     def listener(self) -> Listener:
@@ -199,56 +197,6 @@ class GradientHooks:
     def is_backward_on_another_thread(self) -> bool:
         """Whether another thread is in the backward pass of the open gradients, as far as this thread can know."""
         return self._backward_thread is not None and self._backward_thread != threading.get_ident()
-
-    def settle(self, states: list[ParameterState]) -> None:
-        """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
-        gradients have arrived."""
-        native = extension.load()
-        self.finish(states)
-        unused = native.with_field(states, "locally_unused", None, False)
-        for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
-            locally_unused, state.locally_unused = state.locally_unused, None
-            self._count_frozen(state, usage)
-            if usage is not Usage.USED:
-                state.copy_due = False
-                self._restore(state, locally_unused)
-        for state in native.with_field(states, "copy_due", True):
-            self.copy_arrived(state)
-        parameter_state.arrive(states)
-
-    def finish(self, states: Sequence[ParameterState]) -> None:
-        """Makes the sums in the buffer the mean. REQUIRES: these gradients have arrived."""
-        self._weights.finish(extension.load().fields(states, "index"))
-
-    def copy_arrived(self, state: ParameterState) -> None:
-        """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""
-        if state.copy_due:
-            state.copy_due = False
-            _copy(self._buffers.views[state.index], into=state.visible_grad)
-
-    def _count_frozen(self, state: ParameterState, usage: Usage) -> None:
-        state.frozen_steps = state.frozen_steps + 1 if usage is Usage.FROZEN else 0
-        if state.frozen_steps == _LONG_FROZEN_STEPS:
-            self.long_frozen.add(id(state.parameter))
-        elif state.frozen_steps == 0:
-            self.long_frozen.discard(id(state.parameter))
-
-    def _restore(self, state: ParameterState, locally_unused: LocallyUnused) -> None:
-        """No rank has used the parameter: its ``.grad`` is the one of before the step."""
-        if locally_unused.was_view:
-            _copy(locally_unused.grad_before, into=state.visible_grad)
-            return
-        state.update_grad = locally_unused.grad_before
-        if state.parameter.grad is state.visible_grad:
-            state.parameter.grad = locally_unused.grad_before
-
-    def drop_released(self, states: Sequence[ParameterState]) -> None:
-        """Drops gradients that lie apart from the buffer once the program has released them, with zero_grad()."""
-        apart = self._buffers.apart
-        for state in [state for state in states if state.index in apart] if apart else ():
-            if state.parameter.grad is not state.visible_grad:
-                state.update_grad = None
-                self._states.set_visible_grad(state, None)
 
     def forget_unsynchronized(self) -> None:
         """Forgets which parameters backward passes inside no_sync() have used."""
@@ -373,7 +321,7 @@ class GradientHooks:
         for state in native.with_other_field(sent, "visible_grad", views):
             self._states.set_visible_grad(state, state.update_grad)
         for state in native.with_field(sent, "frozen_steps", 0, False):
-            self._count_frozen(state, Usage.USED)
+            self.arrived.count_frozen(state, Usage.USED)
         self._sent_count += len(sent)
         parameter_state.depart(sent, None)  # pending already
 
@@ -438,7 +386,7 @@ class GradientHooks:
             self._clipping.on_sent(state)
         parameter_state.depart([state], listener)
         if state.locally_unused is None:
-            self._count_frozen(state, Usage.USED)
+            self.arrived.count_frozen(state, Usage.USED)
         self._send_tensor(state.index, listener, used=state.locally_unused is None)
 
     def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
@@ -488,13 +436,3 @@ class GradientHooks:
         self._send_missing()
         self._backward_thread = None
         self._listener().on_backward_end()
-
-
-def _copy(value: torch.Tensor, into: torch.Tensor) -> None:
-    """Copies, although ``into`` may be pending."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        into.copy_(value)
-    if into.is_cuda:  # the current stream need not be the one that these tensors were allocated on
-        stream = torch.cuda.current_stream(into.device)
-        value.record_stream(stream)
-        into.record_stream(stream)

@@ -245,9 +245,9 @@ class OptimizerSteps:
         """Computes the norms of those gradients that have arrived. If this rank has not used a parameter, whether
         another one has is not known yet."""
         arrived = [state for state in states if state.index in self._arrived and state.locally_unused is None]
-        self._gradients.finish(arrived)
+        self._gradients.arrived.finish(arrived)
         for state in arrived:
-            self._gradients.copy_arrived(state)
+            self._gradients.arrived.copy_arrived(state)
         self._clipping.compute_norms(arrived)
 
     def complete_updates_of(self, number: int) -> None:
@@ -367,7 +367,7 @@ class OptimizerSteps:
 
     def _update(self, number: int, part: Sequence[ParameterState]) -> None:
         """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""
-        self._gradients.settle(part)
+        self._gradients.arrived.settle(part)
         if self._clipping is not None and self._clipping.certified:
             self._clipping.compute_norms(part)
         if self._values is not None:
@@ -394,7 +394,7 @@ class OptimizerSteps:
             state.zero_after_update = False
             if state.update_grad is not None:
                 state.update_grad.zero_()
-        self._gradients.drop_released(part)
+        self._gradients.arrived.drop_released(part)
         if last:
             del self._partial[number], self._left[number]
         self._trace.count_update()

@@ -1,4 +1,5 @@
-"""What a session of two or more workers consists of, and what it tells; session.py has what happens in a step."""
+"""What a session of two or more workers consists of, and what it tells and saves; session.py has what happens in a
+step."""
 
 import contextlib
 import functools
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.alarms import Alarm
+from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.training.acceptance import Accepted
 from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import graph_capture
@@ -25,9 +27,10 @@ from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group, backend_of
 from gradcast.training.ranks.registered_memory import registered_memory
+from gradcast.training.session_kinds import TrainingSession, require_attached
 from gradcast.training.session_view import SessionView
 from gradcast.training.stats import plan_stats
-from gradcast.training.step import clipping
+from gradcast.training.step import clipping, residuals
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
@@ -39,13 +42,12 @@ from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.unseen_waits import UnseenWaits
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights, StepWeights
-from gradcast.training.training_session import TrainingSession, require_attached
 from gradcast.training.warmup_reads import WarmupReads
 
 _log = logging.getLogger("gradcast")
 
 
-class SessionParts(TrainingSession):
+class SessionBase(TrainingSession):
     """The parts of a session, wired to one another."""
 
     def __init__(
@@ -178,6 +180,40 @@ class SessionParts(TrainingSession):
 
     def view(self) -> SessionView:
         return SessionView(self.controller, self.exchange, self.trace)
+
+    @property
+    def mean_weight(self) -> float | None:
+        with self._lock:
+            return self._weights.reference
+
+    def state_dict(self) -> dict[str, Any]:
+        unseen = {self._states[index].name: read for index, read in self.controller.unseen_reads.items()}
+        if self.buffers.residuals:
+            self.flush()
+        state = agreement.checkpoint_state(self.controller.agreed, self.profile, self.mode, unseen)
+        return state | {"mean_weight": self.mean_weight} | residuals.saved(self.buffers, self.group)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.flush()
+        dropped = residuals.restore(self.buffers, self.group, state)
+        if dropped is not None:
+            _log.warning(
+                "what rounding has left of earlier gradients is dropped on rank %d: %s", self.group.rank, dropped
+            )
+        with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
+            state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
+        here = MeasuredExchange(self.group.hosts, self.exchange.form, self.exchange.wire)
+        with self._lock:
+            self._weights.go_on_from(state.get("mean_weight"))  # early states have none
+        adapts = self.controller.may_correct_plans
+        reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, here, adapt=adapts)
+        if reason is not None:
+            if self.group.rank == 0:
+                _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
+            return
+        if self._module_buffers is not None:
+            self._module_buffers.send_before_forward()
+        self._change_layout(lambda: self.controller.adopt(state, here))
 
     def _warn_once(self, message: str, *arguments: Any) -> None:
         if self.group.rank == 0 and message not in self._told:

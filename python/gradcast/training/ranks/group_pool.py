@@ -1,0 +1,124 @@
+"""The process groups that gradcast has made: an attach uses again what an earlier one has left, and at the end of the
+program all are destroyed (docs/internals/shutdown.md).
+
+Do not destroy one earlier: torch gives the name of a destroyed group to a new one, and Gloo confuses them. A group that
+has failed is forgotten instead: destroying it would wait for ranks that may have died; the transport has aborted it.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclasses.dataclass(eq=False)
+class _OwnGroup:
+    """``key``: what has to be equal for it to be used again."""
+
+    process_group: Any
+    key: tuple
+    idle: bool = False
+    process: int = dataclasses.field(default_factory=os.getpid)
+
+
+# In the order in which they were made.
+_own_groups: list[_OwnGroup] = []
+
+
+def idle_group(key: tuple) -> Any:
+    """The last group with this key that was left, or None. It stays idle until ``use``."""
+    # destroy_process_group() has destroyed the others.
+    _own_groups[:] = [each for each in _own_groups if each.process_group in dist.distributed_c10d._world.pg_map]
+    return next((each.process_group for each in reversed(_own_groups) if each.idle and each.key == key), None)
+
+
+def use(process_group: Any) -> None:
+    """This group is not idle any more."""
+    _entry(process_group).idle = False
+
+
+def leave(process_group: Any, *, reusable: bool) -> None:
+    """Nobody uses this group any more. ``reusable``: nothing in it has failed. Does nothing for other groups."""
+    entry = _entry(process_group)
+    if entry is not None and reusable:
+        entry.idle = True
+    elif entry is not None:
+        _own_groups.remove(entry)
+
+
+def new_group(
+    ranks: list[int], timeout: datetime.timedelta | None, backend: str, max_ctas: int | None, key: tuple
+) -> Any:
+    """Collective over ``ranks``, which are global ranks. ``max_ctas``: see make_group."""
+    options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
+    group = _make(ranks, timeout, backend, "gradcast", options)
+    _own_groups.append(_OwnGroup(group, key))
+    return group
+
+
+def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
+    """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks."""
+    group = _make(list(ranks), timeout, backend, f"gradcast {description}")
+    if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
+        _own_groups.append(_OwnGroup(group, ()))
+    return group
+
+
+def _entry(process_group: Any) -> _OwnGroup | None:
+    return next((each for each in _own_groups if each.process_group is process_group), None)
+
+
+def _make(
+    ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
+) -> Any:
+    with _not_split_off(ranks):
+        return dist.new_group(
+            ranks=ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,  # collective over these ranks only
+            group_desc=description,
+        )
+
+
+def _nccl_options(timeout: datetime.timedelta | None, max_ctas: int | None) -> Any:
+    """Gives NCCL's kernels priority over compute, since a late block delays the next forward pass. The group's other
+    backends ignore these options."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
+
+
+@contextlib.contextmanager
+def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
+    """WORKAROUND(torch 2.11 to 2.15, NCCL): if init_process_group() was given a device_id, torch splits a new group off
+    from the communicator of all ranks. NCCL then waits for all of them, and those outside the group never come. Without
+    the device_id the group gets a communicator of its own."""
+    everybody = dist.group.WORLD
+    device = everybody.bound_device_id
+    if device is None or len(ranks) == everybody.size():
+        yield
+        return
+    everybody.bound_device_id = None
+    try:
+        yield
+    finally:
+        everybody.bound_device_id = device
+
+
+@atexit.register
+def _end_all() -> None:
+    """Destroys the groups: their threads must end before Python does. A forked child does not have these threads."""
+    while _own_groups and _own_groups[-1].process == os.getpid():
+        made = _own_groups.pop()
+        with contextlib.suppress(Exception):  # the program or a peer may have destroyed it
+            dist.destroy_process_group(made.process_group)
