@@ -23,7 +23,7 @@ from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend
-from gradcast.training.session_kinds import Attached
+from gradcast.training.session_kinds import Attached, Setup
 from gradcast.training.single_worker import SingleWorkerSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
@@ -105,18 +105,19 @@ def attach_inside(
         group.connect_each_to_each()
     in_parts = bool(optimizers) and group.world_size > 1 and not disabled and not local
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
+    setup = Setup(accepted, optimizers, group, options, callbacks)
     if disabled:
-        attached: Attached = DisabledSession(accepted, optimizers, group, options, callbacks)
+        attached: Attached = DisabledSession(setup)
     elif local:
         if group.world_size > 1:
             preflight.copy_model_from_first(group, accepted.module, options)
-        attached = LocalStepsSession(accepted, optimizers, group, options, callbacks)
+        attached = LocalStepsSession(setup)
     elif group.world_size == 1:
-        attached = SingleWorkerSession(accepted, optimizers, group, options, callbacks)
+        attached = SingleWorkerSession(setup)
     else:
         if accepted.ddp is None:
             preflight.copy_model_from_first(group, accepted.module, options)
-        attached = Attachment(accepted, optimizers, group, options, callbacks)
+        attached = Attachment(setup)
     handle = Handle(accepted.module, attached, accepted.called, optimizers)
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)

@@ -6,27 +6,24 @@ with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs,
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
 from gradcast.training import preflight
-from gradcast.training.acceptance import Accepted, check_optimizers, check_owners, trainable
+from gradcast.training.acceptance import check_optimizers, check_owners, trainable
 from gradcast.training.compat import fork
 from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
-from gradcast.training.options import Options
 from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
-from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
+from gradcast.training.session_kinds import Setup
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
-from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights
 
 _log = logging.getLogger("gradcast")
@@ -35,17 +32,10 @@ _log = logging.getLogger("gradcast")
 class Attachment:
     """Attached, for two or more workers."""
 
-    def __init__(
-        self,
-        accepted: Accepted,
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-        callbacks: UpdateCallbacks,
-    ) -> None:
-        self._accepted, self._optimizers, self._group, self._options = accepted, list(optimizers), group, options
-        self.callbacks = callbacks
-        self._given = GivenWeights(options.weight)
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self.callbacks = setup, setup.callbacks
+        accepted, self._group, self._options = setup.accepted, setup.group, setup.options
+        self._given = GivenWeights(self._options.weight)
         self._balancing: Balancing | None = None
         # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
         self._left_out: set[int] = set()
@@ -61,22 +51,20 @@ class Attachment:
         if accepted.ddp is not None:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
         self._weighs_samples = False
-        if options.weight == "samples":
+        if self._options.weight == "samples":
             self._weigh_samples()
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
         self.callbacks.follow(parameters)
-        self.session = Session(
-            self._accepted, parameters, self._optimizers, self._group, self._options, self.callbacks, self._given
-        )
+        self.session = Session(self._setup, parameters, self._given)
         if self._balancing is not None:
             self.session.share_out(self._balancing)
-        self._layout = ModelLayout(self._accepted.whole, self._optimizers, parameters.values())
+        self._layout = ModelLayout(self._setup.accepted.whole, self._setup.optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
-        split = self._options.split_compiled and bool(self._optimizers)  # in hook mode forward waits for nothing
-        return CompiledBlocks(self._accepted.whole, split, lambda: self.session.controller.warmup is not None)
+        split = self._options.split_compiled and bool(self._setup.optimizers)  # in hook mode forward waits for nothing
+        return CompiledBlocks(self._setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
 
     @property
     def released(self) -> bool:
@@ -94,7 +82,7 @@ class Attachment:
         if self._taken_over is not None:
             self._taken_over.give_back()
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
-        del self._accepted, self._layout, self._compiled
+        del self._setup, self._layout, self._compiled
 
     @contextlib.contextmanager
     def weight(self, n: Any) -> Iterator[None]:
@@ -125,7 +113,7 @@ class Attachment:
         if self._weighs_samples:
             return
         self._weighs_samples, count = True, InputsHook(self._count_samples)
-        self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._accepted.called]
+        self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._setup.accepted.called]
 
     def _agree_to_weigh(self) -> None:
         with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
@@ -141,7 +129,7 @@ class Attachment:
             )
         with torch.enable_grad():
             self.callbacks.without_forward()
-            for each in self._accepted.called:
+            for each in self._setup.accepted.called:
                 self._before_forward(each, (), False)
             if self._taken_over is not None:
                 self._taken_over.send_buffers()
@@ -160,7 +148,7 @@ class Attachment:
             self._refuse_other_ddp()
         frozen = self.session.long_frozen - self._thawed
         changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
-        self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._accepted.module))
+        self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._setup.accepted.module))
         if self._is_borrowed:
             self.session.before_borrowed_forward(called)
             return
@@ -170,7 +158,7 @@ class Attachment:
             self._restart(frozen)
         if not compiled:
             self._compiled.find()
-        compiled = compiled or is_compiled(called) or is_compiled(self._accepted.module)
+        compiled = compiled or is_compiled(called) or is_compiled(self._setup.accepted.module)
         split = compiled and self._compiled.is_split(called)
         self.session.before_forward(called, compiled and not split)
         if split:
@@ -191,7 +179,7 @@ class Attachment:
 
     def _refuse_other_ddp(self) -> None:
         active = DistributedDataParallel._active_ddp_module
-        if active is not None and active is not self._accepted.ddp:
+        if active is not None and active is not self._setup.accepted.ddp:
             raise Error(
                 "this module runs inside a DistributedDataParallel that gradcast was not given, and both would average "
                 "its gradients; call handle.detach(), and attach to that wrapper: gradcast.attach(ddp)",
@@ -204,11 +192,11 @@ class Attachment:
         before = self.session
         before.flush()  # the following collectives must not mix with blocks
         refusal, parameters = None, {}
-        inner = self._accepted.module
+        inner = self._setup.accepted.module
         try:
-            check_owners(self._accepted.whole)
+            check_owners(self._setup.accepted.whole)
             parameters = trainable(inner, known=self._frozen_since(before) - frozen)
-            check_optimizers(self._optimizers, parameters)
+            check_optimizers(self._setup.optimizers, parameters)
         except Error as error:
             refusal = error
         # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
@@ -243,8 +231,8 @@ class Attachment:
     def _frozen_since(self, before: Session) -> set[int]:
         """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop
         that freezes parts in turn therefore restarts once, not at each turn."""
-        updated = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
-        return {id(p) for p in before.parameters if not self._optimizers or id(p) in updated}
+        updated = {id(p) for each in self._setup.optimizers for group in each.param_groups for p in group["params"]}
+        return {id(p) for p in before.parameters if not self._setup.optimizers or id(p) in updated}
 
     def _joining(self) -> None:
         if self.session.mode == "overlap":

@@ -3,23 +3,14 @@
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from torch.optim import Optimizer
-
 from gradcast.errors import Error, refused
-from gradcast.training.acceptance import Accepted
-from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.hidden_ddp import HiddenDdp
-from gradcast.training.no_sync import NoSyncBlocks
-from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-from gradcast.training.ranks.group import Group
-from gradcast.training.session_kinds import TrainingSession
+from gradcast.training.session_kinds import Setup, TrainingSession
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
-from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 # This module alone reads the variable.
 VARIABLE = "GRADCAST_DISABLE"
@@ -38,37 +29,30 @@ def weights_refused() -> Error:
 
 
 class DisabledSession(TrainingSession):
-    """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks
-    of a hidden DDP module around it."""
+    """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks of a hidden DDP module around
+    it."""
 
-    def __init__(
-        self,
-        accepted: Accepted,
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-        callbacks: UpdateCallbacks,
-    ) -> None:
-        self.callbacks = callbacks
+    mode = "ddp"
+
+    def __init__(self, setup: Setup) -> None:
+        accepted, options = setup.accepted, setup.options
+        self.callbacks = setup.callbacks
         self._module = accepted.module  # the handle refers to it
-        self.mode = "ddp"
-        self.group = group
         self._removables: list[Any] = []
         if options.clips:
             # Clipping that the user has asked of gradcast stays.
             self.early_clipping = clip = ClipOnce(accepted.called, options)
             self._interceptions = [
                 StepInterception(optimizer, functools.partial(self._on_step, number))
-                for number, optimizer in enumerate(optimizers)
+                for number, optimizer in enumerate(setup.optimizers)
             ]
             self._removables += [clip, *self._interceptions]
         wrappers = [] if accepted.ddp is None else [accepted.ddp]
-        if accepted.ddp is None and group.world_size > 1:
-            hidden = HiddenDdp(accepted.called, group.shared, broadcast_buffers=options.broadcast_buffers)
+        if accepted.ddp is None and setup.group.world_size > 1:
+            hidden = HiddenDdp(accepted.called, setup.group.shared, broadcast_buffers=options.broadcast_buffers)
             self._removables.append(hidden)
             wrappers = list(hidden.wrappers.values())
-        self.no_sync_blocks = NoSyncBlocks(wrappers)
-        self.fence = CollectiveFence()
+        super().__init__(setup.group, wrappers)
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         if self.group.world_size > 1:

@@ -20,17 +20,15 @@ from torch import nn
 from gradcast.errors import Error, refused
 from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted
-from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import fork
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.model_layout import ModelLayout
-from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group
 from gradcast.training.session import Session
-from gradcast.training.session_kinds import TrainingSession
+from gradcast.training.session_kinds import Setup, TrainingSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights
 
@@ -75,9 +73,6 @@ class _NoGroup(TrainingSession):
     """Nothing travels: before the first quorum, for the only replica, and in a step whose group has failed."""
 
     mode = "hook"
-
-    def __init__(self) -> None:
-        self.group, self.no_sync_blocks, self.fence = Group(0, 1), NoSyncBlocks(), CollectiveFence()
 
 
 class QuorumSession(Session):
@@ -145,7 +140,7 @@ class QuorumSessions:
     def __init__(self, quorum: Quorum, accepted: Accepted, options: Options, plans: Plans) -> None:
         self._quorum, self._accepted, self._options, self._plans = quorum, accepted, options, plans
         self.callbacks = UpdateCallbacks(accepted.parameters, in_parts=False)
-        self.session: TrainingSession = _NoGroup()
+        self.session: TrainingSession = _NoGroup(Group(0, 1))
         self.released = False
         self._process_group: Any = None  # the one that the session is for
         self._failure: Error | None = None  # of this group
@@ -216,7 +211,7 @@ class QuorumSessions:
         if isinstance(ended, Session):
             ended.release(leaves=True)
             ended.group.shared = None  # the connections close with the last reference to the group
-        self._install(_NoGroup())
+        self._install(_NoGroup(Group(0, 1)))
         self._process_group = None
         if self._failure is not None:
             self.abort()
@@ -226,8 +221,7 @@ class QuorumSessions:
         self._quorum.abort()
 
     def _install(self, session: TrainingSession) -> None:
-        before = self.session
-        session.steps, session.no_sync_blocks, session.fence = before.steps, before.no_sync_blocks, before.fence
+        session.continue_from(self.session)
         self.session = session
 
     def _begin(self, process_group: Any) -> None:
@@ -242,9 +236,8 @@ class QuorumSessions:
             preflight.check_same_model(group, accepted.module)
             kept = self._plans.for_size(size)
             have = group.gather(kept is not None)
-            self._install(
-                QuorumSession(self, accepted, accepted.parameters, [], group, options, self.callbacks, self._given)
-            )
+            setup = Setup(accepted, [], group, options, self.callbacks)
+            self._install(QuorumSession(self, setup, accepted.parameters, self._given))
             if True in have:
                 source = have.index(True)
                 self.session.load_state_dict(group.gather(kept if rank == source else None)[source])

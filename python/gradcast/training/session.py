@@ -23,21 +23,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from gradcast.errors import Error
-from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
-from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group
 from gradcast.training.session_base import SessionBase
+from gradcast.training.session_kinds import Setup
 from gradcast.training.step import parameter_state, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.parameter_state import ParameterState
-from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights
 
 _log = logging.getLogger("gradcast")
@@ -46,18 +42,10 @@ _log = logging.getLogger("gradcast")
 class Session(SessionBase):
     """The owner of pending parameters and gradients, too (pending.Owner, gradient_listener.Listener)."""
 
-    def __init__(
-        self,
-        accepted: Accepted,
-        parameters: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-        callbacks: UpdateCallbacks,
-        given: GivenWeights,
-    ) -> None:
+    def __init__(self, setup: Setup, parameters: dict[str, nn.Parameter], given: GivenWeights) -> None:
         """See SessionBase."""
-        super().__init__(accepted, parameters, optimizers, group, options, callbacks, given)
+        super().__init__(setup, parameters, given)
+        options = setup.options
         self.ddp_reduces = False  # inside ddp.join()
         self._iteration = 0  # the engine's number of the open one
         self._forward_start_ns: dict[int, int] = {}  # by id of a module: start of its last forward pass
@@ -132,10 +120,6 @@ class Session(SessionBase):
         """Ids of parameters that have been frozen on all ranks for so long that they need not travel; the same on every
         rank."""
         return self._gradients.arrived.long_frozen
-
-    def continue_from(self, before: "Session") -> None:
-        """Continues the counts of an earlier session of the same module."""
-        self.steps, self.no_sync_blocks, self.fence = before.steps, before.no_sync_blocks, before.fence
 
     def send_nothing(self) -> None:
         """Takes part in a step without a backward pass of this rank's."""

@@ -6,28 +6,23 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.comparison.measured_exchange import MeasuredExchange
-from gradcast.training.acceptance import Accepted
-from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import graph_capture
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
-from gradcast.training.no_sync import NoSyncBlocks
-from gradcast.training.options import Options
 from gradcast.training.plan import agreement
 from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
-from gradcast.training.ranks.group import Group, backend_of
+from gradcast.training.ranks.group import backend_of
 from gradcast.training.ranks.registered_memory import registered_memory
-from gradcast.training.session_kinds import TrainingSession, require_attached
+from gradcast.training.session_kinds import Setup, TrainingSession, require_attached
 from gradcast.training.session_view import SessionView
 from gradcast.training.stats import plan_stats
 from gradcast.training.step import clipping, residuals
@@ -40,7 +35,6 @@ from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.unseen_waits import UnseenWaits
-from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights, StepWeights
 from gradcast.training.warmup_reads import WarmupReads
 
@@ -50,22 +44,12 @@ _log = logging.getLogger("gradcast")
 class SessionBase(TrainingSession):
     """The parts of a session, wired to one another."""
 
-    def __init__(
-        self,
-        accepted: Accepted,
-        parameters: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-        callbacks: UpdateCallbacks,
-        given: GivenWeights,
-    ) -> None:
-        """``parameters``: those whose gradients travel. They may change; ``accepted`` stays, as do ``callbacks`` and
-        ``given``."""
+    def __init__(self, setup: Setup, parameters: dict[str, nn.Parameter], given: GivenWeights) -> None:
+        """``parameters``: those whose gradients travel. They may change; ``setup`` and ``given`` stay."""
+        accepted, optimizers, options = setup.accepted, setup.optimizers, setup.options
+        group, callbacks = setup.group, setup.callbacks
+        super().__init__(group, [] if accepted.ddp is None else [accepted.ddp])
         self.mode = "overlap" if optimizers else "hook"
-        self.group = group
-        self.no_sync_blocks = NoSyncBlocks([] if accepted.ddp is None else [accepted.ddp])
-        self.fence = CollectiveFence()
         self._lock = threading.RLock()
         self._told: set[str] = set()
         index_of = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
@@ -125,8 +109,8 @@ class SessionBase(TrainingSession):
         self.on_callbacks_changed()
         self._unseen = UnseenWaits(accepted.module, self._states, self._steps, self._lock, self._warn_once)
         self.controller = PlanController(
-            names, values, accepted.module, self.buffers, group, self.exchange, self.trace, self._waits, self.mode,
-            options, self._clipping,
+            self.buffers, accepted.module, group, self.exchange, self.trace, self._waits, self.mode, options,
+            self._clipping,
         )  # fmt: skip
         self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits, self.trace, len(values))
 
@@ -206,7 +190,7 @@ class SessionBase(TrainingSession):
         with self._lock:
             self._weights.go_on_from(state.get("mean_weight"))  # early states have none
         adapts = self.controller.may_correct_plans
-        reason = agreement.reason_to_measure(state, self.buffers.names, self.buffers, self.mode, here, adapt=adapts)
+        reason = agreement.reason_to_measure(state, self.buffers, self.mode, here, adapt=adapts)
         if reason is not None:
             if self.group.rank == 0:
                 _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)

@@ -7,16 +7,21 @@ DisabledSession      GRADCAST_DISABLE is set: stock DDP trains the module (disab
 """
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import refused
+from gradcast.training.acceptance import Accepted
 from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.no_sync import NoSyncBlocks
+from gradcast.training.options import Options
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.ranks.group import Group
@@ -30,6 +35,17 @@ from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import check_single
 
 
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What ``attach`` gives to a session. ``callbacks``: the functions of ``handle.on_update``."""
+
+    accepted: Accepted
+    optimizers: Sequence[Optimizer]
+    group: Group
+    options: Options
+    callbacks: UpdateCallbacks
+
+
 class TrainingSession:
     """As it is for the kinds without plans, of which nothing is ever in flight; Session overrides most of it.
 
@@ -41,9 +57,6 @@ class TrainingSession:
     """
 
     mode: str
-    group: Group
-    no_sync_blocks: NoSyncBlocks
-    fence: CollectiveFence
     steps = 0
     released = False
     profile: _core.Profile | None = None
@@ -53,6 +66,14 @@ class TrainingSession:
     layout: tuple[GradientRange, ...] = ()
     lends = False
     early_clipping: EarlyClipping | ClipOnce | None = None
+
+    def __init__(self, group: Group, ddps: Iterable[DistributedDataParallel] = ()) -> None:
+        """``ddps``: DDP modules of which no_sync() holds, too."""
+        self.group, self.no_sync_blocks, self.fence = group, NoSyncBlocks(ddps), CollectiveFence()
+
+    def continue_from(self, before: "TrainingSession") -> None:
+        """Continues the counts of an earlier session of the same module."""
+        self.steps, self.no_sync_blocks, self.fence = before.steps, before.no_sync_blocks, before.fence
 
     @property
     def session(self) -> "TrainingSession":

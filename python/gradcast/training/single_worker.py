@@ -3,47 +3,30 @@ workers (``gradcast simulate``). After them nothing of gradcast is left in the t
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from gradcast.training.acceptance import Accepted
-from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat.module_hooks import around_forward
-from gradcast.training.no_sync import NoSyncBlocks
-from gradcast.training.options import Options
 from gradcast.training.plan.warmup import Warmup
-from gradcast.training.ranks.group import Group
-from gradcast.training.session_kinds import TrainingSession
+from gradcast.training.session_kinds import Setup, TrainingSession
 from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import GradientSizes
-from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 
 class SingleWorkerSession(TrainingSession):
-    def __init__(
-        self,
-        accepted: Accepted,
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-        callbacks: UpdateCallbacks,
-    ) -> None:
-        self.callbacks = callbacks
-        self.mode = "overlap" if optimizers else "hook"
-        self.group = group
-        self.no_sync_blocks = NoSyncBlocks()
-        self.fence = CollectiveFence()
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup.group)
+        accepted, options, self.callbacks = setup.accepted, setup.options, setup.callbacks
+        self.mode = "overlap" if setup.optimizers else "hook"
         self._module = accepted.module  # the handle refers to it
         parameters = accepted.parameters
-        names, values = list(parameters), list(parameters.values())
+        values = list(parameters.values())
         self._seen: set[int] = set()  # parameters that the open backward pass has reached
-        sizes, order = GradientSizes(values, options.wire), range(len(values))
-        self._warmup = Warmup(names, values, accepted.module, sizes, group, self.mode, options, order=order)
+        sizes, order = GradientSizes(list(parameters), values, options.wire), range(len(values))
+        self._warmup = Warmup(sizes, accepted.module, self.group, self.mode, options, order=order)
         self._is_warming_up = True
         if options.clips:
             self.early_clipping = ClipOnce(accepted.called, options)
@@ -53,7 +36,7 @@ class SingleWorkerSession(TrainingSession):
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._interceptions = [
             partial_step.StepInterception(opt, functools.partial(self._on_step, number))
-            for number, opt in enumerate(optimizers)
+            for number, opt in enumerate(setup.optimizers)
         ]
 
     def release(self, *, reusable: bool) -> None:

@@ -27,6 +27,11 @@ def measured_by(*compute_ms):
     return Measurement([1e6], [0.0], steps, [[Sample(100, 1e6)]], pack_ns_per_byte=0.0)
 
 
+ONE_TENSOR = mock.Mock(
+    names=["only"], parameters=[mock.Mock(shape=[25])], buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4
+)
+
+
 @pytest.mark.parametrize(
     ("ranks", "times_ms"),
     [
@@ -39,20 +44,14 @@ def measured_by(*compute_ms):
     ],
 )
 def test_a_measured_step_is_as_long_as_on_its_slowest_rank(ranks, times_ms):
-    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4, shape_of=lambda _: [25])
-    profile = measured_profile.combine_measurements(
-        [measured_by(*each) for each in ranks], ["only"], sizes, name="measured"
-    )
+    profile = measured_profile.combine_measurements([measured_by(*each) for each in ranks], ONE_TENSOR)
     times_ns = profile.backward_ns, profile.forward_ns, profile.tensors[0].update_ns
     assert times_ns == pytest.approx([1e6 * ms for ms in times_ms])
 
 
 def test_a_rank_of_which_no_step_is_known_is_an_error_that_all_hear():
-    sizes = mock.Mock(buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4, shape_of=lambda _: [25])
     with pytest.raises(gradcast.Error, match="no step could be measured, because backward failed in each of them"):
-        measured_profile.combine_measurements(
-            [measured_by((20, 10, 1)), measured_by(None)], ["only"], sizes, name="measured"
-        )
+        measured_profile.combine_measurements([measured_by((20, 10, 1)), measured_by(None)], ONE_TENSOR)
 
 
 @pytest.mark.parametrize("pack_ns_per_byte", [0.0, 1.5])

@@ -100,7 +100,7 @@ def test_a_confirmed_profile_whose_blocks_scatter_gets_another_plan(scatter):
         ]
         for step in range(8)
     ]
-    proposer = proposals.Proposer([each.name for each in profile.tensors], None, "overlap", 2, OPTIONS)
+    proposer = proposals.Proposer(None, "overlap", 2, OPTIONS)
     agreed = agreement.AgreedPlan(profile, plan)
     proposal = proposer.from_calibration(agreed, profile, calibration.CalibrationSteps(blocks, compute=[]))
     assert proposal.profile.to_json() == profile.to_json()

@@ -54,7 +54,7 @@ def test_the_baseline_is_not_expected_to_have_traffic_beside_its_forward_pass(mo
     given = profile_of(200, 100, 10)
     plan = _core.make_plan(given, given.link, mode=mode)
     agreed = agreement.AgreedPlan(given, plan, (0, 1), hold_iterations=7)
-    proposer = proposals.Proposer(["first", "last"], mock.Mock(), mode, 3, gradcast.Options())
+    proposer = proposals.Proposer(mock.Mock(), mode, 3, gradcast.Options())
     proposer.variation = StepVariation(link=(0.9, 1.1))
     steps = calibration.CalibrationSteps(blocks=[], compute=compute_steps([(240, 200, 20)] * 3))
     with mock.patch.object(proposals, "expect", return_value=None) as expect:
@@ -141,7 +141,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     profile = measured_profile.replace_link(profile_of(200, 100, 10), linear(1e5, 24.0))
     variation = StepVariation(call_ns=50e6)
     plan = _core.make_plan(profile, profile.link)
-    proposer = proposals.Proposer(["first", "last"], mock.Mock(), "overlap", 3, gradcast.Options())
+    proposer = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
     agreed = proposer._proposal(profile, plan, variation)
     assert agreed.further_calls == 1, "so nothing is shown"
     with mock.patch.object(_core, "Monitor") as monitor:
@@ -152,7 +152,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     baseline = dataclasses.replace(agreed, runs_as_baseline=True)
     assert proposer.from_compute(baseline, 310e6).profile.forward_ns == pytest.approx(100e6)
     waits = mock.Mock(certifies=False, certified_share_if=lambda _: 0.25)
-    clips = proposals.Proposer(["first", "last"], mock.Mock(), "overlap", 3, gradcast.Options(), waits)
+    clips = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options(), waits)
     assert clips._proposal(profile, plan, variation).further_calls == 0.25
 
 
@@ -194,7 +194,7 @@ def test_forward_updates_in_one_call_what_has_arrived_by_then():
 
 def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
     def proposer():
-        return proposals.Proposer(["first", "last"], mock.Mock(), "overlap", 3, gradcast.Options())
+        return proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
 
     profile = measured_profile.replace_link(profile_of(200, 100, 10), linear(1e5, 24.0))
     variation = StepVariation(call_ns=5e6)

@@ -33,9 +33,7 @@ class Travel:
         self._fragments, self._buffers = fragments, fragments.travelling
         self.exchange = GradientExchange(self._buffers, group, options)
         self._order = tuple(range(len(self._buffers.names)))
-        self._profile = layout_profile(
-            self._buffers.names, self._buffers, self._order, world_size=group.world_size, name="local steps"
-        )
+        self._profile = layout_profile(self._buffers, self._order, world_size=group.world_size, name="local steps")
         self.left: collections.deque[int] = collections.deque()
         self._first = -1
         self._follow(0)

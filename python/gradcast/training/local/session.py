@@ -21,7 +21,6 @@ from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.local_steps import make_schedule
 from gradcast.training.acceptance import Accepted
-from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.compat import fork
 from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.local.fragments import Fragments, entries
@@ -29,16 +28,14 @@ from gradcast.training.local.outer import MERGE, OuterOptimizer
 from gradcast.training.local.pacing import Pacing
 from gradcast.training.local.rounds import Rounds, Travel
 from gradcast.training.model_layout import ModelLayout
-from gradcast.training.no_sync import NoSyncBlocks
-from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.group_pool import lasting_group
-from gradcast.training.session_kinds import TrainingSession, require_attached
+from gradcast.training.session_kinds import Setup, TrainingSession, require_attached
 from gradcast.training.step import residuals
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.partial_step import is_called_by_scaler
-from gradcast.training.step.update_callbacks import UpdateCallbacks, is_inner_step
+from gradcast.training.step.update_callbacks import is_inner_step
 
 _log = logging.getLogger("gradcast")
 STATE_VERSION = 1
@@ -68,18 +65,11 @@ class LocalStepsSession(TrainingSession):
 
     mode = "local"
 
-    def __init__(
-        self,
-        accepted: Accepted,
-        optimizers: Sequence[Optimizer],
-        group: Group,
-        options: Options,
-        callbacks: UpdateCallbacks,
-    ) -> None:
-        self.callbacks, self.group, self._options = callbacks, group, options
+    def __init__(self, setup: Setup) -> None:
+        accepted, group, options = setup.accepted, setup.group, setup.options
+        self.callbacks, self._options = setup.callbacks, options
         self._inside = inside_hosts(accepted, group) if options.inner == "host" else None
-        self.no_sync_blocks = NoSyncBlocks(() if self._inside is None else self._inside.wrappers.values())
-        self.fence = CollectiveFence()
+        super().__init__(group, () if self._inside is None else self._inside.wrappers.values())
         self._module, self._parameters = accepted.module, accepted.parameters
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
@@ -91,10 +81,10 @@ class LocalStepsSession(TrainingSession):
         self._local_share = local_share if schedule.overlap else 0.0
         pacing = Pacing(accepted, options, group) if options.sync_every == "auto" else None
         self._rounds = Rounds(self._fragments, schedule, self._local_share, self._travel, group, pacing, options)
-        self._layout = ModelLayout(accepted.whole, optimizers, accepted.parameters.values())
+        self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
         self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(self._after_step))
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
+        self._hooks.append(setup.optimizers[-1].register_step_post_hook(self._after_step))
         if self._travel is not None:
             fork.watch(self)
         if group.rank == 0:

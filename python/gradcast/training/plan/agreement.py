@@ -117,7 +117,7 @@ def checkpoint_state(
 
 
 def reason_to_measure(
-    state: dict[str, Any], names: Sequence[str], sizes: GradientSizes, mode: str, here: MeasuredExchange, *, adapt: bool
+    state: dict[str, Any], sizes: GradientSizes, mode: str, here: MeasuredExchange, *, adapt: bool
 ) -> str | None:
     """Why neither the plan of a checkpoint can be followed here, nor one made from its profile for the workers of
     ``here``; None if one of these can. ``adapt``: the plan may be corrected later.
@@ -139,7 +139,7 @@ def reason_to_measure(
                 return f"it was made for {state['world_size']} workers, this training has {world_size}, and {why}"
         layout = _core.Profile.from_json(state["layout"])
         saved = {tensor.name: (tensor.bytes, tensor.buffer) for tensor in layout.tensors}
-        own = {name: (sizes.bytes_of(index), sizes.buffer_of[index]) for index, name in enumerate(names)}
+        own = {name: (sizes.bytes_of(index), sizes.buffer_of[index]) for index, name in enumerate(sizes.names)}
         if saved != own:
             differing = sorted(name for name in {*saved, *own} if saved.get(name) != own.get(name))
             return f"it was made for another model: {differing[0]} differs"

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from gradcast import _core, shares
@@ -39,10 +38,8 @@ class PlanController:
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        module: nn.Module,
         buffers: GradientBuffers,
+        module: nn.Module,
         group: Group,
         exchange: GradientExchange,
         trace: StepTrace,
@@ -52,12 +49,11 @@ class PlanController:
         clipping: NormClipping | None,
     ) -> None:
         """``clipping``: tells how often it lets a step wait for all gradients."""
-        self._names, self._parameters, self._buffers = list(names), list(parameters), buffers
-        self._module = module
+        self._buffers, self._module = buffers, module
         self._group, self.exchange, self._trace = group, exchange, trace
         self.mode, self._options = mode, options
         self.step_reports = StepReports(buffers, group.rank, group.world_size)
-        self.proposer = Proposer(names, buffers, mode, group.world_size, options, clipping, waits)
+        self.proposer = Proposer(buffers, mode, group.world_size, options, clipping, waits)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = buffers.flats[0].device.type == "cpu"
         self.alarms = StepAlarms(
@@ -73,8 +69,8 @@ class PlanController:
         self.interrupted = False  # how long the open iteration takes tells nothing
         self.balancing: Balancing | None = None
         # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
-        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in names]
-        self._phase: PlanPhase = self._begin_warmup(sorted(range(len(names)), key=is_gradient.__getitem__))
+        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in buffers.names]
+        self._phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
 
     @property
     def warmup(self) -> Warmup | None:
@@ -107,7 +103,7 @@ class PlanController:
             self.warmup.release()
         self.profile = _core.Profile.from_json(state["profile"])
         reads = agreement.unseen_reads(state)
-        self._add_unseen({self._names.index(name): read for name, read in reads.items()})
+        self._add_unseen({self._buffers.names.index(name): read for name, read in reads.items()})
         if state["world_size"] == self._group.world_size:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
             self._phase = self.start_plan(agreed, Following)
@@ -303,22 +299,13 @@ class PlanController:
 
     def _add_unseen(self, reads: dict[int, UnseenRead]) -> None:
         self.unseen_reads = agreed_reads([self.unseen_reads, reads])
-        self.proposer.read_first = {self._names[i] for i, read in self.unseen_reads.items() if not read.module}
+        self.proposer.read_first = {self._buffers.names[i] for i, read in self.unseen_reads.items() if not read.module}
         modules = {read.module for read in self.unseen_reads.values()} - {""}
         if modules and self.mode == "overlap":
             self.log(logging.INFO, f"{len(modules)} modules wait, when they begin, for weights that they read unseen")
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
-        warmup = Warmup(
-            self._names,
-            self._parameters,
-            self._module,
-            self._buffers,
-            self._group,
-            self.mode,
-            self._options,
-            order=order,
-        )
+        warmup = Warmup(self._buffers, self._module, self._group, self.mode, self._options, order=order)
         self.follow(warmup.agree_on_first_plan())
         return WarmingUp(self, warmup, change)
 
@@ -338,7 +325,7 @@ class PlanController:
         )
 
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
-        return agreement.agree(self._group, self._names, propose)
+        return agreement.agree(self._group, self._buffers.names, propose)
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())

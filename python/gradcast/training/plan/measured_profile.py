@@ -13,27 +13,23 @@ from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 
-def layout_profile(
-    names: Sequence[str], sizes: GradientSizes, order: Sequence[int], *, world_size: int, name: str
-) -> _core.Profile:
+def layout_profile(sizes: GradientSizes, order: Sequence[int], *, world_size: int, name: str) -> _core.Profile:
     """A profile that states an order and no times: tensors are needed one after the other and ready in reverse, 1 ns
     apart."""
     count = len(order)
     tensors = [
-        _tensor(names, sizes, index, ready_ns=count - 1 - position, need_ns=position, update_ns=0)
+        _tensor(sizes, index, ready_ns=count - 1 - position, need_ns=position, update_ns=0)
         for position, index in enumerate(order)
     ]
     return _core.Profile(name=name, forward_ns=count, backward_ns=count, tensors=tensors, world_size=world_size)
 
 
-def combine_measurements(
-    ranks: Sequence[Measurement], names: Sequence[str], sizes: GradientSizes, *, name: str
-) -> _core.Profile:
+def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> _core.Profile:
     """One profile of all ranks' measurements.
 
     Gradients are ready when they are on the slowest rank, since a block needs every rank's. Other times are medians.
     """
-    count = len(names)
+    count = len(sizes.names)
     typical = [compute_cost.typical_compute([[each] for each in rank.compute if each is not None]) for rank in ranks]
     backward_ns = max(each.backward_ns for each in typical)
     forward_ns = statistics.median(each.forward_ns for each in typical)
@@ -49,7 +45,6 @@ def combine_measurements(
         need_ns = 0.0 if needed_first else statistics.median(needs_ns)
         tensors.append(
             _tensor(
-                names,
                 sizes,
                 index,
                 ready_ns=round(min(ready_ns, backward_ns)),
@@ -58,7 +53,7 @@ def combine_measurements(
             )
         )
     profile = _core.Profile(
-        name=name,
+        name="measured",
         forward_ns=math.ceil(forward_ns),
         backward_ns=math.ceil(backward_ns),
         tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
@@ -66,7 +61,7 @@ def combine_measurements(
         link=None if len(ranks) == 1 else _measured_link(ranks),
     )
     # Through JSON, which rounds and sorts, so that the plan is made for exactly what a file of the profile holds.
-    profile = with_shapes(profile, {each: sizes.shape_of(index) for index, each in enumerate(names)})
+    profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.parameters, strict=True)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
 
@@ -90,11 +85,9 @@ def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile
     return _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"link": json.loads(link.to_json())}))
 
 
-def _tensor(
-    names: Sequence[str], sizes: GradientSizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float
-) -> _core.Tensor:
+def _tensor(sizes: GradientSizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float) -> _core.Tensor:
     return _core.Tensor(
-        name=names[index],
+        name=sizes.names[index],
         bytes=sizes.bytes_of(index),
         buffer=sizes.buffer_of[index],
         element_bytes=sizes.unit_bytes_of(index),

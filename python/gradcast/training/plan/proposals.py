@@ -77,7 +77,6 @@ class Proposer:
 
     def __init__(
         self,
-        names: Sequence[str],
         sizes: GradientSizes,
         mode: str,
         world_size: int,
@@ -87,7 +86,7 @@ class Proposer:
     ) -> None:
         """``mode``: of the plans. ``clipping``: tells how often it lets a step wait for all gradients. ``waits``: of
         the program's own; the profile has them already."""
-        self._names, self._sizes, self._mode, self._clipping = list(names), sizes, mode, clipping
+        self._sizes, self._mode, self._clipping = sizes, mode, clipping
         self._waits = waits
         self._world_size, self._options = world_size, options
         self._idle_saving_ns = 0.0  # found in the last warm-up
@@ -103,7 +102,7 @@ class Proposer:
         self._idle_saving_ns = warmup.idle_saving_ns
         path = self._options.plan_path
         if path is not None:
-            return pinned_proposal(path, self._names, self._sizes, self._modes, self._world_size)
+            return pinned_proposal(path, self._sizes, self._modes, self._world_size)
         plan = self._choose(profile, warmup.variation)
         proposal = self._proposal(profile, plan, warmup.variation)
         if change is None or proposal.baseline is None:
@@ -277,11 +276,10 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     return ddp_baseline.plan(profile, caps_bytes)
 
 
-def pinned_proposal(
-    path: str, names: Sequence[str], sizes: GradientSizes, modes: Sequence[str], world_size: int
-) -> AgreedPlan:
+def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan:
     """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
     plan, fields = load_plan(path)
+    names = sizes.names
     made_with = fields.get("made_with")
     tensors = made_with.get("tensors") if isinstance(made_with, dict) else None
     if not isinstance(tensors, list):
@@ -303,7 +301,7 @@ def pinned_proposal(
         )
     index_of = {name: index for index, name in enumerate(names)}
     order = [index_of[name] for name in tensors]
-    profile = measured_profile.layout_profile(names, sizes, order, world_size=world_size, name="pinned")
+    profile = measured_profile.layout_profile(sizes, order, world_size=world_size, name="pinned")
     plan.check(profile)
     if made_with.get("hash") != plan_hash(plan, profile):
         raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")

@@ -39,10 +39,8 @@ _PARTS = 4
 class Warmup:
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        module: nn.Module,
         sizes: GradientSizes,
+        module: nn.Module,
         group: Group,
         mode: str,
         options: Options,
@@ -50,19 +48,15 @@ class Warmup:
         order: Sequence[int],
     ) -> None:
         """``order``: of the parameters in the buffers."""
-        self._names = list(names)
-        self._parameters = list(parameters)
-        self._sizes = sizes
+        self._sizes, self._parameters = sizes, sizes.parameters
         self._group = group
         self._mode = mode
         self._options = options
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._steps = 0
         self._blocks: list[list[network_cost.Sample]] = []
         self._order = tuple(order)
-        self._profile = measured_profile.layout_profile(
-            names, sizes, self._order, world_size=group.world_size, name="warm-up"
-        )
+        self._profile = measured_profile.layout_profile(sizes, self._order, world_size=group.world_size, name="warm-up")
         plans = warmup_plans(self._profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         # Known on rank 0 once there is a profile.
@@ -70,13 +64,13 @@ class Warmup:
         self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
         # Known on all ranks once there is a profile: of parameters with unseen reads on some rank.
         self.unseen_reads: dict[int, UnseenRead] = {}
-        self.stopwatch = Stopwatch(parameters[0].device, len(names))
+        self.stopwatch = Stopwatch(self._parameters[0].device, len(self._parameters))
         self.watches_early = False  # reads between step() and forward are being watched
         self._search = ConsumerSearch(module, self._parameters, self.stopwatch.owner_started)
 
     def agree_on_first_plan(self) -> AgreedPlan:
         """Collective."""
-        return agreement.agree(self._group, self._names, lambda: AgreedPlan(self._profile, self._plans[0]))
+        return agreement.agree(self._group, self._sizes.names, lambda: AgreedPlan(self._profile, self._plans[0]))
 
     def watch_reads(self, on_read: Callable[[int], None]) -> None:
         """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then with
@@ -160,7 +154,7 @@ class Warmup:
         return self._group.computed_by_first(lambda: self._combined(ranks))
 
     def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
-        profile = measured_profile.combine_measurements(ranks, self._names, self._sizes, name="measured")
+        profile = measured_profile.combine_measurements(ranks, self._sizes)
         if profile.link is not None:
             hosts, wire = self._group.hosts, self._options.wire
             form = exchange_form(hosts, wire, on_device=self._parameters[0].device.type != "cpu")

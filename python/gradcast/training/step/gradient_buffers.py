@@ -62,41 +62,38 @@ class GradientRange:
 class GradientSizes:
     """The buffer that each parameter's gradient belongs to, and its size there: all that a profile needs to know.
 
-    ``wire``: the wire format of fp32 gradients.
+    ``names[i]``, ``parameters[i]``: the i-th parameter. ``wire``: the wire format of fp32 gradients.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], wire: str = "fp32") -> None:
-        self._parameters = list(parameters)
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], wire: str = "fp32") -> None:
+        self.names, self.parameters = list(names), list(parameters)
         self._wire = wire
         self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self.dtypes.index(parameter.dtype) for parameter in parameters]
-        floating = [index for index, each in enumerate(self._parameters) if each.is_floating_point()]
-        self.reports_index = max(floating, key=lambda index: self._parameters[index].numel())
+        floating = [index for index, each in enumerate(self.parameters) if each.is_floating_point()]
+        self.reports_index = max(floating, key=lambda index: self.parameters[index].numel())
 
     def has_groups(self, index: int) -> bool:
         """Whether this gradient travels in groups."""
-        return self._wire == "int8" and self._parameters[index].dtype == torch.float32
+        return self._wire == "int8" and self.parameters[index].dtype == torch.float32
 
     def flag_offset_of(self, index: int) -> int:
         """Elements in front of the usage flag."""
-        count = self._parameters[index].numel()
+        count = self.parameters[index].numel()
         return _multiple(count, GROUP_ELEMENTS) if self.has_groups(index) else count
 
     def elements_of(self, index: int) -> int:
         """Elements of the gradient, its usage flag, the step reports (of one parameter), and padding."""
         count = self.flag_offset_of(index) + self._marks_of(index)
-        alignment = ALIGNMENT_BYTES // self._parameters[index].element_size()
+        alignment = ALIGNMENT_BYTES // self.parameters[index].element_size()
         return _multiple(count, GROUP_ELEMENTS if self.has_groups(index) else alignment)
 
     def bytes_of(self, index: int) -> int:
-        return self.elements_of(index) * self._parameters[index].element_size()
+        return self.elements_of(index) * self.parameters[index].element_size()
 
     def unit_bytes_of(self, index: int) -> int:
         """What a plan must not cut: an element or a group."""
-        return self._parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
-
-    def shape_of(self, index: int) -> torch.Size:
-        return self._parameters[index].shape
+        return self.parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
 
     def _marks_of(self, index: int) -> int:
         """The usage flag and the step reports, if this parameter has them."""
@@ -104,9 +101,9 @@ class GradientSizes:
 
 
 class GradientBuffers(GradientSizes):
-    """``flats[b]`` is the b-th buffer (1-d); ``views[i]`` is the gradient of the i-th parameter, in its buffer;
-    ``names[i]`` is that parameter's name. ``residuals[b]``: of the b-th buffer, as large, if its gradients have groups;
-    ``with_groups``: the parameters of which that is so.
+    """``flats[b]`` is the b-th buffer (1-d); ``views[i]`` is the gradient of the i-th parameter, in its buffer.
+    ``residuals[b]``: of the b-th buffer, as large, if its gradients have groups; ``with_groups``: the parameters of
+    which that is so.
 
     A view has its parameter's shape and dtype and, if the parameter is dense, its strides, as autograd makes gradients.
     """
@@ -120,13 +117,12 @@ class GradientBuffers(GradientSizes):
         allocating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """``allocating``: put around each allocation of a buffer."""
-        super().__init__(parameters, wire)
-        self.names = list(names)
+        super().__init__(names, parameters, wire)
         self._allocating = allocating
         self._world_size = world_size
         self._unused = min(_UNUSED, _ALL_UNUSED_MAX / (2 * world_size))
         self.flats = [self._new_flat(buffer) for buffer in range(len(self.dtypes))]
-        self.with_groups = [index for index in range(len(self._parameters)) if self.has_groups(index)]
+        self.with_groups = [index for index in range(len(self.parameters)) if self.has_groups(index)]
         self.residuals = {
             buffer: torch.zeros_like(self.flats[buffer]) for buffer in {self.buffer_of[i] for i in self.with_groups}
         }
@@ -135,15 +131,15 @@ class GradientBuffers(GradientSizes):
         self.apart: set[int] = set()  # parameters whose .grad has memory of its own
         self._flags: list[torch.Tensor] = []  # by parameter: its usage flag, one element
         self._flag_offsets: list[torch.Tensor] = []  # by buffer: the offsets of its usage flags
-        self._offsets = [0] * len(self._parameters)  # by parameter: of its gradient, in elements
+        self._offsets = [0] * len(self.parameters)  # by parameter: of its gradient, in elements
         self._members: list[list[int]] = []  # by buffer: its parameters, in the order of the offsets
         self.reports = torch.Tensor()  # REPORT_ELEMENTS elements
         self.layout: tuple[GradientRange, ...] = ()
-        self.lay_out(range(len(self._parameters)))
+        self.lay_out(range(len(self.parameters)))
 
     @property
     def size_bytes(self) -> int:
-        return sum(map(self.bytes_of, range(len(self._parameters))))
+        return sum(map(self.bytes_of, range(len(self.parameters))))
 
     def move_out(self) -> None:
         """Moves gradients out of the buffers, except those that the program keeps, and frees the memory. This object
@@ -174,7 +170,7 @@ class GradientBuffers(GradientSizes):
 
     def residual_of(self, index: int) -> torch.Tensor:
         """The residual of a gradient that has groups, like its view."""
-        return _view(self.residuals[self.buffer_of[index]], self._offsets[index], self._parameters[index])
+        return _view(self.residuals[self.buffer_of[index]], self._offsets[index], self.parameters[index])
 
     def groups(self, buffer: int) -> list[tuple[int, int, bool, int]]:
         """The segments of a buffer with groups: first element, number of elements, whether they travel exactly, and the
@@ -186,7 +182,7 @@ class GradientBuffers(GradientSizes):
         """
         segments = []
         for index in self._members[buffer]:
-            lo, parameter = self._offsets[index], self._parameters[index]
+            lo, parameter = self._offsets[index], self.parameters[index]
             if parameter.numel() > 0:
                 segments.append((lo, parameter.numel(), parameter.dim() < 2, index % self._world_size))
             segments.append((lo + self.flag_offset_of(index), self._marks_of(index), True, index % self._world_size))
@@ -224,12 +220,12 @@ class GradientBuffers(GradientSizes):
         """Makes a new view in the buffer."""
         where = next(each for each in self.layout if each.name == self.names[index])
         offset = where.lo_bytes // where.dtype.itemsize
-        self.views[index] = _view(self.flats[where.buffer], offset, self._parameters[index])
+        self.views[index] = _view(self.flats[where.buffer], offset, self.parameters[index])
 
     def is_kept(self, known: Sequence[list[torch.Tensor | None]]) -> bool:
         """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite.
         ``known``: what else of ours refers to views, by parameter."""
-        held = extension.load().any_view_held(self.views, self._parameters, list(known))
+        held = extension.load().any_view_held(self.views, self.parameters, list(known))
         return held or not self.are_in_place(None)
 
     def keep_apart(self, indices: Iterable[int]) -> None:
@@ -252,8 +248,8 @@ class GradientBuffers(GradientSizes):
         residuals = {i: self.residual_of(i).clone() for i in self.with_groups}
         reports = self.reports.clone()
         left_behind = {self.buffer_of[index] for index in kept}
-        self.views = [torch.Tensor()] * len(self._parameters)
-        self._flags = [torch.Tensor()] * len(self._parameters)
+        self.views = [torch.Tensor()] * len(self.parameters)
+        self._flags = [torch.Tensor()] * len(self.parameters)
         for buffer, flat in enumerate(self.flats):
             if buffer in left_behind:
                 self.flats[buffer] = self._new_flat(buffer)
@@ -266,7 +262,7 @@ class GradientBuffers(GradientSizes):
         self._members = [[] for _ in self.flats]
         flags: list[list[int]] = [[] for _ in self.flats]
         for index in order:
-            parameter, buffer = self._parameters[index], self.buffer_of[index]
+            parameter, buffer = self.parameters[index], self.buffer_of[index]
             lo = self._offsets[index] = offsets[buffer]
             end = offsets[buffer] = lo + self.elements_of(index)
             flag = lo + self.flag_offset_of(index)
@@ -284,7 +280,7 @@ class GradientBuffers(GradientSizes):
         self._flag_offsets = [torch.tensor(at, device=flat.device) for at, flat in zip(flags, self.flats, strict=True)]
         for index, gradient in moving.items():
             self.views[index].copy_(gradient)
-            self._parameters[index].grad = self.views[index]
+            self.parameters[index].grad = self.views[index]
         for index, residual in residuals.items():
             self.residual_of(index).copy_(residual)
         if len(reports) > 0:
@@ -294,11 +290,11 @@ class GradientBuffers(GradientSizes):
         members = [index for index, each in enumerate(self.buffer_of) if each == buffer]
         count = sum(self.elements_of(index) for index in members)
         with self._allocating():
-            return torch.zeros(count, dtype=self.dtypes[buffer], device=self._parameters[members[0]].device)
+            return torch.zeros(count, dtype=self.dtypes[buffer], device=self.parameters[members[0]].device)
 
     def _pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each view with its parameter; empty before the first layout."""
-        return zip(self.views, self._parameters[: len(self.views)], strict=True)
+        return zip(self.views, self.parameters[: len(self.views)], strict=True)
 
     def _kept(self) -> list[int]:
         """Parameters whose view the program keeps, whether it is the ``.grad`` or not."""
