@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from gradcast.errors import Error
 from gradcast.random_state import random_state
 from gradcast.snapshots.agreement import Agreement
 from gradcast.snapshots.frequency import PlannedStep, StepTimes
+from gradcast.snapshots.options import SnapshotOptions
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
@@ -64,16 +65,10 @@ class Snapshots:
         optimizers: Sequence[Optimizer],
         session: Callable[[], TrainingSession],
         plan_state: Callable[[], dict[str, Any]],
-        *,
         start_step: int,
-        overhead: float,
-        keep: int,
-        every: int | None,
-        loader: Any,
-        extra: Mapping[str, Any],
+        options: SnapshotOptions,
         pace: Pace,
         planned: Callable[[], PlannedStep | None] | None,
-        signals: Sequence[int],
     ) -> None:
         """``session``: the present one. ``plan_state``: its state_dict(), with local steps without the parameters."""
         self._place, self._optimizers = place, list(optimizers)
@@ -81,25 +76,15 @@ class Snapshots:
         self._session, self._plan_state = session, plan_state
         self._is_local = session().mode == "local"
         self._prefix = local_path(place.rank) if self._is_local else ()
-        self._loader, self._extra = loader, dict(extra)
+        self._loader, self._extra = options.loader, options.extra
         self._device = next(module.parameters()).device
         self._copies: Copies | None = None
         self._taken: _Taken | None = None
         self._last_step_s: float | None = None  # when it ended
         self._step_times = StepTimes()
-        self._schedule = Schedule(start_step, start_step + (every or _FIRST_STEPS))
-        frequency = {"overhead": overhead, "keep": keep, "every": every}
-        self._writer = Writer(
-            place,
-            agreement,
-            self._schedule,
-            self._step_times,
-            **frequency,
-            pace=pace,
-            planned=planned,
-            looks=bool(signals),
-        )
-        self._signals = Signals(signals, self._writer.ask_for_last)
+        self._schedule = Schedule(start_step, start_step + (options.every or _FIRST_STEPS))
+        self._writer = Writer(place, agreement, self._schedule, self._step_times, options, pace, planned)
+        self._signals = Signals(options.signals, self._writer.ask_for_last)
         self._has_ended = False
         self._registration: Any = None
         self._hooks: list[Any] = []

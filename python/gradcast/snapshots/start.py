@@ -18,6 +18,7 @@ from gradcast.intervals import united
 from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement, store_of
 from gradcast.snapshots.frequency import PlannedStep
+from gradcast.snapshots.options import SnapshotOptions
 from gradcast.snapshots.resuming import resumed
 from gradcast.snapshots.sampler import PlaceInData
 from gradcast.snapshots.snapshots import Snapshots
@@ -41,15 +42,9 @@ def start(
     module: nn.Module,
     folder: str | Path,
     optimizer: Optimizer | Sequence[Optimizer] | None,
-    *,
-    extra: dict[str, Any],
-    loader: Any,
-    write_bytes_per_s: float | None,
-    over_network: bool,
-    signals: Sequence[int],
-    **frequency: Any,
+    options: SnapshotOptions,
 ) -> Snapshots:
-    """The arguments of handle.snapshots."""
+    """See Handle.snapshots."""
     folder = Path(folder).resolve()
     optimizers = [each() for each in handle._optimizers]
     if optimizer is not None:
@@ -61,16 +56,17 @@ def start(
     start_step = 0 if before is None else before.step
     failure = None
     try:
-        _require_arguments(folder, before is not None, loader, extra, optimizers, write_bytes_per_s, **frequency)
+        _require_arguments(folder, before is not None, optimizers, options)
         group_names(optimizers, {id(parameter): name for name, parameter in module.named_parameters()})
     except Error as error:
         failure = str(error)
-    options = {**frequency, "extra": sorted(extra), "loader": loader is not None, "signals": list(map(int, signals))}
-    options["plan"] = before is not None and before.plan is not None
-    name, place = agree_on_folder(handle._session.group, folder, start_step, options, failure)
+    alike: dict[str, Any] = {name: getattr(options, name) for name in ("overhead", "keep", "every")}
+    alike |= {"extra": sorted(options.extra), "loader": options.loader is not None}
+    alike |= {"signals": list(map(int, options.signals)), "plan": before is not None and before.plan is not None}
+    name, place = agree_on_folder(handle._session.group, folder, start_step, alike, failure)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
-    paces = over_network and place.world_size > 1 and hasattr(handle._session, "exchange")
+    paces = options.over_network and place.world_size > 1 and hasattr(handle._session, "exchange")
     snapshots = Snapshots(
         place,
         Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
@@ -78,13 +74,10 @@ def start(
         optimizers,
         lambda: handle._session,
         _plan_state(handle),
-        start_step=start_step,
-        loader=loader,
-        extra=extra,
-        pace=store.Pace(write_bytes_per_s, (lambda: handle._session.exchange.busy) if paces else None),
-        planned=(lambda: planned_step(handle._session)) if paces else None,
-        signals=signals,
-        **frequency,
+        start_step,
+        options,
+        store.Pace(options.write_bytes_per_s, (lambda: handle._session.exchange.busy) if paces else None),
+        (lambda: planned_step(handle._session)) if paces else None,
     )
     hooks = [each().register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in handle._called]
     hooks += [each.register_step_pre_hook(snapshots.before_step) for each in optimizers]
@@ -93,7 +86,7 @@ def start(
 
 
 def agree_on_folder(
-    group: Group, folder: Path, start_step: int, options: dict[str, Any], failure: str | None
+    group: Group, folder: Path, start_step: int, alike: dict[str, Any], failure: str | None
 ) -> tuple[str, Place]:
     """Returns a new name for these snapshots, and what this rank does for them. Collective. ``failure``: why this rank
     cannot take any. Raises Error(invalid_use) on every rank if one cannot, or if they do not ask for the same."""
@@ -106,7 +99,7 @@ def agree_on_folder(
     except OSError as error:
         failure = f"rank {group.rank} cannot write into the folder {folder} ({error}); name one that can be written"
     try:
-        answers = group.gather((failure, start_step, options))
+        answers = group.gather((failure, start_step, alike))
         first = next((each for each, _, _ in answers if each is not None), None)
         if first is not None:
             raise refused(first)
@@ -161,22 +154,18 @@ def _seen(folder: Path, name: str, world_size: int) -> tuple[int, ...]:
 def _require_arguments(
     folder: Path,
     goes_on: bool,
-    loader: Any,
-    extra: dict[str, Any],
     optimizers: Sequence[Optimizer],
-    write_bytes_per_s: float | None,
-    overhead: float,
-    keep: int,
-    every: int | None,
+    options: SnapshotOptions,
 ) -> None:
     """Raises Error(invalid_use). ``goes_on``: from the snapshots in the folder."""
+    overhead, keep, every = options.overhead, options.keep, options.every
     if not optimizers:
         raise refused("a snapshot needs the optimizer, which hook mode is not given: handle.snapshots(optimizer=...)")
     if overhead <= 0 or keep < 1 or (every is not None and every < 1):
         raise refused(f"overhead={overhead}, keep={keep}, every={every}; give a share above 0, and numbers from 1 on")
-    if write_bytes_per_s is not None and write_bytes_per_s <= 0:
-        raise refused(f"write_bytes_per_s={write_bytes_per_s}; give bytes per second above 0, or leave it out")
-    for name, each in {"loader": loader, **extra}.items():
+    if options.write_bytes_per_s is not None and options.write_bytes_per_s <= 0:
+        raise refused(f"write_bytes_per_s={options.write_bytes_per_s}; give bytes per second above 0, or leave it out")
+    for name, each in {"loader": options.loader, **options.extra}.items():
         if each is not None and not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise refused(
                 f"{name} is a {type(each).__name__} without state_dict() and load_state_dict(); for a DataLoader, pass "

@@ -19,6 +19,7 @@ from typing import Any
 
 from gradcast.snapshots import frequency, store
 from gradcast.snapshots.agreement import Agreement, LeftError
+from gradcast.snapshots.options import SnapshotOptions
 from gradcast.snapshots.schedule import Schedule
 
 _log = logging.getLogger("gradcast")
@@ -70,19 +71,14 @@ class Writer:
         agreement: Agreement,
         schedule: Schedule,
         times: frequency.StepTimes,
-        *,
-        overhead: float,
-        keep: int,
-        every: int | None,
+        options: SnapshotOptions,
         pace: store.Pace,
         planned: Callable[[], frequency.PlannedStep | None] | None,
-        looks: bool,
     ) -> None:
-        """``planned``: a step, for writes over the training's network. ``looks``: for ranks that want a snapshot
-        soon."""
+        """``planned``: a step, for writes over the training's network."""
         self._place, self._agreement, self._schedule, self._times = place, agreement, schedule, times
-        self._overhead, self._keep, self._every, self._pace, self._planned = overhead, keep, every, pace, planned
-        self._look_s = _LOOK_S if looks else None
+        self._options, self._pace, self._planned = options, pace, planned
+        self._look_s = _LOOK_S if options.signals else None
         self._layout = store.Layout()
         self._changed = threading.Condition()
         self._waiting: Written | None = None
@@ -245,7 +241,7 @@ class Writer:
         if not self._place.completes or outcome.error is not None:
             return
         try:
-            store.keep_newest(self._place.folder, self._keep)
+            store.keep_newest(self._place.folder, self._options.keep)
         except OSError as error:
             if not self._deletion_fails:
                 _log.warning("an old snapshot in %s cannot be removed (%s)", self._place.folder, error)
@@ -279,7 +275,7 @@ class Writer:
     def _agree_on_next(self, step: int, outcome: _Outcome) -> None:
         medians_s = self._costs.medians_s()
         write_s, cost_s, step_s = medians_s or (outcome.write_s, outcome.cost_s, outcome.step_s)
-        every = self._every or frequency.steps_between(write_s, cost_s, step_s, self._overhead)
+        every = self._options.every or frequency.steps_between(write_s, cost_s, step_s, self._options.overhead)
         self._tell(every, write_s, cost_s, step_s, outcome.network_s)
         soon = self._agreement.decide(None, lambda _: self._agreement.is_asked_for_one() and not self._is_served)
         self._choose(outcome.step, lambda now: step + every * max(1, math.ceil((now - step) / every)), soon, None)

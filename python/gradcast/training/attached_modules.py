@@ -13,15 +13,14 @@ from gradcast.training.session_kinds import Attached
 attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]]" = weakref.WeakKeyDictionary()
 
 
-def forget(attached: Attached) -> None:
-    """From now on nothing says that gradcast is attached to these modules."""
+def detach(attached: Attached, wait_s: float | None = None) -> None:
+    """Completes what is in flight, logs the summary, and gives the module back. Idempotent. ``wait_s``: see
+    Handle.detach."""
     for module, reference in list(attached_modules.items()):
         if reference() is attached:
             del attached_modules[module]
-
-
-def detach(attached: Attached, wait_s: float | None = None) -> None:
-    """Completes what is in flight, logs the summary, and gives the module back. ``wait_s``: see Handle.detach."""
+    if attached.released:
+        return
     flushed = False
     try:
         if not attached.session.released:  # True if a session has ended and the next one could not begin
@@ -35,9 +34,8 @@ def detach(attached: Attached, wait_s: float | None = None) -> None:
 
 def detach_left(module: nn.Module) -> None:
     """Detaches what a training that ended with an error has left on the module. Collective, as the error was."""
-    left = attached_modules.pop(unwrapped(module), None)
-    attached = None if left is None else left()
-    if attached is not None and not attached.released:
+    attached = attached_to(module)
+    if attached is not None:
         detach(attached)
 
 

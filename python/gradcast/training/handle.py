@@ -16,7 +16,7 @@ from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import Error, refused
 from gradcast.files import write_text
-from gradcast.training.attached_modules import close_at_exit, detach, forget
+from gradcast.training.attached_modules import close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.session_kinds import Attached, TrainingSession, require_attached
@@ -264,25 +264,16 @@ class Handle:
         Raises Error(invalid_use), on every rank, if the folder cannot be written, or if it holds snapshots that this
         program has not resumed.
         """
+        from gradcast.snapshots.options import SnapshotOptions
         from gradcast.snapshots.start import start
 
         if self._snapshots is not None:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree
-        self._snapshots = start(
-            self,
-            self._require_module(),
-            folder,
-            optimizer,
-            overhead=overhead,
-            keep=keep,
-            every=every,
-            loader=loader,
-            extra=dict(extra or {}),
-            write_bytes_per_s=write_bytes_per_s,
-            over_network=over_network,
-            signals=signals,
+        options = SnapshotOptions(
+            overhead, keep, every, loader, dict(extra or {}), write_bytes_per_s, over_network, signals
         )
+        self._snapshots = start(self, self._require_module(), folder, optimizer, options)
         return self._snapshots
 
     def _follow(self, snapshots: "Snapshots") -> "UpdateRegistration":
@@ -333,14 +324,7 @@ class Handle:
             if self._snapshots is not None and not self._attached.released and wait_s is None:
                 self._snapshots.close()
         finally:
-            self._detach(wait_s)
-
-    def _detach(self, wait_s: float | None) -> None:
-        try:
-            if not self._attached.released:
-                detach(self._attached, wait_s)
-        finally:
-            forget(self._attached)
+            detach(self._attached, wait_s)
 
     def _view(self) -> SessionView:
         """For gradcast's own tools; no stable interface. See session_view.py."""

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcast.errors import Error
 from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
@@ -95,19 +94,12 @@ class Session(SessionBase):
             self._module_buffers.on_sent()
 
     def close_at_exit(self, *, failed: bool) -> None:
-        if self.released:
-            return
-        ended_well = False
-        try:
-            # After an error the other ranks may never answer: give up what is in flight instead of waiting for them.
-            if not failed:
-                self.finish()
-                ended_well = True
-        except Error as error:
-            _log.error("at the end of the program: %s", error)
-        finally:
-            self.exchange.shutdown()
-            self.group.leave(reusable=ended_well)
+        if not self.released:
+            self._close_exchange(self.exchange, None if failed else self._finish_at_exit)
+
+    def _finish_at_exit(self) -> bool:
+        self.finish()
+        return True
 
     # --- For the attachment ---
 

@@ -8,7 +8,8 @@ DisabledSession      GRADCAST_DISABLE is set: stock DDP trains the module (disab
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradcast import _core
 from gradcast.alarms import Alarm
-from gradcast.errors import refused
+from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
 from gradcast.training.collective_fence import CollectiveFence
 from gradcast.training.no_sync import NoSyncBlocks
@@ -30,9 +31,12 @@ from gradcast.training.stats import base_stats
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientRange
+from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import check_single
+
+_log = logging.getLogger("gradcast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +163,17 @@ class TrainingSession:
 
     def close_at_exit(self, *, failed: bool) -> None:
         """The interpreter exits. ``failed``: by an error, so that other ranks may never answer."""
+
+    def _close_exchange(self, exchange: GradientExchange, finish: Callable[[], bool] | None) -> None:
+        """``finish``: completes what is in flight, and returns whether nothing has failed. None: that is given up."""
+        ended_well = False
+        try:
+            ended_well = finish is not None and finish()
+        except Error as error:
+            _log.error("at the end of the program: %s", error)
+        finally:
+            exchange.shutdown()
+            self.group.leave(reusable=ended_well)
 
 
 _NO_ROUNDS = (

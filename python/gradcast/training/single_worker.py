@@ -2,6 +2,7 @@
 workers (``gradcast simulate``). After them nothing of gradcast is left in the training loop.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -40,20 +41,21 @@ class SingleWorkerSession(TrainingSession):
         ]
 
     def release(self, *, reusable: bool) -> None:
-        self._unhook()
+        self._end_warmup()
+        self._leave_steps()
         if self.early_clipping is not None:
             self.early_clipping.remove()
         self.released = True
 
-    def _unhook(self, leave_steps: bool = False) -> None:
+    def _end_warmup(self) -> None:
+        self._is_warming_up = False
         self._warmup.release()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        if not leave_steps:
-            for interception in self._interceptions:
-                interception.remove()
-            self._interceptions = []
+
+    def _leave_steps(self) -> None:
+        for interception in self._interceptions:
+            interception.remove()
 
     def _before_forward(self, module: nn.Module, _: Any, compiled: bool) -> None:
         if not compiled and torch.is_grad_enabled() and module.training:
@@ -80,14 +82,10 @@ class SingleWorkerSession(TrainingSession):
             self._end_step()
 
     def _on_step(self, number: int) -> None:
-        interception = self._interceptions[number]
         if self.early_clipping is not None:
             self.early_clipping.before_step()
-        if self._is_warming_up:
-            with self._warmup.stopwatch.updating():
-                interception.run_whole()
-        else:
-            interception.run_whole()
+        with self._warmup.stopwatch.updating() if self._is_warming_up else contextlib.nullcontext():
+            self._interceptions[number].run_whole()
         if self._is_warming_up and number == len(self._interceptions) - 1:
             self._end_step()
 
@@ -95,5 +93,6 @@ class SingleWorkerSession(TrainingSession):
         self.steps += 1
         if self._warmup.step_ended(None) is None:
             self.profile = self._warmup.profile([])
-            self._is_warming_up = False
-            self._unhook(leave_steps=self.early_clipping is not None)
+            self._end_warmup()
+            if self.early_clipping is None:
+                self._leave_steps()

@@ -221,44 +221,38 @@ class Fragments:
         has returned, to use its memory again, or an empty dict; on the host. Then ``local`` is of buffers that the
         module's state dict lacks."""
         found: dict[str, torch.Tensor] = {} if into is None else into
-        flats: dict[str, torch.Tensor] = {}
-        for piece in self._all():
-            source = None if what == "local" else getattr(piece, what)
-            if source is None and what != "local":
+        for part, elements in self._parts(what):
+            name, tensor = part.entry.name, part.entry.tensor
+            if what == "local" and into is not None and part.entry.is_persistent:
                 continue
-            for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
-                name, tensor = part.entry.name, part.entry.tensor
-                if what == "local" and into is not None and part.entry.is_persistent:
-                    continue
-                if name not in found:
-                    dtype = tensor.dtype if source is None else source.dtype
-                    device = tensor.device if into is None else "cpu"
-                    found[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-                if name not in flats:
-                    flats[name] = found[name].as_strided((tensor.numel(),), (1,))
-                flats[name][part.lo : part.hi] = local if source is None else source[place]
+            if name not in found:
+                device = tensor.device if into is None else "cpu"
+                found[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=elements.dtype, device=device)
+            found[name].as_strided((tensor.numel(),), (1,))[part.lo : part.hi] = elements
         return found
 
     @torch.no_grad()
     def restore(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """The opposite of ``by_name``. REQUIRES: ``refusal_of`` is None."""
-        for piece in self._all():
-            target = None if what == "local" else getattr(piece, what)
-            if target is None and what != "local":
+        for part, elements in self._parts(what):
+            name, tensor = part.entry.name, part.entry.tensor
+            if what == "local" and name not in tensors:  # it came with the model
                 continue
-            for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
-                tensor = part.entry.tensor
-                if what == "local" and part.entry.name not in tensors:  # it came with the model
-                    continue
-                given = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensors[part.entry.name].dtype)
-                given.copy_(tensors[part.entry.name])
-                (local if target is None else target[place]).copy_(
-                    given.as_strided((tensor.numel(),), (1,))[part.lo : part.hi]
-                )
+            given = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensors[name].dtype)
+            given.copy_(tensors[name])
+            elements.copy_(given.as_strided((tensor.numel(),), (1,))[part.lo : part.hi])
 
-    def refusal_of(self, tensors: Mapping[str, torch.Tensor], *, with_buffers: bool = True) -> str | None:
+    def _parts(self, what: str) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Each part with its elements of ``values``, ``momentum`` or ``local``, 1-d."""
+        for piece in self._all():
+            held = piece.values if what == "local" else getattr(piece, what)
+            if held is not None:
+                for part, (local, place) in zip(piece.parts, piece.rows(), strict=True):
+                    yield part, local if what == "local" else held[place]
+
+    def refusal_of(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """The first difference between these and the entries, in words."""
-        own = {each.name: tuple(each.tensor.shape) for each in self._entries if with_buffers or not each.is_buffer}
+        own = {each.name: tuple(each.tensor.shape) for each in self._entries}
         theirs = {name: tuple(each.shape) for name, each in tensors.items()}
         for name in [*own, *theirs]:
             if own.get(name) != theirs.get(name):

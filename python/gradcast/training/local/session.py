@@ -219,19 +219,17 @@ class LocalStepsSession(TrainingSession):
             )  # fmt: skip
 
     def close_at_exit(self, *, failed: bool) -> None:
-        if self.released or self._travel is None:
-            return
-        ended_well = False
-        try:
-            if not failed:
-                self.flush()
-                self._warn_of_open_round()
-                ended_well = not self._rounds.has_failed and not self._rounds.has_open_iteration
-        except Error as error:
-            _log.error("at the end of the program: %s", error)
-        finally:
-            self._travel.exchange.shutdown()
-            self.group.leave(reusable=ended_well)
+        if not self.released and self._travel is not None:
+            self._close_exchange(self._travel.exchange, None if failed else self._finish_at_exit)
+
+    def _finish_at_exit(self) -> bool:
+        self.flush()
+        self._warn_of_open_round()
+        return self._is_reusable
+
+    @property
+    def _is_reusable(self) -> bool:
+        return not self._rounds.has_failed and not self._rounds.has_open_iteration
 
     def release(self, *, reusable: bool) -> None:
         for hook in self._hooks:
@@ -239,9 +237,7 @@ class LocalStepsSession(TrainingSession):
         if self._inside is not None:
             self._inside.remove()
         if self._travel is not None:
-            reusable = reusable and not self._rounds.has_failed and not self._rounds.has_open_iteration
-            self._travel.exchange.shutdown()
-            self.group.leave(reusable=reusable)
+            self._close_exchange(self._travel.exchange, (lambda: self._is_reusable) if reusable else None)
         self.released = True
 
     def abandon(self) -> None:

@@ -31,6 +31,7 @@ from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientBu
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 _log = logging.getLogger("gradcast")
+_AGREEMENT = "the agreement on the plan"
 
 
 class PlanController:
@@ -184,22 +185,21 @@ class PlanController:
 
     def agree_on_measured_plan(self, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
         """Collective."""
-        with self.exchange.watch.waiting("the agreement on the plan"):
+        with self.exchange.watch.waiting(_AGREEMENT):
             self.profile = warmup.profile(self._buffers.flats)
-            warmup.release()
-            self._add_unseen(warmup.unseen_reads)
-            return self._agree(lambda: self.proposer.from_warmup(self.profile, warmup, change))
+        warmup.release()
+        self._add_unseen(warmup.unseen_reads)
+        return self._agree(lambda: self.proposer.from_warmup(self.profile, warmup, change))
 
     def agree_on_calibrated_plan(self, calibration_: Calibration) -> AgreedPlan:
         """Collective."""
-        with self.exchange.watch.waiting("the agreement on the plan"):
+        with self.exchange.watch.waiting(_AGREEMENT):
             steps = calibration_.gather(self._group)
-            return self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
+        return self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
 
     def plan_for_certified_share(self, present: PlanPhase) -> PlanPhase:
         """``present``: the phase that stays if the plan does. Collective."""
-        with self.exchange.watch.waiting("the agreement on the plan"):
-            agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
+        agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
         self.log(logging.INFO, self.proposer.share_sentence(self.agreed, agreed))
         if self.keep_if_confirmed(agreed):
             return present
@@ -222,8 +222,7 @@ class PlanController:
 
     def _plan_for_compute(self, busy_ns: float) -> PlanPhase:
         """``busy_ns``: compute of the slowest rank. Collective."""
-        with self.exchange.watch.waiting("the agreement on the plan"):
-            agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
+        agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
         self.profile = agreed.profile
         phase = self.start_plan(agreed, Calibrating)
         self.describe()
@@ -325,7 +324,8 @@ class PlanController:
         )
 
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
-        return agreement.agree(self._group, self._buffers.names, propose)
+        with self.exchange.watch.waiting(_AGREEMENT):
+            return agreement.agree(self._group, self._buffers.names, propose)
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())

@@ -104,10 +104,8 @@ class Proposer:
         if path is not None:
             return pinned_proposal(path, self._sizes, self._modes, self._world_size)
         plan = self._choose(profile, warmup.variation)
-        proposal = self._proposal(profile, plan, warmup.variation)
-        if change is None or proposal.baseline is None:
-            return proposal
-        return dataclasses.replace(proposal, hold_iterations=change.hold_iterations(profile, plan))
+        hold_iterations = 0 if change is None else change.hold_iterations(profile, plan)
+        return self._proposal(profile, plan, warmup.variation, hold_iterations=hold_iterations)
 
     def from_calibration(self, agreed: AgreedPlan, profile: _core.Profile, steps: CalibrationSteps) -> AgreedPlan:
         """The plan in force if its first steps confirm the profile that it was made for, otherwise a new one."""
@@ -132,15 +130,12 @@ class Proposer:
         variation = StepVariation(link_spread, factors, self.variation.call_ns)
         is_confirmed = link is None and compute is None
         plan = self._choose(corrected, variation, present=agreed.plan if is_confirmed else None)
-        proposal = self._proposal(corrected, plan, variation, baseline_profile)
-        return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
+        return self._proposal(corrected, plan, variation, baseline_profile, agreed.hold_iterations)
 
     def from_certified_share(self, agreed: AgreedPlan) -> AgreedPlan:
         """A plan for the share of steps that clipping certifies now; nothing is measured anew."""
-        profile = agreed.profile
-        plan = self._choose(profile, self.variation)
-        proposal = self._proposal(profile, plan, self.variation, self._baseline_profile)
-        return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
+        plan = self._choose(agreed.profile, self.variation)
+        return self._proposal(agreed.profile, plan, self.variation, self._baseline_profile, agreed.hold_iterations)
 
     def from_compute(self, agreed: AgreedPlan, busy_ns: float) -> AgreedPlan:
         """A plan for another compute time of the slowest rank, ns; nothing is measured anew."""
@@ -151,8 +146,7 @@ class Proposer:
         factors = compute_cost.ComputeFactors(backward=factor, forward=factor, update=1.0)
         profile = compute_cost.scale_compute(profile, factors)
         plan = self._choose(profile, self.variation)
-        proposal = self._proposal(profile, plan, self.variation)
-        return dataclasses.replace(proposal, hold_iterations=agreed.hold_iterations)
+        return self._proposal(profile, plan, self.variation, hold_iterations=agreed.hold_iterations)
 
     def ask_if_share_differs(self) -> None:
         """Rank 0 asks all ranks to plan again if clipping certifies many more or fewer steps than when the plan was
@@ -206,6 +200,7 @@ class Proposer:
         plan: _core.Plan,
         variation: StepVariation,
         baseline_profile: _core.Profile | None = None,
+        hold_iterations: int = 0,
     ) -> AgreedPlan:
         """``baseline_profile``: the profile under the baseline, if it differs."""
         self.variation = variation
@@ -231,6 +226,7 @@ class Proposer:
             plan,
             baseline=baseline,
             expectation=expectation,
+            hold_iterations=hold_iterations,
             call_ns=variation.call_ns,
             further_calls=calls,
         )

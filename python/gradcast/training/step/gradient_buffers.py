@@ -218,9 +218,8 @@ class GradientBuffers(GradientSizes):
 
     def renew(self, index: int) -> None:
         """Makes a new view in the buffer."""
-        where = next(each for each in self.layout if each.name == self.names[index])
-        offset = where.lo_bytes // where.dtype.itemsize
-        self.views[index] = _view(self.flats[where.buffer], offset, self.parameters[index])
+        flat = self.flats[self.buffer_of[index]]
+        self.views[index] = _view(flat, self._offsets[index], self.parameters[index])
 
     def is_kept(self, known: Sequence[list[torch.Tensor | None]]) -> bool:
         """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite.
