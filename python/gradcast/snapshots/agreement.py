@@ -81,7 +81,6 @@ class Agreement:
         self._end_s = min(time.monotonic() + limit_s, self._end_s or math.inf)
 
     def leave(self, why: str) -> None:
-        """This rank takes no part any more."""
         if self._store is not None:
             self._store.set("left", f"rank {self._rank}: {why}")
 

@@ -127,7 +127,6 @@ def _session_of(module: nn.Module) -> TrainingSession | None:
 
 
 def _workers() -> Group:
-    """All of the program."""
     is_distributed = dist.is_available() and dist.is_initialized()
     return Group(dist.get_rank(), dist.get_world_size(), own=dist.group.WORLD) if is_distributed else Group(0, 1)
 

@@ -54,7 +54,6 @@ class Schedule:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No snapshot is due any more."""
         with self._changed:
             self._ended, self._next, self._proposed = True, None, None
             self._changed.notify_all()

@@ -207,7 +207,7 @@ def _plan_state(handle: Handle) -> Callable[[], dict[str, Any]]:
     """handle.state_dict(), whose large parts are made again only when they have changed."""
     session, tensors = handle._session, {}
     if isinstance(session, LocalStepsSession):
-        return lambda: session.state_for_snapshot(tensors)
+        return lambda: session.state_dict(tensors)
     kept: list[Any] = [None, None]
 
     def plan_state() -> dict[str, Any]:

@@ -297,14 +297,10 @@ class Reading:
     def new_part(self, name: str) -> "NewPart":
         return NewPart(self._place / name)
 
-    def read(self, into: dict[Path_, torch.Tensor]) -> None:
-        """Reads values into these tensors of the same shapes."""
-        self._read({_key((*self._prefix, *path)): tensor for path, tensor in into.items()})
-
     def tensors(self, paths: Iterable[Path_]) -> dict[Path_, torch.Tensor]:
         """Reads these, into host memory."""
         found = {path: torch.empty(size, dtype=dtype) for path in paths for size, dtype in [self.contents[path]]}
-        self.read(found)
+        self._read({_key((*self._prefix, *path)): tensor for path, tensor in found.items()})
         return found
 
     def object(self, path: Path_) -> Any:

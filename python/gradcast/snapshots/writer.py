@@ -111,7 +111,6 @@ class Writer:
         return self._busy
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Waits until it is not busy."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, limit_s)
 

@@ -37,11 +37,7 @@ _MODULE_OWNERS = (
     ("fairscale", "ShardedDataParallel", "fairscale's ShardedDataParallel", "it reduces gradients itself"),
 )
 _OPTIMIZER_OWNERS = (
-    (
-        "torch.distributed",
-        "ZeroRedundancyOptimizer",
-        "its step() updates a part of the parameters and sends them",
-    ),
+    ("torch.distributed", "ZeroRedundancyOptimizer", "its step() updates a part of the parameters and sends them"),
     ("torch.distributed", "PostLocalSGDOptimizer", "its step() averages parameters over the ranks"),
     ("torch.distributed", "DistributedOptimizer", "its step() runs on other workers"),
     ("horovod", "_DistributedOptimizer", "it reduces gradients itself"),
@@ -324,11 +320,8 @@ def check_hooks(parameters: dict[str, nn.Parameter], known: Sequence[Distributed
 
 def _unknown_hook(parameters: dict[str, nn.Parameter], known: Sequence[DistributedDataParallel]) -> str | None:
     expected = collections.Counter(id(each) for ddp in known for each in ddp._module_parameters)
-    counts = extension.load().foreign_hooks(list(parameters.values()))
-    for (name, parameter), count in zip(parameters.items(), counts, strict=True):
-        if count > expected[id(parameter)]:
-            return name
-    return None
+    counts = zip(parameters.items(), extension.load().foreign_hooks(list(parameters.values())), strict=True)
+    return next((name for (name, parameter), count in counts if count > expected[id(parameter)]), None)
 
 
 def _called(module: nn.Module, ddp: DistributedDataParallel | None) -> nn.Module:

@@ -40,7 +40,6 @@ def detach_left(module: nn.Module) -> None:
 
 
 def attached_to(module: nn.Module) -> Attached | None:
-    """What gradcast has put on the module, if it is attached to it."""
     reference = attached_modules.get(unwrapped(module))
     attached = None if reference is None else reference()
     return None if attached is None or attached.released else attached

@@ -277,7 +277,6 @@ class Handle:
         return self._snapshots
 
     def _follow(self, snapshots: "Snapshots") -> "UpdateRegistration":
-        """Tells these what was updated."""
         functions = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
         return self._register(UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions))
 

@@ -17,13 +17,11 @@ class NoSyncBlocks:
         self._synchronizing: list[weakref.WeakSet[DistributedDataParallel]] = []
 
     def enter(self) -> None:
-        """Opens a block."""
         self._synchronizing.append(weakref.WeakSet(ddp for ddp in self._ddps if ddp.require_backward_grad_sync))
         for ddp in self._ddps:
             ddp.require_backward_grad_sync = False
 
     def leave(self) -> None:
-        """Closes the block that was opened last."""
         for ddp in self._synchronizing.pop():
             ddp.require_backward_grad_sync = True
 

@@ -159,7 +159,6 @@ class Options:
 
     @property
     def clips(self) -> bool:
-        """Whether steps clip the gradients."""
         return self.max_grad_norm is not None or self.max_grad_value is not None
 
     @property

@@ -20,7 +20,6 @@ from gradcast.training.ranks.hosts import Place, own_place
 
 
 def check_local_steps(options: Options, optimizers: Sequence[Any], module: Any, *, disabled: bool) -> None:
-    """Raises if local steps are asked for and cannot be made."""
     if options.sync_every is None:
         return
     if disabled:

@@ -351,7 +351,6 @@ class Session(SessionBase):
     # --- step() ---
 
     def _on_step(self, number: int) -> None:
-        """``step()`` of an optimizer was called."""
         with self._lock:
             self._steps.complete_updates_of(number)  # by a second step() with the same gradients
             has_ended = self._gradients.open and self._take_gradients(number)

@@ -125,23 +125,18 @@ class TrainingSession:
         return None
 
     def stats(self) -> dict[str, Any]:
-        """The values of ``handle.stats()``."""
         return base_stats(self.steps, self.mode, self.group, self.profile)
 
     def alarms(self) -> list[Alarm]:
-        """All that were raised, in order."""
         return []
 
     def timeline_events(self) -> list[dict[str, Any]]:
-        """Chrome trace events of the last steps."""
         return []
 
     def plan_text(self, profile_path: str | None) -> str:
-        """The JSON text of the plan in force."""
         raise refused(_NO_PLAN)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan and profile for a checkpoint."""
         profile = None if self.profile is None else self.profile.to_json()
         own = {"mode": self.mode, "world_size": self.group.world_size, "profile": profile, "plan": None}
         return {"version": STATE_VERSION, **own}
@@ -150,15 +145,12 @@ class TrainingSession:
         """Follows the plan of a checkpoint if it fits. Collective."""
 
     def end_round(self) -> None:
-        """See Handle."""
         raise refused(_NO_ROUNDS)
 
     def global_model(self) -> contextlib.AbstractContextManager[None]:
-        """See Handle."""
         raise refused(_NO_ROUNDS)
 
     def view(self) -> SessionView:
-        """For gradcast's own tools."""
         raise refused(_NO_PLAN)
 
     def close_at_exit(self, *, failed: bool) -> None:

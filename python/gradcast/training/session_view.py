@@ -47,7 +47,6 @@ class SessionView:
         return self._trace.complete[-count:]
 
     def iterations(self) -> tuple[_core.IterationRecord, ...]:
-        """The engine's records of the last iterations."""
         return self._exchange.timeline()
 
     @property

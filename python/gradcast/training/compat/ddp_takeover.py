@@ -88,7 +88,6 @@ class DdpTakeover:
         self.active = False
 
     def give_back(self) -> None:
-        """Restores DDP."""
         ddp = self._ddp()
         if ddp is None:
             return

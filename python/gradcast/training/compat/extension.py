@@ -48,7 +48,7 @@ def sources_root() -> Path:
 def find() -> Path | None:
     """The file of the module for the torch that runs, None if it is not compiled yet. Raises Error without torch."""
     version = _torch_version()
-    cached = cache_folder() / native_build.key(sources_root(), version) / f"_c10d{native_build.MODULE_SUFFIX}"
+    cached = _path_in_cache(version)
     return _installed(version) or (cached if cached.exists() else None)
 
 
@@ -75,17 +75,20 @@ def _installed(torch_version: str) -> Path | None:
     return path if path.exists() else None
 
 
+def _path_in_cache(torch_version: str) -> Path:
+    return cache_folder() / native_build.key(sources_root(), torch_version) / f"_c10d{native_build.MODULE_SUFFIX}"
+
+
 def _cached(torch_version: str) -> Path:
-    root = sources_root()
     try:
-        folder = cache_folder() / native_build.key(root, torch_version)
-        path = folder / f"_c10d{native_build.MODULE_SUFFIX}"
+        path = _path_in_cache(torch_version)
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with _only_one_builds(folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _only_one_builds(path.parent):
                 if not path.exists():  # another process may have built it meanwhile
-                    _say(f"building the part for torch {torch_version}, once; it takes a minute or two ...")
-                    native_build.build(root, path)
+                    text = f"building the part for torch {torch_version}, once; it takes a minute or two ..."
+                    print(f"gradcast: {text}", file=sys.stderr, flush=True)
+                    native_build.build(sources_root(), path)
     except native_build.BuildError as error:
         raise Error(str(error), "invalid_use") from None
     except OSError as error:
@@ -131,7 +134,3 @@ def _import(path: Path) -> ModuleType:
         ) from None
     sys.modules[name] = module
     return module
-
-
-def _say(text: str) -> None:
-    print(f"gradcast: {text}", file=sys.stderr, flush=True)

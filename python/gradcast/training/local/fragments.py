@@ -190,7 +190,6 @@ class Fragments:
                 piece.momentum.mul_(factor)
 
     def checksum(self, fragment: int) -> int:
-        """A checksum of this fragment's global copy."""
         total = 0
         for piece in self.pieces[fragment]:
             # Words of 8 bytes: a sum of them takes a tenth of the time of one of 4 bytes (on a CPU).

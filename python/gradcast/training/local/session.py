@@ -190,18 +190,17 @@ class LocalStepsSession(TrainingSession):
         self.flush(limit_s)
         if self._rounds.has_failed:
             return
+        everyone = [self.steps]
         if self._travel is not None and limit_s is None:
             what = f"handle.detach() on every rank (this one has made {self.steps} steps)"
             with self._travel.exchange.watch.waiting(what):
                 everyone = self.group.gather_beside_blocks(self.steps)
-            self._warn_of_open_round()
-            if min(everyone) != max(everyone):
-                raise refused(
-                    f"the ranks' loops differ: at handle.detach() they have made {min(everyone)} to {max(everyone)} "
-                    "steps; give all ranks the same number of optimizer steps"
-                )
-        else:
-            self._warn_of_open_round()
+        self._warn_of_open_round()
+        if min(everyone) != max(everyone):
+            raise refused(
+                f"the ranks' loops differ: at handle.detach() they have made {min(everyone)} to {max(everyone)} steps; "
+                "give all ranks the same number of optimizer steps"
+            )
 
     def _warn_of_open_round(self) -> None:
         clock, every = self._rounds.clock, self._rounds.schedule.every
@@ -241,7 +240,6 @@ class LocalStepsSession(TrainingSession):
         self.released = True
 
     def abandon(self) -> None:
-        """In a forked child."""
         self.released = True
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
@@ -287,15 +285,9 @@ class LocalStepsSession(TrainingSession):
 
     # --- Checkpoints ---
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state. Starts nothing on the network, and waits for what travels."""
-        return self._state(None)
-
-    def state_for_snapshot(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """As ``state_dict``, without what the module's has. ``kept``: the memory of its tensors, which this fills."""
-        return self._state(kept)
-
-    def _state(self, kept: dict[str, Any] | None) -> dict[str, Any]:
+    def state_dict(self, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+        """This rank's state. Starts nothing on the network, and waits for what travels. ``kept``: for a snapshot, the
+        memory of its tensors, which this fills, but for what the module's state dict has."""
         self._require_own()
         state = self._rounds.state(kept)
         own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}

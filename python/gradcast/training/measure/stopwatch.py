@@ -104,6 +104,7 @@ class Stopwatch:
         self._clock = DeviceClock(device) if device.type == "cuda" else HostClock()
         self._parameter_count = parameter_count
         self._steps: list[_Step] = []
+        self._step = _Step(None)  # the open one; nothing that comes before the first one counts
         self._forward_end: Any = None
         self._resumed: Any = None  # when the program went on after that
 
@@ -118,58 +119,51 @@ class Stopwatch:
         """Called at the first gradient. If the end of forward is known, backward counts from there."""
         if self._forward_end is None:
             self.forward_ended()
-        if self._steps:
-            self._steps[-1].next_backward = self._forward_end
-        self._steps.append(_Step(self._resumed))
+        self._step.next_backward = self._forward_end
+        self._step = _Step(self._resumed)
+        self._steps.append(self._step)
         self._forward_end = None
 
     def ready(self, index: int, *, used: bool) -> None:
         """``used``: autograd made the gradient; False for zeros in place of a missing one."""
-        self._steps[-1].ready[index] = self._clock.stamp()
+        self._step.ready[index] = self._clock.stamp()
         if used:
-            self._steps[-1].used.add(index)
+            self._step.used.add(index)
 
     def backward_ended(self) -> None:
-        self._steps[-1].backward_end = self._clock.stamp()
+        self._step.backward_end = self._clock.stamp()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Put this around waiting for gradients, which does not count as compute."""
         start = self._clock.stamp()
         yield
-        if self._steps:
-            self._steps[-1].waits.append((start, self._clock.stamp()))
+        self._step.waits.append((start, self._clock.stamp()))
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Put this around the optimizer's work."""
         start = self._clock.stamp()
         yield
-        if self._steps:
-            self._steps[-1].updates.append((start, self._clock.stamp()))
+        self._step.updates.append((start, self._clock.stamp()))
 
     def updated_in(self, calls: int) -> None:
-        if self._steps:
-            self._steps[-1].update_calls = max(1, calls)
+        self._step.update_calls = max(1, calls)
 
     def watching(self) -> None:
         """A forward pass begins, and its reads are seen."""
-        if self._steps:
-            self._steps[-1].watched = True
+        self._step.watched = True
 
     def read(self, index: int) -> None:
-        if self._steps:
-            self._steps[-1].need.setdefault(index, self._clock.stamp())
+        self._step.need.setdefault(index, self._clock.stamp())
 
     def read_early(self, index: int) -> None:
         """The program reads the parameter, or something else waits for it, before the next forward pass."""
-        if self._steps:
-            self._steps[-1].early.setdefault(index, self._clock.stamp())
+        self._step.early.setdefault(index, self._clock.stamp())
 
     def owner_started(self, indices: Sequence[int]) -> None:
         """The forward of the module that owns these parameters begins."""
-        if self._steps:
-            self._steps[-1].owner_start |= dict.fromkeys(indices, self._clock.stamp())
+        self._step.owner_start |= dict.fromkeys(indices, self._clock.stamp())
 
     def unseen_reads(self) -> set[int]:
         """Parameters that forward used although no read was seen, since they have gradients. C++ extensions and views

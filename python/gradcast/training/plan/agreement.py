@@ -57,7 +57,6 @@ class AgreedPlan:
 
     @property
     def typical_step(self) -> TypicalStep:
-        """The typical step with the plan in force."""
         if self.expectation is None:
             return TypicalStep(self.plan.predicted_ns, self.plan.bound_ns)
         return self.expectation.baseline if self.runs_as_baseline else self.expectation.plan

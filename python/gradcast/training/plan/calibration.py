@@ -59,7 +59,7 @@ class Calibration:
         ]
 
     def gather(self, group: Group) -> CalibrationSteps:
-        """The steps of all ranks, the same on every rank. Collective."""
+        """Collective."""
         ranks = group.gather((self._blocks[1:], self._compute[1:]))  # the first step allocates memory
         return CalibrationSteps(
             [network_cost.combined(step) for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])],

@@ -173,7 +173,6 @@ class PlanController:
         return phase
 
     def fall_back(self) -> None:
-        """Makes the baseline the plan in force."""
         self.log(
             logging.WARNING,
             f"the DDP baseline is as fast here: {self.comparison.baseline_ns / 1e6:.1f} ms per step, "
@@ -248,7 +247,6 @@ class PlanController:
         return True
 
     def follow_corrected(self, agreed: AgreedPlan) -> PlanPhase:
-        """Follows the plan that replaces the calibrated one."""
         if agreed.profile.to_json() != self.profile.to_json():
             in_force = self.agreed.in_force
             network = _cost_ns(in_force, agreed.profile.link) / _cost_ns(in_force, self.profile.link)
@@ -264,7 +262,6 @@ class PlanController:
         return phase
 
     def follow(self, agreed: AgreedPlan) -> None:
-        """Follows the plan from the iteration that begins on."""
         self.agreed = agreed
         self.version += 1
         self.activate(on_baseline=agreed.runs_as_baseline)
@@ -329,12 +326,18 @@ class PlanController:
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())
-        record = self._trace.current
-        facts = self._own_facts(start_ns)
+        link_ns = self.exchange.counters().link_ns
+        before_ns, self._link_ns = self._link_ns, link_ns
+        record, interrupted = self._trace.current, self.interrupted
+        self.interrupted = False
         if record is None:
             return None
-        stages_ns = self.exposed.own_stages_ns(record, start_ns - record.start_ns)
-        return None if facts is None else StepReport(facts, stages_ns)
+        step_ns = start_ns - record.start_ns
+        stages_ns = self.exposed.own_stages_ns(record, step_ns)
+        if interrupted:
+            return None
+        busy_ns = step_ns - record.total_ns("wait")
+        return StepReport(_core.RankFacts(step_ns=step_ns, busy_ns=busy_ns, link_ns=link_ns - before_ns), stages_ns)
 
     def _waiting_stage(self) -> str:
         if not self._sees_compute:  # on a device
@@ -342,16 +345,6 @@ class PlanController:
         if self.mode == "hook":
             return "backward"
         return "loop" if self.on_baseline or self.warmup is not None else "forward"
-
-    def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
-        link_ns = self.exchange.counters().link_ns
-        before, self._link_ns = self._link_ns, link_ns
-        record, interrupted = self._trace.current, self.interrupted
-        self.interrupted = False
-        if record is None or interrupted:
-            return None
-        step_ns = start_ns - record.start_ns
-        return _core.RankFacts(step_ns=step_ns, busy_ns=step_ns - record.total_ns("wait"), link_ns=link_ns - before)
 
 
 def _cost_ns(plan: _core.Plan, link: _core.LinkModel) -> float:

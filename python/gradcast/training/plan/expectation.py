@@ -185,7 +185,6 @@ def _step_ns(profile: _core.Profile, timeline: _core.Timeline, mode: str, call_n
 
 
 def further_calls(profile: _core.Profile, timeline: _core.Timeline, mode: str) -> int:
-    """How many calls of the optimizer a step makes beyond the first."""
     return max(0, update_calls(profile, timeline) - 1) if mode == "overlap" else 0
 
 

@@ -38,7 +38,6 @@ def idle_group(key: tuple) -> Any:
 
 
 def use(process_group: Any) -> None:
-    """This group is not idle any more."""
     _entry(process_group).idle = False
 
 

@@ -203,7 +203,6 @@ class NormClipping:
         return self._promised.tensor
 
     def on_step(self) -> None:
-        """``step()`` was called."""
         self.done = self.done or not (self.asked or self._unasked)
 
     @property

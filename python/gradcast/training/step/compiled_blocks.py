@@ -64,7 +64,6 @@ class CompiledBlocks:
         pending.resolve([parameter for parameter in module.parameters() if id(parameter) not in left])
 
     def release(self) -> None:
-        """Gives the blocks back as they were."""
         for hook in (*self._hooks.values(), *self._part_hooks):
             hook.remove()
         for module in self._modules:

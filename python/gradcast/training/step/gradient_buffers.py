@@ -74,7 +74,6 @@ class GradientSizes:
         self.reports_index = max(floating, key=lambda index: self.parameters[index].numel())
 
     def has_groups(self, index: int) -> bool:
-        """Whether this gradient travels in groups."""
         return self._wire == "int8" and self.parameters[index].dtype == torch.float32
 
     def flag_offset_of(self, index: int) -> int:
@@ -157,7 +156,6 @@ class GradientBuffers(GradientSizes):
             flat.index_fill_(0, offsets, 1.0)
 
     def flag_unused(self, index: int, *, frozen: bool) -> None:
-        """This rank has not used this parameter."""
         self._flags[index].fill_(0.0 if frozen else self._unused)
 
     def flag_failed(self, index: int) -> None:
@@ -217,7 +215,6 @@ class GradientBuffers(GradientSizes):
         return extension.load().lie_at(views, addresses)
 
     def renew(self, index: int) -> None:
-        """Makes a new view in the buffer."""
         flat = self.flats[self.buffer_of[index]]
         self.views[index] = _view(flat, self._offsets[index], self.parameters[index])
 

@@ -192,11 +192,9 @@ class GradientExchange:
 
     @property
     def busy(self) -> bool:
-        """Whether blocks travel."""
         return self._engine.busy
 
     def timeline(self) -> tuple[_core.IterationRecord, ...]:
-        """The engine's record of the last iterations."""
         return self._engine.timeline()
 
     def counters(self) -> _core.EngineCounters:

@@ -199,7 +199,6 @@ class GradientHooks:
         return self._backward_thread is not None and self._backward_thread != threading.get_ident()
 
     def forget_unsynchronized(self) -> None:
-        """Forgets which parameters backward passes inside no_sync() have used."""
         self._used_unsynchronized.clear()
 
     def _on_backward_start(self, _: torch.Tensor) -> None:

@@ -80,14 +80,12 @@ class OptimizerSteps:
             self._guards.append(OptimizerStateGuard(optimizer, functools.partial(self._on_state_access, number)))
 
     def release(self) -> None:
-        """Gives the optimizers back as they were."""
         for interception, guard in zip(self._interceptions, self._guards, strict=True):
             interception.remove()
             guard.release()
 
     @property
     def due(self) -> list[ParameterState]:
-        """Parameters whose updates are due."""
         return [state for left in self._left.values() for state in left.values()]
 
     def on_backward_begin(self) -> None:
@@ -251,7 +249,6 @@ class OptimizerSteps:
         self._clipping.compute_norms(arrived)
 
     def complete_updates_of(self, number: int) -> None:
-        """Completes all updates of one optimizer that are due."""
         self.complete_updates(list(self._left.get(number, {}).values()))
 
     def _on_state_access(self, number: int) -> None:

@@ -80,7 +80,6 @@ class ParameterState:
 
 
 def begin_step(states: list[ParameterState]) -> None:
-    """A new step's backward begins."""
     _enter(Phase.IDLE, states, Phase.IDLE, Phase.ARRIVED)
 
 
@@ -196,7 +195,6 @@ def shown(names_: Sequence[str]) -> str:
 
 
 def second_gradient(state: ParameterState) -> Error:
-    """The error for a gradient that autograd adds to one that travels."""
     return Error(
         f"{state.name} got a second gradient while its first one was on the network, so both are lost; put all "
         "backward passes before step() but the last one under handle.no_sync(), and if the parameter is used in "
@@ -206,7 +204,6 @@ def second_gradient(state: ParameterState) -> Error:
 
 
 def used_inside_backward(state: ParameterState) -> Error:
-    """The error for hooks that update inside backward."""
     return Error(
         f"a hook on {state.name} (register_post_accumulate_grad_hook) changed the parameter or removed its gradient "
         "inside backward, before the ranks' mean existed, so the ranks' parameters would differ; update after "
@@ -216,7 +213,6 @@ def used_inside_backward(state: ParameterState) -> Error:
 
 
 def stale_read(state: ParameterState) -> Error:
-    """The error for a parameter that forward has read before its update."""
     return Error(
         f"{state.name} was used in forward before its update had run, so this gradient belongs to an old value: the "
         "module reads the parameter in a way that gradcast cannot see (a view or alias kept from an earlier step, "

@@ -228,7 +228,6 @@ class StepInterception:
         return self._optimizer.__dict__.get("step") is not self._method
 
     def run_whole(self) -> None:
-        """Runs the optimizer's own step on all parameters."""
         step_without_hooks(self._optimizer)(self._optimizer)
 
     def flush_before_state(self, flush: Callable[[], None]) -> None:
@@ -239,7 +238,6 @@ class StepInterception:
         ]
 
     def remove(self) -> None:
-        """Gives the optimizer its own step back."""
         self._active = False
         for hook in self._state_hooks:
             hook.remove()

@@ -28,7 +28,6 @@ class RankConsistency:
         self._failed_here: set[int] = set()  # iterations in which this rank's own backward pass has failed
 
     def on_backward_failure(self, iteration: int) -> None:
-        """This rank's backward pass has failed in this iteration."""
         self._failed_here.add(iteration)
 
     def check(self, failed_iteration: int | None) -> None:

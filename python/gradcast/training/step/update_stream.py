@@ -46,7 +46,6 @@ class UpdateStream:
             self._stream.wait_stream(here)
 
     def on_parameter_read(self) -> None:
-        """The calling thread reads a parameter."""
         if self._stream is not None and self._current_stream() != self._stream:
             self.read_elsewhere = True
 
