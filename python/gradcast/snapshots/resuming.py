@@ -1,6 +1,7 @@
 """Goes on from the newest snapshot of a folder."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,22 +184,29 @@ def _read_by(rank: int, reading: store.Reading) -> list[store.Path_]:
 def _send(reading: store.Reading, group: Group, name: str, sender: int, lacking: Sequence[Sequence[str]]) -> str | None:
     """Copies a file from one rank to those that lack it. Returns why this rank has failed, if so. Collective."""
     rank, failure, offset = group.rank, None, 0
-    lacks, new = name in lacking[rank], reading.new_part(name)
+    file = reading.place / name
+    new = file.with_name(f"{name}.{os.getpid()}")  # ranks of a host may write the same one at once
     while True:
         piece = b""
         try:
-            piece = reading.piece(name, offset, _PIECE_BYTES) if rank == sender else b""
+            if rank == sender:
+                with file.open("rb") as stream:
+                    stream.seek(offset)
+                    piece = stream.read(_PIECE_BYTES)
         except OSError as error:
             failure = f"rank {rank} cannot read {name} ({error})"
         piece = group.gather(piece)[sender]
-        offset += len(piece)
         try:
-            if lacks and failure is None:
-                new.add(piece) if piece else new.replace()
+            if piece and name in lacking[rank] and failure is None:
+                with new.open("ab" if offset else "wb") as stream:
+                    stream.write(piece)
+            elif name in lacking[rank] and failure is None:
+                new.replace(file)
         except OSError as error:
             failure = f"rank {rank} cannot write {name} ({error})"
         if not piece:
             return failure
+        offset += len(piece)
 
 
 def _objects(reading: store.Reading, group: Group, step: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

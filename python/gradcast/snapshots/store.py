@@ -270,7 +270,7 @@ class Reading:
             stored = self._metadata.state_dict_metadata[key]
             is_tensor = hasattr(stored, "properties")
             self.contents[tuple(path)] = (stored.size, stored.properties.dtype) if is_tensor else None
-        self._place = place
+        self.place = place
         self._prefix: Path_ = ()
 
     def enter(self, prefix: Path_) -> None:
@@ -286,16 +286,7 @@ class Reading:
             if index.fqn in keys:
                 name = stored.relative_path
                 sizes[name] = max(sizes.get(name, 0), stored.offset + stored.length)
-        return [name for name, size in sorted(sizes.items()) if _size_of(self._place / name) < size]
-
-    def piece(self, name: str, offset: int, size: int) -> bytes:
-        """Of a file, at most ``size`` bytes; none behind its end. Raises OSError."""
-        with (self._place / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(size)
-
-    def new_part(self, name: str) -> "NewPart":
-        return NewPart(self._place / name)
+        return [name for name, size in sorted(sizes.items()) if _size_of(self.place / name) < size]
 
     def tensors(self, paths: Iterable[Path_]) -> dict[Path_, torch.Tensor]:
         """Reads these, into host memory."""
@@ -312,23 +303,6 @@ class Reading:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self._metadata, True)
         self._reader.read_data(planner.create_local_plan(), planner)
-
-
-class NewPart:
-    """A file of a snapshot that comes in pieces. Ranks of a host may write the same one at once. Raises OSError."""
-
-    def __init__(self, place: Path) -> None:
-        self._place, self._new = place, place.with_name(f"{place.name}.{os.getpid()}")
-        self._mode = "wb"
-
-    def add(self, piece: bytes) -> None:
-        with self._new.open(self._mode) as file:
-            file.write(piece)
-        self._mode = "ab"
-
-    def replace(self) -> None:
-        """It is whole, and takes its place."""
-        self._new.replace(self._place)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

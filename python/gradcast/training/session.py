@@ -233,7 +233,7 @@ class Session(SessionBase):
             self._weights.receive()
             weights = self._weights.last
             self._change_layout(lambda: self.controller.begin_iteration(start_ns, weights))
-            measuring, on_baseline = self.controller.warmup is not None, self.controller.on_baseline
+            measuring, on_baseline = self.controller.warmup is not None, self.controller.phase.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
             self._consistency.check(self.controller.step_reports.failed_iteration)
             self._weights.begin_step(len(self._states))
@@ -365,7 +365,7 @@ class Session(SessionBase):
 
     def _take_gradients(self, number: int) -> bool:
         if self.controller.warmup is None:
-            return self._steps.take_gradients(number, self, synchronous=self.controller.on_baseline)
+            return self._steps.take_gradients(number, self, synchronous=self.controller.phase.on_baseline)
         with self._reads.around_step(number):
             self._await_gradients(time.perf_counter_ns())
             warmup = self.controller.warmup

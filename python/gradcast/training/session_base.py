@@ -211,7 +211,7 @@ class SessionBase(TrainingSession):
         """Waits for blocks that still travel when the host comes here: because forward needed none of what they carry,
         or on a device, where they may go on travelling unless their times count. None if there were none."""
         start_ns = time.perf_counter_ns()
-        times_blocks = self.controller.times_blocks
+        times_blocks = self.controller.phase.times_blocks
         if not (self.exchange.wait_until_idle() if times_blocks else self.exchange.wait_for_turn()):
             return None
         end_ns = time.perf_counter_ns()

@@ -57,7 +57,7 @@ class WarmupReads:
     def loop_begins(self) -> None:
         """All optimizers have taken their step: until forward begins, reads are the program's own."""
         if self._warmup is not None:
-            self._warmup.watch_early_reads(self._on_early_read)
+            self._warmup.watch_reads(self._on_early_read, early=True)
 
     def completed(self) -> None:
         """The program has completed the step, to read parameters in ways that cannot be seen."""

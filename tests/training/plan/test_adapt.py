@@ -46,7 +46,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
 
         def tell(step):
-            live._own_facts = lambda _: facts_of(rank.index, step - 1, live.on_baseline) if step else None
+            live._own_facts = lambda _: facts_of(rank.index, step - 1, live.phase.on_baseline) if step else None
 
         return tell
 

@@ -71,7 +71,7 @@ def train(rank, gain_if_waiting):
         twins = Twins(rank, "plain", "adamw foreach", adapt=True, warmup_steps=WARMUP_STEPS, max_grad_norm=1.0)
         live = twins.handle._session.controller
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
-        live._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.on_baseline))
+        live._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
         seen = []
         for number, module, optimizer, forward in twins.rounds(SECOND_LOOK + 5):
             size = LOUD if number < FIRST_LOOK - 60 or number > FIRST_LOOK + 5 else QUIET

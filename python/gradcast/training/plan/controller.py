@@ -35,7 +35,8 @@ _AGREEMENT = "the agreement on the plan"
 
 
 class PlanController:
-    """The plan of one session. ``agreed``: the plan in force, during the warm-up one of its plans."""
+    """The plan of one session. ``agreed``: the plan in force, during the warm-up one of its plans. ``phase``: see
+    phases.py."""
 
     def __init__(
         self,
@@ -71,27 +72,12 @@ class PlanController:
         self.balancing: Balancing | None = None
         # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
         is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in buffers.names]
-        self._phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
+        self.phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
 
     @property
     def warmup(self) -> Warmup | None:
         """The warm-up, while it lasts."""
-        return self._phase.warmup if isinstance(self._phase, WarmingUp) else None
-
-    @property
-    def on_baseline(self) -> bool:
-        """Whether the open iteration follows the DDP baseline, for good or as a trial."""
-        return self._phase.on_baseline
-
-    @property
-    def slowest_rank(self) -> int | None:
-        """The rank that has lately computed at least a tenth longer than the others; None if there is none."""
-        return self._phase.slowest_rank
-
-    @property
-    def times_blocks(self) -> bool:
-        """Whether the next ``begin_iteration`` needs to know when the blocks of the open iteration have finished."""
-        return self._phase.times_blocks
+        return self.phase.warmup if isinstance(self.phase, WarmingUp) else None
 
     @property
     def may_correct_plans(self) -> bool:
@@ -107,12 +93,12 @@ class PlanController:
         self._add_unseen({self._buffers.names.index(name): read for name, read in reads.items()})
         if state["world_size"] == self._group.world_size:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
-            self._phase = self.start_plan(agreed, Following)
+            self.phase = self.start_plan(agreed, Following)
             return
         call_ns = state.get("call_ns", 0.0)
         agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here, call_ns))
         self.profile = agreed.profile
-        self._phase = self.start_plan(agreed, Calibrating)
+        self.phase = self.start_plan(agreed, Calibrating)
         self.log(
             logging.INFO,
             f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self._group.world_size} "
@@ -126,20 +112,20 @@ class PlanController:
 
     def begin_iteration(self, start_ns: int, weights: Sequence[float] | None) -> None:
         """Call this when an iteration begins, with nothing in flight, except in a device's queue unless
-        ``times_blocks``. ``start_ns``: when its backward pass began. ``weights``: of the last iteration, None if it had
-        none."""
+        ``phase.times_blocks``. ``start_ns``: when its backward pass began. ``weights``: of the last iteration, None if
+        it had none."""
         own = self._own_report(start_ns)
         reports = self.step_reports.exchange(own)
         if reports is not None:
             self.exposed.add(reports)
         self.alarms.hear(self._trace.current.step if self._trace.current else 0, reports)
         change = self._changed_shares(weights, reports)
-        if change is not None and isinstance(self._phase, Monitored):
-            self._phase = self._plan_for_compute(change.busy_ns)
+        if change is not None and isinstance(self.phase, Monitored):
+            self.phase = self._plan_for_compute(change.busy_ns)
         else:
-            self._phase = self._phase.begin_iteration(own, reports)
-        self._phase.iteration_began()
-        is_usual = self.warmup is None and self.on_baseline == self.agreed.runs_as_baseline
+            self.phase = self.phase.begin_iteration(own, reports)
+        self.phase.iteration_began()
+        is_usual = self.warmup is None and self.phase.on_baseline == self.agreed.runs_as_baseline
         self.alarms.iteration_began(self._waiting_stage() if is_usual else None)
 
     def log_comparison(self) -> None:
@@ -302,7 +288,7 @@ class PlanController:
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
         warmup = Warmup(self._buffers, self._module, self._group, self.mode, self._options, order=order)
-        self.follow(warmup.agree_on_first_plan())
+        self.follow(self._agree(warmup.first_plan))
         return WarmingUp(self, warmup, change)
 
     def _new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
@@ -326,25 +312,29 @@ class PlanController:
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())
-        link_ns = self.exchange.counters().link_ns
-        before_ns, self._link_ns = self._link_ns, link_ns
-        record, interrupted = self._trace.current, self.interrupted
-        self.interrupted = False
+        record = self._trace.current
+        facts = self._own_facts(start_ns)
         if record is None:
             return None
-        step_ns = start_ns - record.start_ns
-        stages_ns = self.exposed.own_stages_ns(record, step_ns)
-        if interrupted:
-            return None
-        busy_ns = step_ns - record.total_ns("wait")
-        return StepReport(_core.RankFacts(step_ns=step_ns, busy_ns=busy_ns, link_ns=link_ns - before_ns), stages_ns)
+        stages_ns = self.exposed.own_stages_ns(record, start_ns - record.start_ns)
+        return None if facts is None else StepReport(facts, stages_ns)
 
     def _waiting_stage(self) -> str:
         if not self._sees_compute:  # on a device
             return "forward"  # where it ends, the host waits for the blocks before those that it has just queued
         if self.mode == "hook":
             return "backward"
-        return "loop" if self.on_baseline or self.warmup is not None else "forward"
+        return "loop" if self.phase.on_baseline or self.warmup is not None else "forward"
+
+    def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
+        link_ns = self.exchange.counters().link_ns
+        before, self._link_ns = self._link_ns, link_ns
+        record, interrupted = self._trace.current, self.interrupted
+        self.interrupted = False
+        if record is None or interrupted:
+            return None
+        step_ns = start_ns - record.start_ns
+        return _core.RankFacts(step_ns=step_ns, busy_ns=step_ns - record.total_ns("wait"), link_ns=link_ns - before)
 
 
 def _cost_ns(plan: _core.Plan, link: _core.LinkModel) -> float:

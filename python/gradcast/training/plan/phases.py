@@ -47,9 +47,9 @@ _SHARE_STEPS = 64
 class PlanPhase:
     """A phase, as the controller sees it. By default nothing happens in it."""
 
-    on_baseline = False  # the open iteration follows the DDP baseline
-    slowest_rank: int | None = None  # see PlanController
-    times_blocks = False  # needs to know when the blocks of the last iteration have finished
+    on_baseline = False  # the open iteration follows the DDP baseline, for good or as a trial
+    slowest_rank: int | None = None  # has lately computed at least a tenth longer than the others
+    times_blocks = False  # the next ``begin_iteration`` needs to know when the blocks of this iteration have finished
 
     def begin_iteration(self, own: StepReport | None, reports: Sequence[StepReport] | None) -> "PlanPhase":
         """Called when an iteration begins. Nothing is in flight, except in a device's queue unless ``times_blocks``.

@@ -18,7 +18,7 @@ from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement, Stopwatch
 from gradcast.training.measure.unseen_reads import ConsumerSearch, UnseenRead
 from gradcast.training.options import Options
-from gradcast.training.plan import agreement, measured_profile
+from gradcast.training.plan import measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.ranks.group import Group
@@ -68,31 +68,24 @@ class Warmup:
         self.watches_early = False  # reads between step() and forward are being watched
         self._search = ConsumerSearch(module, self._parameters, self.stopwatch.owner_started)
 
-    def agree_on_first_plan(self) -> AgreedPlan:
-        """Collective."""
-        return agreement.agree(self._group, self._sizes.names, lambda: AgreedPlan(self._profile, self._plans[0]))
+    def first_plan(self) -> AgreedPlan:
+        return AgreedPlan(self._profile, self._plans[0])
 
-    def watch_reads(self, on_read: Callable[[int], None]) -> None:
+    def watch_reads(self, on_read: Callable[[int], None], *, early: bool = False) -> None:
         """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then with
-        the number of parameters."""
-        self.stopwatch.watching()
-        if self._options.unseen_reads == "by_module":
-            self._search.forward_begins(self.stopwatch.unseen_reads())
-        self._watch(on_read, early=False)
-
-    def watch_early_reads(self, on_read: Callable[[int], None]) -> None:
-        """The same for reads between ``step()`` and forward."""
-        self._watch(on_read, early=True)
+        the number of parameters. ``early``: between ``step()`` and forward."""
+        if not early:
+            self.stopwatch.watching()
+            if self._options.unseen_reads == "by_module":
+                self._search.forward_begins(self.stopwatch.unseen_reads())
+        self._on_read, self.watches_early = on_read, early
+        pending.mark(self._parameters, self)
 
     def read_by_compiled_model(self) -> None:
         """Forward begins, of a model that is compiled as a whole: it waits for all parameters."""
         self.stopwatch.watching()
         for index in range(len(self._parameters)):
             self.stopwatch.read(index)
-
-    def _watch(self, on_read: Callable[[int], None], *, early: bool) -> None:
-        self._on_read, self.watches_early = on_read, early
-        pending.mark(self._parameters, self)
 
     def stop_watching(self) -> None:
         self.watches_early = False

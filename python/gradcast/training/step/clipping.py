@@ -152,7 +152,8 @@ class NormClipping:
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
         self.total_norm: torch.Tensor | None = None
-        self._promised: PendingNorm | None = None
+        # The norm that the program has while it is not known, a tensor of one element, and what has it computed.
+        self._promised: tuple[torch.Tensor, Callable[[], None]] | None = None
         self.asks_for_plan, self.may_certify = False, True
         self.begin_step()
 
@@ -185,7 +186,7 @@ class NormClipping:
     def begin_step(self) -> None:
         """Gradients of a new step travel."""
         self._norms.clear()
-        self._promise(None)
+        self._keep_promise(None)
         self._order: Sequence[ParameterState] = self._states  # in which torch adds up the norms
         self._refuses_nonfinite = False
         self.asked = self.done = self.certified = False
@@ -199,8 +200,11 @@ class NormClipping:
         self._order, self._refuses_nonfinite, self.asked = order, refuse_nonfinite, True
         parameters = [state.parameter for state in order]
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
-        self._promise(PendingNorm(dtype, parameters[0].device, finish, self))
-        return self._promised.tensor
+        self._keep_promise(None)
+        norm = torch.full((), math.nan, dtype=dtype, device=parameters[0].device)
+        pending.mark([norm], self)
+        self._promised = norm, finish
+        return norm
 
     def on_step(self) -> None:
         self.done = self.done or not (self.asked or self._unasked)
@@ -210,16 +214,20 @@ class NormClipping:
         """Whether the program has a norm that is not known yet."""
         return self._promised is not None
 
-    def _promise(self, norm: "PendingNorm | None", is_: torch.Tensor | None = None) -> None:
-        if self._promised is not None:
-            self._promised.set(is_)
-        self._promised = norm
+    def _keep_promise(self, norm: torch.Tensor | None) -> None:
+        """None: the norm will never be known, and stays NaN."""
+        promised, self._promised = self._promised, None
+        if promised is not None:
+            pending.clear([promised[0]])
+            if norm is not None:
+                with torch.no_grad():
+                    promised[0].copy_(norm)
 
     # Owner of the promised norm (pending.Owner)
 
     def resolve(self, _tensors: list[torch.Tensor]) -> None:
         if self._promised is not None:
-            self._promised.finish()
+            self._promised[1]()
 
     def zero_later(self, _tensor: torch.Tensor) -> bool:
         return False
@@ -315,12 +323,12 @@ class NormClipping:
         """What the gradients are multiplied by, one element; None if there are none. REQUIRES: all norms are known."""
         used = [state for state in self._order if state.index in self._norms]
         if not used:
-            self._promise(None, is_=torch.zeros(()))
+            self._keep_promise(torch.zeros(()))
             return None
         norms = [self._norms[state.index] for state in _in_torch_order(used)]
         device = used[0].parameter.device
         self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self.norm_type)
-        self._promise(None, is_=self.total_norm)
+        self._keep_promise(self.total_norm)
         if self._refuses_nonfinite and not self.certified and not bool(self.total_norm.isfinite()):
             raise Error(
                 f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
@@ -370,24 +378,6 @@ class NormClipping:
         for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
             found |= zip(indices, torch._foreach_norm(alike, self.norm_type), strict=True)
         return [found[i] for i in range(len(gradients))]
-
-
-class PendingNorm:
-    """A norm that is not known yet: a pending tensor of one element. ``finish`` computes it."""
-
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, finish: Callable[[], None], owner: pending.Owner
-    ) -> None:
-        self.tensor = torch.full((), math.nan, dtype=dtype, device=device)
-        self.finish = finish
-        pending.mark([self.tensor], owner)
-
-    def set(self, norm: torch.Tensor | None) -> None:
-        """None: it will never be known, and stays NaN."""
-        pending.clear([self.tensor])
-        if norm is not None:
-            with torch.no_grad():
-                self.tensor.copy_(norm)
 
 
 @dataclasses.dataclass(frozen=True)
