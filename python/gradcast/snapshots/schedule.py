@@ -13,34 +13,26 @@ class Schedule:
 
     def __init__(self, step: int, first: int) -> None:
         self._changed = threading.Condition()
-        self._step, self._next, self._proposed = step, first, None
+        self.step, self.next, self._proposed = step, first, None
         self._ended = False
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def next(self) -> int | None:
-        return self._next
 
     def advance(self) -> bool:
         """The training has made a step. Returns whether a snapshot of it is due, which ends the choice. Waits if the
         step is proposed, for as long as the ranks take to agree. Raises TimeoutError if that is too long."""
         with self._changed:
-            self._step += 1
-            if not self._changed.wait_for(lambda: self._proposed != self._step or self._ended, _LONGEST_WAIT_S):
-                raise TimeoutError(f"the ranks did not agree on step {self._step} within {_LONGEST_WAIT_S:.0f} s")
-            if self._next != self._step or self._ended:
+            self.step += 1
+            if not self._changed.wait_for(lambda: self._proposed != self.step or self._ended, _LONGEST_WAIT_S):
+                raise TimeoutError(f"the ranks did not agree on step {self.step} within {_LONGEST_WAIT_S:.0f} s")
+            if self.next != self.step or self._ended:
                 return False
-            self._next = None
+            self.next = None
             return True
 
     def propose(self, step: int, instead_of: int | None) -> bool:
         """Returns whether this rank can take a snapshot of ``step``: it has not come to it yet, nor to what was chosen
         before. If so, it stops there until ``settle``."""
         with self._changed:
-            fits = self._step < step and self._next == instead_of and not self._ended
+            fits = self.step < step and self.next == instead_of and not self._ended
             if fits:
                 self._proposed = step
             return fits
@@ -49,11 +41,11 @@ class Schedule:
         """Whether all ranks can take the proposed one."""
         with self._changed:
             if agreed and self._proposed is not None:
-                self._next = self._proposed
+                self.next = self._proposed
             self._proposed = None
             self._changed.notify_all()
 
     def end(self) -> None:
         with self._changed:
-            self._ended, self._next, self._proposed = True, None, None
+            self._ended, self.next, self._proposed = True, None, None
             self._changed.notify_all()

@@ -63,7 +63,7 @@ class Copies:
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], rank: int, world_size: int) -> None:
-        self._module, self._optimizers, self._rank = module, optimizers, rank
+        self._optimizers = optimizers
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         owner = owners(parameters, world_size)

@@ -91,7 +91,7 @@ class Writer:
         self._costs = frequency.Costs()
         self._told_every: int | None = None
         self._is_failing = self._deletion_fails = False
-        self._busy = False
+        self.is_busy = False  # from ``submit`` until the snapshot is complete or has failed
         self._written_s: float | None = None
         keys = ("step", "age_s", "every", "overhead", "stall_ms", "write_ms", "cost_ms", "predicted_network_ms")
         self._stats: dict[str, Any] = dict.fromkeys((*keys, "copy_bytes")) | {"failed": 0, "error": None}
@@ -102,17 +102,12 @@ class Writer:
 
     def submit(self, written: Written) -> None:
         with self._changed:
-            self._waiting, self._busy = written, True
+            self._waiting, self.is_busy = written, True
             self._changed.notify_all()
-
-    @property
-    def is_busy(self) -> bool:
-        """From ``submit`` until the snapshot is complete or has failed."""
-        return self._busy
 
     def wait(self, limit_s: float | None = None) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy, limit_s)
+            self._changed.wait_for(lambda: not self.is_busy, limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
         """Ends when what was submitted is written. Idempotent. ``limit_s``: of all that this waits for; None for other
@@ -165,7 +160,7 @@ class Writer:
                     self._writing = None
                     self._agree_on_next(written.step, outcome)
                     with self._changed:
-                        self._busy = self._waiting is not None
+                        self.is_busy = self._waiting is not None
                         self._changed.notify_all()
                 else:
                     self._meet()
@@ -179,7 +174,7 @@ class Writer:
         finally:
             self._schedule.end()
             with self._changed:
-                self.ended, self._busy = self.ended or "closed", False
+                self.ended, self.is_busy = self.ended or "closed", False
                 self._changed.notify_all()
             with contextlib.suppress(Exception):  # without the store the others end, too
                 self._agreement.leave(self.ended)

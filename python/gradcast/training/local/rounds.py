@@ -27,7 +27,8 @@ from gradcast.training.step.gradient_exchange import ActivePlan, GradientExchang
 
 
 class Travel:
-    """The fragments on the network. ``left``: those that the open iteration has not begun to send, in order."""
+    """The fragments on the network. ``left``: those that the open iteration has not begun to send, in order.
+    ``plan``: of the open iteration."""
 
     def __init__(self, fragments: Fragments, group: Group, options: Options) -> None:
         self._fragments, self._buffers = fragments, fragments.travelling
@@ -39,10 +40,6 @@ class Travel:
         self._follow(0)
         fragments.hold_views()
 
-    @property
-    def plan(self) -> _core.Plan:
-        return self._plan
-
     def _follow(self, first: int) -> None:
         """From the next iteration on, fragments travel in their order, beginning with this one."""
         if self._first == first:
@@ -50,8 +47,8 @@ class Travel:
         count = len(self._fragments.indices)
         rotated = [(first + position) % count for position in range(count)]
         blocks = [block for fragment in rotated for block in self._blocks(fragment)]
-        self._first, self._plan = first, _core.Plan(blocks=blocks, policy="local steps", mode="overlap")
-        self.exchange.follow(ActivePlan(self._profile, self._plan, self._order))
+        self._first, self.plan = first, _core.Plan(blocks=blocks, policy="local steps", mode="overlap")
+        self.exchange.follow(ActivePlan(self._profile, self.plan, self._order))
 
     def _blocks(self, fragment: int) -> list[_core.Block]:
         """One for each buffer, in which the fragment's tensors follow one another."""

@@ -70,7 +70,7 @@ class LocalStepsSession(TrainingSession):
         self.callbacks, self._options = setup.callbacks, options
         self._inside = inside_hosts(accepted, group) if options.inner == "host" else None
         super().__init__(group, () if self._inside is None else self._inside.wrappers.values())
-        self._module, self._parameters = accepted.module, accepted.parameters
+        self._module = accepted.module
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
         schedule = make_schedule(sizes, options.sync_every_limit, options.outer_overlap)

@@ -50,7 +50,6 @@ class Warmup:
         """``order``: of the parameters in the buffers."""
         self._sizes, self._parameters = sizes, sizes.parameters
         self._group = group
-        self._mode = mode
         self._options = options
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._steps = 0
