@@ -1,7 +1,9 @@
 """Reads and writes profiles, plans and other files; each error says what is wrong with the file."""
 
+import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -19,8 +21,8 @@ _KINDS = {
     "link": ("all_reduce", "gradcast dev link fit"),
 }
 _DATA = resources.files("gradcast") / "data"
-
-
+# The mode of new files under the usual umask; temporary files are private, and would stay so when renamed.
+_MODE = 0o644
 # Bundled ones whose times are no measurements (data/README.md): 100 ms of forward, 200 ms of backward.
 ESTIMATED_PROFILES = ("bert_base", "gpt2", "inception_v3", "resnet152", "resnet18", "vit_b_16")
 
@@ -67,6 +69,26 @@ def write_text(path: str, text: str, what: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise Error(f"the {what} cannot be written to {path}: {_reason(error)}", "environment") from None
+
+
+def write_atomically(path: str | Path, data: bytes | str, what: str) -> None:
+    """Writes a file completely or not at all: readers see the old content or the new, never a part. ``what``: its kind,
+    for errors, such as "report"."""
+    target, temporary = Path(path), None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data if isinstance(data, bytes) else data.encode("utf-8"))
+        os.chmod(temporary, _MODE)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise Error(
+            f"the {what} cannot be written to {target}: {_reason(error)}; name a file in an existing folder",
+            "environment",
+        ) from None
 
 
 def check_writable(path: str, what: str) -> None:

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from diagnosis import doctor_runs
-from gradcast.atomic import write_atomically
 from gradcast.diagnosis.report import metrics
 from gradcast.diagnosis.runs import PARTS
 from gradcast.errors import Error
+from gradcast.files import write_atomically
 
 # The text format, from its specification: a line is a comment with a purpose, or a sample.
 LABELS = r'\{(?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\\\|\\"|\\n)*"(?:,|(?=\})))*\}'

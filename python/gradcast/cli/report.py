@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gradcast.atomic import write_atomically
 from gradcast.cli import common
 from gradcast.diagnosis.report import html as html_report
 from gradcast.diagnosis.report import metrics
 from gradcast.diagnosis.runs import KIND, RESULT, check_run, load_run, trace_of
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.errors import Error
-from gradcast.files import check_writable, read_text
+from gradcast.files import check_writable, read_text, write_atomically
 
 _EXAMPLE = """gradcast report run/
   gradcast report run/ -o report.html --prometheus gradcast.prom

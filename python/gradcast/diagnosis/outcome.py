@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradcast.atomic import write_atomically
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.runs import RESULT, TRACE
 from gradcast.diagnosis.trace import files as trace_files
-from gradcast.files import check_writable, make_folder
+from gradcast.files import check_writable, make_folder, write_atomically
 
 
 class Outcome:

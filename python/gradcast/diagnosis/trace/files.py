@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gradcast.atomic import write_atomically
 from gradcast.errors import Error
-from gradcast.files import make_folder
+from gradcast.files import make_folder, write_atomically
 
 # HTA recognizes communication by the names of NCCL kernels, whatever the backend, and tells work from waiting by the
 # stream of an event.
