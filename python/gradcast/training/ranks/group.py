@@ -221,13 +221,13 @@ def make_group(
 def _left(key: tuple, shared: Any, rank: int, world_size: int) -> Any:
     """A process group that was left and that every rank still has, or None. Collective."""
     found = group_pool.idle_group(key)
-    name = None if found is None else found.group_name
+    name = None if found is None else found.process_group.group_name
     with on_device(key[-1]), naming("looking for a process group to use again", rank, world_size):
         names = gather(shared, name, key[-1])
     if found is None or any(each != name for each in names):
         return None
-    group_pool.use(found)
-    return found
+    found.idle = False
+    return found.process_group
 
 
 def shared_group(process_group: Any) -> Any:

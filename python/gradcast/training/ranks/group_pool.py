@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 @dataclasses.dataclass(eq=False)
-class _OwnGroup:
+class OwnGroup:
     """``key``: what has to be equal for it to be used again."""
 
     process_group: Any
@@ -27,27 +27,23 @@ class _OwnGroup:
 
 
 # In the order in which they were made.
-_own_groups: list[_OwnGroup] = []
+_own_groups: list[OwnGroup] = []
 
 
-def idle_group(key: tuple) -> Any:
-    """The last group with this key that was left, or None. It stays idle until ``use``."""
+def idle_group(key: tuple) -> OwnGroup | None:
+    """The last group with this key that was left, or None. Whoever uses it sets ``idle``."""
     # destroy_process_group() has destroyed the others.
     _own_groups[:] = [each for each in _own_groups if each.process_group in dist.distributed_c10d._world.pg_map]
-    return next((each.process_group for each in reversed(_own_groups) if each.idle and each.key == key), None)
-
-
-def use(process_group: Any) -> None:
-    _entry(process_group).idle = False
+    return next((each for each in reversed(_own_groups) if each.idle and each.key == key), None)
 
 
 def leave(process_group: Any, *, reusable: bool) -> None:
     """Nobody uses this group any more. ``reusable``: nothing in it has failed. Does nothing for other groups."""
-    entry = _entry(process_group)
-    if entry is not None and reusable:
-        entry.idle = True
-    elif entry is not None:
-        _own_groups.remove(entry)
+    made = next((each for each in _own_groups if each.process_group is process_group), None)
+    if made is not None and reusable:
+        made.idle = True
+    elif made is not None:
+        _own_groups.remove(made)
 
 
 def new_group(
@@ -56,7 +52,7 @@ def new_group(
     """Collective over ``ranks``, which are global ranks. ``max_ctas``: see make_group."""
     options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
     group = _make(ranks, timeout, backend, "gradcast", options)
-    _own_groups.append(_OwnGroup(group, key))
+    _own_groups.append(OwnGroup(group, key))
     return group
 
 
@@ -64,12 +60,8 @@ def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: st
     """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks."""
     group = _make(list(ranks), timeout, backend, f"gradcast {description}")
     if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
-        _own_groups.append(_OwnGroup(group, ()))
+        _own_groups.append(OwnGroup(group, ()))
     return group
-
-
-def _entry(process_group: Any) -> _OwnGroup | None:
-    return next((each for each in _own_groups if each.process_group is process_group), None)
 
 
 def _make(
