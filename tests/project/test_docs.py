@@ -105,7 +105,7 @@ def test_every_option_is_documented():
 
 
 def test_every_statistic_is_documented():
-    from gradcast.training import stats
+    from gradcast.training.sessions import stats
 
     page = filled("reference/statistics.md")
     assert [key for key in stats._KEYS if f"`{key}`" not in page] == []

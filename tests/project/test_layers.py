@@ -332,7 +332,7 @@ def test_analysis_and_reports_do_not_import_torch(imports):
     ("module", "text", "is_allowed"),
     [
         ("training.step.x", "from gradcast.training.plan import agreement", False),
-        ("training.step.x", "from gradcast.training.session import Session", False),
+        ("training.step.x", "from gradcast.training.sessions.session import Session", False),
         ("training.compat.x", "def f():\n    from gradcast.training.ranks.group import Group", False),
         ("training.plan.x", "from gradcast.training.step.pending import mark", True),
         ("training.compat.x", "from gradcast.training.options import Options", True),

@@ -10,7 +10,7 @@ import pytest
 import gradcast
 from gradcast.training.acceptance import accept
 from gradcast.training.handle import Handle
-from gradcast.training.quorum_sessions import Plans, QuorumSessions
+from gradcast.training.sessions.quorum import Plans, QuorumSessions
 from training.bomb import Bomb
 from training.needs import torch
 from training.pool import on_ranks

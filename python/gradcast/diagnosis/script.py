@@ -18,7 +18,7 @@ from gradcast.diagnosis.doctor import Doctor
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
-from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
+from gradcast.training.sessions.disabled import VARIABLE as DISABLE_VARIABLE
 
 
 class TrainingFinder:

@@ -8,7 +8,7 @@ failed, it makes another process group::
     backward                blocks travel over the C++ group inside torchft's, without Python
     optimizer.step()        manager.should_commit(): the update only if nothing was reported
 
-training/quorum_sessions.py does that. This module alone knows torchft, and what of it is private: ``Manager._pg`` and
+training/sessions/quorum.py does that. This module alone knows torchft, and what of it is private: ``Manager._pg`` and
 the group inside.
 """
 
@@ -32,10 +32,10 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import accept, check_hooks, the_ddp
 from gradcast.training.attach import make_log_visible
 from gradcast.training.attached_modules import attached_modules
-from gradcast.training.disabled import is_disabled
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
-from gradcast.training.quorum_sessions import Plans, QuorumSessions
+from gradcast.training.sessions.disabled import is_disabled
+from gradcast.training.sessions.quorum import Plans, QuorumSessions
 
 _STATE_KEY = "gradcast"
 

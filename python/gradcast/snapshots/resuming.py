@@ -28,7 +28,7 @@ from gradcast.training.attached_modules import attached_to
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
-from gradcast.training.session_kinds import TrainingSession, require_attached
+from gradcast.training.sessions.kinds import TrainingSession, require_attached
 
 _PIECE_BYTES = 4 << 20
 

@@ -33,7 +33,7 @@ from gradcast.snapshots.signals import Signals
 from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, local_path, own_path, to_bytes
 from gradcast.snapshots.store import Pace, Path_
 from gradcast.snapshots.writer import Place, Writer, Written
-from gradcast.training.session_kinds import TrainingSession
+from gradcast.training.sessions.kinds import TrainingSession
 
 _log = logging.getLogger("gradcast")
 

@@ -29,8 +29,8 @@ from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
-from gradcast.training.session import Session
-from gradcast.training.session_kinds import TrainingSession
+from gradcast.training.sessions.kinds import TrainingSession
+from gradcast.training.sessions.session import Session
 
 _log = logging.getLogger("gradcast")
 

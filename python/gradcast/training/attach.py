@@ -17,14 +17,14 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules
 from gradcast.training.attachment import Attachment
-from gradcast.training.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend
-from gradcast.training.session_kinds import Attached, Setup
-from gradcast.training.single_worker import SingleWorkerSession
+from gradcast.training.sessions.disabled import DisabledSession, is_disabled, weights_refused
+from gradcast.training.sessions.kinds import Attached, Setup
+from gradcast.training.sessions.single_worker import SingleWorkerSession
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 _log = logging.getLogger("gradcast")

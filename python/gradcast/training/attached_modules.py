@@ -7,7 +7,7 @@ import weakref
 from torch import nn
 
 from gradcast.training.acceptance import unwrapped
-from gradcast.training.session_kinds import Attached
+from gradcast.training.sessions.kinds import Attached
 
 # By module, without its wrappers.
 attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]]" = weakref.WeakKeyDictionary()

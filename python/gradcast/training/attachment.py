@@ -21,8 +21,8 @@ from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
 from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
-from gradcast.training.session import Session
-from gradcast.training.session_kinds import Setup
+from gradcast.training.sessions.kinds import Setup
+from gradcast.training.sessions.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.weights import GivenWeights
 

@@ -19,8 +19,8 @@ from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-from gradcast.training.session_kinds import Attached, TrainingSession, require_attached
-from gradcast.training.session_view import SessionView
+from gradcast.training.sessions.kinds import Attached, TrainingSession, require_attached
+from gradcast.training.sessions.view import SessionView
 from gradcast.training.step.gradient_buffers import GradientRange
 from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
 
@@ -326,7 +326,7 @@ class Handle:
             detach(self._attached, wait_s)
 
     def _view(self) -> SessionView:
-        """For gradcast's own tools; no stable interface. See session_view.py."""
+        """For gradcast's own tools; no stable interface. See sessions/view.py."""
         return self._session.view()
 
 

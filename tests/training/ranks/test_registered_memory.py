@@ -11,8 +11,8 @@ from training.needs import torch
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
-from gradcast.training import session_base
 from gradcast.training.ranks import registered_memory
+from gradcast.training.sessions import base
 
 nn = torch.nn
 
@@ -32,7 +32,7 @@ def nccl(register, calls):
     with (
         mock.patch.object(torch.cuda, "MemPool", side_effect=lambda allocator: f"a pool of {allocator}"),
         mock.patch.object(torch.cuda, "use_mem_pool", use),
-        mock.patch.object(session_base, "backend_of", return_value="nccl"),
+        mock.patch.object(base, "backend_of", return_value="nccl"),
         mock.patch.object(registered_memory, "_backend", get_backend),
     ):
         yield

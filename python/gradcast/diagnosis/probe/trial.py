@@ -24,10 +24,10 @@ from gradcast.diagnosis.trace.merged import RankTrace, compact
 from gradcast.errors import Error
 from gradcast.training.attach import attach_inside
 from gradcast.training.attached_modules import attached_modules
-from gradcast.training.disabled import VARIABLE as DISABLE_VARIABLE
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.training.sessions.disabled import VARIABLE as DISABLE_VARIABLE
 
 _FOLLOWED_STEPS = 8
 # Uncounted steps of each version of the plan: in its first step, blocks of the version before still arrive.

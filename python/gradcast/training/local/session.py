@@ -22,7 +22,6 @@ from gradcast.errors import Error, refused
 from gradcast.local_steps import make_schedule
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import fork
-from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.local.fragments import Fragments, entries
 from gradcast.training.local.outer import MERGE, OuterOptimizer
 from gradcast.training.local.pacing import Pacing
@@ -31,7 +30,8 @@ from gradcast.training.model_layout import ModelLayout
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.group_pool import lasting_group
-from gradcast.training.session_kinds import Setup, TrainingSession, require_attached
+from gradcast.training.sessions.hidden_ddp import HiddenDdp
+from gradcast.training.sessions.kinds import Setup, TrainingSession, require_attached
 from gradcast.training.step import residuals
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.partial_step import is_called_by_scaler

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from gradcast.errors import Error, refused
-from gradcast.training.hidden_ddp import HiddenDdp
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-from gradcast.training.session_kinds import Setup, TrainingSession
+from gradcast.training.sessions.hidden_ddp import HiddenDdp
+from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import StepInterception
 

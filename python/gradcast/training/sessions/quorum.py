@@ -27,8 +27,8 @@ from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group
-from gradcast.training.session import Session
-from gradcast.training.session_kinds import Setup, TrainingSession
+from gradcast.training.sessions.kinds import Setup, TrainingSession
+from gradcast.training.sessions.session import Session
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights
 

@@ -1,7 +1,7 @@
 """What the handle needs of a session: one class for each of the four kinds.
 
 Session              two or more workers: measures, plans, and follows the plan (session.py)
-LocalStepsSession    ranks train by themselves, and average parameters every few steps (local/session.py)
+LocalStepsSession    ranks train by themselves, and average parameters every few steps (../local/session.py)
 SingleWorkerSession  one worker: measures the warm-up steps; nothing is sent (single_worker.py)
 DisabledSession      GRADCAST_DISABLE is set: stock DDP trains the module (disabled.py)
 """
@@ -20,14 +20,14 @@ from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
-from gradcast.training.collective_fence import CollectiveFence
-from gradcast.training.no_sync import NoSyncBlocks
 from gradcast.training.options import Options
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.ranks.group import Group
-from gradcast.training.session_view import SessionView
-from gradcast.training.stats import base_stats
+from gradcast.training.sessions.collective_fence import CollectiveFence
+from gradcast.training.sessions.no_sync import NoSyncBlocks
+from gradcast.training.sessions.stats import base_stats
+from gradcast.training.sessions.view import SessionView
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientRange

@@ -22,9 +22,10 @@ from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import backend_of
 from gradcast.training.ranks.registered_memory import registered_memory
-from gradcast.training.session_kinds import Setup, TrainingSession, require_attached
-from gradcast.training.session_view import SessionView
-from gradcast.training.stats import plan_stats
+from gradcast.training.sessions.kinds import Setup, TrainingSession, require_attached
+from gradcast.training.sessions.stats import plan_stats
+from gradcast.training.sessions.view import SessionView
+from gradcast.training.sessions.warmup_reads import WarmupReads
 from gradcast.training.step import clipping, residuals
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -36,7 +37,6 @@ from gradcast.training.step.parameter_state import ParameterState, ParameterStat
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.unseen_waits import UnseenWaits
 from gradcast.training.step.weights import GivenWeights, StepWeights
-from gradcast.training.warmup_reads import WarmupReads
 
 _log = logging.getLogger("gradcast")
 

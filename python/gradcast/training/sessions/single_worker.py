@@ -11,7 +11,7 @@ from torch import nn
 
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.plan.warmup import Warmup
-from gradcast.training.session_kinds import Setup, TrainingSession
+from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import GradientSizes

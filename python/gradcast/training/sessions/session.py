@@ -27,8 +27,8 @@ from torch import nn
 from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import StepRecord
-from gradcast.training.session_base import SessionBase
-from gradcast.training.session_kinds import Setup
+from gradcast.training.sessions.base import SessionBase
+from gradcast.training.sessions.kinds import Setup
 from gradcast.training.step import parameter_state, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.module_buffers import WHAT
