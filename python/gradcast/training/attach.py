@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
@@ -82,7 +82,7 @@ def attach_inside(
         if accepted.ddp is not None:
             process_group = accepted.ddp.process_group
         if any(each in attached_modules for each in accepted.owned):
-            raise Error("gradcast is attached to this module already; call handle.detach() first", "invalid_use")
+            raise refused("gradcast is attached to this module already; call handle.detach() first")
         preflight.check_connections(mode, process_group, accepted.device)
     except Error as error:
         refusal = error

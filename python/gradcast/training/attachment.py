@@ -180,10 +180,9 @@ class Attachment:
     def _refuse_other_ddp(self) -> None:
         active = DistributedDataParallel._active_ddp_module
         if active is not None and active is not self._setup.accepted.ddp:
-            raise Error(
+            raise refused(
                 "this module runs inside a DistributedDataParallel that gradcast was not given, and both would average "
-                "its gradients; call handle.detach(), and attach to that wrapper: gradcast.attach(ddp)",
-                "invalid_use",
+                "its gradients; call handle.detach(), and attach to that wrapper: gradcast.attach(ddp)"
             )
 
     def _restart(self, frozen: set[int]) -> None:
@@ -209,10 +208,9 @@ class Attachment:
             preflight.copy_model_from_first(self._group, inner, self._options)
             self._begin(parameters)
         except BaseException as error:
-            self._failure = Error(
+            self._failure = refused(
                 f"gradcast could not begin again with the module's new parameters ({type(error).__name__}: {error}), "
-                "and nothing synchronizes the module now; call handle.detach(), or end the training",
-                "invalid_use",
+                "and nothing synchronizes the module now; call handle.detach(), or end the training"
             )
             raise
         self.session.continue_from(before)
@@ -236,10 +234,9 @@ class Attachment:
 
     def _joining(self) -> None:
         if self.session.mode == "overlap":
-            raise Error(
+            raise refused(
                 "ranks may run out of inputs in ddp.join(), and the updates of those that go on would be missing on "
-                "the others; leave join() out, or use hook mode: gradcast.attach(ddp) without the optimizer",
-                "invalid_use",
+                "the others; leave join() out, or use hook mode: gradcast.attach(ddp) without the optimizer"
             )
         if self._group.rank == 0:
             _log.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")

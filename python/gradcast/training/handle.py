@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from gradcast import _core
 from gradcast.alarms import Alarm
-from gradcast.errors import Error, refused
+from gradcast.errors import refused
 from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
@@ -187,7 +187,7 @@ class Handle:
     def save_profile(self, path: str) -> None:
         """Saves the measured profile for ``gradcast simulate`` and ``gradcast dev plan``."""
         if self.profile is None:
-            raise Error("the profile is not measured yet; save it after the warm-up steps", "invalid_use")
+            raise refused("the profile is not measured yet; save it after the warm-up steps")
         write_text(path, self.profile.to_json(), "profile")
 
     def save_plan(self, path: str, profile_path: str | None = None) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcast.errors import Error
+from gradcast.errors import refused
 from gradcast.training.acceptance import joined, unwrapped
 from gradcast.training.attach import attach
 from gradcast.training.compat import extension
@@ -58,7 +58,7 @@ def verify(
     follows a real plan. Collective.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
-        raise Error("verify compares workers: start two or more, and call init_process_group() first", "invalid_use")
+        raise refused("verify compares workers: start two or more, and call init_process_group() first")
     are_several = isinstance(module, list | tuple)
     module = joined(module) if are_several else unwrapped(module)
     # adapt=False: the plan is followed even if it gains nothing. DDP has no weights.

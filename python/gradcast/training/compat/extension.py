@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from gradcast.errors import Error
+from gradcast.errors import refused
 from gradcast.training.compat import native_build
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -64,9 +64,9 @@ def _torch_version() -> str:
     try:
         import torch
     except ImportError:
-        raise Error("training needs PyTorch, which is not installed here; pip install torch", "invalid_use") from None
+        raise refused("training needs PyTorch, which is not installed here; pip install torch") from None
     if not torch.distributed.is_available():
-        raise Error("this PyTorch was built without torch.distributed; install one that has it", "invalid_use")
+        raise refused("this PyTorch was built without torch.distributed; install one that has it")
     return torch.__version__
 
 
@@ -90,12 +90,11 @@ def _cached(torch_version: str) -> Path:
                     print(f"gradcast: {text}", file=sys.stderr, flush=True)
                     native_build.build(sources_root(), path)
     except native_build.BuildError as error:
-        raise Error(str(error), "invalid_use") from None
+        raise refused(str(error)) from None
     except OSError as error:
-        raise Error(
+        raise refused(
             f"cannot write the part for torch into the cache ({error}); "
-            "set GRADCAST_CACHE_DIR to a folder that can be written",
-            "invalid_use",
+            "set GRADCAST_CACHE_DIR to a folder that can be written"
         ) from None
     return path
 
@@ -112,10 +111,9 @@ def _only_one_builds(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise Error(
+                    raise refused(
                         f"another process has been building the part for torch for {_LOCK_TIMEOUT_S:.0f} s; "
-                        f"end it (it holds {path}) and start again",
-                        "invalid_use",
+                        f"end it (it holds {path}) and start again"
                     ) from None
                 time.sleep(0.1)
         yield
@@ -129,8 +127,8 @@ def _import(path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        raise Error(
-            f"the part for torch was built but does not load ({error}); remove {path} and start again", "invalid_use"
+        raise refused(
+            f"the part for torch was built but does not load ({error}); remove {path} and start again"
         ) from None
     sys.modules[name] = module
     return module

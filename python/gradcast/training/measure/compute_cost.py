@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from gradcast import _core
-from gradcast.errors import Error
+from gradcast.errors import refused
 from gradcast.files import scaled_profile
 from gradcast.training.measure.step_trace import StepRecord
 
@@ -75,9 +75,8 @@ def typical_compute(steps: Sequence[Sequence[Compute]]) -> Compute:
     Raises Error if there are no steps.
     """
     if not steps:
-        raise Error(
-            "no step could be measured, because backward failed in each of them; fix the error in backward first",
-            "invalid_use",
+        raise refused(
+            "no step could be measured, because backward failed in each of them; fix the error in backward first"
         )
     slowest = [_slowest(ranks) for ranks in steps]
     return Compute(

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.measured_exchange import MeasuredExchange
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.files import plan_hash
 from gradcast.scaling import other_workers
 from gradcast.training.measure.unseen_reads import UnseenRead
@@ -145,9 +145,8 @@ def reason_to_measure(
         if not own.keys() >= unseen_reads(state).keys():
             raise KeyError("unseen_reads")
     except (KeyError, TypeError) as error:
-        raise Error(
-            f"the state is not one that handle.state_dict() returned ({error!r}); pass that to load_state_dict()",
-            "invalid_use",
+        raise refused(
+            f"the state is not one that handle.state_dict() returned ({error!r}); pass that to load_state_dict()"
         ) from None
     return None
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradcast import _core
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
 from gradcast.training.ranks import group_pool
@@ -155,11 +155,10 @@ def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _SAME_GPU.search(str(error)):
-            raise Error(
+            raise refused(
                 f"rank {rank} of {world_size} and another rank use the same GPU, which NCCL refuses; give each rank a "
                 "GPU of its own, with torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
-                "init_process_group(), or use Gloo",
-                "invalid_use",
+                "init_process_group(), or use Gloo"
             ) from error
         raise Error(f"{what} failed on rank {rank} of {world_size}: {error}", "communication") from error
 
@@ -199,7 +198,7 @@ def make_group(
         return _without_group(process_group)
     shared = shared_group(process_group)
     if shared is None:
-        raise Error("this process is not in process_group; call attach only on its members", "invalid_use")
+        raise refused("this process is not in process_group; call attach only on its members")
     rank, world_size = dist.get_rank(shared), shared.size()
     if world_size == 1:
         return Group(0, 1, shared)
@@ -247,10 +246,9 @@ def require_backend(process_group: Any, device: torch.device) -> None:
 def _without_group(process_group: Any) -> Group:
     workers = os.environ.get("WORLD_SIZE", "1")
     if process_group is not None or workers not in ("", "1"):
-        raise Error(
+        raise refused(
             f"torch.distributed is not initialized, but {workers} workers were started; "
-            "call torch.distributed.init_process_group() before gradcast.attach()",
-            "invalid_use",
+            "call torch.distributed.init_process_group() before gradcast.attach()"
         )
     return Group(0, 1)
 
@@ -264,8 +262,7 @@ def _backend(group: Any, device: torch.device) -> Any:
     try:
         return group._get_backend(device)
     except RuntimeError:
-        raise Error(
+        raise refused(
             f"the process group has no backend for tensors on {device.type} (it has {dist.get_backend_config(group)}); "
-            f"name one, for instance init_process_group('cpu:gloo,cuda:nccl')",
-            "invalid_use",
+            f"name one, for instance init_process_group('cpu:gloo,cuda:nccl')"
         ) from None

@@ -20,7 +20,7 @@ def is_disabled() -> bool:
     """Whether GRADCAST_DISABLE is set. Raises Error(invalid_use) for values other than 0 and 1."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise Error(f"{VARIABLE} is {value!r}; 1 (stock DDP) or 0 is expected", "invalid_use")
+        raise refused(f"{VARIABLE} is {value!r}; 1 (stock DDP) or 0 is expected")
     return value == "1"
 
 

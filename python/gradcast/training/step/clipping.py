@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.options import Options
 from gradcast.training.step import pending
@@ -330,11 +330,10 @@ class NormClipping:
         self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self.norm_type)
         self._keep_promise(self.total_norm)
         if self._refuses_nonfinite and not self.certified and not bool(self.total_norm.isfinite()):
-            raise Error(
+            raise refused(
                 f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
                 "(error_if_nonfinite); no parameter has this step's update: end the training and continue from the "
-                "last checkpoint, call handle.detach() and go on without gradcast, or pass error_if_nonfinite=False",
-                "invalid_use",
+                "last checkpoint, call handle.detach() and go on without gradcast, or pass error_if_nonfinite=False"
             )
         if self._certificate is not None:
             certified = self.certified if deferred and self.may_certify else None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcast.errors import Error
+from gradcast.errors import refused
 from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
@@ -161,9 +161,8 @@ class GradientHooks:
     def refuse_inside_backward(self) -> None:
         """Raises if the backward pass that makes the open gradients calls this, since it would use them too early."""
         if torch._C._current_graph_task_id() != _NO_TASK and self._task == self._open_task:
-            raise Error(
-                "a gradient is used inside backward, before those of all parameters exist; use it after backward",
-                "invalid_use",
+            raise refused(
+                "a gradient is used inside backward, before those of all parameters exist; use it after backward"
             )
 
     def wait_for_all(self) -> None:
@@ -172,10 +171,9 @@ class GradientHooks:
         if not self.all_sent:
             self.refuse_inside_backward()
             if self.is_backward_on_another_thread():
-                raise Error(
+                raise refused(
                     "a gradient is used while another thread is in backward, before those of all parameters exist; use "
-                    "it after backward",
-                    "invalid_use",
+                    "it after backward"
                 )
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
             failed = bool(extension.load().with_field(self._states, "phase", Phase.IDLE))
@@ -363,7 +361,7 @@ class GradientHooks:
             view = self._buffers.views[state.index]
         if gradient is not view and (gradient.is_sparse or gradient.requires_grad):
             kind = "is sparse" if gradient.is_sparse else "has a graph of its own (create_graph=True)"
-            raise Error(f"the gradient of {state.name} {kind}; gradcast needs ordinary gradients", "invalid_use")
+            raise refused(f"the gradient of {state.name} {kind}; gradcast needs ordinary gradients")
         if scale == 0:
             view.zero_()  # a batch of nothing has NaNs
         elif gradient is view:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
@@ -177,10 +177,9 @@ class OptimizerSteps:
             self._clipping.may_certify = self._exchange.active.plan.mode == "overlap"
         optimizer = self._optimizers[number]
         if self._clips and getattr(optimizer, "grad_scale", None) is not None:
-            raise Error(
+            raise refused(
                 "gradcast would clip gradients that a GradScaler has not unscaled yet; call "
-                "scaler.unscale_(optimizer) before scaler.step(optimizer)",
-                "invalid_use",
+                "scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
         if self._exchange.wire == "int8":
             residuals.refuse_scaler()
@@ -402,11 +401,10 @@ class OptimizerSteps:
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
         """Some of these parameters may be updated, others not: every later use of one raises."""
         parameter_state.fail_update(part, self._gradients.listener)
-        self._failure = Error(
+        self._failure = refused(
             f"the update of {parameter_state.names(part)} has failed on this rank ({type(error).__name__}: {error}), "
             "perhaps half-way, so its parameters differ from those of the other ranks; end the training and continue "
-            "from the last checkpoint, or call handle.detach() and load one",
-            "invalid_use",
+            "from the last checkpoint, or call handle.detach() and load one"
         )
 
     def _refuse_after_failure(self) -> None:

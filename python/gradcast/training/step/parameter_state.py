@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training.compat import extension
 from gradcast.training.step import pending
 
@@ -195,27 +195,24 @@ def shown(names_: Sequence[str]) -> str:
 
 
 def second_gradient(state: ParameterState) -> Error:
-    return Error(
+    return refused(
         f"{state.name} got a second gradient while its first one was on the network, so both are lost; put all "
         "backward passes before step() but the last one under handle.no_sync(), and if the parameter is used in "
-        "several checkpointed parts of the model, call checkpoint() with use_reentrant=False",
-        "invalid_use",
+        "several checkpointed parts of the model, call checkpoint() with use_reentrant=False"
     )
 
 
 def used_inside_backward(state: ParameterState) -> Error:
-    return Error(
+    return refused(
         f"a hook on {state.name} (register_post_accumulate_grad_hook) changed the parameter or removed its gradient "
         "inside backward, before the ranks' mean existed, so the ranks' parameters would differ; update after "
-        "backward()",
-        "invalid_use",
+        "backward()"
     )
 
 
 def stale_read(state: ParameterState) -> Error:
-    return Error(
+    return refused(
         f"{state.name} was used in forward before its update had run, so this gradient belongs to an old value: the "
         "module reads the parameter in a way that gradcast cannot see (a view or alias kept from an earlier step, "
-        "DLPack, a scripted module). Call handle.flush() before forward, or attach without the optimizer (hook mode)",
-        "invalid_use",
+        "DLPack, a scripted module). Call handle.flush() before forward, or attach without the optimizer (hook mode)"
     )

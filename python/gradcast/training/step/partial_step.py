@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from gradcast.errors import Error
+from gradcast.errors import refused
 from gradcast.training.compat import extension
 
 
@@ -181,10 +181,9 @@ def require_own_step(optimizer: Optimizer) -> None:
     """Raises Error(invalid_use) if ``optimizer.step`` was replaced by anything but an LR scheduler."""
     replaced = optimizer.__dict__.get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
-        raise Error(
+        raise refused(
             f"step() of this {type(optimizer).__name__} has been replaced by {replaced!r}, which gradcast would "
-            "bypass; call gradcast.attach() before step() is replaced",
-            "invalid_use",
+            "bypass; call gradcast.attach() before step() is replaced"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training.step.partial_step import PartialStep, step_without_hooks
 
 # Scales of gradients, each for some steps, to reach an optimizer's thresholds and counters.
@@ -42,10 +42,9 @@ def require_splittable(optimizer: Optimizer) -> None:
 
 
 def _refusal(name: str, reason: str) -> Error:
-    return Error(
+    return refused(
         f"the updates of {name} cannot run in parts while gradients arrive ({reason}); use hook mode: "
-        "gradcast.attach(module) without the optimizer",
-        "invalid_use",
+        "gradcast.attach(module) without the optimizer"
     )
 
 

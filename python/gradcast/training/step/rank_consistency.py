@@ -8,7 +8,7 @@ Thread safety: under the session's lock.
 import torch
 
 from gradcast import _core
-from gradcast.errors import Error
+from gradcast.errors import Error, refused
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientBuffers
@@ -37,12 +37,11 @@ class RankConsistency:
         others with partial sums.
         """
         if failed_iteration is not None and failed_iteration not in self._failed_here and self._error is None:
-            self._error = Error(
+            self._error = refused(
                 f"in iteration {failed_iteration} the backward pass of another rank failed, so its gradients are "
                 "missing in the sums, and the ranks' parameters differ now; let an error inside backward (out of "
                 "memory, for example) end the training, or let all ranks skip that step, and continue from the last "
-                "checkpoint",
-                "invalid_use",
+                "checkpoint"
             )
         if self._error is not None:
             raise self._error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from gradcast.errors import Error
+from gradcast.errors import refused
 from gradcast.training.ranks.group import Group
 from gradcast.training.step import partial_step
 from gradcast.training.step.gradient_buffers import GradientBuffers
@@ -36,9 +36,7 @@ def restore(buffers: GradientBuffers, group: Group, state: dict[str, Any]) -> st
     for name in [*own, *tensors]:
         here, there = _shape(own, name), _shape(tensors, name)
         if here != there:
-            raise Error(
-                f"the checkpoint's residuals are of another model: {name} {there} in it and {here} here", "invalid_use"
-            )
+            raise refused(f"the checkpoint's residuals are of another model: {name} {there} in it and {here} here")
     if found["world_size"] != group.world_size:
         return f"they are of {found['world_size']} workers, this training has {group.world_size}"
     if found["rank"] != group.rank:
@@ -51,10 +49,9 @@ def restore(buffers: GradientBuffers, group: Group, state: dict[str, Any]) -> st
 def refuse_scaler() -> None:
     """Raises Error(invalid_use) inside a step that a GradScaler has called."""
     if partial_step.is_called_by_scaler():
-        raise Error(
+        raise refused(
             "a GradScaler changes the scale of gradients, but int8 keeps their rounding errors for the next step; "
-            "use options.wire='bf16', or train without the scaler",
-            "invalid_use",
+            "use options.wire='bf16', or train without the scaler"
         )
 
 
