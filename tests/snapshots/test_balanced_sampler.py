@@ -102,7 +102,8 @@ def test_new_shares_hold_behind_the_rank_that_is_farthest_ahead():
 
 def test_the_order_is_the_same_for_any_number_of_ranks():
     def whole(world_size):
-        loops = map(iter, Ranks(world_size).samplers(50, 10))
+        ranks = Ranks(world_size)  # samplers do not keep what they are attached to
+        loops = map(iter, ranks.samplers(50, 10))
         return [[sample for each in own for sample in each] for own in zip(*loops, strict=True)]
 
     assert whole(1) == whole(3) == whole(10)
