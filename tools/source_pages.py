@@ -40,7 +40,7 @@ def _filled(kind: str, name: str) -> str:
         case "waits":
             return _list("wait", _waits())
         case "statistics":
-            rows = ast.literal_eval(_assigned("training/stats.py", "MEANINGS"))[name]
+            rows = ast.literal_eval(_assigned("training/sessions/stats.py", "MEANINGS"))[name]
             return "\n".join(f"| `{key}` | {meaning} |" for key, meaning in rows.items())
         case "header":
             return _header(_ROOT / name)

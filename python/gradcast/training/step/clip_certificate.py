@@ -1,9 +1,17 @@
 """A certificate that clipping by the norm of all gradients changes nothing, before all of them have arrived.
 
 torch's ``clip_grad_norm_(parameters, c)`` multiplies every gradient by min(1, c / (T + 1e-6)), where T is the p-norm of
-the tensors' p-norms. The norm of a sum is at most the sum of the ranks' norms, which travels with the gradients. So
-every rank can bound T: by the norms of the gradients that have arrived, and by these sums, inflated by what rounding
-and underflow may do to torch's norms, for all others. If the bound is at most c - 1e-6, the factor is 1 in every bit.
+the tensors' p-norms. Rank r sends x_r, and the sum s arrives. By the triangle inequality ||s|| <= sum_r ||x_r||. Ranks
+add these norms up with the gradients, one number per tensor, so every rank can bound T: by the norms of the gradients
+that have arrived, and by the sums for all others. If the bound is at most c - 1e-6, the factor is 1 in every bit.
+
+The norms that torch computes are rounded, and the bound must hold for those. With u = 2^-24 (2^-53 for float64), a sum
+of m positive terms, one after the other, lies within exp(±m u) of the exact one: each addition errs by at most u of its
+result. A norm therefore lies within ``_growth``, and the bound of one tensor is inflated
+
+* by the growth of each rank's own norm, which may be too small, and that of torch's norm of s, which may be too large;
+* by (1 + eps)^W for the W additions that made s, and on a 16-bit wire by (1 + eps)^2 for its two roundings;
+* by a small absolute amount for what underflows.
 
 Thread safety: pure but for tensors on the device. docs/internals/clipping.md shows this.
 """
