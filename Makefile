@@ -30,7 +30,7 @@ help:
 	@echo 'make test-long  hours: many more seeds, a soak, valgrind (make test-valgrind), fuzzers (make fuzz)'
 	@echo 'make docs       build the documentation into build/site; broken links fail'
 	@echo 'make wheels     wheels of the package into dist/, one for each Python that is here'
-	@echo 'make benchmark  time the planner, the engine, the simulator and int8'
+	@echo 'make benchmark  time the planner, the engine and int8'
 	@echo 'make core       build and install what training needs;  make all  also tests and benchmarks'
 	@echo 'make lint       check style only;  make format  fix it'
 	@echo 'make clean      remove everything that make made'
@@ -179,7 +179,6 @@ wheels: $(VENV)/wheels.stamp
 benchmark: all
 	$(BUILD)/benchmarks/core_benchmark
 	$(BUILD)/benchmarks/engine_benchmark
-	$(BUILD)/benchmarks/sim_benchmark
 	$(BUILD)/benchmarks/wire_benchmark
 
 .PHONY: lint

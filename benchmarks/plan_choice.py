@@ -26,7 +26,7 @@ from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread,
 from benchmarks.pages import run_program
 from gradcast import _core
 from gradcast.comparison.compare import total_bytes
-from gradcast.files import load_profile, plan_hash
+from gradcast.files import load_profile, plan_hash, scaled_profile
 from gradcast.lab.models import StandInTask, Task, make_task
 from gradcast.lab.settings import REAL_MODELS, Settings
 from gradcast.lab.trainer import Trainer
@@ -46,14 +46,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.model in REAL_MODELS:
         return Settings(args.model, None, rates, (), batch=args.batch)
     profile = load_profile(args.model)
-    fields = json.loads(profile.to_json())
-    for owner in (fields, *fields["tensors"]):
-        for keys, factor in (
-            (("backward_ns", "ready_ns"), _BACKWARD_NS / profile.backward_ns),
-            (("forward_ns", "need_ns"), _FORWARD_NS / profile.forward_ns),
-        ):
-            owner.update({key: round(factor * owner[key]) for key in keys if key in owner})
-    return Settings(args.model, json.dumps(fields), rates, (), scale_size=_GRADIENT_BYTES / total_bytes(profile))
+    backward_factor = _BACKWARD_NS / profile.backward_ns
+    profile = scaled_profile(
+        profile, _FORWARD_NS / profile.forward_ns, backward_factor=backward_factor, update_factor=1
+    )
+    return Settings(args.model, profile.to_json(), rates, (), scale_size=_GRADIENT_BYTES / total_bytes(profile))
 
 
 class Turns:

@@ -1,5 +1,4 @@
-// Thousands of ranks: a real model on 1,024, and 16,384 that lose one. What they cost is measured by
-// benchmarks/sim_scale.cc.
+// Thousands of ranks: a real model on 1,024, and 16,384 that lose one.
 #include <gtest/gtest.h>
 
 #include <fstream>

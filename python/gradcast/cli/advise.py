@@ -115,7 +115,10 @@ def _worker_steps(args: argparse.Namespace, worker_count: int) -> float:
 
 def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
     common.print_step_time(args)
-    print(f"Prices of {prices.date} in {prices.currency}{_sample_words(args)}.\n")
+    sample = (
+        "" if args.prices else ", from the bundled sample; copy it, enter current prices, and name it with --prices"
+    )
+    print(f"Prices of {prices.date} in {prices.currency}{sample}.\n")
     shown = found.rows if args.all else found.frontier
     headers = ["cluster", "workers", "step ms", "hours", "range", f"cost, {prices.currency}", "step"]
     common.print_table([_cells(row, row in found.frontier and args.all) for row in shown], headers, "lrrrrrl")
@@ -132,10 +135,6 @@ def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
         print("Spot: hours are the mean over simulated revocations; a limit is kept in nine of ten simulations.")
     for sentence in _answers(args, prices, found):
         print(sentence)
-
-
-def _sample_words(args: argparse.Namespace) -> str:
-    return "" if args.prices else ", from the bundled sample; copy it, enter current prices, and name it with --prices"
 
 
 def _cells(row: ClusterOption, marked: bool) -> list[str]:

@@ -25,8 +25,8 @@ def run(args: argparse.Namespace, profile: _core.Profile, networks: list[Network
         _check_drawable(networks)
     comparisons = []
     for index, network in enumerate(networks):
-        if len(networks) > 1:  # on stderr, so that the result can go into a pipe
-            print(f"[{index + 1}/{len(networks)}] {network.description}", file=sys.stderr)
+        # On stderr, so that the result can go into a pipe.
+        print(f"[{index + 1}/{len(networks)}] {network.description}", file=sys.stderr)
         comparisons.append(compare(profile, network.link, names, mode=args.mode, in_flight=args.in_flight))
     fields = as_json(args, profile, networks, comparisons)
     if not _rows(fields):

@@ -143,11 +143,11 @@ class Doctor:
             makers["threads"] = makers["cluster"]
         rounds = self._rounds(group, ordinary, len(makers))
         wrappers, found = probes.run(makers, rounds, progress, threads)
-        usual_ms = {stage: _median(samples) for stage, samples in found["alone"].items()}
+        usual_ms = {stage: statistics.median_high(samples) for stage, samples in found["alone"].items()}
         computing = launch_overhead.computing_ms(probes, wrappers["alone"], self._ddp.device, usual_ms)
         launch_unknown = next((each for each in group.gather(computing) if isinstance(each, str)), None)
         layers = layer_times.layers_ms(probes, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
-        pause_ms = _median([each["loader"] + each["loop"] for each in ordinary])
+        pause_ms = statistics.median_high([each["loader"] + each["loop"] for each in ordinary])
         tried, clocks = self._try_gradcast(group, probes, [self._ddp, *wrappers.values()], pause_ms, progress)
         network = None
         if self._network:
@@ -201,7 +201,7 @@ class Doctor:
 
     def _rounds(self, group: Group, ordinary: Sequence[dict[str, float]], kind_count: int) -> int:
         """Returns the number of rounds, the same on every rank."""
-        step_s = max(group.gather(_median([each["step"] for each in ordinary]))) / 1e3
+        step_s = max(group.gather(statistics.median_high([each["step"] for each in ordinary]))) / 1e3
         return prober.round_count(kind_count, self._steps, self._seconds / step_s)
 
     def _group_of(self, members: Sequence[int]) -> Any:
@@ -271,8 +271,3 @@ def _fitting_threads(hosts: Sequence[str], rank: int, processes: Sequence[enviro
 def _caps_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return first, ddp.bucket_bytes_cap
-
-
-def _median(values: Sequence[float]) -> float:
-    """Returns a value that occurred."""
-    return statistics.median_high(values)

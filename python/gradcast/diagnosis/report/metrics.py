@@ -135,9 +135,6 @@ def _text(samples: Iterable[Sample]) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
+    escaped = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    pairs = ",".join(f'{key}="{value.translate(escaped)}"' for key, value in labels.items())
     return f"{{{pairs}}}" if pairs else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
