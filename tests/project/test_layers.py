@@ -84,7 +84,7 @@ LAYERS = {
     "tests/fuzz": Layer("core", "fuzzer/ csrc/core/"),
     "benchmarks": Layer(
         LIVE,
-        "benchmark/ cuda_runtime csrc/core/ tests/core/ csrc/bench/instant_transport.h csrc/transport/torch/int8_group.h",
+        "benchmark/ csrc/core/ tests/core/ csrc/bench/instant_transport.h csrc/transport/torch/int8_group.h",
     ),
     "benchmarks/nccl_mirror": Layer("", "cuda nccl.h"),
 }
