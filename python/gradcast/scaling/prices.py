@@ -1,4 +1,4 @@
-"""The price file of ``gradcast advise``: machines, their prices and their connections (docs/guide/scaling.md)."""
+"""The price file of ``gradcast advise``: machines, prices and connections (data/prices_sample.toml explains them)."""
 
 import dataclasses
 import datetime
@@ -178,7 +178,7 @@ def _from_table(cls: Any, table: dict[str, Any], where: str) -> Any:
         elif field.default is dataclasses.MISSING:
             raise Error(f"{where}{name} is missing")
     if unknown := next((name for name in table if name not in fields), None):
-        raise Error(f"{where}there is no field {unknown}; docs/guide/scaling.md lists the fields")
+        raise Error(f"{where}there is no field {unknown}; the fields are {', '.join(fields)}")
     return cls(**values)
 
 
