@@ -104,7 +104,7 @@ def _header(path: Path) -> str:
     """Without the paragraphs about threads."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(text))
+        text = ast.get_docstring(ast.parse(text)).replace("::\n", ":\n")
     else:
         text = re.match(r"(//.*\n)+", text)[0].replace("// ", "").replace("//", "")
     return "\n\n".join(part for part in text.strip().split("\n\n") if not part.startswith("Thread safety"))
