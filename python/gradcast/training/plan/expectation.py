@@ -146,7 +146,7 @@ def typical_step(
 
     ``steps``: the compute of each measured step, as multiples of the profile's. The typical step is the median of these
     steps, not the step of medians: a good plan lets a block arrive just when forward needs it, and if compute varies,
-    the later of the two counts each time (docs/internals/decisions.md).
+    the later of the two counts each time (docs/internals/play.md).
 
     ``waiting_share``: of the steps, those that wait for all gradients before forward, because they are clipped. The
     result is then the mean of the typical steps of both kinds. ``call_ns``: see StepVariation.
