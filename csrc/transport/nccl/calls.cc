@@ -18,7 +18,8 @@ void require(ncclResult_t result, const std::string& action, ncclComm_t communic
   if (result != ncclSuccess && result != ncclInProgress) {
     const char* detail = ncclGetLastError(communicator);
     const std::string words = detail == nullptr ? "" : detail;
-    if (words.find("Duplicate GPU") != std::string::npos) {
+    // Before and since NCCL 2.30.
+    if (words.find("Duplicate GPU") != std::string::npos || words.find("using the same GPU") != std::string::npos) {
       throw Error(ErrorCode::kInvalidUse,
                   "two ranks use the same device, which NCCL refuses; start one rank per device, and "
                   "give each its own in NcclOptions::device (" +

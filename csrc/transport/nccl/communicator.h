@@ -1,4 +1,7 @@
-// One rank's NCCL communicator in non-blocking mode: it connects, reports failures, and ends cleanly or by an abort.
+// One rank's NCCL communicator: it connects, reports failures, and ends cleanly or by an abort.
+//
+// It does not block, although NCCL then starts a thread for each launch: NCCL's user guide ("Fault Tolerance") allows an
+// abort only while no thread is inside of a call, and a blocking call waits for other ranks without a limit.
 //
 // Thread safety: any thread, one at a time, because NCCL allows no concurrent calls for one communicator.
 #pragma once

@@ -3,7 +3,7 @@
 #include <nccl.h>
 
 #include <chrono>
-#include <deque>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -13,6 +13,7 @@
 #include "transport/common/host_memory.h"
 #include "transport/common/parts.h"
 #include "transport/common/queued_transport.h"
+#include "transport/common/stream_points.h"
 #include "transport/nccl/calls.h"
 #include "transport/nccl/communicator.h"
 
@@ -47,8 +48,7 @@ class NcclTransport final : public QueuedTransport {
   void run_half(const Operation& operation, char* message, int64_t part_bytes);
   char* message_memory(size_t size_bytes);
   void run() override;
-  void look() noexcept;
-  bool look_at(const Flight& flight) noexcept;
+  bool has_ended(const Flight& flight) noexcept;
   void check_time(const Flight& flight) noexcept;
   void release() noexcept override;
 
@@ -57,7 +57,7 @@ class NcclTransport final : public QueuedTransport {
   cudaStream_t stream_ = nullptr;
   // The thread's own from open() to close().
   std::optional<Communicator> communicator_;
-  std::deque<Flight> flights_;
+  StreamPoints flights_;
   char* message_ = nullptr;  // one is enough, because the stream uses it in order
   size_t message_bytes_ = 0;
 };
@@ -101,7 +101,7 @@ void NcclTransport::settle(const Operation& operation) {
       if (gate_.aborted()) {
         throw Error(ErrorCode::kCommunication, "given up");  // nobody sees this: the abort has completed everything
       }
-      look();
+      flights_.report_passed();
     });
   } catch (const Error& error) {
     gate_.abort(what_failed(operation, error.what()).c_str());
@@ -116,7 +116,10 @@ void NcclTransport::launch(const Operation& operation) noexcept {
     }
     operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_half(operation);
     settle(operation);
-    flights_.push_back({operation.ticket, what_failed(operation, ""), recorded_event(), Clock::now()});
+    const std::shared_ptr<const Flight> flight(
+        new Flight{operation.ticket, what_failed(operation, ""), recorded_event(), Clock::now()});
+    flights_.add({[this, flight] { return has_ended(*flight); },
+                  [this, flight](const std::exception_ptr&) { gate_.complete(flight->ticket, nullptr); }});
     gate_.queued(operation.ticket);
   } catch (const std::exception& error) {
     gate_.complete(operation.ticket, error.what());
@@ -212,31 +215,21 @@ void NcclTransport::run() {
     for (const Started& each : wait(deadline_ns, is_given_up)) {
       if (gate_.aborted()) break;
       launch(each.operation);
-      look();
+      flights_.report_passed();
     }
     if (gate_.aborted()) {
       // Also if nothing is in flight: the peers must learn of it, and work on the stream must end.
       communicator_->give_up();
       is_given_up = true;
-      flights_.clear();
     }
-    look();
+    flights_.report_passed();
   } while (!flights_.empty() || !is_closing());
 }
 
-// Reports what has ended. The stream ends operations in order.
-void NcclTransport::look() noexcept {
-  while (!flights_.empty() && look_at(flights_.front()))
-    flights_.pop_front();
-}
-
-// Returns whether the operation has ended, with or without an error.
-bool NcclTransport::look_at(const Flight& flight) noexcept {
+// Whether the operation has ended. If it has failed, it is completed with the error here.
+bool NcclTransport::has_ended(const Flight& flight) noexcept {
   const cudaError_t state = cudaEventQuery(flight.ended.get());
-  if (state == cudaSuccess) {
-    gate_.complete(flight.ticket, nullptr);
-    return true;
-  }
+  if (state == cudaSuccess) return true;
   const std::optional<std::string> failed = communicator_->failure();
   if (state == cudaErrorNotReady && !failed) {
     check_time(flight);

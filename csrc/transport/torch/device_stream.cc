@@ -16,6 +16,10 @@ namespace {
 // adds at most as much to an operation of milliseconds.
 constexpr int64_t kPollPeriodNs = 50'000;
 
+StreamPoints::Point watched(const std::shared_ptr<const c10::Event>& event, const DeviceStream::StreamPoint& point) {
+  return {[event, given_up = point.given_up] { return event->query() || given_up(); }, point.passed};
+}
+
 }  // namespace
 
 // The thread starts last, when everything it uses exists.
@@ -76,7 +80,7 @@ void DeviceStream::forget() {
 }
 
 void DeviceStream::watch(StreamPoint here) {
-  post(recorded(stream_, std::move(here)));
+  post(watched(recorded_on(stream_), here));
 }
 
 void DeviceStream::end(Ending ending) {
@@ -111,10 +115,10 @@ void DeviceStream::close() {
   if (thread_.joinable()) thread_.join();
 }
 
-DeviceStream::Watched DeviceStream::recorded(const c10::Stream& stream, StreamPoint point) const {
+std::shared_ptr<const c10::Event> DeviceStream::recorded_on(const c10::Stream& stream) const {
   auto event = std::make_shared<c10::Event>(device_.type());
   event->record(stream);
-  return {std::move(event), std::move(point)};
+  return event;
 }
 
 void DeviceStream::loop() {
@@ -129,7 +133,7 @@ void DeviceStream::loop() {
     const bool is_closing = closed_;
     lock.unlock();
     if (!is_closing) take(tasks);
-    report_passed();
+    watched_.report_passed();
     tasks.clear();  // destroys what belongs to operations, which must not happen under the lock
     lock.lock();
   }
@@ -149,8 +153,8 @@ void DeviceStream::wait_for_tasks() {
 
 void DeviceStream::take(std::deque<Task>& tasks) {
   for (Task& task : tasks) {
-    if (auto* watched = std::get_if<Watched>(&task)) {
-      watched_.push_back(std::move(*watched));
+    if (auto* point = std::get_if<StreamPoints::Point>(&task)) {
+      watched_.add(std::move(*point));
     } else {
       put_on_stream(std::get<Ending>(task));
     }
@@ -162,9 +166,9 @@ void DeviceStream::put_on_stream(const Ending& ending) {
   try {
     const c10::StreamGuard guard(end_stream_);
     ending.enqueue();
-    Watched watched = recorded(end_stream_, ending.past_it);
-    note_end(ending, watched.event);
-    watched_.push_back(std::move(watched));
+    const auto event = recorded_on(end_stream_);
+    note_end(ending, event);
+    watched_.add(watched(event, ending.past_it));
     ending.queued();
   } catch (...) {
     ending.past_it.passed(std::current_exception());
@@ -177,30 +181,6 @@ void DeviceStream::note_end(const Ending& ending, const std::shared_ptr<const c1
   MutexLock lock(ends_mutex_);
   for (const Range& range : ending.ranges)
     ends_.set(ending.buffer, range, event, replaced);
-}
-
-void DeviceStream::report_passed() {
-  std::list<Watched> passed;
-  // Asks the last ones first. If a point is passed, so are all that it waits for; those are reported before it.
-  for (auto each = watched_.end(); each != watched_.begin();) {
-    const auto here = std::prev(each);
-    if (here->is_past()) {
-      passed.splice(passed.begin(), watched_, here);
-    } else {
-      each = here;
-    }
-  }
-  for (const Watched& each : passed)
-    each.point.passed(each.error);
-}
-
-bool DeviceStream::Watched::is_past() {
-  try {
-    return event->query() || point.given_up();
-  } catch (...) {
-    error = std::current_exception();
-    return true;
-  }
 }
 
 }  // namespace gradcast

@@ -20,7 +20,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <thread>
@@ -31,6 +30,7 @@
 #include "gradcast/types.h"
 #include "platform/sync.h"
 #include "transport/common/range_map.h"
+#include "transport/common/stream_points.h"
 
 namespace gradcast {
 
@@ -84,23 +84,15 @@ class DeviceStream {
   void close() GC_EXCLUDES(mutex_);
 
  private:
-  struct Watched {
-    bool is_past();
+  using Task = std::variant<StreamPoints::Point, Ending>;
 
-    std::shared_ptr<const c10::Event> event;
-    StreamPoint point;
-    std::exception_ptr error{};
-  };
-  using Task = std::variant<Watched, Ending>;
-
-  Watched recorded(const c10::Stream& stream, StreamPoint point) const;
+  std::shared_ptr<const c10::Event> recorded_on(const c10::Stream& stream) const;
   void post(Task task) GC_EXCLUDES(mutex_);
   void loop() GC_EXCLUDES(mutex_);
   void wait_for_tasks() GC_REQUIRES(mutex_);
   void take(std::deque<Task>& tasks);
   void put_on_stream(const Ending& ending) GC_EXCLUDES(ends_mutex_);
   void note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event) GC_EXCLUDES(ends_mutex_);
-  void report_passed();
 
   const c10::Device device_;
   const c10::Stream stream_;
@@ -114,7 +106,7 @@ class DeviceStream {
   Mutex ends_mutex_;
   RangeMap<std::shared_ptr<const c10::Event>> ends_ GC_GUARDED_BY(ends_mutex_);  // of the last operation on each byte
 
-  std::list<Watched> watched_;  // the waiting thread's own
+  StreamPoints watched_;  // the waiting thread's own
 
   Mutex mutex_;
   CondVar changed_;

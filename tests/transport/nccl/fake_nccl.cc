@@ -176,7 +176,9 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniq
   if (room == nullptr) room = std::make_shared<Room>();
   const std::lock_guard lock(room->mutex);
   if (!room->devices.insert(device).second) {
-    last_error = "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000";
+    last_error = nccl_version_now < 23000 ? "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"
+                                          : "Multiple Ranks are using the same GPU/Partition. Set "
+                                            "NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.";
     return ncclInvalidUsage;
   }
   room->size = size;

@@ -28,6 +28,7 @@ HEADERS = (
     "csrc/transport/common/host_memory.h",
     "csrc/transport/common/parts.h",
     "csrc/transport/common/range_map.h",
+    "csrc/transport/common/stream_points.h",
 )
 _COMPILERS = ("c++", "g++", "clang++")
 # O3: loops over gradients are vectorised.
