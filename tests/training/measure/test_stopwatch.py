@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 
-from gradcast.training.measure.stopwatch import HostClock, Stopwatch
+from gradcast.training.measure.clocks import HostClock
+from gradcast.training.measure.stopwatch import Stopwatch
 from training.attached import attach
 from training.needs import torch
 from training.pool import on_ranks

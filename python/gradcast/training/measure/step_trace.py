@@ -1,6 +1,7 @@
 """The record of the last steps: what the training thread did and what the network did.
 
-Times are ns of time.perf_counter_ns, which the engine uses, too.
+Times are ns of time.perf_counter_ns, which the engine uses, too. While a device's compute is measured, each is also a
+point of its current stream.
 """
 
 import collections
@@ -12,9 +13,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradcast import _core
+from gradcast.training.measure.clocks import DeviceClock
 
 _MS = 1e6
 _COMPUTE_LANE, _LINK_LANE = 1, 2
+
+
+class Stamp(int):
+    """ns on the host. ``event``: a point of the device's stream."""
+
+    event: Any
+
+    @classmethod
+    def at(cls, time_ns: int, event: Any) -> "Stamp":
+        stamp = cls(time_ns)
+        stamp.event = event
+        return stamp
 
 
 @dataclasses.dataclass
@@ -33,8 +47,13 @@ class StepRecord:
     update_calls: int = 0
     spans: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
 
-    def total_ns(self, category: str) -> int:
-        return sum(end - start for name, start, end in self.spans if name == category)
+    def total_ns(self, category: str, clock: DeviceClock | None = None) -> float:
+        """``clock``: of the device; counts what it did between stamps, and leaves out what only the host did."""
+        spans = [(start, end) for name, start, end in self.spans if name == category]
+        if clock is None:
+            return sum(end - start for start, end in spans)
+        stamps = [pair for pair in spans if all(isinstance(each, Stamp) for each in pair)]
+        return sum(clock.between(start.event, end.event) for start, end in stamps)
 
     @property
     def backward_ns(self) -> int:
@@ -50,6 +69,11 @@ class StepTrace:
     def __init__(self, capacity: int) -> None:
         self._records: collections.deque[StepRecord] = collections.deque(maxlen=capacity)
         self.waited_ns = 0
+        self.device_clock: DeviceClock | None = None  # while the device is measured
+
+    def now(self) -> int:
+        now_ns = time.perf_counter_ns()
+        return now_ns if self.device_clock is None else Stamp.at(now_ns, self.device_clock.stamp())
 
     def begin(self, record: StepRecord) -> None:
         if self._records:
@@ -68,9 +92,9 @@ class StepTrace:
     @contextlib.contextmanager
     def timed(self, category: str) -> Iterator[None]:
         """A span of what happens inside."""
-        start_ns = time.perf_counter_ns()
+        start_ns = self.now()
         yield
-        self.span(category, start_ns, time.perf_counter_ns())
+        self.span(category, start_ns, self.now())
 
     def count_update(self) -> None:
         if self._records:

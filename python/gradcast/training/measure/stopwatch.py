@@ -3,9 +3,6 @@
 A step runs from the start of one backward pass to the start of the next. `forward` is everything in it but backward and
 the update: data loading and other work of the loop delay the next read as compute does, and the network works
 meanwhile. Read times count from the end of backward, without waiting for gradients and without the update.
-
-On CUDA, stamps are events on the current stream, since the host runs ahead of the device. (That path has not run on a
-GPU.)
 """
 
 import contextlib
@@ -13,12 +10,12 @@ import dataclasses
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from gradcast.training.measure.clocks import clock_of
 from gradcast.training.measure.compute_cost import Compute
 from gradcast.training.measure.network_cost import Sample
 from gradcast.training.measure.unseen_reads import UnseenRead
@@ -43,30 +40,6 @@ class Measurement:
     pack_ns_per_byte: float
     unseen_reads: dict[int, UnseenRead] = dataclasses.field(default_factory=dict)
     call_ns: float = 0.0
-
-
-class HostClock:
-    def stamp(self) -> int:
-        return time.perf_counter_ns()
-
-    def between(self, start: int, end: int) -> float:
-        return float(end - start)
-
-
-class DeviceClock:
-    """``device``: the module's, which may differ from the thread's current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def stamp(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def between(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) * 1e6
 
 
 @dataclasses.dataclass
@@ -101,7 +74,7 @@ class Stopwatch:
     """Takes one rank's stamps during one warm-up."""
 
     def __init__(self, device: torch.device, parameter_count: int) -> None:
-        self._clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+        self._clock = clock_of(device)
         self._parameter_count = parameter_count
         self._steps: list[_Step] = []
         self._step = _Step(None)  # the open one; nothing that comes before the first one counts

@@ -1,11 +1,12 @@
 """The first steps of a new plan: how long its blocks and its compute take, compared with the prediction.
 
 Both may differ from what the warm-up measured, since no blocks are in flight during its forward passes. Blocks leave
-other pauses, and compute takes longer if ranks compute on the cores that also serve the sockets.
+other pauses, and compute takes longer if ranks compute on the cores that also serve the sockets, or on a GPU beside
+NCCL's kernels.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
@@ -38,10 +39,11 @@ class Calibration:
         self._plan = plan
         self._packing_ns = [pack_ns_per_byte * block.size_bytes * (len(block.ranges) > 1) for block in plan.blocks]
         self._blocks: list[list[network_cost.Sample] | None] = []
-        self._compute: list[Compute | None] = []
+        self._compute: list[Callable[[], Compute] | None] = []
 
-    def add_step(self, iteration: _core.IterationRecord | None, compute: Compute | None) -> bool:
-        """Returns whether this was the last step. Pass None for what the step did not measure."""
+    def add_step(self, iteration: _core.IterationRecord | None, compute: Callable[[], Compute] | None) -> bool:
+        """Returns whether this was the last step. Pass None for what the step did not measure. ``compute`` is asked
+        after the last step: it may wait for the device."""
         blocks = [] if iteration is None else iteration.blocks
         self._blocks.append(self._samples(blocks) if len(blocks) == len(self._plan.blocks) else None)
         self._compute.append(compute)
@@ -60,7 +62,8 @@ class Calibration:
 
     def gather(self, group: Group) -> CalibrationSteps:
         """Collective."""
-        ranks = group.gather((self._blocks[1:], self._compute[1:]))  # the first step allocates memory
+        compute = [each and each() for each in self._compute[1:]]
+        ranks = group.gather((self._blocks[1:], compute))  # the first step allocates memory
         return CalibrationSteps(
             [network_cost.combined(step) for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])],
             steps_known_on_all_ranks([compute for _, compute in ranks]),

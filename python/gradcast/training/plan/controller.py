@@ -1,6 +1,7 @@
 """Which plan the next iteration follows: the current phase (phases.py), and what the phases do."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ from gradcast import _core, shares
 from gradcast.comparison.compare import compute_ns
 from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.training.measure import compute_cost
+from gradcast.training.measure.clocks import clock_of
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.stage_exposure import StageExposure
-from gradcast.training.measure.step_trace import StepTrace
+from gradcast.training.measure.step_trace import Stamp, StepTrace
 from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.options import Options
 from gradcast.training.plan import agreement, calibration
@@ -58,6 +60,8 @@ class PlanController:
         self.proposer = Proposer(buffers, mode, group.world_size, options, clipping, waits)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = buffers.flats[0].device.type == "cpu"
+        self._clock = clock_of(buffers.flats[0].device)
+        self._start_ns = 0  # of the open iteration's backward pass
         self.alarms = StepAlarms(
             group, self.step_reports.lag, exchange, options.on_alarm, on_device=not self._sees_compute
         )
@@ -115,6 +119,7 @@ class PlanController:
         ``phase.times_blocks``. ``start_ns``: when its backward pass began. ``weights``: of the last iteration, None if
         it had none."""
         own = self._own_report(start_ns)
+        self._start_ns = start_ns
         reports = self.step_reports.exchange(own)
         if reports is not None:
             self.exposed.add(reports)
@@ -125,6 +130,8 @@ class PlanController:
         else:
             self.phase = self.phase.begin_iteration(own, reports)
         self.phase.iteration_began()
+        calibrates = isinstance(self.phase, Calibrating) and not self._sees_compute
+        self._trace.device_clock = self._clock if calibrates else None
         is_usual = self.warmup is None and self.phase.on_baseline == self.agreed.runs_as_baseline
         self.alarms.iteration_began(self._waiting_stage() if is_usual else None)
 
@@ -271,11 +278,16 @@ class PlanController:
         if self._group.rank == 0:
             _log.log(level, "%s", sentence)
 
-    def compute_of_last_step(self, own: StepReport | None) -> compute_cost.Compute | None:
-        """``own``: this rank's report of the step that ends now."""
-        if own is None or not self._sees_compute:
+    def compute_of_last_step(self, own: StepReport | None) -> Callable[[], compute_cost.Compute] | None:
+        """``own``: this rank's report of the step that ends now. On a device, what is returned waits for it."""
+        if own is None:
             return None
-        return compute_cost.compute_of(self._trace.current, own.facts.busy_ns, self.agreed.call_ns)
+        record, end, call_ns = self._trace.current, self._start_ns, self.agreed.call_ns
+        if self._sees_compute:
+            return functools.partial(compute_cost.compute_of, record, own.facts.busy_ns, call_ns)
+        if not (isinstance(record.start_ns, Stamp) and isinstance(end, Stamp)):
+            return None
+        return functools.partial(compute_cost.device_compute_of, record, end, self._clock, call_ns)
 
     # --- Parts ---
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
-from gradcast.training.measure.step_trace import StepRecord
+from gradcast.training.measure.step_trace import Stamp, StepRecord
 from gradcast.training.sessions.base import SessionBase
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.step import parameter_state, pending, residuals
@@ -217,7 +217,7 @@ class Session(SessionBase):
 
     def on_backward_begin(self) -> None:
         with self._lock:
-            now_ns = time.perf_counter_ns()
+            now_ns = self.trace.now()
             self._refuse_capture()
             self.fence.refuse("backward()")
             self.stop_watching_reads()
@@ -230,6 +230,8 @@ class Session(SessionBase):
             start_ns = self._host_waited_until_ns() or self._forward_end_ns or now_ns
             if self._forward_end_ns and self._forward_start_ns:
                 self.trace.span("forward", min(self._forward_start_ns.values()), start_ns)
+            if isinstance(began := self._forward_end_ns or now_ns, Stamp):
+                start_ns = Stamp.at(start_ns, began.event)
             self._weights.receive()
             weights = self._weights.last
             self._change_layout(lambda: self.controller.begin_iteration(start_ns, weights))
@@ -252,7 +254,7 @@ class Session(SessionBase):
 
     def on_backward_end(self) -> None:
         with self._lock:
-            now_ns = time.perf_counter_ns()
+            now_ns = self.trace.now()
             self._steps.stream.follow_caller()  # autograd calls this on the stream of backward()
             self.trace.span("backward", self.trace.current.start_ns, now_ns)
             if self.controller.warmup is not None:
@@ -335,7 +337,7 @@ class Session(SessionBase):
             self._module_buffers.after_borrowed_forward(module)
 
     def after_forward(self, module: nn.Module, output: Any) -> None:
-        self._forward_end_ns = time.perf_counter_ns()
+        self._forward_end_ns = self.trace.now()
         if self.controller.warmup is not None:
             self.controller.warmup.forward_ended(output)
         self._gradients.watch_output(module, output)
@@ -367,7 +369,7 @@ class Session(SessionBase):
         if self.controller.warmup is None:
             return self._steps.take_gradients(number, self, synchronous=self.controller.phase.on_baseline)
         with self._reads.around_step(number):
-            self._await_gradients(time.perf_counter_ns())
+            self._await_gradients(self.trace.now())
             warmup = self.controller.warmup
             with self._measured("updating"):
                 ended = self._steps.take_gradients(number, self, synchronous=True, parts=warmup.update_parts)
@@ -376,7 +378,7 @@ class Session(SessionBase):
 
     def _use_gradients(self) -> None:
         """The program uses gradients between backward and ``step()``."""
-        self._await_gradients(time.perf_counter_ns())
+        self._await_gradients(self.trace.now())
         self._gradients.values_used = True
         self._steps.clip_asked()
 
@@ -385,7 +387,7 @@ class Session(SessionBase):
         # Wherever gradients are used first, the stream that computes is ordered behind them as well.
         with self._measured("waiting"), self._steps.stream.entered():
             self._gradients.wait_for_all()
-        self.trace.span("wait", start_ns, time.perf_counter_ns())
+        self.trace.span("wait", start_ns, self.trace.now())
 
     def _end_step(self) -> None:
         self._gradients.open = False

@@ -6,7 +6,6 @@ Thread safety: under the session's lock.
 import collections
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -145,10 +144,10 @@ class OptimizerSteps:
         leads here again, so nothing else may be unfinished."""
         if not self._updated:
             return
-        start_ns, record = time.perf_counter_ns(), self._trace.current
+        start_ns, record = self._trace.now(), self._trace.current
         with self.stream.entered():
             self._callbacks.run(self._updated, "after step()" if record is None else f"in step {record.step + 1}")
-        self._trace.span("update", start_ns, time.perf_counter_ns())
+        self._trace.span("update", start_ns, self._trace.now())
 
     def take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int = 1) -> bool:
         """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
@@ -207,14 +206,14 @@ class OptimizerSteps:
     def _complete_updates(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
         self._wait_for(due)
-        arrived_ns = time.perf_counter_ns()
+        arrived_ns = self._trace.now()
         self._clip()
         with interrupts.after_this():
             for number, left in list(self._left.items()):
                 part = [left[index] for index in sorted(left.keys() & self._arrived)]
                 if part:
                     self._update(number, part)
-        self._trace.span("update", arrived_ns, time.perf_counter_ns())
+        self._trace.span("update", arrived_ns, self._trace.now())
 
     def _wait_for(self, due: Sequence[ParameterState]) -> None:
         """Waits until these parameters can be updated. If nothing certifies that clipping changes nothing, that is when
@@ -312,14 +311,14 @@ class OptimizerSteps:
         waits_here = reason not in (None, Cause.GRADIENTS)
         with self._waits.at(reason) if waits_here else contextlib.nullcontext(), self._trace.timed("wait"):
             self._gradients.wait_for_all()
-        arrived_ns = time.perf_counter_ns()
+        arrived_ns = self._trace.now()
         self._clip(as_they_are=True)
         if self._values is not None:
             self._values.clip_as_they_are(self._states_of[number])
         # Predictions do not know which of several optimizers a call is of: then nothing shows what one costs.
         divisible = parts > 1 and len(self._optimizers) == 1 and self.reason_to_wait(number) is None
         self._run_whole(number, parts if divisible else 1)
-        self._trace.span("update", arrived_ns, time.perf_counter_ns())
+        self._trace.span("update", arrived_ns, self._trace.now())
 
     def _defer(self, number: int, owner: pending.Owner) -> None:
         """Leaves all updates of this optimizer due."""

@@ -1,0 +1,66 @@
+"""On a device, compute beside a plan is measured with the device's stamps, and the plan is made again for it."""
+
+import pytest
+
+from training.attached import attach
+from training.needs import torch
+from training.pool import on_ranks
+from training.step.test_late_device import late_device
+
+nn = torch.nn
+FORWARD_NS, BACKWARD_NS, UPDATE_NS, WAIT_NS = 10**12, 3 * 10**12, 10**11, 10**13
+STEPS = 3 + 9 + 2  # the warm-up, calibration, and some
+
+
+class Clock:
+    """Of a device that has only to do what the test says."""
+
+    now_ns = 0
+
+    def stamp(self):
+        return Clock.now_ns
+
+    def between(self, start, end):
+        return float(end - start)
+
+    def taking(self, time_ns, function):
+        def call(*arguments, **named):
+            Clock.now_ns += time_ns
+            return function(*arguments, **named)
+
+        return call
+
+
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        Clock.now_ns += UPDATE_NS
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
+    clock = Clock()
+    with late_device():
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        module[0].register_forward_hook(clock.taking(FORWARD_NS, lambda *_: None))
+        sgd = Slow(module.parameters(), lr=0.1)
+        one_block = {"policy": "ddp", "policy_parameters": {"first_bytes": 1 << 20}}
+        handle = attach(module, sgd, mode, adapt=True, **one_block)
+    controller, exchange = handle._session.controller, handle._session.exchange
+    controller._sees_compute, controller._clock = False, clock
+    exchange.wait = clock.taking(WAIT_NS, exchange.wait)
+    exchange.wait_all = clock.taking(WAIT_NS, exchange.wait_all)
+    for _ in range(STEPS):
+        sgd.zero_grad()
+        output = module(torch.ones(4, 8))
+        output.register_hook(clock.taking(BACKWARD_NS, lambda _: None))
+        output.sum().backward()
+        sgd.step()
+    handle.flush()
+    profile, update_ns = controller.profile, UPDATE_NS if mode == "overlap" else 0  # in hook mode it is the program's
+    assert profile.backward_ns == pytest.approx(BACKWARD_NS)
+    assert profile.forward_ns == pytest.approx(FORWARD_NS + UPDATE_NS - update_ns)
+    assert sum(tensor.update_ns for tensor in profile.tensors) == pytest.approx(update_ns, rel=1e-3)
+    assert handle._session.trace.device_clock is None, "stamps are taken only then"
+    handle.detach()
+    return
