@@ -33,6 +33,8 @@ check() {
     tail -n 15 "$logs/$name.log"
   elif grep -qE '\[  SKIPPED \]|[0-9]+ skipped' "$logs/$name.log"; then
     note "$name" "FAILED, something was skipped, see $logs/$name.log"
+  elif grep -q '^NCCL refuses' "$logs/$name.log"; then
+    note "$name" "passed, $((SECONDS - begin)) s, but over Gloo: NCCL refuses two ranks here, see $logs/$name.log"
   else
     note "$name" "passed, $((SECONDS - begin)) s"
   fi
@@ -71,6 +73,9 @@ train=("$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --
 check training-speed "${train[@]}" --trace "$logs/trace.json"
 # Numbers and order over the real NCCL; its times say nothing.
 check training-nccl "${train[@]}" --backend nccl --steps 24
+# Beside other collectives, with other operations and wires, and failures.
+check cases-nccl "$python" -m benchmarks.gpu_cases
+check bandwidth "$python" -m benchmarks.gpu_bandwidth
 for tool in "memcheck --report-api-errors no" racecheck initcheck synccheck; do
   # shellcheck disable=SC2086 # options of the tool go along
   check "training-${tool%% *}" compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 "${train[@]}" --steps 8 --width 64
@@ -78,8 +83,11 @@ done
 # torch's own: reads and writes of one tensor on two streams without an order between them.
 check training-streams env TORCH_CUDA_SANITIZER=1 "${train[@]}" --steps 8 --width 64
 
-# Steps beside 15 ranks that are only mirrored, in at most ten minutes.
-check mirror "$python" -m benchmarks.nccl_mirror.mirror --library $build/benchmarks/nccl_mirror/libnccl.so.2
+# Steps beside 15 ranks that are only mirrored, each in at most ten minutes.
+mirror=("$python" -m benchmarks.nccl_mirror.mirror --library $build/benchmarks/nccl_mirror/libnccl.so.2)
+check mirror "${mirror[@]}"
+check mirror-foreach "${mirror[@]}" --optimizer foreach
+check mirror-compiled "${mirror[@]}" --compiled
 
 if command -v mpirun >/dev/null; then
   check bench mpirun --allow-run-as-root -n 1 python/gradcast/bin/gradcast-bench --transport nccl
@@ -87,7 +95,7 @@ elif [[ bench =~ ${ONLY:-.} ]]; then
   note bench "left out: there is no mpirun here"
 fi
 echo
-cat "$logs/training-speed.log" "$logs/mirror.log" 2>/dev/null
+cat "$logs/training-speed.log" "$logs/cases-nccl.log" "$logs/bandwidth.log" "$logs"/mirror*.log 2>/dev/null
 echo
 echo "$run"
 failed=0

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +95,18 @@ def measured(
     return host_ms[WARMUP:], whole_ms[WARMUP:]
 
 
-def traced(training: Training, batches: Iterable[torch.Tensor], path: str) -> float:
-    """ms for which the device copied on one stream while it computed on another, from torch's own trace."""
+def traced(run: Callable[[], None], path: str) -> list[dict[str, Any]]:
+    """The events of a Chrome trace, torch's own, of what ``run`` does."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        for inputs in batches:
-            training.step(inputs)
+        run()
         torch.cuda.synchronize()
     profile.export_chrome_trace(path)
-    return together_ms(json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"])
+    return json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
 
 
 def together_ms(events: Iterable[dict[str, Any]]) -> float:
-    """How long, in a Chrome trace, a copy runs while a kernel runs on another stream."""
+    """ms for which, in a Chrome trace, a copy runs while a kernel runs on another stream."""
     spans: dict[str, list[tuple[float, float, Any]]] = {"kernel": [], "gpu_memcpy": []}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in spans:
@@ -185,7 +184,7 @@ def overlaps(args: argparse.Namespace, device: torch.device, rank: int, batches:
         training.step(inputs)
     with tempfile.TemporaryDirectory() as folder:
         path = args.trace if rank == 0 else os.path.join(folder, "trace.json")
-        copying_ms = traced(training, batches[:5], path)
+        copying_ms = together_ms(traced(lambda: [training.step(inputs) for inputs in batches[:5]], path))
     training.end()
     if rank == 0:
         print(f"in 5 steps gradients were copied for {copying_ms:.2f} ms while the device computed ({args.trace})")

@@ -1,15 +1,17 @@
 """What a step takes beside ranks that are only mirrored: stock DDP, FSDP2 and gradcast, on one GPU.
 
-    python -m benchmarks.nccl_mirror.mirror --library build-gpu/benchmarks/nccl_mirror/libnccl.so.2 [--gbit 10,25]
+    python -m benchmarks.nccl_mirror.mirror --library build-gpu/benchmarks/nccl_mirror/libnccl.so.2 [--gbit 10,25] \\
+        [--compiled] [--optimizer foreach]
 
 This process is rank 0 of 16; the others do what it does, inside of the library, which torch takes for NCCL. Compute,
 kernels, launches, streams, Python, c10d, DDP, FSDP2 and gradcast are real; the wire is a link with a latency and a
 rate. Not shown: ranks that differ, real algorithms and networks, and what they take from the GPU.
 
 First it checks that DDP and gradcast train as one process alone does, bit for bit: 16 is a power of two. Then it prints
-for each model, network and way to train: the step, the CPU time of the training thread (which includes waiting for the
-GPU where torch spins), and the step that gradcast has predicted. FSDP2 is there for its time only, since a mirrored
-gather replicates rank 0's shard.
+for each model, network and way to train: the step, for how long of it no kernel computed, the CPU time of the training
+thread (which includes waiting for the GPU where torch spins), and the step that gradcast has predicted. FSDP2 is there
+for its time only, since a mirrored gather replicates rank 0's shard. "gradcast overlap 2" has at most 2 blocks in the
+GPU's queue; 16 is gradcast's own window.
 
 NOT YET RUN ON A GPU; ``--device cpu`` shows with small models that the rest works. There torch's "fake" group takes the
 place of NCCL: it sends nothing, adds nothing up, takes no time, and does not serve DDP.
@@ -18,16 +20,19 @@ place of NCCL: it sends nothing, adds nothing up, takes no time, and does not se
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from benchmarks.gpu_training import traced
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the group
 
 import gradcast
+from gradcast import _core
 from gradcast.host_traffic import Hosts
+from gradcast.intervals import busy_periods_ns
 from gradcast.lab.models import load_example
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.store_gather import StoreGather
@@ -44,6 +51,7 @@ from gradcast.training.ranks.store_gather import StoreGather
 WORKERS = 16
 _SETTLED = 28  # steps until gradcast follows its plan: 6 measure, twice 9 hold a plan against what it takes, and some
 _CHECKED_STEPS = 24
+_TRACED_STEPS = 3
 
 
 @contextlib.contextmanager
@@ -126,10 +134,12 @@ SMALL_TASKS: dict[str, Task] = {
     "small ResNet": (lambda: resnet((1, 1), 8, 10, nn.AvgPool2d), lambda: _images(4, 32, 10)),
     "small GPT": (lambda: gpt(64, 2, 50, 16), lambda: _texts(4, 50, 16)),
 }
-WAYS = ("alone", "DDP 4 MiB", "DDP 25 MiB", "DDP 100 MiB", "FSDP2", "gradcast hook", "gradcast overlap")
-
-
-_CHECKED = ("alone", "DDP 4 MiB", "gradcast hook", "gradcast overlap")
+WAYS = (
+    *("alone", "DDP 4 MiB", "DDP 25 MiB", "DDP 100 MiB", "FSDP2", "gradcast hook"),
+    *(f"gradcast overlap {window}" for window in (1, 2, 16)),
+)
+_CHECKED = ("alone", "DDP 4 MiB", "gradcast hook", WAYS[-1])
+OPTIMIZERS = ("fused", "foreach")
 
 
 def ways_on(device: torch.device, *ways: str) -> list[str]:
@@ -137,26 +147,40 @@ def ways_on(device: torch.device, *ways: str) -> list[str]:
 
 
 class Training:
-    """``way``: one of WAYS."""
+    """``way``: one of WAYS. ``compiled``: the model's blocks."""
 
-    def __init__(self, task: Task, way: str, device: torch.device, optimizer: Callable[..., torch.optim.Optimizer]):
+    def __init__(
+        self,
+        task: Task,
+        way: str,
+        device: torch.device,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        *,
+        compiled: bool = False,
+    ) -> None:
         torch.manual_seed(0)
         make, batch = task
         self.module = make().to(device)
         self._inputs, self._targets = (each.to(device) for each in batch())
         self._device, self.handle, self._model = device, None, self.module
+        blocks = [each for each in self.module.modules() if type(each).__name__ in ("Block", "_Bottleneck")]
+        for block in blocks if compiled else ():
+            block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
         if way == "FSDP2":
-            for each in list(self.module.modules()):
-                if type(each).__name__ in ("Block", "_Bottleneck"):
-                    fully_shard(each, reshard_after_forward=False)
+            for block in blocks:
+                fully_shard(block, reshard_after_forward=False)
             fully_shard(self.module, reshard_after_forward=False)
         self._optimizer = optimizer(self.module.parameters())
         name, *size = way.split()
         if name == "DDP":
             self._model = DistributedDataParallel(self.module, bucket_cap_mb=int(size[0]), gradient_as_bucket_view=True)
         elif name == "gradcast":
-            given = self._optimizer if size == ["overlap"] else None
-            self.handle = gradcast.attach(self.module, given)
+            if size[0] == "hook":
+                self.handle = gradcast.attach(self.module)
+            else:
+                engine = functools.partial(_core.Engine, queue_window=int(size[-1]))
+                with mock.patch.object(_core, "Engine", engine):
+                    self.handle = gradcast.attach(self.module, self._optimizer)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -176,13 +200,14 @@ class Training:
         return stats
 
 
-def differing(task: Task, device: torch.device, mean: float) -> list[str]:
+def differing(task: Task, device: torch.device, mean: float, *, compiled: bool = False) -> list[str]:
     """The ways whose parameters are not those of a training alone, in any bit. ``mean``: what the group makes of the
     mean of equal gradients, as a multiple of one; a power of two, which the learning rate makes up for."""
     found = {}
     for way in ways_on(device, *_CHECKED):
         rate = 1 / 64 if way == "alone" else 1 / 64 / mean
-        training = Training(task, way, device, lambda own, lr=rate: torch.optim.SGD(own, lr=lr, momentum=0.9))
+        sgd = functools.partial(torch.optim.SGD, lr=rate, momentum=0.9)
+        training = Training(task, way, device, sgd, compiled=compiled)
         for _ in range(_CHECKED_STEPS):
             training.step()
         training.end()
@@ -190,9 +215,12 @@ def differing(task: Task, device: torch.device, mean: float) -> list[str]:
     return [way for way in found if not all(map(torch.equal, found[way], found["alone"]))]
 
 
-def measured(task: Task, way: str, device: torch.device, steps: int) -> list[Any]:
-    """ms per step, ms of the training thread's CPU per step, ms that gradcast has predicted (else None)."""
-    training = Training(task, way, device, lambda own: torch.optim.AdamW(own, lr=1e-4, fused=True))
+def measured(task: Task, way: str, device: torch.device, args: argparse.Namespace) -> list[Any]:
+    """ms per step, ms of it in which the GPU did not compute (None on the CPU), ms of the training thread's CPU per
+    step, ms that gradcast has predicted (else None)."""
+    steps = args.steps
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **{args.optimizer: True})
+    training = Training(task, way, device, adamw, compiled=args.compiled)
     for _ in range(_SETTLED if training.handle is not None else 5):
         training.step()
     _synchronize(device)
@@ -202,7 +230,23 @@ def measured(task: Task, way: str, device: torch.device, steps: int) -> list[Any
     cpu_ms = 1e3 * (time.thread_time() - cpu_begin_s) / steps
     _synchronize(device)
     step_ms = 1e3 * (time.perf_counter() - begin_s) / steps
-    return [step_ms, cpu_ms, training.end().get("predicted_ms")]
+    idle = None
+    if device.type == "cuda":
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            idle = idle_ms(traced(lambda: [training.step() for _ in range(_TRACED_STEPS)], path)) / _TRACED_STEPS
+    return [step_ms, idle, cpu_ms, training.end().get("predicted_ms")]
+
+
+def idle_ms(events: Iterable[dict[str, Any]]) -> float:
+    """ms for which, between the first and the last kernel of a Chrome trace, none computes. NCCL's do not compute."""
+    spans = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") == "kernel" and "nccl" not in event["name"].lower()
+    ]
+    whole_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return (whole_us - sum(busy_periods_ns(spans))) / 1e3
 
 
 def _synchronize(device: torch.device) -> None:
@@ -221,14 +265,15 @@ def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace
                 if time.monotonic() > end_s:
                     left_out.append(way)
                     continue
-                step_ms, cpu_ms, predicted_ms = measured(task, way, device, args.steps)
+                step_ms, idle, cpu_ms, predicted_ms = measured(task, way, device, args)
                 said = [None, None] if predicted_ms is None else [predicted_ms, step_ms / predicted_ms]
-                rows.append([way, step_ms, cpu_ms, *said])
+                rows.append([way, step_ms, idle, cpu_ms, *said])
                 gc.collect()
             ddp_ms = min((row[1] for row in rows if row[0].startswith("DDP")), default=None)
             rows = [[*row, None if ddp_ms is None or row[0] == "alone" else ddp_ms / row[1]] for row in rows]
-            print(f"\n{name}, {args.workers} ranks, {gbit:g} Gbit/s, {args.latency_us:g} us")
-            columns = ["", "step, ms", "CPU, ms", "predicted, ms", "measured / predicted", "x best DDP"]
+            how = f"{'compiled blocks' if args.compiled else 'eager'}, AdamW {args.optimizer}"
+            print(f"\n{name}, {how}, {args.workers} ranks, {gbit:g} Gbit/s, {args.latency_us:g} us")
+            columns = ["", "step, ms", "idle, ms", "CPU, ms", "predicted, ms", "measured / predicted", "x best DDP"]
             print(tabulate(rows, columns, floatfmt=".2f"), flush=True)
             if left_out:
                 print(f"left out, because {args.minutes:g} minutes were over: {', '.join(left_out)}")
@@ -241,6 +286,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"a power of two (default: {WORKERS})")
     rates = {"type": lambda text: [float(each) for each in text.split(",")], "default": [10.0, 25.0, 100.0, 400.0]}
     parser.add_argument("--gbit", **rates, help="of each rank's link (default: 10,25,100,400)")
+    parser.add_argument("--compiled", action="store_true", help="the model's blocks are compiled")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused", help="AdamW's kernels (default: fused)")
     parser.add_argument("--latency-us", type=float, default=20, help="of each operation (default: 20)")
     parser.add_argument("--steps", type=int, default=10, help="that are measured (default: 10)")
     parser.add_argument("--minutes", type=float, default=8, help="after which no other measurement begins (default: 8)")
@@ -264,7 +311,7 @@ def main() -> int:
         wrong = [
             f"{way} ({name})"
             for name, task in SMALL_TASKS.items()
-            for way in differing(task, device, 1.0 if is_cuda else 1 / args.workers)
+            for way in differing(task, device, 1.0 if is_cuda else 1 / args.workers, compiled=args.compiled)
         ]
         torch.use_deterministic_algorithms(False)
         if wrong:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -102,10 +103,45 @@ def test_one_process_passes_for_sixteen_ranks():
         handle.detach()
 
 
+@pytest.mark.parametrize("window", [1, 2, 16])
+def test_a_window_is_the_engines(monkeypatch, window):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror import mirror
+
+    engine = mock.Mock(side_effect=gradcast._core.Engine)
+    monkeypatch.setattr(gradcast._core, "Engine", engine)
+    assert f"gradcast overlap {window}" in mirror.WAYS
+    with mirror.rank_zero(2, "fake"):
+        task = mirror.SMALL_TASKS["small GPT"]
+        training = mirror.Training(task, f"gradcast overlap {window}", torch.device("cpu"), torch.optim.AdamW)
+        training.end()
+    assert engine.call_args.kwargs["queue_window"] == window
+
+
+def test_the_gpu_is_idle_where_no_kernel_but_nccls_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror.mirror import idle_ms
+
+    def kernel(begin, end, name="gemm"):
+        return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+
+    events = [
+        kernel(1000, 2000),
+        kernel(1500, 3000),
+        kernel(3000, 3600, "void nccl_mirror::run<float>(Job, Wire*)"),
+        kernel(4000, 5000),
+        kernel(5000, 9000, "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
+    ]
+    assert idle_ms(events) == pytest.approx(1.0)
+
+
 @pytest.mark.slow
-def test_every_way_trains_on_the_cpu():
+@pytest.mark.parametrize("options", [[], ["--compiled", "--optimizer", "foreach"]], ids=["eager", "compiled"])
+def test_every_way_trains_on_the_cpu(options):
+    command = [sys.executable, "-m", "benchmarks.nccl_mirror.mirror", "--device", "cpu", "--gbit", "10", "--steps", "2"]
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.nccl_mirror.mirror", "--device", "cpu", "--gbit", "10", "--steps", "2"],
+        [*command, *options],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -114,6 +150,8 @@ def test_every_way_trains_on_the_cpu():
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "alone, gradcast hook, gradcast overlap: the same parameters after 24 steps, bit for bit" in ended.stdout
-    for way in ("alone", "FSDP2", "gradcast hook", "gradcast overlap"):  # DDP needs another group than "fake"
+    assert "alone, gradcast hook, gradcast overlap 16: the same parameters after 24 steps, bit for bit" in ended.stdout
+    # DDP needs another group than "fake".
+    for way in ("alone", "FSDP2", "gradcast hook", *(f"gradcast overlap {window} " for window in (1, 2, 16))):
         assert ended.stdout.count(f"\n{way}") == 2
+    assert ("compiled blocks, AdamW foreach" if options else "eager, AdamW fused") in ended.stdout

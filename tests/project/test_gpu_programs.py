@@ -48,19 +48,62 @@ def test_actions_that_the_script_cannot_take_are_left_out():
     assert taken({"key": "launch"}) is taken({"key": "connections"}) is None
 
 
-@pytest.mark.slow
-def test_the_training_gives_the_numbers_of_ddp_in_both_modes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--device", "cpu", "--steps", "20", "--width", "32"]
-    ended = subprocess.run(
-        [*command, str(ROOT / "benchmarks" / "gpu_training.py"), *options],
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=250,
         check=False,
     )
+
+
+def states(printed):
+    """By case, the last table's."""
+    lines = printed.rpartition("---")[2].splitlines()[1:]
+    return {case.strip(): state.strip() for case, state in (line.split("  ", 1) for line in lines)}
+
+
+@pytest.mark.slow
+def test_the_cases_for_two_ranks_pass_on_the_cpu():
+    ended = run("benchmarks.gpu_cases", "--device", "cpu", "--backend", "gloo")
+    found = states(ended.stdout)
+    assert found.pop("SyncBatchNorm and metrics") == "left out: SyncBatchNorm takes tensors on a GPU only"
+    assert len(found) == 7
+    assert set(found.values()) == {"passed"}, ended.stdout
+    assert ended.returncode == 0
+
+
+@pytest.mark.slow
+def test_where_nccl_refuses_the_cases_say_so_and_run_over_gloo():
+    """Without a GPU it does."""
+    ended = run("benchmarks.gpu_cases", "--device", "cpu", "batch norm")
+    assert ended.stdout.startswith("NCCL refuses two ranks on one GPU, so this runs over Gloo with tensors there:\n")
+    assert states(ended.stdout) == {"batch norm": "passed"}
+
+
+def test_a_case_that_goes_wrong_fails(monkeypatch, capsys):
+    from benchmarks import gpu_cases
+
+    monkeypatch.setattr(gpu_cases, "run_case", lambda case, args: ([0, 1], f"of {case}"))
+    monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "--backend", "gloo", "metrics", "a killed rank"])
+    assert gpu_cases.main() == 1
+    assert states(capsys.readouterr().out) == {"metrics": "FAILED", "a killed rank": "passed"}
+
+
+def test_kernels_are_held_against_a_copy():
+    ended = run("benchmarks.gpu_bandwidth", "--device", "cpu", "--mib", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert states(ended.stdout)["a copy"].split()[-1] == "1.00"
+
+
+@pytest.mark.slow
+def test_the_training_gives_the_numbers_of_ddp_in_both_modes():
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--device", "cpu", "--steps", "20", "--width", "32"]
+    ended = run(*launcher, str(ROOT / "benchmarks" / "gpu_training.py"), *options)
     assert ended.returncode == 0, ended.stderr
     assert "the parameters are DDP's, bit for bit, after 20 steps in both modes" in ended.stdout
     rows = [

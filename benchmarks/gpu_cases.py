@@ -1,0 +1,256 @@
+"""Two ranks on one GPU over the real NCCL: beside other collectives, with other operations and wires, and failures.
+
+    python -m benchmarks.gpu_cases [--backend gloo] [CASE ...]
+
+Each case starts two processes that pass for two hosts, because NCCL wants a GPU per rank on a host. Where NCCL refuses
+them nevertheless, this says so, and the cases run over Gloo with tensors on the GPU. Numbers have to be DDP's, bit for
+bit; over a narrow wire they have to be near, and the same on both ranks. Where an operation fails or a rank is killed,
+the other rank has to get gradcast's error. Times say nothing.
+
+NOT YET RUN ON A GPU; ``--device cpu --backend gloo`` shows that the rest works.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcast
+from benchmarks.gpu_training import as_a_host_of_its_own
+from gradcast import _core
+from gradcast.comparison.compare import has_other_ops
+from gradcast.training.plan.agreement import plan_text
+
+_STEPS, _WIDTH = 16, 64
+_WARMUP_STEPS = 3
+_TIMEOUT_S = 5.0  # of an operation, where one fails
+_CASE_TIMEOUT_S = 120.0
+_ENDS = ("a failed operation", "a killed rank")
+
+
+class Rank:
+    def __init__(self, device: torch.device, backend: str, folder: str) -> None:
+        self.device, self.backend, self.folder, self.index = device, backend, folder, dist.get_rank()
+        generator = torch.Generator().manual_seed(self.index)
+        self.batches = [torch.randn(32, _WIDTH, generator=generator).to(device) for _ in range(_STEPS)]
+
+    def train(
+        self,
+        mode: str,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        *,
+        metrics: bool = False,
+        before_step: Callable[[int], None] = lambda _: None,
+        **options: Any,
+    ) -> list[torch.Tensor]:
+        """The parameters of "ddp", "hook" or "overlap" after all batches, and the sums of the losses if ``metrics``: a
+        collective of the program's own after each step. ``options``: of gradcast."""
+        torch.manual_seed(0)
+        layers = [each for _ in range(4) for each in (nn.Linear(_WIDTH, _WIDTH), norm(_WIDTH), nn.ReLU())]
+        module = nn.Sequential(*layers).to(self.device)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        model, handle = module, None
+        if mode == "ddp":
+            model = DistributedDataParallel(module)
+        else:
+            chosen = gradcast.Options(**{"adapt": False, "warmup_steps": _WARMUP_STEPS} | options)
+            handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=chosen)
+        found = []
+        for number, batch in enumerate(self.batches):
+            before_step(number)
+            sgd.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            sgd.step()
+            if metrics:
+                found.append(loss.detach().clone())
+                with contextlib.nullcontext() if handle is None else handle.collective():
+                    dist.all_reduce(found[-1])
+        if handle is not None:
+            handle.flush()
+            self.profile, self.plan = handle.profile, handle.plan
+            handle.detach()
+        return found + [each.detach().clone() for each in module.parameters()]
+
+
+# A case returns what is wrong.
+Problems = Iterator[str]
+
+
+def _as_ddp(rank: Rank, modes: tuple[str, ...] = ("hook", "overlap"), **settings: Any) -> Problems:
+    theirs = rank.train("ddp", **settings)
+    for mode in modes:
+        if not all(map(torch.equal, rank.train(mode, **settings), theirs)):
+            yield f"the numbers differ from DDP's in {mode} mode"
+
+
+def _pinned(rank: Rank) -> Problems:
+    theirs = rank.train("ddp")
+    rank.train("overlap")
+    path = Path(rank.folder, "plan.json")
+    if rank.index == 0:
+        costs = json.loads(rank.profile.link.to_json())
+        costs |= dict.fromkeys(("reduce_scatter", "all_gather"), costs["all_reduce"])  # only the operations matter
+        link = _core.LinkModel.from_json(json.dumps(costs))
+        plan = _core.make_plan(rank.profile, link, policy="dear", mode="overlap")
+        path.write_text(plan_text(plan, rank.profile, None), encoding="utf-8")
+    dist.barrier()
+    if not all(map(torch.equal, rank.train("overlap", plan=str(path)), theirs)):
+        yield "the numbers differ from DDP's"
+    if not has_other_ops(rank.plan):
+        yield "the pinned plan has no reduce-scatter"
+
+
+def _narrow(rank: Rank, wire: str) -> Problems:
+    theirs, ours = (torch.cat([each.flatten() for each in rank.train(*way)]) for way in (("ddp",), ("overlap",)))
+    if not torch.equal(theirs, ours):
+        yield "without a narrow wire the numbers differ from DDP's"
+    ours = torch.cat([each.flatten() for each in rank.train("overlap", wire=wire)])
+    if torch.equal(theirs, ours):
+        yield f"nothing has travelled as {wire}: the numbers are DDP's, bit for bit"
+    if not torch.allclose(theirs, ours, atol=0.02):
+        yield f"the numbers are up to {(theirs - ours).abs().max().item():.3f} from DDP's"
+    both = [torch.empty_like(ours) for _ in range(2)]
+    dist.all_gather(both, ours)
+    if not torch.equal(*both):
+        yield "the ranks have different numbers"
+
+
+def _fails(rank: Rank, happens: Callable[[], None]) -> Problems:
+    """``happens`` to rank 1 between two steps."""
+
+    def before_step(number: int) -> None:
+        if rank.index == 1 and number == _STEPS // 2:
+            happens()
+
+    try:
+        rank.train("overlap", before_step=before_step, timeout_s=_TIMEOUT_S)
+    except gradcast.Error as error:
+        print(f"rank {rank.index} is told: {error}", flush=True)
+    else:
+        yield "nothing was raised"
+
+
+CASES: dict[str, Callable[[Rank], Problems]] = {
+    "batch norm": partial(_as_ddp, norm=nn.BatchNorm1d),
+    "metrics": partial(_as_ddp, metrics=True),
+    "SyncBatchNorm and metrics": partial(_as_ddp, norm=nn.SyncBatchNorm, metrics=True),
+    "a pinned plan with reduce-scatter and all-gather": _pinned,
+    "wire bf16": partial(_narrow, wire="bf16"),
+    "wire fp16": partial(_narrow, wire="fp16"),
+    "a failed operation": partial(_fails, happens=lambda: time.sleep(4 * _TIMEOUT_S)),
+    "a killed rank": partial(_fails, happens=lambda: os.kill(os.getpid(), signal.SIGKILL)),
+}
+_PROBE = "probe"
+
+
+def reason_to_leave_out(case: str, backend: str, device: str) -> str | None:
+    if case == "SyncBatchNorm and metrics" and device == "cpu":
+        return "SyncBatchNorm takes tensors on a GPU only"
+    if case.startswith("wire") and backend == "gloo" and device != "cpu":
+        return "over Gloo, tensors on a GPU have no narrow wire"
+    return None
+
+
+def be_rank(case: str, args: argparse.Namespace) -> int:
+    torch.use_deterministic_algorithms(True)
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(args.backend, timeout=timedelta(seconds=_CASE_TIMEOUT_S))
+    try:
+        dist.all_reduce(torch.ones(1, device=device))
+    except dist.DistBackendError as error:
+        print(error, file=sys.stderr)
+        return 1
+    problems = [] if case == _PROBE else list(CASES[case](Rank(device, args.backend, args.folder)))
+    for problem in problems:
+        print(f"rank {dist.get_rank()}: {problem}", file=sys.stderr)
+    if case not in _ENDS:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if problems else 0)  # what has failed is not waited for
+
+
+def run_case(case: str, args: argparse.Namespace) -> tuple[list[int | None], str]:
+    """The exit codes of both ranks, None for one that had to be stopped, and what they have said."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own.getsockname()[1]), "WORLD_SIZE": "2"}
+    codes: list[int | None] = []
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log"), "w+", encoding="utf-8") as log:
+        command = [sys.executable, "-m", "benchmarks.gpu_cases", case, "--folder", folder]
+        command += ["--backend", args.backend, "--device", args.device]
+        processes = []
+        for rank in range(2):
+            own_place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            environment = os.environ | place | own_place | as_a_host_of_its_own(rank)
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        end_s = time.monotonic() + _CASE_TIMEOUT_S
+        for process in processes:
+            try:
+                codes.append(process.wait(max(0.0, end_s - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                codes.append(None)
+        log.seek(0)
+        return codes, log.read()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)} (default: all)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # for a rank
+    args = parser.parse_args()
+    if args.folder is not None:
+        return be_rank(args.cases[0], args)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
+        return 1
+    if unknown := set(args.cases) - set(CASES):
+        print(f"there is no case {sorted(unknown)}; there are: {', '.join(CASES)}", file=sys.stderr)
+        return 1
+    if args.backend == "nccl":
+        codes, said = run_case(_PROBE, args)
+        if codes != [0, 0]:
+            print(f"NCCL refuses two ranks on one GPU, so this runs over Gloo with tensors there:\n{said}")
+            args.backend = "gloo"
+    rows, failed = [], False
+    for case in args.cases or CASES:
+        reason = reason_to_leave_out(case, args.backend, args.device)
+        if reason is not None:
+            rows.append([case, f"left out: {reason}"])
+            continue
+        codes, said = run_case(case, args)
+        # Of rank 1 of the last two nothing is expected: it is killed, or late.
+        is_right = codes[0] == 0 if case in _ENDS else codes == [0, 0]
+        failed = failed or not is_right
+        rows.append([case, "passed" if is_right else "FAILED"])
+        print(f"== {case}: exit codes {codes}\n{said}", flush=True)
+    print(tabulate(rows, [f"over {args.backend}, tensors on {args.device}", ""]))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
