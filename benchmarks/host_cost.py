@@ -12,10 +12,7 @@ order of forward, which need most calls of the optimizer.
 import argparse
 import itertools
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
 from gradcast.files import plan_hash
+from gradcast.lab import run_workers
 
 _LAYERS = 150  # of two tensors
 _WIDTH = 8
 _TURN_STEPS = 10
+_TIMEOUT_S = 3600.0
 _CASES = {
     "AdamW foreach": (torch.optim.AdamW, {"foreach": True}),
     "AdamW fused": (torch.optim.AdamW, {"fused": True}),
@@ -143,14 +142,8 @@ def main() -> None:
     if args.folder:
         worker(args)
         return
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
-        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder]
-        ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(2)]
-        sys.exit(max(rank.wait() for rank in ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers([__file__, *sys.argv[1:], "--folder", folder], 2, timeout_s=_TIMEOUT_S, errors=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,18 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.results import MODES
 from benchmarks.demo.training import Digits, Settings
+from benchmarks.on_hosts import one_rank, write
 from gradcast.lab.trainer import Batch, Trainer
 from gradcast.lab.variants import variant
 from gradcast.lab.worker import differences
 
 
-def main(settings: Settings, results_path: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results = _train(settings)
-    if dist.get_rank() == 0:
-        results_path.write_text(json.dumps(results))
-    dist.destroy_process_group()
+def main(settings: Settings, results_path: str) -> None:
+    with one_rank():
+        write(results_path, _train(settings))
 
 
 def _train(settings: Settings) -> dict[str, Any]:
@@ -124,4 +120,4 @@ def _tell(text: str, end: str = "\n") -> None:
 
 
 if __name__ == "__main__":
-    main(Settings.from_json(sys.argv[1]), Path(sys.argv[2]))
+    main(Settings.from_json(sys.argv[1]), sys.argv[2])
