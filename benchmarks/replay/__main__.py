@@ -46,7 +46,6 @@ def groups(replay: Replay) -> str:
     rows = [
         *by("method", lambda result: result.cell.method, METHODS),
         *by("model", lambda result: result.cell.model, FIT_MODELS),
-        *by("GPUs", lambda result: result.cell.worker_count, (4, 8, 16, 32)),
         ("all", "all", tested),
         ("all", "all but ByteScheduler", _without_bytescheduler(tested)),
         ("no model", "all", [result for result in replay.baseline() if result.tested]),
