@@ -23,6 +23,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PYTHON = _ROOT / "python"
 _PACKAGE = _PYTHON / "gradcast"
 _MARK = re.compile(r"<!-- (messages|statistics|header|help|output) of (.+?) -->|<!-- (waits) -->")
+_FILE = re.compile(r"(?<![`/\w])[\w/]+\.(?:py|cc|h|md)\b")
 _CALLS = {"Error", "BuildError", "refused", "error", "exception", "info", "log", "warning", "_warn_once"}
 _ANCHOR_CHARACTERS = 60
 _COLUMNS = "100"
@@ -107,6 +108,7 @@ def _header(path: Path) -> str:
         text = ast.get_docstring(ast.parse(text)).replace("::\n", ":\n")
     else:
         text = re.match(r"(//.*\n)+", text)[0].replace("// ", "").replace("//", "")
+    text = _FILE.sub(r"`\g<0>`", text)
     return "\n\n".join(part for part in text.strip().split("\n\n") if not part.startswith("Thread safety"))
 
 

@@ -1,13 +1,13 @@
 """A session of two or more workers. The way of one gradient, in overlap mode:
 
- 1. step/gradient_hooks.py     Autograd has made the gradient. A hook behind it scales it into its place in
- 2. step/gradient_buffers.py   a flat buffer, in front of a flag that tells whether this rank has used the parameter.
- 3. step/parameter_state.py    The parameter's phase is TRAVELLING from now on,
- 4. step/pending.py            and ``.grad`` is pending: any use of it waits.
- 5. step/gradient_exchange.py  The engine learns that the gradient is ready, and sends blocks in the order of the plan,
- 6. plan/controller.py         which is one of the warm-up, the agreed plan, or the DDP baseline.
- 7. step/optimizer_steps.py    ``step()`` returns at once. The updates are due; until they run, parameters and
- 8. step/optimizer_state.py    the optimizer's state are pending, too.
+ 1. step/gradient_hooks.py     A hook behind the gradient that autograd has made scales it.
+ 2. step/gradient_buffers.py   It lies in a flat buffer, before a flag: has this rank used the parameter?
+ 3. step/parameter_state.py    The parameter's phase is TRAVELLING from now on.
+ 4. step/pending.py            Its ``.grad`` is pending: any use of it waits.
+ 5. step/gradient_exchange.py  The engine learns that the gradient is ready, and sends blocks in the order of the plan.
+ 6. plan/controller.py         The plan is one of the warm-up, the agreed one, or the DDP baseline.
+ 7. step/optimizer_steps.py    ``step()`` returns at once, and the updates are due.
+ 8. step/optimizer_state.py    Until they run, parameters and the optimizer's state are pending, too.
  9. step/pending.py            The next forward pass reads the parameter and waits for the blocks with its gradient.
 10. step/partial_step.py       Then the user's optimizer updates it, with all others whose gradients have arrived.
 
