@@ -75,6 +75,13 @@ check training-speed "${train[@]}" --trace "$logs/trace.json"
 check training-nccl "${train[@]}" --backend nccl --steps 24
 # Beside other collectives, with other operations and wires, and failures.
 check cases-nccl "$python" -m benchmarks.gpu_cases
+# The tests of `training` over NCCL, two ranks on one device.
+if ! grep -qs '^NCCL refuses' "$logs/cases-nccl.log"; then
+  check tests-nccl env GRADCAST_TEST_BACKEND=cpu:gloo,cuda:nccl "$python" -m pytest -q -rs -p no:cacheprovider \
+    tests/training/step/test_cuda.py
+elif [[ tests-nccl =~ ${ONLY:-.} ]]; then
+  note tests-nccl "left out: NCCL refuses two ranks on one device here"
+fi
 check bandwidth "$python" -m benchmarks.gpu_bandwidth
 for tool in "memcheck --report-api-errors no" racecheck initcheck synccheck; do
   # shellcheck disable=SC2086 # options of the tool go along
@@ -84,7 +91,7 @@ done
 check training-streams env TORCH_CUDA_SANITIZER=1 "${train[@]}" --steps 8 --width 64
 
 # Steps beside 15 ranks that are only mirrored, each in at most ten minutes.
-mirror=("$python" -m benchmarks.nccl_mirror.mirror --library $build/benchmarks/nccl_mirror/libnccl.so.2)
+mirror=("$python" -m benchmarks.nccl_mirror.mirror --library "$build/benchmarks/nccl_mirror/libnccl.so.2")
 check mirror "${mirror[@]}"
 check mirror-foreach "${mirror[@]}" --optimizer foreach
 check mirror-compiled "${mirror[@]}" --compiled

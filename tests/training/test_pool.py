@@ -6,7 +6,7 @@ import time
 import pytest
 
 from training.needs import torch
-from training.pool import RankError
+from training.pool import Pool, RankError
 
 
 def add(rank, value):
@@ -33,6 +33,10 @@ def hangs_on_one(rank):
     return "fine"
 
 
+def backends(rank):
+    return torch.distributed.get_backend_config()
+
+
 def check_it_works(ranks):
     assert ranks.run(3, add, 10) == [(rank, 33, [10, 11, 12]) for rank in range(3)]
 
@@ -40,6 +44,15 @@ def check_it_works(ranks):
 def test_results_come_by_rank(ranks):
     check_it_works(ranks)
     assert [answer[1] for answer in ranks.run(2, add, 1)] == [3, 3]
+
+
+def test_ranks_use_the_backends_that_are_asked_for(monkeypatch):
+    monkeypatch.setenv("GRADCAST_TEST_BACKEND", "cpu:gloo")
+    pool = Pool(1)
+    try:
+        assert pool.run(1, backends) == ["cpu:gloo"]
+    finally:
+        pool.end()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from training.needs import torch
 
 PR_SET_PDEATHSIG = 1
+# benchmarks/gpu_check.sh asks for "cpu:gloo,cuda:nccl".
+BACKEND = os.environ.get("GRADCAST_TEST_BACKEND", "gloo")
 
 
 class Rank:
@@ -43,7 +45,7 @@ def run(call: tuple, index: int, root_store) -> object:
     timeout = timedelta(seconds=wait_s)
     store = torch.distributed.PrefixStore(f"call{number}", root_store)
     store.set_timeout(timeout)
-    torch.distributed.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=timeout)
+    torch.distributed.init_process_group(BACKEND, store=store, rank=index, world_size=world_size, timeout=timeout)
     torch.manual_seed(1000 + index)
     try:
         target = getattr(importlib.import_module(module), function)
@@ -59,6 +61,10 @@ def main(pipe_handle: int, index: int, port: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    if "nccl" in BACKEND:
+        from benchmarks.gpu_training import as_a_host_of_its_own
+
+        os.environ.update(as_a_host_of_its_own(index))
     pipe = Connection(pipe_handle)
     store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
     while True:
