@@ -42,31 +42,57 @@ class Alike final : public c10d::Backend {
     return c10::make_intrusive<Done>();
   }
 
+  // Both ranks have sent this one the part that is this rank's.
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& /*output_sizes*/,
+                                               std::vector<int64_t>& /*input_sizes*/,
+                                               const c10d::AllToAllOptions& /*options*/) override {
+    const int64_t size = input.numel() / kRanks;
+    for (int rank = 0; rank < kRanks; ++rank)
+      output.narrow(0, rank * size, size).copy_(input.narrow(0, kRank * size, size));
+    return c10::make_intrusive<Done>();
+  }
+
   bool is_shared = false;
 
  private:
   const std::string name_;
 };
 
+c10::intrusive_ptr<c10d::ProcessGroup> group_of(const c10::intrusive_ptr<Alike>& alike) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(kRank, kRanks);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, alike);
+  return group;
+}
+
+gradcast::RangeViews views_of(const at::Tensor& buffer, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+  std::vector<gradcast::Range> given;
+  for (const auto& [lo_bytes, hi_bytes] : ranges)
+    given.push_back({lo_bytes, hi_bytes});
+  return {buffer, given};
+}
+
 // Elements 0, 1, 2, ... of fp32 after the operation on these ranges of bytes, and whether this rank's part lay in the
 // block.
 std::pair<at::Tensor, bool> carry(const std::string& backend, bool scatters, int64_t count,
                                   const std::vector<std::pair<int64_t, int64_t>>& ranges) {
   const auto alike = c10::make_intrusive<Alike>(backend);
-  const auto group = c10::make_intrusive<c10d::ProcessGroup>(kRank, kRanks);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, alike);
   const at::Tensor buffer = torch::arange(count, torch::kFloat);
-  std::vector<gradcast::Range> given;
-  for (const auto& [lo_bytes, hi_bytes] : ranges)
-    given.push_back({lo_bytes, hi_bytes});
   const auto op = scatters ? gradcast::Op::kReduceScatter : gradcast::Op::kAllGather;
-  const gradcast::Collective started = gradcast::start_collective(*group, op, gradcast::RangeViews(buffer, given));
+  const gradcast::Collective started = gradcast::start_collective(*group_of(alike), op, views_of(buffer, ranges));
   if (started.unpack) started.unpack();
   return {buffer, alike->is_shared};
+}
+
+// Sums these ranges of the buffer as 16-bit numbers.
+void sum_narrow(const at::Tensor& buffer, const std::vector<std::pair<int64_t, int64_t>>& ranges, at::ScalarType wire) {
+  const auto group = group_of(c10::make_intrusive<Alike>("nccl"));
+  gradcast::start_wire_all_reduce_on_stream(*group, views_of(buffer, ranges), wire).unpack();
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("carry", carry);
+  module.def("sum_narrow", sum_narrow);
 }

@@ -1,4 +1,5 @@
-"""Reduce-scatter and all-gather where the block lies, over a backend that allows that: NCCL, or what passes for it."""
+"""Reduce-scatter and all-gather where the block lies, over a backend that allows that: NCCL, or what passes for it; and
+16-bit numbers on a device's wire."""
 
 import pytest
 
@@ -9,10 +10,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def carry(tmp_path_factory):
-    """carry(backend, scatters, element count, ranges in bytes) -> the elements, and whether memory was shared."""
+def check(tmp_path_factory):
     sources = ["collective.cc", "range_views.cc"]
-    return load_check("in_place_check.cc", sources, tmp_path_factory.mktemp("in_place")).carry
+    return load_check("in_place_check.cc", sources, tmp_path_factory.mktemp("in_place"))
+
+
+@pytest.fixture
+def carry(check):
+    """carry(backend, scatters, element count, ranges in bytes) -> the elements, and whether memory was shared."""
+    return check.carry
 
 
 @pytest.mark.parametrize("backend", ["nccl", "another"])
@@ -38,3 +44,18 @@ def test_another_block_is_unpacked(carry, backend, ranges):
     expected = before.clone()
     expected[touched[0]], expected[touched[1]] = before[touched[2]], 0
     assert torch.equal(gathered, expected), "rank 0 is like rank 1, whose second element is padding"
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranges", [[(4, 20)], [(4, 16)], [(4, 12), (16, 20)]], ids=["whole", "padded", "packed"])
+def test_on_a_device_16_bit_numbers_travel_and_their_sums_come_back(check, ranges, wire):
+    touched = [element for lo, hi in ranges for element in range(lo // 4, hi // 4)]
+    before = torch.tensor([0.1, 1 / 3, 1000 / 7, 2049 / 2048, 0.7, 9.9])
+    found = before.clone()
+    check.sum_narrow(found, ranges, wire)
+    padded = torch.cat([before[touched], torch.zeros(-len(touched) % 2)])
+    part = padded[len(padded) // 2 :].to(wire).float()  # of rank 1; what rank 0 sums is alike
+    sums = (part + part).to(wire).float()
+    expected = before.clone()
+    expected[touched] = torch.cat([sums, sums])[: len(touched)]
+    assert torch.equal(found, expected)
