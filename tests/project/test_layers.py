@@ -334,7 +334,7 @@ def test_analysis_and_reports_do_not_import_torch(imports):
         ("training.compat.x", "def f():\n    from gradcast.training.ranks.group import Group", False),
         ("training.plan.x", "from gradcast.training.step.pending import mark", True),
         ("training.compat.x", "from gradcast.training.options import Options", True),
-        ("training.session", "from gradcast.training.plan import agreement", True),
+        ("training.sessions.session", "from gradcast.training.plan import agreement", True),
         ("diagnosis.probe.x", "from gradcast.diagnosis.analyze import timelines", False),
         ("diagnosis.report.html.x", "from gradcast.diagnosis.doctor import Doctor", False),
         ("diagnosis.trace.x", "from gradcast.diagnosis.runs import TRACE", True),

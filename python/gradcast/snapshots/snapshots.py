@@ -25,14 +25,13 @@ from gradcast.errors import Error
 from gradcast.random_state import random_state
 from gradcast.snapshots.agreement import Agreement
 from gradcast.snapshots.frequency import PlannedStep, StepTimes
-from gradcast.snapshots.options import SnapshotOptions
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
 from gradcast.snapshots.signals import Signals
 from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, local_path, own_path, to_bytes
 from gradcast.snapshots.store import Pace, Path_
-from gradcast.snapshots.writer import Place, Writer, Written
+from gradcast.snapshots.writer import Place, SnapshotOptions, Writer, Written
 from gradcast.training.sessions.kinds import TrainingSession
 
 _log = logging.getLogger("gradcast")

@@ -18,12 +18,11 @@ from gradcast.intervals import united
 from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement, store_of
 from gradcast.snapshots.frequency import PlannedStep
-from gradcast.snapshots.options import SnapshotOptions
 from gradcast.snapshots.resuming import resumed
 from gradcast.snapshots.sampler import PlaceInData
 from gradcast.snapshots.snapshots import Snapshots
 from gradcast.snapshots.state import group_names
-from gradcast.snapshots.writer import Place
+from gradcast.snapshots.writer import Place, SnapshotOptions
 from gradcast.training.acceptance import unwrapped_optimizer
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.handle import Handle

@@ -13,13 +13,12 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradcast.snapshots import frequency, store
 from gradcast.snapshots.agreement import Agreement, LeftError
-from gradcast.snapshots.options import SnapshotOptions
 from gradcast.snapshots.schedule import Schedule
 
 _log = logging.getLogger("gradcast")
@@ -27,6 +26,20 @@ _log = logging.getLogger("gradcast")
 _LOOK_S = 1.0  # how often it is looked whether a rank wants a snapshot soon
 _OTHERS_AT_CLOSE_S = 120.0  # for ranks whose disks are slower; one that was killed never answers
 _SHOWN_CHANGE = 1.25  # the log tells a new frequency that differs by this factor
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotOptions:
+    """The arguments of ``Handle.snapshots`` that say what a snapshot holds, and how often and how one is written."""
+
+    overhead: float
+    keep: int
+    every: int | None
+    loader: Any
+    extra: dict[str, Any]
+    write_bytes_per_s: float | None
+    over_network: bool
+    signals: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -264,8 +264,8 @@ class Handle:
         Raises Error(invalid_use), on every rank, if the folder cannot be written, or if it holds snapshots that this
         program has not resumed.
         """
-        from gradcast.snapshots.options import SnapshotOptions
         from gradcast.snapshots.start import start
+        from gradcast.snapshots.writer import SnapshotOptions
 
         if self._snapshots is not None:
             self._snapshots.close()

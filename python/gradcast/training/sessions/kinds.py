@@ -24,8 +24,7 @@ from gradcast.training.options import Options
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.ranks.group import Group
-from gradcast.training.sessions.collective_fence import CollectiveFence
-from gradcast.training.sessions.no_sync import NoSyncBlocks
+from gradcast.training.sessions.open_blocks import CollectiveFence, NoSyncBlocks
 from gradcast.training.sessions.stats import base_stats
 from gradcast.training.sessions.view import SessionView
 from gradcast.training.step.clipping import ClipOnce
