@@ -237,7 +237,6 @@ class Snapshots:
             extra = {name: each.state_dict() for name, each in self._extra.items()}
             taken.common = {"model": to_bytes(extra_state), "extra": to_bytes(extra)}
         self._copies.begin()
-        self._copies.copy_buffers()
         taken.awaiting = set(self._session().due_names())
         self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
 

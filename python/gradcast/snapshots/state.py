@@ -96,9 +96,8 @@ class Copies:
         return sum(each.nbytes for each in [*states, *(self._tensors[key] for key in keys)])
 
     def begin(self) -> None:
+        """Copies the buffers."""
         self._left, self._taken = set(self._own_keys), set()
-
-    def copy_buffers(self) -> None:
         self._copy([(("model", key), self._tensors[key]) for key in self._buffers])
 
     def copy(self, names: Iterable[str]) -> None:

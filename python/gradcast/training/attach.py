@@ -91,7 +91,6 @@ def attach_inside(
         require_backend(process_group, device)
     with on_device(device):
         places = preflight.check_same_call(process_group, refusal, mode, options, device)
-    assert accepted is not None, "the call was refused"
     group = make_group(process_group, device, options.timeout_s, reuses=True, max_ctas=options.max_ctas)
     group.hosts, doubt = hosts.agreed(places)
     preflight.check_same_model(group, accepted.module)

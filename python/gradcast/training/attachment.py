@@ -88,7 +88,9 @@ class Attachment:
     def weight(self, n: Any) -> Iterator[None]:
         given = self._given
         if not given.active:
-            self._agree_to_weigh()
+            with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
+                self._group.gather_beside_blocks(True)
+            given.active = True
         given.enter(n)
         try:
             yield
@@ -114,11 +116,6 @@ class Attachment:
             return
         self._weighs_samples, count = True, InputsHook(self._count_samples)
         self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._setup.accepted.called]
-
-    def _agree_to_weigh(self) -> None:
-        with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
-            self._group.gather_beside_blocks(True)
-        self._given.active = True
 
     def _send_nothing(self) -> None:
         """This rank runs no backward pass in this step, and perhaps no forward pass, while others do."""

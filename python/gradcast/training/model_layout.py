@@ -2,7 +2,6 @@
 changed, and that a forward pass only borrows the module for other tensors."""
 
 import itertools
-import operator
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -31,7 +30,7 @@ class ModelLayout:
         parameters in turn.
         """
         if not extension.load().contain([*self._members, *self._updated()], self._held):
-            if not _same(self._all_parameters(), self._parameters):
+            if list(map(id, self._all_parameters())) != list(map(id, self._parameters)):
                 return True
             self._hold()  # a part without parameters was replaced: a metric, or a loss with this step's weights
         if self._kinds() != self._held_kinds:
@@ -55,10 +54,6 @@ class ModelLayout:
 
     def _updated(self) -> list[list[object]]:
         return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-
-
-def _same(some: list[object], others: list[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def in_functional_call() -> bool:

@@ -149,19 +149,14 @@ class Fragments:
         for pieces in self.pieces:
             yield from pieces
 
-    @property
-    def travelling(self) -> GradientBuffers:
-        assert self.buffers is not None, "several workers"
-        return self.buffers
-
     def hold_views(self) -> None:
         """After the buffers were laid out."""
         for pieces, indices in zip(self.pieces, self.indices, strict=True):
             for piece, index in zip(pieces, indices, strict=False):  # the last index is the header's
-                piece.difference = self.travelling.views[index].view(-1)
+                piece.difference = self.buffers.views[index].view(-1)
 
     def header(self, fragment: int) -> torch.Tensor:
-        return self.travelling.views[self._headers[fragment]]
+        return self.buffers.views[self._headers[fragment]]
 
     @torch.no_grad()
     def write(self, fragment: int) -> None:

@@ -31,7 +31,6 @@ class OuterOptimizer:
         ``difference`` (DiLoCo, arXiv 2311.08105, algorithm 1). All are 1-d and of one dtype; ``difference`` is
         overwritten. ``momentum``: None if this optimizer has none."""
         if self.momentum is not None:
-            assert momentum is not None, "an outer optimizer with momentum keeps it"
             momentum.mul_(self.momentum).add_(difference)
             difference.add_(momentum, alpha=self.momentum)
         values.add_(difference, alpha=-self.lr)

@@ -40,11 +40,9 @@ class Pacing:
 
     def score(self) -> Score:
         """What ``options.evaluate`` returns for the model as it is."""
-        evaluate = self._options.evaluate
-        assert evaluate is not None, "the options are checked"
         with undisturbed(self._model, self._device):
             try:
-                found = evaluate(self._model, self._options.evaluate_batch)
+                found = self._options.evaluate(self._model, self._options.evaluate_batch)
                 found = found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
             except Exception as error:
                 return (
@@ -72,7 +70,6 @@ class Pacing:
                 if isinstance(score, str):
                     raise refused(f"{score}, on rank {rank} after {step} steps; correct it there")
         metric, limit = self._options.evaluate_metric, self._options.sync_every_limit
-        assert metric is not None, "the options are checked"
         own, common = zip(*everyone, strict=True)
         gap = local_pace.gap_of(metric, own, common)
         chosen, why = local_pace.next_every(metric, every, gap, limit)

@@ -31,7 +31,7 @@ class Travel:
     ``plan``: of the open iteration."""
 
     def __init__(self, fragments: Fragments, group: Group, options: Options) -> None:
-        self._fragments, self._buffers = fragments, fragments.travelling
+        self._fragments, self._buffers = fragments, fragments.buffers
         self.exchange = GradientExchange(self._buffers, group, options)
         self._order = tuple(range(len(self._buffers.names)))
         self._profile = layout_profile(self._buffers, self._order, world_size=group.world_size, name="local steps")

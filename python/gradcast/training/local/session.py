@@ -120,7 +120,6 @@ class LocalStepsSession(TrainingSession):
     @property
     def exchange(self) -> GradientExchange:
         """For forks."""
-        assert self._travel is not None, "several workers"
         return self._travel.exchange
 
     @property
@@ -322,7 +321,6 @@ class LocalStepsSession(TrainingSession):
         self.steps = self._rounds.steps
 
     def _restore_residuals(self, state: dict[str, Any]) -> None:
-        assert self._fragments.buffers is not None, "several workers"
         try:
             dropped = residuals.restore(self._fragments.buffers, self.group, state)
         except Error as error:

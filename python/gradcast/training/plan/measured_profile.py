@@ -30,6 +30,9 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
     Gradients are ready when they are on the slowest rank, since a block needs every rank's. Other times are medians.
     """
     count = len(sizes.names)
+    link = None
+    if len(ranks) > 1:
+        link = network_cost.fit_link(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
     typical = [compute_cost.typical_compute([[each] for each in rank.compute if each is not None]) for rank in ranks]
     backward_ns = max(each.backward_ns for each in typical)
     forward_ns = statistics.median(each.forward_ns for each in typical)
@@ -58,7 +61,7 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
         backward_ns=math.ceil(backward_ns),
         tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
         world_size=len(ranks),
-        link=None if len(ranks) == 1 else _measured_link(ranks),
+        link=link,
     )
     # Through JSON, which rounds and sorts, so that the plan is made for exactly what a file of the profile holds.
     profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.parameters, strict=True)})
@@ -75,10 +78,6 @@ def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
     """The warm-up's samples, step by step, each of all ranks together."""
     steps = zip(*(rank.blocks for rank in ranks), strict=True)
     return [sample for step in steps for sample in network_cost.combined(step)]
-
-
-def _measured_link(ranks: Sequence[Measurement]) -> _core.LinkModel:
-    return network_cost.fit_link(block_samples(ranks), statistics.median(rank.pack_ns_per_byte for rank in ranks))
 
 
 def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:

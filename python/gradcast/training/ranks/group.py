@@ -74,7 +74,6 @@ class Group:
         """As ``gather``, but through the store: blocks and the program's own collectives may be in flight. Slower."""
         if self.world_size == 1:
             return [value]
-        assert self.store is not None, "make_group has made the group"
         with naming("the agreement between the ranks", self.rank, self.world_size):
             return self.store.gather(value)
 

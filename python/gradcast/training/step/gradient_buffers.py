@@ -130,7 +130,7 @@ class GradientBuffers(GradientSizes):
         self.apart: set[int] = set()  # parameters whose .grad has memory of its own
         self._flags: list[torch.Tensor] = []  # by parameter: its usage flag, one element
         self._flag_offsets: list[torch.Tensor] = []  # by buffer: the offsets of its usage flags
-        self._offsets = [0] * len(self.parameters)  # by parameter: of its gradient, in elements
+        self.offsets = [0] * len(self.parameters)  # by parameter: of its gradient, in elements
         self._members: list[list[int]] = []  # by buffer: its parameters, in the order of the offsets
         self.reports = torch.Tensor()  # REPORT_ELEMENTS elements
         self.layout: tuple[GradientRange, ...] = ()
@@ -162,13 +162,9 @@ class GradientBuffers(GradientSizes):
         """This rank's backward pass has failed before it reached this parameter. No sum hides a NaN."""
         self._flags[index].fill_(float("nan"))
 
-    def offset_of(self, index: int) -> int:
-        """The gradient's first element in its buffer."""
-        return self._offsets[index]
-
     def residual_of(self, index: int) -> torch.Tensor:
         """The residual of a gradient that has groups, like its view."""
-        return _view(self.residuals[self.buffer_of[index]], self._offsets[index], self.parameters[index])
+        return _view(self.residuals[self.buffer_of[index]], self.offsets[index], self.parameters[index])
 
     def groups(self, buffer: int) -> list[tuple[int, int, bool, int]]:
         """The segments of a buffer with groups: first element, number of elements, whether they travel exactly, and the
@@ -180,7 +176,7 @@ class GradientBuffers(GradientSizes):
         """
         segments = []
         for index in self._members[buffer]:
-            lo, parameter = self._offsets[index], self.parameters[index]
+            lo, parameter = self.offsets[index], self.parameters[index]
             if parameter.numel() > 0:
                 segments.append((lo, parameter.numel(), parameter.dim() < 2, index % self._world_size))
             segments.append((lo + self.flag_offset_of(index), self._marks_of(index), True, index % self._world_size))
@@ -216,7 +212,7 @@ class GradientBuffers(GradientSizes):
 
     def renew(self, index: int) -> None:
         flat = self.flats[self.buffer_of[index]]
-        self.views[index] = _view(flat, self._offsets[index], self.parameters[index])
+        self.views[index] = _view(flat, self.offsets[index], self.parameters[index])
 
     def is_kept(self, known: Sequence[list[torch.Tensor | None]]) -> bool:
         """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite.
@@ -259,7 +255,7 @@ class GradientBuffers(GradientSizes):
         flags: list[list[int]] = [[] for _ in self.flats]
         for index in order:
             parameter, buffer = self.parameters[index], self.buffer_of[index]
-            lo = self._offsets[index] = offsets[buffer]
+            lo = self.offsets[index] = offsets[buffer]
             end = offsets[buffer] = lo + self.elements_of(index)
             flag = lo + self.flag_offset_of(index)
             self.views[index] = _view(self.flats[buffer], lo, parameter)

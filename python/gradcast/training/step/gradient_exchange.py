@@ -103,7 +103,7 @@ class GradientExchange:
     def keep_residual(self, index: int) -> None:
         """This rank has not used the parameter, so it does not send what rounding has left of earlier gradients."""
         if self._buffers.has_groups(index) and self._buffers.views[index].numel() > 0:
-            where = self._buffers.buffer_of[index], self._buffers.offset_of(index)
+            where = self._buffers.buffer_of[index], self._buffers.offsets[index]
             self._transport.send_residual(*where, sends=False)
             self._kept_residuals.append(where)
 
