@@ -29,7 +29,7 @@ from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientBuffers
+from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 _log = logging.getLogger("gradcast")
@@ -42,10 +42,9 @@ class PlanController:
 
     def __init__(
         self,
-        buffers: GradientBuffers,
+        exchange: GradientExchange,
         module: nn.Module,
         group: Group,
-        exchange: GradientExchange,
         trace: StepTrace,
         waits: EarlyWaits,
         mode: str,
@@ -53,14 +52,14 @@ class PlanController:
         clipping: NormClipping | None,
     ) -> None:
         """``clipping``: tells how often it lets a step wait for all gradients."""
-        self._buffers, self._module = buffers, module
-        self._group, self.exchange, self._trace = group, exchange, trace
+        self._buffers, self._module = exchange.buffers, module
+        self._group, self.exchange, self.trace = group, exchange, trace
         self.mode, self._options = mode, options
-        self.step_reports = StepReports(buffers, group.rank, group.world_size)
-        self.proposer = Proposer(buffers, mode, group.world_size, options, clipping, waits)
+        self.step_reports = StepReports(self._buffers, group.rank, group.world_size)
+        self.proposer = Proposer(self._buffers, mode, group.world_size, options, clipping, waits)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
-        self._sees_compute = buffers.flats[0].device.type == "cpu"
-        self._clock = clock_of(buffers.flats[0].device)
+        self._sees_compute = self._buffers.flats[0].device.type == "cpu"
+        self._clock = clock_of(self._buffers.flats[0].device)
         self._start_ns = 0  # of the open iteration's backward pass
         self.alarms = StepAlarms(
             group, self.step_reports.lag, exchange, options.on_alarm, on_device=not self._sees_compute
@@ -75,7 +74,7 @@ class PlanController:
         self.interrupted = False  # how long the open iteration takes tells nothing
         self.balancing: Balancing | None = None
         # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
-        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in buffers.names]
+        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in self._buffers.names]
         self.phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
 
     @property
@@ -123,7 +122,7 @@ class PlanController:
         reports = self.step_reports.exchange(own)
         if reports is not None:
             self.exposed.add(reports)
-        self.alarms.hear(self._trace.current.step if self._trace.current else 0, reports)
+        self.alarms.hear(self.trace.current.step if self.trace.current else 0, reports)
         change = self._changed_shares(weights, reports)
         if change is not None and isinstance(self.phase, Monitored):
             self.phase = self._plan_for_compute(change.busy_ns)
@@ -131,7 +130,7 @@ class PlanController:
             self.phase = self.phase.begin_iteration(own, reports)
         self.phase.iteration_began()
         calibrates = isinstance(self.phase, Calibrating) and not self._sees_compute
-        self._trace.device_clock = self._clock if calibrates else None
+        self.trace.device_clock = self._clock if calibrates else None
         is_usual = self.warmup is None and self.phase.on_baseline == self.agreed.runs_as_baseline
         self.alarms.iteration_began(self._waiting_stage() if is_usual else None)
 
@@ -282,7 +281,7 @@ class PlanController:
         """``own``: this rank's report of the step that ends now. On a device, what is returned waits for it."""
         if own is None:
             return None
-        record, end, call_ns = self._trace.current, self._start_ns, self.agreed.call_ns
+        record, end, call_ns = self.trace.current, self._start_ns, self.agreed.call_ns
         if self._sees_compute:
             return functools.partial(compute_cost.compute_of, record, own.facts.busy_ns, call_ns)
         if not (isinstance(record.start_ns, Stamp) and isinstance(end, Stamp)):
@@ -324,7 +323,7 @@ class PlanController:
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())
-        record = self._trace.current
+        record = self.trace.current
         facts = self._own_facts(start_ns)
         if record is None:
             return None
@@ -341,7 +340,7 @@ class PlanController:
     def _own_facts(self, start_ns: int) -> _core.RankFacts | None:
         link_ns = self.exchange.counters().link_ns
         before, self._link_ns = self._link_ns, link_ns
-        record, interrupted = self._trace.current, self.interrupted
+        record, interrupted = self.trace.current, self.interrupted
         self.interrupted = False
         if record is None or interrupted:
             return None

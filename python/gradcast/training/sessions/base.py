@@ -73,46 +73,28 @@ class SessionBase(TrainingSession):
         self.exchange.around_lay_out = functools.partial(with_new_views, self._states, self.buffers)
         self.trace = StepTrace(options.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
-        self._consistency = RankConsistency(self.buffers, self.exchange, group, options.compare_every)
+        self._consistency = RankConsistency(self.exchange, group, options.compare_every)
         index = None if sent_along is None else len(values) - 1
-        self._module_buffers = ModuleBuffers(modules, index, self.buffers, self.exchange, group) if modules else None
-        self._weights = StepWeights(given, self.buffers, self.exchange, group)
+        self._module_buffers = ModuleBuffers(modules, index, self.exchange, group) if modules else None
+        self._weights = StepWeights(given, self.exchange, group)
         self._clipping = None
         if options.max_grad_norm is not None:
             self._clipping = clipping.NormClipping(
                 self._states, self.buffers, options, group.world_size, self._weights.factor
             )
-        self._gradients = GradientHooks(
-            self._states,
-            self.buffers,
-            self.exchange,
-            self._weights,
-            self._clipping,
-            None if sent_along is None else self._module_buffers,
-        )
+        travelling = None if sent_along is None else self._module_buffers
+        self._gradients = GradientHooks(self._states, self.exchange, self._weights, self._clipping, travelling)
         self._by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
-            optimizers,
-            self._states,
-            self.buffers,
-            self.exchange,
-            self._gradients,
-            self.trace,
-            self._waits,
-            warn_once=self._warn_once,
-            clipping=self._clipping,
-            values=self._by_value,
-            callbacks=callbacks,
-            weights=self._weights,
+            optimizers, self._gradients, self.trace, self._waits, self._warn_once, self._by_value, callbacks
         )
         self._callbacks = callbacks
         self.on_callbacks_changed()
         self._unseen = UnseenWaits(accepted.module, self._states, self._steps, self._lock, self._warn_once)
         self.controller = PlanController(
-            self.buffers, accepted.module, group, self.exchange, self.trace, self._waits, self.mode, options,
-            self._clipping,
-        )  # fmt: skip
-        self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits, self.trace, len(values))
+            self.exchange, accepted.module, group, self.trace, self._waits, self.mode, options, self._clipping
+        )
+        self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits)
 
     @property
     def profile(self) -> _core.Profile | None:
@@ -151,7 +133,7 @@ class SessionBase(TrainingSession):
             self._states.set_owned(state, self._callbacks.owned(state.name))
 
     def stats(self) -> dict[str, Any]:
-        values = super().stats() | plan_stats(self.controller, self.exchange, self.buffers, self.trace)
+        values = super().stats() | plan_stats(self.controller)
         values |= {"grad_norm": self._steps.grad_norm, "clipping": self._clipping and self._clipping.stats()}
         return values | {"waits": self._waits.stats()}
 
@@ -163,7 +145,7 @@ class SessionBase(TrainingSession):
         return agreement.plan_text(self.plan, self.controller.agreed.profile, profile_path)
 
     def view(self) -> SessionView:
-        return SessionView(self.controller, self.exchange, self.trace)
+        return SessionView(self.controller)
 
     @property
     def mean_weight(self) -> float | None:
@@ -224,4 +206,4 @@ class SessionBase(TrainingSession):
         return contextlib.nullcontext() if warmup is None else getattr(warmup.stopwatch, what)()
 
     def _change_layout(self, change: Callable[[], None]) -> None:
-        change_layout(self._states, self.buffers, self.exchange, change, tells=self.group.rank == 0)
+        change_layout(self._states, self.exchange, change, tells=self.group.rank == 0)

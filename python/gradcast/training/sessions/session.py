@@ -53,8 +53,8 @@ class Session(SessionBase):
         if options.clips:
             clips = self._clipping or self._by_value
             self.early_clipping = EarlyClipping(
-                options, self._states, self._gradients, self._steps, clips, self._waits, self._lock, self._use_gradients
-            )  # fmt: skip
+                options, self._gradients, self._steps, clips, self._waits, self._lock, self._use_gradients
+            )
         self._handles = self._gradients.install(self)
         if self.buffers.residuals:
             self._handles.append(residuals.refuse_scalers_of(parameters.values(), self))

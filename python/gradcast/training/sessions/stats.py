@@ -4,11 +4,9 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
-from gradcast.training.measure.step_trace import StepTrace, median_ms
+from gradcast.training.measure.step_trace import median_ms
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group
-from gradcast.training.step.gradient_buffers import GradientBuffers
-from gradcast.training.step.gradient_exchange import GradientExchange
 
 # By group, for docs/reference/statistics.md.
 MEANINGS = {
@@ -72,13 +70,12 @@ def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None
     return dict.fromkeys(_KEYS) | known
 
 
-def plan_stats(
-    controller: PlanController, exchange: GradientExchange, buffers: GradientBuffers, trace: StepTrace
-) -> dict[str, Any]:
+def plan_stats(controller: PlanController) -> dict[str, Any]:
     """What a session with a plan knows besides."""
-    agreed, compared, counters = controller.agreed, controller.comparison, exchange.counters()
+    agreed, compared, exchange = controller.agreed, controller.comparison, controller.exchange
+    counters = exchange.counters()
     plan = agreed.in_force
-    records = [record for record in trace.complete if record.plan is plan]
+    records = [record for record in controller.trace.complete if record.plan is plan]
     values = {
         "plan_version": controller.version,
         "policy": plan.policy,
@@ -86,7 +83,7 @@ def plan_stats(
         "bytes": sum(block.size_bytes for block in plan.blocks),
         "wire": exchange.wire,
         "wire_bytes": exchange.wire_bytes(plan),
-        "gradient_buffer_bytes": buffers.size_bytes,
+        "gradient_buffer_bytes": exchange.buffers.size_bytes,
         "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
         "record_bytes": counters.record_bytes,
         "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,

@@ -5,17 +5,16 @@ and this is none. Its fields change with the planner and the measurements.
 """
 
 from gradcast import _core
-from gradcast.training.measure.step_trace import StepRecord, StepTrace
+from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.plan.expectation import StepVariation
-from gradcast.training.step.gradient_exchange import GradientExchange
 
 
 class SessionView:
     """A view of a session with a plan; each property is read when it is asked for. Times are in ns."""
 
-    def __init__(self, controller: PlanController, exchange: GradientExchange, trace: StepTrace) -> None:
-        self._controller, self._exchange, self._trace = controller, exchange, trace
+    def __init__(self, controller: PlanController) -> None:
+        self._controller, self._exchange, self._trace = controller, controller.exchange, controller.trace
 
     @property
     def profile(self) -> _core.Profile | None:

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from gradcast.training.measure.early_waits import Cause, EarlyWaits
-from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.optimizer_steps import OptimizerSteps
@@ -26,12 +25,9 @@ class WarmupReads:
         states: Sequence[ParameterState],
         steps: OptimizerSteps,
         waits: EarlyWaits,
-        trace: StepTrace,
-        count: int,
     ) -> None:
-        """``count``: tensors that travel, parameters first."""
         self._controller, self._states, self._steps = controller, states, steps
-        self._waits, self._trace, self._count = waits, trace, count
+        self._waits, self._trace = waits, controller.trace
 
     @property
     def _warmup(self) -> Warmup | None:
@@ -74,9 +70,8 @@ class WarmupReads:
         elif self._controller.mode == "overlap":
             self._warmup.read_by_compiled_model()
             self._waits.would_wait(Cause.COMPILED)
-        for index in range(
-            len(self._states), self._count
-        ):  # norms and buffers, which forward or its first update needs
+        # Norms and buffers travel behind the parameters. Forward, or its first update, needs them.
+        for index in range(len(self._states), len(self._controller.exchange.buffers.names)):
             self._warmup.stopwatch.read(index)
 
     def _on_early_read(self, count: int) -> None:

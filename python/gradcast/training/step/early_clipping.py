@@ -14,7 +14,6 @@ from gradcast.training.options import Options
 from gradcast.training.step.clipping import NormClipping, ValueClipping, clip_as_torch
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_steps import OptimizerSteps
-from gradcast.training.step.parameter_state import ParameterStates
 
 
 class EarlyClipping:
@@ -24,7 +23,6 @@ class EarlyClipping:
     def __init__(
         self,
         options: Options,
-        states: ParameterStates,
         gradients: GradientHooks,
         steps: OptimizerSteps,
         clipping: NormClipping | ValueClipping,
@@ -32,7 +30,7 @@ class EarlyClipping:
         lock: threading.RLock,
         use_gradients: Callable[[], None],
     ) -> None:
-        self._options, self._states, self._gradients, self._steps = options, states, gradients, steps
+        self._options, self._states, self._gradients, self._steps = options, gradients.states, gradients, steps
         self._clipping, self._waits, self._lock, self._use_gradients = clipping, waits, lock, use_gradients
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:

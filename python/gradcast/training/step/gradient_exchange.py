@@ -37,12 +37,12 @@ class ActivePlan:
 
 
 class GradientExchange:
-    """``active``: the plan in force. ``tensor_of``: by parameter, the index of its tensor in that plan's profile.
-    ``places``: by parameter, that index, its buffer, and the bytes there that are written with its gradient.
-    ``around_lay_out``: put around each change of the buffers' layout."""
+    """``buffers``: what travels. ``active``: the plan in force. ``tensor_of``: by parameter, the index of its tensor in
+    that plan's profile. ``places``: by parameter, that index, its buffer, and the bytes there that are written with its
+    gradient. ``around_lay_out``: put around each change of the buffers' layout."""
 
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self.wire = options.wire
         self.form = exchange_form(group.hosts, options.wire, on_device=self._on_device)
@@ -72,19 +72,19 @@ class GradientExchange:
         """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: as
         ``wait_until_idle``."""
         self.wait_until_idle()
-        before = list(self._buffers.flats)
+        before = list(self.buffers.flats)
         with self.around_lay_out():
-            self._buffers.lay_out(order)
+            self.buffers.lay_out(order)
         if self._on_device:
             self._transport.forget_ranges()
-        for buffer, (old, new) in enumerate(zip(before, self._buffers.flats, strict=True)):
+        for buffer, (old, new) in enumerate(zip(before, self.buffers.flats, strict=True)):
             if new is not old:
                 self._transport.replace_buffer(buffer, new)
         self._set_groups()
         self.tensor_of = [0] * len(order)
         for tensor, index in enumerate(order):
             self.tensor_of[index] = tensor
-        where = [self._buffers.layout[tensor] for tensor in self.tensor_of]
+        where = [self.buffers.layout[tensor] for tensor in self.tensor_of]
         self.places = [
             (tensor, each.buffer, each.lo_bytes, each.end_bytes)
             for tensor, each in zip(self.tensor_of, where, strict=True)
@@ -96,14 +96,14 @@ class GradientExchange:
         return make(self._engine.sink, self._transport, norm_type, on_gradient, on_view)
 
     def _set_groups(self) -> None:
-        for buffer, residual in self._buffers.residuals.items():
-            self._transport.set_groups(buffer, self._buffers.groups(buffer), residual)
+        for buffer, residual in self.buffers.residuals.items():
+            self._transport.set_groups(buffer, self.buffers.groups(buffer), residual)
         self._kept_residuals: list[tuple[int, int]] = []  # of this step: buffer and first element
 
     def keep_residual(self, index: int) -> None:
         """This rank has not used the parameter, so it does not send what rounding has left of earlier gradients."""
-        if self._buffers.has_groups(index) and self._buffers.views[index].numel() > 0:
-            where = self._buffers.buffer_of[index], self._buffers.offsets[index]
+        if self.buffers.has_groups(index) and self.buffers.views[index].numel() > 0:
+            where = self.buffers.buffer_of[index], self.buffers.offsets[index]
             self._transport.send_residual(*where, sends=False)
             self._kept_residuals.append(where)
 
@@ -134,14 +134,14 @@ class GradientExchange:
     def on_flags_written(self) -> None:
         """Usage flags were written all over the buffers, on a device perhaps on another stream than the gradients."""
         if self._on_device:
-            for buffer, flat in enumerate(self._buffers.flats):
+            for buffer, flat in enumerate(self.buffers.flats):
                 self._transport.on_written(buffer, 0, flat.nbytes)
 
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
         tensor = self.tensor_of[index]
         if self._on_device:
-            where = self._buffers.layout[tensor]
+            where = self.buffers.layout[tensor]
             self._transport.on_written(where.buffer, where.lo_bytes, where.end_bytes)
         try:
             self._engine.on_ready(tensor)
@@ -159,7 +159,7 @@ class GradientExchange:
             return indices
         usable = {*tensors, *self._engine.queued_no_later_than(tensors)}
         for tensor in usable:
-            where = self._buffers.layout[tensor]
+            where = self.buffers.layout[tensor]
             self._transport.order_behind(where.buffer, where.lo_bytes, where.end_bytes)
         return self._parameters_of(usable)
 
@@ -167,7 +167,7 @@ class GradientExchange:
         """``wait`` for all gradients of the iteration."""
         self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self._on_device))
         if self._on_device:
-            for buffer, flat in enumerate(self._buffers.flats):
+            for buffer, flat in enumerate(self.buffers.flats):
                 self._transport.order_behind(buffer, 0, flat.nbytes)
 
     def wait_until_idle(self) -> bool:
@@ -187,7 +187,7 @@ class GradientExchange:
 
     def wire_bytes(self, plan: _core.Plan) -> int:
         """Bytes of the plan's blocks in the wire format."""
-        shares = [WIRE_SHARES[self.wire] if dtype == torch.float32 else 1.0 for dtype in self._buffers.dtypes]
+        shares = [WIRE_SHARES[self.wire] if dtype == torch.float32 else 1.0 for dtype in self.buffers.dtypes]
         return sum(round(block.size_bytes * shares[block.buffer]) for block in plan.blocks)
 
     @property

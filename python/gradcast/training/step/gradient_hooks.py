@@ -26,7 +26,7 @@ from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
+from gradcast.training.step.gradient_buffers import Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_listener import Listener
 from gradcast.training.step.module_buffers import ModuleBuffers
@@ -72,7 +72,7 @@ class _BackwardEnd:
 
 
 class GradientHooks:
-    """The gradients of a session.
+    """The gradients of a session, whose ``states``, ``exchange``, ``weights`` and ``clipping`` these are.
 
     ``open``: gradients of a step exist that no optimizer has taken yet. ``values_used``: the program has read them.
     """
@@ -80,18 +80,14 @@ class GradientHooks:
     def __init__(
         self,
         states: ParameterStates,
-        buffers: GradientBuffers,
         exchange: GradientExchange,
         weights: StepWeights,
         clipping: NormClipping | None,
         module_buffers: ModuleBuffers | None,
     ) -> None:
         """``module_buffers``: those that travel with the gradients."""
-        self._states = states
-        self._buffers = buffers
-        self._exchange = exchange
-        self._weights = weights
-        self._clipping, self._module_buffers = clipping, module_buffers
+        self.states, self.exchange, self.weights, self.clipping = states, exchange, weights, clipping
+        self._buffers, self._module_buffers = exchange.buffers, module_buffers
         self._tensor_count = len(states) + sum(each is not None for each in (clipping, module_buffers))
         self._sent_count = 0
         # Autograd's task ids of outermost backward passes:
@@ -108,14 +104,14 @@ class GradientHooks:
         self._places: list[Any] = []  # what the hooks know of the layout
         self.open = False
         self.values_used = False
-        self.arrived = ArrivedGradients(states, buffers, weights)
+        self.arrived = ArrivedGradients(states, exchange.buffers, weights)
 
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
-        norm_type = None if self._clipping is None else self._clipping.norm_type
-        self._hooks = self._exchange.hooks(norm_type, GradientHook(self._on_gradient), GradientHook(self._on_view))
-        self._hooks.install([state.parameter for state in self._states])
+        norm_type = None if self.clipping is None else self.clipping.norm_type
+        self._hooks = self.exchange.hooks(norm_type, GradientHook(self._on_gradient), GradientHook(self._on_view))
+        self._hooks.install([state.parameter for state in self.states])
         return [self._hooks]
 
     def before_forward(self) -> None:
@@ -123,7 +119,7 @@ class GradientHooks:
         this rank's gradient, as with DDP, and may keep it."""
         for state in self._hooked_by_program:
             state.forward_version = None
-        found = [self._states[index] for index in self._hooks.refresh()]
+        found = [self.states[index] for index in self._hooks.refresh()]
         # Once the program has removed its hooks, {} remains; None, if they are C++.
         self._hooked_by_program = [each for each in found if each.parameter._post_accumulate_grad_hooks != {}]
         self._buffers.keep_apart(state.index for state in self._hooked_by_program)
@@ -176,12 +172,12 @@ class GradientHooks:
                     "it after backward"
                 )
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
-            failed = bool(extension.load().with_field(self._states, "phase", Phase.IDLE))
+            failed = bool(extension.load().with_field(self.states, "phase", Phase.IDLE))
             if failed:
                 self._listener().on_backward_failure()
             self._send_missing(failed=failed)
-        self._exchange.wait_all()
-        self.arrived.settle(self._states)
+        self.exchange.wait_all()
+        self.arrived.settle(self.states)
 
     @property
     def listener(self) -> Listener:
@@ -217,7 +213,7 @@ class GradientHooks:
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self, task))
 
     def _on_gradient(self, index: int) -> None:
-        state = self._states[index]
+        state = self.states[index]
         self.note_sent()
         if state.is_update_due or state.updated_late:
             raise stale_read(state)
@@ -275,22 +271,22 @@ class GradientHooks:
         if self._task != self._checked_task:
             self._keep_accumulated_apart(first)
         self._buffers.flag_all_used()
-        self._exchange.on_flags_written()
-        parameter_state.begin_step(self._states)
+        self.exchange.on_flags_written()
+        parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
 
     def _arm(self) -> None:
         """Lets the hooks send what is ordinary in the backward pass that runs."""
-        if self._places is not self._exchange.places:
-            self._places = self._exchange.places
+        if self._places is not self.exchange.places:
+            self._places = self.exchange.places
             self._hooks.follow_layout(self._places, self._buffers.addresses)
         special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
-        special.update(state.index for state in extension.load().with_field(self._states, "updated_late", True))
-        scale = self._weights.scale
+        special.update(state.index for state in extension.load().with_field(self.states, "updated_late", True))
+        scale = self.weights.scale
         if scale == 0:
-            special.update(range(len(self._states)))
+            special.update(range(len(self.states)))
         # What is sent without Python must not be used before backward has ended.
         pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special), scale), self._listener())
 
@@ -303,20 +299,20 @@ class GradientHooks:
         if ended:
             self._hooks.disarm()
         indices, norms = self._hooks.take_sent()
-        if self._clipping is not None:
-            self._clipping.take_norms(indices, norms)
+        if self.clipping is not None:
+            self.clipping.take_norms(indices, norms)
         if indices:
             self._enter(indices)
         if ended:
             self._clear_unsent()
 
     def _enter(self, indices: Sequence[int]) -> None:
-        sent, views, native = self._states, self._buffers.views, extension.load()
+        sent, views, native = self.states, self._buffers.views, extension.load()
         if len(indices) < len(sent):
             sent, views = [sent[index] for index in indices], [views[index] for index in indices]
         native.set_fields(sent, "update_grad", views)
         for state in native.with_other_field(sent, "visible_grad", views):
-            self._states.set_visible_grad(state, state.update_grad)
+            self.states.set_visible_grad(state, state.update_grad)
         for state in native.with_field(sent, "frozen_steps", 0, False):
             self.arrived.count_frozen(state, Usage.USED)
         self._sent_count += len(sent)
@@ -326,14 +322,14 @@ class GradientHooks:
         """Views of gradients that backward has not made, or not yet, are nobody's, and need not be pending."""
         views = self._buffers.views
         if views:  # gradcast may have left the module
-            idle = extension.load().with_field(self._states, "phase", Phase.IDLE)
+            idle = extension.load().with_field(self.states, "phase", Phase.IDLE)
             pending.clear([views[state.index] for state in idle])
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
         ``first``: a gradient that autograd may still hold, because it is about to hand it over."""
         self._checked_task = self._task
-        states = [self._states[index] for index in self._hooks.with_gradient() if index not in self._buffers.apart]
+        states = [self.states[index] for index in self._hooks.with_gradient() if index not in self._buffers.apart]
         # Reading .grad shows whether the ranks have agreed that there is none.
         found = [state for state in states if state is not first and state.parameter.grad is not None]
         views, is_in_place = self._buffers.views, self._buffers.is_in_place
@@ -353,7 +349,7 @@ class GradientHooks:
 
     def _put_into_buffer(self, state: ParameterState) -> None:
         """Writes the gradient into its view: divided by the number of workers as DDP does it, or weighted."""
-        gradient, scale = state.parameter.grad, self._weights.scale
+        gradient, scale = state.parameter.grad, self.weights.scale
         view = self._buffers.views[state.index]
         pending.clear([view])
         if not self._buffers.is_in_place(state.index):
@@ -376,11 +372,11 @@ class GradientHooks:
     def _show(self, state: ParameterState, gradient: torch.Tensor) -> None:
         """This is the gradient in ``.grad``."""
         state.update_grad = gradient
-        self._states.set_visible_grad(state, gradient)
+        self.states.set_visible_grad(state, gradient)
 
     def _send(self, state: ParameterState, listener: Listener) -> None:
-        if self._clipping is not None:
-            self._clipping.on_sent(state)
+        if self.clipping is not None:
+            self.clipping.on_sent(state)
         parameter_state.depart([state], listener)
         if state.locally_unused is None:
             self.arrived.count_frozen(state, Usage.USED)
@@ -389,13 +385,13 @@ class GradientHooks:
     def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
         self._sent_count += 1
         listener.on_gradient_sent(index, used=used)
-        self._exchange.ready(index)
+        self.exchange.ready(index)
 
     def _send_missing(self, *, failed: bool = False) -> None:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
         listener = self._listener()
         self._clear_unsent()
-        for state in extension.load().with_field(self._states, "phase", Phase.IDLE):
+        for state in extension.load().with_field(self.states, "phase", Phase.IDLE):
             if failed or state.index not in self._used_unsynchronized:
                 self._note_unused(state, failed)
             if state.parameter.grad is None and state.index in self._buffers.apart:
@@ -404,9 +400,9 @@ class GradientHooks:
                 state.parameter.grad = self._buffers.views[state.index].zero_()
             self._put_into_buffer(state)
             self._send(state, listener)
-        if self._clipping is not None:
-            self._clipping.write_norms()
-            self._send_tensor(self._clipping.index, listener, used=True)
+        if self.clipping is not None:
+            self.clipping.write_norms()
+            self._send_tensor(self.clipping.index, listener, used=True)
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
             self._send_tensor(self._module_buffers.index, listener, used=True)
         self._used_unsynchronized.clear()
@@ -419,7 +415,7 @@ class GradientHooks:
             self._buffers.flag_failed(state.index)
         else:
             self._buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
-        self._exchange.keep_residual(state.index)
+        self.exchange.keep_residual(state.index)
 
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:

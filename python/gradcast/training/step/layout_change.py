@@ -14,17 +14,13 @@ _log = logging.getLogger("gradcast")
 
 
 def change_layout(
-    states: ParameterStates,
-    buffers: GradientBuffers,
-    exchange: GradientExchange,
-    change: Callable[[], None],
-    *,
-    tells: bool,
+    states: ParameterStates, exchange: GradientExchange, change: Callable[[], None], *, tells: bool
 ) -> None:
     """Calls ``change``, which may lay the buffers out anew. Otherwise gives them other memory if the program keeps a
     gradient that the next step would overwrite. ``tells``: this rank logs that. REQUIRES: nothing travels.
     """
-    views, apart_count, native = buffers.views, len(buffers.apart), extension.load()
+    buffers, native = exchange.buffers, extension.load()
+    views, apart_count = buffers.views, len(buffers.apart)
     change()
     if buffers.views is views:
         known = [native.fields(states, name) for name in ("visible_grad", "update_grad")]

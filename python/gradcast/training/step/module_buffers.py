@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from gradcast.training.ranks.group import Group
-from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 # The name of the tensor in profiles and plans that holds rank 0's buffers.
@@ -34,17 +33,12 @@ class ModuleBuffers:
     """``index``: of the tensor that travels, behind the parameters in the gradient buffers; None if there is none."""
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        index: int | None,
-        buffers: GradientBuffers,
-        exchange: GradientExchange,
-        group: Group,
+        self, modules: Sequence[nn.Module], index: int | None, exchange: GradientExchange, group: Group
     ) -> None:
         """``modules``: those whose forward is called."""
         self.index = index
         self._modules, self._parts = list(modules), [_Part(module) for module in modules]
-        self._buffers, self._exchange, self._group = buffers, exchange, group
+        self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
         self._layout: object = None  # that of the slots
         self._slots: list[list[torch.Tensor]] = []  # by part and buffer: its place in the tensor
         self._is_written = False  # in the open step

@@ -16,15 +16,12 @@ from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.step import parameter_state, partial_step, pending, residuals
-from gradcast.training.step.clipping import NormClipping, ValueClipping
-from gradcast.training.step.gradient_buffers import GradientBuffers
-from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.clipping import ValueClipping
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import OptimizerStateGuard
-from gradcast.training.step.parameter_state import ParameterState, ParameterStates
+from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.update_stream import UpdateStream
-from gradcast.training.step.weights import StepWeights
 
 
 class OptimizerSteps:
@@ -37,25 +34,18 @@ class OptimizerSteps:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        states: ParameterStates,
-        buffers: GradientBuffers,
-        exchange: GradientExchange,
         gradients: GradientHooks,
         trace: StepTrace,
         waits: EarlyWaits,
         warn_once: Callable[..., None],
-        clipping: NormClipping | None,
         values: ValueClipping | None,
         callbacks: UpdateCallbacks,
-        weights: StepWeights,
     ) -> None:
-        """``clipping``: by the norm of all gradients, before the first update. ``values``: of each element, before its
-        update."""
         self._optimizers = list(optimizers)
-        self._states = states
+        self._states = states = gradients.states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
         self._ids_of = [{id(state.parameter) for state in own} for own in self._states_of]
-        self._exchange, self._gradients, self._trace, self._waits = exchange, gradients, trace, waits
+        self._exchange, self._gradients, self._trace, self._waits = gradients.exchange, gradients, trace, waits
         self._places: dict[int, partial_step.Places] = {}  # by optimizer
         self._others: dict[int, list[torch.Tensor]] = {}  # by optimizer: what else it updates
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
@@ -64,8 +54,9 @@ class OptimizerSteps:
         self._arrived: set[int] = set()  # parameters whose gradients of the open step are known to have arrived
         self._interceptions: list[partial_step.StepInterception] = []
         self._guards: list[OptimizerStateGuard] = []
-        self.stream = UpdateStream(buffers.flats[0].device)
-        self._clipping, self._values, self._weights = clipping, values, weights
+        self.stream = UpdateStream(self._exchange.buffers.flats[0].device)
+        self._clipping = gradients.clipping  # by the norm of all gradients, before the first update
+        self._values = values  # clips each element, before its update
         self._warn_once = warn_once
         self._callbacks = callbacks
         self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
@@ -234,7 +225,7 @@ class OptimizerSteps:
     def _note_arrived(self, indices: Sequence[int]) -> None:
         with self._trace.timed("wait"):
             self._arrived.update(self._exchange.wait(indices))
-            self._weights.receive()
+            self._gradients.weights.receive()
         self._arrived.update(self._exchange.newly_arrived())
 
     def _take_norms(self, states: Sequence[ParameterState]) -> None:

@@ -11,7 +11,6 @@ from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
-from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 _NAMES_SHOWN = 3
@@ -20,9 +19,9 @@ _NAMES_SHOWN = 3
 class RankConsistency:
     """Finds such errors, and remembers the first one."""
 
-    def __init__(self, buffers: GradientBuffers, exchange: GradientExchange, group: Group, compare_every: int) -> None:
+    def __init__(self, exchange: GradientExchange, group: Group, compare_every: int) -> None:
         """``compare_every``: as in Options."""
-        self._buffers, self._exchange, self._group = buffers, exchange, group
+        self._exchange, self._group = exchange, group
         self._compare_every = compare_every
         self._error: Error | None = None
         self._failed_here: set[int] = set()  # iterations in which this rank's own backward pass has failed
@@ -79,7 +78,7 @@ class RankConsistency:
 
     def _checksum(self, block: _core.Block) -> int:
         """Checksum of a block's bytes modulo 2^64. It depends on the order of 8-byte words."""
-        flat = self._buffers.flats[block.buffer].view(torch.uint8)
+        flat = self._exchange.buffers.flats[block.buffer].view(torch.uint8)
         total = 0
         for lo, hi in block.ranges:
             whole = lo + (hi - lo) // 8 * 8

@@ -24,7 +24,6 @@ from gradcast.errors import Error, refused
 from gradcast.training.compat import extension
 from gradcast.training.ranks.group import Group, device_of_messages, naming
 from gradcast.training.step import pending
-from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 # What travels in place of a weight: of a backward pass outside of handle.weight(), and of something that is no number.
@@ -81,10 +80,10 @@ class GivenWeights:
 class StepWeights:
     """``scale``: what this rank's gradients of the open step are multiplied by; if 0, they are not to be looked at."""
 
-    def __init__(self, given: GivenWeights, buffers: GradientBuffers, exchange: GradientExchange, group: Group) -> None:
+    def __init__(self, given: GivenWeights, exchange: GradientExchange, group: Group) -> None:
         self.given = given
-        self._buffers, self._exchange, self._group = buffers, exchange, group
-        self._waits = exchange.wire in ("fp16", "int8") or torch.float16 in buffers.dtypes
+        self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
+        self._waits = exchange.wire in ("fp16", "int8") or torch.float16 in exchange.buffers.dtypes
         self._reference: float | None = None
         self._travelling: Any = None  # the weights of the open step
         self._own = _LEFT_OUT
