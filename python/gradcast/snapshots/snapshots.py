@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.random_state import random_state
 from gradcast.snapshots.agreement import Agreement
-from gradcast.snapshots.frequency import PlannedStep, StepTimes
+from gradcast.snapshots.frequency import StepTimes
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
@@ -67,7 +67,6 @@ class Snapshots:
         start_step: int,
         options: SnapshotOptions,
         pace: Pace,
-        planned: Callable[[], PlannedStep | None] | None,
     ) -> None:
         """``session``: the present one. ``plan_state``: its state_dict(), with local steps without the parameters."""
         self._place, self._optimizers = place, list(optimizers)
@@ -82,7 +81,7 @@ class Snapshots:
         self._last_step_s: float | None = None  # when it ended
         self._step_times = StepTimes()
         self._schedule = Schedule(start_step, start_step + (options.every or _FIRST_STEPS))
-        self._writer = Writer(place, agreement, self._schedule, self._step_times, options, pace, planned)
+        self._writer = Writer(place, agreement, self._schedule, self._step_times, options, pace)
         self._signals = Signals(options.signals, self._writer.ask_for_last)
         self._has_ended = False
         self._registration: Any = None

@@ -66,6 +66,10 @@ def start(
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
     paces = options.over_network and place.world_size > 1 and hasattr(handle._session, "exchange")
+    pace = store.Pace(options.write_bytes_per_s)
+    if paces:
+        pace.is_network_busy = lambda: handle._session.exchange.busy
+        pace.planned = lambda: planned_step(handle._session)
     snapshots = Snapshots(
         place,
         Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
@@ -75,8 +79,7 @@ def start(
         _plan_state(handle),
         start_step,
         options,
-        store.Pace(options.write_bytes_per_s, (lambda: handle._session.exchange.busy) if paces else None),
-        (lambda: planned_step(handle._session)) if paces else None,
+        pace,
     )
     hooks = [each().register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in handle._called]
     hooks += [each.register_step_pre_hook(snapshots.before_step) for each in optimizers]

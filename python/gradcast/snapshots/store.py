@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from gradcast.snapshots.frequency import PlannedStep
+
 Path_ = tuple[str, ...]  # of a value in the nested state dict
 PIECE_BYTES = 1 << 20
 LONGEST_WAIT_S = 0.2  # of a piece, for the network
@@ -80,10 +82,12 @@ def remove_leftovers(folder: Path, beyond: int | None) -> None:
 @dataclasses.dataclass
 class Pace:
     """How fast a part is written. ``bytes_per_s``: at most. ``is_network_busy``: in that time nothing is written, for a
-    folder that is reached over the training's network; a piece waits for at most ``LONGEST_WAIT_S``."""
+    folder that is reached over the training's network; a piece waits for at most ``LONGEST_WAIT_S``. ``planned``: the
+    step that is written beside there, as its plan predicts it."""
 
     bytes_per_s: float | None = None
     is_network_busy: Callable[[], bool] | None = None
+    planned: Callable[[], PlannedStep | None] | None = None
 
     def await_rate(self, written: int, since_s: float) -> None:
         """Before so many bytes are written ``since_s``, in monotonic time."""

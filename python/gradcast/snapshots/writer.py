@@ -86,11 +86,9 @@ class Writer:
         times: frequency.StepTimes,
         options: SnapshotOptions,
         pace: store.Pace,
-        planned: Callable[[], frequency.PlannedStep | None] | None,
     ) -> None:
-        """``planned``: a step, for writes over the training's network."""
         self._place, self._agreement, self._schedule, self._times = place, agreement, schedule, times
-        self._options, self._pace, self._planned = options, pace, planned
+        self._options, self._pace = options, pace
         self._look_s = _LOOK_S if options.signals else None
         self._layout = store.Layout()
         self._changed = threading.Condition()
@@ -238,7 +236,7 @@ class Writer:
         return outcome
 
     def _network_s(self, values: dict[store.Path_, Any]) -> float | None:
-        planned = None if self._planned is None else self._planned()
+        planned = None if self._pace.planned is None else self._pace.planned()
         if planned is None:
             return None
         size = sum(each.nbytes if hasattr(each, "nbytes") else len(each) for each in values.values())

@@ -19,6 +19,7 @@ from gradcast.local_pace import FIRST
 from gradcast.local_steps import Schedule
 from gradcast.training.local import header
 from gradcast.training.local.fragments import Fragments
+from gradcast.training.local.outer import MERGE
 from gradcast.training.local.pacing import Pacing
 from gradcast.training.options import Options
 from gradcast.training.plan.measured_profile import layout_profile
@@ -90,14 +91,14 @@ class Rounds:
         self,
         fragments: Fragments,
         longest: Schedule,
-        local_share: float,
         travel: Travel | None,
         group: Group,
         pacing: Pacing | None,
         options: Options,
     ) -> None:
         self._fragments, self._longest, self._travel, self._group = fragments, longest, travel, group
-        self._local_share, self.pacing, self._options = local_share, pacing, options
+        self.pacing, self._options = pacing, options
+        self.local_share = (MERGE if options.outer_merge is None else options.outer_merge) if longest.overlap else 0.0
         self.schedule = longest if pacing is None else longest.at(min(FIRST, longest.every), options.outer_overlap)
         self.clock = self.steps = self.count = 0
         self.waited_ns = 0
@@ -123,7 +124,7 @@ class Rounds:
         self.clock += 1
         with self._failing():
             for fragment in self.schedule.applied(self.clock):
-                self._apply(fragment, self._local_share)
+                self._apply(fragment, self.local_share)
             every, pacing = self.schedule.every, self.pacing
             if pacing is not None and self.clock % every == 0 and pacing.is_due(every, self.steps):
                 self._measure(pacing)
@@ -157,7 +158,7 @@ class Rounds:
         self.schedule = self._longest.at(every, self._options.outer_overlap)
 
     def _close(self, *, ending: bool) -> None:
-        self._apply_all(self._local_share)
+        self._apply_all(self.local_share)
         # First those that the open iteration still has to send, and then the others, which have drifted since.
         left = list(self._travel.left) if self._travel is not None else []
         for fragment in left:
@@ -252,7 +253,7 @@ class Rounds:
     def _settings(self) -> dict[str, Any]:
         options = self._options
         names = ("sync_every", "sync_every_max", "outer_lr", "outer_momentum", "wire")
-        own = {"overlap": self._longest.overlap, "local_share": self._local_share, "world_size": self._group.world_size}
+        own = {"overlap": self._longest.overlap, "local_share": self.local_share, "world_size": self._group.world_size}
         own |= {"outer": "average" if options.outer_averages else options.outer, "cuts": self._fragments.identity()}
         return {name: getattr(options, name) for name in names} | own
 

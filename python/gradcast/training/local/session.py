@@ -23,7 +23,7 @@ from gradcast.local_steps import make_schedule
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import fork
 from gradcast.training.local.fragments import Fragments, entries
-from gradcast.training.local.outer import MERGE, OuterOptimizer
+from gradcast.training.local.outer import OuterOptimizer
 from gradcast.training.local.pacing import Pacing
 from gradcast.training.local.rounds import Rounds, Travel
 from gradcast.training.model_layout import ModelLayout
@@ -77,10 +77,8 @@ class LocalStepsSession(TrainingSession):
         self._outer = OuterOptimizer.of(options)
         self._fragments = Fragments(found, schedule, self._outer, options, group.world_size)
         self._travel = None if group.world_size == 1 else Travel(self._fragments, group, options)
-        local_share = MERGE if options.outer_merge is None else options.outer_merge
-        self._local_share = local_share if schedule.overlap else 0.0
         pacing = Pacing(accepted, options, group) if options.sync_every == "auto" else None
-        self._rounds = Rounds(self._fragments, schedule, self._local_share, self._travel, group, pacing, options)
+        self._rounds = Rounds(self._fragments, schedule, self._travel, group, pacing, options)
         self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
         self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
@@ -94,7 +92,7 @@ class LocalStepsSession(TrainingSession):
         schedule = self._rounds.schedule
         how = (
             f"{len(schedule.fragments)} fragments, each applied {schedule.overlap} steps after it was taken, "
-            f"{self._local_share:g} of it local"
+            f"{self._rounds.local_share:g} of it local"
             if schedule.overlap
             else "all at once, while training waits"
         )
@@ -264,7 +262,7 @@ class LocalStepsSession(TrainingSession):
             "pace": None if self._rounds.pacing is None else self._rounds.pacing.last,
             "outer": "average" if self._outer.momentum is None else "nesterov",
             "outer_overlap": schedule.overlap,
-            "outer_merge": self._local_share if schedule.overlap else 0.0,
+            "outer_merge": self._rounds.local_share if schedule.overlap else 0.0,
             "fragments": len(schedule.fragments),
             "in_flight": self._rounds.in_flight,
             "rounds": self._rounds.count,

@@ -92,7 +92,7 @@ class Balancing:
 
     def __init__(self, schedule: ShareSchedule, group: Group) -> None:
         self._schedule, self._group = schedule, group
-        self._weights: collections.deque[tuple[float, ...]] = collections.deque(maxlen=1)
+        self._weights: collections.deque[tuple[float, ...]] = collections.deque()  # of the last iterations
         self._steps: collections.deque[shares.Step] = collections.deque(maxlen=schedule.every)
         self._ignored = 0  # of the next iterations
         self._before: tuple[int, ...] | None = None  # those that a change has replaced which no step has shown yet
@@ -112,44 +112,39 @@ class Balancing:
         self._deferred += 1
         return True
 
-    def begin_session(self) -> None:
-        """What was measured is of other parameters."""
-        self._weights.clear()
+    def begin_session(self, exchange: GradientExchange, lag: int, turns: int) -> None:
+        """What was measured is of other parameters. Reports come ``lag`` iterations late, those of ranks that take
+        turns by up to ``turns`` - 1 more."""
+        self._exchange, self._turns = exchange, turns
+        self._weights = collections.deque(maxlen=lag)
         self._forget()
 
     def begin_iteration(
-        self,
-        weights: Sequence[float] | None,
-        reports: Sequence[StepReport] | None,
-        lag: int,
-        turns: int,
-        exchange: GradientExchange,
+        self, weights: Sequence[float] | None, reports: Sequence[StepReport] | None
     ) -> shares.Change | None:
         """Call this where an iteration begins, with nothing in flight. ``weights``: of the last iteration, None if it
-        had none. ``reports``: of the one ``lag`` iterations ago, those of ranks that take turns of up to ``turns`` - 1
-        earlier; None if they are not known, or not to be used. Returns a change that the last iteration was the first
-        to show. Collective in an iteration that decides on a change."""
-        if self._weights.maxlen != lag:
-            self._weights = collections.deque(maxlen=lag)
+        had none. ``reports``: None if they are not known, or not to be used. Returns a change that the last iteration
+        was the first to show. Collective in an iteration that decides on a change."""
+        lag = self._weights.maxlen
         self._weights.append(() if weights is None else tuple(weights))
         if self._before is not None:
-            return self._shown(lag + turns - 2)
+            return self._shown(lag + self._turns - 2)
         self._ignored = max(0, self._ignored - 1)
         seen = self._weights[0] if len(self._weights) == lag else ()
         if reports is None or self._ignored or not seen or min(seen) <= 0:
             return None
         busy_ns = tuple(report.facts.busy_ns for report in reports)
         self._steps.append(shares.Step(seen, busy_ns, max(report.facts.step_ns for report in reports)))
-        self._ignored = turns  # until all reports are new
+        self._ignored = self._turns  # until all reports are new
         if len(self._steps) == self._schedule.every:
             change = shares.choose(self._steps, self._schedule.latest)
             if change is not None:
-                self._agree(change, exchange)
+                self._agree(change)
         return None
 
-    def _agree(self, change: shares.Change, exchange: GradientExchange) -> None:
+    def _agree(self, change: shares.Change) -> None:
         before, group = self._schedule.latest, self._group
-        with exchange.watch.waiting("the agreement on the ranks' shares"):
+        with self._exchange.watch.waiting("the agreement on the ranks' shares"):
             epoch, position = self._schedule.change(change.shares, lambda drawn: max(group.gather(drawn)))
         if group.rank == 0:
             begun = position + self._schedule.batch

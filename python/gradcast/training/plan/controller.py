@@ -205,8 +205,7 @@ class PlanController:
         if self.balancing is None:
             return None
         tells = self._sees_compute and self.warmup is None
-        heard, turns = reports if tells else None, self.step_reports.turns
-        change = self.balancing.begin_iteration(weights, heard, self.step_reports.lag, turns, self.exchange)
+        change = self.balancing.begin_iteration(weights, reports if tells else None)
         if change is not None:
             self.alarms.shares_changed()
         return change

@@ -125,7 +125,8 @@ class SessionBase(TrainingSession):
 
     def share_out(self, balancing: Balancing) -> None:
         """The ranks' shares of a batch follow what they report."""
-        balancing.begin_session()
+        reports = self.controller.step_reports
+        balancing.begin_session(self.exchange, reports.lag, reports.turns)
         self.controller.balancing = balancing
 
     def on_callbacks_changed(self) -> None:
