@@ -84,17 +84,17 @@ class SessionBase(TrainingSession):
             )
         travelling = None if sent_along is None else self._module_buffers
         self._gradients = GradientHooks(self._states, self.exchange, self._weights, self._clipping, travelling)
-        self._by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
+        by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
-            optimizers, self._gradients, self.trace, self._waits, self._warn_once, self._by_value, callbacks
+            optimizers, self._gradients, self.trace, self._waits, self._warn_once, by_value, callbacks
         )
         self._callbacks = callbacks
         self.on_callbacks_changed()
-        self._unseen = UnseenWaits(accepted.module, self._states, self._steps, self._lock, self._warn_once)
+        self._unseen = UnseenWaits(accepted.module, self._steps, self._lock, self._warn_once)
         self.controller = PlanController(
             self.exchange, accepted.module, group, self.trace, self._waits, self.mode, options, self._clipping
         )
-        self._reads = WarmupReads(self.controller, self._states, self._steps, self._waits)
+        self._reads = WarmupReads(self.controller, self._steps)
 
     @property
     def profile(self) -> _core.Profile | None:

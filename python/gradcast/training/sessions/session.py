@@ -51,10 +51,7 @@ class Session(SessionBase):
         self._forward_end_ns = 0  # of the last forward pass
         self._forward_seen = False  # the module's own forward was called
         if options.clips:
-            clips = self._clipping or self._by_value
-            self.early_clipping = EarlyClipping(
-                options, self._gradients, self._steps, clips, self._waits, self._lock, self._use_gradients
-            )
+            self.early_clipping = EarlyClipping(options, self._steps, self._lock, self._use_gradients)
         self._handles = self._gradients.install(self)
         if self.buffers.residuals:
             self._handles.append(residuals.refuse_scalers_of(parameters.values(), self))

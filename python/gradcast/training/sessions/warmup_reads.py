@@ -9,7 +9,7 @@ Thread safety: under the session's lock.
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from gradcast.training.measure.early_waits import Cause, EarlyWaits
+from gradcast.training.measure.early_waits import Cause
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.optimizer_steps import OptimizerSteps
@@ -19,15 +19,9 @@ from gradcast.training.step.parameter_state import ParameterState
 class WarmupReads:
     """The reads of one session. Does nothing outside of its warm-ups."""
 
-    def __init__(
-        self,
-        controller: PlanController,
-        states: Sequence[ParameterState],
-        steps: OptimizerSteps,
-        waits: EarlyWaits,
-    ) -> None:
-        self._controller, self._states, self._steps = controller, states, steps
-        self._waits, self._trace = waits, controller.trace
+    def __init__(self, controller: PlanController, steps: OptimizerSteps) -> None:
+        self._controller, self._states, self._steps = controller, steps.gradients.states, steps
+        self._waits, self._trace = steps.waits, controller.trace
 
     @property
     def _warmup(self) -> Warmup | None:

@@ -9,29 +9,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradcast.training.measure.early_waits import Cause, EarlyWaits
+from gradcast.training.measure.early_waits import Cause
 from gradcast.training.options import Options
-from gradcast.training.step.clipping import NormClipping, ValueClipping, clip_as_torch
-from gradcast.training.step.gradient_hooks import GradientHooks
+from gradcast.training.step.clipping import ValueClipping, clip_as_torch
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 
 
 class EarlyClipping:
-    """For a session with this ``clipping``, and its lock. ``use_gradients``: what the session does when the program
+    """For a session that clips, and its lock. ``use_gradients``: what the session does when the program
     uses gradients between backward and ``step()``."""
 
     def __init__(
-        self,
-        options: Options,
-        gradients: GradientHooks,
-        steps: OptimizerSteps,
-        clipping: NormClipping | ValueClipping,
-        waits: EarlyWaits,
-        lock: threading.RLock,
-        use_gradients: Callable[[], None],
+        self, options: Options, steps: OptimizerSteps, lock: threading.RLock, use_gradients: Callable[[], None]
     ) -> None:
-        self._options, self._states, self._gradients, self._steps = options, gradients.states, gradients, steps
-        self._clipping, self._waits, self._lock, self._use_gradients = clipping, waits, lock, use_gradients
+        self._options, self._steps, self._gradients = options, steps, steps.gradients
+        self._states, self._clipping = self._gradients.states, self._gradients.clipping or steps.values
+        self._lock, self._use_gradients = lock, use_gradients
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
         """Whether these are all that the options clip together; None if they are others. Values of some parameters may
@@ -75,7 +68,7 @@ class EarlyClipping:
 
     def _finish(self) -> None:
         """Clips, since the program uses the norm."""
-        with self._lock, self._waits.at(Cause.NORM):
+        with self._lock, self._steps.waits.at(Cause.NORM):
             self._steps.complete_all_updates()
             if self._clipping.is_promised:
                 self._gradients.refuse_inside_backward()

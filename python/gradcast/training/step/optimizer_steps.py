@@ -25,7 +25,7 @@ from gradcast.training.step.update_stream import UpdateStream
 
 
 class OptimizerSteps:
-    """The steps of all optimizers of a session.
+    """The steps of all optimizers of a session, with its ``gradients`` and ``waits``. ``values``: clips each element.
 
     A call of ``step()`` comes to ``take_gradients``, which updates synchronously or leaves the updates due. The
     functions ``complete_updates...`` run updates that are due.
@@ -45,7 +45,7 @@ class OptimizerSteps:
         self._states = states = gradients.states
         self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
         self._ids_of = [{id(state.parameter) for state in own} for own in self._states_of]
-        self._exchange, self._gradients, self._trace, self._waits = gradients.exchange, gradients, trace, waits
+        self._exchange, self.gradients, self._trace, self.waits = gradients.exchange, gradients, trace, waits
         self._places: dict[int, partial_step.Places] = {}  # by optimizer
         self._others: dict[int, list[torch.Tensor]] = {}  # by optimizer: what else it updates
         self._partial: dict[int, partial_step.PartialStep] = {}  # by optimizer, while some of its updates are due
@@ -56,7 +56,7 @@ class OptimizerSteps:
         self._guards: list[OptimizerStateGuard] = []
         self.stream = UpdateStream(self._exchange.buffers.flats[0].device)
         self._clipping = gradients.clipping  # by the norm of all gradients, before the first update
-        self._values = values  # clips each element, before its update
+        self.values = values
         self._warn_once = warn_once
         self._callbacks = callbacks
         self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
@@ -80,7 +80,7 @@ class OptimizerSteps:
 
     def on_backward_begin(self) -> None:
         """The gradients of the open step are replaced; an optimizer that has not taken them never will."""
-        if self._gradients.open and any(each.replaced for each in self._interceptions):
+        if self.gradients.open and any(each.replaced for each in self._interceptions):
             self._warn_once(
                 "the optimizer's step() is called in a way that bypasses gradcast, as Accelerate does with a "
                 "GradScaler: such steps wait for all gradients, without overlap with the next forward pass"
@@ -90,7 +90,7 @@ class OptimizerSteps:
         self.complete_all_updates()
         self._stepped.clear()
         self._arrived.clear()
-        for clipping in (self._clipping, self._values):
+        for clipping in (self._clipping, self.values):
             if clipping is not None:
                 clipping.begin_step()
 
@@ -160,7 +160,7 @@ class OptimizerSteps:
 
     def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int) -> None:
         self._refuse_after_failure()
-        for clipping in (self._clipping, self._values):
+        for clipping in (self._clipping, self.values):
             if clipping is not None:
                 clipping.on_step()
         if self._clipping is not None:
@@ -219,29 +219,29 @@ class OptimizerSteps:
                 clipping.certify()
         if clipping is not None and not clipping.done:
             with self._trace.timed("wait"):
-                self._gradients.wait_for_all()
+                self.gradients.wait_for_all()
             self._arrived.update(range(len(self._states)))
 
     def _note_arrived(self, indices: Sequence[int]) -> None:
         with self._trace.timed("wait"):
             self._arrived.update(self._exchange.wait(indices))
-            self._gradients.weights.receive()
+            self.gradients.weights.receive()
         self._arrived.update(self._exchange.newly_arrived())
 
     def _take_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of those gradients that have arrived. If this rank has not used a parameter, whether
         another one has is not known yet."""
         arrived = [state for state in states if state.index in self._arrived and state.locally_unused is None]
-        self._gradients.arrived.finish(arrived)
+        self.gradients.arrived.finish(arrived)
         for state in arrived:
-            self._gradients.arrived.copy_arrived(state)
+            self.gradients.arrived.copy_arrived(state)
         self._clipping.compute_norms(arrived)
 
     def complete_updates_of(self, number: int) -> None:
         self.complete_updates(list(self._left.get(number, {}).values()))
 
     def _on_state_access(self, number: int) -> None:
-        with self._waits.at(Cause.STATE):
+        with self.waits.at(Cause.STATE):
             self.complete_updates_of(number)
 
     def complete_all_updates(self) -> None:
@@ -251,7 +251,7 @@ class OptimizerSteps:
         """Clips once per step. ``as_they_are``: what ``.grad`` holds now, which the program may have replaced."""
         if self._clipping is None or self._clipping.done:
             return
-        if as_they_are and not self._clipping.asked and not self._gradients.are_in_place(self._states):
+        if as_they_are and not self._clipping.asked and not self.gradients.are_in_place(self._states):
             self._clipping.apply_to_replaced()
         else:
             self._clipping.apply(deferred=not as_they_are)
@@ -261,13 +261,13 @@ class OptimizerSteps:
         with self.stream.entered():
             if self._clipping is not None and self._clipping.asked:
                 self._clip(as_they_are=True)
-            if self._values is not None and self._values.asked:
-                self._values.clip(self._states)
-                self._values.done = True
+            if self.values is not None and self.values.asked:
+                self.values.clip(self._states)
+                self.values.done = True
 
     @property
     def _clips(self) -> bool:
-        return self._clipping is not None or self._values is not None
+        return self._clipping is not None or self.values is not None
 
     @property
     def must_clip_first(self) -> bool:
@@ -279,13 +279,13 @@ class OptimizerSteps:
         optimizer = self._optimizers[number]
         if self.stream.read_elsewhere:
             return Cause.OTHER_STREAM
-        if not self._gradients.all_sent:
+        if not self.gradients.all_sent:
             return Cause.FAILED
-        if self._gradients.values_used:
+        if self.gradients.values_used:
             return Cause.GRADIENTS
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return Cause.SCALER
-        if not self._gradients.are_in_place(self._states_of[number] if self._clipping is None else self._states):
+        if not self.gradients.are_in_place(self._states_of[number] if self._clipping is None else self._states):
             return Cause.REPLACED
         return None
 
@@ -300,12 +300,12 @@ class OptimizerSteps:
         """A synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
         # Gradients that were used have arrived, and what that has waited is counted there.
         waits_here = reason not in (None, Cause.GRADIENTS)
-        with self._waits.at(reason) if waits_here else contextlib.nullcontext(), self._trace.timed("wait"):
-            self._gradients.wait_for_all()
+        with self.waits.at(reason) if waits_here else contextlib.nullcontext(), self._trace.timed("wait"):
+            self.gradients.wait_for_all()
         arrived_ns = self._trace.now()
         self._clip(as_they_are=True)
-        if self._values is not None:
-            self._values.clip_as_they_are(self._states_of[number])
+        if self.values is not None:
+            self.values.clip_as_they_are(self._states_of[number])
         # Predictions do not know which of several optimizers a call is of: then nothing shows what one costs.
         divisible = parts > 1 and len(self._optimizers) == 1 and self.reason_to_wait(number) is None
         self._run_whole(number, parts if divisible else 1)
@@ -348,16 +348,16 @@ class OptimizerSteps:
             where(),
             held[0].name + (f" and {len(held) - 1} more" if len(held) > 1 else ""),
         )
-        with self._waits.at(Cause.HELD):
+        with self.waits.at(Cause.HELD):
             self._complete_updates(held)
 
     def _update(self, number: int, part: Sequence[ParameterState]) -> None:
         """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""
-        self._gradients.arrived.settle(part)
+        self.gradients.arrived.settle(part)
         if self._clipping is not None and self._clipping.certified:
             self._clipping.compute_norms(part)
-        if self._values is not None:
-            self._values.clip(part)
+        if self.values is not None:
+            self.values.clip(part)
         parameter_state.start_update(part)
         left, guard = self._left[number], self._guards[number]
         native = extension.load()
@@ -380,7 +380,7 @@ class OptimizerSteps:
             state.zero_after_update = False
             if state.update_grad is not None:
                 state.update_grad.zero_()
-        self._gradients.arrived.drop_released(part)
+        self.gradients.arrived.drop_released(part)
         if last:
             del self._partial[number], self._left[number]
         self._trace.count_update()
@@ -390,7 +390,7 @@ class OptimizerSteps:
 
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
         """Some of these parameters may be updated, others not: every later use of one raises."""
-        parameter_state.fail_update(part, self._gradients.listener)
+        parameter_state.fail_update(part, self.gradients.listener)
         self._failure = refused(
             f"the update of {parameter_state.names(part)} has failed on this rank ({type(error).__name__}: {error}), "
             "perhaps half-way, so its parameters differ from those of the other ranks; end the training and continue "

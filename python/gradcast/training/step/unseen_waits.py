@@ -19,14 +19,9 @@ class UnseenWaits:
     """One per session."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        states: Sequence[ParameterState],
-        steps: OptimizerSteps,
-        lock: threading.RLock,
-        warn_once: Callable[..., None],
+        self, module: nn.Module, steps: OptimizerSteps, lock: threading.RLock, warn_once: Callable[..., None]
     ) -> None:
-        self._module, self._states, self._steps, self._lock = module, states, steps, lock
+        self._module, self._states, self._steps, self._lock = module, steps.gradients.states, steps, lock
         self._warn_once = warn_once
         self._reads: Mapping[int, UnseenRead] = {}
         self._hooks: list[Any] = []
