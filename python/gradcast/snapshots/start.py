@@ -1,7 +1,6 @@
 """``handle.snapshots``: checks the call on all ranks, and puts a Snapshots object on the training."""
 
 import contextlib
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +29,6 @@ from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.kinds import TrainingSession
 from gradcast.training.sessions.session import Session
-
-_log = logging.getLogger("gradcast")
 
 _SEEN_WITHIN_S = 1.0
 
@@ -120,8 +117,8 @@ def agree_on_folder(
     if any(everybody[other] != each for each in everybody for other in each):
         raise refused(f"the ranks see different files in {folder}; name a folder on local disks, or one that all share")
     shared = len(seen) == group.world_size
-    if not shared and group.rank == 0:
-        _log.warning(
+    if not shared:
+        group.warning(
             "%s is not one folder for all ranks: each host keeps its own part of a snapshot there, and only with all "
             "of these hosts it can be resumed; name a folder that all hosts see if others may take their place",
             folder,

@@ -5,7 +5,6 @@ with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs,
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +24,6 @@ from gradcast.training.sessions.kinds import Setup
 from gradcast.training.sessions.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.weights import GivenWeights
-
-_log = logging.getLogger("gradcast")
 
 
 class Attachment:
@@ -108,8 +105,8 @@ class Attachment:
         self._weigh_samples()
         self._balancing = Balancing(schedule, group)
         self.session.share_out(self._balancing)
-        if group.rank == 0 and group.device.type != "cpu":
-            _log.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
+        if group.device.type != "cpu":
+            group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
 
     def _weigh_samples(self) -> None:
         if self._weighs_samples:
@@ -215,13 +212,12 @@ class Attachment:
         self._thawed |= self._left_out & set(map(id, parameters.values()))
         self._compiled.release()
         self._compiled = self._compiled_blocks()
-        if self._group.rank == 0:
-            why = (
-                f"{len(frozen)} parameters have long been frozen, and no longer travel"
-                if frozen
-                else "the module's parameters have changed"
-            )
-            _log.info("%s: measuring again, for %d steps", why, self._options.warmup_steps)
+        why = (
+            f"{len(frozen)} parameters have long been frozen, and no longer travel"
+            if frozen
+            else "the module's parameters have changed"
+        )
+        self._group.info("%s: measuring again, for %d steps", why, self._options.warmup_steps)
 
     def _frozen_since(self, before: Session) -> set[int]:
         """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop
@@ -235,8 +231,7 @@ class Attachment:
                 "ranks may run out of inputs in ddp.join(), and the updates of those that go on would be missing on "
                 "the others; leave join() out, or use hook mode: gradcast.attach(ddp) without the optimizer"
             )
-        if self._group.rank == 0:
-            _log.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
+        self._group.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
         self.session.leave_reduction_to_ddp(True)
         self._taken_over.reduce_again()
 

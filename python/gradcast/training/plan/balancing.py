@@ -7,7 +7,6 @@ Thread safety: ``ShareSchedule`` any thread; ``Balancing`` the training thread.
 """
 
 import collections
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from gradcast.errors import refused
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport
 from gradcast.training.step.gradient_exchange import GradientExchange
-
-_log = logging.getLogger("gradcast")
 
 # A loader that has prefetched more batches than this is not waited for.
 _PENDING_ITERATIONS_MAX = 256
@@ -146,10 +143,9 @@ class Balancing:
         before, group = self._schedule.latest, self._group
         with self._exchange.watch.waiting("the agreement on the ranks' shares"):
             epoch, position = self._schedule.change(change.shares, lambda drawn: max(group.gather(drawn)))
-        if group.rank == 0:
-            begun = position + self._schedule.batch
-            what = f"{_listed(change.shares)} samples a rank after {begun} samples of epoch {epoch}"
-            _log.info("%s; %s", change.sentence(), what)
+        begun = position + self._schedule.batch
+        what = f"{_listed(change.shares)} samples a rank after {begun} samples of epoch {epoch}"
+        group.info("%s; %s", change.sentence(), what)
         self._before, self._change, self._pending = before, change, 0
 
     def _shown(self, delay: int) -> shares.Change | None:
@@ -158,9 +154,9 @@ class Balancing:
         shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, self._before)
         if not shown and self._pending < _PENDING_ITERATIONS_MAX:
             return None
-        if not shown and self._group.rank == 0 and not self._told:
+        if not shown and not self._told:
             self._told = True
-            _log.warning(
+            self._group.warning(
                 "the shares of the ranks have changed %d steps ago, and their weights do not show it; the first tensor "
                 "that the module is given must have a row for each sample, otherwise use handle.weight(samples)",
                 self._pending,

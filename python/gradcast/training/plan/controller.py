@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 from gradcast.training.step.gradient_exchange import GradientExchange
 
-_log = logging.getLogger("gradcast")
 _AGREEMENT = "the agreement on the plan"
 
 
@@ -53,7 +51,7 @@ class PlanController:
     ) -> None:
         """``clipping``: tells how often it lets a step wait for all gradients."""
         self._buffers, self._module = exchange.buffers, module
-        self._group, self.exchange, self.trace = group, exchange, trace
+        self.group, self.exchange, self.trace = group, exchange, trace
         self.mode, self._options = mode, options
         self.step_reports = StepReports(self._buffers, group.rank, group.world_size)
         self.proposer = Proposer(self._buffers, mode, group.world_size, options, clipping, waits)
@@ -94,7 +92,7 @@ class PlanController:
         self.profile = _core.Profile.from_json(state["profile"])
         reads = agreement.unseen_reads(state)
         self._add_unseen({self._buffers.names.index(name): read for name, read in reads.items()})
-        if state["world_size"] == self._group.world_size:
+        if state["world_size"] == self.group.world_size:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
             self.phase = self.start_plan(agreed, Following)
             return
@@ -102,9 +100,8 @@ class PlanController:
         agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here, call_ns))
         self.profile = agreed.profile
         self.phase = self.start_plan(agreed, Calibrating)
-        self.log(
-            logging.INFO,
-            f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self._group.world_size} "
+        self.group.info(
+            f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self.group.world_size} "
             "without measuring, and the first steps correct it",
         )
         self.describe()
@@ -141,8 +138,7 @@ class PlanController:
             return
         expectation = self.agreed.expectation
         expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over DDP, "
-        self.log(
-            logging.INFO,
+        self.group.info(
             f"{expected}measured {compared.baseline_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
             f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.baseline_ns / 1e6:.1f} as DDP",
         )
@@ -165,8 +161,7 @@ class PlanController:
         return phase
 
     def fall_back(self) -> None:
-        self.log(
-            logging.WARNING,
+        self.group.warning(
             f"the DDP baseline is as fast here: {self.comparison.baseline_ns / 1e6:.1f} ms per step, "
             f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
         )
@@ -185,13 +180,13 @@ class PlanController:
     def agree_on_calibrated_plan(self, calibration_: Calibration) -> AgreedPlan:
         """Collective."""
         with self.exchange.watch.waiting(_AGREEMENT):
-            steps = calibration_.gather(self._group)
+            steps = calibration_.gather(self.group)
         return self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
 
     def plan_for_certified_share(self, present: PlanPhase) -> PlanPhase:
         """``present``: the phase that stays if the plan does. Collective."""
         agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
-        self.log(logging.INFO, self.proposer.share_sentence(self.agreed, agreed))
+        self.group.info(self.proposer.share_sentence(self.agreed, agreed))
         if self.keep_if_confirmed(agreed):
             return present
         phase = self.start_plan(agreed, Calibrating)
@@ -242,8 +237,7 @@ class PlanController:
             in_force = self.agreed.in_force
             network = _cost_ns(in_force, agreed.profile.link) / _cost_ns(in_force, self.profile.link)
             compute = compute_ns(agreed.profile) / compute_ns(self.profile)
-            self.log(
-                logging.INFO,
+            self.group.info(
                 f"with this plan the network costs {network:.2f} times what the warm-up measured, and compute takes "
                 f"{compute:.2f} times as long; planned again",
             )
@@ -263,18 +257,12 @@ class PlanController:
     def describe(self) -> None:
         """Logs what the plan in force promises."""
         typical, count = self.agreed.typical_step, len(self.agreed.in_force.blocks)
-        self.log(
-            logging.INFO,
+        self.group.info(
             f"plan {self.version}: {count} blocks, {typical.step_ns / 1e6:.1f} ms per step predicted, "
             f"lower bound {typical.bound_ns / 1e6:.1f} ms",
         )
         if self.agreed.expectation is not None:
-            self.log(logging.INFO, self.agreed.expectation.sentence())
-
-    def log(self, level: int, sentence: str) -> None:
-        """On rank 0 only."""
-        if self._group.rank == 0:
-            _log.log(level, "%s", sentence)
+            self.group.info(self.agreed.expectation.sentence())
 
     def compute_of_last_step(self, own: StepReport | None) -> Callable[[], compute_cost.Compute] | None:
         """``own``: this rank's report of the step that ends now. On a device, what is returned waits for it."""
@@ -294,10 +282,10 @@ class PlanController:
         self.proposer.read_first = {self._buffers.names[i] for i, read in self.unseen_reads.items() if not read.module}
         modules = {read.module for read in self.unseen_reads.values()} - {""}
         if modules and self.mode == "overlap":
-            self.log(logging.INFO, f"{len(modules)} modules wait, when they begin, for weights that they read unseen")
+            self.group.info(f"{len(modules)} modules wait, when they begin, for weights that they read unseen")
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
-        warmup = Warmup(self._buffers, self._module, self._group, self.mode, self._options, order=order)
+        warmup = Warmup(self._buffers, self._module, self.group, self.mode, self._options, order=order)
         self.follow(self._agree(warmup.first_plan))
         return WarmingUp(self, warmup, change)
 
@@ -308,7 +296,7 @@ class PlanController:
         elif agreed.runs_as_baseline:  # compute may take longer under the plan than under the baseline
             busy_ns = agreed.expectation.compute_share * agreed.expectation.baseline.step_ns
         return _core.Monitor(
-            self._group.world_size,
+            self.group.world_size,
             busy_ns=busy_ns,
             link_ns=sum(calibration.planned_busy_periods_ns(agreed.in_force, agreed.profile)),
             has_baseline=agreed.baseline is not None,
@@ -318,7 +306,7 @@ class PlanController:
 
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
         with self.exchange.watch.waiting(_AGREEMENT):
-            return agreement.agree(self._group, self._buffers.names, propose)
+            return agreement.agree(self.group, self._buffers.names, propose)
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())

@@ -27,7 +27,6 @@ workers. When the ranks' shares have changed, the plan is made again for the com
 """
 
 import collections
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -87,7 +86,7 @@ class WarmingUp(PlanPhase):
         phase = self._controller.start_plan(agreed, Calibrating)
         self._controller.describe()
         if self._change is not None:
-            self._controller.log(logging.INFO, self._change.sentence(agreed))
+            self._controller.group.info(self._change.sentence(agreed))
         return phase
 
 

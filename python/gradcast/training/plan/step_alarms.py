@@ -165,8 +165,7 @@ class StepAlarms:
             return
         if alarm.cause == LINK and self._may_locate:
             alarm = self._located(alarm)
-        if self._group.rank == 0:
-            _log.warning("%s", alarm.sentence)
+        self._group.warning("%s", alarm.sentence)
         if self._on_alarm is None:
             return
         try:

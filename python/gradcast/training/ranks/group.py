@@ -9,6 +9,7 @@ import contextlib
 import copyreg
 import dataclasses
 import datetime
+import logging
 import os
 import pickle
 import re
@@ -27,6 +28,7 @@ from gradcast.training.ranks import group_pool
 from gradcast.training.ranks.store_gather import StoreGather
 
 T = TypeVar("T")
+_log = logging.getLogger("gradcast")
 # NCCL's words in 2.28, and in 2.30.
 _SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
 
@@ -124,6 +126,15 @@ class Group:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.own)
             dist.all_gather_into_tensor(received, sent[:1], group=self.own)
+
+    def info(self, message: str, *arguments: Any) -> None:
+        """Logs on rank 0 only, as ``warning`` does."""
+        if self.rank == 0:
+            _log.info(message, *arguments)
+
+    def warning(self, message: str, *arguments: Any) -> None:
+        if self.rank == 0:
+            _log.warning(message, *arguments)
 
     def leave(self, *, reusable: bool) -> None:
         """Stops using this group. Idempotent.

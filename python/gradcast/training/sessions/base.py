@@ -175,17 +175,16 @@ class SessionBase(TrainingSession):
         adapts = self.controller.may_correct_plans
         reason = agreement.reason_to_measure(state, self.buffers, self.mode, here, adapt=adapts)
         if reason is not None:
-            if self.group.rank == 0:
-                _log.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
+            self.group.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
             return
         if self._module_buffers is not None:
             self._module_buffers.send_before_forward()
         self._change_layout(lambda: self.controller.adopt(state, here))
 
     def _warn_once(self, message: str, *arguments: Any) -> None:
-        if self.group.rank == 0 and message not in self._told:
+        if message not in self._told:
             self._told.add(message)
-            _log.warning(message, *arguments)
+            self.group.warning(message, *arguments)
 
     def _refuse_capture(self) -> None:
         graph_capture.refuse_capture(self.buffers.flats[0].device)

@@ -248,9 +248,8 @@ class QuorumSessions:
                 raise
             return
         fork.watch(self.session)
-        if rank == 0:
-            waited_ms = 1e3 * (time.perf_counter() - start_s)
-            _log.info("a quorum of %d replicas has a new process group; its session took %.0f ms", size, waited_ms)
+        waited_ms = 1e3 * (time.perf_counter() - start_s)
+        group.info("a quorum of %d replicas has a new process group; its session took %.0f ms", size, waited_ms)
 
     def on_failure(self, error: Error) -> None:
         """Nothing travels over this process group any more."""

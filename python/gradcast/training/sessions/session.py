@@ -15,7 +15,6 @@ In hook mode the session waits for all gradients where backward ends, and ``step
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -34,8 +33,6 @@ from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.weights import GivenWeights
-
-_log = logging.getLogger("gradcast")
 
 
 class Session(SessionBase):
@@ -390,8 +387,8 @@ class Session(SessionBase):
         self._gradients.open = False
         self.steps += 1
         sentence = None if self._clipping is None else self._clipping.sentence_once()
-        if sentence is not None and self.group.rank == 0:
-            _log.info("%s", sentence)
+        if sentence is not None:
+            self.group.info("%s", sentence)
         self._forget_late_updates()  # also for a module that is trained by another method, whose forward is not seen
 
     def _forget_late_updates(self) -> None:
