@@ -9,7 +9,7 @@ from gradcast import _core
 from gradcast.comparison.powersgd import with_shapes
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
-from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
+from gradcast.training.measure.unseen_reads import agreed_reads
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 
@@ -38,7 +38,7 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
     forward_ns = statistics.median(each.forward_ns for each in typical)
     update_ns = statistics.median(each.update_ns for each in typical)
     total = sum(sizes.bytes_of(index) for index in range(count))
-    unseen = unseen_reads(ranks)
+    unseen = agreed_reads([rank.unseen_reads for rank in ranks])
     tensors = []
     for index in range(count):
         ready_ns = max(rank.ready_ns[index] for rank in ranks)
@@ -67,11 +67,6 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
     profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.parameters, strict=True)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
-
-
-def unseen_reads(ranks: Sequence[Measurement]) -> dict[int, UnseenRead]:
-    """By parameter with unseen reads on any rank."""
-    return agreed_reads([rank.unseen_reads for rank in ranks])
 
 
 def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:

@@ -16,7 +16,7 @@ from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchang
 from gradcast.host_traffic import exchange_form
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement, Stopwatch
-from gradcast.training.measure.unseen_reads import ConsumerSearch, UnseenRead
+from gradcast.training.measure.unseen_reads import ConsumerSearch, UnseenRead, agreed_reads
 from gradcast.training.options import Options
 from gradcast.training.plan import measured_profile
 from gradcast.training.plan.agreement import AgreedPlan
@@ -142,7 +142,7 @@ class Warmup:
         else:
             reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
         ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads))
-        self.unseen_reads = measured_profile.unseen_reads(ranks)
+        self.unseen_reads = agreed_reads([rank.unseen_reads for rank in ranks])
         return self._group.computed_by_first(lambda: self._combined(ranks))
 
     def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
