@@ -21,7 +21,7 @@ from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
-from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend
+from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend, shared_group
 from gradcast.training.sessions.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.sessions.kinds import Attached, Setup
 from gradcast.training.sessions.single_worker import SingleWorkerSession
@@ -90,7 +90,7 @@ def attach_inside(
     if device is not None:
         require_backend(process_group, device)
     with on_device(device):
-        places = preflight.check_same_call(process_group, refusal, mode, options, device)
+        places = preflight.check_same_call(shared_group(process_group), refusal, mode, options, device)
     group = make_group(process_group, device, options.timeout_s, reuses=True, max_ctas=options.max_ctas)
     group.hosts, doubt = hosts.agreed(places)
     preflight.check_same_model(group, accepted.module)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import signal
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +221,7 @@ class Handle:
         module = self._require_module()
         if not callable(function):
             raise refused(f"on_update() got {function!r}; a function of names and parameters is expected")
-        return self._register(UpdateCallback(function, owned_tensors(owned, module)))
+        return UpdateRegistration(self._attached, UpdateCallback(function, owned_tensors(owned, module)))
 
     def keep_average(self, averaged: AveragedModel) -> "UpdateRegistration":
         """Keeps a torch.optim.swa_utils.AveragedModel of the module: the bits of ``averaged.update_parameters(module)``
@@ -233,7 +233,7 @@ class Handle:
 
         Raises Error(invalid_use) if ``averaged`` has other parameters than the module.
         """
-        return self._register(kept_average(averaged, self._require_module()))
+        return UpdateRegistration(self._attached, kept_average(averaged, self._require_module()))
 
     def snapshots(
         self,
@@ -278,12 +278,7 @@ class Handle:
 
     def _follow(self, snapshots: "Snapshots") -> "UpdateRegistration":
         functions = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
-        return self._register(UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions))
-
-    def _register(self, callback: UpdateCallback) -> "UpdateRegistration":
-        self._session.complete_due_updates()
-        self._attached.callbacks.add(callback)
-        self._session.on_callbacks_changed()
+        callback = UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions)
         return UpdateRegistration(self._attached, callback)
 
     def _require_module(self) -> nn.Module:
@@ -335,12 +330,16 @@ class UpdateRegistration:
 
     def __init__(self, attached: Attached, callback: UpdateCallback) -> None:
         self._attached, self._callback = attached, callback
+        self._change(attached.callbacks.add)
 
     def remove(self) -> None:
         """Ends the calls, after updates that are due. Idempotent."""
+        self._change(self._attached.callbacks.remove)
+
+    def _change(self, change: Callable[[UpdateCallback], None]) -> None:
         session = self._attached.session
         if not session.released:
             session.complete_due_updates()
-        self._attached.callbacks.remove(self._callback)
+        change(self._callback)
         if not session.released:
             session.on_callbacks_changed()

@@ -109,25 +109,18 @@ _SAME_OPTIONS = (
 
 
 def check_same_call(
-    process_group: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
+    shared: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
 ) -> list[Place]:
     """Raises on every rank what one of them refuses, and if they call attach in different ways. Returns every rank's
     place, which travels in the same message. Collective.
 
-    Uses the user's group: gradcast's own cannot be made if a rank has left already.
+    ``shared``: the user's group, which torch.distributed need not know; None for a single worker. gradcast's own cannot
+    be made if a rank has left already.
     """
-    shared = shared_group(process_group)
     if shared is None:
         if refusal is not None:
             raise refusal
         return [own_place()]
-    return check_same_call_in(shared, refusal, mode, options, device)
-
-
-def check_same_call_in(
-    shared: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
-) -> list[Place]:
-    """The same over a process group that torch.distributed need not know."""
     with naming("comparing the ranks' calls of attach", shared.rank(), shared.size()):
         everyone = _gathered(shared, _call(refusal, mode, options), device)
     _check_same(everyone, refusal)

@@ -137,7 +137,8 @@ def _median_ratio(steps: Sequence[Sequence[Sample]], link: _core.LinkModel, shar
     """Median ratio of measured to modelled communication time per step. Whole steps are compared, because a different
     block is late in each."""
     return statistics.median(
-        _total_ns(step) / (shared_ns or sum(link.all_reduce.cost_ns(sample.size_bytes) for sample in step))
+        sum(sample.time_ns for sample in step)
+        / (shared_ns or sum(link.all_reduce.cost_ns(sample.size_bytes) for sample in step))
         for step in steps
     )
 
@@ -154,10 +155,6 @@ def cost_spread(found: Sequence[Sample], link: _core.LinkModel, known_saving_ns:
 
 def _fit(found: Sequence[Sample]) -> _core.OpCost:
     return _core.fit_op_cost([(sample.size_bytes, sample.time_ns) for sample in found]).cost
-
-
-def _total_ns(found: Sequence[Sample]) -> float:
-    return sum(sample.time_ns for sample in found)
 
 
 def _size_count(found: Sequence[Sample]) -> int:

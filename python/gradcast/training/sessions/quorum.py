@@ -228,7 +228,7 @@ class QuorumSessions:
         """Begins a session over the process group, with the plan of the first replica that has one. Collective."""
         accepted, options = self._accepted, self._options
         try:
-            places = preflight.check_same_call_in(process_group, None, "hook", options, accepted.device)
+            places = preflight.check_same_call(process_group, None, "hook", options, accepted.device)
             start_s = time.perf_counter()  # all replicas are here
             rank, size = process_group.rank(), process_group.size()
             group = Group(rank, size, process_group, process_group, None, accepted.device)
