@@ -15,7 +15,7 @@ from gradcast.errors import Error, refused
 from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
-from gradcast.training.step import parameter_state, partial_step, pending, residuals
+from gradcast.training.step import parameter_state, partial_step, pending
 from gradcast.training.step.clipping import ValueClipping
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import OptimizerStateGuard
@@ -57,6 +57,7 @@ class OptimizerSteps:
         self.stream = UpdateStream(self._exchange.buffers.flats[0].device)
         self._clipping = gradients.clipping  # by the norm of all gradients, before the first update
         self.values = values
+        self._clippings = [each for each in (self._clipping, values) if each is not None]
         self._warn_once = warn_once
         self._callbacks = callbacks
         self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
@@ -84,15 +85,14 @@ class OptimizerSteps:
             self._warn_once(
                 "the optimizer's step() is called in a way that bypasses gradcast, as Accelerate does with a "
                 "GradScaler: such steps wait for all gradients, without overlap with the next forward pass"
-                + (", and gradcast does not clip them" if self._clips else "")
+                + (", and gradcast does not clip them" if self._clippings else "")
                 + ("; functions of handle.on_update() are not called" if self._callbacks else "")
             )
         self.complete_all_updates()
         self._stepped.clear()
         self._arrived.clear()
-        for clipping in (self._clipping, self.values):
-            if clipping is not None:
-                clipping.begin_step()
+        for each in self._clippings:
+            each.begin_step()
 
     def parameters_changing(self, tensor: torch.Tensor) -> list[ParameterState] | None:
         """Parameters whose updates change this tensor of an optimizer's state; None if it is not of a state."""
@@ -160,19 +160,16 @@ class OptimizerSteps:
 
     def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int) -> None:
         self._refuse_after_failure()
-        for clipping in (self._clipping, self.values):
-            if clipping is not None:
-                clipping.on_step()
+        for each in self._clippings:
+            each.on_step()
         if self._clipping is not None:
             self._clipping.may_certify = self._exchange.active.plan.mode == "overlap"
         optimizer = self._optimizers[number]
-        if self._clips and getattr(optimizer, "grad_scale", None) is not None:
+        if self._clippings and getattr(optimizer, "grad_scale", None) is not None:
             raise refused(
                 "gradcast would clip gradients that a GradScaler has not unscaled yet; call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
-        if self._exchange.wire == "int8":
-            residuals.refuse_scaler()
         # The gradients have arrived by a second step with them, and nothing guards them any more.
         synchronous = synchronous or number in self._stepped
         reason = None if synchronous else self.reason_to_wait(number)
@@ -264,10 +261,6 @@ class OptimizerSteps:
             if self.values is not None and self.values.asked:
                 self.values.clip(self._states)
                 self.values.done = True
-
-    @property
-    def _clips(self) -> bool:
-        return self._clipping is not None or self.values is not None
 
     @property
     def must_clip_first(self) -> bool:

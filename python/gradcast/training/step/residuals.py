@@ -46,15 +46,6 @@ def restore(buffers: GradientBuffers, group: Group, state: dict[str, Any]) -> st
     return None
 
 
-def refuse_scaler() -> None:
-    """Raises Error(invalid_use) inside a step that a GradScaler has called."""
-    if partial_step.is_called_by_scaler():
-        raise refused(
-            "a GradScaler changes the scale of gradients, but int8 keeps their rounding errors for the next step; "
-            "use options.wire='bf16', or train without the scaler"
-        )
-
-
 def refuse_scalers_of(parameters: Iterable[torch.Tensor], owner: object) -> Any:
     """Refuses scalers in the steps of all optimizers of these parameters, while their owner lives. Returns the handle
     that ends it."""
@@ -62,8 +53,11 @@ def refuse_scalers_of(parameters: Iterable[torch.Tensor], owner: object) -> Any:
 
     def before_step(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
         is_ours = any(id(each) in own for group in optimizer.param_groups for each in group["params"])
-        if is_ours and reference() is not None:
-            refuse_scaler()
+        if is_ours and reference() is not None and partial_step.is_called_by_scaler():
+            raise refused(
+                "a GradScaler changes the scale of gradients, but int8 keeps their rounding errors for the next step; "
+                "use options.wire='bf16', or train without the scaler"
+            )
 
     handle = register_optimizer_step_pre_hook(before_step)
     weakref.finalize(owner, handle.remove)
