@@ -1,6 +1,7 @@
 """Checks of ``attach`` that concern options, and that all ranks call it alike. acceptance.py checks the module and its
 optimizers."""
 
+import dataclasses
 import itertools
 import os
 import pickle
@@ -83,28 +84,22 @@ def check_connections(mode: str, process_group: Any, device: torch.device) -> No
         )
 
 
-# Options that must agree, or ranks would wait for each other at different places or compute differently.
-_SAME_OPTIONS = (
-    "warmup_steps",
-    "adapt",
-    "compare_every",
-    "wire",
-    "max_grad_norm",
-    "grad_norm_type",
-    "max_grad_value",
-    "weight",
-    "broadcast_buffers",
-    "max_ctas",
-    "register_buffers",
-    "sync_every",
-    "sync_every_max",
-    "evaluate_metric",
-    "outer",
-    "outer_lr",
-    "outer_momentum",
-    "outer_overlap",
-    "outer_merge",
-    "inner",
+# Options that may differ: those of the plan, which rank 0 makes, and those about one rank alone. If others did, ranks
+# would wait for each other at different places or compute differently.
+_MAY_DIFFER = (
+    "plan",
+    "policy",
+    "policy_parameters",
+    "in_flight",
+    "unseen_reads",
+    "split_compiled",
+    "evaluate",
+    "evaluate_batch",
+    "timeout_s",
+    "stall_warning_s",
+    "dump_dir",
+    "timeline_steps",
+    "on_alarm",
 )
 
 
@@ -136,7 +131,8 @@ _Call = tuple[tuple[str, str] | None, str, dict[str, Any], Place]
 
 
 def _call(refusal: Error | None, mode: str, options: Options) -> _Call:
-    settings = {name: getattr(options, name) for name in _SAME_OPTIONS}
+    names = [each.name for each in dataclasses.fields(options) if each.name not in _MAY_DIFFER]
+    settings = {name: getattr(options, name) for name in names}
     return None if refusal is None else (str(refusal), refusal.code), mode, settings, own_place()
 
 
@@ -153,10 +149,10 @@ def _check_same(everyone: Sequence[_Call], refusal: Error | None) -> None:
                 f"rank 0 attaches in {first_mode} mode, rank {rank} in {other_mode} mode; give all ranks an "
                 "optimizer, or none"
             )
-        for name in _SAME_OPTIONS:
-            if other_settings[name] != first_settings[name]:
+        for name, value in first_settings.items():
+            if other_settings[name] != value:
                 raise refused(
-                    f"options.{name} is {first_settings[name]} on rank 0 and {other_settings[name]} on rank {rank}; "
+                    f"options.{name} is {value} on rank 0 and {other_settings[name]} on rank {rank}; "
                     "give all ranks the same"
                 )
 
