@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -234,6 +235,9 @@ def main() -> int:
     if args.backend == "nccl":
         codes, said = run_case(_PROBE, args)
         if codes != [0, 0]:
+            if not re.search("Duplicate GPU|using the same GPU", said):
+                print(f"two ranks over NCCL: exit codes {codes}\n{said}")
+                return 1
             print(f"NCCL refuses two ranks on one GPU, so this runs over Gloo with tensors there:\n{said}")
             args.backend = "gloo"
     rows, failed = [], False

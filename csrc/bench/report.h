@@ -35,7 +35,7 @@ LinkModel link_of(const BenchResults& results);
 std::string overhead_table(const BenchResults& results);
 // {"MPI": …, "CUDA": …, "NCCL": …}, each a sentence.
 std::string parts_json();
-// One object, schema version 1 (docs/guide/cluster.md).
+// One object, schema version 1 (docs/reference/file-formats.md).
 std::string to_json(const BenchOptions& options, const BenchResults& results);
 
 }  // namespace gradcast

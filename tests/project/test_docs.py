@@ -131,6 +131,15 @@ def test_pages_that_the_code_names_exist():
     assert [(page, path) for page, path in sorted(named) if not (ROOT / page).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_what_examples_import_is_there(page):
+    for module, names in re.findall(r"^from (gradcast\S*) import (.+)$", page.read_text(), re.MULTILINE):
+        place = (ROOT / "python").joinpath(*module.split("."))
+        source = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
+        missing = [name for name in names.split(", ") if not re.search(rf"\b{name}\b", source)]
+        assert [name for name in missing if not (place / f"{name}.py").is_file()] == []
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     pages = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))]

@@ -76,12 +76,24 @@ def test_the_cases_for_two_ranks_pass_on_the_cpu():
     assert ended.returncode == 0
 
 
-@pytest.mark.slow
-def test_where_nccl_refuses_the_cases_say_so_and_run_over_gloo():
-    """Without a GPU it does."""
-    ended = run("benchmarks.gpu_cases", "--device", "cpu", "batch norm")
-    assert ended.stdout.startswith("NCCL refuses two ranks on one GPU, so this runs over Gloo with tensors there:\n")
-    assert states(ended.stdout) == {"batch norm": "passed"}
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("Duplicate GPU detected", 0), ("rank 1 is using the same GPU as rank 0", 0), ("unhandled system error", 1)],
+)
+def test_only_where_nccl_refuses_two_ranks_on_one_gpu_the_cases_run_over_gloo(monkeypatch, capsys, said, code):
+    from benchmarks import gpu_cases
+
+    backends = {}
+
+    def run_case(case, args):
+        backends[case] = args.backend
+        return ([0, 0], "") if args.backend == "gloo" else ([1, 1], said)
+
+    monkeypatch.setattr(gpu_cases, "run_case", run_case)
+    monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "batch norm"])
+    assert gpu_cases.main() == code
+    assert capsys.readouterr().out.startswith("NCCL refuses two ranks on one GPU") == (code == 0)
+    assert backends.get("batch norm") == (None if code else "gloo")
 
 
 def test_a_case_that_goes_wrong_fails(monkeypatch, capsys):

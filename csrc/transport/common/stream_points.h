@@ -22,6 +22,16 @@ class StreamPoints {
   void add(Point point) { watched_.push_back({std::move(point), nullptr}); }
   bool empty() const { return watched_.empty(); }
 
+  // REQUIRES: all points are of one stream. Asks no further than the first that it has not passed.
+  void report_passed_in_order() {
+    while (!watched_.empty() && is_past(watched_.front())) {
+      const Watched first = std::move(watched_.front());
+      watched_.pop_front();
+      first.point.passed(first.error);
+    }
+  }
+
+  // Of any streams.
   void report_passed() {
     std::list<Watched> passed;
     // Asks the last ones first. If a point is passed, so are all that it waits for; those are reported before it.

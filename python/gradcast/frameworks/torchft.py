@@ -31,7 +31,7 @@ except ImportError as error:
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, check_hooks, the_ddp
 from gradcast.training.attach import make_log_visible
-from gradcast.training.attached_modules import attached_modules
+from gradcast.training.attached_modules import attached_modules, attached_to
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.sessions.disabled import is_disabled
@@ -55,7 +55,7 @@ def attach(manager: Manager, module: nn.Module, optimizer: Any = None, *, option
     make_log_visible()
     _check(manager, module, optimizer, options)
     accepted = accept(module, [], None)
-    if any(each in attached_modules for each in accepted.owned):
+    if any(attached_to(each) is not None for each in accepted.owned):
         raise refused("gradcast is attached to this module already; call handle.detach() first")
     check_hooks(accepted.parameters, [])
     registered = _registered_with(manager)

@@ -15,7 +15,7 @@ from gradcast.errors import Error, refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
-from gradcast.training.attached_modules import attached_modules
+from gradcast.training.attached_modules import attached_modules, attached_to
 from gradcast.training.attachment import Attachment
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
@@ -81,7 +81,7 @@ def attach_inside(
         accepted = accept(module, optimizers, process_group, idle, in_parts=not local)
         if accepted.ddp is not None:
             process_group = accepted.ddp.process_group
-        if any(each in attached_modules for each in accepted.owned):
+        if any(attached_to(each) is not None for each in accepted.owned):
             raise refused("gradcast is attached to this module already; call handle.detach() first")
         preflight.check_connections(mode, process_group, accepted.device)
     except Error as error:

@@ -1,5 +1,5 @@
 """The phases of a plan: what the monitor hears, and which phase follows which. The network, the group and the monitor
-are given here; tests/training/test_adapt.py has whole trainings."""
+are given here; tests/training/plan/test_adapt.py has whole trainings."""
 
 from types import SimpleNamespace
 from unittest import mock

@@ -1,6 +1,7 @@
 """A session of two or more workers. The way of one gradient, in overlap mode:
 
- 1. step/gradient_hooks.py     A hook behind the gradient that autograd has made scales it.
+ 1. step/gradient_hooks.py     A hook behind the gradient that autograd has made scales it: in ordinary steps, up to 5,
+                               that of csrc/transport/torch/accumulation_hooks.cc.
  2. step/gradient_buffers.py   It lies in a flat buffer, before a flag: has this rank used the parameter?
  3. step/parameter_state.py    The parameter's phase is TRAVELLING from now on.
  4. step/pending.py            Its ``.grad`` is pending: any use of it waits.

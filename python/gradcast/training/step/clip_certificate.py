@@ -13,7 +13,9 @@ result. A norm therefore lies within ``_growth``, and the bound of one tensor is
 * by (1 + eps)^W for the W additions that made s, and on a 16-bit wire by (1 + eps)^2 for its two roundings;
 * by a small absolute amount for what underflows.
 
-Thread safety: pure but for tensors on the device. docs/internals/clipping.md shows this.
+docs/internals/clipping.md includes this text.
+
+Thread safety: pure but for tensors on the device.
 """
 
 import math
