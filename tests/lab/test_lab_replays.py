@@ -79,7 +79,7 @@ def test_the_last_steps_are_taken_from_what_the_session_has_kept():
             start_ns=start_ns,
             end_ns=start_ns + step_ms * MS,
             update_calls=1,
-            total_ns=lambda name: sum(end - start for category, start, end in spans if category == name),
+            total_ns=lambda name, _=None: sum(end - start for category, start, end in spans if category == name),
         )
 
     blocks = [SimpleNamespace(due_ns=lo * MS, finish_ns=hi * MS) for lo, hi in ((10, 30), (30, 35), (50, 60))]

@@ -26,6 +26,7 @@ def test_random_programs_are_equal_or_refused(ranks, capsys, first, count):
     assert found.valid >= 0.95 * count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", old_defects.DEFECTS)
 def test_a_defect_that_is_put_back_is_found(ranks, name):
     """And the program that finds it is right without the defect."""
