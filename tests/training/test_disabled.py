@@ -1,6 +1,7 @@
 """GRADCAST_DISABLE=1: the same script, with stock DDP."""
 
 import contextlib
+import gc
 import os
 from unittest import mock
 
@@ -122,3 +123,14 @@ def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv("GRADCAST_DISABLE", "yes")
     with pytest.raises(gradcast.Error, match="GRADCAST_DISABLE is 'yes'"):
         gradcast.attach(nn.Linear(2, 2))
+
+
+@on_ranks(1)
+@disabling
+def test_a_module_is_free_when_what_was_attached_is_gone(rank):
+    module = nn.Linear(3, 3)
+    attach(module, None, "hook")
+    gc.collect()
+    handle = attach(module, None, "hook")
+    assert handle.mode == "ddp"
+    handle.detach()
