@@ -67,7 +67,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _first_text(call: ast.Call) -> str:
-    """Of the arguments: ``log`` has the level before the sentence."""
+    """The first text among the arguments: ``log`` takes the level before the sentence."""
     return next((text for text in map(_text, call.args) if text != "…"), "")
 
 

@@ -80,10 +80,8 @@ def test_replicas_that_are_killed_cost_one_step_each(seed):
         assert len({each["plan"] for each in records if "plan" in each}) <= 1, step
     survivor = ended["2.0"]
     story = [(each["step"], each["committed"], each["participants"], round(each["ms"])) for each in survivor]
-    lost = sum(not each["committed"] for each in survivor)
-    assert lost <= 2, story  # two were killed
-    first = next(each["step"] for each in survivor if each["committed"])  # on a busy machine the others begin earlier
-    assert len(parameters(survivor)) == survivor[-1]["step"] - first + 1 + lost
+    assert sum(not each["committed"] for each in survivor) <= 2, story  # two were killed
+    assert len(parameters(survivor)) == survivor[-1]["step"] + sum(not each["committed"] for each in survivor)
     assert survivor[-1]["participants"] == 3
     before = {each["workers"]: each["plan"] for each in ended["1.0"] if "plan" in each}
     for joiner in ("1.1", "0.1"):  # the plan of three replicas, from the first step with three on

@@ -113,6 +113,9 @@ def replica(job, number, start):
 
     model[len(model) // 2].weight.register_hook(die)
     with open(log_of(job, number, start), "w") as file:
+        # The lighthouse knows all replicas before the first quorum, which would not wait for others.
+        while not all(log_of(job, each, 0).exists() for each in range(job.replicas)):
+            time.sleep(0.01)
         while manager.current_step() < last_step(job):
             time.sleep(job.pause_s)
             before, start_s = manager.current_step(), time.perf_counter()

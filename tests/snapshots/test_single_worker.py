@@ -239,7 +239,7 @@ def test_frequency():
 
 
 def test_what_slowed_steps_cost():
-    """Of the first snapshot, the step in which it is complete is not over when its cost is told."""
+    """The cost of the first snapshot is told before the step in which it becomes complete is over."""
     times = frequency.StepTimes()
     assert times.cost_s(0.01) == (0.01, None)
     for _ in range(5):

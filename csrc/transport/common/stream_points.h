@@ -18,11 +18,11 @@ class StreamPoints {
     std::function<void(std::exception_ptr)> passed;  // called once then, with what is_past() has thrown; must not throw
   };
 
-  // REQUIRES: points of one stream are added in its order.
+  // REQUIRES: a stream's points are added in the order in which it passes them.
   void add(Point point) { watched_.push_back({std::move(point), nullptr}); }
   bool empty() const { return watched_.empty(); }
 
-  // REQUIRES: all points are of one stream. Asks no further than the first that it has not passed.
+  // For points of one stream: asks no further than the first that it has not passed.
   void report_passed_in_order() {
     while (!watched_.empty() && is_past(watched_.front())) {
       const Watched first = std::move(watched_.front());
@@ -31,7 +31,7 @@ class StreamPoints {
     }
   }
 
-  // Of any streams.
+  // For points of several streams.
   void report_passed() {
     std::list<Watched> passed;
     // Asks the last ones first. If a point is passed, so are all that it waits for; those are reported before it.

@@ -13,7 +13,7 @@ STEPS = 3 + 9 + 2  # the warm-up, calibration, and some
 
 
 class Clock:
-    """Of a device that has only to do what the test says."""
+    """A device clock that the test moves on."""
 
     now_ns = 0
 

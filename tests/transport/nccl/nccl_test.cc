@@ -320,6 +320,19 @@ TEST_F(NcclFake, ALostConnectionIsNamed) {
   });
 }
 
+TEST_F(NcclFake, ALostConnectionIsReportedForTheFirstOperationFirst) {
+  on_rank_0_alone([](Rank& rank) {
+    for (int64_t ticket = 1; ticket <= 3; ++ticket)
+      rank.start(ticket, {{10 * ticket, 10 * ticket + 10}});
+    ASSERT_TRUE(rank.sink().becomes(3, "queued"));
+    fake::break_connections(0);
+    std::vector<int64_t> order;
+    for (const auto& [ticket, error] : rank.sink().await(4))
+      order.push_back(ticket);
+    EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3}));
+  });
+}
+
 TEST_F(NcclFake, RanksThatEndTogetherEndWell) {
   const auto before = std::tuple(fake::aborts(), fake::destructions());
   const std::string id = new_nccl_id();
