@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, and a table of what passed as the last thing: benchmarks/gpu_check.sh [FOLDER], which receives
 # the logs and, line by line, the table. What skips itself has not passed. Where the time is bounded, in several goes:
-# ONLY='training|extension' runs the checks whose names match; configure and compile go on where the last go ended.
+# ONLY='training|extension' runs the checks whose names match; configure and compile go on where the last go ended. A
+# check that takes longer than CHECK_S seconds (600) is ended, and has failed.
 #
 # Needs a device, the CUDA toolkit, cmake, and a Python (PYTHON, else python3) with torch for CUDA, pybind11, pytest and
 # tabulate. GoogleTest and nlohmann-json are the system's, or those that `make gpu-needs` has put into
@@ -28,7 +29,7 @@ check() {
   shift
   [[ $name =~ ${ONLY:-.} ]] || return 0
   echo "== $name"
-  if ! "$@" >"$logs/$name.log" 2>&1; then
+  if ! timeout -k 10 "${CHECK_S:-600}" "$@" >"$logs/$name.log" 2>&1; then
     note "$name" "FAILED, see $logs/$name.log"
     tail -n 15 "$logs/$name.log"
   elif grep -qE '\[  SKIPPED \]|[0-9]+ skipped' "$logs/$name.log"; then
