@@ -23,6 +23,7 @@ import ctypes
 import functools
 import gc
 import os
+import re
 import sys
 import tempfile
 import time
@@ -258,10 +259,10 @@ def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace
     """Prints a table for each model and network, as long as there is time."""
     end_s = time.monotonic() + 60 * args.minutes
     for name, task in tasks.items():
-        for gbit in args.gbit:
+        for gbit in args.gbit if re.search(args.models, name) else ():
             set_link(ctypes.c_double(gbit), ctypes.c_double(args.latency_us))
             rows, left_out = [], []
-            for way in ways_on(device, *WAYS):
+            for way in filter(re.compile(args.ways).search, ways_on(device, *WAYS)):
                 if time.monotonic() > end_s:
                     left_out.append(way)
                     continue
@@ -286,6 +287,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"a power of two (default: {WORKERS})")
     rates = {"type": lambda text: [float(each) for each in text.split(",")], "default": [10.0, 25.0, 100.0, 400.0]}
     parser.add_argument("--gbit", **rates, help="of each rank's link (default: 10,25,100,400)")
+    parser.add_argument("--models", default="", help="those whose names match (default: all)")
+    parser.add_argument("--ways", default="", help="to train: those whose names match (default: all)")
     parser.add_argument("--compiled", action="store_true", help="the model's blocks are compiled")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused", help="AdamW's kernels (default: fused)")
     parser.add_argument("--latency-us", type=float, default=20, help="of each operation (default: 20)")

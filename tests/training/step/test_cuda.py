@@ -9,7 +9,7 @@ import time
 import pytest
 
 import gradcast
-from gradcast.training import comm_hook
+from gradcast.training.compat import extension
 from training import compare
 from training.attached import attach
 from training.bomb import Bomb
@@ -69,20 +69,27 @@ def test_the_comm_hook_gives_ddps_gradients(rank):
 def test_who_waits_for_the_comm_hook_waits_for_nccl(rank):
     """What a stream reads that waits for the hook's future, while the stream of the gradients is busy."""
     group = dist.new_group(backend="nccl")
-    buffer = torch.zeros(1 << 20, device="cuda")
-    dist.all_reduce(buffer, group=group)  # makes the communicator
-    torch.cuda.synchronize()
-    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(writer):
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # makes the communicator
+    ddp = nn.parallel.DistributedDataParallel(
+        nn.Linear(64, 64, bias=False).to("cuda"), device_ids=[0], process_group=group
+    )
+    reader = torch.cuda.Stream()
+    seen = []
+
+    def hook(_, bucket):
         torch.cuda._sleep(300_000_000)
-        buffer.fill_(1)
-        works = [dist.all_reduce(piece, group=group, async_op=True) for piece in buffer.chunk(4)]
-        future = comm_hook.finished(works, buffer, group)
-    with torch.cuda.stream(reader):
-        future.wait()
-        seen = buffer.clone()
-    reader.synchronize()
-    assert seen.min().item() == 1
+        bucket.buffer().fill_(1)
+        future = extension.load().average_bucket(group, bucket, 4096)
+        with torch.cuda.stream(reader):
+            future.wait()
+            seen.append(bucket.buffer().clone())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.ones(1, 64, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
+    assert len(seen) == 1
+    assert seen[0].min().item() == 1
 
 
 @on_ranks(2)
