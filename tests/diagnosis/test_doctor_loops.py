@@ -1,7 +1,9 @@
 """The doctor around a loop, from code: every kind of loop goes on as if nothing had happened."""
 
 import contextlib
+import gc
 import os
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -287,6 +289,26 @@ def test_steps_with_threads_that_fit_say_what_too_many_cost(ranks, tmp_path):
     # If it costs too little to be told from noise, it is no finding.
     (listed,) = [each for each in results[0][0]["lint"] if each["key"] == "threads"] or [{"cost_ms": 1.0}]
     assert listed["cost_ms"] > 0
+
+
+def freed_without_garbage_collection(rank, folder):
+    make_ddp()  # for the imports of a process's first DDP
+    gc.collect()
+    gc.disable()
+    try:
+        ddp, adam = make_ddp()
+        alive = weakref.ref(ddp)
+        with gradcast.doctor(ddp, adam, steps=5, seconds=0.01, network=False, output=folder) as outcome:
+            steps(rank, ddp, adam, 12)
+        del ddp, adam
+        return alive() is None, outcome.why_nothing
+    finally:
+        gc.enable()
+
+
+def test_the_training_is_free_when_its_last_reference_goes(ranks, tmp_path):
+    found = ranks.run(2, freed_without_garbage_collection, str(tmp_path / "run"), timeout_s=TIMEOUT_S)
+    assert found == [(True, None), (True, None)]
 
 
 def attached_by_the_script(rank, folder):

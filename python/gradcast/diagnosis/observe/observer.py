@@ -85,6 +85,8 @@ class Observer:
         for handle in [*self._handles, *self._output_handles]:
             handle.remove()
         self._handles, self._output_handles = [], []
+        # The owner's: with it the observer would be a cycle, which keeps the training's DDP until garbage is collected.
+        self._step_ended = lambda: None
 
     def _watching_scaler(self, scaler_step: Callable[..., Any]) -> Callable[..., Any]:
         """A GradScaler writes into gradients without changing their versions, so its calls are watched instead."""
