@@ -33,6 +33,18 @@ def hangs_on_one(rank):
     return "fine"
 
 
+def leaves_garbage(rank):
+    """A DDP in a cycle, the last owner of the group, whose thread on rank 0 will be in Python for a while."""
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    ddp.cycle = [ddp]
+    if rank.index == 1:
+        rank.wait_for("callback")
+    work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+    if rank.index == 0:
+        work.get_future().add_done_callback(lambda _: time.sleep(0.3))
+        rank.signal("callback")
+
+
 def backends(rank):
     return torch.distributed.get_backend_config()
 
@@ -44,6 +56,11 @@ def check_it_works(ranks):
 def test_results_come_by_rank(ranks):
     check_it_works(ranks)
     assert [answer[1] for answer in ranks.run(2, add, 1)] == [3, 3]
+
+
+def test_threads_of_a_group_end_without_the_gil(ranks):
+    for _ in range(2):  # the process's first group may live on: a default argument of torch.distributed.nn's functions
+        ranks.run(2, leaves_garbage, timeout_s=20)
 
 
 def test_ranks_use_the_backends_that_are_asked_for(monkeypatch):
