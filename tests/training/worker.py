@@ -52,9 +52,9 @@ def run(call: tuple, index: int, root_store) -> object:
         target = getattr(target, "on_rank", target)  # of a test
         return target(Rank(index, world_size, torch.distributed.PrefixStore("test", store)), *arguments)
     finally:
-        # WORKAROUND(torch 2.11, pytorch/pytorch#56297): held until garbage is collected. If a DDP is the last owner of a
-        # group, torch ends the group's threads with the GIL held, and waits forever for one that needs it to run or drop
-        # a Python callback.
+        # WORKAROUND(torch 2.11, pytorch/pytorch#56297): held until garbage is collected. If a DDP is a group's last
+        # owner, torch ends the group's threads with the GIL held, and waits forever for one that needs it to drop a
+        # Python callback.
         groups = [*torch.distributed.distributed_c10d._world.pg_map]
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
