@@ -53,6 +53,7 @@ WORKERS = 16
 _SETTLED = 28  # steps until gradcast follows its plan: 6 measure, twice 9 hold a plan against what it takes, and some
 _CHECKED_STEPS = 24
 _TRACED_STEPS = 3
+_EDGE_STEPS = 3
 
 
 @contextlib.contextmanager
@@ -191,6 +192,17 @@ class Training:
         loss.backward()
         self._optimizer.step()
 
+    def spend(self, steps: int) -> tuple[float, float]:
+        """Seconds until so many steps are complete, and those of the training thread's CPU."""
+        begin_s, cpu_begin_s = time.perf_counter(), time.thread_time()
+        for _ in range(steps):
+            self.step()
+        if self.handle is not None:
+            self.handle.flush()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - begin_s, time.thread_time() - cpu_begin_s
+
     def end(self) -> dict[str, Any]:
         """Returns what gradcast says of the steps."""
         if self.handle is None:
@@ -219,18 +231,12 @@ def differing(task: Task, device: torch.device, mean: float, *, compiled: bool =
 def measured(task: Task, way: str, device: torch.device, args: argparse.Namespace) -> list[Any]:
     """ms per step, ms of it in which the GPU did not compute (None on the CPU), ms of the training thread's CPU per
     step, ms that gradcast has predicted (else None)."""
-    steps = args.steps
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **{args.optimizer: True})
     training = Training(task, way, device, adamw, compiled=args.compiled)
-    for _ in range(_SETTLED if training.handle is not None else 5):
-        training.step()
-    _synchronize(device)
-    begin_s, cpu_begin_s = time.perf_counter(), time.thread_time()
-    for _ in range(steps):
-        training.step()
-    cpu_ms = 1e3 * (time.thread_time() - cpu_begin_s) / steps
-    _synchronize(device)
-    step_ms = 1e3 * (time.perf_counter() - begin_s) / steps
+    training.spend(_SETTLED if training.handle is not None else 5)
+    # Less what the first and the last of some steps take, which nothing precedes or follows.
+    few, many = training.spend(_EDGE_STEPS), training.spend(_EDGE_STEPS + args.steps)
+    step_ms, cpu_ms = (1e3 * (more - less) / args.steps for less, more in zip(few, many, strict=True))
     idle = None
     if device.type == "cuda":
         with tempfile.TemporaryDirectory() as folder:
@@ -248,11 +254,6 @@ def idle_ms(events: Iterable[dict[str, Any]]) -> float:
     ]
     whole_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
     return (whole_us - sum(busy_periods_ns(spans))) / 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace, set_link: Any) -> None:

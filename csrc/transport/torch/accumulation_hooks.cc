@@ -12,6 +12,8 @@
 
 #include <stdexcept>
 
+#include "transport/torch/without_torch_function.h"
+
 namespace py = pybind11;
 
 namespace gradcast {
@@ -254,6 +256,8 @@ std::optional<at::Tensor> AccumulationHooks::put_into_view(size_t index, at::Ten
   const at::NoGradGuard no_grad;
   at::Tensor view = armed.view;
   if (!armed.is_pending) call(on_view_, index);
+  // A program's TorchDispatchMode, torch's stream checker for one, may look at the memory of the view.
+  const WithoutTorchFunction without_torch_function;
   if (gradient.is_same(view)) {
     view.mul_(armed.scale_tensor);
   } else {

@@ -1,10 +1,11 @@
 #include "transport/torch/tensor_lists.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
 #include <utility>
+
+#include "transport/torch/without_torch_function.h"
 
 namespace py = pybind11;
 
@@ -29,22 +30,6 @@ void set_class(PyObject* object, const py::handle& type) {
   static PyObject* const name = PyUnicode_InternFromString("__class__");
   if (PyObject_SetAttr(object, name, type.ptr()) != 0) throw py::error_already_set();
 }
-
-// Undoes what it has changed when it ends.
-class WithoutTorchFunction {
- public:
-  WithoutTorchFunction() : before_(Tls::get_disabled_state()) {
-    if (before_ == at::impl::TorchFunctionDisabledState::ENABLED)
-      Tls::set_disabled_state(at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
-  }
-  ~WithoutTorchFunction() { Tls::set_disabled_state(before_); }
-  WithoutTorchFunction(const WithoutTorchFunction&) = delete;
-  WithoutTorchFunction& operator=(const WithoutTorchFunction&) = delete;
-
- private:
-  using Tls = at::impl::PythonTorchFunctionTLS;
-  const at::impl::TorchFunctionDisabledState before_;
-};
 
 // Both live as long as the process: so do classes that the attribute may have been put into.
 struct GradientAttribute {

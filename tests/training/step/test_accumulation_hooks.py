@@ -17,6 +17,16 @@ nn = torch.nn
 LAYERS = 4
 
 
+class Addresses(torch.utils._python_dispatch.TorchDispatchMode):
+    """Asks each operation for the memory of its arguments, as torch's stream checker does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for each in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor):
+                each.data_ptr()
+        return function(*args, **(kwargs or {}))
+
+
 def trained(mode="overlap", **options) -> Attached:
     """Beyond the warm-up, in which each gradient is timed."""
     attached = Attached(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))), mode, **options)
@@ -137,3 +147,15 @@ def test_the_same_parameters_are_not_hooked_twice(rank):
     attached = trained()
     code, message = error_of(lambda: gradcast.attach(nn.Sequential(attached.module)))
     return [] if code == "invalid_use" and "attached to 0.0.weight already" in message else message
+
+
+@on_ranks(2)
+def test_a_dispatch_mode_may_look_at_the_memory_of_what_backward_writes(rank, mode):
+    torch.manual_seed(0)
+    attached = Attached(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), mode)  # larger than what C++ copies
+    before = attached.module[0].weight.detach().clone()
+    with Addresses():
+        for _ in range(6):
+            attached.step(torch.ones(2, 128))
+    attached.handle.flush()
+    assert not torch.equal(attached.module[0].weight, before)

@@ -1,6 +1,6 @@
 """Gradients on a CUDA device, two ranks on the same one over Gloo: DDP's numbers, in both modes.
 
-NOT YET RUN ON A GPU. Without one these tests are skipped.
+Without one these tests are skipped.
 """
 
 import os
@@ -113,6 +113,28 @@ def test_clipping_gives_torchs_norm_within_rounding(rank):
         norms.append(handle.stats()["grad_norm"] if own else norm.item())
         handle.detach()
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@on_ranks(2)
+def test_gradients_that_the_program_keeps_stay_as_they_were(rank, mode):
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to("cuda") for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    ours, theirs = modules[0], nn.parallel.DistributedDataParallel(modules[1], device_ids=[0])
+    sgds = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (ours, theirs)]
+    handle = attach(ours, sgds[0], mode)
+    kept = [[], []]
+    for number in range(STEPS):
+        torch.manual_seed(number + 100 * rank.index)
+        batch = torch.randn(8, 64, device="cuda")
+        for module, sgd, gradients in zip((ours, theirs), sgds, kept, strict=True):
+            sgd.zero_grad()
+            module(batch).square().mean().backward()
+            gradients += [p.grad if module is ours else p.grad.clone() for p in module.parameters()]
+            sgd.step()
+    handle.flush()
+    handle.detach()
+    return compare.trees(*kept, "gradients") + compare.modules(ours, theirs.module)
 
 
 @on_ranks(2)

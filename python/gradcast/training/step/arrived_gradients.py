@@ -80,7 +80,7 @@ def _copy(value: torch.Tensor, into: torch.Tensor) -> None:
     """Copies, although ``into`` may be pending."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         into.copy_(value)
-    if into.is_cuda:  # the current stream need not be the one that these tensors were allocated on
-        stream = torch.cuda.current_stream(into.device)
-        value.record_stream(stream)
-        into.record_stream(stream)
+        if into.is_cuda:  # the current stream need not be the one that these tensors were allocated on
+            stream = torch.cuda.current_stream(into.device)
+            value.record_stream(stream)
+            into.record_stream(stream)
