@@ -1,19 +1,24 @@
-"""What local steps change in what a model learns: char_gpt trained as DDP trains it and with local steps, from the same
-parameters and on the same texts.
+"""What local steps change in what a model learns: char_gpt trained as DDP trains it, and with local steps once DDP has
+trained a share of the steps (post-local SGD, arXiv 1808.07217), from the same parameters and on the same texts.
 
-    python -m benchmarks.local_training [--steps 3000] [--batch 2] [--seeds 5] [--every 30,50]
+    python -m benchmarks.local_training [--steps 3000] [--batch 2] [--seeds 5] [--every 30,50] [--start 0.3]
+    python -m benchmarks.local_training --device cuda --wires fp32
     python -m benchmarks.local_training --rate 50mbit -o picture.png    # root, iproute2
 
-Runs that the record holds are not repeated. One process trains the models of all ranks, with the references whose bits
-gradcast has on two ranks (tests/training/local/test_rounds.py, tests/training/step/test_wire.py). Every rank draws the
-same number of texts in each variant, so losses are compared at equal tokens. The last tenth of the text is held out;
-with local steps the global copy is measured, at the end after ``handle.end_round()``.
+Runs that the record holds are not repeated. One process trains the models of all ranks. In fp32 those of a seed are one
+stack of tensors (benchmarks/stacked_gpt.py), which has the numbers of gradcast's reference within rounding. With int8,
+which is for the first seed, one model is trained after the other, with the references whose bits gradcast has on two
+ranks (tests/training/local/test_rounds.py, tests/training/step/test_wire.py). Every rank draws the same number of texts
+in each variant, so losses are compared at equal tokens; one rank alone has its own texts only. The last tenth of the
+text is held out; with local steps the global copy is measured, at the end after ``handle.end_round()``. ``seconds`` in
+the record are those of all runs that were trained together.
 
-With ``--rate`` hosts with links of that rate train each variant for some rounds, and the picture shows the loss over
-the time that the steps take there.
+With ``--rate`` hosts with links of that rate make some steps of each variant, and the picture shows the loss over the
+time that the steps take there.
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -31,6 +36,7 @@ import gradcast
 from benchmarks.int8_training import char_gpt
 from benchmarks.on_hosts import add_worker, measured, one_rank, write
 from benchmarks.pages import append, parser_of, read_record, run_program, show
+from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, first_local_step, rates
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
 from gradcast.palette import CURVES
@@ -38,29 +44,19 @@ from gradcast.units import parse_bandwidth_bits_per_s
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from training.int8_mean import Int8Mean
-from training.local.reference import Narrow, Reference, averaged
+from training.local.reference import Narrow, averaged
 
 _DDP, _ALONE = "DDP", "one rank alone"
-_RATES = {_DDP: 0.4, _ALONE: 0.4, "nesterov": 0.2, "average": 0.2}  # of SGD
+_SETTINGS: dict[str, dict[str, Any]] = {  # rate: of SGD
+    _DDP: {"rate": 0.4},
+    _ALONE: {"rate": 0.4},
+    "average": {"rate": 0.4},
+    "nesterov": {"rate": 0.2, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
+_SHOWN = "average"  # which outer optimizer is trained with int8 too, and drawn
 _MEASURED_EVERY = 250  # steps
 _WARMUP_STEPS = 24
-_TIMED_STEPS = 20
-
-
-class Recipe:
-    """An optimizer of each rank, and its schedule."""
-
-    def __init__(self, steps: int, rate: float) -> None:
-        self._steps, self._rate = steps, rate
-        self.schedulers: list[torch.optim.lr_scheduler.OneCycleLR] = []
-
-    def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(module.parameters(), lr=self._rate, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self._rate, total_steps=self._steps, cycle_momentum=False
-        )
-        self.schedulers.append(schedule)
-        return optimizer
+_TIMED_STEPS, _TIMED_STEPS_MIN, _TIMED_S = 20, 5, 20.0  # whole rounds, at most so long unless they are longer
 
 
 def loss_of(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -75,85 +71,75 @@ def held_out_loss(module: nn.Module, held_out: tuple[torch.Tensor, torch.Tensor]
     return sums / held_out[1].numel()
 
 
-class Synchronous:
-    """One model with the mean of all ranks' gradients."""
+def train_int8(run: dict[str, Any], device: str) -> list[float]:
+    """The held-out losses of one training with int8: DDP's, then that with local steps if the run has any."""
+    torch.manual_seed(run["seed"])
+    job = char_gpt(run["batch"], run["width"])
+    module = job.module().to(device)
+    parameters, own_chances = list(module.parameters()), chances(run["seed"], run["ranks"])
+    held_out = tuple(each.to(device) for each in job.held_out)
+    optimizers = [torch.optim.SGD(parameters, lr=run["rate"], momentum=MOMENTUM)]
+    int8, local, curve = Int8Mean(parameters, run["ranks"]), None, []
 
-    def __init__(self, module: nn.Module, recipe: Recipe, ranks: int, wire: str) -> None:
-        self.module, self._recipe, self._optimizer = module, recipe, recipe(module)
-        self._parameters = list(module.parameters())
-        self._int8 = Int8Mean(self._parameters, ranks) if wire == "int8" else None
+    def same_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        own = torch.optim.SGD(module.parameters(), lr=run["rate"], momentum=MOMENTUM)
+        own.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        return own
 
-    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if self._int8 is None:
-            inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-            self._optimizer.zero_grad()
-            loss_of(self.module, inputs, targets).backward()
+    def global_model() -> nn.Module:
+        if local is not None:
+            for each, value in zip(averaged(module)[0], local.values, strict=True):
+                each.copy_(value)
+        return module
+
+    for number, rate in enumerate(rates(run["rate"], run["steps"])):
+        if number == first_local_step(run):
+            local = Narrow(module, same_optimizer, *(run[name] for name in ("ranks", "every", "overlap", "outer")))
+            local.use("int8", dict.fromkeys(range(len(local.parts)), 0))
+            optimizers = local.optimizers
+        if number % _MEASURED_EVERY == 0:
+            curve.append(held_out_loss(global_model(), held_out))
+        batches = [[each.to(device) for each in job.draw(chance)] for chance in own_chances]
+        if local is None:
+            own = [torch.autograd.grad(loss_of(module, *each), parameters) for each in batches]
+            for index, (parameter, *gradients) in enumerate(zip(parameters, *own, strict=True)):
+                parameter.grad = int8.of(index, gradients)
         else:
-            own = [torch.autograd.grad(loss_of(self.module, *each), self._parameters) for each in batches]
-            for index, (parameter, *gradients) in enumerate(zip(self._parameters, *own, strict=True)):
-                parameter.grad = self._int8.of(index, gradients)
-        self._optimizer.step()
-        self._recipe.schedulers[0].step()
-
-    def end(self) -> nn.Module:
-        return self.module
-
-
-class Local:
-    """A model of each rank."""
-
-    def __init__(self, module: nn.Module, recipe: Recipe, settings: dict[str, Any]) -> None:
-        kind = Narrow if settings["wire"] == "int8" else Reference
-        arguments = (settings[name] for name in ("ranks", "every", "overlap", "outer"))
-        self._reference, self._recipe, self._measured = kind(module, recipe, *arguments), recipe, module
-        if settings["wire"] == "int8":
-            self._reference.use("int8", dict.fromkeys(range(len(self._reference.parts)), 0))
-
-    @property
-    def module(self) -> nn.Module:
-        for each, value in zip(averaged(self._measured)[0], self._reference.values, strict=True):
-            each.copy_(value)
-        return self._measured
-
-    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        reference = self._reference
-        for batch, own, optimizer, scheduler in zip(
-            batches, reference.modules, reference.optimizers, self._recipe.schedulers, strict=True
-        ):
-            optimizer.zero_grad()
-            loss_of(own, *batch).backward()
+            for each, batch in zip(local.modules, batches, strict=True):
+                each.zero_grad()
+                loss_of(each, *batch).backward()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
-            scheduler.step()
-        reference.after_step()
+        if local is not None:
+            local.after_step()
+    if local is not None:
+        local.end()
+    return [*curve, held_out_loss(global_model(), held_out)]
 
-    def end(self) -> nn.Module:
-        self._reference.end()
-        return self._reference.modules[0]
 
-
-def train(settings: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(settings["seed"])
-    job = char_gpt(settings["batch"], settings["width"])
-    module, recipe = job.module(), Recipe(settings["steps"], settings["rate"])
-    ranks = 1 if settings["outer"] == _ALONE else settings["ranks"]
-    chances = [torch.Generator().manual_seed(1000 * settings["seed"] + rank) for rank in range(ranks)]
+def train(keys: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+    """Runs that are trained together: those with int8 one by one, the others as a stack."""
     start = time.perf_counter()
-    training: Synchronous | Local
-    if settings["outer"] in (_DDP, _ALONE):
-        training = Synchronous(module, recipe, ranks, settings["wire"])
+    if keys[0]["wire"] == "int8":
+        curves = [train_int8(key, device) for key in keys]
     else:
-        training = Local(module, recipe, settings)
-    curve = []
-    for step in range(settings["steps"]):
-        if step % _MEASURED_EVERY == 0:
-            curve.append(held_out_loss(training.module, job.held_out))
-        training.step([job.draw(chance) for chance in chances])
-    curve.append(held_out_loss(training.end(), job.held_out))
-    return settings | {"curve": curve, "seconds": round(time.perf_counter() - start)}
+        stack = Stack(keys, 1 if keys[0]["outer"] == _ALONE else keys[0]["ranks"], device)
+        keys, curves = stack.runs, stack.train(_MEASURED_EVERY)
+    facts = {"device": device, "seconds": round(time.perf_counter() - start)}
+    rounded = [[round(each, 5) for each in curve] for curve in curves]
+    return [key | {"curve": curve} | facts for key, curve in zip(keys, rounded, strict=True)]
+
+
+def trained_with(key: dict[str, Any]) -> tuple[Any, ...]:
+    """Runs for which this is the same are trained together."""
+    if key["wire"] == "int8":
+        return ("int8", key["outer"])
+    return (_ALONE,) if key["outer"] == _ALONE else ("seed", key["seed"])
 
 
 def name_of(run: dict[str, Any]) -> str:
-    local = f"{'' if run['outer'] == 'nesterov' else 'average, '}H = {run['every']}"
+    local = f"{run['outer']}, H = {run['every']}{', blocking' if run['overlap'] == 0 else ''}"
     name = run["outer"] if run["outer"] in (_DDP, _ALONE) else local
     return f"{name}, int8" if run["wire"] == "int8" else name
 
@@ -162,7 +148,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     """Differences are paired by seed."""
     plain = {run["seed"]: run["curve"][-1] for run in runs if name_of(run) == _DDP}
     rows = []
-    for name in dict.fromkeys(map(name_of, runs)):
+    for name in dict.fromkeys(name_of(run) for run in runs if run["seed"] in plain):
         own = {run["seed"]: run["curve"][-1] for run in runs if name_of(run) == name and run["seed"] in plain}
         shares = [own[seed] / plain[seed] - 1 for seed in sorted(own)]
         told = (
@@ -175,12 +161,14 @@ def table(runs: list[dict[str, Any]]) -> str:
     return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
-def variants(every: list[int]) -> list[dict[str, Any]]:
-    plain = {"every": 1, "outer": _DDP, "overlap": None, "wire": "fp32"}
-    found = [plain, plain | {"outer": _ALONE}, plain | {"wire": "int8"}]
-    found += [plain | {"every": each, "outer": outer} for each in every for outer in ("nesterov", "average")]
-    found.append(plain | {"every": every[-1], "outer": "nesterov", "wire": "int8"})
-    return [each | {"rate": _RATES[each["outer"]]} for each in found]
+def variants(every: list[int], start: float, overlap: int | None) -> list[dict[str, Any]]:
+    def variant(outer: str, **settings: Any) -> dict[str, Any]:
+        return {"every": 1, "outer": outer, "overlap": None, "wire": "fp32"} | settings | _SETTINGS[outer]
+
+    local = {"start": start, "overlap": overlap}
+    found = [variant(_DDP), variant(_ALONE), variant(_DDP, wire="int8")]
+    found += [variant(outer, every=each, **local) for each in every for outer in ("average", "nesterov")]
+    return [*found, variant(_SHOWN, every=every[-1], wire="int8", **local)]
 
 
 # --- How long its steps take on hosts with slow links ---
@@ -193,6 +181,7 @@ def attached(run: dict[str, Any], module: nn.Module, optimizer: torch.optim.Opti
     options = {"wire": run["wire"]}
     if run["outer"] != _DDP:
         options |= {"sync_every": run["every"], "outer": run["outer"], "outer_overlap": run["overlap"]}
+        options |= {name: run[name] for name in ("outer_lr", "outer_momentum") if name in run}
     return module, gradcast.attach(module, optimizer, options=gradcast.Options(**options))
 
 
@@ -213,10 +202,23 @@ def step_s(run: dict[str, Any]) -> float:
             handle.flush()
         return (time.perf_counter() - start) / count
 
-    steps(max(2 * run["every"], 1 if handle is None else _WARMUP_STEPS))
-    found = steps(run["every"] * -(-_TIMED_STEPS // run["every"]))
+    warm_s = torch.tensor(steps(max(run["every"], 2 if handle is None else _WARMUP_STEPS)))
+    dist.broadcast(warm_s, 0)  # all ranks make the same number of steps
+    count = max(_TIMED_STEPS_MIN, min(_TIMED_STEPS, int(_TIMED_S / float(warm_s))))
+    found = steps(run["every"] * -(-count // run["every"]))
     if handle is not None:
         handle.detach()
+    return found
+
+
+def spent_min(runs: list[dict[str, Any]], steps_s: list[float]) -> list[list[float]]:
+    """The minutes at each loss of the curves. Until local steps begin, a step takes as long as DDP's of that wire."""
+    synced_s = {run["wire"]: each_s for run, each_s in zip(runs, steps_s, strict=True) if run["outer"] == _DDP}
+    found = []
+    for run, each_s in zip(runs, steps_s, strict=True):
+        begin, steps = first_local_step(run), [*range(0, run["steps"], _MEASURED_EVERY), run["steps"]]
+        spent_s = (min(step, begin) * synced_s[run["wire"]] + max(0, step - begin) * each_s for step in steps)
+        found.append([each / 60 for each in spent_s])
     return found
 
 
@@ -225,10 +227,9 @@ def draw(path: str, runs: list[dict[str, Any]], steps_s: list[float]) -> None:
     from gradcast.plots.canvas import draw_grid, plt, save
 
     figure, axes = plt.subplots(figsize=(6.2, 3.4), layout="constrained")
-    for run, each_s, color in zip(runs, steps_s, CURVES, strict=False):
-        steps = [*range(0, run["steps"], _MEASURED_EVERY), run["steps"]]
+    for run, each_s, minutes, color in zip(runs, steps_s, spent_min(runs, steps_s), CURVES, strict=False):
         label = f"{name_of(run)}: {1e3 * each_s:.0f} ms a step"
-        axes.plot([step * each_s / 60 for step in steps], run["curve"], color=color, label=label, marker=".")
+        axes.plot(minutes, run["curve"], color=color, label=label, marker=".")
     axes.set_xscale("log")
     axes.set_xlabel("minutes")
     axes.set_ylabel("held-out loss")
@@ -245,6 +246,11 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128, as in the example)")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", default="30,50", help="H, in steps (default: 30,50)")
+    parser.add_argument("--start", type=float, default=0.3, help="share of steps that are DDP's first (default: 0.3)")
+    parser.add_argument("--overlap", type=int, help="0: blocking; default: streamed, as gradcast's default")
+    parser.add_argument("--wires", default="fp32,int8", help="which variants are trained (default: fp32,int8)")
+    parser.add_argument("--outers", default=",".join(_SETTINGS), help="and which of these (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--learning-rate", type=float, help="of all trainings, in place of the best one of each")
     parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, help="measure steps on hosts with such links")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="with --rate: the first seed's losses over time")
@@ -257,25 +263,36 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     wanted = {name: getattr(args, name) for name in ("ranks", "batch", "width", "steps")}
-    kinds = variants([int(each) for each in args.every.split(",")])
+    kinds = variants([int(each) for each in args.every.split(",")], args.start, args.overlap)
+    wires, outers = args.wires.split(","), args.outers.split(",")
+    kinds = [each for each in kinds if each["wire"] in wires and each["outer"] in outers]
     if args.learning_rate is not None:
         kinds = [each | {"rate": args.learning_rate} for each in kinds]
-    runs = []
-    for seed in range(args.seeds):
-        for kind in [each for each in kinds if seed == 0 or each["wire"] == "fp32"]:
-            key = wanted | kind | {"seed": seed}
-            found = [known for known in read_record(args.record) if key.items() <= known.items()]
-            if not found:
-                append(args.record, run := train(key))
-                print(f"seed {seed}, {name_of(run)}: {run['curve'][-1]:.4f} in {run['seconds']} s", file=sys.stderr)
-                found = [run]
-            runs.append(found[0])
+    keys = [
+        wanted | kind | {"seed": seed}
+        for seed in range(args.seeds)
+        for kind in kinds
+        if seed == 0 or kind["wire"] == "fp32"
+    ]
+    missing: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for key in keys:
+        if not any(key.items() <= known.items() for known in read_record(args.record)):
+            missing.setdefault(trained_with(key), []).append(key)
+    for together in missing.values():
+        for run in train(together, args.device):
+            append(args.record, run)
+            print(f"seed {run['seed']}, {name_of(run)}: {run['curve'][-1]:.4f}, {run['seconds']} s", file=sys.stderr)
+    record = read_record(args.record)
+    runs = [next(known for known in record if key.items() <= known.items()) for key in keys]
     show(table(runs), "local-training", args.refresh)
     if args.rate:
-        shown = [run for run in runs if run["seed"] == 0 and run["outer"] in (_DDP, "nesterov")]
+        last = max(run["every"] for run in runs)
+        shown = [
+            run for run in runs if run["seed"] == 0 and (run["outer"], run["every"]) in ((_DDP, 1), (_SHOWN, last))
+        ]
         steps_s = measured("local_training", args.ranks, args.rate, ["--runs", json.dumps(shown)])
-        for run, each_s in zip(shown, steps_s, strict=True):
-            print(f"{name_of(run)}: {1e3 * each_s:.1f} ms a step")
+        for run, each_s, minutes in zip(shown, steps_s, spent_min(shown, steps_s), strict=True):
+            print(f"{name_of(run)}: {1e3 * each_s:.1f} ms a step, {minutes[-1]:.1f} min to {run['curve'][-1]:.3f}")
         if args.output:
             draw(args.output, shown, steps_s)
     return 0

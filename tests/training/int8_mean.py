@@ -21,7 +21,7 @@ class Int8Mean:
     def __init__(self, parameters, world_size, ranks_per_host=1, *, has_feedback=True):
         self.world_size, self.ranks_per_host, self.has_feedback = world_size, ranks_per_host, has_feedback
         hosts = world_size // ranks_per_host
-        self.residuals = [groups_of(torch.zeros(hosts, parameter.numel())) for parameter in parameters]
+        self.residuals = [groups_of(torch.zeros(hosts, each.numel(), device=each.device)) for each in parameters]
 
     def of(self, index, gradients):
         """The mean of one parameter's gradients, by rank; with the first one's layout in memory."""
@@ -43,7 +43,7 @@ class Int8Mean:
         result = rounded(total)
         if self.has_feedback:
             residual.copy_(values - sent)
-            group = torch.arange(len(total))
+            group = torch.arange(len(total), device=total.device)
             residual[(group + index) % self.world_size // self.ranks_per_host, group] += total - result
         return result.flatten()
 

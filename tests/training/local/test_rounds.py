@@ -241,6 +241,34 @@ def test_accumulation_and_clipping_are_each_ranks_own(rank):
     return found
 
 
+@on_ranks(2)
+def test_after_synchronous_steps_with_the_optimizers_momentum(rank):
+    module = net(0)
+    module.norm.eval()
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    handle = attach(module, optimizer)
+    for step in range(8):
+        train(module, optimizer, 0, 10 * rank.index + step)  # with all weights, and each rank's own data
+    handle.detach()
+
+    def same_optimizer(other):
+        own = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return own
+
+    reference = Reference(module, same_optimizer, rank.size, 5, 0, "average")
+    options = gradcast.Options(sync_every=5, outer="average", outer_overlap=0)
+    handle = gradcast.attach(module, optimizer, options=options)
+    for step in range(8, 20):
+        train(module, optimizer, rank.index, step)
+    reference.run(12, 8)
+    handle.end_round()
+    reference.end()
+    found = differences(module, reference, rank.index, 0)
+    handle.detach()
+    return found
+
+
 @on_ranks(1)
 def test_one_worker_makes_outer_updates(rank):
     local = Local(rank, 4, 2, "nesterov")
