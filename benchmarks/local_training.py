@@ -10,8 +10,8 @@ stack of tensors (benchmarks/stacked_gpt.py), which has the numbers of gradcast'
 which is for the first seed, one model is trained after the other, with the references whose bits gradcast has on two
 ranks (tests/training/local/test_rounds.py, tests/training/step/test_wire.py). Every rank draws the same number of texts
 in each variant, so losses are compared at equal tokens; one rank alone has its own texts only. The last tenth of the
-text is held out; with local steps the global copy is measured, at the end after ``handle.end_round()``. ``seconds`` in
-the record are those of all runs that were trained together.
+text is held out; with local steps the global copy is measured, at the end after ``handle.end_round()``. In the
+record ``seconds`` are those of all runs that were trained together, and ``python`` is whose library was the text.
 
 With ``--rate`` hosts with links of that rate make some steps of each variant, and the picture shows the loss over the
 time that the steps take there.
@@ -20,6 +20,7 @@ time that the steps take there.
 import argparse
 import copy
 import json
+import platform
 import statistics
 import sys
 import time
@@ -126,7 +127,7 @@ def train(keys: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     else:
         stack = Stack(keys, 1 if keys[0]["outer"] == _ALONE else keys[0]["ranks"], device)
         keys, curves = stack.runs, stack.train(_MEASURED_EVERY)
-    facts = {"device": device, "seconds": round(time.perf_counter() - start)}
+    facts = {"device": device, "python": platform.python_version(), "seconds": round(time.perf_counter() - start)}
     rounded = [[round(each, 5) for each in curve] for curve in curves]
     return [key | {"curve": curve} | facts for key, curve in zip(keys, rounded, strict=True)]
 
