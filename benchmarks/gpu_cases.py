@@ -7,7 +7,7 @@ them nevertheless, this says so, and the cases run over Gloo with tensors on the
 bit; over a narrow wire they have to be near, and the same on both ranks. Where an operation fails or a rank is killed,
 the other rank has to get gradcast's error. Times say nothing.
 
-NOT YET RUN ON A GPU; ``--device cpu --backend gloo`` shows that the rest works.
+``--device cpu --backend gloo`` shows that all but the device works.
 """
 
 import argparse

@@ -7,8 +7,6 @@
 # Needs a device, the CUDA toolkit, cmake, and a Python (PYTHON, else python3) with torch for CUDA, pybind11, pytest and
 # tabulate. GoogleTest and nlohmann-json are the system's, or those that `make gpu-needs` has put into
 # build-gpu/needs on another machine; NCCL is the system's, or that of torch.
-#
-# NOT YET RUN ON A GPU.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build="build-gpu"

@@ -6,7 +6,7 @@ Over NCCL each rank passes for a host of its own, because NCCL wants a GPU per r
 and order; times over it say nothing.
 
 Fails where gradcast's parameters differ from DDP's in a bit, or, with --trace, where no copy of gradients runs while
-the device computes. NOT YET RUN ON A GPU; ``--device cpu`` shows that the rest works.
+the device computes. ``--device cpu`` shows that the rest works.
 """
 
 import argparse

@@ -13,8 +13,8 @@ thread (which includes waiting for the GPU where torch spins), and the step that
 for its time only, since a mirrored gather replicates rank 0's shard. "gradcast overlap 2" has at most 2 blocks in the
 GPU's queue; 16 is gradcast's own window.
 
-NOT YET RUN ON A GPU; ``--device cpu`` shows with small models that the rest works. There torch's "fake" group takes the
-place of NCCL: it sends nothing, adds nothing up, takes no time, and does not serve DDP.
+``--device cpu`` shows with small models that the rest works. There torch's "fake" group takes the place of NCCL: it
+sends nothing, adds nothing up, takes no time, and does not serve DDP.
 """
 
 import argparse

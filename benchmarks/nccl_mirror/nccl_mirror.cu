@@ -5,7 +5,7 @@
 // It has the symbols that torch imports from NCCL and its soname: preloaded, torch takes it for NCCL. What it cannot do
 // (messages between two ranks, premultiplied sums, windows on a device) it refuses with a sentence.
 //
-// NOT YET RUN ON A GPU; compiled for sm_80, sm_90, sm_100 and as PTX.
+// Compiled for sm_80, sm_90, sm_100 and as PTX; run on an H100 with torch 2.11.
 //
 // Thread safety: any thread.
 #include <cuda_bf16.h>

@@ -1,6 +1,6 @@
 // No Python for tensors that are pending (see pending.py), for as long as this object exists.
 //
-// Thread safety: of the thread that makes it.
+// Thread safety: any thread; it holds for the one that makes it, which also has to end it.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>

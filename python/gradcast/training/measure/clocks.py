@@ -1,7 +1,6 @@
 """Clocks for measuring what a device does, or the host.
 
-On CUDA, stamps are events on the current stream, since the host runs ahead of the device. (That path has not run on a
-GPU.)
+On CUDA, stamps are events on the current stream, since the host runs ahead of the device.
 """
 
 import time
