@@ -69,10 +69,12 @@ def write(path: str, facts: Any) -> None:
 
 
 def in_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
-    """Each name once per round, and each round begins with another."""
+    """Each name once per round. Every second round is the one before it backwards, so what drifts with time favours
+    none; each pair of rounds begins with another name."""
     for number in range(rounds):
-        first = number % len(names)
-        yield from [*names[first:], *names[:first]]
+        first = number // 2 % len(names)
+        turns = [*names[first:], *names[:first]]
+        yield from turns if number % 2 == 0 else reversed(turns)
 
 
 def spread(times_ms: Sequence[float]) -> tuple[str, str]:

@@ -39,6 +39,21 @@ def test_nccl_takes_the_ranks_for_hosts_of_their_own():
     assert as_a_host_of_its_own(0).items() - as_a_host_of_its_own(1).items() == {("NCCL_HOSTID", hosts[0])}
 
 
+@pytest.mark.parametrize("variants", ["A", "AB", "ABC", "ABCD"])
+def test_turns_favour_no_variant(variants):
+    """In each pair of rounds all have the same sum under a drift that grows evenly; each comes first as often."""
+    from benchmarks.on_hosts import in_turns
+
+    count = len(variants)
+    turns = "".join(in_turns(variants, 2 * count))
+    for start in range(0, len(turns), 2 * count):
+        pair = turns[start : start + 2 * count]
+        assert {pair.index(each) + pair.rindex(each) for each in variants} == {2 * count - 1}
+        assert set(pair[:count]) == set(variants)
+    assert turns.startswith(variants)
+    assert sorted(turns[:: 2 * count]) == sorted(variants)
+
+
 def test_actions_that_the_script_cannot_take_are_left_out():
     from benchmarks.doctor_actions import taken
 
