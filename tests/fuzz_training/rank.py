@@ -20,7 +20,6 @@ _SHOWN = 4
 
 def run(rank, source: str) -> dict:
     """What each side came to: {"ddp": ..., "hook": ..., "overlap": ...}."""
-    gc.freeze()  # what is alive now lives on: it need not be looked through after each side
     with _quiet("gradcast"), _quiet("torch"):
         return _sides(rank, source)
 
