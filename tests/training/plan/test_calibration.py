@@ -13,7 +13,7 @@ pytest.importorskip("training.needs")
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.compute_cost import Compute, compute_of, replace_compute
 from gradcast.training.measure.network_cost import Sample
-from gradcast.training.measure.step_trace import StepRecord
+from gradcast.training.measure.step_trace import Stamp, StepRecord
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.plan import calibration, candidates, measured_profile, proposals
 from gradcast.training.plan.calibration import Calibration, corrected_compute, planned_busy_periods_ns
@@ -62,7 +62,7 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
     blocks = [mock.Mock(ready_ns=0, due_ns=0, finish_ns=8e6), mock.Mock(ready_ns=1e6, due_ns=8e6, finish_ns=15e6)]
     for _ in range(CALIBRATION_STEPS):
         calibration.add_step(mock.Mock(blocks=blocks), None)
-    found = calibration.gather(mock.Mock(gather=lambda own: [own, own])).blocks
+    found = calibration.gather(mock.Mock(computed_by_each=lambda compute, what: [compute()] * 2)).blocks
     assert found[0] == [(4_000_000, 8e6, False), (2_000_000, 7e6 - 2_000_000 * pack_ns_per_byte, True)]
 
 
@@ -81,7 +81,7 @@ def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, baseline):
     ]
     for _ in range(CALIBRATION_STEPS):
         calibration.add_step(mock.Mock(blocks=played), None)
-    found = calibration.gather(mock.Mock(gather=lambda own: [own, own]))
+    found = calibration.gather(mock.Mock(computed_by_each=lambda compute, what: [compute()] * 2))
     assert len(found.blocks) == CALIBRATION_STEPS - 1
     shared_ns = sum(planned_busy_periods_ns(plan, profile)) if baseline else None
     assert network_cost.corrected_link(profile.link, found.blocks, shared_ns=shared_ns) is None
@@ -132,6 +132,17 @@ def test_what_a_step_computed_is_what_it_did_not_wait():
     record = StepRecord(3, 3, None, None, 100)
     record.spans += [("backward", 100, 160), ("wait", 160, 170), ("update", 170, 175), ("update", 190, 195)]
     assert compute_of(record, busy_ns=130) == Compute(60, 60, 10)
+    assert compute_of(record, busy_ns=50) == Compute(50, 0, 10), "backward has waited, too"
+
+
+@pytest.mark.parametrize(
+    ("backward_ends", "expected"), [(160, Compute(60, 70, 0)), (300, Compute(130, 0, 0)), (100, None), (90, None)]
+)
+def test_device_stamps_leave_backward_between_nothing_and_the_step(backward_ends, expected):
+    clock = mock.Mock(between=lambda start, end: float(end - start))
+    start, stop, end, resumed, next_start = (Stamp.at(0, each) for each in (100, backward_ends, 200, 220, 250))
+    record = StepRecord(3, 3, None, None, start, spans=[("backward", start, stop), ("wait", end, resumed)])
+    assert compute_cost.device_compute_of(record, next_start, clock, 0.0) == expected
 
 
 def train(rank, mode, link_factor, compute_factor=None):

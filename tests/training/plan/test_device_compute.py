@@ -1,11 +1,17 @@
 """On a device, compute beside a plan is measured with the device's stamps, and the plan is made again for it."""
 
+from unittest import mock
+
 import pytest
 
-from training.attached import attach
+from training.attached import Attached, attach, error_of, not_refused
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_late_device import late_device
+
+pytest.importorskip("training.needs")
+from gradcast.training.measure import compute_cost
+from gradcast.training.measure.stopwatch import Stopwatch
 
 nn = torch.nn
 FORWARD_NS, BACKWARD_NS, UPDATE_NS, WAIT_NS = 10**12, 3 * 10**12, 10**11, 10**13
@@ -64,3 +70,26 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
     assert handle._session.trace.device_clock is None, "stamps are taken only then"
     handle.detach()
     return
+
+
+@pytest.mark.parametrize("when", ["warm-up", "calibration"])
+@on_ranks(2)
+def test_what_one_rank_cannot_measure_is_an_error_on_all(rank, when):
+    """No rank waits for the measurements of one whose device has failed."""
+    owner, name = (Stopwatch, "medians") if when == "warm-up" else (compute_cost, "compute_of")
+    attached = Attached(nn.Linear(8, 8), adapt=True)
+    failing = mock.patch.object(owner, name, side_effect=RuntimeError("the device has failed\nand more"))
+    if rank.index == 1:
+        failing.start()
+
+    def train():
+        for _ in range(STEPS):
+            attached.step(torch.ones(4, 8))
+        attached.handle.flush()
+
+    steps = "the warm-up's steps" if when == "warm-up" else "the plan's first steps"
+    words = f"measuring {steps} failed on rank 1 of 2: RuntimeError: the device has failed"
+    found = not_refused(train, words, code="communication")
+    mock.patch.stopall()
+    error_of(attached.handle.detach)
+    return found

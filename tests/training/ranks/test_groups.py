@@ -170,3 +170,21 @@ def test_each_rank_is_connected_with_each_other_where_a_narrow_wire_needs_it(ran
         made.connect_each_to_each()
     assert all_to_all.call_args.kwargs["group"] is made.own
     assert all_gather.call_args.kwargs["group"] is made.own
+
+
+@on_ranks(2)
+def test_a_device_that_has_failed_tells_of_it_through_the_store(rank):
+    made = group.make_group(None, torch.device("cpu"), 30.0)
+
+    def compute():
+        return [3][rank.index]  # IndexError on rank 1
+
+    with (
+        mock.patch.object(group, "device_of_messages", return_value=torch.device("meta")),
+        mock.patch.object(group, "gather", side_effect=AssertionError("over the device")),
+    ):
+        words = "counting failed on rank 1 of 2: IndexError: list index out of range"
+        found = not_refused(lambda: made.computed_by_each(compute, "counting"), words, code="communication")
+    found += [] if made.computed_by_each(lambda: rank.index, "counting") == [0, 1] else ["not every rank's value"]
+    made.leave(reusable=False)
+    return found

@@ -41,16 +41,17 @@ class ComputeFactors(NamedTuple):
 def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: DeviceClock | None = None) -> Compute:
     """The compute time of a recorded step. ``busy_ns``: the step without the time that it waited. ``call_ns``: what
     each further call of the optimizer costs. ``clock``: see StepRecord.total_ns."""
-    backward_ns, update_ns = record.total_ns("backward", clock), record.total_ns("update", clock)
+    backward_ns, update_ns = min(record.total_ns("backward", clock), busy_ns), record.total_ns("update", clock)
     forward_ns = max(0.0, busy_ns - backward_ns - update_ns)
     return Compute(backward_ns, forward_ns, max(0.0, update_ns - call_ns * max(0, record.update_calls - 1)))
 
 
-def device_compute_of(record: StepRecord, end: Stamp, clock: DeviceClock, call_ns: float) -> Compute:
-    """The same on a device, for which the host waits. REQUIRES: the record begins with a stamp. ``end``: where the next
-    one begins."""
+def device_compute_of(record: StepRecord, end: Stamp, clock: DeviceClock, call_ns: float) -> Compute | None:
+    """The same on a device, for which the host waits; None if the stamps leave no time for backward. REQUIRES: the
+    record begins with a stamp. ``end``: where the next one begins."""
     busy_ns = clock.between(record.start_ns.event, end.event) - record.total_ns("wait", clock)
-    return compute_of(record, busy_ns, call_ns, clock)
+    compute = compute_of(record, busy_ns, call_ns, clock)
+    return compute if compute.backward_ns > 0 else None
 
 
 def compute_factors(profile: _core.Profile, compute: Compute) -> ComputeFactors:

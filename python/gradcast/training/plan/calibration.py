@@ -39,9 +39,9 @@ class Calibration:
         self._plan = plan
         self._packing_ns = [pack_ns_per_byte * block.size_bytes * (len(block.ranges) > 1) for block in plan.blocks]
         self._blocks: list[list[network_cost.Sample] | None] = []
-        self._compute: list[Callable[[], Compute] | None] = []
+        self._compute: list[Callable[[], Compute | None] | None] = []
 
-    def add_step(self, iteration: _core.IterationRecord | None, compute: Callable[[], Compute] | None) -> bool:
+    def add_step(self, iteration: _core.IterationRecord | None, compute: Callable[[], Compute | None] | None) -> bool:
         """Returns whether this was the last step. Pass None for what the step did not measure. ``compute`` is asked
         after the last step: it may wait for the device."""
         blocks = [] if iteration is None else iteration.blocks
@@ -61,13 +61,16 @@ class Calibration:
         ]
 
     def gather(self, group: Group) -> CalibrationSteps:
-        """Collective."""
-        compute = [each and each() for each in self._compute[1:]]
-        ranks = group.gather((self._blocks[1:], compute))  # the first step allocates memory
+        """Collective. Raises Error, on every rank, if one cannot measure its steps."""
+        ranks = group.computed_by_each(self._measured, "measuring the plan's first steps")
         return CalibrationSteps(
             [network_cost.combined(step) for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])],
             steps_known_on_all_ranks([compute for _, compute in ranks]),
         )
+
+    def _measured(self) -> tuple[list[list[network_cost.Sample] | None], list[Compute | None]]:
+        """On a device, waits for it."""
+        return self._blocks[1:], [each and each() for each in self._compute[1:]]  # the first step allocates memory
 
 
 def corrected_compute(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> Compute | None:

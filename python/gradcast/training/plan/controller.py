@@ -264,7 +264,7 @@ class PlanController:
         if self.agreed.expectation is not None:
             self.group.info(self.agreed.expectation.sentence())
 
-    def compute_of_last_step(self, own: StepReport | None) -> Callable[[], compute_cost.Compute] | None:
+    def compute_of_last_step(self, own: StepReport | None) -> Callable[[], compute_cost.Compute | None] | None:
         """``own``: this rank's report of the step that ends now. On a device, what is returned waits for it."""
         if own is None:
             return None

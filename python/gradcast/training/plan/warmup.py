@@ -135,15 +135,18 @@ class Warmup:
 
         ``flats``: the gradient buffers. REQUIRES: nothing is in flight.
         """
+        ranks = self._group.computed_by_each(lambda: self._measured(flats), "measuring the warm-up's steps")
+        self.unseen_reads = agreed_reads([rank.unseen_reads for rank in ranks])
+        return self._group.computed_by_first(lambda: self._combined(ranks))
+
+    def _measured(self, flats: Sequence[torch.Tensor]) -> Measurement:
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)
         unseen = self.stopwatch.unseen_reads()
         if self._options.unseen_reads == "by_module":
             reads = self._search.results(unseen)
         else:
             reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
-        ranks = self._group.gather(self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads))
-        self.unseen_reads = agreed_reads([rank.unseen_reads for rank in ranks])
-        return self._group.computed_by_first(lambda: self._combined(ranks))
+        return self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads)
 
     def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
         profile = measured_profile.combine_measurements(ranks, self._sizes)

@@ -101,6 +101,26 @@ class Group:
             raise result
         return result
 
+    def computed_by_each(self, compute: Callable[[], T], what: str) -> list[T]:
+        """What ``compute`` returns on each rank, in rank order, on every rank. If it fails on one, every rank raises
+        Error that names that rank, so none waits for a value that never comes. Collective, as ``gather``.
+
+        ``what``: what is computed, for errors, such as "measuring the plan's steps".
+        """
+        if self.world_size == 1:
+            return [compute()]
+        value, failure, cause = None, None, None
+        try:
+            value = compute()
+        except Exception as error:
+            failure, cause = f"{type(error).__name__}: {error}".splitlines()[0], error
+        # A device that has failed sends nothing any more. A quorum's group has no store.
+        by_device = self.store is not None and device_of_messages(self.own, self.device).type != "cpu"
+        for rank, each in enumerate((self.gather_beside_blocks if by_device else self.gather)(failure)):
+            if each is not None:
+                raise Error(f"{what} failed on rank {rank} of {self.world_size}: {each}", "communication") from cause
+        return self.gather(value)
+
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of ``own``
         may be in flight.
