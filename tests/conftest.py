@@ -1,6 +1,7 @@
 """What all tests share: the command line in this process, small profiles, and the pool of ranks."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -17,6 +18,8 @@ settings.register_profile("gradcast", deadline=None, derandomize=True)
 settings.load_profile("gradcast")
 # A program that a shell has put into the background ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Tests run side by side, so torch's threads in each would only wait for each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 # A network on which no two policies tie and nothing can be hidden.

@@ -166,10 +166,8 @@ def test_its_own_options_reach_the_script_and_its_error_is_shown_from_its_own_fi
         assert words not in done.stderr
 
 
-def test_a_script_that_is_not_there():
-    done = subprocess.run([sys.executable, *DOCTOR, "nowhere.py"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "the script nowhere.py does not exist" in done.stderr
+def test_a_script_that_is_not_there(refused):
+    refused(["doctor", "nowhere.py"], "the script nowhere.py does not exist")
 
 
 def run_on_two(tmp_path, program, *options, arguments=()):

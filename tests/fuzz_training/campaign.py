@@ -54,11 +54,13 @@ def tried(pool: Pool, program: Program, run: Callable = rank.run, *more: str, li
 def campaign(
     pool: Pool,
     programs: Iterable[Program],
+    found: Found | None = None,
     *,
     shrinks: bool = True,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    found = Found()
+    """Adds to ``found`` after each program, before it takes the next one."""
+    found = Found() if found is None else found
     start_s = time.monotonic()
     for number, program in enumerate(programs, 1):
         outcome = tried(pool, program)

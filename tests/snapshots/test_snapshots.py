@@ -6,17 +6,25 @@ from pathlib import Path
 import pytest
 
 from snapshots import program
-from training.launch import launch, require_ended_well, torchrun
+from training.launch import torchrun
 from training.needs import torch
+
+pytest.importorskip("training.needs")
+from gradcast.snapshots import resuming
 
 STEPS = 40
 
 
-def run(tmp: Path, world_size: int, mode: str, *, steps: int = STEPS) -> list:
-    log = tmp / "logs"
-    log.mkdir(parents=True, exist_ok=True)
-    arguments = (str(tmp / "snapshots"), str(log), str(steps), mode, "4", "waits")
-    return launch(world_size, *arguments, module="snapshots.program")
+def trains(rank, tmp: str, mode: str, steps: int) -> dict:
+    resuming.resumed.clear()  # as in a new process
+    log = Path(tmp, "logs", f"log-{rank.index}")
+    return program.train(Path(tmp, "snapshots"), steps=steps, mode=mode, every=4, log=log, waits=True)
+
+
+def run(ranks, tmp: Path, world_size: int, mode: str, *, steps: int = STEPS) -> list[dict]:
+    """What each rank's snapshots tell at the end."""
+    (tmp / "logs").mkdir(exist_ok=True)
+    return ranks.run(world_size, trains, str(tmp), mode, steps)
 
 
 def lines(tmp: Path, rank: int) -> list:
@@ -39,18 +47,15 @@ def require_each_sample_once(tmp: Path, world_size: int, steps: int = STEPS) -> 
 
 
 @pytest.fixture(scope="module", params=["overlap", pytest.param("hook", marks=pytest.mark.slow)])
-def undisturbed(request, tmp_path_factory):
+def undisturbed(request, ranks, tmp_path_factory):
     tmp = tmp_path_factory.mktemp("undisturbed")
-    ends = run(tmp, 2, request.param)
-    require_ended_well(ends)
-    return request.param, tmp, ends
+    return request.param, tmp, run(ranks, tmp, 2, request.param)
 
 
 def test_the_last_two_snapshots_stay_and_are_told(undisturbed):
-    mode, tmp, ends = undisturbed
+    mode, tmp, everyone = undisturbed
     assert sorted(each.name for each in (tmp / "snapshots").iterdir()) == ["step-36", "step-40"]
-    for end in ends:
-        told = end.told[-1]
+    for told in everyone:
         assert (told["step"], told["every"], told["failed"], told["error"]) == (40, 4, 0, None)
         # In overlap mode at least two parts of each of the snapshots, but for the last one, were copied behind updates.
         assert told["parts"] >= 2 * 9 if mode == "overlap" else told["parts"] == 0
@@ -71,10 +76,10 @@ def test_torch_reads_a_snapshot(undisturbed, tmp_path):
     assert float(saved["optimizer"]["0"][names[0]]["step"]) == 40
 
 
-def test_a_resumed_training_has_the_bits_of_the_undisturbed(undisturbed, tmp_path):
+def test_a_resumed_training_has_the_bits_of_the_undisturbed(undisturbed, ranks, tmp_path):
     mode, whole, _ = undisturbed
-    require_ended_well(run(tmp_path, 2, mode, steps=18))
-    require_ended_well(run(tmp_path, 2, mode))
+    run(ranks, tmp_path, 2, mode, steps=18)
+    run(ranks, tmp_path, 2, mode)
     for rank in range(2):
         assert surviving(tmp_path, rank) == surviving(whole, rank)
     assert len(lines(tmp_path, 0)) == 18 + STEPS - 18 + 2  # from step 16 on
@@ -93,12 +98,12 @@ def test_torchrun_begins_again_where_the_snapshot_is(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_number_of_workers_goes_on_without_a_sample_twice(tmp_path):
+def test_another_number_of_workers_goes_on_without_a_sample_twice(ranks, tmp_path):
     # Of 120 samples, 8 steps of 4 x 2 and 8 of 3 x 2 leave one step of 4 x 2; each run ends behind its last snapshot.
     history, begin = [], 0
     for world_size, steps, snapshot in ((4, 10, 8), (3, 18, 16), (4, 17, 17)):
         before = [len(lines(tmp_path, rank)) if begin else 0 for rank in range(4)]
-        require_ended_well(run(tmp_path, world_size, "overlap", steps=steps))
+        run(ranks, tmp_path, world_size, "overlap", steps=steps)
         for rank in range(world_size):
             history += [i for step, ids, _ in lines(tmp_path, rank)[before[rank] :] if step <= snapshot for i in ids]
         begin = snapshot

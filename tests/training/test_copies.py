@@ -92,6 +92,8 @@ def test_a_pickle_loads_where_gradcast_is_not_installed(rank):
     twins.train(4)
     twins.pending_step()
     command, text = [sys.executable, "-c", LOADER], pickle.dumps(twins.ours.bare)
+    if rank.index:  # one process that imports torch is enough
+        return
     loaded = subprocess.run(command, input=text, capture_output=True, timeout=60, check=False, env=environment())
     assert loaded.stdout.decode().strip() == compare.digest(twins.theirs.module), loaded.stderr.decode()
 
