@@ -266,6 +266,8 @@ def main() -> int:
     wanted = {name: getattr(args, name) for name in ("ranks", "batch", "width", "steps")}
     kinds = variants([int(each) for each in args.every.split(",")], args.start, args.overlap)
     wires, outers = args.wires.split(","), args.outers.split(",")
+    if args.rate and _DDP not in outers:
+        parser.error(f"--rate compares with DDP: --outers has to name {_DDP}")
     kinds = [each for each in kinds if each["wire"] in wires and each["outer"] in outers]
     if args.learning_rate is not None:
         kinds = [each | {"rate": args.learning_rate} for each in kinds]
@@ -284,7 +286,7 @@ def main() -> int:
             append(args.record, run)
             print(f"seed {run['seed']}, {name_of(run)}: {run['curve'][-1]:.4f}, {run['seconds']} s", file=sys.stderr)
     record = read_record(args.record)
-    runs = [next(known for known in record if key.items() <= known.items()) for key in keys]
+    runs = [[known for known in record if key.items() <= known.items()][-1] for key in keys]
     show(table(runs), "local-training", args.refresh)
     if args.rate:
         last = max(run["every"] for run in runs)

@@ -215,6 +215,8 @@ class Stack:
     def train(self, measured_every: int) -> list[list[float]]:
         """The held-out losses of each of ``runs``, each so many steps and at the end."""
         steps, begin = len(self._texts), first_local_step(self.runs[-1])
+        if {first_local_step(run) for run in self.runs} - {begin, steps}:
+            raise ValueError("local steps of one stack begin together: train these runs apart")
         curve = [each[self._trunk_of] for each in self._run(range(begin), [], measured_every)]
         self.parameters, self._momentum = self.parameters[self._trunk_of], self._momentum[self._trunk_of]
         self._rate, self._seeds = self._rate[:, self._trunk_of], self._seeds[self._trunk_of]

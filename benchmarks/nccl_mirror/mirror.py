@@ -235,7 +235,7 @@ def measured(task: Task, way: str, device: torch.device, args: argparse.Namespac
     training = Training(task, way, device, adamw, compiled=args.compiled)
     training.spend(_SETTLED if training.handle is not None else 5)
     # Less what the first and the last of some steps take, which nothing precedes or follows.
-    few, many = training.spend(_EDGE_STEPS), training.spend(_EDGE_STEPS + args.steps)
+    many, few = training.spend(_EDGE_STEPS + args.steps), training.spend(_EDGE_STEPS)
     step_ms, cpu_ms = (1e3 * (more - less) / args.steps for less, more in zip(few, many, strict=True))
     idle = None
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 // A transport over NCCL, for gradients in the memory of one CUDA device. Part of builds with CUDA and NCCL (CMake
 // target gradcast::nccl).
 //
-// Run with one rank only, on an H100 with NCCL 2.28. Written against NCCL 2.19 and later.
+// It has run with one rank only, on an H100 with NCCL 2.28. Written against NCCL 2.19 and later.
 //
 // The transport has its own communicator and its own stream of high priority, because a late block delays the next
 // forward pass. The kernels that write a block must have ended when it is started. A thread named "gradcast-nccl" puts

@@ -48,19 +48,21 @@ def run(call: tuple, index: int, root_store) -> object:
     torch.distributed.init_process_group(BACKEND, store=store, rank=index, world_size=world_size, timeout=timeout)
     torch.manual_seed(1000 + index)
     gc.freeze()  # what is alive now lives on: looking through torch's objects for garbage takes 0.2 s
-    try:
-        target = getattr(importlib.import_module(module), function)
-        target = getattr(target, "on_rank", target)  # of a test
-        return target(Rank(index, world_size, torch.distributed.PrefixStore("test", store)), *arguments)
-    finally:
-        # WORKAROUND(torch 2.11, pytorch/pytorch#56297): held until garbage is collected. If a DDP is a group's last
-        # owner, torch ends the group's threads with the GIL held, and waits forever for one that needs it to drop a
-        # Python callback.
-        groups = [*torch.distributed.distributed_c10d._world.pg_map]
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        gc.collect()
-        del groups
+    target = getattr(importlib.import_module(module), function)
+    target = getattr(target, "on_rank", target)  # of a test
+    return target(Rank(index, world_size, torch.distributed.PrefixStore("test", store)), *arguments)
+
+
+def end() -> None:
+    """Ends the groups of a call, and frees what it has left. What it has raised is free by now."""
+    # WORKAROUND(torch 2.11, pytorch/pytorch#56297): held until garbage is collected. If a DDP is a group's last owner,
+    # torch ends the group's threads with the GIL held, and waits forever for one that needs it to drop a Python
+    # callback.
+    groups = [*torch.distributed.distributed_c10d._world.pg_map]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()
+    del groups
 
 
 def main(pipe_handle: int, index: int, port: int) -> None:
@@ -82,6 +84,10 @@ def main(pipe_handle: int, index: int, port: int) -> None:
             answer = ("done", run(call, index, store))
         except BaseException:
             answer = ("failed", traceback.format_exc())
+        try:
+            end()
+        except BaseException:
+            answer = ("failed", f"{answer}, then {traceback.format_exc()}")
         pipe.send(answer)
 
 

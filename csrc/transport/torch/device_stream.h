@@ -7,8 +7,8 @@
 // Work that follows an operation need not wait on the host either: the end is an event on the second stream, and any
 // other stream can wait for it as soon as it is recorded.
 //
-// Tested on a device of the tests' own on every change, run on an H100. It is written against the interface of c10 that every such
-// device implements, so that no vendor's header is needed.
+// Tested on a device of the tests' own on every change; it has run on an H100. It is written against the interface of
+// c10 that every such device implements, so that no vendor's header is needed.
 //
 // Thread safety: any thread.
 #pragma once

@@ -13,7 +13,7 @@ from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, rates
 from training.local.reference import Reference
 
 STEPS, RANKS, BEGIN = 20, 2, 6
-COMMON = {"batch": 2, "width": 16, "steps": STEPS, "seed": 3}
+COMMON = {"batch": 2, "width": 32, "steps": STEPS, "seed": 3}
 DDP = COMMON | {"rate": 0.2}
 LOCAL = COMMON | {"every": 5, "start": BEGIN / STEPS, "outer_lr": 0.7, "outer_momentum": 0.9}
 FORMS = [("average", 0, 0.2), ("nesterov", 0, 0.1), ("average", None, 0.2), ("nesterov", 3, 0.2)]
