@@ -166,8 +166,10 @@ def test_its_own_options_reach_the_script_and_its_error_is_shown_from_its_own_fi
         assert words not in done.stderr
 
 
-def test_a_script_that_is_not_there(refused):
-    refused(["doctor", "nowhere.py"], "the script nowhere.py does not exist")
+def test_a_script_that_is_not_there(run):
+    done = run("doctor", "nowhere.py")
+    assert done.code == 2
+    assert "the script nowhere.py does not exist" in done.err
 
 
 def run_on_two(tmp_path, program, *options, arguments=()):

@@ -35,12 +35,15 @@ def test_a_stale_read_raises_when_its_gradient_comes(rank, first_gradient):
         attached.step(torch.ones(2, 4))
         between.remove()
         attached.handle.flush()
+        rank.signal("flushed")
         return []
     attached.step(torch.ones(2, 4))
     hidden = ReadsMemory.apply(torch.ones(2, 4), weight, alias)
     loss = (module[1](hidden) if first_gradient == "another's" else hidden).sum()
     rank.signal("forward")
-    return not_refused(loss.backward, "0.weight", "flush()")
+    found = not_refused(loss.backward, "0.weight", "flush()")
+    rank.wait_for("flushed")  # what rank 1 waits for is still on its way
+    return found
 
 
 @on_ranks(2)
