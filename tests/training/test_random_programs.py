@@ -1,4 +1,4 @@
-"""A fixed set of random training programs against DDP; and that they find the defects that gradcast once had."""
+"""Random training programs with every feature against DDP; and that they find the defects that gradcast once had."""
 
 import itertools
 
