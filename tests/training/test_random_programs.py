@@ -34,7 +34,7 @@ def test_random_programs_are_equal_or_refused(ranks, capsys, which):
     assert found.states["refused"] <= 0.05 * found.valid
     assert found.features == loops.BY_NAME.keys(), "of these, no program is valid"
     assert found.followed >= 0.75 * found.states["equal"]
-    assert found.valid >= 0.9 * found.states.total()
+    assert found.valid >= 0.95 * found.states.total()
 
 
 @pytest.mark.slow

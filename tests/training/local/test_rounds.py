@@ -50,7 +50,7 @@ class Local:
 def test_two_ranks_have_the_bits_of_the_reference(rank, outer, overlap):
     local = Local(rank, 7, overlap, outer)
     found = []
-    for _ in range(4):
+    for _ in range(6):
         local.run(7)
         local.reference.run(7, local.step - 7)
         found += local.compared(0)

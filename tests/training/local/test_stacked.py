@@ -10,6 +10,7 @@ pytest.importorskip("training.needs")
 from benchmarks.int8_training import char_gpt
 from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, rates
 
+from gradcast.local_steps import make_schedule
 from training.local.reference import Reference
 
 STEPS, RANKS, BEGIN = 20, 2, 6
@@ -60,6 +61,8 @@ def test_a_stack_trains_as_one_model_after_the_other():
     stack = Stack(runs, RANKS, "cpu")
     curves = stack.train(10)
     assert stack.runs == runs
+    sizes = [(each.numel(), 4) for each in char_gpt(2, COMMON["width"]).module().parameters()]
+    assert len(make_schedule(sizes, LOCAL["every"], None).fragments) > 1
     for run, curve, ours in zip(runs, curves, stack.parameters, strict=True):
         module, (inputs, targets) = one_after_the_other(run)
         theirs = torch.nn.utils.parameters_to_vector(module.parameters())

@@ -61,7 +61,7 @@ def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(rank, where):
 
 
 @pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
-@on_ranks(2, wait_s=4)
+@on_ranks(2, wait_s=8)
 def test_where_one_rank_fails_alone_the_others_do_not_train_on(rank, mode):
     twins = branches(rank, mode)
     _, (module, optimizer, _) = twins.each()
