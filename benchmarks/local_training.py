@@ -41,6 +41,7 @@ from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, first_local_step, r
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
 from gradcast.palette import CURVES
+from gradcast.training.local import outer
 from gradcast.units import parse_bandwidth_bits_per_s
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -52,7 +53,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {  # rate: of SGD
     _DDP: {"rate": 0.4},
     _ALONE: {"rate": 0.4},
     "average": {"rate": 0.4},
-    "nesterov": {"rate": 0.2, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "nesterov": {"rate": 0.2, "outer_lr": outer.LR, "outer_momentum": outer.MOMENTUM},
 }
 _SHOWN = "average"  # which outer optimizer is trained with int8 too, and drawn
 _MEASURED_EVERY = 250  # steps

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm, scaled_dot_prod
 
 from benchmarks.int8_training import char_gpt
 from gradcast.local_steps import make_schedule
+from gradcast.training.local.outer import MERGE
 
 MOMENTUM = 0.9
-_MERGE = 0.5  # gradcast's default
 _HELD_OUT_BATCH = 64
 
 
@@ -147,7 +147,7 @@ class Rounds:
         counts = [sum(each.hi - each.lo for each in fragment) for fragment in self._schedule.fragments]
         flat = (parameters, self.value, torch.zeros_like(self.value))
         self._fragments = list(zip(*(each.split(counts, dim=-1) for each in flat), strict=True))
-        self._merge = _MERGE if self._schedule.overlap else 0.0
+        self._merge = MERGE if self._schedule.overlap else 0.0
         self._sent: dict[int, torch.Tensor] = {}
         self._step = 0
 

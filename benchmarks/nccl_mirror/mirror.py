@@ -23,11 +23,10 @@ import ctypes
 import functools
 import gc
 import os
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -256,14 +255,18 @@ def idle_ms(events: Iterable[dict[str, Any]]) -> float:
     return (whole_us - sum(busy_periods_ns(spans))) / 1e3
 
 
+def has_any(name: str, words: Sequence[str]) -> bool:
+    return any(word in name for word in words)
+
+
 def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace, set_link: Any) -> None:
     """Prints a table for each model and network, as long as there is time."""
     end_s = time.monotonic() + 60 * args.minutes
     for name, task in tasks.items():
-        for gbit in args.gbit if re.search(args.models, name) else ():
+        for gbit in args.gbit if has_any(name, args.models) else ():
             set_link(ctypes.c_double(gbit), ctypes.c_double(args.latency_us))
             rows, left_out = [], []
-            for way in filter(re.compile(args.ways).search, ways_on(device, *WAYS)):
+            for way in [each for each in ways_on(device, *WAYS) if has_any(each, args.ways)]:
                 if time.monotonic() > end_s:
                     left_out.append(way)
                     continue
@@ -288,8 +291,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"a power of two (default: {WORKERS})")
     rates = {"type": lambda text: [float(each) for each in text.split(",")], "default": [10.0, 25.0, 100.0, 400.0]}
     parser.add_argument("--gbit", **rates, help="of each rank's link (default: 10,25,100,400)")
-    parser.add_argument("--models", default="", help="those whose names match (default: all)")
-    parser.add_argument("--ways", default="", help="to train: those whose names match (default: all)")
+    words = {"type": lambda text: text.split(","), "default": [""], "metavar": "WORD,..."}
+    parser.add_argument("--models", **words, help="those with such a word in their name (default: all)")
+    parser.add_argument("--ways", **words, help="to train: those with such a word in their name (default: all)")
     parser.add_argument("--compiled", action="store_true", help="the model's blocks are compiled")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused", help="AdamW's kernels (default: fused)")
     parser.add_argument("--latency-us", type=float, default=20, help="of each operation (default: 20)")
@@ -297,6 +301,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8, help="after which no other measurement begins (default: 8)")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
+    tasks = TASKS if is_cuda else SMALL_TASKS
+    for word, names in [(each, tasks) for each in args.models] + [(each, WAYS) for each in args.ways]:
+        if not any(word in name for name in names):
+            parser.error(f"no name has {word!r}; there are: {', '.join(names)}")
     if is_cuda and not torch.cuda.is_available():
         print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
         return 1
@@ -322,7 +330,7 @@ def main() -> int:
             print(f"not the parameters of a training alone: {', '.join(wrong)}", file=sys.stderr)
             return 1
         print(f"{', '.join(ways_on(device, *_CHECKED))}: the same parameters after {_CHECKED_STEPS} steps, bit for bit")
-        table(TASKS if is_cuda else SMALL_TASKS, device, args, set_link or (lambda *_: None))
+        table(tasks, device, args, set_link or (lambda *_: None))
     return 0
 
 
