@@ -3,27 +3,40 @@
     count_results.py STATUS FILE...
 
 A missing file counts as one failure: its tests did not run. If no test failed, a STATUS (of `make test`) other than 0
-counts as one failure: then the build or the style check failed. The reason of each skip is printed once.
+counts as one failure: then the build or the style check failed. The reason of each skip is printed once. Failed tests
+are named here with the beginning of what they said, because a log may keep no more than its end.
 """
 
 import itertools
 import sys
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+SAID_CHARACTERS = 1500
 
-def count(path: str, reasons: Counter) -> tuple[int, int, int]:
-    """Passed, failed and skipped tests of one file. Adds why tests were skipped to ``reasons``."""
+
+def count(path: str, reasons: Counter, failures: list[str]) -> tuple[int, int, int]:
+    """Passed, failed and skipped tests of one file. Adds why tests were skipped, and which failed."""
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         print(f"{path} is missing or broken: its tests did not run to the end", file=sys.stderr)
         return 0, 1, 0
-    failed = sum(1 for case in cases if case.find("failure") is not None or case.find("error") is not None)
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     reasons.update(reason(case) for case in skipped)
-    return len(cases) - failed - len(skipped), failed, len(skipped)
+    failures += [failure(case) for case in failed]
+    return len(cases) - len(failed) - len(skipped), len(failed), len(skipped)
+
+
+def failure(case: ElementTree.Element) -> str:
+    """pytest's message, or the end of what GoogleTest printed, whose message is "Failed" or empty."""
+    found = case.find("failure") if case.find("failure") is not None else case.find("error")
+    printed = (case.findtext("system-out") or "")[-SAID_CHARACTERS:]
+    said = printed or (found.get("message") or "")[:SAID_CHARACTERS]
+    return f"failed: {case.get('classname', '')}: {case.get('name')}\n{textwrap.indent(said, '    ')}".rstrip()
 
 
 def reason(case: ElementTree.Element) -> str:
@@ -37,7 +50,10 @@ def reason(case: ElementTree.Element) -> str:
 
 def main(status: int, paths: list[str]) -> int:
     reasons: Counter = Counter()
-    counts = {Path(path).stem: count(path, reasons) for path in paths}
+    failures: list[str] = []
+    counts = {Path(path).stem: count(path, reasons, failures) for path in paths}
+    for each in failures:
+        print(each)
     for each, tests in reasons.most_common():
         print(f"skipped {tests}: {each}")
     for name, (passed, failed, skipped) in counts.items():

@@ -9,6 +9,9 @@ from conftest import ROOT
 
 PASSED = '<testcase name="a"/>'
 FAILED = '<testcase name="b"><failure message="no"/></testcase>'
+FAILED_IN_GTEST = """<testcase name="e" classname="A"><failure message=""/><system-out>[ RUN      ] A.e
+/src/x_test.cc:9: Failure
+</system-out></testcase>"""
 SKIPPED = '<testcase name="c"><skipped message="there is no GPU"/></testcase>'
 SKIPPED_BY_GTEST = """<testcase name="d"><skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/>
 <system-out>[ RUN      ] A.B
@@ -21,7 +24,13 @@ this needs MPI
     ("status", "cases", "code", "lines"),
     [
         (0, PASSED, 0, ["1 passed, 0 failed"]),
-        (2, PASSED + FAILED, 1, ["1 passed, 1 failed"]),
+        (2, PASSED + FAILED, 1, ["failed: : b", "    no", "1 passed, 1 failed"]),
+        (
+            2,
+            FAILED_IN_GTEST,
+            1,
+            ["failed: A: e", "    [ RUN      ] A.e", "    /src/x_test.cc:9: Failure", "0 passed, 1 failed"],
+        ),
         (2, PASSED, 1, ["no test failed, but the build or the style check did: see above", "1 passed, 1 failed"]),
         (0, "", 1, ["0 passed, 0 failed"]),
         (0, PASSED + SKIPPED * 2, 0, ["skipped 2: there is no GPU", "1 passed, 0 failed, 2 skipped"]),
