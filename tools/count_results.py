@@ -4,7 +4,7 @@
 
 A missing file counts as one failure: its tests did not run. If no test failed, a STATUS (of `make test`) other than 0
 counts as one failure: then the build or the style check failed. The reason of each skip is printed once. Failed tests
-are named here with the beginning of what they said, because a log may keep no more than its end.
+are named, the first ones with what they said, because a log may keep no more than its end.
 """
 
 import itertools
@@ -14,7 +14,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
-SAID_CHARACTERS = 1500
+SAID_CHARACTERS = 12_000
+SAY = 5  # failed tests that are more than named
 
 
 def count(path: str, reasons: Counter, failures: list[str]) -> tuple[int, int, int]:
@@ -52,8 +53,8 @@ def main(status: int, paths: list[str]) -> int:
     reasons: Counter = Counter()
     failures: list[str] = []
     counts = {Path(path).stem: count(path, reasons, failures) for path in paths}
-    for each in failures:
-        print(each)
+    for number, each in enumerate(failures):
+        print(each if number < SAY else each.partition("\n")[0])
     for each, tests in reasons.most_common():
         print(f"skipped {tests}: {each}")
     for name, (passed, failed, skipped) in counts.items():

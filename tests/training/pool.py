@@ -67,7 +67,7 @@ class Worker:
 
     def said(self) -> str:
         """Its output since forget_output(), the end of it if it is long."""
-        return Path(self.log.name).read_bytes()[self.heard_bytes :].decode(errors="replace")[-4000:].strip()
+        return Path(self.log.name).read_bytes()[self.heard_bytes :].decode(errors="replace")[-12_000:].strip()
 
     def dump_stacks(self) -> None:
         if self.process.poll() is None:

@@ -68,6 +68,7 @@ def end() -> None:
 def main(pipe_handle: int, index: int, port: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of threads that Python does not know, too
     torch.set_num_threads(1)
     if "nccl" in BACKEND:
         from benchmarks.gpu_training import as_a_host_of_its_own
