@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,10 +17,11 @@ from training.sides import differences
 
 pytest.importorskip("training.needs")
 from gradcast.training.compat import extension
-from gradcast.training.ranks import group
+from gradcast.training.ranks import group, group_pool
 
 nn = torch.nn
 dist = torch.distributed
+TIMEOUT = timedelta(seconds=30)
 BAD_NEWS = "NCCL error ... unhandled system error"
 
 
@@ -28,6 +31,24 @@ def test_a_forgotten_process_group_is_named(rank):
     dist.destroy_process_group()
     with mock.patch.dict(os.environ, WORLD_SIZE="2"):
         return not_refused(lambda: gradcast.attach(nn.Linear(3, 3)), "init_process_group")
+
+
+def gloo_threads():
+    return sum("gloo" in each.read_text() for each in Path("/proc/self/task").glob("*/comm"))
+
+
+@on_ranks(2)
+def test_the_threads_of_destroyed_groups_end(rank):
+    """A program that destroys its groups and makes new ones, as notebooks and tests do."""
+    rounds, found = 6, []
+    for number in range(rounds):
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"again {number}", rank.store)
+        dist.init_process_group("gloo", store=store, rank=rank.index, world_size=2, timeout=TIMEOUT)
+        group_pool.lasting_group([0, 1], TIMEOUT, "gloo", "test")
+        found.append(gloo_threads())
+    # Threads get their name when they run, and are listed for a while after they have ended.
+    return None if found[-1] < found[0] + rounds else found
 
 
 @on_ranks(3)

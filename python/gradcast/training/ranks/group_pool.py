@@ -32,9 +32,13 @@ _own_groups: list[OwnGroup] = []
 
 def idle_group(key: tuple) -> OwnGroup | None:
     """The last group with this key that was left, or None. Whoever uses it sets ``idle``."""
-    # destroy_process_group() has destroyed the others.
-    _own_groups[:] = [each for each in _own_groups if each.process_group in dist.distributed_c10d._world.pg_map]
+    _drop_destroyed()
     return next((each for each in reversed(_own_groups) if each.idle and each.key == key), None)
+
+
+def _drop_destroyed() -> None:
+    """Those that destroy_process_group() of the program has destroyed: their threads end when nothing holds them."""
+    _own_groups[:] = [each for each in _own_groups if each.process_group in dist.distributed_c10d._world.pg_map]
 
 
 def leave(process_group: Any, *, reusable: bool) -> None:
@@ -67,6 +71,7 @@ def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: st
 def _make(
     ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
 ) -> Any:
+    _drop_destroyed()
     with _not_split_off(ranks):
         return dist.new_group(
             ranks=ranks,
