@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import logging
+from unittest import mock
 
 import pytest
 
@@ -165,6 +166,19 @@ def test_ranks_that_have_received_different_sums(rank, mode, where):
 
     consistency.compare_ranks = compare_damaged
     with pytest.raises(gradcast.Error, match=r"iteration 11 .* rank 1 .* block \d+ \(\d\.(weight|bias)") as raised:
+        ours.train(range(12))
+    assert raised.value.code == "communication"
+
+
+@on_ranks(2, timeout_s=20.0)
+def test_a_rank_that_cannot_compare_is_named_by_all(rank, mode):
+    """As where a device fails while it adds up."""
+    ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
+    if rank.index == 1:
+        ours.handle._session._consistency._checksum = mock.Mock(side_effect=RuntimeError("a lost device"))
+    with pytest.raises(
+        gradcast.Error, match=r"comparing .* failed on rank 1 of 2: RuntimeError: a lost device"
+    ) as raised:
         ours.train(range(12))
     assert raised.value.code == "communication"
 

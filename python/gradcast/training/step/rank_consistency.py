@@ -62,9 +62,9 @@ class RankConsistency:
 
     def _compare_sums(self, iteration: int) -> None:
         plan, profile = self._exchange.active.plan, self._exchange.active.profile
-        sums = [self._checksum(block) for block in plan.blocks]
-        with self._exchange.watch.waiting("comparing what the ranks have received"):
-            everyone = self._group.gather(sums)
+        what = "comparing what the ranks have received"
+        with self._exchange.watch.waiting(what):
+            everyone = self._group.computed_by_each(lambda: [self._checksum(block) for block in plan.blocks], what)
         for rank, theirs in enumerate(everyone):
             for number, (one, other) in enumerate(zip(everyone[0], theirs, strict=True)):
                 if one != other:
