@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes sure that the system has what the build needs from outside: a C++20 compiler and Python's headers ("core"), for the
-# tests also GoogleTest and Google Benchmark, and MPI and a browser if they can be had ("tests"), for root's demo the tools
-# that make a slow link ("demo"). As root on a machine with apt it installs what is missing; elsewhere it names it.
+# tests also GoogleTest and Google Benchmark, and MPI and a browser if they can be had ("tests"), for root's demo and tests
+# the tools that make a slow link. As root on a machine with apt it installs what is missing; elsewhere it names it.
 # Everything else comes from Python packages, into .venv.
 set -eu
 level=$1
@@ -28,8 +28,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null ||
       wished="$wished chromium"
   fi
-  if [ "$level" = demo ] && [ "$(id -u)" = 0 ] && [ "$(uname)" = Linux ]; then
-    { command -v ip && command -v tc; } >/dev/null || wished=" iproute2"
+  if [ "$level" != core ] && [ "$(id -u)" = 0 ] && [ "$(uname)" = Linux ]; then
+    { command -v ip && command -v tc; } >/dev/null || wished="$wished iproute2"
   fi
 }
 
@@ -49,7 +49,9 @@ if [ -n "$missing$wished" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/nu
   find_missing
 fi
 case $wished in
-*iproute2) echo "iproute2 (as it is named in Debian and Ubuntu) is missing on this machine: the demo will have no slow link" >&2 ;;
+*iproute2*) echo "iproute2 (as it is named in Debian and Ubuntu) is missing on this machine: there will be no slow link" >&2 ;;
+esac
+case $wished in
 *mpi*) echo "missing on this machine (names as in Debian and Ubuntu): libopenmpi-dev openmpi-bin: the transport over MPI is left out" >&2 ;;
 esac
 case $wished in

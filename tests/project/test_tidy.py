@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 BYTES_MAX = 1_000_000
-SKIPPED_FOLDERS = re.compile(r"(\.git|\.venv.*|build|build-.*|dist|__pycache__|\.(pytest|ruff)_cache|\.hypothesis)")
+SKIPPED_FOLDERS = re.compile(r"(\.git|\.venv.*|bin|build|build-.*|dist|__pycache__|\.(pytest|ruff)_cache|\.hypothesis)")
 TEXT = {".py", ".pyi", ".cc", ".h", ".md", ".toml", ".txt", ".sh", ".json", ".csv", ".yml"}
 TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", ".clang-format", "run"}
 # Folders of one machine: nobody else has them. (Written so that the pattern does not match itself.)
@@ -30,7 +30,7 @@ def files() -> list[Path]:
 
 
 def is_output(path: Path) -> bool:
-    return any(SKIPPED_FOLDERS.fullmatch(part) for part in path.relative_to(ROOT).parts)
+    return path.suffix == ".so" or any(SKIPPED_FOLDERS.fullmatch(part) for part in path.relative_to(ROOT).parts)
 
 
 def texts() -> list[tuple[Path, str]]:
