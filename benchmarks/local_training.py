@@ -55,7 +55,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {  # rate: of SGD
     "average": {"rate": 0.4},
     "nesterov": {"rate": 0.2, "outer_lr": outer.LR, "outer_momentum": outer.MOMENTUM},
 }
-_SHOWN = "average"  # which outer optimizer is trained with int8 too, and drawn
+_SHOWN = "nesterov"  # which outer optimizer is trained with int8 too, and drawn
 _MEASURED_EVERY = 250  # steps
 _WARMUP_STEPS = 24
 _TIMED_STEPS, _TIMED_STEPS_MIN, _TIMED_S = 20, 5, 20.0  # whole rounds, at most so long unless they are longer
