@@ -232,7 +232,8 @@ def draw(path: str, runs: list[dict[str, Any]], steps_s: list[float]) -> None:
     for run, each_s, minutes, color in zip(runs, steps_s, spent_min(runs, steps_s), CURVES, strict=False):
         label = f"{name_of(run)}: {1e3 * each_s:.0f} ms a step"
         axes.plot(minutes, run["curve"], color=color, label=label, marker=".")
-    axes.set_xscale("log")
+    axes.set_ylim(top=max(run["curve"][1] for run in runs) + 0.1)  # without the untrained models
+    axes.set_xlim(left=0)
     axes.set_xlabel("minutes")
     axes.set_ylabel("held-out loss")
     axes.legend(frameon=False)
