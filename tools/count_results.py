@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 SAID_CHARACTERS = 12_000
-SAY = 5  # failed tests that are more than named
+EXPLAINED = 5  # failed tests that are more than named
 
 
 def count(path: str, reasons: Counter, failures: list[str]) -> tuple[int, int, int]:
@@ -25,18 +25,21 @@ def count(path: str, reasons: Counter, failures: list[str]) -> tuple[int, int, i
     except (OSError, ElementTree.ParseError):
         print(f"{path} is missing or broken: its tests did not run to the end", file=sys.stderr)
         return 0, 1, 0
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = [case for case in cases if failure(case) is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     reasons.update(reason(case) for case in skipped)
-    failures += [failure(case) for case in failed]
+    failures += map(described, failed)
     return len(cases) - len(failed) - len(skipped), len(failed), len(skipped)
 
 
-def failure(case: ElementTree.Element) -> str:
-    """pytest's message, or the end of what GoogleTest printed, whose message is "Failed" or empty."""
-    found = case.find("failure") if case.find("failure") is not None else case.find("error")
+def failure(case: ElementTree.Element) -> ElementTree.Element | None:
+    return next((each for each in case if each.tag in ("failure", "error")), None)
+
+
+def described(case: ElementTree.Element) -> str:
+    """With pytest's message, or the end of what GoogleTest printed, whose message is "Failed" or empty."""
     printed = (case.findtext("system-out") or "")[-SAID_CHARACTERS:]
-    said = printed or (found.get("message") or "")[:SAID_CHARACTERS]
+    said = printed or (failure(case).get("message") or "")[:SAID_CHARACTERS]
     return f"failed: {case.get('classname', '')}: {case.get('name')}\n{textwrap.indent(said, '    ')}".rstrip()
 
 
@@ -54,7 +57,7 @@ def main(status: int, paths: list[str]) -> int:
     failures: list[str] = []
     counts = {Path(path).stem: count(path, reasons, failures) for path in paths}
     for number, each in enumerate(failures):
-        print(each if number < SAY else each.partition("\n")[0])
+        print(each if number < EXPLAINED else each.partition("\n")[0])
     for each, tests in reasons.most_common():
         print(f"skipped {tests}: {each}")
     for name, (passed, failed, skipped) in counts.items():

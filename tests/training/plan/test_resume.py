@@ -176,9 +176,7 @@ def test_a_rank_that_cannot_compare_is_named_by_all(rank, mode):
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
     if rank.index == 1:
         ours.handle._session._consistency._checksum = mock.Mock(side_effect=RuntimeError("a lost device"))
-    with pytest.raises(
-        gradcast.Error, match=r"comparing .* failed on rank 1 of 2: RuntimeError: a lost device"
-    ) as raised:
+    with pytest.raises(gradcast.Error, match=r"comparing .* on rank 1 of 2: RuntimeError: a lost device") as raised:
         ours.train(range(12))
     assert raised.value.code == "communication"
 

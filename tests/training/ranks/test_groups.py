@@ -48,7 +48,7 @@ def test_the_threads_of_destroyed_groups_end(rank):
         group_pool.lasting_group([0, 1], TIMEOUT, "gloo", "test")
         found.append(gloo_threads())
     # Threads get their name when they run, and are listed for a while after they have ended.
-    return None if found[-1] < found[0] + rounds else found
+    return None if 0 < found[-1] < found[0] + rounds else found
 
 
 @on_ranks(3)
