@@ -13,10 +13,10 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.pages import run_program
+from gradcast.cli.common import BANDWIDTH
 from gradcast.files import load_profile
 from gradcast.lab.adapt import AdaptSettings
 from gradcast.lab.adapt import run as train
-from gradcast.units import parse_bandwidth_bits_per_s
 
 # Scenario of the laboratory, factor, right cause, right rank, right hosts.
 CHANGES = {
@@ -31,7 +31,7 @@ _TIMEOUT_S = 900.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default=1.2e9)
+    parser.add_argument("--rate", type=BANDWIDTH, default=1.2e9)
     parser.add_argument("--scale", type=float, default=1.0, help="of the stand-in's compute")
     parser.add_argument("--scale-size", type=float, default=0.2, help="of its gradients")
     parser.add_argument("--steps", type=int, default=120)

@@ -38,11 +38,11 @@ from benchmarks.int8_training import char_gpt
 from benchmarks.on_hosts import add_worker, measured, one_rank, write
 from benchmarks.pages import append, parser_of, read_record, run_program, show
 from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, first_local_step, rates
+from gradcast.cli.common import BANDWIDTH
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
 from gradcast.palette import CURVES
 from gradcast.training.local import outer
-from gradcast.units import parse_bandwidth_bits_per_s
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from training.int8_mean import Int8Mean
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--outers", default=",".join(_SETTINGS), help="and which of these (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--learning-rate", type=float, help="of all trainings, in place of the best one of each")
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, help="measure steps on hosts with such links")
+    parser.add_argument("--rate", type=BANDWIDTH, help="measure steps on hosts with such links")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="with --rate: the first seed's losses over time")
     parser.add_argument("--runs", help=argparse.SUPPRESS)
     add_worker(parser)

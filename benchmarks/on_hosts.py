@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradcast.cli.common import BANDWIDTH
 from gradcast.lab import Network
 from gradcast.lab.cores import wake_promptly
 from gradcast.lab.workers import run_for_result
-from gradcast.units import parse_bandwidth_bits_per_s
 
 _TIMEOUT_S = 3600.0
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def parser_of(doc: str, *, rate: str, hosts: int | None = 2) -> argparse.Argumen
     if hosts is not None:
         parser.add_argument("--hosts", type=int, default=hosts, help=f"how many (default: {hosts})")
     link = f"of each link, each way (default: {rate})"
-    parser.add_argument("--rate", type=parse_bandwidth_bits_per_s, default=rate, help=link)
+    parser.add_argument("--rate", type=BANDWIDTH, default=rate, help=link)
     add_worker(parser)
     return parser
 
