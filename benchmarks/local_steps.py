@@ -4,9 +4,9 @@
 
 A stand-in for ResNet-18 whose tensors have 6 MB in all computes for 40 ms a step, on hosts with links so slow that its
 parameters travel in 2, 6 and 20 times that (root, iproute2). Each training is measured over whole rounds, after the
-first two. Predicted is max(compute, communication / H) streamed and compute + communication / H blocking, where compute
-is what the same model takes alone, and communication what the round's all-reduces take one after the other on the idle
-network.
+first two. Predicted is max(compute, communication / H) streamed and compute + communication / H blocking. Compute is
+the step of one rank alone with the same local steps, so it includes the outer update; communication is what the round's
+all-reduces take one after the other on the idle network.
 """
 
 import argparse
@@ -69,17 +69,28 @@ def largest(value: float) -> float:
     return float(found)
 
 
-def local(task: Task, every: int, form: str, compute_ms: float) -> dict[str, Any]:
+def whole_rounds(
+    task: Task, options: gradcast.Options, group: dist.ProcessGroup | None
+) -> tuple[gradcast.Handle, float, float]:
+    """A training with local steps in this group (None: all ranks), with the mean time and sent bytes of a step."""
     module = task.module()
     optimizer = task.optimizer(module)
-    options = gradcast.Options(sync_every=every, **_FORMS[form])
-    handle = gradcast.attach(module, optimizer, options=options)
+    handle = gradcast.attach(module, optimizer, process_group=group, options=options)
+    every = options.sync_every
     steps_ms(task, module, optimizer, 2 * every)  # the first sends nothing
     count = every * -(-_STEPS_MIN // every)
     before, start = sent_bytes(), time.perf_counter()
     steps_ms(task, module, optimizer, count)
-    step_ms = largest(1e3 * (time.perf_counter() - start) / count)
-    sent = (sent_bytes() - before) / count
+    step_ms = 1e3 * (time.perf_counter() - start) / count
+    return handle, largest(step_ms), (sent_bytes() - before) / count
+
+
+def local(task: Task, every: int, form: str, alone: dist.ProcessGroup) -> dict[str, Any]:
+    """``alone``: a group of this rank."""
+    options = gradcast.Options(sync_every=every, **_FORMS[form])
+    handle, compute_ms, _ = whole_rounds(task, options, alone)
+    handle.detach()
+    handle, step_ms, sent = whole_rounds(task, options, None)
     round_ms = communication_ms([block.size_bytes for block in handle.plan.blocks])
     stats = handle.stats()["local_steps"]
     handle.detach()
@@ -88,6 +99,7 @@ def local(task: Task, every: int, form: str, compute_ms: float) -> dict[str, Any
         "every": every,
         "form": form,
         "step_ms": step_ms,
+        "compute_ms": compute_ms,
         "predicted_ms": predicted_ms,
         "communication_ms": round_ms,
         "sent_bytes": sent,
@@ -110,7 +122,9 @@ def train(settings: Settings, every: list[int]) -> dict[str, Any]:
     before = sent_bytes()
     ddp_ms = largest(statistics.median(steps_ms(task, ddp, optimizer, _PLAIN_STEPS)))
     ddp_sent = (sent_bytes() - before) / _PLAIN_STEPS
-    found = [local(task, each, form, compute_ms) for each in every for form in _FORMS]
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    alone = groups[dist.get_rank()]
+    found = [local(task, each, form, alone) for each in every for form in _FORMS]
     return {"compute_ms": compute_ms, "ddp_ms": ddp_ms, "ddp_sent_bytes": ddp_sent, "runs": found}
 
 
@@ -127,8 +141,8 @@ def measure(hosts: int, ratio: float, every: list[int]) -> dict[str, Any]:
 
 def table(found: dict[float, dict[str, Any]]) -> str:
     head = [
-        "communication / compute", "H", "form", "fragments", "DDP, ms", "predicted, ms", "measured, ms", "error",
-        "bytes per step times H, of DDP's",
+        "communication / compute", "H", "form", "fragments", "DDP, ms", "compute, ms", "predicted, ms", "measured, ms",
+        "error", "bytes per step times H, of DDP's",
     ]  # fmt: skip
     rows = []
     for ratio, facts in found.items():
@@ -141,6 +155,7 @@ def table(found: dict[float, dict[str, Any]]) -> str:
                     run["form"],
                     run["fragments"],
                     f"{facts['ddp_ms']:.0f}",
+                    f"{run['compute_ms']:.1f}",
                     f"{run['predicted_ms']:.1f}",
                     f"{run['step_ms']:.1f}",
                     f"{run['step_ms'] / run['predicted_ms'] - 1:+.1%}",
